@@ -1,0 +1,1 @@
+"""Loopwright: a trial runtime for agents that learn by doing."""

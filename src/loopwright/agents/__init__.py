@@ -1,0 +1,1 @@
+"""Search agents, one file per family."""

@@ -1,0 +1,126 @@
+"""The base of all agents: what learns or searches, and the loop that most of them share."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Iterable, Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from loopwright.core.config import Config
+from loopwright.core.env import Env
+from loopwright.core.registry import Registry
+from loopwright.core.trial import Action, Feedback, Observation, Proposal, Trial
+
+
+class AgentConfig(Config):
+    """What every agent can be told."""
+
+    type: str
+    trials: int | None = Field(default=None, ge=1)
+    """How many trials the run may use; repeats and cached trials count."""
+    seed: int = 0
+    """The source of all the run's randomness, draws included."""
+    count_cached: bool = True
+    """Whether a trial that was answered from the cache uses up budget."""
+
+
+class Agent(ABC):
+    """Proposes actions and learns from what became of them.
+
+    class Coin(Agent):
+        class Config(AgentConfig):
+            type: Literal["coin"] = "coin"
+
+        def select_action(self, observation: Observation) -> Action | None:
+            return {"side": "heads"}
+    """
+
+    Config: ClassVar[type[AgentConfig]] = AgentConfig
+    samples_env_params: ClassVar[bool] = False
+    """Whether the agent can live with parameters that the environment draws; say in its docstring how it uses them."""
+    several_objectives: ClassVar[bool] = False
+    """Whether the agent can weigh several rewards against one another."""
+    measures_again: ClassVar[bool] = False
+    """Whether the agent wants an action measured afresh when it proposes it again, instead of the cached answer."""
+
+    def __init__(self, env: Env, config: Any, *, parallel: int = 1) -> None:
+        self.env, self.config, self.parallel = env, config, parallel
+
+    @abstractmethod
+    def select_action(self, observation: Observation) -> Action | None:
+        """The next action, or None when there is nothing left to try."""
+
+    def update_policy(self, feedback: Feedback) -> None:
+        """Learn from a trial that has ended."""
+
+    def note(self) -> Mapping[str, Any] | None:
+        """What must be stored beside the action just proposed, so that a resumed run proposes as this one would."""
+        return None
+
+    def restore(self, history: Iterable[Proposal]) -> None:
+        """Go on from what was proposed before; the default learns from it again."""
+        for proposal in history:
+            if proposal.feedback is not None:
+                self.update_policy(proposal.feedback)
+
+    def run(self) -> int:
+        """The whole campaign, in an event loop of its own.
+
+        Returns 0, or another number for a failure that leaves the other runs of a scenario unharmed: it accumulates,
+        and the next run starts. Raises for a bug: then no further run starts, the reports are still made, and the
+        exception reaches the user as it was. Agents with a training loop of their own override this and turn a failed
+        training into a code.
+        """
+        asyncio.run(self._campaign())
+        return 0
+
+    def shutdown(self) -> None:
+        """Let go of what `run` built; always called, and its own failure is a non-zero code."""
+
+    async def _campaign(self) -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self.env.run.when_stopped(lambda: loop.call_soon_threadsafe(stop.set))
+        stopped = asyncio.ensure_future(stop.wait())
+        flights: set[asyncio.Future[Feedback]] = set()
+        try:
+            async with self.env.running():
+                try:
+                    await self._fly(flights, stopped)
+                finally:
+                    await _abort(flights)
+        finally:
+            self.env.run.when_stopped(None)
+            stopped.cancel()
+
+    async def _fly(self, flights: set[asyncio.Future[Feedback]], stopped: asyncio.Future[Any]) -> None:
+        """Keep up to `parallel` trials in flight; feedback comes as they finish."""
+        again = self.env.unfinished()
+        while not self.env.run.stopping:
+            while len(flights) < self.parallel and (flight := self._launch(again)) is not None:
+                flights.add(asyncio.ensure_future(flight))
+            if not flights:
+                break
+            done, _ = await asyncio.wait({*flights, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            landed = done & flights
+            flights -= landed
+            for feedback in sorted((flight.result() for flight in landed), key=lambda feedback: feedback.trial):
+                self.update_policy(feedback)
+
+    def _launch(self, again: list[list[Trial]]) -> Awaitable[Feedback] | None:
+        if again:
+            return self.env.resume(again.pop(0))
+        if not self.env.may_propose:
+            return None
+        action = self.select_action(self.env.reset())
+        return None if action is None else self.env.step(action, self.note(), fresh=self.measures_again)
+
+
+async def _abort(flights: set[asyncio.Future[Feedback]]) -> None:
+    for flight in flights:
+        flight.cancel()
+    await asyncio.gather(*flights, return_exceptions=True)
+
+
+agents: Registry[type[Agent]] = Registry("agent", "loopwright.agents")

@@ -1,0 +1,38 @@
+"""Canonical values: 5, 5.0 and numpy's 5 are one value, so that equal questions get equal keys."""
+
+import math
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from loopwright.core.errors import InvalidAction
+
+_EXACT = 2**53
+"""Beyond this a float no longer tells neighbouring integers apart."""
+
+
+def canonical(value: Any) -> Any:
+    """The one JSON value that stands for `value`, or InvalidAction if there is none."""
+    match value:
+        case bool() | str() | None:
+            return value
+        case int():
+            return value if -(2**63) <= value < 2**63 else {"int": str(value)}
+        case float():
+            if not math.isfinite(value):
+                raise InvalidAction(f"{value!r} is not a finite number")
+            return int(value) if value.is_integer() and abs(value) <= _EXACT else value
+        case Mapping():
+            return {str(name): canonical(value[name]) for name in sorted(value, key=str)}
+        case list() | tuple():
+            return [canonical(item) for item in value]
+        case _ if hasattr(value, "tolist"):  # numpy's scalars and arrays, without importing numpy
+            return canonical(value.tolist())
+    raise InvalidAction(f"{value!r} of type {type(value).__name__} is no number, string, boolean, list or table")
+
+
+def key_of(*parts: Any) -> str:
+    """A 128-bit key for canonical values, equal whenever they are equal."""
+    return blake2b(orjson.dumps(canonical(parts)), digest_size=16).hexdigest()

@@ -1,0 +1,99 @@
+"""What can go wrong, as a tree. A failed trial is data and never an exception; these are for everything else.
+
+    LoopwrightError
+    ├── ScenarioError    (ValueError)    the scenario cannot be run as written; holds every problem found
+    ├── MissingExtra     (ImportError)   an optional dependency is not installed; says what to install
+    ├── StorageError     (OSError)       the disk is full, read-only or gone; nothing more can be recorded
+    │   ├── LedgerError                  the ledger is damaged, too new, or not there
+    │   └── OutputBusy                   another process works in this output directory
+    ├── LaunchError      (RuntimeError)  a process could not be started
+    └── InvalidAction    (ValueError)    an action lies outside its space; becomes an `invalid` trial
+
+Each message says what happened, where, and the next move.
+"""
+
+import errno
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+
+class LoopwrightError(Exception):
+    """The base of all errors that Loopwright raises on purpose."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a scenario: where it stands and what to do about it."""
+
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}" if self.key else self.message
+
+
+class ScenarioError(LoopwrightError, ValueError):
+    """A scenario that cannot be run as written. `problems` lists everything that was found, not only the first."""
+
+    def __init__(self, file: Path | str, problems: Sequence[Problem]) -> None:
+        self.file, self.problems = str(file), tuple(problems)
+        super().__init__("\n".join(f"{self.file}, {problem}" for problem in self.problems))
+
+
+class MissingExtra(LoopwrightError, ImportError):
+    """An optional dependency is missing."""
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(f"{what} needs an extra that is not installed. Run: pip install 'loopwright[{extra}]'")
+
+
+class StorageError(LoopwrightError, OSError):
+    """What was measured cannot be written down, so nothing more may be measured."""
+
+
+class LedgerError(StorageError):
+    """The ledger cannot be read or written."""
+
+
+class OutputBusy(StorageError):
+    """Another process holds the output directory."""
+
+
+class LaunchError(LoopwrightError, RuntimeError):
+    """A process could not be started; `infra` tells whether the machine, not the command, is to blame."""
+
+    def __init__(self, message: str, *, infra: bool = False) -> None:
+        super().__init__(message)
+        self.infra = infra
+
+
+class InvalidAction(LoopwrightError, ValueError):
+    """An action that lies outside its space."""
+
+
+_DISK = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EROFS: "it is read-only"}
+
+
+@contextmanager
+def storage(where: Path) -> Iterator[None]:
+    """Turn the operating system's refusals to write into a StorageError that names the place."""
+    try:
+        yield
+    except LoopwrightError:
+        raise
+    except OSError as error:
+        reason = _DISK.get(error.errno or 0) or error.strerror or str(error)
+        raise StorageError(
+            f"cannot write to {where}: {reason}. Make room or choose another --output; "
+            "nothing that was recorded is lost: go on with `loopwright resume`."
+        ) from error
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """The words that exist, and the one that was probably meant."""
+    listed = f"Known: {', '.join(known)}." if known else "None is known."
+    close = get_close_matches(word, known, n=1)
+    return f"{listed} Did you mean {close[0]!r}?" if close else listed

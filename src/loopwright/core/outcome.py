@@ -1,0 +1,48 @@
+"""How a trial ended, and who caused it when it ended badly."""
+
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """How a trial ended. A trial in flight has none."""
+
+    OK = "ok"
+    INFEASIBLE = "infeasible"
+    INVALID = "invalid"
+    CRASHED = "crashed"
+    TIMEOUT = "timeout"
+    METRIC_MISSING = "metric_missing"
+    ABORTED = "aborted"
+    LOST = "lost"
+    TRUNCATED = "truncated"
+    FILTERED = "filtered"
+    EXPIRED = "expired"
+    JUDGE_FAILED = "judge_failed"
+
+    @property
+    def reusable(self) -> bool:
+        """Whether the same question may be answered from the cache: a cached crash must not poison a search."""
+        return self in (Outcome.OK, Outcome.INFEASIBLE)
+
+
+class Fault(StrEnum):
+    """Who caused a bad outcome. Only what the policy cannot cause may ever be discarded."""
+
+    POLICY = "policy"
+    WORKLOAD = "workload"
+    INFRA = "infra"
+    JUDGE = "judge"
+    SYSTEM = "system"
+
+
+FAULT_OF = {
+    Outcome.INFEASIBLE: Fault.POLICY,
+    Outcome.INVALID: Fault.POLICY,
+    Outcome.CRASHED: Fault.WORKLOAD,
+    Outcome.TIMEOUT: Fault.WORKLOAD,
+    Outcome.METRIC_MISSING: Fault.WORKLOAD,
+    Outcome.ABORTED: Fault.SYSTEM,
+    Outcome.LOST: Fault.INFRA,
+    Outcome.JUDGE_FAILED: Fault.JUDGE,
+}
+"""Who is to blame where nothing more is known."""

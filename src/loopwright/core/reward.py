@@ -1,0 +1,175 @@
+"""Rewards: a number with named parts, or nothing. Nothing is never zero, and more is always better."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from loopwright.core.config import Config
+from loopwright.core.expression import Expression
+from loopwright.core.registry import Registry
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What a trial was worth. `more` holds further objectives where a run has several."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    more: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not all(map(math.isfinite, self.objectives)):
+            raise ValueError(f"a reward must be finite, not {self.objectives}")
+
+    @property
+    def objectives(self) -> tuple[float, ...]:
+        """All objectives, the first one included; each is maximised."""
+        return (self.value, *self.more)
+
+
+class RewardFunction(Config, ABC):
+    """Turns the metrics of a successful trial into a reward; failed trials never reach it.
+
+    class Efficiency(RewardFunction):
+        type: Literal["efficiency"] = "efficiency"
+
+        def needs(self) -> set[str]:
+            return {"gflops", "watts"}
+
+        def score(self, metrics: Mapping[str, float]) -> Reward:
+            return Reward(metrics["gflops"] / metrics["watts"])
+    """
+
+    type: str
+
+    @abstractmethod
+    def needs(self) -> set[str]:
+        """The metrics that this function reads; checked when the scenario is loaded."""
+
+    @abstractmethod
+    def score(self, metrics: Mapping[str, float]) -> Reward:
+        """The reward. An ArithmeticError or ValueError means that these metrics have none."""
+
+    def label(self) -> str:
+        """A short name for tables and axes."""
+        return self.type
+
+
+class _PerMetric(RewardFunction):
+    metrics: tuple[str, ...] = Field(min_length=1)
+    """The metrics that are added up, each a named part of the reward."""
+
+    _sign: ClassVar[str] = ""
+
+    def needs(self) -> set[str]:
+        return set(self.metrics)
+
+    def score(self, metrics: Mapping[str, float]) -> Reward:
+        parts = {name: self.part(metrics[name]) for name in self.metrics}
+        return Reward(math.fsum(parts.values()), parts)
+
+    @abstractmethod
+    def part(self, value: float) -> float:
+        """What one metric adds to the reward."""
+
+    def label(self) -> str:
+        return " + ".join(f"{self._sign}{name}" for name in self.metrics)
+
+
+class Identity(_PerMetric):
+    """The metric itself: more is better."""
+
+    type: Literal["identity"] = "identity"
+
+    def part(self, value: float) -> float:
+        return value
+
+
+class Negative(_PerMetric):
+    """Minus the metric: less is better."""
+
+    type: Literal["negative"] = "negative"
+    _sign: ClassVar[str] = "−"
+
+    def part(self, value: float) -> float:
+        return -value
+
+
+class Inverse(_PerMetric):
+    """One over the metric: less is better, and halving it doubles the reward."""
+
+    type: Literal["inverse"] = "inverse"
+    _sign: ClassVar[str] = "1/"
+
+    def part(self, value: float) -> float:
+        return 1.0 / value
+
+
+class Weighted(RewardFunction):
+    """A weighted sum of metrics, each weighted value a named part."""
+
+    type: Literal["weighted"] = "weighted"
+    weights: dict[str, float] = Field(min_length=1)
+    """Metric to weight; a negative weight makes less better."""
+
+    def needs(self) -> set[str]:
+        return set(self.weights)
+
+    def score(self, metrics: Mapping[str, float]) -> Reward:
+        parts = {name: weight * metrics[name] for name, weight in self.weights.items()}
+        return Reward(math.fsum(parts.values()), parts)
+
+    def label(self) -> str:
+        return " + ".join(f"{weight:g}·{name}" for name, weight in self.weights.items())
+
+
+class ExpressionReward(RewardFunction):
+    """An arithmetic expression over the metrics."""
+
+    type: Literal["expression"] = "expression"
+    expression: str
+    """For example `gflops / watts - 0.1 * seconds`."""
+
+    @field_validator("expression")
+    @classmethod
+    def _parses(cls, text: str) -> str:
+        Expression(text)
+        return text
+
+    def needs(self) -> set[str]:
+        return set(Expression(self.expression).names)
+
+    def score(self, metrics: Mapping[str, float]) -> Reward:
+        return Reward(float(Expression(self.expression)(metrics)))
+
+    def label(self) -> str:
+        return self.expression
+
+
+class Objectives:
+    """Several reward functions side by side; with one it is that one."""
+
+    def __init__(self, functions: tuple[RewardFunction, ...]) -> None:
+        self.functions = functions
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """One name per objective."""
+        return tuple(function.label() for function in self.functions)
+
+    def score(self, metrics: Mapping[str, float]) -> Reward:
+        """One reward with an objective per function; with several, the parts are named after them."""
+        rewards = [function.score(metrics) for function in self.functions]
+        if len(rewards) == 1:
+            return rewards[0]
+        parts = {label: reward.value for label, reward in zip(self.labels, rewards, strict=True)}
+        return Reward(rewards[0].value, parts, tuple(reward.value for reward in rewards[1:]))
+
+
+rewards: Registry[type[RewardFunction]] = Registry("reward", "loopwright.rewards")
+for _function in (Identity, Negative, Inverse, Weighted, ExpressionReward):
+    rewards.add(_function.model_fields["type"].default, _function)

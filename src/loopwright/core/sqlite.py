@@ -1,0 +1,93 @@
+"""SQLite as we use it: write-ahead log, explicit transactions, errors that say the next move."""
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from loopwright.core.errors import LedgerError
+
+
+def damaged(path: Path, detail: str) -> str:
+    """What to say of a file that SQLite cannot make sense of."""
+    return (
+        f"{path} is damaged ({detail}). Nothing was changed. Save what is readable with "
+        f"`sqlite3 {path.name} .recover`, or move the run's folder away and run again."
+    )
+
+
+def explain(path: Path, error: sqlite3.Error) -> LedgerError:
+    """SQLite's error as one that names the file and the next move."""
+    detail = str(error)
+    if isinstance(error, sqlite3.OperationalError) and any(word in detail for word in ("full", "I/O", "readonly")):
+        return LedgerError(
+            f"cannot write to {path}: {detail}. Make room; nothing that was recorded is lost: "
+            "go on with `loopwright resume`."
+        )
+    if any(word in detail for word in ("malformed", "not a database", "corrupt")):
+        return LedgerError(damaged(path, detail))
+    return LedgerError(f"{path}: {detail}")
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Let SQLite's errors out only as ours."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise explain(path, error) from error
+
+
+class Transaction:
+    """A write transaction under a lock: all of it or nothing. A class, because this is the hot path."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self._path, self._connection = path, connection
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> sqlite3.Connection:
+        self._lock.acquire()
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.Error as error:
+            self._lock.release()
+            raise explain(self._path, error) from error
+        return self._connection
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        try:
+            if error is None:
+                self._connection.execute("COMMIT")
+        except sqlite3.Error as refused:
+            raise explain(self._path, refused) from refused
+        finally:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            self._lock.release()
+        if isinstance(error, sqlite3.Error):
+            raise explain(self._path, error) from error
+
+    def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
+        """What a query gives, under the same lock."""
+        with self._lock:
+            try:
+                return self._connection.execute(query, values).fetchall()
+            except sqlite3.Error as error:
+                raise explain(self._path, error) from error
+
+
+def connect(path: Path, synchronous: str) -> sqlite3.Connection:
+    """A connection for writing: WAL, explicit transactions, usable from several threads under a lock."""
+    connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=10)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute(f"PRAGMA synchronous = {synchronous}")
+    return connection
+
+
+def text(value: Any) -> str:
+    """A value as JSON text; what JSON does not know is written as its repr, never lost."""
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS, default=repr).decode()

@@ -1,0 +1,25 @@
+"""Where trials run: processes of this machine, and Python workers that can be killed."""
+
+from loopwright.execution.base import Command, Completion, Executor, Started, Usage
+from loopwright.execution.call import Call, Returned
+from loopwright.execution.callables import Checked, check
+from loopwright.execution.local import LocalExecutor
+from loopwright.execution.processes import descendants, end_leftovers, start_ticks
+from loopwright.execution.worker import WorkerPool
+
+__all__ = [
+    "Call",
+    "Checked",
+    "Command",
+    "Completion",
+    "Executor",
+    "LocalExecutor",
+    "Returned",
+    "Started",
+    "Usage",
+    "WorkerPool",
+    "check",
+    "descendants",
+    "end_leftovers",
+    "start_ticks",
+]

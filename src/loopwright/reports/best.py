@@ -1,0 +1,95 @@
+"""The answer of a run: which action was best, over all its measurements and regimes."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import fsum
+from statistics import stdev
+from typing import Any
+
+from loopwright.core.canonical import key_of
+from loopwright.core.outcome import Outcome
+from loopwright.core.reward import Reward
+from loopwright.core.trial import Action, Regime, Trial
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An action with everything that was measured of it. `spread` is the standard deviation of its repeats."""
+
+    action: Action
+    objectives: tuple[float, ...]
+    trials: tuple[int, ...]
+    spread: float | None
+    regimes: tuple[Regime, ...]
+
+    @property
+    def reward(self) -> float:
+        """The first objective: the mean over regimes of the mean over repeats."""
+        return self.objectives[0]
+
+
+@dataclass(frozen=True)
+class Best:
+    """`front` is the best action, or several if objectives pull apart; `by_regime` the best action of each regime."""
+
+    front: tuple[Candidate, ...]
+    by_regime: tuple[Candidate, ...]
+
+
+def best_of(trials: Iterable[Trial]) -> Best:
+    """The best actions among the trials of a run.
+
+    Copies from the cache do not count again, and an action that failed under a regime does not compete there. With
+    regimes, an action that was measured under more of them goes before one that was lucky under a few.
+    """
+    measured: dict[str, dict[str, list[Trial]]] = defaultdict(lambda: defaultdict(list))
+    for trial in trials:
+        if trial.outcome is not None and trial.outcome is not Outcome.ABORTED and trial.cached_from is None:
+            measured[key_of(trial.action)][key_of(trial.regime)].append(trial)
+    good = [
+        {regime: group for regime, group in regimes.items() if all(trial.reward for trial in group)}
+        for regimes in measured.values()
+    ]
+    every = [_candidate(list(regimes.values())) for regimes in good if regimes]
+    widest = max((len(candidate.regimes) for candidate in every), default=0)
+    front = pareto([candidate for candidate in every if len(candidate.regimes) == widest])
+    by_regime: dict[str, Candidate] = {}
+    for regimes in good:
+        for regime, group in regimes.items():
+            candidate = _candidate([group])
+            if regime not in by_regime or candidate.reward > by_regime[regime].reward:
+                by_regime[regime] = candidate
+    return Best(tuple(front), tuple(by_regime[key] for key in sorted(by_regime)))
+
+
+def _candidate(regimes: Sequence[Sequence[Trial]]) -> Candidate:
+    means = [_mean([trial.reward for trial in group if trial.reward]) for group in regimes]
+    trials = [trial for group in regimes for trial in group]
+    repeats = [trial.reward.value for trial in regimes[0] if trial.reward] if len(regimes) == 1 else []
+    return Candidate(
+        action=trials[0].action,
+        objectives=tuple(fsum(values) / len(means) for values in zip(*means, strict=True)),
+        trials=tuple(trial.number for trial in trials),
+        spread=stdev(repeats) if len(repeats) > 1 else None,
+        regimes=tuple(group[0].regime for group in regimes),
+    )
+
+
+def _mean(rewards: Sequence[Reward]) -> tuple[float, ...]:
+    columns: Any = zip(*(reward.objectives for reward in rewards), strict=True)
+    return tuple(fsum(column) / len(rewards) for column in columns)
+
+
+def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those that no other one beats; with one objective the single best, the earliest where several are equal."""
+    if not candidates:
+        return []
+    if len(candidates[0].objectives) == 1:
+        return [max(candidates, key=lambda candidate: (candidate.reward, -candidate.trials[0]))]
+    front: list[Candidate] = []
+    # In falling order of the first objective, only an earlier one can beat a later one.
+    for candidate in sorted(candidates, key=lambda c: (*(-value for value in c.objectives), c.trials[0])):
+        if not any(all(a >= b for a, b in zip(o.objectives, candidate.objectives, strict=True)) for o in front):
+            front.append(candidate)
+    return front

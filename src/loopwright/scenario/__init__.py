@@ -1,0 +1,1 @@
+"""Scenarios: from a TOML file to running objects."""

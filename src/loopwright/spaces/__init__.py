@@ -1,0 +1,1 @@
+"""Spaces: parameters, constraints, draws and encodings."""

@@ -1,0 +1,242 @@
+"""One parameter: a fixed value, a list of candidates or a range, as a scenario writes it."""
+
+import math
+from abc import ABC, abstractmethod
+from random import Random
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from loopwright.core.canonical import canonical
+from loopwright.core.config import Config
+from loopwright.core.errors import InvalidAction
+from loopwright.core.expression import Expression
+
+
+class Parameter(Config, ABC):
+    """What a parameter may be. `when` makes it conditional on others; inactive, it is `otherwise` or absent."""
+
+    when: str | None = None
+    """An expression over other parameters; while it is false, this one is not part of the action."""
+    otherwise: Any = None
+    """The value while `when` is false; without it the parameter is then absent."""
+
+    @field_validator("when")
+    @classmethod
+    def _parses(cls, text: str | None) -> str | None:
+        if text is not None:
+            Expression(text)
+        return text
+
+    @property
+    @abstractmethod
+    def size(self) -> int | None:
+        """How many values there are, None for a continuum."""
+
+    @abstractmethod
+    def validate_value(self, value: Any) -> Any:
+        """The value as the workload will get it, or InvalidAction."""
+
+    @abstractmethod
+    def grid(self) -> list[Any]:
+        """The values that a grid visits; empty where nothing says which."""
+
+    @abstractmethod
+    def sample(self, random: Random) -> Any:
+        """A value drawn evenly (on a log scale where the parameter asks for one)."""
+
+    @abstractmethod
+    def encode(self, value: Any) -> float:
+        """A number for a learner: the index of a candidate, or a position in 0..1 of a range."""
+
+    @abstractmethod
+    def decode(self, number: float) -> Any:
+        """The value that a number stands for."""
+
+
+class Choice(Parameter):
+    """A list of candidates. A list in TOML is short for this."""
+
+    values: tuple[Any, ...] = Field(min_length=1)
+    """The candidates."""
+
+    @field_validator("values")
+    @classmethod
+    def _distinct(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        seen: list[Any] = []
+        for value in values:
+            plain = canonical(value)
+            if any(_same(plain, other) for other in seen):
+                raise ValueError(f"{value!r} is listed twice")
+            seen.append(plain)
+        return values
+
+    @property
+    def size(self) -> int:
+        return len(self.values)
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the candidates are numbers in order, so that neighbours are alike."""
+        numbers = [v for v in self.values if isinstance(v, (int, float)) and not isinstance(v, bool)]
+        return len(numbers) == len(self.values) > 2 and numbers in (sorted(numbers), sorted(numbers, reverse=True))
+
+    def validate_value(self, value: Any) -> Any:
+        return self.values[self.index(value)]
+
+    def index(self, value: Any) -> int:
+        """Which candidate a value is."""
+        plain = canonical(value)
+        for index, candidate in enumerate(self.values):
+            if _same(canonical(candidate), plain):
+                return index
+        raise InvalidAction(f"{value!r} is none of {', '.join(map(repr, self.values))}")
+
+    def grid(self) -> list[Any]:
+        return list(self.values)
+
+    def sample(self, random: Random) -> Any:
+        return self.values[random.randrange(len(self.values))]
+
+    def encode(self, value: Any) -> float:
+        return self.index(value)
+
+    def decode(self, number: float) -> Any:
+        index = round(float(number))
+        if not 0 <= index < len(self.values):
+            raise InvalidAction(f"index {index} is outside 0..{len(self.values) - 1}")
+        return self.values[index]
+
+
+class Range(Parameter):
+    """All numbers from `low` to `high`, both included."""
+
+    low: float
+    """The smallest value."""
+    high: float
+    """The largest value."""
+    dtype: Literal["float", "int"] = "float"
+    """`int` for whole numbers."""
+    log: bool = False
+    """Whether ratios matter, not differences: 1 to 10 gets as much room as 10 to 100."""
+    points: int | None = Field(default=None, ge=2)
+    """How many values a grid takes from the range, ends included."""
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Self:
+        if not self.low < self.high:
+            raise ValueError(f"low must be below high, not {self.low:g} and {self.high:g}")
+        if self.log and self.low <= 0:
+            raise ValueError(f"log = true needs low above 0, not {self.low:g}")
+        if self.dtype == "int" and not (self.low.is_integer() and self.high.is_integer()):
+            raise ValueError(f"dtype = 'int' needs whole bounds, not {self.low:g} and {self.high:g}")
+        return self
+
+    @property
+    def size(self) -> int | None:
+        return int(self.high) - int(self.low) + 1 if self.dtype == "int" else None
+
+    def validate_value(self, value: Any) -> Any:
+        plain = canonical(value)
+        if isinstance(plain, bool) or not isinstance(plain, (int, float)):
+            raise InvalidAction(f"{value!r} is not a number")
+        if not self.low <= plain <= self.high:
+            raise InvalidAction(f"{value!r} is outside {self.low:g}..{self.high:g}")
+        if self.dtype == "int" and not isinstance(plain, int):
+            raise InvalidAction(f"{value!r} is not a whole number")
+        return plain if self.dtype == "int" else float(plain)
+
+    def grid(self) -> list[Any]:
+        if self.points is None:
+            return []
+        return list(dict.fromkeys(self.decode(step / (self.points - 1)) for step in range(self.points)))
+
+    def sample(self, random: Random) -> Any:
+        if self.dtype == "int" and not self.log:
+            return random.randint(int(self.low), int(self.high))
+        return self.decode(random.random())
+
+    def encode(self, value: Any) -> float:
+        number = float(self.validate_value(value))
+        if self.log:
+            return math.log(number / self.low) / math.log(self.high / self.low)
+        return (number - self.low) / (self.high - self.low)
+
+    def decode(self, number: float) -> Any:
+        unit = min(1.0, max(0.0, float(number)))
+        value = self.low * (self.high / self.low) ** unit if self.log else self.low + unit * (self.high - self.low)
+        value = min(self.high, max(self.low, value))
+        return round(value) if self.dtype == "int" else value
+
+
+class Fixed(Parameter):
+    """One value. A bare string, number or boolean in TOML is short for this."""
+
+    value: Any
+    """The value, of any type that the workload takes."""
+
+    @field_validator("value")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        canonical(value)
+        return value
+
+    @property
+    def size(self) -> int:
+        return 1
+
+    def validate_value(self, value: Any) -> Any:
+        if not _same(canonical(value), canonical(self.value)):
+            raise InvalidAction(f"{value!r} is not the fixed value {self.value!r}")
+        return self.value
+
+    def grid(self) -> list[Any]:
+        return [self.value]
+
+    def sample(self, random: Random) -> Any:
+        return self.value
+
+    def encode(self, value: Any) -> float:
+        self.validate_value(value)
+        return 0
+
+    def decode(self, number: float) -> Any:
+        return self.value
+
+
+_FORMS: tuple[tuple[str, type[Parameter]], ...] = (
+    ("low", Range),
+    ("high", Range),
+    ("values", Choice),
+    ("value", Fixed),
+)
+
+
+def parameter(written: Any) -> Parameter:
+    """A parameter from the way it is written in TOML."""
+    if isinstance(written, Parameter):
+        return written
+    if isinstance(written, (list, tuple)):
+        if not written:
+            raise ValueError("an empty list has nothing to choose from")
+        return Fixed(value=written[0]) if len(written) == 1 else Choice(values=tuple(written))
+    if not isinstance(written, dict):
+        return Fixed(value=written)
+    for key, form in _FORMS:
+        if key in written:
+            try:
+                return form.model_validate(written)
+            except ValidationError as error:
+                raise ValueError("; ".join(_plainly(detail) for detail in error.errors())) from error
+    raise ValueError("a table must have low and high (a range), values (a list) or value (a fixed value)")
+
+
+def _plainly(detail: Any) -> str:
+    place = ".".join(map(str, detail["loc"]))
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{place}: {message}" if place else message
+
+
+def _same(one: Any, other: Any) -> bool:
+    # True == 1 in Python, but a flag that is on is not the number one.
+    return type(one) is type(other) and one == other

@@ -1,0 +1,175 @@
+"""A space: all parameters of a workload, what an agent may choose among them, and what is forbidden."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+from typing import Any
+
+from loopwright.core.errors import InvalidAction
+from loopwright.core.expression import Expression
+from loopwright.core.trial import Action, Regime
+from loopwright.spaces.parameter import Choice, Fixed, Parameter
+
+
+@dataclass(frozen=True)
+class Space:
+    """Named parameters and constraints. `drawn` names those that the environment draws, not the agent.
+
+    >>> space = Space({"tile": Range(low=8, high=256, dtype="int"), "size": Choice(values=(256, 512))})
+    >>> space.sample(seed=7, n=1)
+    {'tile': 154, 'size': 512}
+    """
+
+    parameters: Mapping[str, Parameter]
+    constraints: tuple[str, ...] = ()
+    drawn: frozenset[str] = frozenset()
+
+    @cached_property
+    def tunable(self) -> dict[str, Parameter]:
+        """What an agent chooses, each after those that its `when` names."""
+        free = {n: p for n, p in self.parameters.items() if n not in self.drawn and not isinstance(p, Fixed)}
+        conditional = {n: p for n, p in self.parameters.items() if isinstance(p, Fixed) and p.when is not None}
+        return _in_order({**free, **conditional})
+
+    @cached_property
+    def fixed(self) -> dict[str, Any]:
+        """What never changes."""
+        return {n: p.value for n, p in self.parameters.items() if isinstance(p, Fixed) and p.when is None}
+
+    @cached_property
+    def _conditions(self) -> dict[str, Expression]:
+        return {name: Expression(p.when) for name, p in self.tunable.items() if p.when is not None}
+
+    @cached_property
+    def _constraints(self) -> tuple[Expression, ...]:
+        return tuple(map(Expression, self.constraints))
+
+    @cached_property
+    def size(self) -> int | None:
+        """How many different actions there are; None for a continuum or where conditions make counting too long."""
+        size = 1
+        for parameter in self.tunable.values():
+            if parameter.size is None:
+                return None
+            size *= parameter.size
+        if not self._conditions:
+            return size
+        listed = all(isinstance(parameter, (Choice, Fixed)) for parameter in self.tunable.values())
+        return sum(1 for _ in self.points()) if listed and size <= 100_000 else None
+
+    @property
+    def enumerable(self) -> bool:
+        """Whether a grid can visit every parameter."""
+        return all(parameter.grid() for parameter in self.tunable.values())
+
+    def active(self, name: str, chosen: Mapping[str, Any]) -> bool:
+        """Whether a parameter takes part, given those chosen before it."""
+        condition = self._conditions.get(name)
+        if condition is None:
+            return True
+        values = {**self.fixed, **chosen}
+        # A condition on a parameter that is itself inactive does not hold.
+        return condition.names <= values.keys() and bool(condition(values))
+
+    def validate(self, action: Action) -> dict[str, Any]:
+        """The action in the values that the workload will get; InvalidAction names everything that is wrong."""
+        wrong = [f"unknown parameter {name!r}" for name in action if name not in self.tunable]
+        chosen: dict[str, Any] = {}
+        for name, parameter in self.tunable.items():
+            if not self.active(name, chosen):
+                continue
+            if name not in action:
+                wrong.append(f"missing parameter {name!r}")
+                continue
+            try:
+                chosen[name] = parameter.validate_value(action[name])
+            except InvalidAction as error:
+                wrong.append(f"{name}: {error}")
+        if wrong:
+            raise InvalidAction("; ".join(wrong))
+        return chosen
+
+    def violated(self, action: Action, regime: Regime) -> str | None:
+        """The constraint that this action breaks under this regime, if any; one on an absent parameter is met."""
+        if not self._constraints:
+            return None
+        values = self.arguments(action, regime)
+        for constraint in self._constraints:
+            if not constraint.names <= values.keys():
+                continue
+            try:
+                met = constraint(values)
+            except (ArithmeticError, ValueError, TypeError) as error:
+                return f"constraint {constraint.text!r} has no value: {error}"
+            if not met:
+                return f"constraint {constraint.text!r} is not met"
+        return None
+
+    def arguments(self, action: Action, regime: Regime) -> dict[str, Any]:
+        """All that the workload gets, in the order of the scenario: fixed, chosen, drawn and `otherwise`."""
+        values = {**self.fixed, **action, **regime}
+        ordered = {}
+        for name, parameter in self.parameters.items():
+            if name in values:
+                ordered[name] = values[name]
+            elif parameter.otherwise is not None:
+                ordered[name] = parameter.otherwise
+        return ordered
+
+    # -- points -------------------------------------------------------------------------------------------------
+
+    def sample(self, seed: int, n: int | str) -> dict[str, Any]:
+        """The n-th random action; each parameter has randomness of its own, so that adding one disturbs no other."""
+        chosen: dict[str, Any] = {}
+        for name, parameter in self.tunable.items():
+            if self.active(name, chosen):
+                chosen[name] = parameter.sample(Random(f"{seed}:{name}:{n}"))
+        return chosen
+
+    def points(self) -> Iterator[dict[str, Any]]:
+        """Every action of the grid, once, the last parameter changing fastest."""
+        names = list(self.tunable)
+        grids = [self.tunable[name].grid() for name in names]
+        for values in itertools.product(*grids):
+            chosen: dict[str, Any] = {}
+            for name, value, grid in zip(names, values, grids, strict=True):
+                if self.active(name, chosen):
+                    chosen[name] = value
+                elif value is not grid[0]:  # an inactive parameter is counted once
+                    break
+            else:
+                yield chosen
+
+    def first(self) -> dict[str, Any]:
+        """The first candidate of each list and the low end of each range."""
+        chosen: dict[str, Any] = {}
+        for name, parameter in self.tunable.items():
+            if self.active(name, chosen):
+                chosen[name] = parameter.decode(0)
+        return chosen
+
+    def encode(self, action: Action) -> dict[str, float]:
+        """An action as numbers, see Parameter.encode."""
+        return {name: self.tunable[name].encode(value) for name, value in self.validate(action).items()}
+
+    def decode(self, numbers: Mapping[str, float]) -> dict[str, Any]:
+        """The action that numbers stand for."""
+        unknown = [name for name in numbers if name not in self.tunable]
+        if unknown:
+            raise InvalidAction(f"unknown parameter {', '.join(map(repr, unknown))}")
+        return self.validate({name: self.tunable[name].decode(number) for name, number in numbers.items()})
+
+
+def _in_order(parameters: dict[str, Parameter]) -> dict[str, Parameter]:
+    """Each parameter after those that its `when` names; a circle is an error."""
+    ordered: dict[str, Parameter] = {}
+    waiting = dict(parameters)
+    while waiting:
+        ready = [n for n, p in waiting.items() if p.when is None or not (Expression(p.when).names & waiting.keys())]
+        if not ready:
+            raise ValueError(f"`when` goes round in a circle: {', '.join(waiting)}")
+        for name in ready:
+            ordered[name] = waiting.pop(name)
+    return ordered

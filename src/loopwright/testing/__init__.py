@@ -1,0 +1,1 @@
+"""Contract suites and fakes that authors of plug-ins subclass."""

@@ -1,0 +1,1 @@
+"""Workloads: what a trial runs."""

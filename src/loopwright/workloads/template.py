@@ -1,0 +1,71 @@
+"""Command templates: split into words once, so that a value stays inside its word and can never become shell."""
+
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+_PLACE = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)(?::([A-Za-z]*))?\}")
+
+
+class Template:
+    """A command with places for arguments.
+
+    >>> Template("gcc {opt:words} bench.c -o bench").words({"opt": "-O3 -march=native"})
+    ['gcc', '-O3', '-march=native', 'bench.c', '-o', 'bench']
+    """
+
+    def __init__(self, text: str | tuple[str, ...]) -> None:
+        self._words = shlex.split(text) if isinstance(text, str) else list(text)
+        if not self._words:
+            raise ValueError("the command is empty")
+        for word in self._words:
+            for match in _PLACE.finditer(word):
+                if match[2] is not None and (match[2] != "words" or match[0] != word):
+                    raise ValueError(f"{match[0]} in {word!r}: only {{name}} and, as a word of its own, {{name:words}}")
+        self.names = frozenset(m[1] for word in self._words for m in _PLACE.finditer(word) if m[1])
+
+    @property
+    def program(self) -> str | None:
+        """The program that is run, if no argument decides that."""
+        first = self._words[0]
+        return None if any(m[1] for m in _PLACE.finditer(first)) else first
+
+    def lonely(self, name: str) -> str | None:
+        """The option before `{name}` that would be left without its value if the argument is absent."""
+        for option, word in zip(self._words, self._words[1:], strict=False):
+            if word in (f"{{{name}}}", f"{{{name}:words}}") and option.startswith("-"):
+                return option
+        return None
+
+    def words(self, arguments: Mapping[str, Any]) -> list[str]:
+        """The words of the command; a word that names an absent argument is left out."""
+        words: list[str] = []
+        for word in self._words:
+            names = {m[1] for m in _PLACE.finditer(word) if m[1]}
+            if not names <= arguments.keys():
+                continue
+            whole = _PLACE.fullmatch(word)
+            if whole and whole[2] == "words":
+                words += shlex.split(as_text(arguments[whole[1]]))
+            else:
+                words.append(_PLACE.sub(lambda match: _fill(match, arguments), word))
+        return words
+
+
+def _fill(match: re.Match[str], arguments: Mapping[str, Any]) -> str:
+    return as_text(arguments[match[1]]) if match[1] else match[0][0]
+
+
+def as_text(value: Any) -> str:
+    """A value as a command line shows it."""
+    match value:
+        case str():
+            return value
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+    return orjson.dumps(value).decode()
