@@ -1,1 +1,16 @@
-"""Search agents, one file per family."""
+"""Search agents, one file per family; the registry imports each when it is first named."""
+
+from loopwright.core.agent import agents
+
+for _name, _path in {
+    "grid": "simple:Grid",
+    "random": "simple:RandomSearch",
+    "tpe": "samplers:Tpe",
+    "gp": "samplers:Gp",
+    "cmaes": "samplers:Cmaes",
+    "nsga2": "samplers:Nsga2",
+    "bandit": "bandit:Bandit",
+}.items():
+    agents.add_lazily(_name, f"loopwright.agents.{_path}")
+
+__all__ = ["agents"]

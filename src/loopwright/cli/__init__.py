@@ -1,1 +1,47 @@
-"""The command line, one file per verb."""
+"""The command line, one file per verb. Heavy modules are imported by the verbs that need them."""
+
+import logging
+import sys
+
+import typer
+
+from loopwright.cli import dry_run, export, listing, report, resume, run, verify
+
+app = typer.Typer(
+    name="loopwright",
+    help="A trial runtime for agents that learn by doing.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _verb in (run, resume, verify, dry_run, listing, report, export):
+    app.command(_verb.NAME)(_verb.command)
+
+
+@app.callback(invoke_without_command=True)
+def _options(*, version: bool = typer.Option(False, "--version", help="Show the version and exit.")) -> None:
+    if version:
+        from importlib.metadata import version as version_of
+
+        typer.echo(f"loopwright {version_of('loopwright')}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 0 good, 1 a run failed, 2 bad scenario or usage, 130 and 143 signals."""
+    from loopwright.core.errors import LoopwrightError, ScenarioError
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    try:
+        app()
+    except ScenarioError as error:
+        _fail(str(error), 2)
+    except LoopwrightError as error:
+        _fail(f"error: {error}", 1)
+
+
+def _fail(message: str, code: int) -> None:
+    print(message, file=sys.stderr)
+    raise SystemExit(code)

@@ -3,12 +3,14 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from loopwright.core.config import Config
 from loopwright.core.env import Env
+from loopwright.core.errors import Problem
 from loopwright.core.registry import Registry
 from loopwright.core.trial import Action, Feedback, Observation, Proposal, Trial
 
@@ -39,6 +41,8 @@ class Agent(ABC):
     Config: ClassVar[type[AgentConfig]] = AgentConfig
     samples_env_params: ClassVar[bool] = False
     """Whether the agent can live with parameters that the environment draws; say in its docstring how it uses them."""
+    conditions_on_regime: ClassVar[bool] = False
+    """Whether the agent's answer is an action for each regime, not one for all."""
     several_objectives: ClassVar[bool] = False
     """Whether the agent can weigh several rewards against one another."""
     measures_again: ClassVar[bool] = False
@@ -46,6 +50,11 @@ class Agent(ABC):
 
     def __init__(self, env: Env, config: Any, *, parallel: int = 1) -> None:
         self.env, self.config, self.parallel = env, config, parallel
+
+    @classmethod
+    def problems(cls, config: Any, space: Any, home: Path) -> list[Problem]:
+        """What is wrong with this configuration over this space; found before anything starts."""
+        return []
 
     @abstractmethod
     def select_action(self, observation: Observation) -> Action | None:

@@ -14,7 +14,7 @@ from typing import Any
 from loopwright.core.cache import SharedCache
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import InvalidAction
-from loopwright.core.observer import Observers
+from loopwright.core.observer import Observer, Observers
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Objectives, Reward
 from loopwright.core.run import Run
@@ -57,8 +57,6 @@ class Env(ABC):
     """
 
     metric_names: tuple[str, ...] = ()
-    cardinality: int | None = None
-    """How many different questions there are, where that is finite."""
 
     def __init__(self, run: Run, terms: Terms, observers: Observers, shared: SharedCache | None = None) -> None:
         self.run, self.terms, self._observers, self._shared = run, terms, observers, shared
@@ -79,6 +77,10 @@ class Env(ABC):
         """The action as it will be recorded and run, or InvalidAction."""
         return action
 
+    def question(self, action: Action) -> Any:
+        """All of an action that decides what is measured, for the cache key."""
+        return action
+
     def infeasible(self, action: Action, regime: Regime) -> str | None:
         """The constraint that forbids this action, if one does."""
         return None
@@ -87,11 +89,19 @@ class Env(ABC):
         """The regime of a draw; depends on the draw's index alone."""
         return {}
 
+    @property
+    def cardinality(self) -> int | None:
+        """How many different trials there are, where that is finite."""
+        return None
+
     def open(self) -> None:
         """Get ready to measure."""
 
     async def close(self) -> None:
         """Let go of everything."""
+
+    def kill(self) -> None:
+        """End all that runs, at once; called from a signal handler."""
 
     # -- the spine ----------------------------------------------------------------------------------------------
 
@@ -119,12 +129,13 @@ class Env(ABC):
             action, invalid = self.validate(action), None
         except InvalidAction as error:
             invalid = Result(Outcome.INVALID, reason=str(error))
+        question = None if invalid else self.question(action)
         first = self._repeats_so_far(action, seen.context) if fresh and not invalid else 0
         trials = [
             Trial(
                 number=self.run.increment_step(),
                 action=action,
-                key="" if invalid else key_of(action, seen.context, self.terms.fingerprint, repeat),
+                key="" if invalid else key_of(question, seen.context, self.terms.fingerprint, repeat),
                 group=self.run.group,
                 repeat=repeat,
                 draw=seen.draw,
@@ -226,6 +237,10 @@ class Env(ABC):
             group=first.group,
         )
 
+    def watch(self, observers: Sequence[Observer]) -> None:
+        """Add observers to those that the run has already."""
+        self._observers = Observers([*self._observers, *observers])
+
     # -- budget and resume --------------------------------------------------------------------------------------
 
     @property
@@ -248,7 +263,8 @@ class Env(ABC):
             finished = not any(trial.unfinished for trial in trials)
             seen = self._seen(trials[0])
             feedback = self._feedback(trials, seen) if finished else None
-            yield Proposal(trials[0].group, trials[0].action, notes.get(trials[0].number), feedback)
+            first = trials[0]
+            yield Proposal(first.group, first.action, first.regime, notes.get(first.number), feedback)
 
     def unfinished(self) -> list[list[Trial]]:
         """The groups that were in flight when the run stopped, to be finished under their own numbers and draws."""

@@ -89,8 +89,10 @@ class Ledger:
         _must_exist(path)
         with explained(path):
             uri = path.absolute().as_uri()
-            connection = sqlite3.connect(f"{uri}?mode=ro", uri=True, check_same_thread=False, isolation_level=None)
+            # Not mode=ro: whoever closes last must be able to fold the write-ahead log into the file.
+            connection = sqlite3.connect(f"{uri}?mode=rw", uri=True, check_same_thread=False, isolation_level=None)
             try:
+                connection.execute("PRAGMA query_only = 1")
                 connection.execute("SELECT 1 FROM sqlite_schema").fetchone()
             except sqlite3.OperationalError:
                 # A read-only disk has no room for the write-ahead index; nobody can be writing there either.

@@ -1,7 +1,7 @@
 """Observers: a user's own code before and after each trial, for logging, dashboards and notes."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from loopwright.core.trial import Trial
 
@@ -23,6 +23,9 @@ class Observers:
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = list(observers)
+
+    def __iter__(self) -> Iterator[Observer]:
+        return iter(self._observers)
 
     def before(self, trial: Trial) -> None:
         """Tell all that a trial starts."""

@@ -151,7 +151,7 @@ class ExpressionReward(RewardFunction):
 
 
 class Objectives:
-    """Several reward functions side by side; with one it is that one."""
+    """The reward functions of a run side by side: usually one; none for a run that only measures."""
 
     def __init__(self, functions: tuple[RewardFunction, ...]) -> None:
         self.functions = functions
@@ -161,11 +161,11 @@ class Objectives:
         """One name per objective."""
         return tuple(function.label() for function in self.functions)
 
-    def score(self, metrics: Mapping[str, float]) -> Reward:
+    def score(self, metrics: Mapping[str, float]) -> Reward | None:
         """One reward with an objective per function; with several, the parts are named after them."""
         rewards = [function.score(metrics) for function in self.functions]
-        if len(rewards) == 1:
-            return rewards[0]
+        if len(rewards) < 2:
+            return rewards[0] if rewards else None
         parts = {label: reward.value for label, reward in zip(self.labels, rewards, strict=True)}
         return Reward(rewards[0].value, parts, tuple(reward.value for reward in rewards[1:]))
 

@@ -95,5 +95,6 @@ class Proposal:
 
     group: int
     action: Action
+    regime: Regime
     note: Mapping[str, Any] | None
     feedback: Feedback | None

@@ -21,6 +21,7 @@ class Usage:
     user_s: float
     system_s: float
     max_rss_bytes: int
+    """An upper bound: until it has started, a process is counted with the memory of the one that starts it."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,14 @@ class Executor(ABC):
 
     @abstractmethod
     async def run(self, command: Command, started: Started) -> Completion:
-        """Run `command` to its end; raise LaunchError if it cannot be started, StorageError if its output cannot be kept.
+        """Run `command` to its end; when cancelled, end the whole process tree first.
 
-        When cancelled, end the whole process tree first.
+        Raises LaunchError if it cannot be started, StorageError if its output cannot be kept.
         """
 
     @abstractmethod
     def kill_all(self) -> None:
-        """SIGKILL every tree in flight, at once; callable from a signal handler. The runs then complete by themselves."""
+        """SIGKILL every tree in flight, at once; callable from a signal handler. The runs then complete."""
 
     async def close(self) -> None:
         """Release what is held. Nothing may be run afterwards."""

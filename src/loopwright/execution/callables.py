@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from loopwright.execution.processes import VARIABLE, end_leftovers, start_ticks
+from loopwright.execution.processes import VARIABLE, end_leftovers
 from loopwright.execution.spawn import Limits, spawn
 from loopwright.execution.tree import signal_name
 from loopwright.execution.worker_process import COMMAND
@@ -48,7 +48,7 @@ def check(
     marker = f"check-{uuid.uuid4().hex}"
     ours, theirs = socket.socketpair()
     with ours, theirs, Path(os.devnull).open("wb") as nowhere:
-        process, _ = spawn(
+        spawned = spawn(
             [*COMMAND, str(theirs.fileno())],
             directory=Path("/"),
             environment={**environment, VARIABLE: f"{environment.get(VARIABLE, '')}:{marker}"},
@@ -58,7 +58,9 @@ def check(
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
-        recorded = process.pid, start_ticks(process.pid) or 0
+        os.close(spawned.pidfd)
+        process = spawned.process
+        recorded = process.pid, spawned.start_ticks
         try:
             answer = _ask(ours, [{"path": [str(entry) for entry in path]}, {"check": function}], deadline_s)
             problem = answer.get("problem") if answer is not None else _death(function, process)

@@ -1,4 +1,4 @@
-"""Frames between a worker and its parent: four bytes of length, then JSON, over a socket that never blocks the parent."""
+"""Frames between a worker and its parent: four bytes of length, then JSON, on a socket that never blocks the parent."""
 
 import asyncio
 import socket
@@ -19,6 +19,7 @@ class Connection:
         self._received = received
         self._incoming = bytearray()
         self._outgoing = b""
+        self._writing = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -26,6 +27,7 @@ class Connection:
         self.detach()
         self._loop = loop
         loop.add_reader(self._socket, self._on_readable)
+        self._on_writable()
 
     def detach(self) -> None:
         """Listen no more. Safe to call twice, and after the loop was closed."""
@@ -33,7 +35,7 @@ class Connection:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._socket)
                 self._loop.remove_writer(self._socket)
-            self._loop = None
+            self._loop, self._writing = None, False
 
     def send(self, frame: Frame) -> None:
         """Send a frame, now or as soon as the worker takes it. A worker that is gone is noticed by its end."""
@@ -49,13 +51,15 @@ class Connection:
 
     def _on_writable(self) -> None:
         try:
-            self._outgoing = self._outgoing[self._socket.send(self._outgoing) :]
+            if self._outgoing:
+                self._outgoing = self._outgoing[self._socket.send(self._outgoing) :]
         except BlockingIOError:
             pass
         except OSError:
             self._outgoing = b""
-        if self._loop is not None:
-            if self._outgoing:
+        if self._loop is not None and bool(self._outgoing) is not self._writing:
+            self._writing = not self._writing
+            if self._writing:
                 self._loop.add_writer(self._socket, self._on_writable)
             else:
                 self._loop.remove_writer(self._socket)

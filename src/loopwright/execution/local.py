@@ -1,6 +1,7 @@
 """Commands as processes of this machine: event-driven, capped, and gone without a trace when they are over."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 from loopwright.core.errors import StorageError
@@ -8,7 +9,7 @@ from loopwright.execution.base import Command, Completion, Executor, Started
 from loopwright.execution.output import CappedFile, Pump
 from loopwright.execution.processes import VARIABLE
 from loopwright.execution.slots import Slots
-from loopwright.execution.spawn import Limits, spawn
+from loopwright.execution.spawn import Limits, room, spawn
 from loopwright.execution.tree import Exit, Tree
 
 OUTPUT_BYTES = 64 * 1024 * 1024
@@ -54,8 +55,9 @@ class LocalExecutor(Executor):
     async def _run(self, command: Command, started: Started, limits: Limits) -> Completion:
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
-            output = _Output(command, self._output_bytes, stack)
-            tree = self._spawn(command, output, limits)
+            with room():
+                output = _Output(command, self._output_bytes, stack)
+                tree = self._spawn(command, output, limits)
             over = self._flying[tree] = loop.create_future()
             output.wake = tree.wake
             try:
@@ -78,7 +80,7 @@ class LocalExecutor(Executor):
 
     def _spawn(self, command: Command, output: "_Output", limits: Limits) -> Tree:
         inherited = command.environment.get(VARIABLE, "")
-        process, birth = spawn(
+        spawned = spawn(
             command.argv,
             directory=command.directory,
             environment={**command.environment, VARIABLE: f"{inherited}:{command.marker}"},
@@ -86,7 +88,7 @@ class LocalExecutor(Executor):
             stderr=output.pumps[1].write_fd,
             limits=limits,
         )
-        return Tree(process, birth, command.marker)
+        return Tree(spawned, command.marker)
 
     async def _supervise(self, command: Command, started: Started, tree: Tree, output: "_Output") -> tuple[Exit, bool]:
         """Follow the process to its end, or put an end to it; either way all of it is gone afterwards."""
@@ -118,9 +120,9 @@ class _Output:
 
     def __init__(self, command: Command, limit_bytes: int, stack: ExitStack) -> None:
         self.failure: StorageError | None = None
-        self.wake = lambda: None
-        self.stdout = CappedFile(command.stdout, limit_bytes)
-        self.stderr = CappedFile(command.stderr, limit_bytes)
+        self.wake: Callable[[], None] = lambda: None
+        self.stdout = CappedFile(str(command.stdout), limit_bytes)
+        self.stderr = CappedFile(str(command.stderr), limit_bytes)
         self.pumps: list[Pump] = []
         for file in (self.stdout, self.stderr):
             file.open()

@@ -21,22 +21,27 @@ _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
 class CappedFile:
     """A file that takes `limit_bytes`, and of all that follows only the end. Opened at the first byte, or by `open`."""
 
-    def __init__(self, path: Path, limit_bytes: int) -> None:
+    def __init__(self, path: str, limit_bytes: int) -> None:
+        # A string: making two paths for each trial costs as much as calling a worker.
         self.path = path
         self.produced_bytes = 0
-        self._left_bytes = limit_bytes
-        self._limit_bytes = limit_bytes
-        self._tail = bytearray()
+        self._left_bytes = self._limit_bytes = limit_bytes
+        self._tail: bytearray | None = None
         self._fd = -1
 
     def open(self) -> None:
         """Create the file, so that it exists even if nothing is printed."""
-        with storage(self.path):
+        with storage(Path(self.path)):
             try:
                 self._fd = os.open(self.path, _FLAGS, 0o666)
             except FileNotFoundError:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
+                Path(self.path).parent.mkdir(parents=True, exist_ok=True)
                 self._fd = os.open(self.path, _FLAGS, 0o666)
+
+    def ensure(self) -> None:
+        """Create the file if nobody has done so yet."""
+        if self._fd < 0 and not Path(self.path).exists():
+            self.open()
 
     def write(self, chunk: bytes) -> None:
         """Take the next bytes."""
@@ -49,6 +54,8 @@ class CappedFile:
             self._left_bytes -= len(kept)
             chunk = chunk[len(kept) :]
         if chunk:
+            if self._tail is None:
+                self._tail = bytearray()
             self._tail += chunk
             if len(self._tail) > 2 * TAIL_BYTES:
                 del self._tail[:-TAIL_BYTES]
@@ -73,7 +80,7 @@ class CappedFile:
     def _put(self, data: bytes | bytearray) -> None:
         if self._fd < 0:
             self.open()
-        with storage(self.path):
+        with storage(Path(self.path)):
             written = os.write(self._fd, data)
             while written < len(data):
                 written += os.write(self._fd, memoryview(data)[written:])
@@ -109,7 +116,7 @@ class Pump:
             self.write_fd = -1
 
     def drain(self) -> None:
-        """Take what is there, without waiting for an end that somebody else may keep open; bounded for the same reason."""
+        """Take what is there. Bounded, and not until the end: somebody may hold the pipe open and go on writing."""
         for _ in range(_DRAIN_CHUNKS):
             if not self._step():
                 return

@@ -38,7 +38,7 @@ def read(pid: int) -> Process | None:
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123  Path.open costs twice as much.
             text = file.read(1024)
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     # The name may contain spaces and brackets, so the fields count from the last bracket.
     fields = text[text.rfind(b")") + 2 :].split(None, 20)
@@ -106,7 +106,16 @@ def descendants(
         pid for pid, process in table.items() if process.parent in found and pid not in found and pid not in spared
     }:
         found |= young
-    return [table[pid] for pid in found if not table[pid].zombie]
+    # A listing of /proc has processes only, but ids that are asked for one by one may be those of threads.
+    return [table[pid] for pid in found if not table[pid].zombie and (pids is None or _leads(pid))]
+
+
+def _leads(pid: int) -> bool:
+    try:
+        os.close(os.pidfd_open(pid))
+    except OSError:
+        return False
+    return True
 
 
 def _own_line() -> set[int]:
@@ -139,7 +148,7 @@ def send(pidfd: int, number: int) -> None:
 
 
 def release(pidfd: int) -> None:
-    """Close a pidfd, and reap its process if it has become our child (as process 1 of a container we inherit orphans)."""
+    """Close a pidfd, and reap its process if it has become ours: process 1 of a container inherits all orphans."""
     with suppress(ChildProcessError):
         os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
     os.close(pidfd)

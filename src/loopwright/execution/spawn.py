@@ -10,17 +10,19 @@ import resource
 import subprocess
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from loopwright.core.errors import LaunchError
+from loopwright.core.errors import LaunchError, StorageError
+from loopwright.execution.processes import start_ticks
 
 _FASTEST_FORKS_PER_S = 200_000
 _MANY = 1000
 _INFRA = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+_NO_ROOM = "The machine has no room for another process; lower `parallel`, or raise its limits (ulimit -u, -n, memory)."
 
 # Re-entrant, since a signal handler that kills everything may interrupt a spawn in its own thread.
 _lock = threading.RLock()
@@ -34,6 +36,16 @@ class Birth:
     pid: int
     spawned: int
     at_s: float
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """A process that has just been started; its pidfd is the caller's to close."""
+
+    process: subprocess.Popen[bytes]
+    start_ticks: int
+    pidfd: int
+    birth: Birth
 
 
 @dataclass(frozen=True)
@@ -53,11 +65,11 @@ def spawn(
     stderr: int,
     limits: Limits,
     pass_fds: Sequence[int] = (),
-) -> tuple[subprocess.Popen[bytes], Birth]:
+) -> Spawned:
     """Start a process, or raise LaunchError."""
     global _spawned
     with _lock:
-        # A child inherits the affinity of the thread that starts it, so it is never anywhere else, not even for a moment.
+        # A child inherits the affinity of the thread that starts it, so it never runs elsewhere, not even for a moment.
         before = _pin(limits.cores) if limits.cores else None
         try:
             at_s = time.monotonic()
@@ -82,7 +94,25 @@ def spawn(
         # DATA and not AS: Go, Java, CUDA and sanitizers reserve address space by the terabyte and touch little of it.
         with suppress(ProcessLookupError):
             resource.prlimit(process.pid, resource.RLIMIT_DATA, (limits.memory_bytes, limits.memory_bytes))
-    return process, birth
+    try:
+        # Never None: at the worst the process is a zombie of ours, which is still listed.
+        return Spawned(process, start_ticks(process.pid) or 0, os.pidfd_open(process.pid), birth)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+
+
+@contextmanager
+def room() -> Iterator[None]:
+    """Turn a lack of file descriptors, whatever they were wanted for, into a LaunchError."""
+    try:
+        yield
+    except OSError as error:
+        cause = error.__cause__ if isinstance(error, StorageError) else error
+        if isinstance(cause, OSError) and cause.errno in _INFRA:
+            raise LaunchError(f"cannot start a process: {cause.strerror}. {_NO_ROOM}", infra=True) from error
+        raise
 
 
 def now() -> Birth:
@@ -123,8 +153,7 @@ def _explain(argv: Sequence[str], directory: Path, error: Exception) -> LaunchEr
         return LaunchError(f"{where}: {reason}. Check the command and its arguments.")
     if error.errno in _INFRA:
         return LaunchError(
-            f"{where}: {error.strerror}. The machine has no room for another process; "
-            "lower `parallel`, or raise its limits (ulimit -u, -n, memory).",
+            f"{where}: {error.strerror}. {_NO_ROOM}",
             infra=True,
         )
     if not directory.is_dir():

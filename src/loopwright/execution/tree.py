@@ -5,7 +5,6 @@ import logging
 import os
 import resource
 import signal
-import subprocess
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ from loopwright.core.errors import LaunchError
 from loopwright.execution import processes
 from loopwright.execution.base import Usage
 from loopwright.execution.processes import Process
-from loopwright.execution.spawn import Birth, newcomers, now
+from loopwright.execution.spawn import Birth, Spawned, newcomers, now
 
 _log = logging.getLogger(__name__)
 _ROUNDS = 50
@@ -38,15 +37,14 @@ class Tree:
     No method is cut short by a cancellation; it is noted in `interrupted`, and the caller passes it on.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], birth: Birth, marker: str) -> None:
-        self.pid = process.pid
+    def __init__(self, spawned: Spawned, marker: str) -> None:
+        self.pid = spawned.process.pid
+        self.start_ticks = spawned.start_ticks
         self.interrupted = False
-        self._process = process
-        self._birth = birth
+        self._process = spawned.process
+        self._pidfd = spawned.pidfd
+        self._birth = spawned.birth
         self._marker = marker
-        self._pidfd = os.pidfd_open(process.pid)
-        # Never None: at the worst the process is a zombie of ours, which is still listed.
-        self.start_ticks = processes.start_ticks(process.pid) or 0
         self._ended_s: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiter: asyncio.Future[None] | None = None

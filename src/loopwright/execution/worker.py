@@ -29,21 +29,24 @@ class WorkerPool:
         self._grace_s = grace_s
         self._memory_bytes = memory_bytes
         self._idle: list[WorkerProcess] = []
-        self._busy: dict[WorkerProcess, asyncio.Future[None]] = {}
+        self._busy: set[WorkerProcess] = set()
+        self._quiet: asyncio.Future[None] | None = None
 
     async def call(self, call: Call, started: Started) -> Returned:
         """Make the call; raise LaunchError if no worker can be started, StorageError if its files cannot be written."""
         slot = await self._slots.take()
         try:
             worker = await self._hire(call, Limits(self._slots.cores(slot), self._memory_bytes))
-            over = self._busy[worker] = asyncio.get_running_loop().create_future()
+            self._busy.add(worker)
             try:
                 return await worker.call(call, self._output_bytes, started)
             finally:
-                del self._busy[worker]
+                self._busy.remove(worker)
                 if worker.usable:
                     self._idle.append(worker)
-                over.set_result(None)
+                if self._quiet is not None and not self._busy:
+                    self._quiet.set_result(None)
+                    self._quiet = None
         finally:
             self._slots.give(slot)
 
@@ -57,12 +60,13 @@ class WorkerPool:
         for worker in list(self._busy):
             worker.kill()
         if self._busy:
-            await asyncio.wait(list(self._busy.values()))
+            self._quiet = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._quiet)
         idle, self._idle = self._idle, []
         await asyncio.gather(*(worker.dismiss() for worker in idle))
 
     async def _hire(self, call: Call, limits: Limits) -> WorkerProcess:
-        """An idle worker with the same environment, for OMP_NUM_THREADS and its like are read at import; or a new one."""
+        """An idle worker with the same environment (OMP_NUM_THREADS and its like are read at import), or a new one."""
         for worker in reversed(self._idle):
             if worker.fits(call, limits):
                 self._idle.remove(worker)

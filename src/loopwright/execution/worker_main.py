@@ -4,11 +4,13 @@ Run as a script with the socket's number: it imports nothing of Loopwright and o
 that a worker starts in milliseconds and a user's modules meet a clean interpreter.
 """
 
+import fcntl
 import importlib
 import os
 import reprlib
 import resource
 import sys
+import termios
 import time
 import traceback
 from collections.abc import Callable
@@ -20,6 +22,7 @@ Frame = dict[str, Any]
 
 _VALUE_BYTES = 1024 * 1024
 _ERROR_CHARS = 64 * 1024
+_NO_BYTES = bytes(4)
 _VARIABLE = "LOOPWRIGHT_TRIAL"
 
 
@@ -44,13 +47,14 @@ class Worker:
         try:
             self._enter(frame)
         except OSError as error:
-            return {"storage": [error.errno, error.strerror], "usage": [0.0, 0.0, 0.0, 0]}
-        before = _used()
-        start_s = time.perf_counter()
+            return {"storage": [error.errno, error.strerror], "usable": True, "output": False}
         answer: Frame
+        before, start_s = _used(), time.perf_counter()
         try:
-            function = self._find(frame["function"])
-            before, start_s = _used(), time.perf_counter()
+            function = self._callables.get(frame["function"])
+            if function is None:
+                function = self._import(frame["function"])
+                before, start_s = _used(), time.perf_counter()
             value = function(**frame["arguments"])
             if hasattr(value, "__await__"):
                 value = _finish(value)
@@ -64,6 +68,8 @@ class Worker:
         if "value" in answer:
             answer = _metrics(answer["value"])
         answer["usable"] = self._leave(answer.get("error"))
+        # So that the parent, which has more to do than we, looks only if there is something.
+        answer["output"] = _waiting(1) or _waiting(2)
         answer["usage"] = [wall_s, after[0] - before[0], after[1] - before[1], after[2]]
         return answer
 
@@ -98,12 +104,10 @@ class Worker:
         except Exception:  # noqa: BLE001  The callable may have put anything there, or closed ours.
             return False
 
-    def _find(self, name: str) -> Callable[..., Any]:
-        function = self._callables.get(name)
-        if function is None:
-            function = self._callables[name] = _look_up(name)
-            # Importing has a deadline of its own; the trial's begins now.
-            self._send({"ready": True})
+    def _import(self, name: str) -> Callable[..., Any]:
+        function = self._callables[name] = _look_up(name)
+        # Importing has a deadline of its own; the trial's begins now.
+        self._send({"ready": True})
         return function
 
     def _describe(self, name: str) -> Frame:
@@ -182,7 +186,7 @@ def _metrics(value: object) -> Frame:
         plain = _number(number)
         if plain is None:
             return _refuse(f"{name!r} is {_short(number)}")
-        if isinstance(plain, float) and not (plain - plain == 0.0):
+        if isinstance(plain, float) and plain - plain != 0.0:
             others[name] = str(plain)  # JSON has no infinity and no NaN.
         else:
             finite[name] = plain
@@ -252,6 +256,13 @@ def _used() -> tuple[float, float, int]:
 def _identity(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
+
+
+def _waiting(fd: int) -> bool:
+    try:
+        return fcntl.ioctl(fd, termios.FIONREAD, _NO_BYTES) != _NO_BYTES
+    except OSError:
+        return True
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -14,7 +14,7 @@ from loopwright.execution.call import Call, Returned
 from loopwright.execution.connection import Connection, Frame
 from loopwright.execution.output import CappedFile, Pump
 from loopwright.execution.processes import VARIABLE
-from loopwright.execution.spawn import Limits, spawn
+from loopwright.execution.spawn import Limits, room, spawn
 from loopwright.execution.tree import Exit, Tree, describe
 
 # As a file and not by -m, which would import the package around it; -P keeps its folder off sys.path.
@@ -40,13 +40,16 @@ class WorkerProcess:
         self._spent_s = 0.0, 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._files: tuple[CappedFile, ...] = ()
-        self._connection = Connection(self._on_frame)
-        self._pumps = Pump(self._on_failure), Pump(self._on_failure)
-        try:
-            self._tree = self._spawn(call.marker)
-        except BaseException:
-            self._close()
-            raise
+        with room():
+            self._connection = Connection(self._on_frame)
+            self._pumps: list[Pump] = []
+            try:
+                for _ in ("stdout", "stderr"):
+                    self._pumps.append(Pump(self._on_failure))
+                self._tree = self._spawn(call.marker)
+            except BaseException:
+                self._close()
+                raise
         self._seen = births.now()
         self._connection.send({"path": [str(entry) for entry in call.path]})
 
@@ -63,10 +66,8 @@ class WorkerProcess:
         """Make a call. Unless it is answered in good order, the worker is gone afterwards."""
         self._attach(asyncio.get_running_loop())
         self._answer, self._ready, self.usable = None, False, False
-        self._files = (
-            CappedFile(call.directory / "stdout", output_bytes),
-            CappedFile(call.directory / "stderr", output_bytes),
-        )
+        directory = str(call.directory)
+        self._files = CappedFile(f"{directory}/stdout", output_bytes), CappedFile(f"{directory}/stderr", output_bytes)
         for pump, file in zip(self._pumps, self._files, strict=True):
             pump.sink = file
         start_s = time.monotonic()
@@ -113,14 +114,15 @@ class WorkerProcess:
         return self.ended or self._answer is not None or self._failure is not None
 
     async def _conclude(self, call: Call, wall_s: float) -> Returned:
+        answer = self._answer
+        if answer is not None and answer["output"]:
+            for pump in self._pumps:
+                pump.drain()
         if self._failure is not None:
             await self._end(0.0)
             raise self._failure
-        answer = self._answer
         if answer is None:
             return await self._give_up(wall_s)
-        for pump in self._pumps:
-            pump.drain()
         self._finish_files()
         if "storage" in answer:
             number, reason = answer["storage"]
@@ -134,8 +136,8 @@ class WorkerProcess:
             await self._end(0.0)
         usage = Usage(*answer["usage"])
         self._spent_s = self._spent_s[0] + usage.user_s, self._spent_s[1] + usage.system_s
-        value = answer.get("value")
-        if others := answer.get("others"):
+        value: dict[str, int | float] | None = answer.get("value")
+        if value is not None and (others := answer["others"]):
             value |= {name: float(text) for name, text in others.items()}
         return self._returned(usage, value=value, error=answer.get("error"))
 
@@ -145,9 +147,10 @@ class WorkerProcess:
             # The socket closes a moment before the process is gone; one that lives on without it has to go too.
             await self._tree.dismiss(self._grace_s)
         exit_ = await self._end(self._grace_s if timed_out else 0.0)
+        if self._failure is not None:
+            raise self._failure
         for file in self._files:
-            if not file.path.exists():
-                file.open()
+            file.ensure()
         self._finish_files()
         used = exit_.usage
         usage = Usage(
@@ -195,7 +198,7 @@ class WorkerProcess:
 
     def _spawn(self, marker: str) -> Tree:
         child = self._connection.child.fileno()
-        process, birth = spawn(
+        spawned = spawn(
             [*COMMAND, str(child)],
             directory=Path("/"),
             environment={**self._environment, VARIABLE: self._variable(marker)},
@@ -207,7 +210,7 @@ class WorkerProcess:
         self._connection.child.close()
         for pump in self._pumps:
             pump.close_writer()
-        return Tree(process, birth, self._mark)
+        return Tree(spawned, self._mark)
 
     def _variable(self, marker: str) -> str:
         return f"{self._inherited}:{marker}:{self._mark}"
@@ -224,8 +227,10 @@ class WorkerProcess:
     def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._loop is not loop:
             self._loop = loop
-            for part in (self._tree, self._connection, *self._pumps):
-                part.attach(loop)
+            self._tree.attach(loop)
+            self._connection.attach(loop)
+            for pump in self._pumps:
+                pump.attach(loop)
 
     def _on_frame(self, frame: Frame | None) -> None:
         if frame is None:

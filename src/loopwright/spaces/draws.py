@@ -23,8 +23,9 @@ class EnvParamConfig(Config):
 class Draws:
     """The regimes of a run: a draw depends on the seed, the name and the index of the draw, and on nothing else."""
 
-    def __init__(self, seed: int, values: Mapping[str, Choice], configs: Mapping[str, EnvParamConfig]) -> None:
-        self.seed, self.values, self.configs = seed, dict(values), dict(configs)
+    def __init__(self, seed: int, parameters: Mapping[str, Parameter], configs: Mapping[str, EnvParamConfig]) -> None:
+        self.seed, self.configs = seed, dict(configs)
+        self.values = {n: p for n, p in parameters.items() if n in configs and isinstance(p, Choice)}
 
     def sample(self, draw: int) -> Regime:
         """The regime of a draw; empty if nothing is drawn."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from loopwright.core.canonical import canonical
-from loopwright.core.config import Config
+from loopwright.core.config import Config, explain
 from loopwright.core.errors import InvalidAction
 from loopwright.core.expression import Expression
 
@@ -227,14 +227,9 @@ def parameter(written: Any) -> Parameter:
             try:
                 return form.model_validate(written)
             except ValidationError as error:
-                raise ValueError("; ".join(_plainly(detail) for detail in error.errors())) from error
+                wrong = [f"{key}: {message}" if key else message for key, message in explain(error, form)]
+                raise ValueError("; ".join(wrong)) from error
     raise ValueError("a table must have low and high (a range), values (a list) or value (a fixed value)")
-
-
-def _plainly(detail: Any) -> str:
-    place = ".".join(map(str, detail["loc"]))
-    message = detail["msg"].removeprefix("Value error, ")
-    return f"{place}: {message}" if place else message
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -52,7 +52,7 @@ class CommandConfig(WorkloadConfig):
     setup_timeout_s: float | None = Field(default=600, gt=0)
     """Seconds after which the set-up is ended."""
     metrics: dict[str, MetricConfig] = Field(default_factory=dict)
-    """Metrics by name: `{ regex }` or `{ json }`, with `file` from a file that the command writes, or `{ resource }`."""
+    """Metrics by name: `{ regex }` or `{ json }`, in stdout or in a `file`, or `{ resource }`."""
     success: SuccessConfig = SuccessConfig()
     """When a trial counts as `ok`: its exit code, and optionally what it printed."""
 

@@ -1,0 +1,52 @@
+# Everything a newcomer needs; each target sets up what it uses.
+PYTHON ?= python3.11
+BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: setup demo test test-slow check bench docs clean
+
+setup: .venv/.ready  ## a virtual environment with Loopwright and all its tools
+
+.venv/.ready: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "Loopwright needs Python 3.11; say which one: make PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,gp,parquet]'
+	touch $@
+
+.venv/.system: .venv/.ready  ## Debian packages that tests and the demo use, where they are missing
+	@missing=""; \
+	command -v gcc >/dev/null || missing="$$missing gcc libc6-dev"; \
+	command -v chromium >/dev/null || missing="$$missing chromium"; \
+	if [ -n "$$missing" ]; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing$$missing"; apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
+	  else echo "please install:$$missing (some tests are skipped without them)"; fi; fi
+	@touch $@
+
+demo: .venv/.system  ## tune a matrix product: a minute from nothing to a report
+	rm -rf out/demo
+	$(BIN)/loopwright run examples/quickstart.toml --output out/demo
+	@echo "Open out/demo/report.html in a browser; the best configuration is out/demo/matmul/best.toml."
+
+test: .venv/.system  ## all tests but the slow proofs
+	$(BIN)/pytest -n 2
+
+test-slow: .venv/.system  ## the long proofs: kill -9 at many moments, soak
+	$(BIN)/pytest -m slow
+
+check: setup  ## style, types, layers, dead code, generated docs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/vulture
+	$(BIN)/python docs/reference.py --check
+
+bench: setup  ## ratios against named peers, measured in one run
+	$(BIN)/python -m benchmarks
+
+docs: setup  ## the TOML reference, from the schema
+	$(BIN)/python docs/reference.py
+
+clean:
+	rm -rf .venv out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,121 @@
+"""Writes docs/reference.md, every key of a scenario, from the schema; `--check` says whether it is up to date."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from loopwright.agents import agents
+from loopwright.core.reward import rewards
+from loopwright.scenario.schema import PenaltiesConfig, RunConfig, Scenario, SystemConfig
+from loopwright.spaces.draws import EnvParamConfig
+from loopwright.spaces.parameter import Choice, Fixed, Range
+from loopwright.workloads.base import workloads
+from loopwright.workloads.command import SuccessConfig
+from loopwright.workloads.metric import MetricConfig
+
+PAGE = Path(__file__).with_name("reference.md")
+HEAD = """# TOML reference
+
+<!-- Written by docs/reference.py (`make docs`); do not edit. -->
+
+A scenario is one TOML file. Unknown keys are errors. Paths are relative to the scenario's own directory.
+"""
+
+
+def main() -> int:
+    """Write the page, or compare it."""
+    page = "\n".join([HEAD, *sections()])
+    if "--check" not in sys.argv:
+        PAGE.write_text(page)
+        return 0
+    if PAGE.read_text() != page:
+        print("docs/reference.md is out of date: run `make docs`", file=sys.stderr)
+        return 1
+    return 0
+
+
+def sections() -> list[str]:
+    """One section per table of a scenario."""
+    found = [
+        section("Scenario", Scenario),
+        section("`[system]`", SystemConfig),
+        section("`[[run]]`", RunConfig),
+        section("`[run.rewards]`", PenaltiesConfig),
+        section("`[run.env_params.NAME]`", EnvParamConfig),
+    ]
+    for title, registry in (("agent", agents), ("workload", workloads), ("reward", rewards)):
+        where = "`[[run]] reward`" if title == "reward" else f"`[run.{title}]`"
+        for name in registry.names():
+            item: Any = registry.get(name)
+            found.append(section(f"{where}, `type = {name!r}`".replace("'", '"'), getattr(item, "Config", item)))
+    found.append(section("`[run.workload] success`", SuccessConfig))
+    found.append(section("`[run.workload.metrics] NAME`", MetricConfig))
+    for form, model in (("a range", Range), ("a list", Choice), ("a fixed value", Fixed)):
+        found.append(section(f"`[run.workload.args] NAME` as {form}", model))
+    return found
+
+
+def section(title: str, model: type[BaseModel]) -> str:
+    """A table of a model's keys."""
+    lines = [
+        f"## {title}",
+        "",
+        (model.__doc__ or "").strip().split("\n\n")[0],
+        "",
+        "| key | type | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    for name, field in model.model_fields.items():
+        cells = (
+            f"`{field.alias or name}`",
+            kind(field.annotation),
+            default(field),
+            " ".join((field.description or "").split()),
+        )
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+def kind(annotation: Any) -> str:
+    """A type in a scenario writer's words."""
+    text = getattr(annotation, "__name__", "") if isinstance(annotation, type) else str(annotation)
+    for old, new in (
+        ("typing.", ""),
+        ("collections.abc.", ""),
+        ("NoneType", "None"),
+        (" | None", ""),
+        ("Literal", "one of "),
+    ):
+        text = text.replace(old, new)
+    for old, new in (
+        ("tuple", "list"),
+        ("dict", "table"),
+        ("Mapping", "table"),
+        (", ...", ""),
+        ("str", "string"),
+        ("float", "number"),
+        ("int", "integer"),
+        ("bool", "boolean"),
+    ):
+        text = text.replace(old, new)
+    words = text.replace("loopwright.", "").split(".")
+    return "table" if "Config" in text or "RewardFunction" in text else f"{words[-1]}" if "one of" not in text else text
+
+
+def default(field: Any) -> str:
+    """A default as TOML would write it."""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if value is None or value is PydanticUndefined or isinstance(value, BaseModel) or value in ((), {}):
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else repr(value)}`".replace(
+        "'", '"'
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

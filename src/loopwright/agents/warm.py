@@ -1,0 +1,24 @@
+"""Warm start: what an earlier run measured, as far as it fits the present one."""
+
+from collections.abc import Iterator
+
+from loopwright.core.errors import InvalidAction
+from loopwright.core.ledger import Ledger
+from loopwright.core.outcome import Outcome
+from loopwright.core.trial import Action
+from loopwright.envs.trial import TrialEnv
+
+
+def warm_trials(env: TrialEnv, folder: str) -> Iterator[tuple[Action, tuple[float, ...]]]:
+    """Actions that are valid here, with rewards computed anew from their metrics by this run's reward."""
+    with Ledger.read(env.workload.site.home / folder / "ledger.db") as ledger:
+        for trial in ledger.trials():
+            if trial.outcome is not Outcome.OK or trial.cached_from is not None:
+                continue
+            try:
+                action = env.space.validate(trial.action)
+                reward = env.terms.objectives.score(trial.metrics)
+            except (InvalidAction, ArithmeticError, ValueError, KeyError, TypeError):
+                continue
+            if reward is not None:
+                yield action, reward.objectives

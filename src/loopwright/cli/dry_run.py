@@ -1,0 +1,91 @@
+"""`loopwright dry-run`: show what a scenario would do, and do nothing."""
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from loopwright.cli.options import ScenarioFile
+
+if TYPE_CHECKING:
+    from loopwright.scenario.schema import RunConfig
+    from loopwright.spaces.space import Space
+
+NAME = "dry-run"
+_SHOWN = 3
+
+
+def command(scenario: ScenarioFile) -> None:
+    """Show the space, the number of trials and the first commands of each run; nothing is run."""
+    from rich.console import Console
+
+    from loopwright.scenario.load import load
+
+    console = Console(highlight=False)
+    loaded = load(scenario)
+    system = loaded.scenario.system
+    console.print(
+        f"[bold]{loaded.scenario.name}[/]: {len(loaded.scenario.run)} run(s), {system.parallel} trial(s) at a time"
+    )
+    for run in loaded.scenario.run:
+        _show(console, run)
+
+
+def _show(console: Any, run: "RunConfig") -> None:
+    from rich.table import Table
+
+    space = run.workload.space(frozenset(run.env_params))
+    agent = f"agent {run.agent.type}, seed {run.agent.seed}" if run.agent else "no agent: runs once"
+    console.print(f"\n[bold]{run.name}[/]: {agent}; {_trials(run, space)}")
+    table = Table("parameter", "values", "chosen by", box=None, padding=(0, 2))
+    for name, parameter in space.parameters.items():
+        by = "environment" if name in space.drawn else "agent" if name in space.tunable else "fixed"
+        table.add_row(name, _values(parameter), by)
+    console.print(table)
+    for constraint in space.constraints:
+        console.print(f"  constraint  {constraint}", markup=False)
+    for line in _first_commands(run, space):
+        console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def _trials(run: "RunConfig", space: "Space") -> str:
+    size = "a continuum" if space.size is None else f"{space.size:,} points"
+    if run.agent is None:
+        return f"{run.repeats} trial(s)"
+    planned = run.agent.trials or sum(1 for _ in space.points()) * run.repeats
+    return f"{planned:,} trials over {size}, {run.repeats} repeat(s) of each"
+
+
+def _values(parameter: Any) -> str:
+    from loopwright.spaces.parameter import Choice, Range
+
+    match parameter:
+        case Choice():
+            text = ", ".join(map(str, parameter.values))
+        case Range():
+            text = f"{parameter.low:g} … {parameter.high:g} {parameter.dtype}{', log' if parameter.log else ''}"
+        case _:
+            text = str(parameter.value)
+    return f"{text}   when {parameter.when}" if parameter.when else text
+
+
+def _first_commands(run: "RunConfig", space: "Space") -> list[str]:
+    """The first trials: the start of the grid, or the first random points where the agent decides as it goes."""
+    import shlex
+
+    from loopwright.spaces.draws import Draws
+    from loopwright.workloads.command import CommandConfig
+    from loopwright.workloads.template import Template
+
+    seed = run.agent.seed if run.agent else 0
+    exact = run.agent is None or run.agent.type in ("grid", "random")
+    grid = run.agent is None or run.agent.type == "grid"
+    points = space.points() if grid else (space.sample(seed, n) for n in itertools.count(1))
+    draws = Draws(seed, space.parameters, run.env_params)
+    lines = [f"{'the first trials' if exact else 'trials such as'}:"]
+    for number, action in enumerate(itertools.islice(points, _SHOWN), 1):
+        arguments = space.arguments(action, draws.sample(number))
+        if isinstance(run.workload, CommandConfig):
+            variables = [f"{name}={arguments[name]}" for name in run.workload.env if name in arguments]
+            lines.append("  " + " ".join([*variables, shlex.join(Template(run.workload.command).words(arguments))]))
+        else:
+            lines.append(f"  {arguments}")
+    return lines

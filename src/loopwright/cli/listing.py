@@ -1,0 +1,41 @@
+"""`loopwright list`: what can be named in a scenario, ours and that of installed packages."""
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+NAME = "list"
+
+
+class Family(StrEnum):
+    """What can be listed."""
+
+    AGENTS = "agents"
+    WORKLOADS = "workloads"
+    REWARDS = "rewards"
+
+
+def command(family: Annotated[Family, typer.Argument(help="What to list.")]) -> None:
+    """List the agents, workloads or rewards that a scenario can name."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from loopwright.agents import agents
+    from loopwright.core.registry import Registry
+    from loopwright.core.reward import rewards
+    from loopwright.workloads.base import workloads
+
+    registries: dict[Family, Registry[Any]] = {
+        Family.AGENTS: agents,
+        Family.WORKLOADS: workloads,
+        Family.REWARDS: rewards,
+    }
+    registry = registries[family]
+    table = Table(box=None, padding=(0, 2), show_header=False)
+    for name in registry.names():
+        item = registry.get(name)
+        config = getattr(item, "Config", item)
+        draws = "  (takes env_params)" if getattr(item, "samples_env_params", False) else ""
+        table.add_row(name, (config.__doc__ or "").strip().split("\n")[0] + draws)
+    Console(highlight=False).print(table)

@@ -1,0 +1,11 @@
+"""Options that several verbs share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO", help="A scenario, one TOML file.")]
+OutputArgument = Annotated[Path, typer.Argument(metavar="OUTPUT", help="The output directory of an earlier run.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but the result.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Write one JSON object per trial and event, for scripts.")]

@@ -1,0 +1,200 @@
+"""Progress: done, failed, cached, best so far and time left; for a terminal, for a log, or as JSON lines."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from loopwright.core.env import Env
+from loopwright.core.ledger import Ledger
+from loopwright.core.observer import Observer
+from loopwright.core.outcome import Outcome
+from loopwright.core.trial import Trial
+from loopwright.reports.best import best_of
+from loopwright.scenario.build import planned
+from loopwright.scenario.dispatch import dispatch
+from loopwright.scenario.load import Loaded
+
+_EVERY_S = 10.0
+
+
+class Tally(Observer):
+    """Counts what has become of a run's trials, those before a resume included."""
+
+    def __init__(self, env: Any) -> None:
+        self.name, self.total = env.run.name, planned(env)
+        counts = env.run.ledger.counts()
+        self.cached, self.failed, self.done = counts["cached"], 0, 0
+        self.best: Trial | None = None
+        for trial in env.run.ledger.trials():
+            if not trial.unfinished:
+                self._count(trial)
+        self.before_now, self.started = self.done, time.monotonic()
+
+    def after(self, trial: Trial) -> None:
+        if trial.outcome is not Outcome.ABORTED:
+            self.cached += trial.cached_from is not None
+            self._count(trial)
+        self.show(trial)
+
+    def _count(self, trial: Trial) -> None:
+        self.done += 1
+        self.failed += trial.outcome is not Outcome.OK
+        if trial.reward and (
+            self.best is None or self.best.reward is None or trial.reward.value > self.best.reward.value
+        ):
+            self.best = trial
+
+    def show(self, trial: Trial) -> None:
+        """Let the user see it."""
+
+    def finish(self) -> None:
+        """The run has ended."""
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long the rest will take at the speed so far."""
+        fresh = self.done - self.before_now
+        if not self.total or not fresh:
+            return None
+        return (time.monotonic() - self.started) / fresh * max(0, self.total - self.done)
+
+    def line(self) -> str:
+        """The state of the run in one line."""
+        parts = [f"{self.done}/{self.total or '?'} done", f"{self.failed} failed", f"{self.cached} cached"]
+        if self.best is not None and self.best.reward is not None:
+            parts.append(f"best {self.best.reward.value:.6g} (trial {self.best.number})")
+        left = self.seconds_left
+        if left is not None and self.done < (self.total or 0):
+            parts.append(f"{_duration(left)} left")
+        return f"{self.name}: {', '.join(parts)}"
+
+
+class LogLines(Tally):
+    """A line now and then, for terminals that are none."""
+
+    def __init__(self, env: Env) -> None:
+        super().__init__(env)
+        self._next = time.monotonic()
+
+    def show(self, trial: Trial) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _EVERY_S
+            print(self.line(), flush=True)
+
+    def finish(self) -> None:
+        print(self.line(), flush=True)
+
+
+class Bar(Tally):
+    """A live line with a bar, for people."""
+
+    def __init__(self, env: Env) -> None:
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+        super().__init__(env)
+        self._progress = Progress(
+            SpinnerColumn(), BarColumn(bar_width=30), TextColumn("{task.fields[line]}", markup=False)
+        )
+        self._task = self._progress.add_task("", total=self.total, completed=self.done, line=self.line())
+        self._progress.start()
+
+    def show(self, trial: Trial) -> None:
+        # The text is made only as often as the screen is drawn, or it would cost more than small trials do.
+        now = time.monotonic()
+        if now - getattr(self, "_shown", 0.0) > 0.1:
+            self._shown = now
+            self._progress.update(self._task, completed=self.done, line=self.line())
+
+    def finish(self) -> None:
+        self._progress.update(self._task, completed=self.done, line=self.line())
+        self._progress.stop()
+
+
+class JsonEvents(Tally):
+    """One JSON object per trial."""
+
+    def show(self, trial: Trial) -> None:
+        event = {
+            "event": "trial",
+            "run": self.name,
+            "trial": trial.number,
+            "outcome": trial.outcome,
+            "fault": trial.fault,
+            "reason": trial.reason,
+            "reward": trial.reward.objectives if trial.reward else None,
+            "action": trial.action,
+            "env_params": trial.regime,
+            "metrics": trial.metrics,
+            "cached_from": trial.cached_from,
+            "done": self.done,
+            "total": self.total,
+        }
+        _emit(event)
+
+
+def conduct(loaded: Loaded, output: Path, *, quiet: bool, json: bool, **options: bool) -> int:
+    """Run a scenario with progress, and say at the end what was found and where it is."""
+    kind: Callable[[Env], Tally] = Tally if quiet else JsonEvents if json else Bar if sys.stdout.isatty() else LogLines
+    tallies: list[Tally] = []
+
+    def watch(env: Env) -> list[Observer]:
+        for tally in tallies:
+            tally.finish()
+        tallies[:] = [kind(env)]
+        return list(tallies)
+
+    try:
+        code = dispatch(loaded, output, watch=watch, **options)
+    finally:
+        for tally in tallies:
+            tally.finish()
+    _conclude(output, [run.name for run in loaded.scenario.run], code, json=json)
+    return code
+
+
+def _conclude(output: Path, names: list[str], code: int, *, json: bool) -> None:
+    for name in names:
+        path = output / name / "ledger.db"
+        if not path.exists():
+            continue
+        with Ledger.read(path) as ledger:
+            counts = ledger.counts()
+            run = ledger.state("run", {})
+            best = best_of(ledger.trials())
+        answer = best.by_regime if run.get("conditions_on_regime") else best.front
+        if json:
+            found = [
+                {"action": c.action, "regimes": c.regimes, "reward": c.objectives, "trials": c.trials} for c in answer
+            ]
+            _emit({"event": "result", "run": name, "counts": counts, "best": found})
+        else:
+            print(f"{name}: {counts.get('ok', 0)} ok of {sum(counts.values()) - counts['cached']} trials")
+            for candidate in answer[:10]:
+                under = f"   under {_shown(candidate.regimes[0])}" if run.get("conditions_on_regime") else ""
+                reward = ", ".join(f"{value:.6g}" for value in candidate.objectives)
+                print(f"  best  {reward}   {_shown(candidate.action)}{under}")
+    if json:
+        _emit({"event": "end", "code": code, "output": str(output)})
+    else:
+        print(f"report: {output / 'report.html'}")
+        if code in (130, 143):
+            print(f"stopped; go on with: loopwright resume {output}")
+
+
+def _shown(values: Any) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items()) or "(nothing to choose)"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _emit(event: dict[str, Any]) -> None:
+    sys.stdout.buffer.write(orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY))
+    sys.stdout.buffer.flush()

@@ -1,0 +1,176 @@
+"""Exports: a ledger as CSV files, as Parquet, and the best configuration as a scenario that runs as it is."""
+
+import csv
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import orjson
+
+from loopwright.core.errors import MissingExtra, storage
+from loopwright.core.ledger import Ledger
+from loopwright.core.trial import Trial
+from loopwright.reports.best import Candidate, best_of
+
+
+def write_csv(ledger: Ledger, directory: Path) -> list[Path]:
+    """`trajectory.csv` and, where parameters are drawn, `env.csv`: the same trials in the same order."""
+    run = ledger.state("run", {})
+    names = list(run.get("env_params", {}))
+    trajectory, env = directory / "trajectory.csv", directory / "env.csv"
+    with replacing(trajectory) as file:
+        rows = csv.writer(file)
+        rows.writerow(("trial", "action", "reward", "observation", "env_params", "outcome"))
+        for trial in ledger.trials():
+            rows.writerow(
+                (
+                    trial.number,
+                    _json(trial.action),
+                    _reward(trial),
+                    _observed(trial),
+                    _json(trial.regime),
+                    trial.outcome,
+                )
+            )
+    if not names:
+        return [trajectory]
+    with replacing(env) as file:
+        rows = csv.writer(file)
+        rows.writerow(("trial", *names))
+        rows.writerows((trial.number, *(trial.regime.get(name) for name in names)) for trial in ledger.trials())
+    return [trajectory, env]
+
+
+def _json(value: Any) -> str:
+    return orjson.dumps(value).decode()
+
+
+def _observed(trial: Trial) -> str:
+    return _json(trial.metrics) if trial.metrics else ""
+
+
+def _reward(trial: Trial) -> str:
+    """A number, or a list of them for several objectives; nothing where there is no reward."""
+    if trial.reward is None:
+        return ""
+    objectives = trial.reward.objectives
+    return _json(objectives[0] if len(objectives) == 1 else objectives)
+
+
+def write_parquet(ledger: Ledger, path: Path) -> Path:
+    """All trials as one table: a column per parameter, drawn value, metric and objective, beside the record's own."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise MissingExtra("Parquet export", "parquet") from error
+    rows = [_flat(trial) for trial in ledger.trials()]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: _uniform([row.get(name) for row in rows]) for name in names}
+    with storage(path):
+        temporary = path.with_name(f".{path.name}.part")
+        pq.write_table(pa.table(columns), temporary)
+        temporary.replace(path)
+    return path
+
+
+def _flat(trial: Trial) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "trial": trial.number,
+        "group": trial.group,
+        "repeat": trial.repeat,
+        "outcome": trial.outcome,
+        "fault": trial.fault,
+        "reason": trial.reason,
+        "reward": None if trial.reward is None else trial.reward.value,
+        "cached_from": trial.cached_from,
+        "key": trial.key,
+        "draw": trial.draw,
+        "reserved_at": trial.reserved_at,
+        "finished_at": trial.finished_at,
+    }
+    if trial.reward is not None and trial.reward.more:
+        row |= {f"objective.{i}": value for i, value in enumerate(trial.reward.objectives)}
+    for prefix, values in (
+        ("action", trial.action),
+        ("env_params", trial.regime),
+        ("metric", trial.metrics),
+        ("usage", trial.usage),
+    ):
+        row |= {f"{prefix}.{name}": value for name, value in values.items()}
+    return row
+
+
+def _uniform(column: list[Any]) -> list[Any]:
+    """A column of one type: candidates of a list may be of several, which Parquet cannot hold."""
+    kinds = {type(value) for value in column if value is not None}
+    if kinds <= {int, float} and len(kinds) == 2:
+        return [None if value is None else float(value) for value in column]
+    if len(kinds) > 1 or kinds & {dict, list}:
+        return [None if value is None else value if isinstance(value, str) else _json(value) for value in column]
+    return column
+
+
+def write_best(ledger: Ledger, path: Path) -> Path | None:
+    """The best configuration as a scenario of plain runs: one, or one per regime, or one per point of the front."""
+    source, run = ledger.state("source"), ledger.state("run", {})
+    if source is None:
+        return None
+    best = best_of(ledger.trials())
+    candidates = best.by_regime if run.get("conditions_on_regime") else best.front
+    runs = [_plain(source, candidate, regime) for candidate in candidates for regime in candidate.regimes]
+    if not runs:
+        return None
+    import tomli_w
+
+    numbered = [table | {"name": f"{table['name']}-{i}"} for i, table in enumerate(runs, 1)] if len(runs) > 1 else runs
+    scenario = {"name": f"{source['name']}: best of {run.get('name')}", "system": source["system"], "run": numbered}
+    with replacing(path) as file:
+        file.write("# The best configuration that was found; run it with `loopwright run`.\n")
+        for candidate in candidates:
+            shown = ", ".join(f"{value:g}" for value in candidate.objectives)
+            file.write(f"# reward {shown} in trial {', '.join(map(str, candidate.trials[:10]))}\n")
+        file.write(tomli_w.dumps(scenario))
+    return path
+
+
+def _plain(source: Mapping[str, Any], candidate: Candidate, regime: Mapping[str, Any]) -> dict[str, Any]:
+    table, home = source["run"], Path(source["home"])
+    workload = {key: value for key, value in table["workload"].items() if key not in ("args", "env", "constraints")}
+    for key in ("files", "path"):
+        if key in workload or (key == "path" and workload["type"] == "python"):
+            workload[key] = [str((home / name).resolve()) for name in workload.get(key, ["."])]
+    chosen = {**candidate.action, **regime}
+    for part in ("args", "env"):
+        values = {name: _value(name, written, chosen) for name, written in table["workload"].get(part, {}).items()}
+        workload[part] = {name: value for name, value in values.items() if value is not None}
+    kept = {"name": table["name"], "workload": workload}
+    return kept | {key: table[key] for key in ("reward",) if key in table}
+
+
+def _value(name: str, written: Any, chosen: Mapping[str, Any]) -> Any:
+    """One argument as a fixed value; None for one that was absent."""
+    if name in chosen:
+        value = chosen[name]
+    elif isinstance(written, list):
+        value = written[0]
+    elif isinstance(written, dict):
+        value = written.get("otherwise") if "when" in written else written.get("value")
+    else:
+        value = written
+    return {"value": value} if isinstance(value, (list, dict)) else value
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[TextIO]:
+    """Write a file as a whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with storage(path):
+        try:
+            with temporary.open("w", encoding="utf-8", newline="") as file:
+                yield file
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)

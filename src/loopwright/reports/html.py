@@ -1,0 +1,110 @@
+"""The report: one HTML file from the ledgers alone, which opens from disk and needs no network."""
+
+import os
+from base64 import b64encode
+from datetime import datetime, timezone
+from hashlib import sha256
+from pathlib import Path
+from string import Template
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import orjson
+
+from loopwright.core.errors import LoopwrightError, storage
+from loopwright.reports.answer import headline
+from loopwright.reports.charts import chart_data
+from loopwright.reports.digest import Digest, read
+from loopwright.reports.markup import Html, html, join, number, table
+from loopwright.reports.sections import run_section, status
+
+_STATIC = Path(__file__).parent / "static"
+_TRACES = ("ledger.db", "trials", "trajectory.csv", "best.toml")
+"""What shows that a folder belongs to a run, also when its ledger is gone."""
+
+
+def write_report(output: Path) -> Path:
+    """Write `<output>/report.html` from every `<output>/<run>/ledger.db`; what cannot be read is said in it."""
+    digests, notes = _read_all(output)
+    page = _page(output, digests, notes).encode("utf-8", "replace")
+    target = output / "report.html"
+    with storage(target), NamedTemporaryFile(dir=output, prefix=".report-", suffix=".html", delete=False) as file:
+        try:
+            file.write(page)
+            file.flush()
+            Path(file.name).chmod(0o644)
+            os.replace(file.name, target)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+    return target
+
+
+def _read_all(output: Path) -> tuple[list[Digest], list[Html]]:
+    digests, notes = [], []
+    folders = (path for path in output.iterdir() if any((path / trace).exists() for trace in _TRACES))
+    for folder in sorted(folders):
+        try:
+            digests.append(read(folder))
+        except (LoopwrightError, OSError, ValueError) as error:
+            notes.append(html("<p class='note bad'><b>{}</b> is missing here: {}</p>", folder.name, error))
+    return sorted(digests, key=lambda digest: (digest.started_at, digest.name)), notes
+
+
+def _page(output: Path, digests: list[Digest], notes: list[Html]) -> str:
+    charts: list[dict[str, Any]] = []
+    sections: list[Html] = []
+    for digest in digests:
+        charts.append(chart_data(digest))
+        sections.append(run_section(digest, len(charts) - 1, charts[-1], output))
+    library = (_STATIC / "echarts.common.min.js").read_text("utf-8")
+    script = (_STATIC / "report.js").read_text("utf-8")
+    title = " · ".join(_scenarios(digests) or [output.absolute().name])
+    return Template((_STATIC / "page.html").read_text("utf-8")).substitute(
+        title=html("{}: Loopwright report", title),
+        style=(_STATIC / "report.css").read_text("utf-8"),
+        # Only these two scripts may run, whatever else should get into the page.
+        hashes=" ".join(f"'sha256-{_hash(text)}'" for text in (library, script)),
+        body=join([_header(title, digests), *notes, _overview(digests), *sections], "\n"),
+        data=_embedded(charts),
+        library=library,
+        script=script,
+    )
+
+
+def _header(title: str, digests: list[Digest]) -> Html:
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    runs = "no run was found here" if not digests else "1 run" if len(digests) == 1 else f"{number(len(digests))} runs"
+    return html("<header><h1>{}</h1><small>Loopwright report of {} · {}</small></header>", title, now, runs)
+
+
+def _overview(digests: list[Digest]) -> Html:
+    """The answers of all runs side by side."""
+    if len(digests) < 2:
+        return Html("")
+    rows = [
+        [
+            html("<a href='#run-{}'>{}</a>", place, digest.name),
+            status(digest),
+            headline(digest),
+            ", ".join(digest.labels),
+            f"{number(len(digest.ok))} of {number(len(digest.trials))}",
+        ]
+        for place, digest in enumerate(digests, 1)
+    ]
+    return html("<h3>Runs</h3>{}", table(["run", "status", "best", "objective", "ok trials"], rows, "wide"))
+
+
+def _scenarios(digests: list[Digest]) -> list[str]:
+    names = (digest.provenance.get("scenario") for digest in digests)
+    return list(dict.fromkeys(Path(str(name)).stem for name in names if name))
+
+
+def _embedded(data: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    text = orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY, default=str).decode()
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _hash(text: str) -> str:
+    return b64encode(sha256(text.encode()).digest()).decode()

@@ -1,0 +1,115 @@
+"""Text for the page: whatever is not markup already is escaped, and numbers are written for people."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import orjson
+
+_UNITS = {
+    "s": "s",
+    "seconds": "s",
+    "ms": "ms",
+    "us": "µs",
+    "ns": "ns",
+    "bytes": "B",
+    "kb": "kB",
+    "mb": "MB",
+    "gb": "GB",
+    "kib": "KiB",
+    "mib": "MiB",
+    "gib": "GiB",
+    "percent": "%",
+    "pct": "%",
+    "hz": "Hz",
+    "ghz": "GHz",
+    "gflops": "GFLOP/s",
+    "watts": "W",
+    "joules": "J",
+}
+
+
+class Html(str):
+    """Text that is markup already."""
+
+    __slots__ = ()
+
+
+def html(template: str, *values: object) -> Html:
+    """Markup with values filled in; each is escaped unless it is markup itself."""
+    return Html(template.format(*(value if isinstance(value, Html) else escape(str(value)) for value in values)))
+
+
+def join(parts: Iterable[Html], between: str = "") -> Html:
+    """Pieces of markup as one."""
+    return Html(between.join(parts))
+
+
+def table(head: Sequence[object], rows: Iterable[Sequence[object]], kind: str = "") -> Html:
+    """A table that scrolls inside itself where the page is narrow."""
+    names = join(html("<th scope='col'>{}</th>", cell) for cell in head)
+    body = join(html("<tr>{}</tr>", join(html("<td>{}</td>", cell) for cell in row)) for row in rows)
+    return html(
+        "<div class='scroll'><table class='{}'><thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>",
+        kind,
+        names,
+        body,
+    )
+
+
+def number(value: Any) -> str:
+    """A number to six digits, with a proper minus sign; a dash where there is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "–" if value is None else short(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    whole = f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.6g}"
+    return whole.replace(",", "\u202f").replace("-", "−")
+
+
+def measured(value: Any, name: str) -> str:
+    """A number with the unit that its name tells."""
+    unit = unit_of(name)
+    return f"{number(value)}\u00a0{unit}" if unit else number(value)
+
+
+def unit_of(name: str) -> str:
+    """The unit in a metric's name: `ttft_s` is in seconds, and so is its negative."""
+    return _UNITS.get(name.removeprefix("−").lower().rsplit("_", 1)[-1], "") if name else ""
+
+
+def exact(value: Any) -> str:
+    """A value as it would be written down again: digits are not cut."""
+    return value if isinstance(value, str) else orjson.dumps(value, default=repr).decode()
+
+
+def short(value: Any, most: int = 300) -> str:
+    """A value as text, cut where it gets too long to read."""
+    text = exact(value)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def assignments(values: Mapping[str, Any]) -> str:
+    """`a = 1, b = 2`."""
+    return ", ".join(f"{name} = {short(value, 80)}" for name, value in values.items())
+
+
+def duration(seconds: float) -> str:
+    """A time span with its unit."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min".replace(",", "\u202f") if hours else f"{minutes} min {rest} s"
+
+
+def size(size_bytes: float) -> str:
+    """A number of bytes in the largest unit that fits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size_bytes) < 1024:
+            return f"{size_bytes:.3g} {unit}" if size_bytes < 1000 else f"{size_bytes:.0f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.3g} TiB"

@@ -1,0 +1,343 @@
+"""One run's part of the report: the answer, then the evidence for it."""
+
+import shlex
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from loopwright.core.outcome import Outcome
+from loopwright.core.trial import Trial
+from loopwright.reports.answer import answer, regime_table
+from loopwright.reports.charts import COLOURED, DRAWN
+from loopwright.reports.digest import Digest, Failure
+from loopwright.reports.links import trial_links
+from loopwright.reports.markup import Html, assignments, duration, html, join, measured, number, short, size, table
+
+_PARAMETERS = 24
+_REASONS = 4
+_REGIMES = 24
+
+
+def run_section(digest: Digest, place: int, chart: Mapping[str, Any], output: Path) -> Html:
+    """Everything about one run. `place` is where its chart data stand in the page."""
+    parts = [
+        html("<div class='title'><h2>{}</h2>{}</div>", digest.name, status(digest)),
+        _what(digest),
+        _trouble(digest, output),
+        answer(digest),
+        _summary(digest),
+        _progress(digest, place, chart),
+        _fronts(digest, place),
+        _parameters(digest, place, chart),
+        _regimes(digest, place),
+        _failures(digest),
+        _resources(digest),
+        _provenance(digest),
+    ]
+    return html("<section class='run' id='run-{}'>{}</section>", place + 1, join(parts, "\n"))
+
+
+def status(digest: Digest) -> Html:
+    """How far the run got, in a word."""
+    if digest.failure:
+        return html("<span class='chip bad'>failed</span>")
+    if digest.trouble:
+        return html("<span class='chip bad'>ledger damaged</span>")
+    if digest.complete:
+        return html("<span class='chip {}'>finished</span>", "good" if digest.ok else "bad")
+    return html("<span class='chip open'>in progress or interrupted</span>")
+
+
+def _what(digest: Digest) -> Html:
+    agent, workload = _part(digest.about, "agent"), _part(digest.about, "workload")
+    said = []
+    if agent.get("type"):
+        seed = f", seed {agent['seed']}" if "seed" in agent else ""
+        said.append(html("agent <b>{}</b>{}", agent["type"], seed))
+    if digest.ok or digest.about.get("objectives"):
+        said.append(html("maximises {}", join((html("<code>{}</code>", label) for label in digest.labels), ", ")))
+    command = workload.get("command") or workload.get("function")
+    if command:
+        said.append(html("<code>{}</code>", short(command, 400)))
+    return html("<p class='muted'>{}</p>", join(said, " · ")) if said else Html("")
+
+
+def _trouble(digest: Digest, output: Path) -> Html:
+    notes = []
+    if digest.failure:
+        last = digest.failure.strip().splitlines()[-1]
+        notes.append(
+            html(
+                "<div class='note bad'><b>The run ended with an error:</b> <code>{}</code><pre>{}</pre></div>",
+                short(last),
+                digest.failure.strip(),
+            )
+        )
+    if digest.trouble:
+        notes.append(html("<p class='note bad'>{}</p>", digest.trouble))
+    if not digest.complete and not digest.trouble:
+        text = html("resume with <code>loopwright resume {}</code>", shlex.quote(str(output)))
+        state = "" if digest.failure else "In progress or interrupted; "
+        notes.append(html("<p class='note'>{}{}</p>", state, text))
+    return join(notes)
+
+
+def _summary(digest: Digest) -> Html:
+    infeasible = digest.outcomes[Outcome.INFEASIBLE]
+    failed = digest.done - digest.outcomes[Outcome.OK]
+    facts = {
+        "done": f"{number(digest.done)} of {number(digest.budget)}" if digest.budget else number(digest.done),
+        "ok": number(digest.outcomes[Outcome.OK]),
+        "failed": number(failed) + (f" ({number(infeasible)} infeasible)" if infeasible else ""),
+        "cached": number(digest.cached),
+    }
+    if digest.unfinished:
+        facts["in flight or aborted"] = number(digest.unfinished)
+    if digest.wall_s is not None:
+        facts["wall time"] = duration(digest.wall_s)
+    if digest.repeats > 1:
+        facts["repeats"] = number(digest.repeats)
+    if digest.about.get("parallel"):
+        facts["in parallel"] = number(digest.about["parallel"])
+    listed = join(html("<div><dt>{}</dt><dd>{}</dd></div>", name, value) for name, value in facts.items())
+    return html("<dl class='facts'>{}</dl>", listed) if digest.trials else Html("")
+
+
+# -- charts ---------------------------------------------------------------------------------------------------------
+
+
+def _figure(kind: str, place: int, caption: Html, css: str = "", **more: int) -> Html:
+    data = join(html(" data-{}='{}'", name, value) for name, value in more.items())
+    return html(
+        "<figure class='{}' data-chart='{}' data-run='{}'{}><figcaption>{}</figcaption><div class='plot'></div></figure>",
+        css,
+        kind,
+        place,
+        data,
+        caption,
+    )
+
+
+def _progress(digest: Digest, place: int, chart: Mapping[str, Any]) -> Html:
+    if len(digest.trials) < 2 or not digest.ok:
+        return Html("")
+    each = [
+        _figure("progress", place, html("{}<small>, more is better</small>", label), "large", objective=objective)
+        for objective, label in enumerate(digest.labels)
+    ]
+    drawn = len(chart["number"])
+    thinned = ""
+    if drawn < len(digest.ok):
+        thinned = (
+            f"{number(drawn)} of {number(len(digest.ok))} ok trials are drawn (above {number(DRAWN)} they are thinned): "
+            "all record holders, the best, and an even share of the rest. The line is exact."
+        )
+    return html("<h3>Best so far</h3>{}{}<p><small>{}</small></p>", _key(digest, chart), join(each), thinned)
+
+
+def _key(digest: Digest, chart: Mapping[str, Any]) -> Html:
+    """What the marks mean; only those that occur."""
+    apart = 1 < len(digest.regimes) <= COLOURED
+    line = "best so far"
+    if len(digest.regimes) > COLOURED:
+        line = "best so far under any regime"
+    elif digest.repeats > 1:
+        line = "best mean over repeats so far"
+    marks = [("dot", "trial"), ("stroke", line)]
+    if apart:
+        marks = [(f"dot c{place}", f"{name} (line: best so far)") for place, name in enumerate(chart["regimes"])]
+    if any(chart["cached"]):
+        marks.append(("ring", "from the cache"))
+    if chart["answer"]:
+        marks.append(("gem", "the answer"))
+    if any(floor is not None for floor in chart["floors"]):
+        marks.append(("low", "below the axis"))
+    if chart["failed"]:
+        marks.append(("tick", "failed"))
+    return html(
+        "<div class='key'>{}</div>",
+        join(html("<span><i class='{}'></i>{}</span>", mark, text) for mark, text in marks),
+    )
+
+
+def _fronts(digest: Digest, place: int) -> Html:
+    if len(digest.labels) < 2 or len(digest.ok) < 2:
+        return Html("")
+    pairs = list(combinations(range(len(digest.labels)), 2))[:3]
+    figures = [
+        _figure(
+            "front",
+            place,
+            html("{} <small>against</small> {}", digest.labels[y], digest.labels[x]),
+            "large",
+            x=x,
+            y=y,
+        )
+        for x, y in pairs
+    ]
+    key = html(
+        "<div class='key'><span><i class='gem'></i>unbeaten</span><span><i class='dot'></i>other trials</span></div>"
+    )
+    return html("<h3>Objectives against one another</h3>{}{}", key, join(figures))
+
+
+def _parameters(digest: Digest, place: int, chart: Mapping[str, Any]) -> Html:
+    found = chart["parameters"]
+    if not found or len(digest.ok) < 3:
+        return Html("")
+    figures = [
+        _figure(
+            "parameter",
+            place,
+            html("{}<small>{}</small>", p["name"], " (log scale)" if p["kind"] == "log" else ""),
+            parameter=index,
+        )
+        for index, p in enumerate(found[:_PARAMETERS])
+    ]
+    bar = "<span><i class='bar'></i>mean</span>" if any(p["kind"] == "category" for p in found) else ""
+    more = f" {number(len(found) - _PARAMETERS)} further parameters are not drawn." if len(found) > _PARAMETERS else ""
+    first = f" (the first of {len(digest.labels)} objectives)" if len(digest.labels) > 1 else ""
+    return html(
+        "<h3>Parameters against {}</h3><div class='key'><span>one mark per trial{}.{}</span>{}</div>"
+        "<div class='grid'>{}</div>",
+        digest.labels[0],
+        first,
+        more,
+        Html(bar),
+        join(figures),
+    )
+
+
+def _regimes(digest: Digest, place: int) -> Html:
+    if len(digest.regimes) < 2 or not digest.ok:
+        return Html("")
+    parts = [html("<h3>Regimes</h3>")]
+    if not digest.by_regime:
+        parts.append(
+            html("<p class='muted'>What would be best under each regime alone, if the action could change with it:</p>")
+        )
+        parts.append(regime_table(digest, digest.best.by_regime))
+    if len(digest.regimes) <= _REGIMES:
+        caption = html("{} <small>by regime; the bar is the mean</small>", digest.labels[0])
+        parts.append(_figure("regimes", place, caption, "large"))
+    return join(parts)
+
+
+# -- tables ---------------------------------------------------------------------------------------------------------
+
+
+def _failures(digest: Digest) -> Html:
+    failures = digest.failures()
+    if not failures:
+        return Html("")
+    rows = [
+        [html("<b>{}</b>", failure.outcome), failure.fault, number(failure.count), _reasons(digest, failure)]
+        for failure in failures
+    ]
+    return html("<h3>Failures</h3>{}", table(["outcome", "fault", "trials", "reasons"], rows, "wide"))
+
+
+def _reasons(digest: Digest, failure: Failure) -> Html:
+    shown = [
+        html(
+            "<li>{} <span class='muted'>{}{}</span></li>",
+            short(reason) or "no reason was recorded",
+            f"{number(len(trials))} × · " if len(trials) > 1 else "",
+            trial_links(digest.folder, trials),
+        )
+        for reason, trials in failure.reasons[:_REASONS]
+    ]
+    rest = len(failure.reasons) - _REASONS
+    if rest > 0:
+        shown.append(html("<li class='muted'>and {} more reasons</li>", number(rest)))
+    return html("<ul>{}</ul>", join(shown))
+
+
+def _resources(digest: Digest) -> Html:
+    used = [(trial, wall) for trial in digest.trials if (wall := _usage(trial, "wall_s")) is not None]
+    if len(used) < 2:
+        return Html("")
+    slowest = sorted(used, key=lambda pair: -pair[1])[:3]
+    cpu_s = sum((_usage(trial, "user_s") or 0.0) + (_usage(trial, "system_s") or 0.0) for trial, _ in used)
+    text = (
+        f"A trial took {duration(median(wall for _, wall in used))} in the middle, {duration(slowest[0][1])} at most; "
+        f"together they used {duration(cpu_s)} of processor time."
+    )
+    rows = [
+        [
+            trial_links(digest.folder, [trial.number]),
+            trial.outcome or "running",
+            _spent(trial, "wall_s"),
+            _spent(trial, "user_s"),
+            _spent(trial, "system_s"),
+            _spent(trial, "max_rss_bytes"),
+            html("<span class='mono'>{}</span>", short(assignments(trial.action), 160)),
+        ]
+        for trial, _ in slowest
+    ]
+    head = ["slowest", "outcome", "wall", "user", "system", "peak memory", "action"]
+    return html("<h3>Time and memory</h3><p class='muted'>{}</p>{}", text, table(head, rows, "wide"))
+
+
+def _usage(trial: Trial, name: str) -> float | None:
+    value = trial.usage.get(name)
+    return float(value) if isinstance(value, (int, float)) and trial.cached_from is None else None
+
+
+def _spent(trial: Trial, name: str) -> Html:
+    value = _usage(trial, name)
+    text = "–" if value is None else size(value) if name.endswith("_bytes") else duration(value)
+    return html("<span class='number'>{}</span>", text)
+
+
+def _provenance(digest: Digest) -> Html:
+    known, about = digest.provenance, digest.about
+    facts: dict[str, Any] = {
+        "scenario": known.get("scenario"),
+        "started": _moment(known.get("started_at")),
+        "loopwright": known.get("loopwright"),
+        "git": known.get("git"),
+        "python": known.get("python"),
+        "host": known.get("host"),
+        "platform": known.get("platform"),
+        "processors": known.get("cpus"),
+        "memory": size(known["memory_bytes"]) if isinstance(known.get("memory_bytes"), (int, float)) else None,
+        "agent": _part(about, "agent") or None,
+        "parameters": _part(about, "parameters") or None,
+        "drawn by the environment": _part(about, "env_params") or None,
+        "constraints": about.get("constraints") or None,
+        "workload": _part(about, "workload") or None,
+        "fingerprint": about.get("fingerprint"),
+        "ledger": f"{digest.name}/ledger.db",
+    }
+    rows = [
+        [name, html("<span class='mono'>{}</span>", _written(value))]
+        for name, value in facts.items()
+        if value is not None
+    ]
+    return html("<details><summary>Provenance</summary>{}</details>", table(["", ""], rows, "wide facts"))
+
+
+def _written(value: Any) -> Html:
+    if isinstance(value, dict):
+        return join((html("{} = {}", name, short(part, 1000)) for name, part in value.items()), "<br>")
+    if isinstance(value, list):
+        return join((html("{}", short(part, 1000)) for part in value), "<br>")
+    return html("{}", short(value, 2000))
+
+
+def _moment(seconds: Any) -> str | None:
+    if not isinstance(seconds, (int, float)):
+        return None
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, OSError, ValueError):
+        return None
+
+
+def _part(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    part = values.get(name)
+    return part if isinstance(part, dict) else {}

@@ -1,0 +1,224 @@
+// Draws the charts of a report from the data beside it. The page is complete without it, but for them.
+"use strict";
+const root = document.documentElement;
+window.addEventListener("error", (event) => { root.dataset.error = event.message; });
+window.addEventListener("unhandledrejection", (event) => { root.dataset.error = String(event.reason); });
+
+const runs = JSON.parse(document.getElementById("data").textContent);
+const shapes = ["circle", "rect", "triangle", "diamond", "roundRect", "arrow"];
+const colour = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
+
+function write(value) {
+  if (typeof value !== "number") return value === null || value === undefined ? "–" : String(value);
+  const text = Number.isInteger(value) ? value.toLocaleString("en").replaceAll(",", "\u202f") : String(Number(value.toPrecision(6)));
+  return text.replace("-", "−");
+}
+
+function element(kind, text) {
+  const made = document.createElement(kind);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+// Built from text nodes: what a trial's values contain can never become markup.
+function card(title, rows) {
+  const tip = element("div");
+  tip.className = "tip";
+  tip.append(element("b", title));
+  const list = element("dl");
+  for (const [name, value] of rows) list.append(element("dt", name), element("dd", write(value)));
+  tip.append(list);
+  return tip;
+}
+
+function describe(run, index) {
+  const rows = run.labels.map((label, objective) => [label, run.rewards[objective][index]]);
+  for (const p of run.parameters) {
+    if (p.at[index] !== null) rows.push([p.name, p.kind === "category" ? p.categories[p.at[index]] : p.at[index]]);
+  }
+  if (run.regime[index] !== null) rows.push(["regime", run.regimes[run.regime[index]]]);
+  return card(`Trial ${run.number[index]}${run.cached[index] ? ", from the cache" : ""}`, rows);
+}
+
+function axis(more) {
+  return {
+    axisLine: { show: true, lineStyle: { color: colour("rule") } },
+    axisTick: { show: false },
+    splitLine: { show: false },
+    ...more,
+    axisLabel: { color: colour("muted"), fontSize: 12, hideOverlap: true, formatter: write, ...more.axisLabel },
+    nameTextStyle: { color: colour("muted"), fontSize: 12, ...more.nameTextStyle },
+  };
+}
+
+const rewardAxis = (run, objective, more) => axis({
+  type: "value", scale: true, min: run.floors[objective] ?? undefined, axisLine: { show: false },
+  splitLine: { show: true, lineStyle: { color: colour("rule"), opacity: 0.6 } }, ...more,
+});
+
+function base(more) {
+  return {
+    animation: false,
+    textStyle: { fontFamily: getComputedStyle(document.body).fontFamily },
+    grid: { left: 6, right: 14, top: 12, bottom: 6, outerBoundsMode: "same", outerBoundsContain: "axisLabel" },
+    tooltip: {
+      trigger: "item", confine: true, formatter: (at) => (at.data && at.data.tip ? at.data.tip() : ""),
+      backgroundColor: colour("paper"), borderColor: colour("rule"), textStyle: { color: colour("ink") },
+    },
+    ...more,
+  };
+}
+
+const named = (name) => ({ name: name.length > 60 ? `${name.slice(0, 59)}…` : name, nameLocation: "middle", nameGap: 30 });
+
+// The points of some trials: in range, fallen below the axis (drawn at its edge), and those of the answer.
+function points(run, indexes, objective, x, small) {
+  const floor = run.floors[objective], answer = new Set(run.answer), apart = run.regimes.length > 1 && run.regimes.length <= 6;
+  const size = small ? 5 : indexes.length > 1000 ? 4 : 6;
+  const groups = new Map(), below = [], top = [];
+  for (const index of indexes) {
+    const at = x(index), y = run.rewards[objective][index];
+    if (at === null) continue;
+    const point = { value: [at, y], tip: () => describe(run, index) };
+    if (answer.has(index)) top.push(point);
+    else if (floor !== null && y < floor) below.push({ ...point, value: [at, 0] });
+    else {
+      if (run.cached[index]) point.itemStyle = { color: "transparent", borderWidth: 1.2, borderColor: colour(apart ? `c${run.regime[index] ?? 0}` : "point") };
+      const group = apart ? run.regime[index] ?? 0 : -1;
+      if (!groups.has(group)) groups.set(group, []);
+      groups.get(group).push(point);
+    }
+  }
+  const dense = indexes.length > 300 ? 0.45 : 0.7;
+  const series = [...groups].map(([group, data]) => ({
+    type: "scatter", data, symbolSize: size, symbol: group < 0 ? "circle" : shapes[group],
+    itemStyle: { color: colour(group < 0 ? "point" : `c${group}`), opacity: dense }, z: 2,
+  }));
+  if (below.length) {
+    series.push({
+      type: "scatter", data: below, symbol: "triangle", symbolRotate: 180, symbolSize: 7, symbolOffset: [0, -5],
+      yAxisIndex: 1, itemStyle: { color: colour("point"), opacity: 0.8 }, z: 2,
+    });
+  }
+  series.push({
+    type: "scatter", data: top, symbol: "diamond", symbolSize: small ? 10 : 13, z: 5,
+    itemStyle: { color: colour("mark"), borderColor: colour("ink"), borderWidth: 1 },
+  });
+  return series;
+}
+
+// A second, hidden axis from 0 to 1 gives the marks at the lower edge their place.
+const edge = { type: "value", min: 0, max: 1, show: false };
+const every = (run) => run.number.map((_, index) => index);
+const sketch = (run) => [...new Set([...run.sketch, ...run.answer])];
+
+const charts = {
+  progress(run, figure) {
+    const objective = Number(figure.dataset.objective);
+    const lines = run.lines[objective].map((line) => ({
+      type: "line", step: "end", data: line.steps, symbol: "none", silent: true, z: 3,
+      lineStyle: { width: 2, color: colour(line.regime === null ? "line" : `c${line.regime}`) },
+    }));
+    const ticks = run.failed.map(([number, outcome, reason]) => ({
+      value: [number, 0], tip: () => card(`Trial ${number}: ${outcome}`, [["why", reason || "–"]]),
+    }));
+    return base({
+      grid: { left: 6, right: 14, top: 12, bottom: 28, outerBoundsMode: "same", outerBoundsContain: "axisLabel" },
+      xAxis: axis({ type: "value", min: 0, max: Math.max(run.last, 1), minInterval: 1, ...named("trial"), nameGap: 26 }),
+      yAxis: [rewardAxis(run, objective, {}), edge],
+      series: [
+        ...points(run, every(run), objective, (index) => run.number[index], false),
+        ...lines,
+        { type: "scatter", data: ticks, symbol: "rect", symbolSize: [1.6, 11], symbolOffset: [0, -5.5], yAxisIndex: 1, itemStyle: { color: colour("ink"), opacity: 0.75 }, z: 1 },
+      ],
+    });
+  },
+  parameter(run, figure) {
+    const p = run.parameters[Number(figure.dataset.parameter)];
+    if (p.kind === "category") return strip(run, p.categories, p.means, (index) => p.at[index]);
+    return base({
+      xAxis: axis({ type: p.kind, scale: true, ...ends(p) }),
+      yAxis: [rewardAxis(run, 0, { splitNumber: 3 }), edge],
+      series: points(run, sketch(run), 0, (index) => p.at[index], true),
+    });
+  },
+  regimes(run) {
+    return strip(run, run.regimes, run.regime_means, (index) => run.regime[index]);
+  },
+  front(run, figure) {
+    const x = Number(figure.dataset.x), y = Number(figure.dataset.y);
+    const answer = new Set(run.answer), plain = [], top = [];
+    for (const index of every(run)) {
+      (answer.has(index) ? top : plain).push({ value: [run.rewards[x][index], run.rewards[y][index]], tip: () => describe(run, index) });
+    }
+    return base({
+      grid: { left: 30, right: 14, top: 12, bottom: 28, outerBoundsMode: "same", outerBoundsContain: "axisLabel" },
+      xAxis: rewardAxis(run, x, { ...named(run.labels[x]), nameGap: 26, axisLine: { show: true, lineStyle: { color: colour("rule") } } }),
+      yAxis: rewardAxis(run, y, { ...named(run.labels[y]), nameGap: 12, nameMoveOverlap: true }),
+      series: [
+        { type: "scatter", data: plain, symbolSize: plain.length > 1000 ? 4 : 6, itemStyle: { color: colour("point"), opacity: plain.length > 300 ? 0.45 : 0.7 } },
+        { type: "scatter", data: top, symbol: "diamond", symbolSize: 11, z: 5, itemStyle: { color: colour("mark"), borderColor: colour("ink"), borderWidth: 1 } },
+      ],
+    });
+  },
+};
+
+// A logarithmic axis would reach out to whole powers of ten; it ends where the trials end.
+function ends(p) {
+  if (p.kind !== "log") return {};
+  const used = p.at.filter((value) => value !== null);
+  return { min: Math.min(...used) / 1.08, max: Math.max(...used) * 1.08, axisLabel: { showMinLabel: false, showMaxLabel: false } };
+}
+
+// One column for each category: trials shaken apart sideways by a fixed pattern, a bar at their mean.
+function strip(run, names, means, place) {
+  const shake = (index) => (((index * 0.618034) % 1) - 0.5) * 0.5;
+  const at = (index) => (place(index) === null ? null : place(index) + shake(index));
+  const bars = means.map((mean, column) => ({ value: [column, mean], tip: () => card(names[column], [["mean", mean]]) }));
+  const floor = run.floors[0];
+  return base({
+    xAxis: axis({
+      type: "value", min: -0.5, max: names.length - 0.5, interval: 1,
+      axisLabel: {
+        customValues: names.map((_, column) => column), formatter: (column) => names[column] ?? "",
+        width: 280 / names.length, overflow: "truncate", hideOverlap: names.length > 8,
+      },
+    }),
+    yAxis: [rewardAxis(run, 0, { splitNumber: 3 }), edge],
+    series: [
+      ...points(run, sketch(run), 0, at, true),
+      {
+        type: "scatter", data: bars.filter((bar) => bar.value[1] !== null && (floor === null || bar.value[1] >= floor)), symbol: "rect",
+        symbolSize: [Math.max(8, 90 / names.length), 3], itemStyle: { color: colour("ink") }, z: 4,
+      },
+    ],
+  });
+}
+
+const figures = [...document.querySelectorAll("figure[data-chart]")];
+const drawn = new Map();
+function draw(figure) {
+  const plot = figure.querySelector(".plot");
+  let chart = drawn.get(figure);
+  if (!chart) {
+    chart = echarts.init(plot, null, { renderer: "svg" });
+    drawn.set(figure, chart);
+    new ResizeObserver(() => chart.resize()).observe(plot);
+  }
+  chart.setOption(charts[figure.dataset.chart](runs[Number(figure.dataset.run)], figure), true);
+}
+
+// One chart at a time, so that the page can be read while the later ones are still being drawn.
+function drawAll(queue) {
+  if (queue.length) {
+    draw(queue[0]);
+    root.dataset.rendered = String(drawn.size);
+    setTimeout(drawAll, 0, queue.slice(1));
+  }
+}
+const redraw = () => figures.forEach(draw);
+root.dataset.rendered = "0";
+root.dataset.charts = String(figures.length);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+matchMedia("print").addEventListener("change", redraw);
+drawAll(figures);

@@ -1,0 +1,181 @@
+"""Building: the one place that wires a run's objects together."""
+
+import os
+import platform
+import shutil
+import subprocess
+import time
+import uuid
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from loopwright.agents import agents
+from loopwright.agents.simple import GridConfig
+from loopwright.core.agent import Agent, AgentConfig
+from loopwright.core.cache import SharedCache
+from loopwright.core.env import Penalties, Terms
+from loopwright.core.errors import LedgerError, storage
+from loopwright.core.ledger import Ledger
+from loopwright.core.observer import Observers
+from loopwright.core.reward import Objectives
+from loopwright.core.run import Run
+from loopwright.envs.trial import TrialEnv
+from loopwright.execution import end_leftovers
+from loopwright.scenario.load import Loaded, import_observer
+from loopwright.scenario.schema import RunConfig, SystemConfig
+from loopwright.spaces.draws import Draws
+from loopwright.workloads.base import Site, workloads
+
+
+@dataclass
+class Built:
+    """A run that is ready to go."""
+
+    run: Run
+    env: TrialEnv
+    agent: Agent
+    shared: SharedCache | None
+
+    def close(self) -> None:
+        """Let go of the files."""
+        if self.shared is not None:
+            self.shared.close()
+        self.run.ledger.close()
+
+
+def build(loaded: Loaded, config: RunConfig, output: Path, *, accept_changes: bool = False) -> Built:
+    """Wire one run together; if its ledger exists, it goes on from there."""
+    system, directory = loaded.scenario.system, output / config.name
+    # A run without an agent is a grid over a space of one point.
+    agent_config = config.agent or GridConfig()
+    agent_class = agents.get(agent_config.type)
+    site = Site(
+        home=loaded.home,
+        directory=directory.absolute(),
+        parallel=system.parallel,
+        pin_cpus=system.pin_cpus,
+        memory_bytes=system.memory,
+        output_bytes=system.output,
+        grace_s=system.grace_s,
+    )
+    workload = workloads.get(config.workload.type)(config.workload, site)
+    fingerprint = workload.fingerprint()
+    ledger = _ledger(directory, system, fingerprint, accept_changes=accept_changes)
+    shared = _shared(loaded, config, output)
+    space = config.workload.space(frozenset(config.env_params))
+    terms = Terms(
+        objectives=Objectives(config.reward),
+        penalties=Penalties(config.rewards.metric_failure, config.rewards.constraint_failure),
+        budget=agent_config.trials,
+        repeats=config.repeats,
+        cache=config.cache,
+        count_cached=agent_config.count_cached,
+        fingerprint=fingerprint,
+    )
+    draws = Draws(agent_config.seed, space.parameters, config.env_params)
+    needed = sorted({name for function in config.reward for name in function.needs()})
+    metric_names = config.workload.metric_names() or tuple(needed)
+    run = Run(config.name, directory.absolute(), ledger)
+    told = Observers([import_observer(path, loaded.home) for path in config.observers])
+    env = TrialEnv(run, terms, told, shared, space=space, workload=workload, draws=draws, metric_names=metric_names)
+    _describe(loaded, config, env, agent_class, agent_config)
+    agent = agent_class(env, agent_config, parallel=system.parallel)
+    agent.restore(env.history())
+    return Built(run, env, agent, shared)
+
+
+def _ledger(directory: Path, system: SystemConfig, fingerprint: str, *, accept_changes: bool) -> Ledger:
+    """The run's ledger, new or reopened; what a dead process left running is ended first."""
+    path = directory / "ledger.db"
+    synchronous: Literal["FULL", "NORMAL"] = "FULL" if system.durability == "full" else "NORMAL"
+    if not path.exists():
+        with storage(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        ledger = Ledger.create(path, synchronous=synchronous)
+        ledger.set_state("id", uuid.uuid4().hex)
+        ledger.set_state("fingerprint", fingerprint)
+        return ledger
+    ledger = Ledger.open(path, synchronous=synchronous)
+    end_leftovers(ledger.open_processes(), ledger.state("id"))
+    ledger.close_attempts()
+    if ledger.state("fingerprint") != fingerprint and not accept_changes:
+        ledger.close()
+        raise LedgerError(
+            f"the inputs of run {directory.name!r} have changed since it began: old and new trials would not compare. "
+            "Start anew in another --output, or say that it does not matter: resume --accept-changes."
+        )
+    ledger.set_state("fingerprint", fingerprint)
+    return ledger
+
+
+def _shared(loaded: Loaded, config: RunConfig, output: Path) -> SharedCache | None:
+    if config.cache != "shared":
+        return None
+    chosen = loaded.scenario.system.shared_cache
+    return SharedCache(loaded.home / Path(chosen).expanduser() if chosen else output / "cache.db")
+
+
+def _describe(loaded: Loaded, config: RunConfig, env: TrialEnv, agent_class: type[Agent], agent: AgentConfig) -> None:
+    """Write down in the ledger all that a report needs, so that it can be made from the ledger alone."""
+    ledger, terms, workload = env.run.ledger, env.terms, config.workload
+    raw = next(table for table in loaded.raw["run"] if table["name"] == config.name)
+    ledger.set_state(
+        "source",
+        {"name": loaded.scenario.name, "home": str(loaded.home), "run": raw, "system": loaded.raw.get("system", {})},
+    )
+    ledger.set_state(
+        "run",
+        {
+            "name": config.name,
+            "agent": agent.model_dump(mode="json") if config.agent else None,
+            "objectives": terms.objectives.labels,
+            "metrics": env.metric_names,
+            "parameters": {**raw["workload"].get("args", {}), **raw["workload"].get("env", {})},
+            "env_params": {name: c.model_dump(mode="json") for name, c in config.env_params.items()},
+            "constraints": workload.constraints,
+            "workload": workload.model_dump(mode="json", include={"type", "command", "setup", "function", "timeout_s"}),
+            "fingerprint": terms.fingerprint,
+            "budget": planned(env),
+            "repeats": config.repeats,
+            "parallel": loaded.scenario.system.parallel,
+            "conditions_on_regime": agent_class.conditions_on_regime,
+        },
+    )
+    if ledger.state("provenance") is None:
+        ledger.set_state("provenance", _provenance(loaded))
+
+
+def planned(env: TrialEnv) -> int | None:
+    """How many trials a run will have, where that can be told beforehand."""
+    if env.terms.budget is not None:
+        return env.terms.budget
+    return sum(1 for _ in env.space.points()) * env.terms.repeats if env.space.enumerable else None
+
+
+def _provenance(loaded: Loaded) -> dict[str, Any]:
+    return {
+        "loopwright": version("loopwright"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "scenario": str(loaded.path),
+        "started_at": time.time(),
+        "git": _commit(loaded.home),
+    }
+
+
+def _commit(home: Path) -> str | None:
+    """The commit that the scenario's directory stands at, marked if there are changes."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    command = [git, "-C", str(home), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None

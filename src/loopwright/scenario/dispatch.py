@@ -1,0 +1,115 @@
+"""The dispatcher: starts the runs of a scenario one after another, and knows no kinds of agent."""
+
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from loopwright.core.agent import Agent
+from loopwright.core.env import Env
+from loopwright.core.errors import LoopwrightError
+from loopwright.core.ledger import Ledger
+from loopwright.core.observer import Observer
+from loopwright.reports.export import write_best, write_csv
+from loopwright.reports.html import write_report
+from loopwright.scenario.build import build
+from loopwright.scenario.load import Loaded
+from loopwright.scenario.output import begin, hold
+from loopwright.scenario.schema import RunConfig
+from loopwright.scenario.signals import Signals
+
+log = logging.getLogger(__name__)
+
+Watch = Callable[[Env], Sequence[Observer]]
+"""Makes the observers of a run that is about to start."""
+
+
+def dispatch(
+    loaded: Loaded,
+    output: Path,
+    *,
+    resume: bool = False,
+    accept_changes: bool = False,
+    watch: Watch = lambda _: (),
+) -> int:
+    """Run a scenario. 0: every run gave a result; 1: a run failed; 130, 143: stopped by a signal.
+
+    A run's recoverable failure is a code that accumulates. An exception is a bug, or a disk that takes no more: no
+    further run starts, the reports are still made, and it reaches the caller as it was.
+    """
+    with Signals().installed() as signals, hold(output):
+        if not resume:
+            begin(loaded, output)
+        code = 0
+        try:
+            for config in loaded.scenario.run:
+                if signals.received is None:
+                    code |= _run(loaded, config, output, signals, watch, accept_changes=accept_changes)
+        finally:
+            code |= write_all(output)
+        return signals.exit_code or code
+
+
+def _run(
+    loaded: Loaded, config: RunConfig, output: Path, signals: Signals, watch: Watch, *, accept_changes: bool
+) -> int:
+    built = build(loaded, config, output, accept_changes=accept_changes)
+    built.env.watch(watch(built.env))
+    signals.env = built.env
+    if signals.received is not None:  # it came while the run was being built
+        built.run.stop()
+    code = 0
+    try:
+        code |= drive(built.agent)
+        # A run in which nothing succeeded has no result, whatever its agent says.
+        code |= 0 if built.run.ledger.counts().get("ok") else 1
+    except Exception as error:
+        _record(error, built.run.ledger, config.name, output)
+        raise
+    finally:
+        signals.env = None
+        built.close()
+    return code
+
+
+def drive(agent: Agent) -> int:
+    """Run an agent and shut it down, whatever happens; a failing shutdown is a code and hides nothing."""
+    code = 0
+    try:
+        code |= agent.run()
+    finally:
+        try:
+            agent.shutdown()
+        except Exception:
+            log.exception("the shutdown of agent %s failed", type(agent).__name__)
+            code |= 1
+    return code
+
+
+def _record(error: Exception, ledger: Ledger, name: str, output: Path) -> None:
+    """Leave the failure where the user and the report find it; a full disk must not hide the error itself."""
+    text = f"run: {name}\n\n{''.join(traceback.format_exception(error))}"
+    try:
+        ledger.set_state("failure", text)
+        (output / "dse_failure.txt").write_text(text)
+    except (OSError, LoopwrightError):
+        log.warning("the failure could not be written to %s", output)
+
+
+def write_all(output: Path) -> int:
+    """Everything that is made from the ledgers: CSV files, best.toml, report.html. Returns 1 if something failed."""
+    code = 0
+    for path in sorted(output.glob("*/ledger.db")):
+        try:
+            with Ledger.read(path) as ledger:
+                write_csv(ledger, path.parent)
+                write_best(ledger, path.parent / "best.toml")
+        except (LoopwrightError, OSError) as error:
+            log.error("%s", error)
+            code = 1
+    try:
+        write_report(output)
+    except (LoopwrightError, OSError) as error:
+        log.error("%s", error)
+        code = 1
+    return code

@@ -1,0 +1,268 @@
+"""Loading a scenario: every check that can be made before anything runs, and every problem at once."""
+
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from loopwright.agents import agents
+from loopwright.core.agent import Agent, AgentConfig
+from loopwright.core.config import explain
+from loopwright.core.errors import Problem, ScenarioError, did_you_mean
+from loopwright.core.observer import Observer
+from loopwright.core.registry import Registry
+from loopwright.core.reward import RewardFunction, rewards
+from loopwright.scenario.schema import PenaltiesConfig, RunBasics, RunConfig, Scenario, SystemConfig
+from loopwright.spaces.draws import EnvParamConfig, problem_with
+from loopwright.spaces.space import Space
+from loopwright.workloads.base import WorkloadConfig, workloads
+
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checked scenario, with the text it came from and the directory that its paths are relative to."""
+
+    scenario: Scenario
+    raw: Mapping[str, Any]
+    text: str
+    path: Path
+    home: Path
+
+
+def load(path: Path, *, home: Path | None = None) -> Loaded:
+    """Read and check a scenario; a ScenarioError lists everything that is wrong with it."""
+    home = (home or path.parent).absolute()
+    text, raw = _read(path)
+    checker = _Checker(home)
+    scenario = checker.scenario(raw)
+    if checker.problems or scenario is None:
+        raise ScenarioError(path, checker.problems)
+    return Loaded(scenario, raw, text, path.absolute(), home)
+
+
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text, tomllib.loads(text)
+    except FileNotFoundError:
+        raise ScenarioError(path, [Problem("", "there is no such file.")]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScenarioError(path, [Problem("", f"cannot be read: {error}.")]) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ScenarioError(path, [Problem("", f"is not valid TOML: {error}.")]) from error
+
+
+class _Checker:
+    """Collects problems while it turns tables into configurations; a broken part does not hide the next one."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.problems: list[Problem] = []
+        self._suffix = ""
+
+    def scenario(self, raw: Mapping[str, Any]) -> Scenario | None:
+        self._unknown("", raw, Scenario)
+        system = self._model("[system]", raw.get("system", {}), SystemConfig)
+        name = str(raw.get("name", ""))
+        if not name:
+            self._say("name", "is missing; give the scenario a name.")
+        tables = raw.get("run")
+        if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+            self._say("[[run]]", "is missing; a scenario has at least one [[run]].")
+            return None
+        runs = [self._run(table, several=len(tables) > 1) for table in tables]
+        self._across(tables)
+        if self.problems or system is None:
+            return None
+        return Scenario.model_construct(name=name, system=system, run=tuple(run for run in runs if run))
+
+    def _across(self, tables: list[dict[str, Any]]) -> None:
+        """What concerns several runs."""
+        self._suffix = ""
+        names = [table.get("name") for table in tables]
+        for name in dict.fromkeys(n for n in names if n is not None and names.count(n) > 1):
+            self._say(
+                "[[run]] name", f"{name!r} is used {names.count(name)} times; each run needs a folder of its own."
+            )
+        plain = [str(table.get("name")) for table in tables if "agent" not in table]
+        if plain and len(plain) < len(tables):
+            self._say(
+                "[[run]]", f"runs with and without an agent are mixed; {', '.join(plain)} has none. Split the file."
+            )
+
+    # -- one run ------------------------------------------------------------------------------------------------
+
+    def _run(self, raw: dict[str, Any], *, several: bool) -> RunConfig | None:
+        self._suffix = f" (run {raw.get('name')!r})" if several else ""
+        before = len(self.problems)
+        parts: dict[str, Any] = {}
+        if "agent" in raw:
+            kind = self._kind("[run.agent]", raw["agent"], agents)
+            agent = self._model("[run.agent]", raw["agent"], kind.Config) if kind else None
+            parts["agent"] = agent
+        parts["reward"] = self._rewards(raw.get("reward", []))
+        workload = self._workload(raw.get("workload"))
+        parts["workload"] = workload
+        parts["env_params"] = self._env_params(raw.get("env_params", {}))
+        parts["rewards"] = self._model("[run.rewards]", raw.get("rewards", {}), PenaltiesConfig)
+        basics = {key: value for key, value in raw.items() if key in RunBasics.model_fields}
+        run = self._model("[[run]]", basics, RunBasics)
+        self._unknown("[[run]]", raw, RunConfig)
+        if run is not None and workload is not None and parts["reward"] is not None and parts["env_params"] is not None:
+            config = RunConfig.model_construct(**dict(run), **parts)
+            self._together(config, raw)
+            return config if len(self.problems) == before else None
+        return None
+
+    def _kind(self, where: str, raw: Any, registry: Registry[Any]) -> Any:
+        if not isinstance(raw, dict) or "type" not in raw:
+            self._say(f"{where} type", f"is missing. {did_you_mean('', registry.names())}")
+            return None
+        try:
+            return registry.get(str(raw["type"]))
+        except KeyError as error:
+            self._say(f"{where} type", error.args[0])
+        except ImportError as error:
+            self._say(f"{where} type", f"{raw['type']!r} cannot be imported: {error}.")
+        return None
+
+    def _rewards(self, raw: Any) -> tuple[RewardFunction, ...] | None:
+        tables = raw if isinstance(raw, list) else [raw]
+        functions = []
+        for table in tables:
+            kind = self._kind("[[run]] reward", table, rewards)
+            functions.append(self._model("[[run]] reward", table, kind) if kind else None)
+        good = tuple(function for function in functions if function is not None)
+        return good if len(good) == len(tables) else None
+
+    def _workload(self, raw: Any) -> WorkloadConfig | None:
+        if raw is None:
+            self._say("[run.workload]", "is missing; it says what a trial runs.")
+            return None
+        kind = self._kind("[run.workload]", raw, workloads)
+        config = self._model("[run.workload]", raw, kind.Config) if kind else None
+        if config is not None:
+            for problem in config.problems(self.home):
+                self._say(f"[run.workload] {problem.key}", problem.message)
+        return config
+
+    def _env_params(self, raw: Any) -> dict[str, EnvParamConfig] | None:
+        if not isinstance(raw, dict):
+            self._say("[run.env_params]", "must be a table of tables, such as [run.env_params.size].")
+            return None
+        parsed = {name: self._model(f"[run.env_params.{name}]", table, EnvParamConfig) for name, table in raw.items()}
+        return None if None in parsed.values() else {name: config for name, config in parsed.items() if config}
+
+    # -- what only the parts together can tell ------------------------------------------------------------------
+
+    def _together(self, run: RunConfig, raw: dict[str, Any]) -> None:
+        agent = agents.get(run.agent.type) if run.agent is not None else None
+        known_agent = agent is not None or "agent" not in raw
+        try:
+            space = run.workload.space(frozenset(run.env_params))
+            space.tunable  # noqa: B018  a circle of conditions shows here
+        except ValueError as error:
+            self._say("[run.workload] args", f"{error}.")
+            return
+        if known_agent:
+            self._draws(run, agent, raw)
+        self._metrics(run)
+        self._conditions(run, space)
+        self._observers(run)
+        if agent is None and "agent" not in raw:
+            for name in space.tunable:
+                self._say(f"[run.workload] args.{name}", "has several values, but the run has no agent to choose one.")
+        elif agent is not None and run.agent is not None:
+            self._agent(run, agent, run.agent, space)
+
+    def _agent(self, run: RunConfig, agent: type[Agent], config: AgentConfig, space: Space) -> None:
+        if not space.tunable:
+            self._say("[run.workload] args", "there is nothing to search: make an argument a list or a range.")
+        if not run.reward:
+            metrics = run.workload.metric_names() or ("seconds",)
+            example = f'reward = {{ type = "identity", metrics = ["{metrics[0]}"] }}'
+            self._say("[[run]] reward", f"is missing; for example {example}.")
+        if len(run.reward) > 1 and not agent.several_objectives:
+            able = [name for name in ("nsga2", "tpe", "gp", "random", "grid") if name in agents.names()]
+            self._say("[[run]] reward", f"agent {config.type!r} takes one objective; for several: {', '.join(able)}.")
+        if config.trials is not None and config.trials % run.repeats:
+            self._say("[run.agent] trials", f"{config.trials} is not a multiple of repeats = {run.repeats}.")
+        for problem in agent.problems(config, space, self.home):
+            self._say(f"[run.agent] {problem.key}", problem.message)
+
+    def _draws(self, run: RunConfig, agent: type[Agent] | None, raw: dict[str, Any]) -> None:
+        parameters = {**run.workload.args, **run.workload.env}
+        for name, config in run.env_params.items():
+            where = f"[run.env_params.{name}]"
+            if name not in parameters:
+                self._say(where, f"there is no argument {name!r}. {did_you_mean(name, list(parameters))}")
+            elif problem := problem_with(parameters[name], config):
+                self._say(where, f"argument {name!r} {problem}.")
+        if run.env_params and agent is None:
+            self._say("[run.env_params]", "needs an agent; a run without one has nothing to learn from draws.")
+        elif run.env_params and agent is not None and not agent.samples_env_params:
+            able = [name for name in agents.names() if agents.get(name).samples_env_params]
+            kind = raw["agent"]["type"]
+            self._say("[run.env_params]", f"agent {kind!r} does not sample them; agents that do: {', '.join(able)}.")
+
+    def _metrics(self, run: RunConfig) -> None:
+        known = run.workload.metric_names()
+        for function in run.reward:
+            for name in sorted(function.needs() - set(known)) if known is not None else ():
+                hint = did_you_mean(name, list(known or ()))
+                self._say("[[run]] reward", f"reads the metric {name!r}, which the workload does not give. {hint}")
+
+    def _conditions(self, run: RunConfig, space: Space) -> None:
+        for name, parameter in space.tunable.items():
+            if parameter.when is not None and any(drawn in parameter.when.split() for drawn in run.env_params):
+                self._say(f"[run.workload] args.{name}", "`when` names a drawn argument; it can name chosen ones only.")
+        regime = {name: p.decode(0) for name, p in space.parameters.items() if name in run.env_params}
+        problem = space.violated(space.first(), regime)
+        if problem is not None and "has no value" in problem and "division" not in problem:
+            self._say("[run.workload] constraints", f"{problem}.")
+
+    def _observers(self, run: RunConfig) -> None:
+        for path in run.observers:
+            try:
+                import_observer(path, self.home)
+            except (ImportError, AttributeError, TypeError, ValueError) as error:
+                self._say("[[run]] observers", f"{path!r}: {error}.")
+
+    # -- machinery ----------------------------------------------------------------------------------------------
+
+    def _model(self, where: str, raw: Any, model: type[M]) -> M | None:
+        try:
+            return model.model_validate(raw)
+        except ValidationError as error:
+            for key, message in explain(error, model):
+                self._say(f"{where} {key}".strip(), f"{message}.".replace("..", ".").replace("?.", "?"))
+        return None
+
+    def _unknown(self, where: str, raw: Mapping[str, Any], model: type[BaseModel]) -> None:
+        known = list(model.model_fields)
+        for key in raw:
+            if key not in known:
+                self._say(where, f"unknown key {key!r}. {did_you_mean(key, known)}")
+
+    def _say(self, where: str, message: str) -> None:
+        self.problems.append(Problem(f"{where.strip()}{self._suffix}", message))
+
+
+def import_observer(path: str, home: Path) -> Observer:
+    """Make an observer from `module:Class`, looked for in the scenario's directory first."""
+    module, _, name = path.partition(":")
+    if not name:
+        raise ValueError("write it as module:Class")
+    if str(home) not in sys.path:
+        sys.path.insert(0, str(home))
+    made = getattr(import_module(module), name)()
+    if not isinstance(made, Observer):
+        raise TypeError(f"{name} is no loopwright.Observer")
+    return made

@@ -1,0 +1,60 @@
+"""The output directory: held by one process at a time, and enough to go on from."""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from loopwright.core.errors import LedgerError, OutputBusy, StorageError, storage
+from loopwright.reports.export import replacing
+from loopwright.scenario.load import Loaded, load
+
+
+@contextmanager
+def hold(output: Path) -> Iterator[None]:
+    """Keep every other process out of this directory; the hold ends with the process, however it ends."""
+    with storage(output):
+        output.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(output / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 20).decode(errors="replace").strip() or "unknown"
+            raise OutputBusy(
+                f"{output} is in use by process {holder}. Wait for it, stop it, or choose another --output."
+            ) from None
+        with storage(output):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def begin(loaded: Loaded, output: Path) -> None:
+    """Put down what a later `resume` needs; a directory with an earlier campaign is refused."""
+    if (output / "campaign.json").exists() or any(output.glob("*/ledger.db")):
+        raise StorageError(
+            f"{output} already holds a campaign. Go on with `loopwright resume {output}`, or choose another --output."
+        )
+    with replacing(output / "scenario.toml") as file:
+        file.write(loaded.text)
+    facts = {"scenario": str(loaded.path), "home": str(loaded.home), "started_at": time.time()}
+    with replacing(output / "campaign.json") as file:
+        json.dump(facts, file, indent=2)
+
+
+def reopen(output: Path) -> Loaded:
+    """The scenario of an earlier campaign, as it was then, with paths relative to where it stood."""
+    facts = output / "campaign.json"
+    if not facts.is_file():
+        raise LedgerError(f"{output} holds no campaign. Give the --output directory of an earlier `loopwright run`.")
+    try:
+        home = Path(json.loads(facts.read_text())["home"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise LedgerError(f'{facts} is damaged ({error!r}); its "home" is the scenario\'s directory.') from error
+    return load(output / "scenario.toml", home=home)

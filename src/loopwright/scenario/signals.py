@@ -1,0 +1,46 @@
+"""Signals: the first SIGINT or SIGTERM ends a campaign in good order, the second one at once."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from loopwright.core.env import Env
+
+
+class Signals:
+    """Which signal came, and whom to tell. The run in progress is set by the dispatcher."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.env: Env | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        """130 for SIGINT, 143 for SIGTERM, None if neither came."""
+        return None if self.received is None else 128 + self.received
+
+    def handle(self, number: int, _: FrameType | None = None) -> None:
+        """Stop the run; when stopping already, end everything now (the ledger needs no goodbye)."""
+        if self.received is not None:
+            if self.env is not None:
+                self.env.kill()
+            os._exit(128 + number)
+        self.received = number
+        if self.env is not None:
+            self.env.run.stop()
+
+    @contextmanager
+    def installed(self) -> Iterator["Signals"]:
+        """Listen while this lasts; only a program's main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,426 @@
+"""Python workers: fast when all is well, and a clear result when it is not."""
+
+import asyncio
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loopwright.core.errors import StorageError
+from loopwright.execution import Call, Returned, WorkerPool, check
+from loopwright.testing.executors import alive, appears, ignore, written_pid
+
+MODULE = """
+import asyncio, os, subprocess, sys, time
+
+def square(x): return {"y": x * x}
+def pid(): return {"pid": os.getpid()}
+def say(text, error=""): print(text); print(error, end="", file=sys.stderr); return {}
+def fail(): raise ValueError("no such luck")
+def leave(code): sys.exit(code)
+def interrupt(): raise KeyboardInterrupt
+def vanish(code): print("so long", flush=True); os._exit(code)
+def crash(): os.kill(os.getpid(), 11)
+def hang(): open("pid", "w").write(f"{os.getpid()}\\n"); time.sleep(100)
+def stubborn():
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True: time.sleep(0.1)
+def give(kind):
+    if kind == "numpy":
+        import numpy
+        return {"a": numpy.float32(1.5), "b": numpy.int64(3), "c": numpy.float64("nan")}
+    return {
+        "list": [1], "none": None, "text": {"y": "1"}, "function": {"y": square}, "key": {1: 2},
+        "huge": {str(i): 1.0 for i in range(200_000)}, "infinite": {"y": float("-inf"), "z": 1}, "big": {"y": 2**80},
+        "bool": {"y": True}, "complex": {"y": 1j}, "long": "x" * 10_000_000,
+    }[kind]
+def fork():
+    os.fork()
+    return {"pid": os.getpid()}
+def fork_and_stay():
+    if os.fork() == 0:
+        time.sleep(100)
+    return {"pid": os.getpid()}
+def daemon():
+    child = subprocess.Popen(["sleep", "100"], start_new_session=True)
+    child.returncode = 0
+    return {"pid": child.pid}
+def where(): return {"inside": float(os.path.samefile(".", os.environ["PLACE"]) and os.path.exists("parameters.json"))}
+def environment(): return {"threads": float(os.environ["THREADS"])}
+def flood(count):
+    for _ in range(count): sys.stdout.write("x" * 1_000_000)
+    print("last"); return {}
+def close_output(): sys.stdout.close(); return {}
+def redirect_output(): os.dup2(os.open(os.devnull, os.O_WRONLY), 1); return {}
+def greedy(): return {"y": len(bytearray(400 << 20))}
+def thread():
+    import threading
+    threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+    return {"pid": os.getpid()}
+async def later(x): await asyncio.sleep(0); return {"y": x}
+class Tool:
+    @staticmethod
+    def use(**anything): return {"n": len(anything)}
+number = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("code")
+    (folder / "tasks.py").write_text(MODULE)
+    (folder / "dies.py").write_text("import os; os._exit(4)")
+    (folder / "broken.py").write_text("import no_such_module_at_all")
+    (folder / "slow.py").write_text("import time; time.sleep(100)")
+    (folder / "late.py").write_text("import time; time.sleep(0.6)\ndef f(): return {'y': 1}")
+    return folder
+
+
+@pytest.fixture
+def make(code, tmp_path):
+    def make(name: str, number: int = 1, *, timeout_s: float | None = 60.0, environment=None, **arguments) -> Call:
+        directory = tmp_path / "trials" / str(number)
+        return Call(
+            function=name if ":" in name else f"tasks:{name}",
+            path=(code,),
+            arguments=arguments,
+            environment={"PATH": os.environ["PATH"], "PLACE": str(directory), **(environment or {})},
+            directory=directory,
+            parameters=b'{"x": 1}',
+            timeout_s=timeout_s,
+            marker=f"worker-test-{os.getpid()}-{number}",
+        )
+
+    return make
+
+
+def using(story, **options):
+    async def main():
+        pool = WorkerPool(**{"size": 2, "grace_s": 0.3, **options})
+        try:
+            return await asyncio.wait_for(story(pool), 60)
+        finally:
+            await pool.close()
+
+    return asyncio.run(main())
+
+
+def run(*calls: Call, **options) -> list[Returned]:
+    """The calls one after the other."""
+
+    async def story(pool):
+        return [await pool.call(call, ignore) for call in calls]
+
+    return using(story, **options)
+
+
+def test_a_value_comes_back_with_usage_and_files(make):
+    call = make("square", x=7)
+    [returned] = run(call)
+    assert returned.value == {"y": 49}
+    assert (returned.error, returned.timed_out, returned.died) == (None, False, None)
+    assert returned.usage.max_rss_bytes > 0
+    assert {entry.name for entry in call.directory.iterdir()} == {"parameters.json", "stdout", "stderr"}
+    assert (call.directory / "parameters.json").read_bytes() == b'{"x": 1}'
+
+
+def test_a_worker_is_kept(make):
+    first, second = run(*(make("pid", number, environment={"PLACE": ""}) for number in (1, 2)), size=1)
+    assert first.value == second.value
+
+
+def test_another_environment_means_another_worker(make):
+    returned = run(
+        *(make("environment", n, environment={"PLACE": "", "THREADS": f"{n % 2}"}) for n in range(1, 5)), size=1
+    )
+    assert [each.value for each in returned] == [{"threads": float(n % 2)} for n in range(1, 5)]
+
+
+def test_started_is_told_the_worker(make):
+    seen = []
+
+    async def story(pool):
+        return await pool.call(make("pid"), lambda pid, ticks: seen.append((pid, ticks)))
+
+    assert using(story).value == {"pid": seen[0][0]}
+    assert seen[0][1] > 0
+
+
+def test_a_started_that_raises_ends_the_worker(make):
+    def refuse(pid, ticks):
+        refuse.pid = pid
+        raise OSError("the ledger is gone")
+
+    async def story(pool):
+        with pytest.raises(OSError, match="ledger"):
+            await pool.call(make("square", x=1), refuse)
+        assert not alive(refuse.pid)
+        return await pool.call(make("square", x=2), ignore)
+
+    assert using(story).value == {"y": 4}
+
+
+def test_the_call_runs_in_the_trials_directory(make):
+    assert run(make("where"))[0].value == {"inside": 1.0}
+
+
+def test_output_belongs_to_its_trial(make):
+    calls = [
+        make("say", number, environment={"PLACE": ""}, text=f"out {number}", error=f"err {number}")
+        for number in range(5)
+    ]
+    for call, returned in zip(calls, run(*calls, size=1), strict=True):
+        number = call.directory.name
+        assert (call.directory / "stdout").read_text() == f"out {number}\n"
+        assert (call.directory / "stderr").read_text() == f"err {number}"
+        assert (returned.stdout_bytes, returned.stderr_bytes) == (6, 5)
+
+
+def test_a_flood_is_capped(make):
+    call = make("flood", count=100)
+    [returned] = run(call, output_bytes=1 << 20)
+    assert returned.stdout_bytes == 100_000_005
+    assert (call.directory / "stdout").stat().st_size < 2 << 20
+    assert (call.directory / "stdout").read_bytes().endswith(b"xlast\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("fail", {}, "ValueError: no such luck"),
+        ("leave", {"code": 3}, "SystemExit: 3"),
+        ("interrupt", {}, "KeyboardInterrupt"),
+        ("square", {"z": 3}, "unexpected keyword argument 'z'"),
+        ("nothing", {}, "has no 'nothing'"),
+        ("number", {}, "not a callable"),
+        ("broken:f", {}, "No module named 'no_such_module_at_all'"),
+    ],
+)
+def test_an_exception_is_an_error_with_its_traceback(make, name, arguments, text):
+    call, after = (
+        make(name, 1, environment={"PLACE": ""}, **arguments),
+        make("square", 2, environment={"PLACE": ""}, x=2),
+    )
+    failed, good = run(call, after, size=1)
+    assert failed.value is None
+    assert text in failed.error
+    assert (call.directory / "stderr").read_text() == failed.error
+    assert good.value == {"y": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("list", "[1] (list)"),
+        ("none", "None (NoneType)"),
+        ("text", "'y' is '1' (str)"),
+        ("function", "(function)"),
+        ("complex", "(complex)"),
+        ("key", "the name 1 (int) is not a string"),
+        ("huge", "200000 of them"),
+        ("long", "(str)"),
+    ],
+)
+def test_a_return_that_is_no_dict_of_numbers_is_an_error(make, kind, text):
+    [returned] = run(make("give", kind=kind))
+    assert returned.value is None
+    assert text in returned.error
+
+
+def test_numbers_of_all_sorts_come_back(make):
+    plain, infinite, big, flag = run(
+        *(make("give", environment={"PLACE": ""}, kind=kind) for kind in ("numpy", "infinite", "big", "bool")), size=1
+    )
+    assert (plain.value["a"], plain.value["b"]) == (1.5, 3)
+    assert math.isnan(plain.value["c"])
+    assert infinite.value == {"y": -math.inf, "z": 1}
+    assert big.value == {"y": float(2**80)}
+    assert flag.value == {"y": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "died"),
+    [("vanish", {"code": 3}, "exit code 3"), ("crash", {}, "signal 11 (SIGSEGV)"), ("dies:f", {}, "exit code 4")],
+)
+def test_a_worker_that_dies_is_told_and_replaced(make, name, arguments, died):
+    call, after = (
+        make(name, 1, environment={"PLACE": ""}, **arguments),
+        make("square", 2, environment={"PLACE": ""}, x=2),
+    )
+    dead, good = run(call, after, size=1)
+    assert (dead.died, dead.value, dead.error, dead.timed_out) == (died, None, None, False)
+    assert (call.directory / "stdout").read_text() == ("so long\n" if name == "vanish" else "")
+    assert good.value == {"y": 4}
+
+
+@pytest.mark.parametrize("name", ["hang", "stubborn"])
+def test_a_timeout_kills_the_worker(make, name):
+    seen = []
+
+    async def story(pool):
+        timed_out = await pool.call(make(name, timeout_s=0.3), lambda pid, ticks: seen.append(pid))
+        return timed_out, await pool.call(make("square", 2, x=2), ignore)
+
+    timed_out, good = using(story, size=1)
+    assert (timed_out.timed_out, timed_out.died, timed_out.value) == (True, None, None)
+    assert not alive(seen[0])
+    assert good.value == {"y": 4}
+
+
+def test_importing_does_not_count_against_the_timeout(make):
+    assert run(make("late:f", timeout_s=0.3))[0].value == {"y": 1}
+
+
+def test_cancelling_kills_the_worker(make):
+    call = make("hang")
+
+    async def story(pool):
+        task = asyncio.ensure_future(pool.call(call, ignore))
+        await appears(call.directory / "pid")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not alive(written_pid(call.directory / "pid"))
+        return await pool.call(make("square", 2, x=2), ignore)
+
+    assert using(story, size=1).value == {"y": 4}
+
+
+def test_kill_all_ends_the_calls_in_flight(make):
+    call = make("hang")
+
+    async def story(pool):
+        task = asyncio.ensure_future(pool.call(call, ignore))
+        await appears(call.directory / "pid")
+        pool.kill_all()
+        return await task
+
+    assert using(story).died == "signal 9 (SIGKILL)"
+
+
+def test_a_callable_that_forks_answers_once(make):
+    calls = [make(name, n, environment={"PLACE": ""}) for n, name in enumerate(["pid", "fork", "fork", "pid"])]
+    returned = run(*calls, size=1)
+    assert all(each.value is not None for each in returned)
+
+
+@pytest.mark.parametrize("name", ["fork_and_stay", "daemon"])
+def test_what_a_callable_leaves_running_is_ended(make, name):
+    first, second = run(*(make(each, n, environment={"PLACE": ""}) for n, each in enumerate([name, "pid"])), size=1)
+    assert not alive(first.value["pid"])
+    assert second.value != first.value
+
+
+@pytest.mark.parametrize("name", ["close_output", "redirect_output"])
+def test_a_callable_that_loses_its_output_spoils_only_its_own_worker(make, name):
+    after = make("say", 2, environment={"PLACE": ""}, text="heard")
+    run(make(name, 1, environment={"PLACE": ""}), after, size=1)
+    assert (after.directory / "stdout").read_text() == "heard\n"
+
+
+def test_async_callables_are_awaited(make):
+    assert run(make("later", x=3))[0].value == {"y": 3}
+
+
+def test_attributes_of_classes_can_be_called(make):
+    assert run(make("tasks:Tool.use", a=1, b=2))[0].value == {"n": 2}
+
+
+def test_large_arguments_pass(make):
+    assert run(make("tasks:Tool.use", text="x" * 5_000_000))[0].value == {"n": 1}
+
+
+def test_a_memory_limit_is_an_error_of_the_callable(make):
+    assert "MemoryError" in run(make("greedy"), memory_bytes=300 << 20)[0].error
+
+
+def test_a_directory_that_cannot_be_made_is_a_storage_error(make, tmp_path):
+    (tmp_path / "trials").write_text("a file")
+    with pytest.raises(StorageError, match="trials"):
+        run(make("square", x=1))
+
+
+def test_a_full_disk_is_a_storage_error(make, small_disk):
+    call = replace(make("flood", count=1), directory=small_disk / "1")
+    with pytest.raises(StorageError, match="the disk is full"):
+        run(call)
+
+
+def test_a_callable_may_keep_threads(make):
+    first, second = run(*(make("thread", n, environment={"PLACE": ""}) for n in (1, 2)), size=1)
+    assert first.value == second.value
+
+
+def test_parallel_calls_do_not_meet(make):
+    async def story(pool):
+        calls = [make("square", n, environment={"PLACE": ""}, x=n) for n in range(200)]
+        return await asyncio.gather(*(pool.call(call, ignore) for call in calls))
+
+    assert [returned.value["y"] for returned in using(story)] == [n * n for n in range(200)]
+
+
+def test_a_pool_outlives_an_event_loop(make):
+    async def call(pool, number):
+        return await pool.call(make("pid", number, environment={"PLACE": ""}), ignore)
+
+    pool = WorkerPool(1)
+    first, second = asyncio.run(call(pool, 1)), asyncio.run(call(pool, 2))
+    asyncio.run(pool.close())
+    assert first.value == second.value
+    assert not alive(first.value["pid"])
+
+
+def test_nothing_leaks(make):
+    def batch():
+        run(make("square", x=1), make("vanish", 2, code=1), make("hang", 3, timeout_s=0.05), make("daemon", 4))
+
+    batch()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    batch()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_worker_imports_nothing_of_ours():
+    main = Path(sys.modules["loopwright.execution"].__file__).with_name("worker_main.py")
+    program = f"import sys, runpy; runpy.run_path({str(main)!r}); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"loopwright", "pydantic", "rich", "optuna", "numpy", "asyncio"} & set(loaded)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("tasks", "is not of the form"),
+        ("nowhere:f", "No module named 'nowhere'"),
+        ("broken:f", "no_such_module_at_all"),
+        ("tasks:squar", "has no 'squar'. It has:"),
+        ("tasks:number", "is a int, not a callable"),
+        ("dies:f", "ended the process: exit code 4"),
+    ],
+)
+def test_check_says_what_is_wrong(code, name, problem):
+    assert problem in check(name, (code,), dict(os.environ)).problem
+
+
+def test_check_has_a_deadline(code):
+    assert "longer than 0.5 s" in check("slow:f", (code,), dict(os.environ), deadline_s=0.5).problem
+
+
+def test_check_tells_which_arguments_are_taken(code):
+    checked = check("tasks:say", (code,), dict(os.environ))
+    assert (checked.problem, checked.accepts, checked.requires, checked.any) == (
+        None,
+        ("text", "error"),
+        ("text",),
+        False,
+    )
+    assert checked.refused(["text", "x"]) == ["x"]
+    assert checked.missing(["error"]) == ["text"]
+    assert check("tasks:Tool.use", (code,), dict(os.environ)).refused(["x"]) == []
