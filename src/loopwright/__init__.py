@@ -1,1 +1,82 @@
-"""Loopwright: a trial runtime for agents that learn by doing."""
+"""Loopwright: a trial runtime for agents that learn by doing.
+
+    import loopwright
+    from pathlib import Path
+
+    code = loopwright.dispatch(loopwright.load(Path("study.toml")), Path("out"))
+    with loopwright.Ledger.read(Path("out/matmul/ledger.db")) as ledger:
+        best = max((t for t in ledger.trials() if t.reward), key=lambda t: t.reward.value)
+
+Names are imported when they are first used, so that `import loopwright` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from loopwright.core.agent import Agent, AgentConfig
+    from loopwright.core.env import Env
+    from loopwright.core.errors import LoopwrightError, ScenarioError
+    from loopwright.core.ledger import Ledger
+    from loopwright.core.observer import Observer
+    from loopwright.core.outcome import Fault, Outcome
+    from loopwright.core.reward import Reward, RewardFunction
+    from loopwright.core.trial import Feedback, Observation, Result, Trial
+    from loopwright.scenario.dispatch import dispatch
+    from loopwright.scenario.load import load
+    from loopwright.spaces.space import Space
+    from loopwright.workloads.base import Job, Workload, WorkloadConfig
+
+_HOMES = {
+    "Agent": "core.agent",
+    "AgentConfig": "core.agent",
+    "Env": "core.env",
+    "Fault": "core.outcome",
+    "Feedback": "core.trial",
+    "Job": "workloads.base",
+    "Ledger": "core.ledger",
+    "LoopwrightError": "core.errors",
+    "Observation": "core.trial",
+    "Observer": "core.observer",
+    "Outcome": "core.outcome",
+    "Result": "core.trial",
+    "Reward": "core.reward",
+    "RewardFunction": "core.reward",
+    "ScenarioError": "core.errors",
+    "Space": "spaces.space",
+    "Trial": "core.trial",
+    "Workload": "workloads.base",
+    "WorkloadConfig": "workloads.base",
+    "dispatch": "scenario.dispatch",
+    "load": "scenario.load",
+}
+
+__all__ = [
+    "Agent",
+    "AgentConfig",
+    "Env",
+    "Fault",
+    "Feedback",
+    "Job",
+    "Ledger",
+    "LoopwrightError",
+    "Observation",
+    "Observer",
+    "Outcome",
+    "Result",
+    "Reward",
+    "RewardFunction",
+    "ScenarioError",
+    "Space",
+    "Trial",
+    "Workload",
+    "WorkloadConfig",
+    "dispatch",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"loopwright.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'loopwright' has no attribute {name!r}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from loopwright.agents.search import BudgetedConfig, SearchAgent
+from loopwright.agents.search import RETRIES, BudgetedConfig, SearchAgent
 from loopwright.agents.warm import warm_trials
 from loopwright.core.agent import AgentConfig
 from loopwright.core.canonical import key_of
@@ -109,6 +109,15 @@ class SamplerAgent(SearchAgent):
         frozen = self._study.get_trials(deepcopy=False)[trial.number]
         self._note = {"attrs": dict(frozen.system_attrs), "retries": retry}
         return chosen
+
+    def other(self, n: int, observation: Observation) -> Action | None:
+        # The sampler did not ask for this point: what comes of it must not be told for the one that it asked for.
+        self._study.tell(self._numbers.pop(n), state=optuna.trial.TrialState.FAIL)
+        action = super().other(n, observation)
+        if action is not None:
+            self._numbers[n] = self._add(action, {}, None)
+            self._note = {"attrs": {}, "retries": RETRIES}
+        return action
 
     def note(self) -> Mapping[str, Any] | None:
         return self._note if self.proposed in self._numbers else None

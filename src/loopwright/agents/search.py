@@ -77,7 +77,7 @@ class SearchAgent(Agent):
         retry, action = self._waiting or (0, self.propose(n, 0, observation))
         self._waiting = None
         while action is not None:
-            point = key_of(action, observation.context)
+            point = _point(action, observation.context)
             if point in self._open.values() and not self.measures_again:
                 # Whether this point fails is not known yet: wait, so that the choice never depends on timing.
                 self._waiting = retry, action
@@ -85,15 +85,15 @@ class SearchAgent(Agent):
             if point not in self._failed:
                 return self._chosen(n, action, observation)
             retry += 1
-            action = self.propose(n, retry, observation) if retry < RETRIES else self._other(n, observation)
+            action = self.propose(n, retry, observation) if retry < RETRIES else self.other(n, observation)
         return None
 
     def _chosen(self, n: int, action: Action, observation: Observation) -> Action:
         self.proposed = n
-        self._open[n] = key_of(action, observation.context)
+        self._open[n] = _point(action, observation.context)
         return action
 
-    def _other(self, n: int, observation: Observation) -> Action | None:
+    def other(self, n: int, observation: Observation) -> Action | None:
         """Some point that has not failed, where the agent's own proposals all have; None if there is none."""
         size = self.space.size
         if size is None or size > _ENUMERABLE or not self.space.enumerable:
@@ -106,12 +106,12 @@ class SearchAgent(Agent):
     def update_policy(self, feedback: Feedback) -> None:
         self._open.pop(feedback.group, None)
         if feedback.outcome not in (Outcome.OK, Outcome.ABORTED, Outcome.LOST):
-            self._failed.add(key_of(feedback.action, feedback.regime))
+            self._failed.add(_point(feedback.action, feedback.regime))
         self.learn(feedback)
 
     def has_failed(self, action: Action, regime: Regime) -> bool:
         """Whether this point is known to fail."""
-        return key_of(action, regime) in self._failed
+        return _point(action, regime) in self._failed
 
     def learn(self, feedback: Feedback) -> None:
         """Learn from a trial that has ended."""
@@ -123,7 +123,15 @@ class SearchAgent(Agent):
             if proposal.feedback is not None:
                 self.update_policy(proposal.feedback)
             else:
-                self._open[proposal.group] = key_of(proposal.action, proposal.regime)
+                self._open[proposal.group] = _point(proposal.action, proposal.regime)
 
     def recall(self, proposal: Proposal) -> None:
         """Take back into memory that this was proposed, before its feedback is given again."""
+
+
+def _point(action: Action, regime: Regime) -> str:
+    """One name for a point; also for one that no space can hold, which is the environment's to refuse."""
+    try:
+        return key_of(action, regime)
+    except InvalidAction:
+        return f"{action!r} under {regime!r}"

@@ -1,11 +1,11 @@
 """Agents that learn nothing: every point of a grid, and random points."""
 
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from loopwright.agents.search import BudgetedConfig, SearchAgent, SearchConfig
 from loopwright.core.agent import AgentConfig
+from loopwright.core.canonical import key_of
 from loopwright.core.errors import Problem
 from loopwright.core.trial import Action, Observation
 from loopwright.envs.trial import TrialEnv
@@ -32,8 +32,9 @@ class Grid(SearchAgent):
 
     def __init__(self, env: TrialEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
-        self._points = self.space.points()
-        self._taken = 0
+        pinned = {key_of(point) for point in self._start}
+        self._points = (point for point in self.space.points() if key_of(point) not in pinned)
+        self._taken = len(self._start)
 
     @classmethod
     def problems(cls, config: Any, space: Space, home: Path) -> list[Problem]:
@@ -47,9 +48,10 @@ class Grid(SearchAgent):
 
     def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
         # Counted, not remembered: after a resume the iterator is moved on to where the grid stood.
-        ahead = n - len(self._start) + retry - self._taken
-        self._taken += ahead
-        return next(islice(self._points, ahead - 1, None), None)
+        point: Action | None = None
+        while self._taken < n and (point := next(self._points, None)) is not None:
+            self._taken += 1
+        return point
 
 
 class RandomSearch(SearchAgent):

@@ -16,21 +16,35 @@ _EXACT = 2**53
 def canonical(value: Any) -> Any:
     """The one JSON value that stands for `value`, or InvalidAction if there is none."""
     match value:
-        case bool() | str() | None:
+        case bool() | None:
             return value
+        case str():
+            return _text(value)
         case int():
-            return value if -(2**63) <= value < 2**63 else {"int": str(value)}
+            if not -(2**63) <= value < 2**63:
+                raise InvalidAction(f"{value!r} does not fit into 64 bits")
+            return int(value)
         case float():
             if not math.isfinite(value):
                 raise InvalidAction(f"{value!r} is not a finite number")
-            return int(value) if value.is_integer() and abs(value) <= _EXACT else value
+            return int(value) if value.is_integer() and abs(value) <= _EXACT else float(value)
         case Mapping():
-            return {str(name): canonical(value[name]) for name in sorted(value, key=str)}
+            return {_text(str(name)): canonical(value[name]) for name in sorted(value, key=str)}
         case list() | tuple():
             return [canonical(item) for item in value]
         case _ if hasattr(value, "tolist"):  # numpy's scalars and arrays, without importing numpy
             return canonical(value.tolist())
     raise InvalidAction(f"{value!r} of type {type(value).__name__} is no number, string, boolean, list or table")
+
+
+def _text(value: str) -> str:
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidAction(f"{value!r} is not valid Unicode") from error
+    # Not `value` itself: numpy's strings and enumerations are strings too, of types of their own.
+    return str.__str__(value)
 
 
 def key_of(*parts: Any) -> str:

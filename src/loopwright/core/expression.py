@@ -45,6 +45,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sqrt": math.sqrt,
 }
 _LONGEST = 1000
+_DEEPEST = 100
 _LARGEST = 1e6
 """Bounds that no honest expression reaches: `9**9**9` must not hang a campaign."""
 
@@ -82,7 +83,16 @@ def _parse(text: str) -> ast.expr:
         raise ValueError(f"{text!r} is no expression: {getattr(error, 'msg', error)}") from error
     for node in ast.walk(tree):
         _allow(node, text)
+    if _depth(tree) > _DEEPEST:
+        raise ValueError(f"{text!r} is nested too deeply (at most {_DEEPEST} levels)")
     return tree
+
+
+def _depth(tree: ast.AST) -> int:
+    level, depth = [tree], 0
+    while level := [child for node in level for child in ast.iter_child_nodes(node)]:
+        depth += 1
+    return depth
 
 
 def _allow(node: ast.AST, text: str) -> None:

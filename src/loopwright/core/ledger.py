@@ -7,13 +7,14 @@ that neither parallel trials nor crashes can lose or repeat a number. One proces
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import orjson
 
-from loopwright.core.errors import LedgerError
+from loopwright.core.errors import LedgerError, storage
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Reward
 from loopwright.core.sqlite import Transaction, connect, damaged, explained, text
@@ -61,15 +62,27 @@ class Ledger:
     # -- opening ------------------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, path: Path, *, synchronous: Literal["NORMAL", "FULL"] = "NORMAL") -> Self:
-        """A new, empty ledger; one that exists already is refused."""
+    def create(
+        cls,
+        path: Path,
+        *,
+        synchronous: Literal["NORMAL", "FULL"] = "NORMAL",
+        state: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """A new ledger without trials, with what is known of the run; one that exists already is refused."""
         if path.exists():
             raise LedgerError(f"{path} exists already. Go on with `loopwright resume`, or choose another --output.")
-        with explained(path):
-            ledger = cls(path, connect(path, synchronous))
-            # One transaction: a ledger has all its tables or, after a crash right here, none.
-            ledger._connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
-        return ledger
+        # Made aside and moved into place: a ledger is there as a whole or, after a crash right here, not at all.
+        part = path.with_name(f".{path.name}.part")
+        with explained(path), storage(path):
+            for left in part.parent.glob(f"{part.name}*"):
+                left.unlink()
+            with closing(connect(part, synchronous)) as connection:
+                connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+                rows = [(name, text(value)) for name, value in (state or {}).items()]
+                connection.executemany("INSERT INTO state VALUES (?, ?)", rows)
+            part.rename(path)
+            return cls(path, connect(path, synchronous))
 
     @classmethod
     def open(cls, path: Path, *, synchronous: Literal["NORMAL", "FULL"] = "NORMAL") -> Self:

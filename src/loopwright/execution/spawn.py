@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from loopwright.core.errors import LaunchError, StorageError
 from loopwright.execution.processes import start_ticks
@@ -29,9 +30,8 @@ _lock = threading.RLock()
 _spawned = 0
 
 
-@dataclass(frozen=True)
-class Birth:
-    """A moment in the sequence of process ids."""
+class Birth(NamedTuple):
+    """A moment in the sequence of process ids. A tuple, since one is made for each trial."""
 
     pid: int
     spawned: int
@@ -183,7 +183,8 @@ def _loadavg() -> int:
 
 
 def _last_pid() -> int:
-    return int(os.pread(_loadavg(), 128, 0).rsplit(None, 1)[1])
+    line = os.pread(_loadavg(), 128, 0)
+    return int(line[line.rfind(b" ") :])
 
 
 @cache

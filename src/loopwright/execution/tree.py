@@ -47,6 +47,8 @@ class Tree:
         self._marker = marker
         self._ended_s: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._deadline_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -63,6 +65,9 @@ class Tree:
 
     def detach(self) -> None:
         """Take no more notice. Safe to call twice, and after the loop was closed."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._loop is not None:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._pidfd)
@@ -70,15 +75,34 @@ class Tree:
 
     async def wait(self, timeout_s: float | None) -> None:
         """Wait for the end of the main process, for the timeout, or for `wake`; `ended` tells. May be cancelled."""
+        if self._ended_s is not None:
+            return
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
-        timer = loop.call_later(timeout_s, self.wake) if timeout_s is not None else None
+        if timeout_s is not None:
+            self._deadline_s = loop.time() + timeout_s
+            self._arm(loop)
         try:
-            if not self.ended:
-                await self._waiter
+            await self._waiter
         finally:
-            if timer is not None:
-                timer.cancel()
+            self._deadline_s = None
+
+    def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
+        """See to the deadline, if there is one. A timer that rings too early may: it is cheaper than one per call."""
+        if self._deadline_s is None:
+            return
+        if self._timer is not None:
+            if self._timer.when() <= self._deadline_s:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_at(self._deadline_s, self._on_timer, loop)
+
+    def _on_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        if self._deadline_s is not None and loop.time() >= self._deadline_s:
+            self.wake()
+        else:
+            self._arm(loop)
 
     def wake(self) -> None:
         """Let `wait` return."""

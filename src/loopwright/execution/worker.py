@@ -27,7 +27,7 @@ class WorkerPool:
         self._most_idle = _IDLE_PER_SLOT * size
         self._output_bytes = output_bytes
         self._grace_s = grace_s
-        self._memory_bytes = memory_bytes
+        self._limits = [Limits(self._slots.cores(slot), memory_bytes) for slot in range(size)]
         self._idle: list[WorkerProcess] = []
         self._busy: set[WorkerProcess] = set()
         self._quiet: asyncio.Future[None] | None = None
@@ -36,7 +36,7 @@ class WorkerPool:
         """Make the call; raise LaunchError if no worker can be started, StorageError if its files cannot be written."""
         slot = await self._slots.take()
         try:
-            worker = await self._hire(call, Limits(self._slots.cores(slot), self._memory_bytes))
+            worker = await self._hire(call, self._limits[slot])
             self._busy.add(worker)
             try:
                 return await worker.call(call, self._output_bytes, started)

@@ -6,9 +6,9 @@ from statistics import stdev
 from typing import Any
 
 from loopwright.reports.best import Candidate
-from loopwright.reports.digest import Digest, in_order
+from loopwright.reports.digest import Digest
 from loopwright.reports.links import trial_links
-from loopwright.reports.markup import Html, exact, html, join, measured, number, short, table
+from loopwright.reports.markup import Html, exact, html, join, measured, number, short, spread, table
 
 _ROWS = 15
 
@@ -67,25 +67,24 @@ def _single(digest: Digest, best: Candidate) -> Html:
     if len(best.regimes) > 1:
         what = f"Best action over {number(len(best.regimes))} of {number(len(digest.regimes))} regimes: mean {label}"
     left = html(
-        "<div><div class='what'>{}</div><div class='value'>{}{}</div>{}<p class='muted'>{}</p></div>",
+        "<div><div class='what'>{}</div><div class='value'>{}{}</div>{}{}<p class='muted'>{}</p></div>",
         what,
         measured(best.reward, label),
-        _spread(digest, best, label),
+        Html("") if best.spread is None else html(" <small>± {}</small>", number(best.spread, 2)),
+        _range(digest, best),
         _gain(digest, best, label),
         trial_links(digest.folder, best.trials),
     )
     return html("<div class='answer'>{}<div>{}</div></div>", left, _action_table(digest, best))
 
 
-def _spread(digest: Digest, best: Candidate, label: str) -> Html:
-    """How far its measurements lie apart: over repeats, or else over regimes."""
-    if best.spread is not None:
-        return html(" <small>± {}</small>", measured(best.spread, label))
+def _range(digest: Digest, best: Candidate) -> Html:
+    """How far its measurements lie apart under different regimes."""
     if len(best.regimes) < 2:
         return Html("")
     numbers = set(best.trials)
     rewards = [trial.reward.value for trial in digest.ok if trial.number in numbers and trial.reward]
-    return html(" <small>{} … {}</small>", number(min(rewards)), measured(max(rewards), label))
+    return html("<p class='muted'>single trials from {} to {}</p>", number(min(rewards)), number(max(rewards)))
 
 
 def _gain(digest: Digest, best: Candidate, label: str) -> Html:
@@ -113,7 +112,7 @@ def _action_table(digest: Digest, best: Candidate) -> Html:
     varied = {name for trial in digest.ok for name, value in trial.action.items() if value != best.action.get(name)}
     rows = [
         html(
-            "<tr class='{}'><td>{}</td><td class='mono'>{}</td></tr>",
+            "<tr class='{}'><td>{}</td><td class='mono long'>{}</td></tr>",
             "" if name in varied or not digest.ok[1:] else "fixed",
             name,
             short(exact(value), 2000),
@@ -143,8 +142,7 @@ def _metrics(digest: Digest, best: Candidate) -> dict[str, str]:
                 if isinstance(value, (int, float)):
                     found.setdefault(name, []).append(value)
     return {
-        name: measured(fsum(values) / len(values), name)
-        + (f" ± {measured(stdev(values), name)}" if len(values) > 1 else "")
+        name: spread(fsum(values) / len(values), stdev(values), name) if len(values) > 1 else measured(values[0], name)
         for name, values in found.items()
     }
 
@@ -161,8 +159,8 @@ def _front(digest: Digest) -> Html:
         ]
         for candidate in shown
     ]
-    cut = f" {_ROWS} of them, spread evenly:" if len(front) > _ROWS else ""
-    text = f"{number(len(front))} actions that no other one beats in all {len(digest.labels)} objectives.{cut}"
+    cut = f" Here are {_ROWS} of them, spread evenly." if len(front) > _ROWS else ""
+    text = f"{number(len(front))} unbeaten actions: who wants more of one objective gets less of another.{cut}"
     if len(front) == 1:
         text = f"One action is best in all {len(digest.labels)} objectives."
     return html(
@@ -183,7 +181,7 @@ def _for_each_regime(digest: Digest) -> Html:
 
 def regime_table(digest: Digest, found: Sequence[Candidate]) -> Html:
     """The best action of each regime."""
-    ordered = sorted(found, key=lambda candidate: in_order(candidate.regimes[0]))
+    ordered = sorted(found, key=lambda candidate: digest.order(candidate.regimes[0]))
     drawn = list(dict.fromkeys(name for candidate in found for name in candidate.regimes[0]))
     names = _searched(digest, found)
     rows = [
@@ -200,8 +198,9 @@ def regime_table(digest: Digest, found: Sequence[Candidate]) -> Html:
 
 
 def _with_spread(candidate: Candidate, label: str) -> str:
-    spread = "" if candidate.spread is None else f" ± {measured(candidate.spread, label)}"
-    return measured(candidate.reward, label) + spread
+    if candidate.spread is None:
+        return measured(candidate.reward, label)
+    return spread(candidate.reward, candidate.spread, label)
 
 
 def _cell(text: str) -> Html:
@@ -209,7 +208,8 @@ def _cell(text: str) -> Html:
 
 
 def _value(values: Mapping[str, Any], name: str) -> Html:
-    return html("<span class='mono'>{}</span>", short(exact(values[name]), 120) if name in values else "–")
+    text = short(exact(values[name]), 120) if name in values else "–"
+    return html("<span class='mono {}'>{}</span>", "number" if len(text) < 28 else "long", text)
 
 
 def _searched(digest: Digest, candidates: Sequence[Candidate]) -> list[str]:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from math import fsum
+from math import floor, fsum, log10
 from typing import Any
 
 from loopwright.core.canonical import canonical, key_of
@@ -18,7 +18,7 @@ DRAWN = 5000
 """More points than this are thinned: a browser gets slow, and the eye sees no more."""
 _THINNED = 3000
 _SKETCHED = 800
-_TICKS = 1000
+_TICKS = 500
 _CATEGORIES = 24
 COLOURED = 6
 """As many regimes can be told apart by colour and shape; each then gets its own line."""
@@ -143,12 +143,16 @@ def floor_of(rewards: Sequence[float]) -> float | None:
         return None
     ordered = sorted(rewards)
     low, tenth, high = ordered[0], ordered[len(ordered) // 10], ordered[-1]
-    return tenth - 0.15 * (high - tenth) if tenth - low > 3 * (high - tenth) > 0 else None
+    if not tenth - low > 3 * (high - tenth) > 0:
+        return None
+    # A round number, since it is written on the axis.
+    step = 10.0 ** (floor(log10(high - tenth)) - 1)
+    return floor((tenth - 0.15 * (high - tenth)) / step) * step
 
 
 def _axis(name: str, space: Parameter | None, trials: Sequence[Trial]) -> Axis | None:
     values = [trial.action.get(name) for trial in trials]
-    distinct = {key_of(value): value for value in values if value is not None}
+    distinct = {_same(value): value for value in values if value is not None}
     if len(distinct) < 2 or isinstance(space, Fixed):
         return None
     numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in distinct.values())
@@ -156,11 +160,11 @@ def _axis(name: str, space: Parameter | None, trials: Sequence[Trial]) -> Axis |
     if isinstance(space, Range) or (numeric and (len(listed) > _CATEGORIES or (not listed and len(distinct) > 6))):
         log = isinstance(space, Range) and space.log and all(value > 0 for value in distinct.values())
         return Axis(name, "log" if log else "value", (), values) if numeric else None
-    known = {key_of(canonical(value)): value for value in listed} | distinct
+    known = {_same(canonical(value)): value for value in listed} | distinct
     if len(known) > 4 * _CATEGORIES:
         return None
     place = {key: index for index, key in enumerate(known)}
-    positions = [None if value is None else place[key_of(value)] for value in values]
+    positions = [None if value is None else place[_same(value)] for value in values]
     return Axis(name, "category", tuple(short(exact(value), 80) for value in known.values()), positions)
 
 
@@ -188,6 +192,11 @@ def _declared(written: Any) -> Parameter | None:
         return None if written is None else parameter(written)
     except ValueError:
         return None
+
+
+def _same(value: Any) -> Any:
+    """Equal for equal values; a flag that is on is not the number one."""
+    return (isinstance(value, bool), value) if isinstance(value, (int, float, str)) else key_of(value)
 
 
 def _reward(trial: Trial) -> float:

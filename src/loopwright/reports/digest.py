@@ -107,7 +107,14 @@ class Digest:
     @cached_property
     def regimes(self) -> list[Regime]:
         """The regimes that were met, in the order of their values."""
-        return sorted({regime_key(trial): trial.regime for trial in self.trials if trial.regime}.values(), key=in_order)
+        found = {regime_key(trial): trial.regime for trial in self.trials if trial.regime}
+        return sorted(found.values(), key=self.order)
+
+    def order(self, regime: Regime) -> list[tuple[Any, ...]]:
+        """Sorts regimes as the scenario lists their values, and otherwise numbers as numbers."""
+        declared = self.about.get("parameters")
+        lists = declared if isinstance(declared, dict) else {}
+        return [_rank(value, lists.get(name)) for name, value in sorted(regime.items())]
 
     @property
     def by_regime(self) -> bool:
@@ -171,12 +178,9 @@ def regime_key(trial: Trial) -> str:
     return "" if not trial.regime else key_of(trial.regime)
 
 
-def in_order(values: Mapping[str, Any]) -> list[tuple[str, bool, float, str]]:
-    """Sorts by value, numbers as numbers."""
-    return [
-        (name, isinstance(value, str), value if isinstance(value, (int, float)) else 0.0, str(value))
-        for name, value in sorted(values.items())
-    ]
+def _rank(value: Any, listed: Any) -> tuple[int, bool, float, str]:
+    place = listed.index(value) if isinstance(listed, list) and value in listed else -1
+    return place, isinstance(value, str), value if isinstance(value, (int, float)) else 0.0, str(value)
 
 
 def _readable(ledger: Ledger) -> tuple[list[Trial], str]:

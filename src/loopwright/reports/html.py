@@ -1,20 +1,19 @@
 """The report: one HTML file from the ledgers alone, which opens from disk and needs no network."""
 
-import os
 from base64 import b64encode
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from string import Template
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import orjson
 
-from loopwright.core.errors import LoopwrightError, storage
+from loopwright.core.errors import LoopwrightError
 from loopwright.reports.answer import headline
 from loopwright.reports.charts import chart_data
 from loopwright.reports.digest import Digest, read
+from loopwright.reports.export import replacing
 from loopwright.reports.markup import Html, html, join, number, table
 from loopwright.reports.sections import run_section, status
 
@@ -26,17 +25,11 @@ _TRACES = ("ledger.db", "trials", "trajectory.csv", "best.toml")
 def write_report(output: Path) -> Path:
     """Write `<output>/report.html` from every `<output>/<run>/ledger.db`; what cannot be read is said in it."""
     digests, notes = _read_all(output)
-    page = _page(output, digests, notes).encode("utf-8", "replace")
+    page = _page(output, digests, notes)
     target = output / "report.html"
-    with storage(target), NamedTemporaryFile(dir=output, prefix=".report-", suffix=".html", delete=False) as file:
-        try:
-            file.write(page)
-            file.flush()
-            Path(file.name).chmod(0o644)
-            os.replace(file.name, target)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+    with replacing(target) as file:
+        # Names on disk may hold bytes that are no text.
+        file.write(page.encode("utf-8", "replace").decode())
     return target
 
 
@@ -47,16 +40,13 @@ def _read_all(output: Path) -> tuple[list[Digest], list[Html]]:
         try:
             digests.append(read(folder))
         except (LoopwrightError, OSError, ValueError) as error:
-            notes.append(html("<p class='note bad'><b>{}</b> is missing here: {}</p>", folder.name, error))
+            notes.append(html("<p class='note bad'><b>{}</b> could not be read: {}</p>", folder.name, error))
     return sorted(digests, key=lambda digest: (digest.started_at, digest.name)), notes
 
 
 def _page(output: Path, digests: list[Digest], notes: list[Html]) -> str:
     charts: list[dict[str, Any]] = []
-    sections: list[Html] = []
-    for digest in digests:
-        charts.append(chart_data(digest))
-        sections.append(run_section(digest, len(charts) - 1, charts[-1], output))
+    sections = [_section(output, digest, charts) for digest in digests]
     library = (_STATIC / "echarts.common.min.js").read_text("utf-8")
     script = (_STATIC / "report.js").read_text("utf-8")
     title = " · ".join(_scenarios(digests) or [output.absolute().name])
@@ -72,8 +62,19 @@ def _page(output: Path, digests: list[Digest], notes: list[Html]) -> str:
     )
 
 
+def _section(output: Path, digest: Digest, charts: list[dict[str, Any]]) -> Html:
+    try:
+        chart = chart_data(digest)
+        section = run_section(digest, len(charts), chart, output)
+    except Exception as error:  # noqa: BLE001  a ledger that makes no sense must not hide the other runs
+        text = "<p class='note bad'><b>{}</b> could not be shown: its ledger makes no sense here ({}: {}).</p>"
+        return html(text, digest.name, type(error).__name__, error)
+    charts.append(chart)
+    return section
+
+
 def _header(title: str, digests: list[Digest]) -> Html:
-    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     runs = "no run was found here" if not digests else "1 run" if len(digests) == 1 else f"{number(len(digests))} runs"
     return html("<header><h1>{}</h1><small>Loopwright report of {} · {}</small></header>", title, now, runs)
 

@@ -14,7 +14,8 @@ def trial_links(folder: Path, numbers: Sequence[int]) -> Html:
     """`trial 4 (stdout, stderr)`; of many trials the first few."""
     named = [_trial(folder, trial) for trial in numbers[:_LISTED]]
     more = html(" and {} more", number(len(numbers) - _LISTED)) if len(numbers) > _LISTED else Html("")
-    return html("<span>{} {}{}</span>", "trial" if len(numbers) == 1 else "trials", join(named, ", "), more)
+    word, css = ("trial", "number") if len(numbers) == 1 else ("trials", "trials")
+    return html("<span class='{}'>{} {}{}</span>", css, word, join(named, ", "), more)
 
 
 def _trial(folder: Path, trial: int) -> Html:

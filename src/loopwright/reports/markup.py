@@ -58,13 +58,13 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]], kind: str = 
     )
 
 
-def number(value: Any) -> str:
-    """A number to six digits, with a proper minus sign; a dash where there is none."""
+def number(value: Any, digits: int = 5) -> str:
+    """A number to five digits, with a proper minus sign; a dash where there is none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return "–" if value is None else short(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    whole = f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.6g}"
+    whole = f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:.{digits}g}"
     return whole.replace(",", "\u202f").replace("-", "−")
 
 
@@ -74,9 +74,17 @@ def measured(value: Any, name: str) -> str:
     return f"{number(value)}\u00a0{unit}" if unit else number(value)
 
 
+def spread(value: float, deviation: float, name: str) -> str:
+    """A number and its standard deviation, in one unit."""
+    unit = unit_of(name)
+    return f"{number(value)} ± {number(deviation, 2)}" + (f"\u00a0{unit}" if unit else "")
+
+
 def unit_of(name: str) -> str:
-    """The unit in a metric's name: `ttft_s` is in seconds, and so is its negative."""
-    return _UNITS.get(name.removeprefix("−").lower().rsplit("_", 1)[-1], "") if name else ""
+    """The unit in a metric's name: `ttft_s` is in seconds, and so is its negative; `tokens_per_s` are `/s`."""
+    head, _, last = name.removeprefix("−").lower().rpartition("_")
+    unit = _UNITS.get(last, "")
+    return f"/{unit}" if unit and head.endswith("_per") else unit
 
 
 def exact(value: Any) -> str:

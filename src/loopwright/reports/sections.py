@@ -2,19 +2,17 @@
 
 import shlex
 from collections.abc import Mapping
-from datetime import datetime, timezone
 from itertools import combinations
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from loopwright.core.outcome import Outcome
-from loopwright.core.trial import Trial
 from loopwright.reports.answer import answer, regime_table
+from loopwright.reports.background import part, provenance, resources
 from loopwright.reports.charts import COLOURED, DRAWN
 from loopwright.reports.digest import Digest, Failure
 from loopwright.reports.links import trial_links
-from loopwright.reports.markup import Html, assignments, duration, html, join, measured, number, short, size, table
+from loopwright.reports.markup import Html, duration, html, join, number, short, table
 
 _PARAMETERS = 24
 _REASONS = 4
@@ -29,13 +27,13 @@ def run_section(digest: Digest, place: int, chart: Mapping[str, Any], output: Pa
         _trouble(digest, output),
         answer(digest),
         _summary(digest),
-        _progress(digest, place, chart),
         _fronts(digest, place),
+        _progress(digest, place, chart),
         _parameters(digest, place, chart),
         _regimes(digest, place),
         _failures(digest),
-        _resources(digest),
-        _provenance(digest),
+        resources(digest),
+        provenance(digest),
     ]
     return html("<section class='run' id='run-{}'>{}</section>", place + 1, join(parts, "\n"))
 
@@ -47,12 +45,14 @@ def status(digest: Digest) -> Html:
     if digest.trouble:
         return html("<span class='chip bad'>ledger damaged</span>")
     if digest.complete:
-        return html("<span class='chip {}'>finished</span>", "good" if digest.ok else "bad")
+        return html(
+            "<span class='chip {}'>{}</span>", *(("good", "finished") if digest.ok else ("bad", "without a result"))
+        )
     return html("<span class='chip open'>in progress or interrupted</span>")
 
 
 def _what(digest: Digest) -> Html:
-    agent, workload = _part(digest.about, "agent"), _part(digest.about, "workload")
+    agent, workload = part(digest.about, "agent"), part(digest.about, "workload")
     said = []
     if agent.get("type"):
         seed = f", seed {agent['seed']}" if "seed" in agent else ""
@@ -80,7 +80,7 @@ def _trouble(digest: Digest, output: Path) -> Html:
         notes.append(html("<p class='note bad'>{}</p>", digest.trouble))
     if not digest.complete and not digest.trouble:
         text = html("resume with <code>loopwright resume {}</code>", shlex.quote(str(output)))
-        state = "" if digest.failure else "In progress or interrupted; "
+        state = "Once the cause is mended, " if digest.failure else "In progress or interrupted; "
         notes.append(html("<p class='note'>{}{}</p>", state, text))
     return join(notes)
 
@@ -112,12 +112,12 @@ def _summary(digest: Digest) -> Html:
 def _figure(kind: str, place: int, caption: Html, css: str = "", **more: int) -> Html:
     data = join(html(" data-{}='{}'", name, value) for name, value in more.items())
     return html(
-        "<figure class='{}' data-chart='{}' data-run='{}'{}><figcaption>{}</figcaption><div class='plot'></div></figure>",
+        "<figure class='{}' data-chart='{}' data-run='{}'{}>{}<div class='plot'></div></figure>",
         css,
         kind,
         place,
         data,
-        caption,
+        html("<figcaption>{}</figcaption>", caption) if caption else Html(""),
     )
 
 
@@ -125,17 +125,26 @@ def _progress(digest: Digest, place: int, chart: Mapping[str, Any]) -> Html:
     if len(digest.trials) < 2 or not digest.ok:
         return Html("")
     each = [
-        _figure("progress", place, html("{}<small>, more is better</small>", label), "large", objective=objective)
+        _figure(
+            "progress", place, html("{}", label) if len(digest.labels) > 1 else Html(""), "large", objective=objective
+        )
         for objective, label in enumerate(digest.labels)
     ]
-    drawn = len(chart["number"])
-    thinned = ""
+    title = "Best so far" if len(digest.labels) > 1 else f"Best {digest.labels[0]} so far"
+    return html("<h3>{}</h3>{}{}{}", title, _key(digest, chart), join(each), _thinned(digest, chart))
+
+
+def _thinned(digest: Digest, chart: Mapping[str, Any]) -> Html:
+    drawn, failed = len(chart["number"]), digest.done - len(digest.ok)
+    notes = []
     if drawn < len(digest.ok):
-        thinned = (
-            f"{number(drawn)} of {number(len(digest.ok))} ok trials are drawn (above {number(DRAWN)} they are thinned): "
-            "all record holders, the best, and an even share of the rest. The line is exact."
+        notes.append(
+            f"{number(drawn)} of {number(len(digest.ok))} ok trials are drawn, as they are more than {number(DRAWN)}: "
+            "all that set a record, the best, and an even share of the rest. The line is exact."
         )
-    return html("<h3>Best so far</h3>{}{}<p><small>{}</small></p>", _key(digest, chart), join(each), thinned)
+    if len(chart["failed"]) < failed:
+        notes.append(f"{number(len(chart['failed']))} of {number(failed)} failed trials have a tick.")
+    return html("<p><small>{}</small></p>", " ".join(notes)) if notes else Html("")
 
 
 def _key(digest: Digest, chart: Mapping[str, Any]) -> Html:
@@ -148,7 +157,8 @@ def _key(digest: Digest, chart: Mapping[str, Any]) -> Html:
         line = "best mean over repeats so far"
     marks = [("dot", "trial"), ("stroke", line)]
     if apart:
-        marks = [(f"dot c{place}", f"{name} (line: best so far)") for place, name in enumerate(chart["regimes"])]
+        marks = [(f"dot c{place}", name) for place, name in enumerate(chart["regimes"])]
+        marks.append(("stroke plain", "best mean so far, under that regime"))
     if any(chart["cached"]):
         marks.append(("ring", "from the cache"))
     if chart["answer"]:
@@ -254,90 +264,3 @@ def _reasons(digest: Digest, failure: Failure) -> Html:
     if rest > 0:
         shown.append(html("<li class='muted'>and {} more reasons</li>", number(rest)))
     return html("<ul>{}</ul>", join(shown))
-
-
-def _resources(digest: Digest) -> Html:
-    used = [(trial, wall) for trial in digest.trials if (wall := _usage(trial, "wall_s")) is not None]
-    if len(used) < 2:
-        return Html("")
-    slowest = sorted(used, key=lambda pair: -pair[1])[:3]
-    cpu_s = sum((_usage(trial, "user_s") or 0.0) + (_usage(trial, "system_s") or 0.0) for trial, _ in used)
-    text = (
-        f"A trial took {duration(median(wall for _, wall in used))} in the middle, {duration(slowest[0][1])} at most; "
-        f"together they used {duration(cpu_s)} of processor time."
-    )
-    rows = [
-        [
-            trial_links(digest.folder, [trial.number]),
-            trial.outcome or "running",
-            _spent(trial, "wall_s"),
-            _spent(trial, "user_s"),
-            _spent(trial, "system_s"),
-            _spent(trial, "max_rss_bytes"),
-            html("<span class='mono'>{}</span>", short(assignments(trial.action), 160)),
-        ]
-        for trial, _ in slowest
-    ]
-    head = ["slowest", "outcome", "wall", "user", "system", "peak memory", "action"]
-    return html("<h3>Time and memory</h3><p class='muted'>{}</p>{}", text, table(head, rows, "wide"))
-
-
-def _usage(trial: Trial, name: str) -> float | None:
-    value = trial.usage.get(name)
-    return float(value) if isinstance(value, (int, float)) and trial.cached_from is None else None
-
-
-def _spent(trial: Trial, name: str) -> Html:
-    value = _usage(trial, name)
-    text = "–" if value is None else size(value) if name.endswith("_bytes") else duration(value)
-    return html("<span class='number'>{}</span>", text)
-
-
-def _provenance(digest: Digest) -> Html:
-    known, about = digest.provenance, digest.about
-    facts: dict[str, Any] = {
-        "scenario": known.get("scenario"),
-        "started": _moment(known.get("started_at")),
-        "loopwright": known.get("loopwright"),
-        "git": known.get("git"),
-        "python": known.get("python"),
-        "host": known.get("host"),
-        "platform": known.get("platform"),
-        "processors": known.get("cpus"),
-        "memory": size(known["memory_bytes"]) if isinstance(known.get("memory_bytes"), (int, float)) else None,
-        "agent": _part(about, "agent") or None,
-        "parameters": _part(about, "parameters") or None,
-        "drawn by the environment": _part(about, "env_params") or None,
-        "constraints": about.get("constraints") or None,
-        "workload": _part(about, "workload") or None,
-        "fingerprint": about.get("fingerprint"),
-        "ledger": f"{digest.name}/ledger.db",
-    }
-    rows = [
-        [name, html("<span class='mono'>{}</span>", _written(value))]
-        for name, value in facts.items()
-        if value is not None
-    ]
-    return html("<details><summary>Provenance</summary>{}</details>", table(["", ""], rows, "wide facts"))
-
-
-def _written(value: Any) -> Html:
-    if isinstance(value, dict):
-        return join((html("{} = {}", name, short(part, 1000)) for name, part in value.items()), "<br>")
-    if isinstance(value, list):
-        return join((html("{}", short(part, 1000)) for part in value), "<br>")
-    return html("{}", short(value, 2000))
-
-
-def _moment(seconds: Any) -> str | None:
-    if not isinstance(seconds, (int, float)):
-        return None
-    try:
-        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (OverflowError, OSError, ValueError):
-        return None
-
-
-def _part(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    part = values.get(name)
-    return part if isinstance(part, dict) else {}

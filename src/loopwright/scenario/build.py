@@ -93,10 +93,8 @@ def _ledger(directory: Path, system: SystemConfig, fingerprint: str, *, accept_c
     if not path.exists():
         with storage(directory):
             directory.mkdir(parents=True, exist_ok=True)
-        ledger = Ledger.create(path, synchronous=synchronous)
-        ledger.set_state("id", uuid.uuid4().hex)
-        ledger.set_state("fingerprint", fingerprint)
-        return ledger
+        known = {"id": uuid.uuid4().hex, "fingerprint": fingerprint}
+        return Ledger.create(path, synchronous=synchronous, state=known)
     ledger = Ledger.open(path, synchronous=synchronous)
     end_leftovers(ledger.open_processes(), ledger.state("id"))
     ledger.close_attempts()

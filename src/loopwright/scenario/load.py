@@ -14,6 +14,7 @@ from loopwright.agents import agents
 from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.config import explain
 from loopwright.core.errors import Problem, ScenarioError, did_you_mean
+from loopwright.core.expression import Expression
 from loopwright.core.observer import Observer
 from loopwright.core.registry import Registry
 from loopwright.core.reward import RewardFunction, rewards
@@ -221,8 +222,18 @@ class _Checker:
 
     def _conditions(self, run: RunConfig, space: Space) -> None:
         for name, parameter in space.tunable.items():
-            if parameter.when is not None and any(drawn in parameter.when.split() for drawn in run.env_params):
+            if parameter.when is None:
+                continue
+            condition = Expression(parameter.when)
+            if condition.names & run.env_params.keys():
                 self._say(f"[run.workload] args.{name}", "`when` names a drawn argument; it can name chosen ones only.")
+            values = {**space.fixed, **space.first()}
+            try:
+                condition(values) if condition.names <= values.keys() else None
+            except (ValueError, TypeError) as error:
+                self._say(f"[run.workload] args.{name}", f"`when` has no value for {values}: {error}.")
+            except ArithmeticError:
+                pass  # such as a division by one of several candidates; it does not hold there
         regime = {name: p.decode(0) for name, p in space.parameters.items() if name in run.env_params}
         problem = space.violated(space.first(), regime)
         if problem is not None and "has no value" in problem and "division" not in problem:

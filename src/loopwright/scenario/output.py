@@ -20,19 +20,28 @@ def hold(output: Path) -> Iterator[None]:
         output.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(output / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(descriptor, 20).decode(errors="replace").strip() or "unknown"
-            raise OutputBusy(
-                f"{output} is in use by process {holder}. Wait for it, stop it, or choose another --output."
-            ) from None
+        _lock(descriptor, output)
         with storage(output):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int, output: Path) -> None:
+    deadline = time.monotonic() + 5.0
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
+        # A child that a killed process was just starting holds the lock for a moment longer than its parent lived.
+        if Path(f"/proc/{holder or 'unknown'}").exists() or time.monotonic() > deadline:
+            raise OutputBusy(
+                f"{output} is in use by process {holder or '(unknown)'}. Wait for it, stop it, or choose another --output."
+            )
+        time.sleep(0.05)
 
 
 def begin(loaded: Loaded, output: Path) -> None:

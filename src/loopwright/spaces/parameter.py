@@ -102,9 +102,8 @@ class Choice(Parameter):
         return self.index(value)
 
     def decode(self, number: float) -> Any:
-        index = round(float(number))
-        if not 0 <= index < len(self.values):
-            raise InvalidAction(f"index {index} is outside 0..{len(self.values) - 1}")
+        if not -0.5 <= number <= len(self.values) - 0.5 or not 0 <= (index := round(float(number))) < len(self.values):
+            raise InvalidAction(f"index {number} is outside 0..{len(self.values) - 1}")
         return self.values[index]
 
 
@@ -163,6 +162,8 @@ class Range(Parameter):
         return (number - self.low) / (self.high - self.low)
 
     def decode(self, number: float) -> Any:
+        if number != number:
+            raise InvalidAction(f"{number} is no position in 0..1")
         unit = min(1.0, max(0.0, float(number)))
         value = self.low * (self.high / self.low) ** unit if self.log else self.low + unit * (self.high - self.low)
         value = min(self.high, max(self.low, value))

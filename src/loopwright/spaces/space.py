@@ -70,8 +70,11 @@ class Space:
         if condition is None:
             return True
         values = {**self.fixed, **chosen}
-        # A condition on a parameter that is itself inactive does not hold.
-        return condition.names <= values.keys() and bool(condition(values))
+        try:
+            # A condition on a parameter that is itself inactive does not hold, nor does one that has no value.
+            return condition.names <= values.keys() and bool(condition(values))
+        except (ArithmeticError, ValueError, TypeError):
+            return False
 
     def validate(self, action: Action) -> dict[str, Any]:
         """The action in the values that the workload will get; InvalidAction names everything that is wrong."""

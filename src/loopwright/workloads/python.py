@@ -36,12 +36,10 @@ class PythonConfig(WorkloadConfig):
         checked = check(self.function, self._paths(home), dict(os.environ))
         if checked.problem is not None:
             return [*found, Problem("function", f"{self.function!r}: {checked.problem}")]
-        if checked.parameters is not None:
-            found += [
-                Problem(f"args.{name}", f"{self.function!r} takes no argument {name!r}.")
-                for name in self.args
-                if name not in checked.parameters
-            ]
+        for name in checked.refused(self.args):
+            found.append(Problem(f"args.{name}", f"{self.function!r} takes no argument {name!r}."))
+        for name in checked.missing(self.args):
+            found.append(Problem("args", f"{self.function!r} needs an argument {name!r}."))
         return found
 
     def _paths(self, home: Path) -> tuple[Path, ...]:

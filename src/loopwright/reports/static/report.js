@@ -101,7 +101,7 @@ function points(run, indexes, objective, x, small) {
     });
   }
   series.push({
-    type: "scatter", data: top, symbol: "diamond", symbolSize: small ? 10 : 13, z: 5,
+    type: "scatter", data: top, symbol: "diamond", symbolSize: (small ? 10 : 13) - (top.length > 6 ? 3 : 0), z: 5,
     itemStyle: { color: colour("mark"), borderColor: colour("ink"), borderWidth: 1 },
   });
   return series;
@@ -129,21 +129,21 @@ const charts = {
       series: [
         ...points(run, every(run), objective, (index) => run.number[index], false),
         ...lines,
-        { type: "scatter", data: ticks, symbol: "rect", symbolSize: [1.6, 11], symbolOffset: [0, -5.5], yAxisIndex: 1, itemStyle: { color: colour("ink"), opacity: 0.75 }, z: 1 },
+        { type: "scatter", data: ticks, symbol: "rect", symbolSize: [1.6, 11], symbolOffset: [0, -5.5], yAxisIndex: 1, itemStyle: { color: colour("ink"), opacity: ticks.length > 100 ? 0.35 : 0.75 }, z: 1 },
       ],
     });
   },
   parameter(run, figure) {
     const p = run.parameters[Number(figure.dataset.parameter)];
-    if (p.kind === "category") return strip(run, p.categories, p.means, (index) => p.at[index]);
+    if (p.kind === "category") return strip(run, figure, p.categories, p.means, (index) => p.at[index]);
     return base({
       xAxis: axis({ type: p.kind, scale: true, ...ends(p) }),
       yAxis: [rewardAxis(run, 0, { splitNumber: 3 }), edge],
       series: points(run, sketch(run), 0, (index) => p.at[index], true),
     });
   },
-  regimes(run) {
-    return strip(run, run.regimes, run.regime_means, (index) => run.regime[index]);
+  regimes(run, figure) {
+    return strip(run, figure, run.regimes, run.regime_means, (index) => run.regime[index]);
   },
   front(run, figure) {
     const x = Number(figure.dataset.x), y = Number(figure.dataset.y);
@@ -167,11 +167,17 @@ const charts = {
 function ends(p) {
   if (p.kind !== "log") return {};
   const used = p.at.filter((value) => value !== null);
-  return { min: Math.min(...used) / 1.08, max: Math.max(...used) * 1.08, axisLabel: { showMinLabel: false, showMaxLabel: false } };
+  const low = used.reduce((a, b) => Math.min(a, b)), high = used.reduce((a, b) => Math.max(a, b));
+  return {
+    min: low / 1.08, max: high * 1.08, logBase: high / low < 100 ? 2 : 10,
+    axisLabel: { showMinLabel: false, showMaxLabel: false },
+  };
 }
 
 // One column for each category: trials shaken apart sideways by a fixed pattern, a bar at their mean.
-function strip(run, names, means, place) {
+function strip(run, figure, names, means, place) {
+  const width = (figure.clientWidth - 50) / names.length;
+  const fits = names.every((name) => name.length < 60 && name.split(" ").every((word) => word.length * 7 < width));
   const shake = (index) => (((index * 0.618034) % 1) - 0.5) * 0.5;
   const at = (index) => (place(index) === null ? null : place(index) + shake(index));
   const bars = means.map((mean, column) => ({ value: [column, mean], tip: () => card(names[column], [["mean", mean]]) }));
@@ -181,7 +187,7 @@ function strip(run, names, means, place) {
       type: "value", min: -0.5, max: names.length - 0.5, interval: 1,
       axisLabel: {
         customValues: names.map((_, column) => column), formatter: (column) => names[column] ?? "",
-        width: 280 / names.length, overflow: "truncate", hideOverlap: names.length > 8,
+        width: Math.max(30, width - 8), lineHeight: 14, overflow: fits ? "break" : "truncate", hideOverlap: names.length > 8,
       },
     }),
     yAxis: [rewardAxis(run, 0, { splitNumber: 3 }), edge],
@@ -189,7 +195,7 @@ function strip(run, names, means, place) {
       ...points(run, sketch(run), 0, at, true),
       {
         type: "scatter", data: bars.filter((bar) => bar.value[1] !== null && (floor === null || bar.value[1] >= floor)), symbol: "rect",
-        symbolSize: [Math.max(8, 90 / names.length), 3], itemStyle: { color: colour("ink") }, z: 4,
+        symbolSize: [Math.max(8, width / 2), 3], itemStyle: { color: colour("ink") }, z: 4,
       },
     ],
   });
@@ -203,7 +209,13 @@ function draw(figure) {
   if (!chart) {
     chart = echarts.init(plot, null, { renderer: "svg" });
     drawn.set(figure, chart);
-    new ResizeObserver(() => chart.resize()).observe(plot);
+    let width = plot.clientWidth;
+    new ResizeObserver(() => {
+      if (plot.clientWidth === width) return;
+      width = plot.clientWidth;
+      chart.resize();
+      draw(figure);
+    }).observe(plot);
   }
   chart.setOption(charts[figure.dataset.chart](runs[Number(figure.dataset.run)], figure), true);
 }

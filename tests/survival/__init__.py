@@ -1,0 +1,1 @@
+"""What a campaign must survive: sudden death, hostile commands, full disks, damaged files, signals, bad input."""

@@ -1,0 +1,92 @@
+"""Death before each single effect of a campaign, one after another: whatever was half done, `resume` goes on."""
+
+import os
+import signal
+import sys
+import traceback
+from itertools import count
+
+import pytest
+
+from loopwright.scenario.dispatch import dispatch
+from loopwright.scenario.load import load
+from loopwright.scenario.output import reopen
+from tests.survival.campaign import SCENARIO, Campaign
+
+EFFECTS = {
+    *("connect", "execute", "executemany", "executescript", "fetchone", "close"),
+    *("open", "write", "mkdir", "rename", "replace", "unlink", "symlink", "ftruncate", "pwrite", "flush", "fork_exec"),
+}
+TINY = SCENARIO.format(
+    parallel=2,
+    agent='{ type = "random", trials = 5, seed = 1 }',
+    reward='{ type = "identity", metrics = ["y"] }',
+    run="",
+    workload="",
+    args="a = [1, 2, 3]\nb = [1, 2]",
+    more="",
+)
+
+
+def in_a_child(work):
+    """Do something in a forked process of its own group; its exit status, or minus the signal."""
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            os.setsid()
+            code = work()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def begin_or_go_on(campaign):
+    if (campaign.output / "campaign.json").exists():
+        return dispatch(reopen(campaign.output), campaign.output, resume=True)
+    return dispatch(load(campaign.scenario), campaign.output)
+
+
+def dying_before(effect, work):
+    """Work, but be killed just before the n-th effect."""
+    left = [effect]
+
+    def watch(_, event, function):
+        if event == "c_call" and function.__name__ in EFFECTS:
+            left[0] -= 1
+            if left[0] == 0:
+                os.killpg(0, signal.SIGKILL)
+
+    def watched():
+        sys.setprofile(watch)
+        return work()
+
+    return watched
+
+
+def dies_before(effects, tmp_path):
+    """Die before each of these effects and go on; returns how many there were before the campaign was over."""
+    calm = Campaign(tmp_path / "calm", TINY)
+    assert in_a_child(lambda: begin_or_go_on(calm)) == 0
+    for effect in effects:
+        stormy = Campaign(tmp_path / f"stormy-{effect}", TINY)
+        code = in_a_child(dying_before(effect, lambda stormy=stormy: begin_or_go_on(stormy)))
+        if code == 0:
+            return effect - 1
+        assert code == -signal.SIGKILL
+        assert in_a_child(lambda stormy=stormy: begin_or_go_on(stormy)) == 0, f"after death before effect {effect}"
+        assert stormy.result() == calm.result()
+        assert stormy.left_running() == []
+    return effects[-1]
+
+
+def test_s13_death_before_any_of_the_first_effects_is_survived(tmp_path):
+    assert dies_before(range(1, 60), tmp_path) == 59
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_s13_death_before_any_effect_at_all_is_survived(tmp_path):
+    print(dies_before(count(1), tmp_path), "effects")
