@@ -112,9 +112,9 @@ def default(field: Any) -> str:
     value = field.get_default(call_default_factory=True)
     if value is None or value is PydanticUndefined or isinstance(value, BaseModel) or value in ((), {}):
         return ""
-    return f"`{str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else repr(value)}`".replace(
-        "'", '"'
-    )
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{list(value) if isinstance(value, tuple) else value!r}`".replace("'", '"')
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sqlite3
 import sys
 import traceback
 from itertools import count
@@ -14,9 +15,10 @@ from loopwright.scenario.output import reopen
 from tests.survival.campaign import SCENARIO, Campaign
 
 EFFECTS = {
-    *("connect", "execute", "executemany", "executescript", "fetchone", "close"),
-    *("open", "write", "mkdir", "rename", "replace", "unlink", "symlink", "ftruncate", "pwrite", "flush", "fork_exec"),
+    *("connect", "execute", "executemany", "executescript", "fetchone", "fetchall"),
+    *("open", "mkdir", "rename", "replace", "unlink", "symlink", "ftruncate", "pwrite", "write", "fork_exec", "wait4"),
 }
+MODULES = {"posix", "_sqlite3", "sqlite3", "_posixsubprocess"}
 TINY = SCENARIO.format(
     parallel=2,
     agent='{ type = "random", trials = 5, seed = 1 }',
@@ -49,12 +51,20 @@ def begin_or_go_on(campaign):
     return dispatch(load(campaign.scenario), campaign.output)
 
 
+def is_effect(function):
+    """Whether a call changes something outside this process, or could have been made by SQLite to do so."""
+    if function.__name__ not in EFFECTS:
+        return False
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, sqlite3.Connection | sqlite3.Cursor) or function.__module__ in MODULES
+
+
 def dying_before(effect, work):
     """Work, but be killed just before the n-th effect."""
     left = [effect]
 
     def watch(_, event, function):
-        if event == "c_call" and function.__name__ in EFFECTS:
+        if event == "c_call" and is_effect(function):
             left[0] -= 1
             if left[0] == 0:
                 os.killpg(0, signal.SIGKILL)

@@ -4,8 +4,8 @@ import pytest
 
 from tests.survival.campaign import SCENARIO, Campaign, kill_again_and_again
 
-SMALL = "a = [1, 2, 3, 4]\nb = [1, 2, 3, 4, 5]"
-GRID = "a = [1, 2, 3, 4, 5]\nb = [{}]"
+LISTS = "a = [1, 2, 3, 4, 5]\nb = [{}]"
+TINY = "a = [3, 4]\nb = [1, 2, 3, 4, 5]"
 WIDE = "a = { low = 1, high = 9, dtype = 'int' }\nb = { low = 0, high = 400, dtype = 'int' }"
 ONE = '{ type = "identity", metrics = ["y"] }'
 TWO = '[{ type = "identity", metrics = ["y"] }, { type = "negative", metrics = ["z"] }]'
@@ -17,25 +17,26 @@ def scenario(agent, args, *, parallel=1, reward=ONE, run="", workload="", more="
     )
 
 
-def cases(trials, grid):
+def cases(trials):
     """Each kind of campaign that must not notice, by name."""
-    numbers = ", ".join(map(str, range(grid)))
+    # Small enough for duplicates and, at a = 3, for failures that must not be proposed again.
+    lists = LISTS.format(", ".join(map(str, range(trials // 5))))
+    weights = [0.4, 0.3, 0.1, 0.1, 0.1]
     return {
-        # Small enough for duplicates and, at a = 3, for failures that must not be proposed again.
-        "random": scenario(f'{{ type = "random", trials = {trials}, seed = 3 }}', SMALL, parallel=2),
-        "grid": scenario('{ type = "grid" }', GRID.format(numbers), parallel=2),
+        "random": scenario(f'{{ type = "random", trials = {trials}, seed = 3 }}', lists, parallel=2),
+        "grid": scenario('{ type = "grid" }', lists, parallel=2),
         "tpe": scenario(f'{{ type = "tpe", trials = {trials}, seed = 5 }}', WIDE),
         "constrained": scenario(
             f'{{ type = "random", trials = {trials}, seed = 9, start = "first" }}',
-            SMALL,
+            lists,
             parallel=2,
-            workload='constraints = ["a + b < 8"]',
+            workload=f'constraints = ["a + b < {trials // 6}"]',
         ),
         "env_params": scenario(
             f'{{ type = "random", trials = {trials}, seed = 4 }}',
-            SMALL,
+            lists,
             parallel=2,
-            more="[run.env_params.b]\nweights = [0.4, 0.3, 0.1, 0.1, 0.1]",
+            more=f"[run.env_params.a]\nweights = {weights}",
         ),
         "repeats": scenario(f'{{ type = "random", trials = {trials}, seed = 6 }}', WIDE, parallel=2, run="repeats = 3"),
         "cmaes": scenario(f'{{ type = "cmaes", trials = {trials}, seed = 7 }}', WIDE),
@@ -44,7 +45,7 @@ def cases(trials, grid):
             f'{{ type = "tpe", trials = {trials}, seed = 2 }}', WIDE, more="[run.rewards]\nmetric_failure = -5.0"
         ),
         "bandit": scenario(
-            f'{{ type = "bandit", trials = {trials}, seed = 8 }}', SMALL, more="[run.env_params.b]\nencoding = 'scalar'"
+            f'{{ type = "bandit", trials = {trials}, seed = 8 }}', TINY, more="[run.env_params.b]\nencoding = 'scalar'"
         ),
     }
 
@@ -65,11 +66,11 @@ def survives(tmp_path, text, kills, within_s, seed):
 
 @pytest.mark.parametrize("kind", ["random", "grid", "tpe"])
 def test_s13_a_few_kills_change_nothing(tmp_path, kind):
-    assert survives(tmp_path, cases(60, 8)[kind], kills=5, within_s=0.4, seed=11)
+    assert survives(tmp_path, cases(60)[kind], kills=5, within_s=0.3, seed=11) >= 3
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", cases(1, 1))
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", cases(30))
 def test_s13_fifty_kills_change_nothing(tmp_path, kind):
-    assert survives(tmp_path, cases(300, 60)[kind], kills=50, within_s=0.5, seed=12) == 50
+    assert survives(tmp_path, cases(600)[kind], kills=50, within_s=0.5, seed=12) == 50

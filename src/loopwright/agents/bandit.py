@@ -69,7 +69,11 @@ class Bandit(SearchAgent):
     def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
         random = Random(f"{self.config.seed}:bandit:{n}:{retry}")
         regime = key_of(observation.context)
-        alive = [arm for arm, action in self._arms.items() if not self.has_failed(action, observation.context)]
+        alive = [
+            arm
+            for arm, action in self._arms.items()
+            if not self.has_failed(action, observation.context) and not self.space.violated(action, observation.context)
+        ]
         return self._arms[max(alive, key=lambda arm: self._plausible(arm, regime, random))] if alive else None
 
     def _plausible(self, arm: str, regime: str, random: Random) -> float:

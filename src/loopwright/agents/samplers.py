@@ -71,6 +71,7 @@ class SamplerAgent(SearchAgent):
 
     config: SamplerConfig
     several_objectives: ClassVar[bool] = True
+    heeds_constraints: ClassVar[bool] = True
 
     def __init__(self, env: TrialEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)

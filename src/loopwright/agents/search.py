@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,7 @@ from loopwright.envs.trial import TrialEnv
 from loopwright.spaces.space import Space
 
 RETRIES = 32
+_RETRIES_FOR_CONSTRAINTS = 16
 _ENUMERABLE = 100_000
 
 
@@ -43,6 +44,8 @@ class SearchAgent(Agent):
     """
 
     env: TrialEnv
+    heeds_constraints: ClassVar[bool] = False
+    """Whether a proposal that breaks a constraint is thought over first, instead of spending a trial on it."""
 
     def __init__(self, env: TrialEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
@@ -82,11 +85,15 @@ class SearchAgent(Agent):
                 # Whether this point fails is not known yet: wait, so that the choice never depends on timing.
                 self._waiting = retry, action
                 return None
-            if point not in self._failed:
+            if point not in self._failed and not self._hopeless(retry, action, observation):
                 return self._chosen(n, action, observation)
             retry += 1
             action = self.propose(n, retry, observation) if retry < RETRIES else self.other(n, observation)
         return None
+
+    def _hopeless(self, retry: int, action: Action, observation: Observation) -> bool:
+        heeds = self.heeds_constraints and retry < _RETRIES_FOR_CONSTRAINTS
+        return heeds and self.space.violated(action, observation.context) is not None
 
     def _chosen(self, n: int, action: Action, observation: Observation) -> Action:
         self.proposed = n

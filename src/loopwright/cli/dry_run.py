@@ -23,7 +23,7 @@ def command(scenario: ScenarioFile) -> None:
     loaded = load(scenario)
     system = loaded.scenario.system
     console.print(
-        f"[bold]{loaded.scenario.name}[/]: {len(loaded.scenario.run)} run(s), {system.parallel} trial(s) at a time"
+        f"[bold]{loaded.scenario.name}[/]: {_count(len(loaded.scenario.run), 'run')}, {_count(system.parallel, 'trial')} at a time"
     )
     for run in loaded.scenario.run:
         _show(console, run)
@@ -49,9 +49,14 @@ def _show(console: Any, run: "RunConfig") -> None:
 def _trials(run: "RunConfig", space: "Space") -> str:
     size = "a continuum" if space.size is None else f"{space.size:,} points"
     if run.agent is None:
-        return f"{run.repeats} trial(s)"
+        return _count(run.repeats, "trial")
     planned = run.agent.trials or sum(1 for _ in space.points()) * run.repeats
-    return f"{planned:,} trials over {size}, {run.repeats} repeat(s) of each"
+    repeats = f", {run.repeats} repeats of each" if run.repeats > 1 else ""
+    return f"{_count(planned, 'trial')} over {size}{repeats}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _values(parameter: Any) -> str:
@@ -81,6 +86,8 @@ def _first_commands(run: "RunConfig", space: "Space") -> list[str]:
     points = space.points() if grid else (space.sample(seed, n) for n in itertools.count(1))
     draws = Draws(seed, space.parameters, run.env_params)
     lines = [f"{'the first trials' if exact else 'trials such as'}:"]
+    if getattr(run.workload, "setup", None):
+        lines.insert(0, f"set-up      {run.workload.setup}")
     for number, action in enumerate(itertools.islice(points, _SHOWN), 1):
         arguments = space.arguments(action, draws.sample(number))
         if isinstance(run.workload, CommandConfig):

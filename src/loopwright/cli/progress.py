@@ -26,6 +26,7 @@ class Tally(Observer):
 
     def __init__(self, env: Any) -> None:
         self.name, self.total = env.run.name, planned(env)
+        self.label = (*env.terms.objectives.labels, "")[0]
         counts = env.run.ledger.counts()
         self.cached, self.failed, self.done = counts["cached"], 0, 0
         self.best: Trial | None = None
@@ -66,7 +67,7 @@ class Tally(Observer):
         """The state of the run in one line."""
         parts = [f"{self.done}/{self.total or '?'} done", f"{self.failed} failed", f"{self.cached} cached"]
         if self.best is not None and self.best.reward is not None:
-            parts.append(f"best {self.best.reward.value:.6g} (trial {self.best.number})")
+            parts.append(f"best {self.label} = {self.best.reward.value:.6g} (trial {self.best.number})")
         left = self.seconds_left
         if left is not None and self.done < (self.total or 0):
             parts.append(f"{_duration(left)} left")
@@ -175,8 +176,8 @@ def _conclude(output: Path, names: list[str], code: int, *, json: bool) -> None:
             print(f"{name}: {counts.get('ok', 0)} ok of {sum(counts.values()) - counts['cached']} trials")
             for candidate in answer[:10]:
                 under = f"   under {_shown(candidate.regimes[0])}" if run.get("conditions_on_regime") else ""
-                reward = ", ".join(f"{value:.6g}" for value in candidate.objectives)
-                print(f"  best  {reward}   {_shown(candidate.action)}{under}")
+                reward = dict(zip(run["objectives"], (f"{value:.6g}" for value in candidate.objectives), strict=True))
+                print(f"  best  {_shown(reward, ' = ')}   with   {_shown(candidate.action)}{under}")
     if json:
         _emit({"event": "end", "code": code, "output": str(output)})
     else:
@@ -185,8 +186,8 @@ def _conclude(output: Path, names: list[str], code: int, *, json: bool) -> None:
             print(f"stopped; go on with: loopwright resume {output}")
 
 
-def _shown(values: Any) -> str:
-    return " ".join(f"{name}={value}" for name, value in values.items()) or "(nothing to choose)"
+def _shown(values: Any, equals: str = "=") -> str:
+    return "  ".join(f"{name}{equals}{value}" for name, value in values.items()) or "(nothing to choose)"
 
 
 def _duration(seconds: float) -> str:

@@ -113,8 +113,10 @@ class Agent(ABC):
                 break
             done, _ = await asyncio.wait({*flights, stopped}, return_when=asyncio.FIRST_COMPLETED)
             landed = done & flights
+            told = sorted((flight.result() for flight in landed), key=lambda feedback: feedback.trial)
+            # Only now: if one has failed, the others that landed with it are still to be waited for.
             flights -= landed
-            for feedback in sorted((flight.result() for flight in landed), key=lambda feedback: feedback.trial):
+            for feedback in told:
                 self.update_policy(feedback)
 
     def _launch(self, again: list[list[Trial]]) -> Awaitable[Feedback] | None:

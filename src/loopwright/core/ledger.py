@@ -87,7 +87,8 @@ class Ledger:
     @classmethod
     def open(cls, path: Path, *, synchronous: Literal["NORMAL", "FULL"] = "NORMAL") -> Self:
         """An existing ledger, checked for damage, for going on with it."""
-        _must_exist(path)
+        # Looked at first: opening for writing would make even an empty file look like a database.
+        cls.read(path).close()
         with explained(path):
             connection = connect(path, synchronous)
             damage = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]

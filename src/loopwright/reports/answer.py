@@ -8,7 +8,7 @@ from typing import Any
 from loopwright.reports.best import Candidate
 from loopwright.reports.digest import Digest
 from loopwright.reports.links import trial_links
-from loopwright.reports.markup import Html, exact, html, join, measured, number, short, spread, table
+from loopwright.reports.markup import Html, exact, html, join, measured, number, short, spread, table, unit_of
 
 _ROWS = 15
 
@@ -67,10 +67,10 @@ def _single(digest: Digest, best: Candidate) -> Html:
     if len(best.regimes) > 1:
         what = f"Best action over {number(len(best.regimes))} of {number(len(digest.regimes))} regimes: mean {label}"
     left = html(
-        "<div><div class='what'>{}</div><div class='value'>{}{}</div>{}{}<p class='muted'>{}</p></div>",
+        "<div><div class='what'>{}</div><div class='value'>{} <small>{}</small></div>{}{}<p class='muted'>{}</p></div>",
         what,
-        measured(best.reward, label),
-        Html("") if best.spread is None else html(" <small>± {}</small>", number(best.spread, 2)),
+        number(best.reward),
+        unit_of(label) if best.spread is None else f"± {number(best.spread, 2)} {unit_of(label)}",
         _range(digest, best),
         _gain(digest, best, label),
         trial_links(digest.folder, best.trials),

@@ -1,6 +1,7 @@
 """The report: one HTML file from the ledgers alone, which opens from disk and needs no network."""
 
 from base64 import b64encode
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -46,7 +47,7 @@ def _read_all(output: Path) -> tuple[list[Digest], list[Html]]:
 
 def _page(output: Path, digests: list[Digest], notes: list[Html]) -> str:
     charts: list[dict[str, Any]] = []
-    sections = [_section(output, digest, charts) for digest in digests]
+    shown = [_shown(output, digest, charts) for digest in digests]
     library = (_STATIC / "echarts.common.min.js").read_text("utf-8")
     script = (_STATIC / "report.js").read_text("utf-8")
     title = " · ".join(_scenarios(digests) or [output.absolute().name])
@@ -55,22 +56,26 @@ def _page(output: Path, digests: list[Digest], notes: list[Html]) -> str:
         style=(_STATIC / "report.css").read_text("utf-8"),
         # Only these two scripts may run, whatever else should get into the page.
         hashes=" ".join(f"'sha256-{_hash(text)}'" for text in (library, script)),
-        body=join([_header(title, digests), *notes, _overview(digests), *sections], "\n"),
+        body=join([_header(title, digests), *notes, _overview(shown), *(section for section, _ in shown)], "\n"),
         data=_embedded(charts),
         library=library,
         script=script,
     )
 
 
-def _section(output: Path, digest: Digest, charts: list[dict[str, Any]]) -> Html:
+def _shown(output: Path, digest: Digest, charts: list[dict[str, Any]]) -> tuple[Html, Sequence[object]]:
+    """A run's part of the page, and its row in the list of runs."""
     try:
         chart = chart_data(digest)
         section = run_section(digest, len(charts), chart, output)
+        link = html("<a href='#run-{}'>{}</a>", len(charts) + 1, digest.name)
+        done = f"{number(len(digest.ok))} of {number(len(digest.trials))}"
+        row = [link, status(digest), headline(digest), ", ".join(digest.labels), done]
     except Exception as error:  # noqa: BLE001  a ledger that makes no sense must not hide the other runs
         text = "<p class='note bad'><b>{}</b> could not be shown: its ledger makes no sense here ({}: {}).</p>"
-        return html(text, digest.name, type(error).__name__, error)
+        return html(text, digest.name, type(error).__name__, error), [digest.name, "could not be shown", "", "", ""]
     charts.append(chart)
-    return section
+    return section, row
 
 
 def _header(title: str, digests: list[Digest]) -> Html:
@@ -79,21 +84,12 @@ def _header(title: str, digests: list[Digest]) -> Html:
     return html("<header><h1>{}</h1><small>Loopwright report of {} · {}</small></header>", title, now, runs)
 
 
-def _overview(digests: list[Digest]) -> Html:
+def _overview(shown: list[tuple[Html, Sequence[object]]]) -> Html:
     """The answers of all runs side by side."""
-    if len(digests) < 2:
+    if len(shown) < 2:
         return Html("")
-    rows = [
-        [
-            html("<a href='#run-{}'>{}</a>", place, digest.name),
-            status(digest),
-            headline(digest),
-            ", ".join(digest.labels),
-            f"{number(len(digest.ok))} of {number(len(digest.trials))}",
-        ]
-        for place, digest in enumerate(digests, 1)
-    ]
-    return html("<h3>Runs</h3>{}", table(["run", "status", "best", "objective", "ok trials"], rows, "wide"))
+    head = ["run", "status", "best", "objective", "ok trials"]
+    return html("<h3>Runs</h3>{}", table(head, (row for _, row in shown), "wide"))
 
 
 def _scenarios(digests: list[Digest]) -> list[str]:

@@ -48,7 +48,9 @@ def join(parts: Iterable[Html], between: str = "") -> Html:
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]], kind: str = "") -> Html:
     """A table that scrolls inside itself where the page is narrow."""
-    names = join(html("<th scope='col'>{}</th>", cell) for cell in head)
+    names = join(
+        html("<th scope='col'{}>{}</th>", Html(" class='long'") if len(str(cell)) > 28 else "", cell) for cell in head
+    )
     body = join(html("<tr>{}</tr>", join(html("<td>{}</td>", cell) for cell in row)) for row in rows)
     return html(
         "<div class='scroll'><table class='{}'><thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>",

@@ -39,7 +39,7 @@ def _lock(descriptor: int, output: Path) -> None:
         # A child that a killed process was just starting holds the lock for a moment longer than its parent lived.
         if Path(f"/proc/{holder or 'unknown'}").exists() or time.monotonic() > deadline:
             raise OutputBusy(
-                f"{output} is in use by process {holder or '(unknown)'}. Wait for it, stop it, or choose another --output."
+                f"{output} is in use by process {holder or '(unknown)'}. Stop it, or choose another --output."
             )
         time.sleep(0.05)
 

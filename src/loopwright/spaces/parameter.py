@@ -102,7 +102,8 @@ class Choice(Parameter):
         return self.index(value)
 
     def decode(self, number: float) -> Any:
-        if not -0.5 <= number <= len(self.values) - 0.5 or not 0 <= (index := round(float(number))) < len(self.values):
+        index = round(float(number)) if math.isfinite(number) else -1
+        if not 0 <= index < len(self.values):
             raise InvalidAction(f"index {number} is outside 0..{len(self.values) - 1}")
         return self.values[index]
 
@@ -162,7 +163,7 @@ class Range(Parameter):
         return (number - self.low) / (self.high - self.low)
 
     def decode(self, number: float) -> Any:
-        if number != number:
+        if math.isnan(number):
             raise InvalidAction(f"{number} is no position in 0..1")
         unit = min(1.0, max(0.0, float(number)))
         value = self.low * (self.high / self.low) ** unit if self.log else self.low + unit * (self.high - self.low)

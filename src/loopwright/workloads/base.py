@@ -17,6 +17,9 @@ from loopwright.core.trial import Result
 from loopwright.spaces.parameter import Parameter, parameter
 from loopwright.spaces.space import Space
 
+KEPT = ("parameters.json", "stdout", "stderr")
+"""What a trial's directory holds beside its inputs and what it made itself."""
+
 
 class WorkloadConfig(Config):
     """What every workload can be told."""
@@ -68,6 +71,11 @@ class WorkloadConfig(Config):
             Problem("files", f"{name!r} does not exist in {home}. Give a path relative to the scenario.")
             for name in self.files
             if not (home / name).exists()
+        ]
+        found += [
+            Problem("files", f"{name!r} would stand where each trial's own {Path(name).name} is kept; rename it.")
+            for name in self.files
+            if Path(name).name in KEPT and (len(Path(name).parts) == 1 or not _inside(name))
         ]
         known = {*self.args, *self.env}
         found += [
@@ -178,13 +186,16 @@ def fresh_directory(directory: Path) -> None:
             directory.mkdir()
 
 
+def _inside(name: str) -> bool:
+    return not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
 def link_into(directory: Path, home: Path, names: tuple[str, ...]) -> None:
     """Link inputs into a directory under their own relative names."""
     with storage(directory):
         for name in names:
             source = (home / name).absolute()
-            inside = not Path(name).is_absolute() and ".." not in Path(name).parts
-            target = directory / (name if inside else source.name)
+            target = directory / (name if _inside(name) else source.name)
             if target.parent != directory:
                 target.parent.mkdir(parents=True, exist_ok=True)
             target.symlink_to(source)

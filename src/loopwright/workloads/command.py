@@ -18,9 +18,20 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Result
 from loopwright.execution import Command, Completion, Executor, LocalExecutor
 from loopwright.spaces.parameter import Fixed
-from loopwright.workloads.base import Job, Site, Workload, WorkloadConfig, fingerprint_of, fresh_directory, link_into
+from loopwright.workloads.base import (
+    KEPT,
+    Job,
+    Site,
+    Workload,
+    WorkloadConfig,
+    fingerprint_of,
+    fresh_directory,
+    link_into,
+)
 from loopwright.workloads.metric import MetricConfig, MetricMissing
 from loopwright.workloads.template import Template, as_text
+
+_NOT_LINKED = (".done", "setup.stdout", "setup.stderr")
 
 
 class SuccessConfig(Config):
@@ -93,10 +104,21 @@ class CommandConfig(WorkloadConfig):
                 if option:
                     fix = f"write {option}={{{name}}} as one word, or give {name} an `otherwise`"
                     found.append(Problem(key, f"{option} loses its value when {name} is absent; {fix}."))
+            found += self._unusable_values(template)
             found += self._missing_program(key, template, home)
         for name in sorted(self.args.keys() - named):
             if not isinstance(self.args[name], Fixed):
                 found.append(Problem(f"args.{name}", f"is searched, but neither command nor setup names {{{name}}}."))
+        return found
+
+    def _unusable_values(self, template: Template) -> list[Problem]:
+        """Values that no command line can hold; a list's are all tried, so that none is met in the middle of a night."""
+        found = []
+        for name, parameter in {**self.args, **self.env}.items():
+            if name in template.names or name in self.env:
+                for value in (*parameter.grid(), *([] if parameter.otherwise is None else [parameter.otherwise])):
+                    if problem := template.problem_with(name, value):
+                        found.append(Problem(f"{'args' if name in self.args else 'env'}.{name}", problem))
         return found
 
     def _missing_program(self, key: str, template: Template, home: Path) -> list[Problem]:
@@ -188,7 +210,7 @@ class CommandWorkload(Workload):
         with storage(job.directory):
             for product in directory.iterdir():
                 target = job.directory / product.name
-                if product.name not in (".done", "setup.stdout", "setup.stderr") and not target.is_symlink():
+                if product.name not in (*_NOT_LINKED, *KEPT) and not target.is_symlink():
                     target.symlink_to(product)
         return None
 
@@ -232,7 +254,7 @@ class CommandWorkload(Workload):
             return Result(Outcome.CRASHED, reason=ending, usage=usage)
         pattern = self.config.success.regex
         stdout = directory / "stdout"
-        if pattern is not None and not re.search(pattern.encode(), stdout.read_bytes()):
+        if pattern is not None and not (stdout.is_file() and re.search(pattern.encode(), stdout.read_bytes())):
             return Result(Outcome.CRASHED, reason=f"stdout does not contain {pattern!r}", usage=usage)
         metrics: dict[str, float] = {}
         missing: list[str] = []
@@ -278,6 +300,8 @@ def _ending(completion: Completion, timeout_s: float | None, stderr: Path) -> st
 
 
 def _last_line(path: Path) -> str:
+    if not path.is_file():  # A command may do away with its own directory.
+        return ""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 400))
         lines = file.read().decode(errors="replace").strip().splitlines()

@@ -4,7 +4,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,7 +13,15 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Result
 from loopwright.execution import Call, Returned, WorkerPool, check
 from loopwright.spaces.parameter import Fixed
-from loopwright.workloads.base import Job, Site, Workload, WorkloadConfig, fingerprint_of
+from loopwright.workloads.base import (
+    Job,
+    Site,
+    Workload,
+    WorkloadConfig,
+    fingerprint_of,
+    fresh_directory,
+    link_into,
+)
 from loopwright.workloads.template import as_text
 
 
@@ -81,7 +89,14 @@ class PythonWorkload(Workload):
         )
         return [*super().inputs(), *([source] if source else [])]
 
+    def _directory(self, job: Job) -> None:
+        # Made by the worker, unless there is something to put into it or an earlier attempt to move aside.
+        if self.config.files or job.directory.exists():
+            fresh_directory(job.directory)
+            link_into(job.directory, self.site.home, self.config.files)
+
     async def run(self, job: Job) -> Result:
+        self._directory(job)
         environment = self._base
         if self.config.env:
             named = {n: as_text(job.arguments[n]) for n in self.config.env if n in job.arguments}
@@ -110,7 +125,7 @@ class PythonWorkload(Workload):
             return Result(Outcome.CRASHED, reason=f"the worker process ended: {returned.died}", usage=usage)
         if returned.error is not None:
             return Result(Outcome.CRASHED, reason=returned.error.strip().splitlines()[-1][:300], usage=usage)
-        metrics: dict[str, Any] = returned.value
+        metrics = dict(returned.value or {})
         missing = [name for name in self.config.metrics if name not in metrics]
         missing += [f"{n} (it is {v})" for n, v in metrics.items() if v != v or v in (float("inf"), float("-inf"))]
         if missing:

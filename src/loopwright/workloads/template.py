@@ -40,6 +40,18 @@ class Template:
                 return option
         return None
 
+    def problem_with(self, name: str, value: Any) -> str | None:
+        """Why a value cannot take its place in a command line; None if it can."""
+        text = as_text(value)
+        if "\0" in text:
+            return f"{value!r} holds a NUL character, which no command line can."
+        if f"{{{name}:words}}" in self._words:
+            try:
+                shlex.split(text)
+            except ValueError as error:
+                return f"{value!r} cannot be split into words: {str(error).lower()}."
+        return None
+
     def words(self, arguments: Mapping[str, Any]) -> list[str]:
         """The words of the command; a word that names an absent argument is left out."""
         words: list[str] = []

@@ -1,0 +1,49 @@
+"""Draws docs/terminal.svg: the quick start, really run in a terminal."""
+
+import contextlib
+import os
+import pty
+import subprocess
+import sys
+import tempfile
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+HERE = Path(__file__).parent
+COLUMNS = 110
+
+
+def main() -> None:
+    """Run the commands in a pseudo-terminal and draw what they leave on the screen."""
+    os.environ |= {"COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
+    console = Console(record=True, width=COLUMNS, file=StringIO())
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chdir(HERE.parent)
+        for verb in ("dry-run examples/quickstart.toml", "run examples/quickstart.toml --output out/first"):
+            console.print(f"[bold green]$[/] loopwright {verb}", highlight=False)
+            words = verb.replace("out/first", f"{scratch}/first").split()
+            text = _on_screen([sys.executable, "-m", "loopwright", *words])
+            console.print(Text.from_ansi(text.replace(f"{scratch}/first", "out/first")))
+    console.save_svg(str(HERE / "terminal.svg"), title="loopwright")
+
+
+def _on_screen(command: list[str]) -> str:
+    """What a program leaves on the screen: of a line that it drew again and again, the last state."""
+    outer, inner = pty.openpty()
+    process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner)
+    os.close(inner)
+    parts: list[bytes] = []
+    with contextlib.suppress(OSError):  # reading fails once the program has closed its side
+        while part := os.read(outer, 65536):
+            parts.append(part)
+    process.wait()
+    os.close(outer)
+    lines = b"".join(parts).decode().replace("\r\n", "\n").split("\n")
+    return "\n".join(line.rsplit("\r", 1)[-1].replace("\x1b[2K", "").replace("\x1b[?25h", "") for line in lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""What every search agent promises, as tests, over a real environment and a real ledger.
+
+    class TestMine(AgentContract):
+        agent_type = "mine"
+        options = {"temperature": 0.5}
+"""
+# ruff: noqa: S101  These are tests, wherever they stand.
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from loopwright.agents import agents
+from loopwright.core.agent import Agent
+from loopwright.core.canonical import canonical, key_of
+from loopwright.core.env import Penalties, Terms
+from loopwright.core.ledger import Ledger
+from loopwright.core.observer import Observer, Observers
+from loopwright.core.outcome import Outcome
+from loopwright.core.reward import Identity, Objectives
+from loopwright.core.run import Run
+from loopwright.core.trial import Trial
+from loopwright.envs.trial import TrialEnv
+from loopwright.spaces.draws import Draws, EnvParamConfig
+from loopwright.spaces.space import Space
+from loopwright.testing.workloads import FunctionWorkload
+from loopwright.workloads.base import Site, WorkloadConfig
+
+Function = Callable[..., Any]
+
+
+@dataclass
+class Campaign:
+    """One run of an agent: what it searches, how it is measured, and how far it got. Written like a scenario."""
+
+    directory: Path
+    agent: type[Agent]
+    config: Mapping[str, Any]
+    args: Mapping[str, Any]
+    function: Function
+    parallel: int = 1
+    objectives: tuple[str, ...] = ("y",)
+    drawn: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    penalties: Penalties = Penalties()
+    observers: tuple[Observer, ...] = ()
+    constraints: tuple[str, ...] = ()
+
+    @property
+    def space(self) -> Space:
+        """What is searched."""
+        config = WorkloadConfig(type="function", args=dict(self.args), constraints=self.constraints)
+        return config.space(frozenset(self.drawn))
+
+    def run(self) -> list[Trial]:
+        """Run it, or go on with it where it was stopped; all its trials so far."""
+        return self.drive()[1]
+
+    def drive(self, shutdowns: int = 1) -> tuple[int, list[Trial]]:
+        """The agent's return code, and the trials."""
+        config = self.agent.Config.model_validate(dict(self.config))
+        path = self.directory / "ledger.db"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with Ledger.open(path) if path.exists() else Ledger.create(path, state={"id": "contract"}) as ledger:
+            env = self._env(Run("contract", self.directory, ledger), config.trials, config.seed)
+            agent = self.agent(env, config, parallel=self.parallel)
+            agent.restore(env.history())
+            try:
+                code = agent.run()
+            finally:
+                for _ in range(shutdowns):
+                    agent.shutdown()
+            return code, list(ledger.trials())
+
+    def _env(self, run: Run, trials: int | None, seed: int) -> TrialEnv:
+        space = self.space
+        terms = Terms(
+            Objectives(tuple(Identity(metrics=(name,)) for name in self.objectives)), self.penalties, budget=trials
+        )
+        configs = {name: EnvParamConfig.model_validate(dict(table)) for name, table in self.drawn.items()}
+        self.draws = Draws(seed, space.parameters, configs)
+        site = Site(home=self.directory, directory=self.directory, parallel=self.parallel)
+        stoppers = [observer for observer in self.observers if isinstance(observer, StopAfter)]
+        for stopper in stoppers:
+            stopper.run = run
+        return TrialEnv(
+            run,
+            terms,
+            Observers(self.observers),
+            space=space,
+            workload=FunctionWorkload(self.function, site),
+            draws=self.draws,
+            metric_names=self.objectives,
+        )
+
+
+class StopAfter(Observer):
+    """Stops a run once a trial has ended, as a user's Ctrl-C would."""
+
+    run: Run
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def after(self, trial: Trial) -> None:
+        if trial.number == self.number:
+            self.run.stop()
+
+
+class AgentContract:
+    """Subclass it, name the subclass `Test…`, and say which agent it is for."""
+
+    agent_type: ClassVar[str]
+    """The name under which the agent is registered."""
+    options: ClassVar[Mapping[str, Any]] = {}
+    """What else the agent is told in its tests, as in `[run.agent]`."""
+    trials: ClassVar[int] = 12
+    """The budget; enough for the agent to get past its first, random proposals."""
+    space: ClassVar[Mapping[str, Any]] = {
+        "x": {"low": -1.0, "high": 1.0, "points": 3},
+        "n": {"low": 1, "high": 64, "dtype": "int", "log": True, "points": 3},
+        "mode": ["a", "b", "c"],
+    }
+    """What it searches, as in `[run.workload.args]`; `x`, `n` and `mode` are what the tests measure."""
+
+    def campaign(self, directory: Path, function: Function | None = None, **changes: Any) -> Campaign:
+        """A run of the agent under test."""
+        told = {"type": self.agent_type, "trials": self.trials, "seed": 7, **self.options, **changes.pop("told", {})}
+        args = changes.pop("args", self.space)
+        return Campaign(directory, agents.get(self.agent_type), told, args, function or measured, **changes)
+
+    def test_its_documentation_says_what_it_does(self) -> None:
+        """`loopwright list agents` shows the first line of its configuration."""
+        assert (agents.get(self.agent_type).Config.__doc__ or "").strip()
+
+    def test_every_proposal_lies_in_the_space(self, tmp_path: Path) -> None:
+        """No trial is wasted on what the environment must refuse."""
+        campaign = self.campaign(tmp_path)
+        trials = campaign.run()
+        assert {trial.outcome for trial in trials} == {Outcome.OK}
+        assert [campaign.space.validate(trial.action) for trial in trials] == [trial.action for trial in trials]
+
+    def test_the_budget_is_kept(self, tmp_path: Path) -> None:
+        """As many trials as were allowed, numbered without a gap."""
+        code, trials = self.campaign(tmp_path).drive()
+        assert code == 0
+        assert [trial.number for trial in trials] == list(range(1, self.trials + 1))
+
+    def test_the_same_seed_gives_the_same_proposals(self, tmp_path: Path) -> None:
+        """Somebody else can repeat a search."""
+        one, two = (self.campaign(tmp_path / name).run() for name in ("one", "two"))
+        assert actions(one) == actions(two)
+
+    @pytest.mark.parametrize("after", [1, 5, 11])
+    def test_a_stopped_run_goes_on_as_if_it_had_not_been(self, tmp_path: Path, after: int) -> None:
+        """Rebuilt from its ledger alone, the agent proposes what it would have proposed."""
+        undisturbed = self.campaign(tmp_path / "one").run()
+        stopped = self.campaign(tmp_path / "two", observers=(StopAfter(after),)).run()
+        assert len(stopped) == after
+        assert actions(self.campaign(tmp_path / "two").run()) == actions(undisturbed)
+
+    def test_a_trial_that_was_interrupted_is_run_again_under_its_number(self, tmp_path: Path) -> None:
+        """Also a stop in the middle of a trial changes nothing about the search."""
+        undisturbed = self.campaign(tmp_path / "one").run()
+        stop, calls = StopAfter(0), count(1)
+
+        async def interrupted(**arguments: Any) -> dict[str, float]:
+            if next(calls) == 4:
+                stop.run.stop()
+                await asyncio.Event().wait()
+            return measured(**arguments)
+
+        stopped = self.campaign(tmp_path / "two", interrupted, observers=(stop,)).run()
+        assert stopped[-1].outcome is Outcome.ABORTED
+        resumed = self.campaign(tmp_path / "two").run()
+        assert resumed[len(stopped) - 1].outcome is Outcome.OK
+        assert actions(resumed) == actions(undisturbed)
+
+    def test_a_stopped_run_goes_on_past_failures(self, tmp_path: Path) -> None:
+        """What failed before the stop is as well known after it."""
+        undisturbed = self.campaign(tmp_path / "one", failing_in_b, args=SMALL).run()
+        self.campaign(tmp_path / "two", failing_in_b, args=SMALL, observers=(StopAfter(6),)).run()
+        assert actions(self.campaign(tmp_path / "two", failing_in_b, args=SMALL).run()) == actions(undisturbed)
+
+    def test_a_point_that_failed_is_not_proposed_again(self, tmp_path: Path) -> None:
+        """In a small space, where every agent comes back to where it was."""
+        trials = self.campaign(tmp_path, failing_in_b, args=SMALL).run()
+        failed = [key_of(trial.action) for trial in trials if trial.outcome is Outcome.CRASHED]
+        assert failed
+        assert len(failed) == len(set(failed))
+
+    def test_a_point_that_broke_a_constraint_is_not_proposed_again(self, tmp_path: Path) -> None:
+        """The agent is told of it as of any other failure, and goes on."""
+        trials = self.campaign(tmp_path, args=SMALL, constraints=("n != 2",)).run()
+        broken = [key_of(trial.action) for trial in trials if trial.outcome is Outcome.INFEASIBLE]
+        assert len(broken) == len(set(broken))
+        assert Outcome.OK in {trial.outcome for trial in trials}
+
+    def test_the_agent_learns_from_the_point_that_was_measured(self, tmp_path: Path) -> None:
+        """Where all but one point fail, what it is told of that one is told of no other."""
+        only = {"mode": "c", "n": 3}
+        trials = self.campaign(tmp_path, lambda **point: measured(**point) if point == only else 1 / 0, args=SMALL).run()
+        assert {key_of(trial.action) for trial in trials if trial.outcome is Outcome.OK} <= {key_of(only)}
+        assert len({key_of(trial.action) for trial in trials}) == len(SMALL["mode"]) * len(SMALL["n"])
+
+    def test_a_run_in_which_everything_fails_ends_in_good_order(self, tmp_path: Path) -> None:
+        """Each point at most once, no reward, no metrics, no exception."""
+        code, trials = self.campaign(tmp_path, lambda **_: 1 / 0, args=SMALL).drive()
+        assert code == 0
+        assert {trial.outcome for trial in trials} == {Outcome.CRASHED}
+        assert [(trial.reward, dict(trial.metrics)) for trial in trials] == [(None, {})] * len(trials)
+        assert len({key_of(trial.action) for trial in trials}) == len(trials) <= self.trials
+
+    def test_a_penalty_is_told_and_is_never_a_reward(self, tmp_path: Path) -> None:
+        """The search goes on with the number; the record stays empty."""
+        trials = self.campaign(tmp_path, failing_in_b, penalties=Penalties(metric_failure=-50.0)).run()
+        assert len(trials) == self.trials
+        assert {trial.reward for trial in trials if trial.outcome is not Outcome.OK} <= {None}
+
+    def test_several_objectives(self, tmp_path: Path) -> None:
+        """Given two objectives, the agent is told both, and keeps its budget."""
+        if not agents.get(self.agent_type).several_objectives:
+            pytest.skip(f"{self.agent_type} declares one objective")
+        trials = self.campaign(tmp_path, objectives=("y", "z")).run()
+        assert [len(trial.reward.objectives) for trial in trials if trial.reward] == [2] * self.trials
+
+    def test_env_params(self, tmp_path: Path) -> None:
+        """What the environment draws reaches the workload and is never the agent's to choose."""
+        if not agents.get(self.agent_type).samples_env_params:
+            pytest.skip(f"{self.agent_type} does not sample env_params")
+        seen: list[str] = []
+
+        def under(weather: str, **point: Any) -> dict[str, float]:
+            seen.append(weather)
+            return measured(**point)
+
+        campaign = self.campaign(tmp_path, under, args={**self.space, "weather": ["sun", "rain"]}, drawn={"weather": {}})
+        trials = campaign.run()
+        assert [trial.draw for trial in trials] == list(range(1, self.trials + 1))
+        assert [trial.regime for trial in trials] == [campaign.draws.sample(trial.number) for trial in trials]
+        assert seen == [trial.regime["weather"] for trial in trials if trial.cached_from is None]
+        assert not any("weather" in trial.action for trial in trials)
+
+    def test_conditional_parameters(self, tmp_path: Path) -> None:
+        """A parameter is part of an action exactly while its `when` holds."""
+        args = {"mode": ["a", "b"], "n": [1, 2, 3], "depth": {"values": [10, 20, 30], "when": "mode == 'b'"}}
+        trials = self.campaign(tmp_path, lambda **point: measured(**{"depth": 0, **point}), args=args).run()
+        assert {trial.outcome for trial in trials} == {Outcome.OK}
+        assert all(("depth" in trial.action) == (trial.action["mode"] == "b") for trial in trials)
+        assert {trial.action["mode"] for trial in trials} == {"a", "b"}
+
+    def test_trials_in_flight_keep_their_numbers(self, tmp_path: Path) -> None:
+        """Three at a time, which end in another order than they began."""
+        turns = count()
+
+        async def slowly(**arguments: Any) -> dict[str, float]:
+            for _ in range(next(turns) * 7 % 5):
+                await asyncio.sleep(0)
+            return measured(**arguments)
+
+        trials = self.campaign(tmp_path, slowly, parallel=3).run()
+        assert [trial.number for trial in trials] == list(range(1, self.trials + 1))
+        assert {trial.outcome for trial in trials} == {Outcome.OK}
+
+    def test_shutdown_can_be_called_twice(self, tmp_path: Path) -> None:
+        """Whoever cleans up after a failure does not know who did so before."""
+        code, trials = self.campaign(tmp_path, told={"trials": 2}).drive(shutdowns=2)
+        assert (code, len(trials)) == (0, 2)
+
+
+SMALL: Mapping[str, Any] = {"mode": ["a", "b", "c"], "n": [1, 2, 3]}
+"""Nine points, fewer than there are trials."""
+
+
+def measured(x: float = 0.0, n: int = 1, mode: str = "a", **_: Any) -> dict[str, float]:
+    """A landscape with a best point, and a second objective that pulls the other way."""
+    height = 1.0 - (x - 0.3) ** 2 - (n / 64 - 0.5) ** 2 + {"a": 0.0, "b": 0.5, "c": 0.2}[mode]
+    return {"y": height, "z": float(n)}
+
+
+def failing_in_b(**point: Any) -> dict[str, float]:
+    """The same landscape, where a third of it crashes."""
+    if point["mode"] == "b":
+        raise RuntimeError("mode b does not work here")
+    return measured(**point)
+
+
+def actions(trials: list[Trial]) -> list[Any]:
+    """What was proposed, in order."""
+    return [canonical(trial.action) for trial in trials]

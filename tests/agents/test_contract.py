@@ -1,0 +1,36 @@
+"""Every shipped agent keeps the contract that a plug-in's agent must keep."""
+
+from loopwright.testing import AgentContract
+
+
+class TestGrid(AgentContract):
+    agent_type = "grid"
+
+
+class TestRandom(AgentContract):
+    agent_type = "random"
+
+
+class TestTpe(AgentContract):
+    agent_type = "tpe"
+    options = {"startup": 4}
+
+
+class TestGp(AgentContract):
+    agent_type = "gp"
+    options = {"startup": 9}
+
+
+class TestCmaes(AgentContract):
+    agent_type = "cmaes"
+    options = {"startup": 2}
+
+
+class TestNsga2(AgentContract):
+    agent_type = "nsga2"
+    options = {"population": 3}
+
+
+class TestBandit(AgentContract):
+    agent_type = "bandit"
+    options = {"arms": 8}

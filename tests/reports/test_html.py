@@ -1,0 +1,373 @@
+"""The report says what the ledgers say: the answer first, every failure, nothing lost and nothing executed."""
+
+import json
+import re
+import time
+from html import unescape
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from loopwright.core.outcome import Fault, Outcome
+from loopwright.reports.charts import DRAWN
+from loopwright.reports.html import write_report
+from tests.reports.story import action_of, gflops, logs
+
+HOSTILE = "</script><img src=x onerror=\"document.documentElement.dataset.owned='1'\"><!--'&"
+
+
+def page(output: Path) -> str:
+    return write_report(output).read_text("utf-8")
+
+
+def words(output: Path, source: str = "") -> str:
+    """What a reader sees, in one line."""
+    body = re.search(r"<main>(.*)</main>", source or page(output), re.DOTALL)[1]
+    return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body)))
+
+
+def chart(output: Path, source: str = "") -> dict:
+    return json.loads(re.search(r'id="data">(.*?)</script>', source or page(output), re.DOTALL)[1])[0]
+
+
+# -- the answer -----------------------------------------------------------------------------------------------------
+
+
+def test_the_best_action_comes_first_with_its_gain(begin, tmp_path):
+    story = begin(budget=3)
+    story.tell({"tile": 8, "opt": "-O0"}, 2.0)
+    story.tell({"tile": 64, "opt": "-O3 -march=native"}, 9.0, metrics={"gflops": 9.0, "seconds": 0.25})
+    story.tell({"tile": 128, "opt": "-O2"}, 4.0)
+
+    text = words(tmp_path)
+
+    assert "Best gflops 9 GFLOP/s" in text
+    assert "4.5 × against the first ok trial (2 GFLOP/s, trial 1)" in text
+    assert "opt -O3 -march=native" in text
+    assert "seconds 0.25 s" in text
+    assert "finished" in text
+    assert "done 3 of 3 ok 3 failed 0 cached 0" in text
+    assert text.index("Best gflops 9") < text.index("done 3")
+
+
+def test_repeats_are_averaged_with_their_spread(begin, tmp_path):
+    story = begin(repeats=2, objectives=["−seconds"])
+    for group, action, rewards in ((1, {"tile": 8}, (-2.0, -2.0)), (2, {"tile": 16}, (-0.9, -1.1))):
+        for repeat, reward in enumerate(rewards):
+            story.tell(action, reward, group=group, repeat=repeat)
+
+    text = words(tmp_path)
+
+    assert "Best −seconds −1 ± 0.14 s" in text
+    assert "+50 % against the first ok trial (−2 s, trial 1)" in text
+    assert "trials 3, 4" in text
+    # The line moves when a group of repeats has ended, never to a lucky single one.
+    assert chart(tmp_path)["lines"][0][0]["steps"] == [[2, -2.0], [4, -1.0], [4, -1.0]]
+
+
+def test_several_objectives_give_a_front(begin, tmp_path):
+    story = begin(objectives=["tokens_per_s", "−ttft_s"])
+    story.tell({"tile": 8}, 10.0, -1.0)
+    story.tell({"tile": 16}, 20.0, -2.0)
+    story.tell({"tile": 32}, 5.0, -3.0)
+
+    text, data = words(tmp_path), chart(tmp_path)
+
+    assert "2 unbeaten actions" in text
+    assert "20 /s −2 s 16 trial 2" in text
+    assert data["answer"] == [0, 1]
+    assert data["rewards"] == [[10.0, 20.0, 5.0], [-1.0, -2.0, -3.0]]
+    assert "data-chart='front'" in page(tmp_path)
+
+
+@pytest.mark.parametrize("conditions", [False, True])
+def test_regimes_give_one_action_for_all_or_one_for_each(begin, tmp_path, conditions):
+    story = begin(parameters={"tile": [8, 16], "load": ["low", "high"]}, conditions_on_regime=conditions)
+    for load, tile, reward in (("high", 8, 5.0), ("high", 16, 4.0), ("low", 8, 6.0), ("low", 16, 9.0)):
+        story.tell({"tile": tile}, reward, regime={"load": load})
+
+    text, data = words(tmp_path), chart(tmp_path)
+
+    assert data["regimes"] == ["load = low", "load = high"], "in the order of the scenario"
+    assert "low 9 GFLOP/s 16 trial 4 high 5 GFLOP/s 8 trial 1" in text
+    if conditions:
+        assert "The best action for each of 2 regimes" in text
+    else:
+        assert "Best action over 2 of 2 regimes: mean gflops 6.5 GFLOP/s" in text
+        assert "single trials from 4 to 9" in text
+
+
+def test_when_nothing_succeeded_it_says_so_first_with_the_commonest_reason(begin, tmp_path):
+    story = begin(budget=4)
+    story.tell({"tile": 8}, outcome=Outcome.TIMEOUT, reason="it was ended after 20 s")
+    for _ in range(3):
+        story.tell({"tile": 8}, outcome=Outcome.CRASHED, reason="./bench: not found")
+
+    text = words(tmp_path)
+
+    assert "No trial succeeded. Most often the outcome was crashed (fault: workload; 3 of 4 trials)" in text
+    assert text.index("./bench: not found") < text.index("done 4")
+    assert "without a result" in text
+
+
+# -- failures, progress, provenance ---------------------------------------------------------------------------------
+
+
+def test_failures_are_listed_with_links_to_the_logs_that_exist(begin, tmp_path):
+    story = begin("my run #1")
+    story.tell({"tile": 8}, 1.0)
+    story.tell({"tile": 8}, outcome=Outcome.CRASHED, reason="exit code 3")
+    story.tell({"tile": 9}, outcome=Outcome.CRASHED, reason="exit code 3")
+    story.tell({"tile": 9}, outcome=Outcome.LOST, reason="the node went away", fault=Fault.INFRA)
+    logs(tmp_path, "my run #1", 2)
+
+    text, source = words(tmp_path), page(tmp_path)
+
+    assert "crashed workload 2 exit code 3 2 × · trials 2 ( stdout , stderr ), 3" in text
+    assert "lost infra 1 the node went away" in text
+    links = re.findall(r"href='(\./[^']+)'", source)
+    assert links == ["./my%20run%20%231/trials/2/stdout", "./my%20run%20%231/trials/2/stderr"]
+
+
+def test_an_unfinished_run_says_how_to_go_on(begin, tmp_path):
+    story = begin(budget=10)
+    story.tell({"tile": 8}, 1.0)
+    story.hang({"tile": 16})
+
+    text = words(tmp_path)
+
+    assert f"In progress or interrupted; resume with loopwright resume {tmp_path}" in text
+    assert "done 1 of 10" in text
+    assert "in flight or aborted 1" in text
+
+
+def test_a_run_that_raised_shows_the_traceback(begin, tmp_path):
+    story = begin()
+    story.tell({"tile": 8}, 1.0)
+    story.ledger.set_state("failure", "Traceback (most recent call last):\n  in select_action\nIndexError: <oops>\n")
+
+    text = words(tmp_path)
+
+    assert "The run ended with an error: IndexError: <oops> Traceback (most recent call last): in select_action" in text
+    assert text.index("IndexError") < text.index("Best gflops")
+
+
+def test_provenance_is_there(begin, tmp_path):
+    begin().tell({"tile": 8}, 1.0)
+
+    text = words(tmp_path)
+
+    assert "matmul-flags" in text
+    for fact in ("git 4f2a91c", "host node17", "memory 64 GiB", "started 2025-06-15 15:06:40 UTC", "tile <= size"):
+        assert fact in text
+
+
+def test_several_runs_are_compared_at_the_top(campaign, begin, tmp_path):
+    campaign("one", 10)
+    begin("two", budget=2)
+
+    text = words(tmp_path)
+
+    assert text.index("no trial yet") < text.index("Best gflops")
+    assert "No trial has been started yet." in text
+
+
+# -- charts ---------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_keep_their_kind_and_fixed_ones_have_no_chart(campaign, tmp_path):
+    campaign(trials=60)
+
+    kinds = {axis["name"]: axis["kind"] for axis in chart(tmp_path)["parameters"]}
+
+    assert kinds == {
+        "opt": "category",
+        "tile": "log",
+        "learning_rate": "value",
+        "size": "category",
+        "OMP_NUM_THREADS": "category",
+    }
+
+
+def test_a_few_terrible_trials_do_not_flatten_the_rest(begin, tmp_path):
+    story = begin(objectives=["−seconds"])
+    for n in range(40):
+        story.tell({"tile": n}, -5000.0 if n == 7 else -1.0 - n / 40)
+
+    assert chart(tmp_path)["floors"] == [pytest.approx(-2.1, abs=0.1)]
+    assert "below the axis" in words(tmp_path)
+
+
+def test_twenty_thousand_trials_are_thinned_but_the_line_is_exact(begin, tmp_path):
+    story, random = begin(), Random(1)
+    rewards = []
+    for _ in range(20_000):
+        action = {"tile": random.random()}
+        rewards.append(gflops(action_of(random), random))
+        story.tell(action, rewards[-1])
+
+    started = time.perf_counter()
+    source = page(tmp_path)
+
+    assert time.perf_counter() - started < 15, "about 2 s on a laptop"
+    data, text = chart(tmp_path, source), words(tmp_path, source)
+    best, records = float("-inf"), []
+    for number, reward in enumerate(rewards, 1):
+        if reward > best:
+            best = reward
+            records.append([number, reward])
+    assert data["lines"][0][0]["steps"] == [*records, [20_000, best]]
+    assert {number for number, _ in records} <= set(data["number"])
+    assert len(data["number"]) < DRAWN
+    assert "3 000 of 20 000 ok trials are drawn" in text
+    assert len(source) < 1_500_000
+
+
+# -- old, damaged and hostile ledgers -------------------------------------------------------------------------------
+
+
+def test_a_ledger_without_any_state_is_still_reported(begin, tmp_path):
+    story = begin("old", state=False)
+    story.tell({"x": 1.5, "flag": True}, 3.0, 4.0)
+    story.tell({"x": 2.5, "flag": False}, 2.0, 3.0)
+
+    text = words(tmp_path)
+
+    assert "One action is best in all 2 objectives." in text
+    assert "reward objective 2 x flag trial 3 4 1.5 true trial 1" in text
+
+
+@pytest.mark.parametrize("about", [{"parameters": [1]}, {"objectives": 7}, {"agent": None}, {"budget": "many"}])
+def test_state_of_another_shape_does_no_harm(begin, tmp_path, about):
+    begin(**about).tell({"tile": 8}, 1.0)
+
+    assert "The only trial that succeeded." in words(tmp_path)
+
+
+def test_damaged_and_missing_ledgers_become_notes_and_hide_nothing(begin, tmp_path):
+    begin("good").tell({"tile": 8}, 1.0)
+    begin("empty")
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "ledger.db").write_bytes(b"junk" * 1000)
+    (tmp_path / "lost" / "trials").mkdir(parents=True)
+    (tmp_path / "unrelated").mkdir()
+
+    text = words(tmp_path)
+
+    assert "torn could not be read:" in text
+    assert "is damaged" in text
+    assert "lost could not be read: there is no ledger" in text
+    assert "Best gflops 1" in text
+    assert "unrelated" not in text
+
+
+def test_what_stands_before_the_damage_is_kept(begin, tmp_path):
+    story = begin("half")
+    story.tell({"tile": 8}, 1.0)
+    story.tell({"tile": 16}, 2.0)
+    with story.ledger._transaction as connection:
+        connection.execute("UPDATE trials SET reward_detail = '{' WHERE number = 2")
+    begin("whole").tell({"tile": 8}, 5.0)
+
+    text = words(tmp_path)
+
+    assert "Only 1 trials could be read" in text
+    assert "Best gflops 1" in text
+    assert "Best gflops 5" in text
+
+
+def test_a_ledger_that_makes_no_sense_hides_no_other_run(begin, tmp_path):
+    story = begin("mixed")
+    story.tell({"tile": 8}, 1.0)
+    story.tell({"tile": 8}, 1.0, 2.0)
+    begin("whole").tell({"tile": 8}, 5.0)
+
+    text = words(tmp_path)
+
+    assert "mixed could not be shown" in text
+    assert "Best gflops 5" in text
+
+
+def test_an_empty_output_directory_gives_a_page_too(tmp_path):
+    assert "no run was found here" in words(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def hostile(begin, tmp_path: Path) -> None:
+    story = begin(
+        "a" + HOSTILE.replace("/", "∕"), objectives=[HOSTILE], parameters={HOSTILE: [HOSTILE, "b"], "c": [1, 2]}
+    )
+    for n in range(6):
+        action, regime = {HOSTILE: HOSTILE if n % 2 else "b", "c": 1 + n % 2}, {"r" + HOSTILE: HOSTILE + str(n % 3)}
+        story.tell(action, float(n), regime=regime, metrics={HOSTILE: 1.0}, usage={"wall_s": 1.0})
+    logs(tmp_path, story.ledger.path.parent.name, 7)
+    story.tell({HOSTILE: "b"}, outcome=Outcome.CRASHED, reason=HOSTILE)
+    story.ledger.set_state("failure", HOSTILE)
+    story.ledger.set_state("provenance", {"scenario": HOSTILE, "git": HOSTILE, "host": HOSTILE})
+
+
+def test_foreign_text_never_becomes_markup(begin, tmp_path):
+    hostile(begin, tmp_path)
+
+    source = page(tmp_path)
+
+    assert "<img" not in source.replace(Path(__file__).name, "").split("<script>")[0]
+    assert source.count("</script>") == 3
+    assert HOSTILE in words(tmp_path)
+    assert chart(tmp_path)["labels"] == [HOSTILE]
+
+
+# -- in a browser ---------------------------------------------------------------------------------------------------
+
+
+def assert_drawn(dom: str, log: str) -> None:
+    root = re.search(r"<html[^>]*>", dom)[0]
+    assert "data-error" not in root, root
+    assert "data-owned" not in root, "foreign text was executed"
+    assert "CONSOLE" not in log, log
+    drawn, charts = (int(re.search(rf'data-{name}="(\d+)"', root)[1]) for name in ("rendered", "charts"))
+    assert drawn == charts == dom.count("<svg") > 0
+
+
+def test_it_renders_in_a_browser_without_errors(campaign, begin, tmp_path, render):
+    campaign("single", 60)
+    story, random = begin("several", objectives=["tokens_per_s", "−ttft_s", "−cost"]), Random(2)
+    for n in range(40):
+        story.tell(action_of(random), random.random(), -random.random(), -random.random() * 1e6 ** (n % 20 == 0))
+    story = begin("regimes", repeats=2)
+    for n in range(40):
+        story.tell(action_of(random), random.random(), regime={"load": n % 4}, group=n // 2 + 1, repeat=n % 2)
+    begin("one").tell({"tile": 8}, 1.0)
+    hostile(begin, tmp_path)
+
+    shown = render(write_report(tmp_path))
+
+    assert_drawn(shown.dom, shown.log)
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_the_page_is_never_wider_than_the_window(campaign, begin, tmp_path, render, width):
+    campaign("a-name-without-any-place-to-break-" * 4, 40)
+    hostile(begin, tmp_path)
+    # The page allows no script but its own, hence a copy without its policy; windows have a least width, hence a frame.
+    report = "setTimeout(() => parent.postMessage(document.documentElement.scrollWidth, '*'), 5000)"
+    head, _, tail = re.sub(r"<meta http-equiv[^>]*>", "", page(tmp_path)).rpartition("</body>")
+    (tmp_path / "copy.html").write_text(f"{head}<script>{report}</script></body>{tail}", "utf-8")
+    (tmp_path / "frame.html").write_text(
+        f"<iframe src='copy.html' style='width: {width}px; height: 2000px; border: 0'></iframe>"
+        "<script>onmessage = (event) => { document.body.dataset.width = event.data }</script>"
+    )
+
+    shown = render(tmp_path / "frame.html")
+
+    assert int(re.search(r'data-width="(\d+)"', shown.dom)[1]) <= width
+
+
+def test_a_page_whose_script_breaks_is_noticed(campaign, tmp_path, render):
+    campaign(trials=5)
+    source = re.sub(r"script-src [^\"]*", "script-src 'unsafe-inline'", page(tmp_path))
+    (tmp_path / "broken.html").write_text(source.replace("drawAll(figures);", "drawAll(nothing);"), "utf-8")
+
+    with pytest.raises(AssertionError):
+        assert_drawn(*vars(render(tmp_path / "broken.html")).values())

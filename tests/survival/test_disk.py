@@ -1,0 +1,164 @@
+"""Disks that are full, read-only or damaged: a message that helps, nothing recorded is lost, and `resume` goes on."""
+
+import gc
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from loopwright.core.errors import StorageError
+from loopwright.core.outcome import Outcome
+from tests.contracts.harness import FunctionEnv, ListedAgent, new_run
+from tests.survival.campaign import SCENARIO, Campaign
+
+NOISY = """#!/bin/sh
+head -c $2 /dev/zero
+echo "y: $1 z: 0"
+"""
+TRIALS = 24
+
+
+def scenario(output_bytes=10):
+    return SCENARIO.format(
+        parallel=2,
+        agent='{ type = "grid" }',
+        reward='{ type = "identity", metrics = ["y"] }',
+        run="",
+        workload="",
+        args=f"a = {list(range(TRIALS))}\nb = {output_bytes}",
+        more="",
+    )
+
+
+def mount(*arguments):
+    return subprocess.run(["mount", *map(str, arguments)], capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of half a megabyte."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if not mount("-t", "tmpfs", "-o", "size=512k", "tmpfs", disk):
+        pytest.skip("this container may not mount")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def fill(disk, leaving):
+    """Leave so many bytes free."""
+    free = shutil.disk_usage(disk).free
+    (disk / "ballast").write_bytes(b"x" * max(0, free - leaving))
+
+
+# -- full ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("free", [8, 32, 96, 160, 224, 288, 400])
+@pytest.mark.parametrize("output_bytes", [10, 30_000])
+def test_a_full_disk_stops_the_campaign_and_room_lets_it_go_on(tmp_path, disk, free, output_bytes):
+    campaign = Campaign(tmp_path / "home", scenario(output_bytes), work=NOISY, output=disk / "out")
+    fill(disk, free * 1024)
+
+    stopped = campaign.call()
+
+    assert stopped.code == 1
+    assert "Traceback" not in stopped.err
+    assert "full" in stopped.err
+    assert str(disk) in stopped.err
+    assert campaign.left_running() == []
+
+    assert mount("-o", "remount,size=64m", disk)
+    resumed = campaign.call("resume" if (campaign.output / "campaign.json").exists() else "run")
+
+    assert (resumed.code, resumed.err) == (0, "")
+    assert campaign.numbers() == list(range(1, TRIALS + 1))
+    assert {trial.outcome for trial in campaign.trials()} == {Outcome.OK}
+    assert campaign.left_running() == []
+
+
+def test_trials_that_meet_a_full_disk_together_are_one_error_without_noise(tmp_path, caplog):
+    def refuse(_):
+        raise StorageError("the disk is full")
+
+    agent = ListedAgent(FunctionEnv(new_run(tmp_path), refuse), [{"x": 1}, {"x": 2}, {"x": 3}], parallel=3)
+
+    with pytest.raises(StorageError, match="the disk is full"):
+        agent.run()
+
+    gc.collect()
+    assert caplog.text == ""
+
+
+# -- read-only ----------------------------------------------------------------------------------------------------
+
+
+def test_a_read_only_output_directory_is_refused_before_anything_runs(tmp_path, disk):
+    campaign = Campaign(tmp_path / "home", scenario(), work=NOISY, output=disk / "out")
+    assert mount("-o", "remount,ro", disk)
+
+    ended = campaign.call()
+
+    assert ended.code == 1
+    assert ended.err == (
+        f"error: cannot write to {campaign.output}: it is read-only. Make room or choose another --output; "
+        "nothing that was recorded is lost: go on with `loopwright resume`.\n"
+    )
+
+
+def test_a_campaign_on_a_disk_that_became_read_only_can_be_read_and_says_why_it_cannot_go_on(tmp_path, disk):
+    campaign = Campaign(tmp_path / "home", scenario(), work=NOISY, output=disk / "out")
+    assert mount("-o", "remount,size=64m", disk)
+    assert campaign.call().code == 0
+    assert mount("-o", "remount,ro", disk)
+
+    ended = campaign.call("resume")
+
+    assert ended.code == 1
+    assert "read-only" in ended.err
+    assert "Traceback" not in ended.err
+    assert campaign.numbers() == list(range(1, TRIALS + 1))
+
+
+# -- damaged ------------------------------------------------------------------------------------------------------
+
+
+def overwrite_the_middle(content):
+    return content[: len(content) // 3] + b"\xa5" * (len(content) // 3) + content[len(content) // 3 * 2 :]
+
+
+DAMAGE = {
+    "overwritten": overwrite_the_middle,
+    "truncated": lambda content: content[: len(content) // 2],
+    "cut in a page": lambda content: content[:5000],
+    "no database": lambda _: b"this is a letter to my aunt\n" * 100,
+    "empty": lambda _: b"",
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A campaign that went well."""
+    campaign = Campaign(tmp_path_factory.mktemp("whole"), scenario(), work=NOISY)
+    assert campaign.call().code == 0
+    return campaign
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_ledger_is_reported_and_left_as_it_is(whole, tmp_path, how):
+    output = tmp_path / "out"
+    shutil.copytree(whole.output, output, symlinks=True)
+    damaged = Campaign(tmp_path / "home", scenario(), work=NOISY, output=output)
+    content = DAMAGE[how](damaged.ledger.read_bytes())
+    damaged.ledger.write_bytes(content)
+
+    ended = damaged.call("resume")
+
+    assert ended.code == 1
+    assert "Traceback" not in ended.err
+    assert str(damaged.ledger) in ended.err
+    assert "damaged" in ended.err or "is no ledger" in ended.err
+    assert damaged.ledger.read_bytes() == content

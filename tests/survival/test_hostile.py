@@ -1,0 +1,107 @@
+"""Commands that misbehave, through the whole command line: each ends in the right outcome, and nothing stays behind."""
+
+import os
+
+import pytest
+
+from loopwright.core.outcome import Fault, Outcome
+from tests.survival.campaign import SCENARIO, Campaign, processes
+
+WORK = r"""#!/bin/sh
+case "$1" in
+  ignores-sigterm) trap '' TERM; while :; do sleep 1000; done ;;
+  never-ends)      sleep 1000 ;;
+  daemon)          setsid sh -c 'setsid sleep 1001 & setsid sleep 1002 &' > /dev/null 2>&1 ;;
+  stubborn-daemon) setsid sh -c 'trap "" TERM HUP; sleep 1003; sleep 1004' > /dev/null 2>&1 & ;;
+  holds-pipe)      setsid sleep 1005 & ;;
+  gigabyte)        head -c 1000000000 /dev/zero ;;
+  bad-utf8)        printf '\377\376\300\n'; printf '\377 complaint \200\n' >&2 ;;
+  bad-utf8-fails)  printf '\377 complaint \200\n' >&2; exit 5 ;;
+  segfault)        kill -SEGV $$ ;;
+  kills-itself)    kill -KILL $$ ;;
+  kills-group)     kill -KILL 0 ;;
+  silent)          exit 0 ;;
+  reads-stdin)     cat ;;
+  clears-away)     rm -rf "$PWD" ;;
+esac
+echo "y: 1 z: 2"
+"""
+
+OUTCOMES = {
+    "ignores-sigterm": (Outcome.TIMEOUT, "it was ended after 1 s"),
+    "never-ends": (Outcome.TIMEOUT, "it was ended after 1 s"),
+    "daemon": (Outcome.OK, ""),
+    "stubborn-daemon": (Outcome.OK, ""),
+    "holds-pipe": (Outcome.OK, ""),
+    "bad-utf8": (Outcome.OK, ""),
+    "bad-utf8-fails": (Outcome.CRASHED, "exit code 5; stderr ends with: \ufffd complaint \ufffd"),
+    "segfault": (Outcome.CRASHED, "it ended by signal 11"),
+    "kills-itself": (Outcome.CRASHED, "it ended by signal 9"),
+    "kills-group": (Outcome.CRASHED, "it ended by signal 9"),
+    "silent": (Outcome.METRIC_MISSING, "y: stdout is empty; z: stdout is empty"),
+    "reads-stdin": (Outcome.OK, ""),
+}
+
+
+def scenario(names, *, timeout_s):
+    return SCENARIO.format(
+        parallel=2,
+        agent='{ type = "grid" }',
+        reward='{ type = "identity", metrics = ["y"] }',
+        run="",
+        workload=f"timeout_s = {timeout_s}",
+        args=f"a = {list(names)}\nb = 0",
+        more="",
+    ).replace("[system]\n", "[system]\ngrace_s = 0.2\n")
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory):
+    campaign = Campaign(tmp_path_factory.mktemp("hostile"), scenario(OUTCOMES, timeout_s=1), work=WORK)
+    ended = campaign.call()
+    assert (ended.code, ended.err) == (0, "")
+    return campaign
+
+
+@pytest.mark.parametrize("how", OUTCOMES)
+def test_a_hostile_command_gets_the_outcome_it_deserves(campaign, how):
+    (trial,) = [trial for trial in campaign.trials() if trial.action["a"] == how]
+
+    assert (trial.outcome, trial.reason) == OUTCOMES[how]
+    assert trial.fault is (None if trial.outcome is Outcome.OK else Fault.WORKLOAD)
+
+
+def test_no_hostile_command_leaves_anything_running(campaign):
+    assert campaign.left_running() == []
+    assert [command for _, command in processes() if " sleep 100" in command and str(campaign.output) in command] == []
+
+
+def test_what_hostile_commands_printed_is_kept_as_it_was(campaign):
+    (trial,) = [trial for trial in campaign.trials() if trial.action["a"] == "bad-utf8"]
+
+    folder = campaign.output / "work" / "trials" / str(trial.number)
+    assert (folder / "stdout").read_bytes() == b"\xff\xfe\xc0\ny: 1 z: 2\n"
+    assert (campaign.output / "report.html").read_text()
+
+
+def test_a_gigabyte_of_output_is_held_neither_in_memory_nor_on_disk(tmp_path):
+    campaign = Campaign(tmp_path, scenario(["gigabyte", "silent"], timeout_s=100), work=WORK)
+    process = campaign.start(stdout=None, stderr=None)
+
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+
+    assert process.returncode == 0
+    assert usage.ru_maxrss < 250_000, "kilobytes"
+    assert (campaign.output / "work" / "trials" / "1" / "stdout").stat().st_size < 65 * 2**20
+    first = campaign.trials()[0]
+    assert (first.outcome, first.metrics) == (Outcome.OK, {"y": 1, "z": 2})
+
+
+def test_a_command_that_removes_its_own_directory_costs_its_own_trial_only(tmp_path):
+    campaign = Campaign(tmp_path, scenario(["clears-away", "daemon"], timeout_s=10), work=WORK)
+
+    ended = campaign.call()
+
+    assert "Traceback" not in ended.err
+    assert [trial.outcome for trial in campaign.trials()] == [Outcome.METRIC_MISSING, Outcome.OK]
