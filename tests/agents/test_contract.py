@@ -18,7 +18,7 @@ class TestTpe(AgentContract):
 
 class TestGp(AgentContract):
     agent_type = "gp"
-    options = {"startup": 9}
+    options = {"startup": 11}
 
 
 class TestCmaes(AgentContract):
@@ -33,4 +33,4 @@ class TestNsga2(AgentContract):
 
 class TestBandit(AgentContract):
     agent_type = "bandit"
-    options = {"arms": 8}
+    options = {"arms": 27}

@@ -98,6 +98,14 @@ def test_regimes_give_one_action_for_all_or_one_for_each(begin, tmp_path, condit
         assert "single trials from 4 to 9" in text
 
 
+def test_an_action_that_met_one_regime_of_several_is_said_to(begin, tmp_path):
+    story = begin()
+    story.tell({"tile": 8}, 1.0, regime={"load": 1})
+    story.tell({"tile": 16}, 2.0, regime={"load": 2})
+
+    assert "Best gflops, measured under load = 2 alone; 2 regimes were met 2 GFLOP/s" in words(tmp_path)
+
+
 def test_when_nothing_succeeded_it_says_so_first_with_the_commonest_reason(begin, tmp_path):
     story = begin(budget=4)
     story.tell({"tile": 8}, outcome=Outcome.TIMEOUT, reason="it was ended after 20 s")
@@ -346,14 +354,35 @@ def test_it_renders_in_a_browser_without_errors(campaign, begin, tmp_path, rende
     assert_drawn(shown.dom, shown.log)
 
 
+def with_script(source: str, script: str) -> str:
+    """The page with one more script, which its own policy would not let run."""
+    head, _, tail = re.sub(r"<meta http-equiv[^>]*>", "", source).rpartition("</body>")
+    return f"{head}<script>{script}</script></body>{tail}"
+
+
+def test_hovering_shows_the_action_as_text(begin, tmp_path, render):
+    hostile(begin, tmp_path)
+    hover = "echarts.getInstanceByDom(document.querySelector('.plot')).dispatchAction({0})"
+    script = hover.format("{type: 'showTip', seriesIndex: 0, dataIndex: 0}")
+    (tmp_path / "hover.html").write_text(with_script(page(tmp_path), f"setTimeout(() => {script}, 3000)"), "utf-8")
+
+    shown = render(tmp_path / "hover.html")
+
+    assert_drawn(shown.dom, shown.log)
+    tip = re.search(r'<div class="tip">(.*?)</div>', shown.dom, re.DOTALL)[1]
+    assert "<b>Trial 1</b>" in tip
+    assert "<dt>c</dt><dd>1</dd>" in tip
+    assert "&lt;img src=x" in tip
+    assert "<img" not in tip
+
+
 @pytest.mark.parametrize("width", [400, 1200])
 def test_the_page_is_never_wider_than_the_window(campaign, begin, tmp_path, render, width):
     campaign("a-name-without-any-place-to-break-" * 4, 40)
     hostile(begin, tmp_path)
-    # The page allows no script but its own, hence a copy without its policy; windows have a least width, hence a frame.
     report = "setTimeout(() => parent.postMessage(document.documentElement.scrollWidth, '*'), 5000)"
-    head, _, tail = re.sub(r"<meta http-equiv[^>]*>", "", page(tmp_path)).rpartition("</body>")
-    (tmp_path / "copy.html").write_text(f"{head}<script>{report}</script></body>{tail}", "utf-8")
+    (tmp_path / "copy.html").write_text(with_script(page(tmp_path), report), "utf-8")
+    # A window has a least width, a frame has none.
     (tmp_path / "frame.html").write_text(
         f"<iframe src='copy.html' style='width: {width}px; height: 2000px; border: 0'></iframe>"
         "<script>onmessage = (event) => { document.body.dataset.width = event.data }</script>"

@@ -7,6 +7,7 @@ depends on the seed, n and what was recorded, and a resumed run goes on exactly 
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -204,7 +205,18 @@ class Nsga2(SamplerAgent):
     config: Nsga2Config
 
     def sampler(self, seed: int) -> "optuna.samplers.BaseSampler":
-        return optuna.samplers.NSGAIISampler(seed=seed, population_size=self.config.population)
+        return _ordered_nsga2()(seed=seed, population_size=self.config.population)
+
+
+@cache
+def _ordered_nsga2() -> "type[optuna.samplers.NSGAIISampler]":
+    class Ordered(optuna.samplers.NSGAIISampler):
+        # Optuna selects parents once per generation in order of rank, and later recalls them in order of number; a run
+        # that is resumed in between selects again, and must see what an undisturbed one sees.
+        def select_parent(self, study: Any, generation: int) -> Any:
+            return sorted(super().select_parent(study, generation), key=lambda trial: trial.number)
+
+    return Ordered
 
 
 def _distribution(parameter: Parameter) -> "optuna.distributions.BaseDistribution | None":

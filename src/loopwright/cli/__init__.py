@@ -1,6 +1,7 @@
 """The command line, one file per verb. Heavy modules are imported by the verbs that need them."""
 
 import logging
+import os
 import sys
 
 import typer
@@ -40,6 +41,10 @@ def main() -> None:
         _fail(str(error), 2)
     except LoopwrightError as error:
         _fail(f"error: {error}", 1)
+    except BrokenPipeError:
+        # Whoever read our output has left; there is nobody to tell, and the results are on disk.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
 
 
 def _fail(message: str, code: int) -> None:

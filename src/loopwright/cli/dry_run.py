@@ -21,11 +21,9 @@ def command(scenario: ScenarioFile) -> None:
 
     console = Console(highlight=False)
     loaded = load(scenario)
-    system = loaded.scenario.system
-    console.print(
-        f"[bold]{loaded.scenario.name}[/]: {_count(len(loaded.scenario.run), 'run')}, {_count(system.parallel, 'trial')} at a time"
-    )
-    for run in loaded.scenario.run:
+    runs, parallel = loaded.scenario.run, loaded.scenario.system.parallel
+    console.print(f"[bold]{loaded.scenario.name}[/]: {_count(len(runs), 'run')}, {_count(parallel, 'trial')} at a time")
+    for run in runs:
         _show(console, run)
 
 
@@ -86,7 +84,7 @@ def _first_commands(run: "RunConfig", space: "Space") -> list[str]:
     points = space.points() if grid else (space.sample(seed, n) for n in itertools.count(1))
     draws = Draws(seed, space.parameters, run.env_params)
     lines = [f"{'the first trials' if exact else 'trials such as'}:"]
-    if getattr(run.workload, "setup", None):
+    if isinstance(run.workload, CommandConfig) and run.workload.setup:
         lines.insert(0, f"set-up      {run.workload.setup}")
     for number, action in enumerate(itertools.islice(points, _SHOWN), 1):
         arguments = space.arguments(action, draws.sample(number))

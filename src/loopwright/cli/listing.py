@@ -34,7 +34,11 @@ def command(family: Annotated[Family, typer.Argument(help="What to list.")]) -> 
     registry = registries[family]
     table = Table(box=None, padding=(0, 2), show_header=False)
     for name in registry.names():
-        item = registry.get(name)
+        try:
+            item = registry.get(name)
+        except ImportError as error:
+            table.add_row(name, f"(cannot be imported: {error})")
+            continue
         config = getattr(item, "Config", item)
         draws = "  (takes env_params)" if getattr(item, "samples_env_params", False) else ""
         table.add_row(name, (config.__doc__ or "").strip().split("\n")[0] + draws)

@@ -86,8 +86,9 @@ def storage(where: Path) -> Iterator[None]:
         raise
     except OSError as error:
         reason = _DISK.get(error.errno or 0) or error.strerror or str(error)
+        move = "Make room or choose" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Choose"
         raise StorageError(
-            f"cannot write to {where}: {reason}. Make room or choose another --output; "
+            f"cannot write to {where}: {reason}. {move} another --output; "
             "nothing that was recorded is lost: go on with `loopwright resume`."
         ) from error
 

@@ -41,4 +41,5 @@ class Observers:
                 getattr(observer, hook)(trial)
             except Exception:
                 self._observers.remove(observer)
-                log.exception("%s.%s failed on trial %d and is off from now on", observer, hook, trial.number)
+                name = f"{type(observer).__name__}.{hook}"
+                log.exception("observer %s failed on trial %d and is off from now on", name, trial.number)

@@ -1,8 +1,9 @@
 """Registries: names in TOML to classes in Python, ours and those of installed packages."""
 
 from collections.abc import Iterator
-from importlib import import_module
+from contextlib import suppress
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import Generic, TypeVar
 
 from loopwright.core.errors import did_you_mean
@@ -39,17 +40,27 @@ class Registry(Generic[T]):
             self._scanned = True
             for point in entry_points(group=self.group):
                 if point.name not in self._found:
-                    self._lazy.setdefault(point.name, point.value)
+                    self._lazy.setdefault(point.name, f"{point.module}:{point.attr}")
         return list(dict.fromkeys([*self._lazy, *self._found]))
 
     def get(self, name: str) -> T:
-        """The item of that name, or a KeyError that says which names there are."""
+        """The item of that name; a KeyError says which names there are, an ImportError why it cannot be had."""
         if name not in self._found:
             if name not in self.names():
                 raise KeyError(f"unknown {self.kind} {name!r}. {did_you_mean(name, self.names())}")
-            module, _, attribute = self._lazy[name].partition(":")
-            self._found[name] = getattr(import_module(module), attribute)
+            try:
+                self._found[name] = resolve_name(self._lazy[name])
+            except AttributeError as error:
+                raise ImportError(f"{self._lazy[name]!r}: {error}") from error
         return self._found[name]
+
+    def working(self) -> dict[str, T]:
+        """All that can be imported: a broken package must not hide the others."""
+        found = {}
+        for name in self.names():
+            with suppress(ImportError):
+                found[name] = self.get(name)
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())

@@ -25,7 +25,7 @@ def explain(path: Path, error: sqlite3.Error) -> LedgerError:
     detail = str(error)
     if isinstance(error, sqlite3.OperationalError) and any(word in detail for word in ("full", "I/O", "readonly")):
         return LedgerError(
-            f"cannot write to {path}: {detail}. Make room; nothing that was recorded is lost: "
+            f"cannot write to {path}: {detail}. Make room, or make it writable; nothing that was recorded is lost: "
             "go on with `loopwright resume`."
         )
     if any(word in detail for word in ("malformed", "not a database", "corrupt")):

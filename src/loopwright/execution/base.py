@@ -20,8 +20,13 @@ class Usage:
     wall_s: float
     user_s: float
     system_s: float
-    max_rss_bytes: int
-    """An upper bound: until it has started, a process is counted with the memory of the one that starts it."""
+    max_rss_bytes: int | None = None
+    """The peak memory, where it is known: the kernel counts a process with the memory of the one that starts it, so a
+    peak below our own cannot be told, and a Python worker's peak may stem from an earlier call."""
+
+    def known(self) -> dict[str, float]:
+        """What was measured, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,9 @@ class Tree:
 
     def _usage(self, used: resource.struct_rusage) -> Usage:
         ended_s = self._ended_s if self._ended_s is not None else time.monotonic()
-        return Usage(ended_s - self._birth.at_s, used.ru_utime, used.ru_stime, used.ru_maxrss * 1024)
+        ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = used.ru_maxrss * 1024 if used.ru_maxrss > ours else None
+        return Usage(ended_s - self._birth.at_s, used.ru_utime, used.ru_stime, peak)
 
     def _find(self, pids: Collection[int] | None, *, main: bool) -> list[Process]:
         if pids is not None and main:

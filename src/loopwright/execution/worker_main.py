@@ -70,7 +70,7 @@ class Worker:
         answer["usable"] = self._leave(answer.get("error"))
         # So that the parent, which has more to do than we, looks only if there is something.
         answer["output"] = _waiting(1) or _waiting(2)
-        answer["usage"] = [wall_s, after[0] - before[0], after[1] - before[1], after[2]]
+        answer["usage"] = [wall_s, after[0] - before[0], after[1] - before[1]]
         return answer
 
     def _enter(self, frame: Frame) -> None:
@@ -244,13 +244,9 @@ def _explain(error: BaseException) -> str:
     return text if len(text) <= _ERROR_CHARS else f"{text[: _ERROR_CHARS // 2]}\n[...]\n{text[-_ERROR_CHARS // 2 :]}"
 
 
-def _used() -> tuple[float, float, int]:
+def _used() -> tuple[float, float]:
     own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (
-        own.ru_utime + children.ru_utime,
-        own.ru_stime + children.ru_stime,
-        max(own.ru_maxrss, children.ru_maxrss) * 1024,
-    )
+    return own.ru_utime + children.ru_utime, own.ru_stime + children.ru_stime
 
 
 def _identity(fd: int) -> tuple[int, int]:

@@ -162,7 +162,6 @@ class WorkerProcess:
             wall_s,
             max(0.0, used.user_s - self._spent_s[0]),
             max(0.0, used.system_s - self._spent_s[1]),
-            used.max_rss_bytes,
         )
         return self._returned(usage, timed_out=timed_out, died=None if timed_out else describe(exit_))
 

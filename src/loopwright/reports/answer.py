@@ -8,7 +8,19 @@ from typing import Any
 from loopwright.reports.best import Candidate
 from loopwright.reports.digest import Digest
 from loopwright.reports.links import trial_links
-from loopwright.reports.markup import Html, exact, html, join, measured, number, short, spread, table, unit_of
+from loopwright.reports.markup import (
+    Html,
+    assignments,
+    exact,
+    html,
+    join,
+    measured,
+    number,
+    short,
+    spread,
+    table,
+    unit_of,
+)
 
 _ROWS = 15
 
@@ -66,6 +78,9 @@ def _single(digest: Digest, best: Candidate) -> Html:
     what = f"Best {label}"
     if len(best.regimes) > 1:
         what = f"Best action over {number(len(best.regimes))} of {number(len(digest.regimes))} regimes: mean {label}"
+    elif len(digest.regimes) > 1:
+        alone = short(assignments(best.regimes[0]), 80)
+        what = f"Best {label}, measured under {alone} alone; {number(len(digest.regimes))} regimes were met"
     left = html(
         "<div><div class='what'>{}</div><div class='value'>{} <small>{}</small></div>{}{}<p class='muted'>{}</p></div>",
         what,

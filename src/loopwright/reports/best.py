@@ -40,12 +40,12 @@ class Best:
 def best_of(trials: Iterable[Trial]) -> Best:
     """The best actions among the trials of a run.
 
-    Copies from the cache do not count again, and an action that failed under a regime does not compete there. With
-    regimes, an action that was measured under more of them goes before one that was lucky under a few.
+    An action that failed under a regime does not compete there. With regimes, an action that was measured under more of
+    them goes before one that was lucky under a few.
     """
     measured: dict[str, dict[str, list[Trial]]] = defaultdict(lambda: defaultdict(list))
     for trial in trials:
-        if trial.outcome is not None and trial.outcome is not Outcome.ABORTED and trial.cached_from is None:
+        if counts(trial):
             measured[key_of(trial.action)][key_of(trial.regime)].append(trial)
     good = [
         {regime: group for regime, group in regimes.items() if all(trial.reward for trial in group)}
@@ -61,6 +61,12 @@ def best_of(trials: Iterable[Trial]) -> Best:
             if regime not in by_regime or candidate.reward > by_regime[regime].reward:
                 by_regime[regime] = candidate
     return Best(tuple(front), tuple(by_regime[key] for key in sorted(by_regime)))
+
+
+def counts(trial: Trial) -> bool:
+    """Whether a trial says something about its action: not a copy of another trial of this run, and not lost."""
+    copied = trial.cached_from is not None and trial.cached_from.isdigit()
+    return trial.outcome not in (None, Outcome.ABORTED, Outcome.LOST) and not copied
 
 
 def _candidate(regimes: Sequence[Sequence[Trial]]) -> Candidate:

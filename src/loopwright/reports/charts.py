@@ -10,6 +10,7 @@ from typing import Any
 
 from loopwright.core.canonical import canonical, key_of
 from loopwright.core.trial import Trial
+from loopwright.reports.best import counts
 from loopwright.reports.digest import Digest, regime_key
 from loopwright.reports.markup import assignments, exact, short
 from loopwright.spaces.parameter import Choice, Fixed, Parameter, Range, parameter
@@ -101,7 +102,7 @@ def best_lines(digest: Digest, objective: int) -> list[dict[str, Any]]:
     steps: list[list[tuple[int, float | None]]] = [[] for _ in names]
     for _, group in groupby(digest.trials, key=lambda trial: trial.group):
         for trial in group:
-            if not trial.unfinished and not _copy(trial):
+            if counts(trial):
                 regime = regime_key(trial)
                 value = trial.reward.objectives[objective] if trial.reward else None
                 races[index.get(regime, 0)].add(key_of(trial.action) + regime, value)
@@ -201,11 +202,6 @@ def _same(value: Any) -> Any:
 
 def _reward(trial: Trial) -> float:
     return trial.reward.value if trial.reward else float("-inf")
-
-
-def _copy(trial: Trial) -> bool:
-    """Whether the trial repeats what another one of the same ledger had measured."""
-    return trial.cached_from is not None and trial.cached_from.isdigit()
 
 
 def _evenly(items: Iterable[Any], most: int) -> list[Any]:

@@ -124,13 +124,18 @@ def _figure(kind: str, place: int, caption: Html, css: str = "", **more: int) ->
 def _progress(digest: Digest, place: int, chart: Mapping[str, Any]) -> Html:
     if len(digest.trials) < 2 or not digest.ok:
         return Html("")
+    several = len(digest.labels) > 1
     each = [
         _figure(
-            "progress", place, html("{}", label) if len(digest.labels) > 1 else Html(""), "large", objective=objective
+            "progress",
+            place,
+            html("{}", label if several else ""),
+            "medium" if several else "large",
+            objective=objective,
         )
         for objective, label in enumerate(digest.labels)
     ]
-    title = "Best so far" if len(digest.labels) > 1 else f"Best {digest.labels[0]} so far"
+    title = "Best so far" if several else f"Best {digest.labels[0]} so far"
     return html("<h3>{}</h3>{}{}{}", title, _key(digest, chart), join(each), _thinned(digest, chart))
 
 
@@ -182,7 +187,7 @@ def _fronts(digest: Digest, place: int) -> Html:
             "front",
             place,
             html("{} <small>against</small> {}", digest.labels[y], digest.labels[x]),
-            "large",
+            "large" if len(pairs) == 1 else "medium",
             x=x,
             y=y,
         )
@@ -191,7 +196,8 @@ def _fronts(digest: Digest, place: int) -> Html:
     key = html(
         "<div class='key'><span><i class='gem'></i>unbeaten</span><span><i class='dot'></i>other trials</span></div>"
     )
-    return html("<h3>Objectives against one another</h3>{}{}", key, join(figures))
+    css = "" if len(pairs) == 1 else "grid"
+    return html("<h3>Objectives against one another</h3>{}<div class='{}'>{}</div>", key, css, join(figures))
 
 
 def _parameters(digest: Digest, place: int, chart: Mapping[str, Any]) -> Html:

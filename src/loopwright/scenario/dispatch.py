@@ -59,8 +59,10 @@ def _run(
     if signals.received is not None:  # it came while the run was being built
         built.run.stop()
     code = 0
+    built.run.ledger.set_state("failure", None)
     try:
         code |= drive(built.agent)
+        built.run.ledger.set_state("finished", signals.received is None)
         # A run in which nothing succeeded has no result, whatever its agent says.
         code |= 0 if built.run.ledger.counts().get("ok") else 1
     except Exception as error:

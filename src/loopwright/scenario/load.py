@@ -50,14 +50,19 @@ def load(path: Path, *, home: Path | None = None) -> Loaded:
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Some editors begin a file with a mark.
         return text, tomllib.loads(text)
     except FileNotFoundError:
-        raise ScenarioError(path, [Problem("", "there is no such file.")]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScenarioError(path, [Problem("", f"cannot be read: {error}.")]) from error
+        problem = "there is no such file. Give the path of a scenario, one TOML file."
+    except IsADirectoryError:
+        problem = "is a directory. Give one of the scenarios in it, or check them all with `loopwright verify`."
+    except UnicodeDecodeError as error:
+        problem = f"is no text: byte {error.start} is not UTF-8. Give a scenario, one TOML file."
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}. Check its permissions."
     except tomllib.TOMLDecodeError as error:
-        raise ScenarioError(path, [Problem("", f"is not valid TOML: {error}.")]) from error
+        problem = f"is not valid TOML: {error}."
+    raise ScenarioError(path, [Problem("", problem)])
 
 
 class _Checker:
@@ -209,7 +214,7 @@ class _Checker:
         if run.env_params and agent is None:
             self._say("[run.env_params]", "needs an agent; a run without one has nothing to learn from draws.")
         elif run.env_params and agent is not None and not agent.samples_env_params:
-            able = [name for name in agents.names() if agents.get(name).samples_env_params]
+            able = [name for name, other in agents.working().items() if other.samples_env_params]
             kind = raw["agent"]["type"]
             self._say("[run.env_params]", f"agent {kind!r} does not sample them; agents that do: {', '.join(able)}.")
 
@@ -253,7 +258,7 @@ class _Checker:
             return model.model_validate(raw)
         except ValidationError as error:
             for key, message in explain(error, model):
-                self._say(f"{where} {key}".strip(), f"{message}.".replace("..", ".").replace("?.", "?"))
+                self._say(f"{where} {key}".strip(), message if message.endswith((".", "?")) else f"{message}.")
         return None
 
     def _unknown(self, where: str, raw: Mapping[str, Any], model: type[BaseModel]) -> None:

@@ -1,4 +1,4 @@
-"""Signals: the first SIGINT or SIGTERM ends a campaign in good order, the second one at once."""
+"""Signals: the first SIGINT, SIGTERM or SIGHUP ends a campaign in good order, the second one at once."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ class Signals:
 
     @property
     def exit_code(self) -> int | None:
-        """130 for SIGINT, 143 for SIGTERM, None if neither came."""
+        """130 for SIGINT, 143 for SIGTERM, 129 for a closed terminal, None if none came."""
         return None if self.received is None else 128 + self.received
 
     def handle(self, number: int, _: FrameType | None = None) -> None:
@@ -38,7 +38,9 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        # What is ignored stays ignored: `nohup` means it.
+        heard = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self.handle) for number in heard}
         try:
             yield self
         finally:

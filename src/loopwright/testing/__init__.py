@@ -1,7 +1,12 @@
 """Contract suites and fakes that authors of plug-ins subclass."""
 
-from loopwright.testing.agents import AgentContract
-from loopwright.testing.executors import ExecutorContract
-from loopwright.testing.workloads import FunctionWorkload, WorkloadContract
+import pytest
+
+# Before they are imported: a suite's failures then show both sides of a comparison, as those of any test file do.
+pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in ("agents", "executors", "workloads")))
+
+from loopwright.testing.agents import AgentContract  # noqa: E402
+from loopwright.testing.executors import ExecutorContract  # noqa: E402
+from loopwright.testing.workloads import FunctionWorkload, WorkloadContract  # noqa: E402
 
 __all__ = ["AgentContract", "ExecutorContract", "FunctionWorkload", "WorkloadContract"]

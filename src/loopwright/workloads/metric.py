@@ -60,6 +60,8 @@ class MetricConfig(Config):
     def read(self, directory: Path, stdout: Path, usage: Mapping[str, float]) -> float:
         """The number, or MetricMissing."""
         if self.resource is not None:
+            if self.resource not in usage:
+                raise MetricMissing(f"{self.resource} is not known: it lies below that of Loopwright's own process")
             return float(usage[self.resource])
         path = directory / self.file if self.file else stdout
         place = self.file or "stdout"

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -118,7 +117,7 @@ class PythonWorkload(Workload):
             return Result(Outcome.LOST, reason=str(error), fault=Fault.INFRA)
 
     def _judge(self, returned: Returned) -> Result:
-        usage = asdict(returned.usage)
+        usage = returned.usage.known()
         if returned.timed_out:
             return Result(Outcome.TIMEOUT, reason=f"it was ended after {self.config.timeout_s:g} s", usage=usage)
         if returned.died is not None:

@@ -177,7 +177,7 @@ function ends(p) {
 // One column for each category: trials shaken apart sideways by a fixed pattern, a bar at their mean.
 function strip(run, figure, names, means, place) {
   const width = (figure.clientWidth - 50) / names.length;
-  const fits = names.every((name) => name.length < 60 && name.split(" ").every((word) => word.length * 7 < width));
+  const fits = names.every((name) => name.length < 60 && name.split(" ").every((word) => word.length * 7.5 < width - 8));
   const shake = (index) => (((index * 0.618034) % 1) - 0.5) * 0.5;
   const at = (index) => (place(index) === null ? null : place(index) + shake(index));
   const bars = means.map((mean, column) => ({ value: [column, mean], tip: () => card(names[column], [["mean", mean]]) }));

@@ -1,0 +1,38 @@
+"""`python -m benchmarks [name ...]`: measure, show, and exit with 1 if a target is missed."""
+
+import sys
+from importlib import import_module
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import Ratio
+
+NAMES = ("imports", "ledger", "commands", "callables")
+
+
+def main(names: list[str]) -> int:
+    """Run the benchmarks of these names, or all."""
+    if unknown := [name for name in names if name not in NAMES]:
+        print(f"there is no benchmark {unknown[0]!r}. Known: {', '.join(NAMES)}.", file=sys.stderr)
+        return 2
+    ratios: list[Ratio] = []
+    for name in names or NAMES:
+        for ratio in import_module(f"benchmarks.{name}").run():
+            print(ratio, flush=True)
+            ratios.append(ratio)
+    show(ratios)
+    return 0 if all(ratio.passed for ratio in ratios) else 1
+
+
+def show(ratios: list[Ratio]) -> None:
+    """All figures in one table."""
+    table = Table("benchmark", "measured", "target", "", "detail")
+    for ratio in ratios:
+        mark = "[green]pass[/]" if ratio.passed else "[red]FAIL[/]"
+        table.add_row(ratio.name, f"{ratio.value:.3g} {ratio.unit}", ratio.goal, mark, ratio.detail)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

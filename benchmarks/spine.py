@@ -1,0 +1,35 @@
+"""A campaign as the benchmarks run it: the whole spine in this process, without starting an interpreter."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+from loopwright.scenario.build import build
+from loopwright.scenario.dispatch import drive
+from loopwright.scenario.load import load
+
+
+@contextmanager
+def campaigns(scenario: str, trials: int) -> Iterator[Callable[[], None]]:
+    """Something that runs a scenario from its file to the last row of its ledger, in a new directory each time."""
+    home = Path(tempfile.mkdtemp(prefix="loopwright-bench-"))
+    file = home / "scenario.toml"
+    file.write_text(scenario)
+    numbers = count(1)
+
+    def campaign() -> None:
+        loaded = load(file)
+        built = build(loaded, loaded.scenario.run[0], home / f"out-{next(numbers)}")
+        try:
+            assert drive(built.agent) == 0
+            assert built.run.ledger.counts()["ok"] == trials
+        finally:
+            built.close()
+
+    try:
+        yield campaign
+    finally:
+        shutil.rmtree(home)

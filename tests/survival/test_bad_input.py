@@ -1,0 +1,130 @@
+"""Bad input always gets a message that says what, where and the next move, and never a traceback."""
+
+import pytest
+
+from loopwright.cli import main
+from tests.survival.campaign import Ended
+
+PLAIN = """
+name = "plain"
+[[run]]
+name = "once"
+[run.workload]
+type = "command"
+command = "true"
+"""
+
+SCENARIOS = {
+    "missing": (None, "there is no such file. Give the path of a scenario, one TOML file."),
+    "directory": (
+        "directory",
+        "is a directory. Give one of the scenarios in it, or check them all with `loopwright verify`.",
+    ),
+    "binary": (b"\x7fELF\x02\x01\xff\xfe" * 100, "is no text: byte 6 is not UTF-8. Give a scenario, one TOML file."),
+    "empty": (b"", "[[run]]: is missing; a scenario has at least one [[run]]."),
+    "broken": (b'name = "x"\n[[run]\n', "is not valid TOML: Expected ']]' at the end of an array declaration"),
+    "unknown key": (PLAIN.encode() + b"comand = 3\n", "unknown key 'comand'."),
+    "bad name": (PLAIN.replace("once", "../once").encode(), "not '../once'."),
+}
+
+
+@pytest.fixture
+def loopwright(tmp_path, monkeypatch, capfd):
+    """The command line, in this process: there are many ways to get it wrong."""
+
+    def call(*arguments):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("sys.argv", ["loopwright", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capfd.readouterr()
+        return Ended(ended.value.code or 0, said.out, said.err)
+
+    return call
+
+
+def written(path, content):
+    if content == "directory":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("verb", ["run", "dry-run", "verify"])
+def test_a_file_that_is_no_scenario_is_named_with_what_is_wrong(loopwright, tmp_path, verb):
+    options = ["--output", tmp_path / "out"] if verb == "run" else []
+    for name, (content, message) in SCENARIOS.items():
+        if verb == "verify" and content == "directory":
+            continue  # a directory of scenarios is what it takes
+        path = written(tmp_path / f"{name}.toml", content)
+
+        ended = loopwright(verb, path, *options)
+
+        assert ended.code == 2, name
+        assert message in ended.out + ended.err, name
+        assert str(path) in ended.out + ended.err, name
+        assert "Traceback" not in ended.err, name
+        assert not (tmp_path / "out").exists(), name
+
+
+def test_a_scenario_that_begins_with_a_byte_order_mark_is_read(loopwright, tmp_path):
+    (tmp_path / "marked.toml").write_bytes(b"\xef\xbb\xbf" + PLAIN.encode())
+
+    ended = loopwright("verify", "marked.toml")
+
+    assert ended.code == 0, ended.err
+
+
+@pytest.mark.parametrize("verb", ["resume", "report", "export"])
+@pytest.mark.parametrize("place", ["nowhere", "folder", "file"])
+def test_a_place_without_a_campaign_is_named(loopwright, tmp_path, verb, place):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+
+    ended = loopwright(verb, place)
+
+    assert ended.code == 1
+    assert ended.err.startswith("error: ")
+    assert place in ended.err
+    assert "Give the --output directory" in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_an_output_that_is_a_file_is_refused(loopwright, tmp_path):
+    (tmp_path / "plain.toml").write_text(PLAIN)
+    (tmp_path / "file").write_text("mine")
+
+    ended = loopwright("run", "plain.toml", "--output", "file")
+
+    assert ended.code == 1
+    assert ended.err.startswith("error: cannot write to file: ")
+    assert "choose another --output" in ended.err.lower()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_an_output_with_an_earlier_campaign_is_refused_and_left_as_it_is(loopwright, tmp_path):
+    (tmp_path / "plain.toml").write_text(PLAIN)
+    assert loopwright("run", "plain.toml", "--output", "out").code == 0
+    ledger = (tmp_path / "out" / "once" / "ledger.db").read_bytes()
+
+    ended = loopwright("run", "plain.toml", "--output", "out")
+
+    assert ended.code == 1
+    assert ended.err == (
+        "error: out already holds a campaign. Go on with `loopwright resume out`, or choose another --output.\n"
+    )
+    assert (tmp_path / "out" / "once" / "ledger.db").read_bytes() == ledger
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\xfe", b"[]", b"{}", b'{"home": 3}'])
+def test_a_damaged_record_of_the_campaign_is_named(loopwright, tmp_path, damage):
+    (tmp_path / "plain.toml").write_text(PLAIN)
+    assert loopwright("run", "plain.toml", "--output", "out").code == 0
+    (tmp_path / "out" / "campaign.json").write_bytes(damage)
+
+    ended = loopwright("resume", "out")
+
+    assert ended.code == 1
+    assert "out/campaign.json is damaged" in ended.err
+    assert "Traceback" not in ended.err

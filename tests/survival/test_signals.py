@@ -1,0 +1,136 @@
+"""Ctrl-C and SIGTERM: trials in flight are `aborted`, reports are made, `resume` completes; a second one ends all."""
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+from loopwright.core.outcome import Outcome
+from tests.survival.campaign import SCENARIO, Campaign, end_of, wait_for
+
+TRIALS = 6
+# The second half waits to be told to go on, so that the signal always comes in the middle.
+GATED = """#!/bin/sh
+echo started
+[ $1 -gt 2 ] && while [ ! -e {gate} ]; do sleep 0.05; done
+echo "y: $1 z: 0"
+"""
+STUBBORN = GATED.replace("echo started", "trap '' TERM INT; echo started")
+
+
+def campaign_at(tmp_path, work=GATED, grace_s=2.0):
+    text = SCENARIO.format(
+        parallel=2,
+        agent='{ type = "grid" }',
+        reward='{ type = "identity", metrics = ["y"] }',
+        run="",
+        workload="",
+        args=f"a = {list(range(1, TRIALS + 1))}\nb = 0",
+        more="",
+    ).replace("[system]\n", f"[system]\ngrace_s = {grace_s}\n")
+    return Campaign(tmp_path, text, work=work.replace("{gate}", str(tmp_path / "gate")))
+
+
+def in_the_middle(campaign, process):
+    """Wait until two trials are done and two are in flight."""
+    printed = [campaign.output / "work" / "trials" / str(number) / "stdout" for number in (3, 4)]
+    wait_for(lambda: process.poll() is not None or all(path.exists() and path.read_bytes() for path in printed))
+    assert process.poll() is None, end_of(process)
+
+
+def completes(campaign, tmp_path):
+    (tmp_path / "gate").touch()
+    ended = campaign.call("resume")
+    assert (ended.code, ended.err) == (0, "")
+    assert [(trial.number, trial.outcome) for trial in campaign.trials()] == [
+        (number, Outcome.OK) for number in range(1, TRIALS + 1)
+    ]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_s12_a_signal_aborts_the_trials_in_flight_and_resume_completes(tmp_path, number, code):
+    campaign = campaign_at(tmp_path)
+    process = campaign.start()
+    in_the_middle(campaign, process)
+
+    process.send_signal(number)
+    ended = end_of(process)
+
+    assert (ended.code, ended.err) == (code, "")
+    assert [trial.outcome for trial in campaign.trials()] == ["ok", "ok", "aborted", "aborted"]
+    assert (campaign.output / "report.html").exists()
+    assert (campaign.output / "work" / "trajectory.csv").exists()
+    assert f"loopwright resume {campaign.output}" in ended.out
+    assert campaign.left_running() == []
+    completes(campaign, tmp_path)
+
+
+def test_s12_a_second_signal_ends_it_at_once_with_all_that_it_started(tmp_path):
+    # Given commands that do not listen to SIGTERM, and a grace that nobody would wait for.
+    campaign = campaign_at(tmp_path, STUBBORN, grace_s=1000)
+    process = campaign.start()
+    in_the_middle(campaign, process)
+
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)
+    process.send_signal(signal.SIGINT)
+    ended = end_of(process)
+
+    assert ended.code == 130
+    wait_for(lambda: campaign.left_running() == [])
+    completes(campaign, tmp_path)
+
+
+def test_s12_ctrl_c_in_a_terminal_with_a_live_bar(tmp_path):
+    campaign = campaign_at(tmp_path)
+    ours, theirs = os.openpty()
+    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "preexec_fn": lambda: os.login_tty(0)}
+    process = campaign.start(**terminal, start_new_session=False, env={**os.environ, "TERM": "xterm", "COLUMNS": "120"})
+    os.close(theirs)
+    in_the_middle(campaign, process)
+
+    os.write(ours, b"\x03")
+    screen = read_all(ours)
+    code = process.wait(timeout=60)
+
+    assert code == 130, screen
+    assert "2/6 done" in screen
+    assert "stopped; go on with: loopwright resume" in screen
+    assert screen.rfind("\x1b[?25h") > screen.rfind("\x1b[?25l"), "the cursor is shown again"
+    assert "Traceback" not in screen
+    assert [trial.outcome for trial in campaign.trials()] == ["ok", "ok", "aborted", "aborted"]
+    assert campaign.left_running() == []
+    completes(campaign, tmp_path)
+
+
+def read_all(descriptor):
+    """Everything that a terminal shows until nobody holds it any more."""
+    shown = b""
+    try:
+        while chunk := os.read(descriptor, 65536):
+            shown += chunk
+    except OSError:  # how Linux says that the other side is closed
+        pass
+    finally:
+        os.close(descriptor)
+    return shown.decode()
+
+
+def test_a_second_process_on_one_output_directory_is_refused_and_the_first_goes_on(tmp_path):
+    campaign = campaign_at(tmp_path)
+    process = campaign.start()
+    in_the_middle(campaign, process)
+
+    refused = [campaign.call("run"), campaign.call("resume")]
+
+    for ended in refused:
+        assert ended.code == 1
+        assert ended.err.startswith(f"error: {campaign.output} is in use by process {process.pid}. ")
+        assert ended.err.count("\n") == 1
+    (tmp_path / "gate").touch()
+    first = end_of(process)
+    assert (first.code, first.err) == (0, "")
+    assert campaign.numbers() == list(range(1, TRIALS + 1))
+    assert {trial.outcome for trial in campaign.trials()} == {Outcome.OK}
