@@ -10,7 +10,7 @@ setup: .venv/.ready  ## a virtual environment with Loopwright and all its tools
 .venv/.ready: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Loopwright needs Python 3.11; say which one: make PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,gp,parquet]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,gp,parquet,ray,rl]'
 	touch $@
 
 .venv/.system: .venv/.ready  ## Debian packages that tests and the demo use, where they are missing

@@ -43,7 +43,8 @@ def bare() -> None:
 def run() -> list[Ratio]:
     """The whole spine against the bare loop."""
     with campaigns(SCENARIO, TRIALS) as campaign:
-        campaign(), bare()
+        campaign()
+        bare()
         best = best_of(ROUNDS, {"ours": campaign, "bare": bare})
     ours_ms, bare_ms = best["ours"] / TRIALS * 1000, best["bare"] / TRIALS * 1000
     detail = f"{ours_ms:.2f} ms a trial, bare {bare_ms:.2f} ms"

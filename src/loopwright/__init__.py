@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from loopwright.core.trial import Feedback, Observation, Result, Trial
     from loopwright.scenario.dispatch import dispatch
     from loopwright.scenario.load import load
+    from loopwright.scenario.make import make
     from loopwright.spaces.space import Space
     from loopwright.workloads.base import Job, Workload, WorkloadConfig
 
@@ -49,6 +50,7 @@ _HOMES = {
     "WorkloadConfig": "workloads.base",
     "dispatch": "scenario.dispatch",
     "load": "scenario.load",
+    "make": "scenario.make",
 }
 
 __all__ = [
@@ -73,6 +75,7 @@ __all__ = [
     "WorkloadConfig",
     "dispatch",
     "load",
+    "make",
 ]
 
 

@@ -1,5 +1,7 @@
 """Every shipped agent keeps the contract that a plug-in's agent must keep."""
 
+from typing import ClassVar
+
 from loopwright.testing import AgentContract
 
 
@@ -13,24 +15,24 @@ class TestRandom(AgentContract):
 
 class TestTpe(AgentContract):
     agent_type = "tpe"
-    options = {"startup": 4}
+    options: ClassVar = {"startup": 4}
 
 
 class TestGp(AgentContract):
     agent_type = "gp"
-    options = {"startup": 11}
+    options: ClassVar = {"startup": 11}
 
 
 class TestCmaes(AgentContract):
     agent_type = "cmaes"
-    options = {"startup": 2}
+    options: ClassVar = {"startup": 2}
 
 
 class TestNsga2(AgentContract):
     agent_type = "nsga2"
-    options = {"population": 3}
+    options: ClassVar = {"population": 3}
 
 
 class TestBandit(AgentContract):
     agent_type = "bandit"
-    options = {"arms": 27}
+    options: ClassVar = {"arms": 27}

@@ -77,9 +77,9 @@ def test_neighbouring_large_integers_are_told_apart():
 
 
 def test_strings_of_other_types_are_plain_strings():
-    Colour = StrEnum("Colour", "red")
-    assert {type(canonical(text)) for text in (Colour.red, np.str_("red"), "red")} == {str}
-    assert key_of(Colour.red) == key_of(np.str_("red")) == key_of("red")
+    colour = StrEnum("Colour", "red")
+    assert {type(canonical(text)) for text in (colour.red, np.str_("red"), "red")} == {str}
+    assert key_of(colour.red) == key_of(np.str_("red")) == key_of("red")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2**63, -(2**63) - 1, "\ud800", object(), {1, 2}, b""])

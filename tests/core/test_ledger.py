@@ -261,7 +261,7 @@ def test_damage_in_the_middle_is_found_before_a_run_goes_on(path):
     content = bytearray(path.read_bytes())
     content[8192:40960] = b"\xa5" * (40960 - 8192)
     path.write_bytes(content)
-    with pytest.raises(LedgerError, match=r"is damaged .*\.recover"):
+    with pytest.raises(LedgerError, match=r"(?s)is damaged .*\.recover"):
         Ledger.open(path)
     assert path.read_bytes() == content
 

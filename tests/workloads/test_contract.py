@@ -6,7 +6,7 @@ from loopwright.testing import WorkloadContract
 from loopwright.workloads.command import CommandConfig, CommandWorkload
 from loopwright.workloads.python import PythonConfig, PythonWorkload
 
-MODULE = '''
+MODULE = """
 import os, time
 
 
@@ -28,7 +28,7 @@ def hang(value):
 
 def forget(value):
     return {"width": 1}
-'''
+"""
 SCRIPT = f"{MODULE}\nimport sys\nprint(globals()[sys.argv[1]](sys.argv[2]))\n"
 
 
@@ -46,6 +46,4 @@ class TestCommand(WorkloadContract):
 class TestPython(WorkloadContract):
     def make_workload(self, site, story, **settings):
         (site.home / "contract_stories.py").write_text(MODULE)
-        return PythonWorkload(
-            PythonConfig(function=f"contract_stories:{story}", metrics=("length",), **settings), site
-        )
+        return PythonWorkload(PythonConfig(function=f"contract_stories:{story}", metrics=("length",), **settings), site)

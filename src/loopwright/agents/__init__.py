@@ -1,4 +1,4 @@
-"""Search agents, one file per family; the registry imports each when it is first named."""
+"""Search and RL agents, one file per family; the registry imports each when it is first named."""
 
 from loopwright.core.agent import agents
 
@@ -10,6 +10,10 @@ for _name, _path in {
     "cmaes": "samplers:Cmaes",
     "nsga2": "samplers:Nsga2",
     "bandit": "bandit:Bandit",
+    "ppo": "rl:Ppo",
+    "a2c": "rl:A2c",
+    "dqn": "rl:Dqn",
+    "sac": "rl:Sac",
 }.items():
     agents.add_lazily(_name, f"loopwright.agents.{_path}")
 

@@ -22,8 +22,8 @@ class BanditConfig(BudgetedConfig):
     """How many actions compete: all points of the grid if it has no more than that, otherwise that many random ones."""
 
 
-class _Sum:
-    """Count, sum and sum of squares of rewards."""
+class _Pulls:
+    """What an arm gave under a regime."""
 
     __slots__ = ("n", "squares", "total")
 
@@ -34,18 +34,15 @@ class _Sum:
         self.n, self.total, self.squares = self.n + 1, self.total + value, self.squares + value * value
 
     @property
-    def mean(self) -> float:
-        return self.total / self.n if self.n else 0.0
-
-    @property
-    def deviation(self) -> float:
-        return sqrt(max(self.squares / self.n - self.mean**2, 0.0)) if self.n else 0.0
+    def scatter(self) -> float:
+        """The sum of squared distances from the mean."""
+        return max(self.squares - self.total**2 / self.n, 0.0) if self.n else 0.0
 
 
 class Bandit(SearchAgent):
     """Before each trial it looks at the regime in the observation and draws, for every arm, a plausible mean reward
-    under that regime: from the arm's own rewards there, leaning on its rewards under other regimes while these are few.
-    The arm with the best draw is measured, afresh each time.
+    under that regime. An arm that was never tried there may be anything that was seen there; each measurement narrows
+    that down, the more so the less repeats scatter. The arm with the best draw is measured, afresh each time.
     """
 
     Config: ClassVar[type[AgentConfig]] = BanditConfig
@@ -56,9 +53,9 @@ class Bandit(SearchAgent):
     def __init__(self, env: TrialEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
         self._arms = {key_of(action): action for action in self._candidates()}
-        self._everything = _Sum()
-        self._by_arm: dict[str, _Sum] = defaultdict(_Sum)
-        self._by_regime: dict[tuple[str, str], _Sum] = defaultdict(_Sum)
+        self._pulls: dict[tuple[str, str], _Pulls] = defaultdict(_Pulls)
+        self._by_regime: dict[str, _Pulls] = defaultdict(_Pulls)
+        self._extremes: dict[str, tuple[float, float]] = {}
 
     def _candidates(self) -> list[Action]:
         size = self.space.size
@@ -74,20 +71,32 @@ class Bandit(SearchAgent):
             for arm, action in self._arms.items()
             if not self.has_failed(action, observation.context) and not self.space.violated(action, observation.context)
         ]
-        return self._arms[max(alive, key=lambda arm: self._plausible(arm, regime, random))] if alive else None
+        noise = self._noise(regime)
+        return self._arms[max(alive, key=lambda arm: self._plausible(arm, regime, noise, random))] if alive else None
 
-    def _plausible(self, arm: str, regime: str, random: Random) -> float:
-        noise = self._everything.deviation or 1.0
-        here, elsewhere = self._by_regime[arm, regime], self._by_arm[arm]
-        prior = elsewhere.mean if elsewhere.n else self._everything.mean
-        # Rewards under other regimes count as at most one measurement under this one.
-        weight = min(1.0, elsewhere.n)
-        mean = (here.total + weight * prior) / (here.n + weight) if here.n + weight else prior
-        return random.gauss(mean, noise / sqrt(max(here.n + weight, 0.5)))
+    def _width(self, regime: str) -> float:
+        low, high = self._extremes.get(regime, (0.0, 0.0))
+        return (high - low) / 2 or 1.0
+
+    def _noise(self, regime: str) -> float:
+        """The variance of repeats under a regime; as long as there are none, all that was seen there may be noise."""
+        repeated = [self._pulls[arm, regime] for arm in self._arms if self._pulls[arm, regime].n > 1]
+        freedom = sum(pulls.n - 1 for pulls in repeated)
+        return sum(pulls.scatter for pulls in repeated) / freedom if freedom else self._width(regime) ** 2
+
+    def _plausible(self, arm: str, regime: str, noise: float, random: Random) -> float:
+        seen, here, width = self._by_regime[regime], self._pulls[arm, regime], self._width(regime)
+        if not here.n:
+            return random.gauss(seen.total / seen.n if seen.n else 0.0, width)
+        # Two doubts: what repeats scatter by, and what one measurement leaves open, which fades faster.
+        doubt = noise / here.n + (width / (2 * (here.n + 1))) ** 2
+        return random.gauss(here.total / here.n, sqrt(doubt))
 
     def learn(self, feedback: Feedback) -> None:
         if feedback.told is None:
             return
-        arm, regime = key_of(feedback.action), key_of(feedback.regime)
-        for total in (self._everything, self._by_arm[arm], self._by_regime[arm, regime]):
-            total.add(feedback.told[0])
+        value, arm, regime = feedback.told[0], key_of(feedback.action), key_of(feedback.regime)
+        self._pulls[arm, regime].add(value)
+        self._by_regime[regime].add(value)
+        low, high = self._extremes.get(regime, (value, value))
+        self._extremes[regime] = min(low, value), max(high, value)

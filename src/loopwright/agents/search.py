@@ -88,6 +88,10 @@ class SearchAgent(Agent):
             if point not in self._failed and not self._hopeless(retry, action, observation):
                 return self._chosen(n, action, observation)
             retry += 1
+            if retry >= RETRIES and self._open:
+                # What has not failed is known only when nothing is in flight: wait here too.
+                self._waiting = retry, action
+                return None
             action = self.propose(n, retry, observation) if retry < RETRIES else self.other(n, observation)
         return None
 

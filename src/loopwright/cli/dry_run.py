@@ -30,8 +30,13 @@ def command(scenario: ScenarioFile) -> None:
 def _show(console: Any, run: "RunConfig") -> None:
     from rich.table import Table
 
-    space = run.workload.space(frozenset(run.env_params))
     agent = f"agent {run.agent.type}, seed {run.agent.seed}" if run.agent else "no agent: runs once"
+    if run.workload is None:
+        place = run.live.env_class or run.live.address if run.live else ""
+        steps = run.agent.trials if run.agent else 0
+        console.print(f"\n[bold]{run.name}[/]: {agent}; {_count(steps or 0, 'step')} in the live {place}")
+        return
+    space = run.workload.space(frozenset(run.env_params))
     console.print(f"\n[bold]{run.name}[/]: {agent}; {_trials(run, space)}")
     table = Table("parameter", "values", "chosen by", box=None, padding=(0, 2))
     for name, parameter in space.parameters.items():

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import orjson
@@ -19,6 +20,7 @@ from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import Loaded
 
 _EVERY_S = 10.0
+_LAST_EPISODES = 100
 
 
 class Tally(Observer):
@@ -160,30 +162,45 @@ def conduct(loaded: Loaded, output: Path, *, quiet: bool, json: bool, **options:
 def _conclude(output: Path, names: list[str], code: int, *, json: bool) -> None:
     for name in names:
         path = output / name / "ledger.db"
-        if not path.exists():
-            continue
-        with Ledger.read(path) as ledger:
-            counts = ledger.counts()
-            run = ledger.state("run", {})
-            best = best_of(ledger.trials())
-        answer = best.by_regime if run.get("conditions_on_regime") else best.front
-        if json:
-            found = [
-                {"action": c.action, "regimes": c.regimes, "reward": c.objectives, "trials": c.trials} for c in answer
-            ]
-            _emit({"event": "result", "run": name, "counts": counts, "best": found})
-        else:
-            print(f"{name}: {counts.get('ok', 0)} ok of {sum(counts.values()) - counts['cached']} trials")
-            for candidate in answer[:10]:
-                under = f"   under {_shown(candidate.regimes[0])}" if run.get("conditions_on_regime") else ""
-                reward = dict(zip(run["objectives"], (f"{value:.6g}" for value in candidate.objectives), strict=True))
-                print(f"  best  {_shown(reward, ' = ')}   with   {_shown(candidate.action)}{under}")
+        if path.exists():
+            with Ledger.read(path) as ledger:
+                event, lines = _live_result(ledger) if ledger.state("run", {}).get("live") else _result(ledger)
+            if json:
+                _emit({"event": "result", "run": name, **event})
+            else:
+                print("\n".join([f"{name}: {lines[0]}", *(f"  {line}" for line in lines[1:])]))
     if json:
         _emit({"event": "end", "code": code, "output": str(output)})
     else:
         print(f"report: {output / 'report.html'}")
-        if code in (130, 143):
+        if code > 128:
             print(f"stopped; go on with: loopwright resume {output}")
+
+
+def _result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
+    """The best actions of a batch run."""
+    counts, run, best = ledger.counts(), ledger.state("run", {}), best_of(ledger.trials())
+    answer = best.by_regime if run.get("conditions_on_regime") else best.front
+    found = [{"action": c.action, "regimes": c.regimes, "reward": c.objectives, "trials": c.trials} for c in answer]
+    lines = [f"{counts.get('ok', 0)} ok of {sum(counts.values()) - counts['cached']} trials"]
+    for candidate in answer[:10]:
+        under = f"   under {_shown(candidate.regimes[0])}" if run.get("conditions_on_regime") else ""
+        reward = dict(zip(run["objectives"], (f"{value:.6g}" for value in candidate.objectives), strict=True))
+        lines.append(f"best  {_shown(reward, ' = ')}   with   {_shown(candidate.action)}{under}")
+    return {"counts": counts, "best": found}, lines
+
+
+def _live_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
+    """How the returns of a live run went."""
+    returns = [episode["return"] for episode in ledger.episodes()]
+    counts, last = ledger.counts(), returns[-_LAST_EPISODES:]
+    lines = [f"{ledger.last()[0]:,} steps in {len(returns):,} episodes"]
+    if last:
+        first = returns[: len(last)]
+        lines.append(
+            f"mean return of the last {len(last)} episodes: {fmean(last):.6g} (of the first: {fmean(first):.6g})"
+        )
+    return {"counts": counts, "episodes": len(returns), "mean_return": fmean(last) if last else None}, lines
 
 
 def _shown(values: Any, equals: str = "=") -> str:

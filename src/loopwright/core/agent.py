@@ -43,6 +43,8 @@ class Agent(ABC):
     """Whether the agent can live with parameters that the environment draws; say in its docstring how it uses them."""
     conditions_on_regime: ClassVar[bool] = False
     """Whether the agent's answer is an action for each regime, not one for all."""
+    steps_live: ClassVar[bool] = False
+    """Whether the agent can act in a live environment, whose spaces come from a server."""
     several_objectives: ClassVar[bool] = False
     """Whether the agent can weigh several rewards against one another."""
     measures_again: ClassVar[bool] = False

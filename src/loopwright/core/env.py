@@ -64,7 +64,7 @@ class Env(ABC):
         self.keys = set() if terms.count_cached else {trial.key for trial in run.ledger.trials() if trial.key}
         self._flying: dict[str, asyncio.Event] = {}
         self._metrics: Mapping[str, float] = {}
-        self._pending: Observation | None = None
+        self._pending: dict[int, Observation] = {}
         self._repeats: Counter[str] | None = None
 
     # -- what a kind of environment says ------------------------------------------------------------------------
@@ -105,25 +105,39 @@ class Env(ABC):
 
     # -- the spine ----------------------------------------------------------------------------------------------
 
-    def reset(self) -> Observation:
-        """An episode boundary, never a trial boundary: the observation that waits to be acted on, draw included."""
-        if self._pending is None:
-            regime = self.sample(self.run.draw + 1)
-            draw = self.run.draw + 1 if regime else None
-            self._pending = Observation({name: self._metrics.get(name) for name in self.metric_names}, regime, draw)
-        return self._pending
+    def reset(self, slot: int = 0) -> Observation:
+        """An episode boundary, never a trial boundary: the observation that waits to be acted on, draw included.
+
+        Each slot of a vectorised environment has one of its own.
+        """
+        if slot not in self._pending:
+            draw = 1 + max(self.run.draw, *(waiting.draw or 0 for waiting in self._pending.values()), 0)
+            regime = self.sample(draw)
+            metrics = {name: self._metrics.get(name) for name in self.metric_names}
+            self._pending[slot] = Observation(metrics, regime, draw if regime else None)
+        return self._pending[slot]
 
     def step(
-        self, action: Action, note: Mapping[str, Any] | None = None, *, fresh: bool = False
+        self,
+        action: Action,
+        note: Mapping[str, Any] | None = None,
+        *,
+        fresh: bool = False,
+        slot: int = 0,
+        under: Regime | None = None,
     ) -> Awaitable[Feedback]:
         """Run a trial, or a group of repeats. The reservation is made in this call, before anything is awaited.
 
-        With `fresh` the question is measured again even if its answer is known.
+        With `fresh` the question is measured again even if its answer is known; `under` sets the regime instead of the
+        draw that waits, for evaluations.
         """
-        seen = self.reset()
-        self._pending = None
+        if under is None:
+            seen = self.reset(slot)
+            del self._pending[slot]
+        else:
+            seen = Observation(dict.fromkeys(self.metric_names), under)
         if seen.draw is not None:
-            self.run.draw = seen.draw
+            self.run.draw = max(self.run.draw, seen.draw)
         self.run.group += 1
         try:
             action, invalid = self.validate(action), None
@@ -145,7 +159,7 @@ class Env(ABC):
             for repeat in range(first, first + (1 if invalid else self.terms.repeats))
         ]
         self.run.ledger.reserve(trials, note)
-        return self.finish(trials, seen, invalid)
+        return self.finish(trials, seen, invalid, slot)
 
     def _repeats_so_far(self, action: Action, regime: Regime) -> int:
         if self._repeats is None:
@@ -154,10 +168,12 @@ class Env(ABC):
         self._repeats[question] += self.terms.repeats
         return self._repeats[question] - self.terms.repeats
 
-    async def finish(self, trials: Sequence[Trial], seen: Observation, invalid: Result | None = None) -> Feedback:
+    async def finish(
+        self, trials: Sequence[Trial], seen: Observation, invalid: Result | None = None, slot: int = 0
+    ) -> Feedback:
         """Run what is unfinished of a group, one repeat after another."""
         ended = [await self._run(trial, invalid) if trial.unfinished else trial for trial in trials]
-        return self._feedback(ended, seen)
+        return self._feedback(ended, seen, slot)
 
     async def _run(self, trial: Trial, known: Result | None) -> Trial:
         self._observers.before(trial)
@@ -214,7 +230,7 @@ class Env(ABC):
 
     # -- what the agent is told ---------------------------------------------------------------------------------
 
-    def _feedback(self, trials: Sequence[Trial], seen: Observation) -> Feedback:
+    def _feedback(self, trials: Sequence[Trial], seen: Observation, slot: int = 0) -> Feedback:
         first = next((trial for trial in trials if trial.outcome is not Outcome.OK), trials[0])
         reward = mean_reward([trial.reward for trial in trials])
         outcome = first.outcome or Outcome.ABORTED
@@ -222,7 +238,7 @@ class Env(ABC):
         penalty = self.terms.penalties.for_outcome(outcome)
         if told is None and penalty is not None:
             told = (penalty,) * len(self.terms.objectives.functions)
-        now = replace(self.reset(), metrics={name: first.metrics.get(name) for name in self.metric_names})
+        now = replace(self.reset(slot), metrics={name: first.metrics.get(name) for name in self.metric_names})
         return Feedback(
             trial=trials[0].number,
             action=first.action,

@@ -28,7 +28,7 @@ CREATE TABLE trials (
     reward REAL, reward_detail TEXT, metrics TEXT, usage TEXT, cached_from TEXT,
     reserved_at REAL NOT NULL, finished_at REAL
 ) STRICT;
-CREATE INDEX trials_by_key ON trials (key) WHERE outcome IN ('ok', 'infeasible') AND cached_from IS NULL;
+CREATE INDEX trials_by_key ON trials (key) WHERE outcome IN ('ok', 'infeasible') AND cached_from IS NULL AND key <> '';
 CREATE TABLE attempts (
     trial INTEGER NOT NULL, attempt INTEGER NOT NULL, pid INTEGER, start_ticks INTEGER,
     started_at REAL NOT NULL, ended_at REAL, outcome TEXT, reason TEXT, PRIMARY KEY (trial, attempt)
@@ -201,6 +201,19 @@ class Ledger:
             )
         return ended
 
+    def append(self, trials: Sequence[tuple[Any, ...]], episodes: Sequence[tuple[int, bytes]] = ()) -> None:
+        """Write down many live trials at once, as (number, group, action, draw, regime, outcome, fault, reason, reward,
+        reward_detail, metrics, reserved_at, finished_at), and the episodes that ended, as (last trial, JSON).
+        """
+        with self._transaction as connection:
+            connection.executemany(
+                "INSERT INTO trials (number, grp, repeat, action, key, draw, regime, outcome, fault, reason, reward, "
+                "reward_detail, metrics, reserved_at, finished_at) "
+                "VALUES (?, ?, 0, ?, '', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                trials,
+            )
+            connection.executemany("INSERT INTO payloads VALUES (?, 'episode', ?)", episodes)
+
     def put_payload(self, number: int, kind: str, data: bytes) -> None:
         """Store something larger beside a trial."""
         with self._transaction as connection:
@@ -226,7 +239,7 @@ class Ledger:
         """The first trial that answers this key, in time that does not depend on how many there are."""
         rows = self._rows(
             f"SELECT {_COLUMNS} FROM trials WHERE key = ? AND outcome IN ('ok', 'infeasible') "
-            "AND cached_from IS NULL ORDER BY number LIMIT 1",
+            "AND cached_from IS NULL AND key <> '' ORDER BY number LIMIT 1",
             (key,),
         )
         return _trial(rows[0]) if rows else None
@@ -283,6 +296,11 @@ class Ledger:
     def notes(self) -> dict[int, Mapping[str, Any]]:
         """The notes that the agent left, by the number of the trial."""
         return {n: orjson.loads(data) for n, data in self._rows("SELECT trial, data FROM payloads WHERE kind = 'note'")}
+
+    def episodes(self) -> Iterator[dict[str, Any]]:
+        """The live episodes that ended, in order: first and last trial, return, length, regime."""
+        for (data,) in self._rows("SELECT data FROM payloads WHERE kind = 'episode' ORDER BY trial"):
+            yield orjson.loads(data)
 
     def state(self, name: str, default: Any = None) -> Any:
         """What was stored about the run."""

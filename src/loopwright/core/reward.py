@@ -150,6 +150,18 @@ class ExpressionReward(RewardFunction):
         return self.expression
 
 
+class ServerReward(RewardFunction):
+    """The reward that a live environment's server gives with each step."""
+
+    type: Literal["server"] = "server"
+
+    def needs(self) -> set[str]:
+        return set()
+
+    def score(self, metrics: Mapping[str, float]) -> Reward:
+        return Reward(metrics["reward"])
+
+
 class Objectives:
     """The reward functions of a run side by side: usually one; none for a run that only measures."""
 
@@ -171,5 +183,5 @@ class Objectives:
 
 
 rewards: Registry[type[RewardFunction]] = Registry("reward", "loopwright.rewards")
-for _function in (Identity, Negative, Inverse, Weighted, ExpressionReward):
+for _function in (Identity, Negative, Inverse, Weighted, ExpressionReward, ServerReward):
     rewards.add(_function.model_fields["type"].default, _function)

@@ -2,7 +2,7 @@
 
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import orjson
 
 from loopwright.core.errors import LedgerError
+
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 def damaged(path: Path, detail: str) -> str:
@@ -90,4 +92,17 @@ def connect(path: Path, synchronous: str) -> sqlite3.Connection:
 
 def text(value: Any) -> str:
     """A value as JSON text; what JSON does not know is written as its repr, never lost."""
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS, default=repr).decode()
+    try:
+        return orjson.dumps(value, option=_OPTIONS, default=repr).decode()
+    except TypeError:  # integers beyond 64 bits, strings that are no Unicode
+        return orjson.dumps(_plain(value), option=_OPTIONS, default=repr).decode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_plain(name): _plain(item) for name, item in value.items()}
+    try:
+        orjson.dumps(value, option=_OPTIONS, default=repr)
+    except TypeError:
+        return repr(value)
+    return value

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +15,14 @@ from loopwright.agents import agents
 from loopwright.agents.simple import GridConfig
 from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.cache import SharedCache
+from loopwright.core.canonical import key_of
 from loopwright.core.env import Penalties, Terms
 from loopwright.core.errors import LedgerError, storage
 from loopwright.core.ledger import Ledger
 from loopwright.core.observer import Observers
-from loopwright.core.reward import Objectives
+from loopwright.core.reward import Objectives, ServerReward
 from loopwright.core.run import Run
+from loopwright.envs.live import LiveEnv
 from loopwright.envs.trial import TrialEnv
 from loopwright.execution import end_leftovers
 from loopwright.scenario.load import Loaded, import_observer
@@ -28,13 +30,15 @@ from loopwright.scenario.schema import RunConfig, SystemConfig
 from loopwright.spaces.draws import Draws
 from loopwright.workloads.base import Site, workloads
 
+AnyEnv = TrialEnv | LiveEnv
+
 
 @dataclass
 class Built:
     """A run that is ready to go."""
 
     run: Run
-    env: TrialEnv
+    env: AnyEnv
     agent: Agent
     shared: SharedCache | None
 
@@ -47,13 +51,49 @@ class Built:
 
 def build(loaded: Loaded, config: RunConfig, output: Path, *, accept_changes: bool = False) -> Built:
     """Wire one run together; if its ledger exists, it goes on from there."""
-    system, directory = loaded.scenario.system, output / config.name
     # A run without an agent is a grid over a space of one point.
     agent_config = config.agent or GridConfig()
     agent_class = agents.get(agent_config.type)
+    shared = _shared(loaded, config, output)
+    env = build_env(loaded, config, output, agent_config, shared, accept_changes=accept_changes)
+    _describe(loaded, config, env, agent_class, agent_config)
+    agent = agent_class(env, agent_config, parallel=loaded.scenario.system.parallel)
+    agent.restore(env.history())
+    return Built(env.run, env, agent, shared)
+
+
+def build_env(
+    loaded: Loaded,
+    config: RunConfig,
+    output: Path,
+    agent: AgentConfig,
+    shared: SharedCache | None = None,
+    *,
+    accept_changes: bool = False,
+) -> AnyEnv:
+    """The environment of a run, with its ledger open."""
+    system, directory = loaded.scenario.system, (output / config.name).absolute()
+    observers = Observers([import_observer(path, loaded.home) for path in config.observers])
+    terms = Terms(
+        objectives=Objectives(config.reward),
+        penalties=Penalties(config.rewards.metric_failure, config.rewards.constraint_failure),
+        budget=agent.trials,
+        repeats=config.repeats,
+        cache=config.cache,
+        count_cached=agent.count_cached,
+    )
+    if config.live is not None:
+        live = config.live
+        fingerprint = key_of(live.env_class, live.address, live.fixed())
+        server = live.connect(loaded.home)
+        run = Run(config.name, directory, _ledger(directory, system, fingerprint, accept_changes=accept_changes))
+        draws = Draws(agent.seed, live.args, config.env_params)
+        terms = replace(terms, fingerprint=fingerprint, objectives=Objectives((ServerReward(),)))
+        return LiveEnv(run, terms, observers, server=server, draws=draws, record=live.record)
+    assert config.workload is not None  # noqa: S101  the loader sees to it
     site = Site(
         home=loaded.home,
-        directory=directory.absolute(),
+        directory=directory,
         parallel=system.parallel,
         pin_cpus=system.pin_cpus,
         memory_bytes=system.memory,
@@ -62,28 +102,19 @@ def build(loaded: Loaded, config: RunConfig, output: Path, *, accept_changes: bo
     )
     workload = workloads.get(config.workload.type)(config.workload, site)
     fingerprint = workload.fingerprint()
-    ledger = _ledger(directory, system, fingerprint, accept_changes=accept_changes)
-    shared = _shared(loaded, config, output)
+    run = Run(config.name, directory, _ledger(directory, system, fingerprint, accept_changes=accept_changes))
     space = config.workload.space(frozenset(config.env_params))
-    terms = Terms(
-        objectives=Objectives(config.reward),
-        penalties=Penalties(config.rewards.metric_failure, config.rewards.constraint_failure),
-        budget=agent_config.trials,
-        repeats=config.repeats,
-        cache=config.cache,
-        count_cached=agent_config.count_cached,
-        fingerprint=fingerprint,
-    )
-    draws = Draws(agent_config.seed, space.parameters, config.env_params)
     needed = sorted({name for function in config.reward for name in function.needs()})
-    metric_names = config.workload.metric_names() or tuple(needed)
-    run = Run(config.name, directory.absolute(), ledger)
-    told = Observers([import_observer(path, loaded.home) for path in config.observers])
-    env = TrialEnv(run, terms, told, shared, space=space, workload=workload, draws=draws, metric_names=metric_names)
-    _describe(loaded, config, env, agent_class, agent_config)
-    agent = agent_class(env, agent_config, parallel=system.parallel)
-    agent.restore(env.history())
-    return Built(run, env, agent, shared)
+    return TrialEnv(
+        run,
+        replace(terms, fingerprint=fingerprint),
+        observers,
+        shared,
+        space=space,
+        workload=workload,
+        draws=Draws(agent.seed, space.parameters, config.env_params),
+        metric_names=config.workload.metric_names() or tuple(needed),
+    )
 
 
 def _ledger(directory: Path, system: SystemConfig, fingerprint: str, *, accept_changes: bool) -> Ledger:
@@ -115,39 +146,40 @@ def _shared(loaded: Loaded, config: RunConfig, output: Path) -> SharedCache | No
     return SharedCache(loaded.home / Path(chosen).expanduser() if chosen else output / "cache.db")
 
 
-def _describe(loaded: Loaded, config: RunConfig, env: TrialEnv, agent_class: type[Agent], agent: AgentConfig) -> None:
+def _describe(loaded: Loaded, config: RunConfig, env: AnyEnv, agent_class: type[Agent], agent: AgentConfig) -> None:
     """Write down in the ledger all that a report needs, so that it can be made from the ledger alone."""
-    ledger, terms, workload = env.run.ledger, env.terms, config.workload
+    ledger = env.run.ledger
     raw = next(table for table in loaded.raw["run"] if table["name"] == config.name)
-    ledger.set_state(
-        "source",
-        {"name": loaded.scenario.name, "home": str(loaded.home), "run": raw, "system": loaded.raw.get("system", {})},
-    )
-    ledger.set_state(
-        "run",
-        {
-            "name": config.name,
-            "agent": agent.model_dump(mode="json") if config.agent else None,
-            "objectives": terms.objectives.labels,
-            "metrics": env.metric_names,
-            "parameters": {**raw["workload"].get("args", {}), **raw["workload"].get("env", {})},
-            "env_params": {name: c.model_dump(mode="json") for name, c in config.env_params.items()},
-            "constraints": workload.constraints,
-            "workload": workload.model_dump(mode="json", include={"type", "command", "setup", "function", "timeout_s"}),
-            "fingerprint": terms.fingerprint,
-            "budget": planned(env),
-            "repeats": config.repeats,
-            "parallel": loaded.scenario.system.parallel,
-            "conditions_on_regime": agent_class.conditions_on_regime,
-        },
-    )
+    part = raw.get("workload") or raw["live"]
+    shown = ("type", "command", "setup", "function", "timeout_s", "env_class", "address", "record")
+    about = {
+        "name": config.name,
+        "agent": agent.model_dump(mode="json") if config.agent else None,
+        "objectives": env.terms.objectives.labels,
+        "metrics": env.metric_names,
+        "parameters": {**part.get("args", {}), **part.get("env", {})},
+        "env_params": {name: c.model_dump(mode="json") for name, c in config.env_params.items()},
+        "constraints": part.get("constraints", []),
+        "workload": {"type": "live"} | {key: part[key] for key in shown if key in part},
+        "live": config.live is not None,
+        "fingerprint": env.terms.fingerprint,
+        "budget": planned(env),
+        "repeats": config.repeats,
+        "parallel": loaded.scenario.system.parallel,
+        "conditions_on_regime": agent_class.conditions_on_regime and bool(config.env_params),
+    }
+    ledger.set_state("run", about)
+    if config.live is None:
+        system = loaded.raw.get("system", {})
+        source = {"name": loaded.scenario.name, "home": str(loaded.home), "run": raw, "system": system}
+        ledger.set_state("source", source)
     if ledger.state("provenance") is None:
         ledger.set_state("provenance", _provenance(loaded))
 
 
-def planned(env: TrialEnv) -> int | None:
+def planned(env: AnyEnv) -> int | None:
     """How many trials a run will have, where that can be told beforehand."""
-    if env.terms.budget is not None:
+    if env.terms.budget is not None or isinstance(env, LiveEnv):
         return env.terms.budget
     return sum(1 for _ in env.space.points()) * env.terms.repeats if env.space.enumerable else None
 

@@ -18,6 +18,7 @@ from loopwright.core.expression import Expression
 from loopwright.core.observer import Observer
 from loopwright.core.registry import Registry
 from loopwright.core.reward import RewardFunction, rewards
+from loopwright.envs.live import LiveConfig
 from loopwright.scenario.schema import PenaltiesConfig, RunBasics, RunConfig, Scenario, SystemConfig
 from loopwright.spaces.draws import EnvParamConfig, problem_with
 from loopwright.spaces.space import Space
@@ -92,8 +93,8 @@ class _Checker:
     def _across(self, tables: list[dict[str, Any]]) -> None:
         """What concerns several runs."""
         self._suffix = ""
-        names = [table.get("name") for table in tables]
-        for name in dict.fromkeys(n for n in names if n is not None and names.count(n) > 1):
+        names = [table["name"] for table in tables if isinstance(table.get("name"), str)]
+        for name in dict.fromkeys(n for n in names if names.count(n) > 1):
             self._say(
                 "[[run]] name", f"{name!r} is used {names.count(name)} times; each run needs a folder of its own."
             )
@@ -114,16 +115,18 @@ class _Checker:
             agent = self._model("[run.agent]", raw["agent"], kind.Config) if kind else None
             parts["agent"] = agent
         parts["reward"] = self._rewards(raw.get("reward", []))
-        workload = self._workload(raw.get("workload"))
-        parts["workload"] = workload
+        workload = None if "live" in raw else self._workload(raw.get("workload"))
+        live = self._model("[run.live]", raw["live"], LiveConfig) if "live" in raw else None
+        parts["workload"], parts["live"] = workload, live
         parts["env_params"] = self._env_params(raw.get("env_params", {}))
         parts["rewards"] = self._model("[run.rewards]", raw.get("rewards", {}), PenaltiesConfig)
         basics = {key: value for key, value in raw.items() if key in RunBasics.model_fields}
         run = self._model("[[run]]", basics, RunBasics)
         self._unknown("[[run]]", raw, RunConfig)
-        if run is not None and workload is not None and parts["reward"] is not None and parts["env_params"] is not None:
+        known = workload is not None or live is not None
+        if run is not None and known and parts["reward"] is not None and parts["env_params"] is not None:
             config = RunConfig.model_construct(**dict(run), **parts)
-            self._together(config, raw)
+            self._together(config, raw) if live is None else self._live(config, live, raw)
             return config if len(self.problems) == before else None
         return None
 
@@ -168,7 +171,31 @@ class _Checker:
 
     # -- what only the parts together can tell ------------------------------------------------------------------
 
+    def _live(self, run: RunConfig, live: LiveConfig, raw: dict[str, Any]) -> None:
+        """A live run: the spaces come from the server, the reward too, and the agent must know how to step it."""
+        for problem in live.problems(self.home, run.env_params.keys()):
+            self._say(f"[run.live] {problem.key}", problem.message)
+        if "workload" in raw:
+            self._say("[run.workload]", "a run has a workload or a live environment, not both.")
+        if [function.type for function in run.reward] not in ([], ["server"]):
+            self._say("[[run]] reward", 'a live environment gives its own reward: reward = { type = "server" }.')
+        for key in ("repeats", "cache"):
+            if key in raw:
+                self._say(f"[[run]] {key}", "has no meaning in a live run: its steps are never repeated or cached.")
+        agent = agents.get(run.agent.type) if run.agent is not None else None
+        if agent is None and "agent" not in raw:
+            self._say("[run.agent]", "is missing; a live environment needs an agent that acts in it.")
+        elif agent is not None and not agent.steps_live:
+            able = ", ".join(name for name in agents.names() if agents.get(name).steps_live)
+            self._say("[run.agent] type", f"{raw['agent']['type']!r} cannot act in a live environment; {able} can.")
+        elif agent is not None:
+            for problem in agent.problems(run.agent, None, self.home):
+                self._say(f"[run.agent] {problem.key}", problem.message)
+            self._draws(run, agent, raw, live.args)
+        self._observers(run)
+
     def _together(self, run: RunConfig, raw: dict[str, Any]) -> None:
+        assert run.workload is not None  # noqa: S101  the other kind of run is _live
         agent = agents.get(run.agent.type) if run.agent is not None else None
         known_agent = agent is not None or "agent" not in raw
         try:
@@ -178,7 +205,7 @@ class _Checker:
             self._say("[run.workload] args", f"{error}.")
             return
         if known_agent:
-            self._draws(run, agent, raw)
+            self._draws(run, agent, raw, {**run.workload.args, **run.workload.env})
         self._metrics(run)
         self._conditions(run, space)
         self._observers(run)
@@ -192,7 +219,7 @@ class _Checker:
         if not space.tunable:
             self._say("[run.workload] args", "there is nothing to search: make an argument a list or a range.")
         if not run.reward:
-            metrics = run.workload.metric_names() or ("seconds",)
+            metrics = (run.workload.metric_names() if run.workload else None) or ("seconds",)
             example = f'reward = {{ type = "identity", metrics = ["{metrics[0]}"] }}'
             self._say("[[run]] reward", f"is missing; for example {example}.")
         if len(run.reward) > 1 and not agent.several_objectives:
@@ -203,8 +230,9 @@ class _Checker:
         for problem in agent.problems(config, space, self.home):
             self._say(f"[run.agent] {problem.key}", problem.message)
 
-    def _draws(self, run: RunConfig, agent: type[Agent] | None, raw: dict[str, Any]) -> None:
-        parameters = {**run.workload.args, **run.workload.env}
+    def _draws(
+        self, run: RunConfig, agent: type[Agent] | None, raw: dict[str, Any], parameters: Mapping[str, Any]
+    ) -> None:
         for name, config in run.env_params.items():
             where = f"[run.env_params.{name}]"
             if name not in parameters:
@@ -219,7 +247,7 @@ class _Checker:
             self._say("[run.env_params]", f"agent {kind!r} does not sample them; agents that do: {', '.join(able)}.")
 
     def _metrics(self, run: RunConfig) -> None:
-        known = run.workload.metric_names()
+        known = run.workload.metric_names() if run.workload else None
         for function in run.reward:
             for name in sorted(function.needs() - set(known)) if known is not None else ():
                 hint = did_you_mean(name, list(known or ()))

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 from loopwright.core.agent import AgentConfig
 from loopwright.core.config import Config
 from loopwright.core.reward import RewardFunction
+from loopwright.envs.live import LiveConfig
 from loopwright.spaces.draws import EnvParamConfig
 from loopwright.workloads.base import WorkloadConfig
 
@@ -84,14 +85,16 @@ class RunBasics(Config):
 
 
 class RunConfig(RunBasics):
-    """One entry of a scenario: an agent over a workload. Without an agent the workload runs once."""
+    """One entry of a scenario: an agent over a workload or a live environment. Without an agent it runs once."""
 
     agent: AgentConfig | None = None
     """What searches, chosen by `type`."""
     reward: tuple[RewardFunction, ...] = ()
     """What makes a trial good, chosen by `type`; a list means several objectives. More is always better."""
-    workload: WorkloadConfig
-    """What a trial runs, chosen by `type`."""
+    workload: WorkloadConfig | None = None
+    """What a trial runs, chosen by `type`; either this or `live`."""
+    live: LiveConfig | None = None
+    """A live environment, stepped by a server."""
     rewards: PenaltiesConfig = PenaltiesConfig()
     """What the agent is told for failed trials."""
     env_params: Mapping[str, EnvParamConfig] = Field(default_factory=dict)

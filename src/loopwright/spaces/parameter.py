@@ -2,12 +2,13 @@
 
 import math
 from abc import ABC, abstractmethod
+from functools import cached_property
 from random import Random
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from loopwright.core.canonical import canonical
+from loopwright.core.canonical import canonical, key_of
 from loopwright.core.config import Config, explain
 from loopwright.core.errors import InvalidAction
 from loopwright.core.expression import Expression
@@ -63,12 +64,12 @@ class Choice(Parameter):
     @field_validator("values")
     @classmethod
     def _distinct(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        seen: list[Any] = []
+        seen: set[str] = set()
         for value in values:
-            plain = canonical(value)
-            if any(_same(plain, other) for other in seen):
+            key = key_of(value)
+            if key in seen:
                 raise ValueError(f"{value!r} is listed twice")
-            seen.append(plain)
+            seen.add(key)
         return values
 
     @property
@@ -84,12 +85,16 @@ class Choice(Parameter):
     def validate_value(self, value: Any) -> Any:
         return self.values[self.index(value)]
 
+    @cached_property
+    def _indices(self) -> dict[str, int]:
+        # By key: a list may be long, and True == 1 in Python, but a flag that is on is not the number one.
+        return {key_of(value): index for index, value in enumerate(self.values)}
+
     def index(self, value: Any) -> int:
         """Which candidate a value is."""
-        plain = canonical(value)
-        for index, candidate in enumerate(self.values):
-            if _same(canonical(candidate), plain):
-                return index
+        found = self._indices.get(key_of(value))
+        if found is not None:
+            return found
         raise InvalidAction(f"{value!r} is none of {', '.join(map(repr, self.values))}")
 
     def grid(self) -> list[Any]:

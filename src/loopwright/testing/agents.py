@@ -46,7 +46,7 @@ class Campaign:
     parallel: int = 1
     objectives: tuple[str, ...] = ("y",)
     drawn: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    penalties: Penalties = Penalties()
+    penalties: Penalties = field(default_factory=Penalties)
     observers: tuple[Observer, ...] = ()
     constraints: tuple[str, ...] = ()
 

@@ -22,7 +22,7 @@ import pytest
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Result
 from loopwright.execution import start_ticks
-from loopwright.testing.executors import alive, appears, written_pid
+from loopwright.testing.executors import alive, appears, ignore, written_pid
 from loopwright.workloads.base import Job, Site, Workload, WorkloadConfig
 
 T = TypeVar("T")
@@ -132,10 +132,13 @@ class WorkloadContract(ABC):
 
     def test_a_trial_that_takes_too_long_is_ended(self, site: Site) -> None:
         """After the time-out its process is gone and the outcome says why."""
-        # Long enough for the process to have written its id, which starting takes.
-        result = self.run(self.make_workload(site, "hang", timeout_s=1.0))
+        known: list[int] = []
+        hanging = job(site, started=lambda pid, _: known.append(pid))
+        workload = self.make_workload(site, "hang", timeout_s=0.3)
+        result = self.use(workload, lambda workload: workload.run(hanging))
         assert (result.outcome, result.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
-        assert not alive(written_pid(directory(site) / "pid"))
+        assert known
+        assert not any(map(alive, known))
 
     def test_cancelling_ends_the_process(self, site: Site) -> None:
         """A trial that is aborted leaves nothing running, and the workload goes on working."""
@@ -227,9 +230,7 @@ def directory(site: Site, number: int = 1) -> Path:
     return site.directory / "trials" / str(number)
 
 
-def job(
-    site: Site, value: str = "abc", number: int = 1, started: Callable[[int, int], None] = lambda pid, ticks: None
-) -> Job:
+def job(site: Site, value: str = "abc", number: int = 1, started: Callable[[int, int], None] = ignore) -> Job:
     """A trial with one argument."""
     arguments: Mapping[str, Any] = {"value": value}
     return Job(

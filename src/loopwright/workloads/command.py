@@ -111,13 +111,14 @@ class CommandConfig(WorkloadConfig):
         return found
 
     def _unusable_values(self, template: Template) -> list[Problem]:
-        """Values that no command line can hold; a list's are all tried, so that none is met in the middle of a night."""
+        """Values that no command line can hold; all of a list are tried, so that no night ends on one."""
         found = []
         for name, parameter in {**self.args, **self.env}.items():
-            if name in template.names or name in self.env:
-                for value in (*parameter.grid(), *([] if parameter.otherwise is None else [parameter.otherwise])):
-                    if problem := template.problem_with(name, value):
-                        found.append(Problem(f"{'args' if name in self.args else 'env'}.{name}", problem))
+            if name not in template.names and name not in self.env:
+                continue
+            values = [*parameter.grid(), *([] if parameter.otherwise is None else [parameter.otherwise])]
+            wrong = [problem for value in values if (problem := template.problem_with(name, value))]
+            found += [Problem(f"{'args' if name in self.args else 'env'}.{name}", problem) for problem in wrong]
         return found
 
     def _missing_program(self, key: str, template: Template, home: Path) -> list[Problem]:

@@ -72,6 +72,8 @@ class MetricConfig(Config):
             number = float(text)
         except (TypeError, ValueError) as error:
             raise MetricMissing(f"{text!r} in {place} is not a number") from error
+        except OverflowError as error:
+            raise MetricMissing(f"the number in {place} is not a finite number: {error}") from error
         if not math.isfinite(number):
             raise MetricMissing(f"{text!r} in {place} is not a finite number")
         return number

@@ -36,7 +36,7 @@ class Template:
     def lonely(self, name: str) -> str | None:
         """The option before `{name}` that would be left without its value if the argument is absent."""
         for option, word in zip(self._words, self._words[1:], strict=False):
-            if word in (f"{{{name}}}", f"{{{name}:words}}") and option.startswith("-"):
+            if word in (f"{{{name}}}", f"{{{name}:words}}") and option.startswith("-") and "=" not in option:
                 return option
         return None
 

@@ -1,0 +1,208 @@
+"""RL agents: a policy that learns on any run, batch or live, by a library's own algorithm and loop."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from loopwright.core.agent import Agent, AgentConfig
+from loopwright.core.errors import MissingExtra, Problem, StorageError
+from loopwright.core.trial import Action, Observation, Proposal
+from loopwright.envs.live import LiveEnv
+from loopwright.spaces.space import Space
+
+log = logging.getLogger(__name__)
+MOST_POINTS = 4096
+"""Beyond this many points an algorithm that numbers them all learns nothing."""
+
+
+class RlConfig(AgentConfig):
+    """What every RL agent can be told."""
+
+    trials: int = Field(ge=1)
+    """How many trials (in a live run: steps) the run may use, the evaluation of a batch run included."""
+    library: Literal["sb3", "rllib"] = "sb3"
+    """Whose algorithm: Stable-Baselines3 (extra `rl`) or RLlib (extra `ray`)."""
+    learning_rate: float | None = Field(default=None, gt=0)
+    """The step size of learning; without it the library's own."""
+    rollout: int | None = Field(default=None, ge=1)
+    """How many trials are collected before the policy is updated."""
+    hidden: tuple[int, ...] = (64, 64)
+    """The layers of the policy's network."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Anything else that the library's algorithm takes, under its own names."""
+    checkpoint_every: int = Field(default=1000, ge=1)
+    """Trials between two checkpoints of the policy."""
+    evaluate: int = Field(default=1, ge=0)
+    """How often the policy, and the best static action, are measured under each regime at the end."""
+    warm_start: str | None = None
+    """The folder of an earlier run, relative to the scenario, whose trials the policy imitates first."""
+
+
+class Learner(ABC):
+    """One library's algorithm at work on one environment."""
+
+    @abstractmethod
+    def learn(self, until: int) -> None:
+        """Train until the run has had this many trials."""
+
+    @abstractmethod
+    def act(self, observation: Any) -> Any:
+        """The policy's own choice, without exploring."""
+
+    @abstractmethod
+    def imitate(self, pairs: list[tuple[Any, Any]]) -> None:
+        """Warm start: learn to give these actions for these observations."""
+
+    @abstractmethod
+    def save(self, directory: Path) -> None:
+        """Write the policy down."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class RlAgent(Agent):
+    """Learns a policy from the regime in the observation to an action: with env_params it conditions on the regime that
+    is drawn for the next trial, and is evaluated under each one.
+    """
+
+    samples_env_params: ClassVar[bool] = True
+    conditions_on_regime: ClassVar[bool] = True
+    steps_live: ClassVar[bool] = True
+    algorithm: ClassVar[str]
+    libraries: ClassVar[tuple[str, ...]] = ("sb3",)
+    config: RlConfig
+    env: Any
+
+    def __init__(self, env: Any, config: RlConfig, *, parallel: int = 1) -> None:
+        super().__init__(env, config, parallel=parallel)
+        self._learner: Learner | None = None
+
+    @classmethod
+    def problems(cls, config: RlConfig, space: Space | None, home: Path) -> list[Problem]:
+        found = []
+        if config.library not in cls.libraries:
+            others = ", ".join(cls.libraries)
+            found.append(Problem("library", f"{config.type!r} comes from {others}, not from {config.library!r}."))
+        needed, extra = ("stable_baselines3", "rl") if config.library == "sb3" else ("ray.rllib", "ray")
+        if find_spec(needed.partition(".")[0]) is None or find_spec("gymnasium") is None:
+            found.append(Problem("library", str(MissingExtra(f"agent {config.type!r}", extra))))
+        if config.warm_start is not None and not (home / config.warm_start / "ledger.db").is_file():
+            found.append(Problem("warm_start", f"there is no ledger.db in {home / config.warm_start}."))
+        return found if space is None else [*found, *cls.unfit(config, space)]
+
+    @classmethod
+    def unfit(cls, config: RlConfig, space: Space) -> list[Problem]:
+        """Why this algorithm cannot act in this space."""
+        return []
+
+    @classmethod
+    def view(cls) -> Literal["flat", "discrete"]:
+        """How the algorithm sees the actions of a batch run."""
+        return "flat"
+
+    def select_action(self, observation: Observation) -> Action | None:
+        """Not asked: the library's loop acts by itself."""
+        return None
+
+    def restore(self, history: Iterable[Proposal]) -> None:
+        """Nothing: what was learned is in the policy's checkpoint."""
+
+    def run(self) -> int:
+        """Train, evaluate, save. A training that fails is a code; the other runs of the scenario go on."""
+        from loopwright.agents.rl_session import train
+
+        try:
+            return train(self)
+        except StorageError:
+            raise
+        except Exception:
+            log.exception("the training of run %r failed; go on with `loopwright resume`", self.env.run.name)
+            return 1
+
+    def shutdown(self) -> None:
+        if self._learner is not None:
+            self._learner.close()
+            self._learner = None
+
+    @property
+    def live(self) -> bool:
+        """Whether a server steps the environment."""
+        return isinstance(self.env, LiveEnv)
+
+
+class PpoConfig(RlConfig):
+    """Proximal policy optimisation: a good first choice, for every space."""
+
+    type: Literal["ppo"] = "ppo"
+
+
+class A2cConfig(RlConfig):
+    """Advantage actor-critic: simpler than PPO, for every space."""
+
+    type: Literal["a2c"] = "a2c"
+
+
+class DqnConfig(RlConfig):
+    """Deep Q-learning: for spaces of a few thousand points at most."""
+
+    type: Literal["dqn"] = "dqn"
+
+
+class SacConfig(RlConfig):
+    """Soft actor-critic: for spaces with at least one range."""
+
+    type: Literal["sac"] = "sac"
+
+
+class Ppo(RlAgent):
+    """Conditions on the drawn regime."""
+
+    Config: ClassVar[type[AgentConfig]] = PpoConfig
+    algorithm: ClassVar[str] = "PPO"
+    libraries: ClassVar[tuple[str, ...]] = ("sb3", "rllib")
+
+
+class A2c(RlAgent):
+    """Conditions on the drawn regime."""
+
+    Config: ClassVar[type[AgentConfig]] = A2cConfig
+    algorithm: ClassVar[str] = "A2C"
+
+
+class Dqn(RlAgent):
+    """Conditions on the drawn regime; numbers the points of the space."""
+
+    Config: ClassVar[type[AgentConfig]] = DqnConfig
+    algorithm: ClassVar[str] = "DQN"
+    libraries: ClassVar[tuple[str, ...]] = ("sb3", "rllib")
+
+    @classmethod
+    def unfit(cls, config: RlConfig, space: Space) -> list[Problem]:
+        if space.enumerable and (space.size or MOST_POINTS + 1) <= MOST_POINTS:
+            return []
+        return [
+            Problem("type", f"'dqn' needs lists of at most {MOST_POINTS} points together; use ppo, or list values.")
+        ]
+
+    @classmethod
+    def view(cls) -> Literal["flat", "discrete"]:
+        return "discrete"
+
+
+class Sac(RlAgent):
+    """Conditions on the drawn regime."""
+
+    Config: ClassVar[type[AgentConfig]] = SacConfig
+    algorithm: ClassVar[str] = "SAC"
+
+    @classmethod
+    def unfit(cls, config: RlConfig, space: Space) -> list[Problem]:
+        if any(parameter.size is None or not parameter.grid() for parameter in space.tunable.values()):
+            return []
+        return [Problem("type", "'sac' needs a range among the arguments; use ppo or dqn for lists.")]

@@ -1,0 +1,148 @@
+"""RLlib as a learner: PPO and DQN on Ray's API stack, stepping our environment in this very process."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import ray
+from gymnasium import spaces
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.algorithms.dqn import DQNConfig
+from ray.rllib.algorithms.ppo import PPOConfig
+from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
+from ray.rllib.core.rl_module.rl_module import RLModule
+from ray.tune.registry import register_env
+
+from loopwright.agents.rl import Learner, RlConfig
+from loopwright.envs.adapter import Driver, info_of
+
+_CHECKPOINT = "rllib"
+_worlds: dict[str, gym.Env[Any, Any]] = {}
+"""Environments by key: RLlib wants to make them itself, but ours hold a ledger and cannot be pickled."""
+
+
+class FlatWorld(gym.Env[Any, Any]):
+    """A batch run with observations in one row of numbers, as RLlib's default networks take them."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self.action_space = driver.actions.gym_space
+        seen = driver.observations.gym_space
+        self._nested = isinstance(seen, spaces.Dict)
+        self.observation_space = spaces.Box(-np.inf, np.inf, (spaces.flatdim(seen),), np.float32)
+
+    def _flat(self, seen: Any) -> Any:
+        flat = spaces.flatten(self._driver.observations.gym_space, seen) if self._nested else seen
+        return np.asarray(flat, np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed, options=options)
+        return self._flat(self._driver.observations.encode(self._driver.env.reset())), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        (feedback,) = self._driver.step([self._driver.actions.decode(action)])
+        seen = self._flat(self._driver.observations.encode(feedback.observation))
+        return seen, self._driver.told(feedback), True, False, info_of(feedback)
+
+
+def _world(context: Any) -> gym.Env[Any, Any]:
+    return _worlds[context["key"]]
+
+
+class RllibLearner(Learner):
+    """An RLlib algorithm without remote runners; a checkpoint in the directory is gone on from."""
+
+    def __init__(
+        self,
+        algorithm: str,
+        env: Any,
+        config: RlConfig,
+        directory: Path,
+        counted: Callable[[], int],
+        flush: Callable[[], None],
+    ) -> None:
+        self._config, self._directory, self._counted, self._flush = config, directory, counted, flush
+        self._began_ray = not ray.is_initialized()
+        if self._began_ray:
+            ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        self._key = str(directory)
+        _worlds[self._key] = FlatWorld(env) if isinstance(env, Driver) else env
+        register_env("loopwright", _world)
+        self._batch = config.rollout or min(2048, max(64, config.trials // 20))
+        made: Any = _configured(algorithm, config, self._key, self._batch).build_algo()
+        self._algorithm = made
+        if (directory / _CHECKPOINT).exists():
+            self._algorithm.restore_from_path(str((directory / _CHECKPOINT).absolute()))
+        self._saved_at = counted()
+
+    def learn(self, until: int) -> None:
+        # RLlib collects whole batches: the last one must still fit into the budget.
+        while self._counted() + self._batch <= until:
+            self._algorithm.train()
+            if self._counted() - self._saved_at >= self._config.checkpoint_every:
+                self._saved_at = self._counted()
+                self._flush()
+                self.save(self._directory)
+
+    def act(self, observation: Any) -> Any:
+        space = _worlds[self._key].observation_space
+        flat = observation if np.shape(observation) == space.shape else _joined(observation)
+        module = self._algorithm.get_module()
+        assert module is not None  # noqa: S101
+        return _choose(module, flat)
+
+    def imitate(self, pairs: list[tuple[Any, Any]]) -> None:
+        """Not offered by RLlib's stack without a data set on disk; such a policy starts cold."""
+
+    def save(self, directory: Path) -> None:
+        self._algorithm.save_to_path(str((directory / _CHECKPOINT).absolute()))
+
+    def close(self) -> None:
+        self._algorithm.stop()
+        _worlds.pop(self._key, None)
+        if self._began_ray:
+            ray.shutdown()
+
+
+def _configured(algorithm: str, config: RlConfig, key: str, batch: int) -> AlgorithmConfig:
+    kinds: dict[str, Any] = {"PPO": PPOConfig, "DQN": DQNConfig}
+    made: AlgorithmConfig = kinds[algorithm]()
+    options: dict[str, Any] = {} if config.learning_rate is None else {"lr": config.learning_rate}
+    if algorithm == "PPO":
+        options |= {"train_batch_size_per_learner": batch, "minibatch_size": min(64, batch), "num_epochs": 10}
+    else:
+        options |= {"train_batch_size_per_learner": 32, "num_steps_sampled_before_learning_starts": min(100, batch)}
+    return (
+        made.environment("loopwright", env_config={"key": key})
+        .env_runners(num_env_runners=0, rollout_fragment_length=batch if algorithm == "PPO" else "auto")
+        .learners(num_learners=0)
+        .rl_module(model_config=DefaultModelConfig(fcnet_hiddens=list(config.hidden)))
+        .debugging(seed=config.seed, log_level="ERROR")
+        .training(**{**options, **config.options})
+    )
+
+
+def _joined(observation: Any) -> Any:
+    # The order of gymnasium's own flattening: keys sorted.
+    return np.concatenate([np.ravel(observation[name]) for name in sorted(observation)]).astype(np.float32)
+
+
+def _choose(module: RLModule, observation: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        out = module.forward_inference({"obs": torch.as_tensor(np.asarray(observation, np.float32))[None]})
+    if "actions" in out:
+        return out["actions"][0].numpy()
+    distribution: Any = module.get_inference_action_dist_cls().from_logits(out["action_dist_inputs"])
+    return distribution.to_deterministic().sample()[0].numpy()
+
+
+def load_policy(_: str, directory: Path) -> Any:
+    """The saved policy as a function from observation to action."""
+    path = directory / _CHECKPOINT / "learner_group" / "learner" / "rl_module" / "default_policy"
+    module = RLModule.from_checkpoint(str(path.absolute()))
+    return lambda seen: _choose(module, _joined(seen) if isinstance(seen, dict) else seen)

@@ -1,0 +1,163 @@
+"""Stable-Baselines3 as a learner: PPO, A2C, DQN and SAC. Import it late: torch and SB3 are extras."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import stable_baselines3
+import torch
+from gymnasium import spaces
+from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.vec_env import VecEnv
+
+from loopwright.agents.rl import Learner, RlConfig
+from loopwright.envs.adapter import Driver, info_of
+
+POLICY = "policy.zip"
+_REPLAY = "replay.pkl"
+
+
+class SlotVecEnv(VecEnv):
+    """A batch run for SB3: one trial per slot in flight, each an episode of its own."""
+
+    def __init__(self, driver: Driver, slots: int) -> None:
+        self._driver = driver
+        self._actions: list[dict[str, Any]] = []
+        super().__init__(slots, driver.observations.gym_space, driver.actions.gym_space)
+
+    def _seen(self) -> Any:
+        seen = [self._driver.observations.encode(self._driver.env.reset(slot)) for slot in range(self.num_envs)]
+        if isinstance(self.observation_space, spaces.Dict):
+            return {name: np.stack([one[name] for one in seen]) for name in self.observation_space.spaces}
+        return np.stack(seen)
+
+    def reset(self) -> Any:
+        return self._seen()
+
+    def step_async(self, actions: Any) -> None:
+        self._actions = [self._driver.actions.decode(action) for action in actions]
+
+    def step_wait(self) -> tuple[Any, Any, Any, list[dict[str, Any]]]:
+        told = self._driver.step(self._actions)
+        rewards = np.array([self._driver.told(feedback) for feedback in told], np.float32)
+        seen = self._seen()
+        infos = [{**info_of(feedback), "TimeLimit.truncated": False} for feedback in told]
+        for slot, info in enumerate(infos):
+            info["terminal_observation"] = (
+                {name: values[slot] for name, values in seen.items()} if isinstance(seen, dict) else seen[slot]
+            )
+        return seen, rewards, np.ones(self.num_envs, bool), infos
+
+    def close(self) -> None:
+        """Nothing here: the driver belongs to whoever made it."""
+
+    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+        return [getattr(self, attr_name, None)] * len(list(self._get_indices(indices)))
+
+    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
+        raise AttributeError(attr_name)
+
+    def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any) -> list[Any]:
+        raise AttributeError(method_name)
+
+    def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
+        return [False] * len(list(self._get_indices(indices)))
+
+
+class _Bounds(BaseCallback):
+    """Stops at the budget, and makes checkpoints."""
+
+    def __init__(self, learner: "Sb3Learner", until: int) -> None:
+        super().__init__()
+        self._learner, self._until = learner, until
+
+    def _on_step(self) -> bool:
+        self._learner.checkpoint_if_due()
+        return bool(self._learner.counted() + self.training_env.num_envs <= self._until)
+
+
+class Sb3Learner(Learner):
+    """An SB3 algorithm; a checkpoint in the directory is gone on from."""
+
+    def __init__(self, algorithm: str, env: Any, config: RlConfig, directory: Path, counted: Any, flush: Any) -> None:
+        self._config, self._directory, self.counted, self._flush = config, directory, counted, flush
+        torch.set_num_threads(1)
+        kind: type[BaseAlgorithm] = getattr(stable_baselines3, algorithm)
+        if (directory / POLICY).exists():
+            self.model = kind.load(directory / POLICY, env=env, device="cpu")
+            if isinstance(self.model, OffPolicyAlgorithm) and (directory / _REPLAY).exists():
+                self.model.load_replay_buffer(directory / _REPLAY)
+        else:
+            self.model = kind(_policy(env), env, **_options(algorithm, env, config))
+        self._saved_at = counted()
+
+    def learn(self, until: int) -> None:
+        remaining = until - self.counted()
+        if remaining > 0:
+            self.model.learn(remaining, callback=_Bounds(self, until), reset_num_timesteps=False)
+
+    def checkpoint_if_due(self) -> None:
+        """Save now and then; what was learned from is in the ledger before the policy that learned it."""
+        if self.counted() - self._saved_at >= self._config.checkpoint_every:
+            self._saved_at = self.counted()
+            self._flush()
+            self.save(self._directory)
+
+    def act(self, observation: Any) -> Any:
+        return self.model.predict(observation, deterministic=True)[0]
+
+    def imitate(self, pairs: list[tuple[Any, Any]]) -> None:
+        imitate(self.model, pairs)
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.model.save(directory / f".{POLICY}")
+        (directory / f".{POLICY}").replace(directory / POLICY)
+        if isinstance(self.model, OffPolicyAlgorithm):
+            self.model.save_replay_buffer(directory / _REPLAY)
+
+
+def _policy(env: Any) -> str:
+    return "MultiInputPolicy" if isinstance(env.observation_space, spaces.Dict) else "MlpPolicy"
+
+
+def _options(algorithm: str, env: Any, config: RlConfig) -> dict[str, Any]:
+    slots = getattr(env, "num_envs", 1)
+    options: dict[str, Any] = {"seed": config.seed, "device": "cpu", "policy_kwargs": {"net_arch": list(config.hidden)}}
+    if config.learning_rate is not None:
+        options["learning_rate"] = config.learning_rate
+    if algorithm in ("PPO", "A2C"):
+        rollout = config.rollout or (min(2048, max(64, config.trials // 20)) if algorithm == "PPO" else 8)
+        options["n_steps"] = max(2, rollout // slots)
+        if algorithm == "PPO":
+            options["batch_size"] = min(64, options["n_steps"] * slots)
+    else:
+        options["learning_starts"] = min(100, max(1, config.trials // 10))
+        options["buffer_size"] = min(1_000_000, max(1000, config.trials))
+        if config.rollout is not None:
+            options["train_freq"] = max(1, config.rollout // slots)
+    return {**options, **config.options}
+
+
+def imitate(model: BaseAlgorithm, pairs: Sequence[tuple[Any, Any]], epochs: int = 30) -> None:
+    """Behaviour cloning by the policy's own log-probability; algorithms without one start cold."""
+    policy: Any = model.policy
+    if not pairs or not hasattr(policy, "evaluate_actions"):
+        return
+    for _ in range(epochs):
+        for observation, action in pairs:
+            seen, _ = policy.obs_to_tensor(observation)
+            _, log_probability, _ = policy.evaluate_actions(seen, torch.as_tensor(np.asarray(action))[None])
+            policy.optimizer.zero_grad()
+            (-log_probability.mean()).backward()
+            policy.optimizer.step()
+
+
+def load_policy(algorithm: str, directory: Path) -> Any:
+    """The saved policy as a function from observation to action."""
+    kind: type[BaseAlgorithm] = getattr(stable_baselines3, algorithm)
+    model = kind.load(directory / POLICY, device="cpu")
+    return lambda observation: model.predict(observation, deterministic=True)[0]

@@ -1,0 +1,55 @@
+"""`loopwright serve-env`: serve an environment to whoever connects."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+NAME = "serve-env"
+
+
+def command(
+    environment: Annotated[
+        str, typer.Argument(metavar="ENVIRONMENT", help="`module:Class`, or `gymnasium:ID` for a registered one.")
+    ],
+    address: Annotated[
+        str, typer.Option("--address", "-a", help="Where to listen: unix:///path/to.sock or tcp://host:port.")
+    ],
+    *,
+    arg: Annotated[
+        list[str] | None, typer.Option("--arg", help="NAME=VALUE for its construction; VALUE is JSON, or else text.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="Let other machines in. There is no password.")] = False,
+) -> None:
+    """Serve an environment over a socket: each client gets an instance of its own. Ctrl-C ends it."""
+    from loopwright.envs.serve import serve
+    from loopwright.envs.server import GymServer, ServerError, check_server_class, make_server
+    from loopwright.envs.wire import describe
+
+    args, home = dict(_argument(text) for text in arg or ()), Path.cwd()
+    if reason := check_server_class(environment, home):
+        raise ServerError(reason)
+
+    def make() -> GymServer:
+        return make_server(environment, args, home)
+
+    # One for trial, so that wrong arguments are told here and now, not to the first client.
+    first = make()
+    try:
+        describe(first.observation_space), describe(first.action_space)
+    finally:
+        first.close()
+    heard = serve(make, address, public=public, ready=lambda at: typer.echo(f"serving {environment} at {at}"))
+    raise typer.Exit(128 + heard if heard else 0)
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    import orjson
+
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise typer.BadParameter(f"{text!r} is no argument. Write --arg NAME=VALUE.", param_hint="--arg")
+    try:
+        return name, orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return name, value

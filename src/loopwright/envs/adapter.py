@@ -1,0 +1,222 @@
+"""The Gymnasium adapter: a run as a `gymnasium.Env` that passes the checkers. Import it late: gymnasium is an extra.
+
+In a batch run every trial is an episode of its own: the regime is drawn anew for each, whatever was done before, so a
+step always gives `terminated = True`, and `truncated = True` when the budget is used up with it.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
+
+from loopwright.core.errors import InvalidAction
+from loopwright.core.trial import Action, Feedback
+from loopwright.envs.codec import ActionCodec, ObservationCodec, View
+from loopwright.envs.live import LiveEnv
+from loopwright.envs.observation import RegimeEncoder, StructuredObservation
+from loopwright.envs.trial import TrialEnv
+
+T = TypeVar("T")
+
+
+class RunStopped(Exception):
+    """The run was told to stop; ends a learner's loop. The trial in flight is recorded as `aborted`."""
+
+
+class Driver:
+    """Steps a batch environment for callers without an event loop, several trials at a time if asked.
+
+    A failed trial is told as the penalty set for it, or as less than the worst reward seen so far.
+    """
+
+    def __init__(self, env: TrialEnv, view: View) -> None:
+        self.env = env
+        self.actions = ActionCodec(env.space, view)
+        # Any environment may bring a structure of its own; else one is made where something is drawn.
+        structure: StructuredObservation | None = env if isinstance(env, StructuredObservation) else None
+        if structure is None and env.draws.values:
+            structure = RegimeEncoder(env.draws)
+        self.observations = ObservationCodec(env.metric_names, structure, flat=view != "dict")
+        self._loop = asyncio.new_event_loop()
+        self._worst = 0.0
+        self._flights: list[asyncio.Task[Feedback]] = []
+        env.run.when_stopped(self._stop)
+        self._wait(self._open())
+        for trials in env.unfinished():
+            self.told(self._wait(env.resume(trials)))  # type: ignore[arg-type]
+
+    async def _open(self) -> None:
+        self.env.open()
+
+    def _stop(self) -> None:
+        for flight in self._flights:
+            self._loop.call_soon_threadsafe(flight.cancel)
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(work)
+
+    def step(self, actions: Sequence[Action], note: Mapping[str, Any] | None = None) -> list[Feedback]:
+        """Run one trial per slot, all in flight together."""
+        if self.env.run.stopping:
+            raise RunStopped
+        return self._wait(self._fly(actions, note))
+
+    async def _fly(self, actions: Sequence[Action], note: Mapping[str, Any] | None) -> list[Feedback]:
+        steps = [self.env.step(action, note, slot=slot) for slot, action in enumerate(actions)]
+        self._flights = [asyncio.ensure_future(step) for step in steps]
+        try:
+            return list(await asyncio.gather(*self._flights))
+        except asyncio.CancelledError:
+            await asyncio.gather(*self._flights, return_exceptions=True)
+            raise RunStopped from None
+        finally:
+            self._flights = []
+
+    def measure(self, action: Action, regime: Mapping[str, Any]) -> Feedback:
+        """One trial under a regime of one's choice, for evaluations."""
+        if self.env.run.stopping:
+            raise RunStopped
+        return self._wait(self._fly_under(action, regime))
+
+    async def _fly_under(self, action: Action, regime: Mapping[str, Any]) -> Feedback:
+        return await self.env.step(action, {"evaluation": True}, fresh=True, under=regime)
+
+    def told(self, feedback: Feedback) -> float:
+        """The number that a learner gets for a trial."""
+        if feedback.told is None:
+            return self._worst - 1.0
+        self._worst = min(self._worst, feedback.told[0])
+        return feedback.told[0]
+
+    def close(self) -> None:
+        """End what runs, and let go of everything."""
+        if not self._loop.is_closed():
+            self.env.run.when_stopped(None)
+            self._wait(self.env.close())
+            self._loop.close()
+
+
+class GymnasiumAdapter(gym.Env[Any, Any]):
+    """A batch run as an environment.
+
+    `info` has `trial`, `outcome`, `env_params` (the regime that the trial ran under) and `metrics`.
+    """
+
+    metadata = {"render_modes": []}  # noqa: RUF012  gymnasium's own declaration
+
+    def __init__(self, env: TrialEnv, *, view: View = "dict") -> None:
+        self._driver = Driver(env, view)
+        self.inner = env
+        self.action_space = self._driver.actions.gym_space
+        self.observation_space = self._driver.observations.gym_space
+
+    def encode_action(self, values: Action) -> Any:
+        """Native values as an action of this environment's space."""
+        return self._driver.actions.encode(values)
+
+    def decode_action(self, action: Any) -> dict[str, Any]:
+        """An action of this environment's space as native values."""
+        return self._driver.actions.decode(action)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """The observation that waits. Draws come from the run's seed, so this seed only feeds `np_random`."""
+        super().reset(seed=seed, options=options)
+        waiting = self.inner.reset()
+        return self._driver.observations.encode(waiting), {
+            "env_params": dict(waiting.context),
+            "trial": self.inner.run.step,
+        }
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self._answer(self._driver.step([self.decode_action(action)])[0])
+
+    def step_raw(self, values: Action) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """A step with native values: exactly the tunable and the fixed parameters."""
+        fixed = self.inner.space.fixed
+        missing = [name for name in fixed if name not in values]
+        wrong = [name for name, value in fixed.items() if name in values and values[name] != value]
+        if missing or wrong:
+            raise InvalidAction(f"fixed parameters missing: {missing}, or of another value: {wrong}")
+        action = {name: value for name, value in values.items() if name not in fixed}
+        return self._answer(self._driver.step([self.inner.space.validate(action)])[0])
+
+    def _answer(self, feedback: Feedback) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        seen = self._driver.observations.encode(feedback.observation)
+        return seen, self._driver.told(feedback), True, feedback.done, info_of(feedback)
+
+    def close(self) -> None:
+        self._driver.close()
+
+
+def info_of(feedback: Feedback) -> dict[str, Any]:
+    """What a step tells beside its numbers."""
+    return {
+        "trial": feedback.trial,
+        "outcome": str(feedback.outcome),
+        "env_params": dict(feedback.regime),
+        "metrics": {name: value for name, value in feedback.observation.metrics.items() if value is not None},
+    }
+
+
+class VectorAdapter(gym.vector.VectorEnv[Any, Any, Any]):
+    """A batch run as a vectorised environment: one trial per slot in flight. Each step ends every episode, and the
+    observation that comes with it is already that of the next one (`AutoresetMode.SAME_STEP`).
+    """
+
+    def __init__(self, env: TrialEnv, num_envs: int, *, view: View = "flat") -> None:
+        self._driver = Driver(env, view)
+        self.inner, self.num_envs = env, num_envs
+        self.metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
+        self.single_action_space = self._driver.actions.gym_space
+        self.single_observation_space = self._driver.observations.gym_space
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """The observations that wait, one per slot."""
+        del seed, options
+        return self._seen(), {}
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """One trial per slot, all in flight together."""
+        chosen = [
+            self._driver.actions.decode(action) for action in gym.vector.utils.iterate(self.action_space, actions)
+        ]
+        told = self._driver.step(chosen)
+        rewards = np.array([self._driver.told(feedback) for feedback in told], np.float64)
+        done = np.array([feedback.done for feedback in told])
+        infos: dict[str, Any] = {}
+        for slot, feedback in enumerate(told):
+            infos = self._add_info(infos, info_of(feedback), slot)
+        return self._seen(), rewards, np.ones(self.num_envs, bool), done, infos
+
+    def _seen(self) -> Any:
+        waiting = [self._driver.observations.encode(self.inner.reset(slot)) for slot in range(self.num_envs)]
+        empty: Any = create_empty_array(self.single_observation_space, self.num_envs)
+        return concatenate(self.single_observation_space, waiting, empty)
+
+    def close_extras(self, **_: Any) -> None:
+        self._driver.close()
+
+
+class LiveAdapter(gym.Env[Any, Any]):
+    """A live run as an environment: the server's own spaces and episodes, every step a trial."""
+
+    metadata = {"render_modes": []}  # noqa: RUF012  gymnasium's own declaration
+
+    def __init__(self, env: LiveEnv) -> None:
+        self.inner = env
+        self.observation_space = env.server.observation_space
+        self.action_space = env.server.action_space
+        self.step = env.step_now  # type: ignore[method-assign]  # one call less on the hot path
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self.inner.start_episode(seed, options)
+
+    def close(self) -> None:
+        self.inner.shut()

@@ -1,0 +1,135 @@
+"""What search agents share: pinned first trials, retries, warm starts, and actions that no space can hold."""
+
+import math
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+
+from loopwright.agents import agents
+from loopwright.agents.search import BudgetedConfig, SearchAgent
+from loopwright.core.canonical import key_of
+from loopwright.core.outcome import Outcome
+from loopwright.spaces.parameter import parameter
+from loopwright.spaces.space import Space
+from loopwright.testing.agents import SMALL, Campaign, StopAfter, actions, failing_in_b, measured
+
+SAMPLERS = ["tpe", "cmaes", "nsga2"]
+
+
+def campaign(directory: Path, agent: str, function=measured, *, args=SMALL, trials: int = 6, **told: Any) -> Campaign:
+    settings = {"type": agent, "trials": trials, "seed": 1, **told}
+    return Campaign(directory, agents.get(agent), settings, args, function)
+
+
+class TestPinnedFirstTrials:
+    @pytest.mark.parametrize("agent", ["grid", "random", "bandit", *SAMPLERS])
+    def test_come_first(self, tmp_path, agent):
+        pinned = [{"mode": "c", "n": 2}, {"mode": "a", "n": 3}]
+        assert actions(campaign(tmp_path, agent, start=pinned).run())[:2] == pinned
+
+    def test_first_is_the_first_of_everything(self, tmp_path):
+        assert actions(campaign(tmp_path, "random", start="first").run())[0] == {"mode": "a", "n": 1}
+
+    @pytest.mark.parametrize("agent", ["grid", "random", *SAMPLERS])
+    def test_that_fail_are_not_proposed_again(self, tmp_path, agent):
+        pinned = [{"mode": "b", "n": 2}, {"mode": "b", "n": 1}]
+        trials = campaign(tmp_path, agent, failing_in_b, trials=9, start=pinned).run()
+        failed = [key_of(trial.action) for trial in trials if trial.outcome is not Outcome.OK]
+        assert len(failed) == len(set(failed))
+
+    def test_are_not_visited_again_by_a_grid(self, tmp_path):
+        trials = campaign(tmp_path, "grid", trials=99, start=[{"mode": "b", "n": 2}]).run()
+        assert len(trials) == len({key_of(trial.action) for trial in trials}) == 9
+
+    def test_survive_a_stop_in_their_midst(self, tmp_path):
+        pinned = [{"mode": "c", "n": n} for n in (1, 2, 3)]
+        undisturbed = campaign(tmp_path / "one", "tpe", start=pinned).run()
+        stopped = campaign(tmp_path / "two", "tpe", start=pinned)
+        stopped.observers = (StopAfter(2),)
+        stopped.run()
+        assert actions(campaign(tmp_path / "two", "tpe", start=pinned).run()) == actions(undisturbed)
+
+    def test_that_lie_outside_of_the_space_are_found_before_anything_runs(self, tmp_path):
+        config = agents.get("tpe").Config(trials=5, start=({"x": 1}, {"x": 9}))
+        space = Space({"x": parameter([1, 2])})
+        (problem,) = agents.get("tpe").problems(config, space, tmp_path)
+        assert (problem.key, problem.message) == ("start[1]", "x: 9 is none of 1, 2.")
+
+
+class TestAWarmStart:
+    @pytest.mark.parametrize("agent", SAMPLERS)
+    def test_changes_what_is_proposed_without_using_up_trials(self, tmp_path, agent):
+        earlier = campaign(tmp_path / "warm" / "earlier", "random", trials=9).run()
+        warm = campaign(tmp_path / "warm", agent, warm_start="earlier", startup=1).run()
+        assert (len(earlier), len(warm)) == (9, 6)
+        assert {trial.outcome for trial in warm} == {Outcome.OK}
+
+    def test_leaves_out_what_does_not_fit(self, tmp_path):
+        campaign(tmp_path / "earlier", "random", args={**SMALL, "n": [1, 2, 3, 4]}, trials=9).run()
+        assert len(campaign(tmp_path, "tpe", warm_start="earlier").run()) == 6
+
+    def test_from_nowhere_is_found_before_anything_runs(self, tmp_path):
+        config = agents.get("tpe").Config(trials=5, warm_start="nowhere")
+        (problem,) = agents.get("tpe").problems(config, Space({"x": parameter([1, 2])}), tmp_path)
+        assert problem.key == "warm_start"
+
+
+class StubbornConfig(BudgetedConfig):
+    """Proposes one thing only."""
+
+    type: Literal["stubborn"] = "stubborn"
+    proposal: Any = None
+
+
+class Stubborn(SearchAgent):
+    Config: ClassVar = StubbornConfig
+
+    def propose(self, n, retry, observation):
+        return self.config.proposal
+
+
+class TestAnAgentThatProposesNonsense:
+    @pytest.mark.parametrize("x", [math.nan, "many", 99, None, 2**80, {1}, "\ud800"])
+    def test_has_invalid_trials_and_goes_on(self, tmp_path, x):
+        """Once, since it is a point that fails; then something that can be run."""
+        settings = {"type": "stubborn", "trials": 3, "proposal": {"n": x, "mode": "a"}}
+        trials = Campaign(tmp_path, Stubborn, settings, SMALL, measured).run()
+        assert [trial.outcome for trial in trials] == ["invalid", "ok", "ok"]
+        assert trials[0].reason
+
+
+class TestTheGrid:
+    def test_visits_every_point_once(self, tmp_path):
+        trials = campaign(tmp_path, "grid", trials=None).run()
+        assert actions(trials) == [{"mode": mode, "n": n} for mode in "abc" for n in (1, 2, 3)]
+
+    def test_needs_points_for_a_range(self, tmp_path):
+        space = Space({"x": parameter({"low": 0, "high": 1})})
+        (problem,) = agents.get("grid").problems(agents.get("grid").Config(), space, tmp_path)
+        assert "a grid cannot visit the range 'x'; give it `points`" in problem.message
+
+
+def test_the_bandit_comes_back_to_what_is_best_under_each_regime(tmp_path):
+    """Given two regimes with opposite best arms, it learns both."""
+
+    best = {"sun": "hat", "rain": "umbrella"}
+
+    def opposite(arm: str, weather: str) -> dict[str, float]:
+        return {"y": float(arm == best[weather])}
+
+    args = {"arm": ["hat", "umbrella", "scarf"], "weather": ["sun", "rain"]}
+    story = campaign(tmp_path, "bandit", opposite, args=args, trials=120)
+    story.drawn = {"weather": {}}
+    late = story.run()[60:]
+    assert sum(trial.action["arm"] == best[trial.regime["weather"]] for trial in late) > 0.8 * len(late)
+
+
+@pytest.mark.parametrize("agent", ["tpe", "cmaes"])
+def test_a_sampler_finds_what_random_search_hardly_does(tmp_path, agent):
+    def bowl(x: float, y: float) -> dict[str, float]:
+        return {"y": -((x - 0.7) ** 2) - (y + 0.2) ** 2}
+
+    args = {name: {"low": -10.0, "high": 10.0} for name in "xy"}
+    trials = campaign(tmp_path, agent, bowl, args=args, trials=60).run()
+    assert max(trial.reward.value for trial in trials) > -1.0

@@ -1,0 +1,90 @@
+"""`loopwright report`, `export` and `list`: what can be made from a run, and what a scenario can name."""
+
+import csv
+import json
+
+import pytest
+
+from loopwright.core.ledger import Ledger
+
+
+@pytest.fixture
+def finished(loopwright, scenario, tmp_path):
+    """A run with a drawn parameter, of which a part failed."""
+    path = scenario(
+        command="sh -c 'test {x} != 2 && echo y={x}' {mode}",
+        agent='{ type = "random", trials = 12, seed = 3 }',
+        more="[run.env_params.mode]",
+    )
+    loopwright("run", path, "-o", "out", "-q")
+    return tmp_path / "out"
+
+
+def test_exports_say_what_the_ledger_says(loopwright, finished):
+    for name in ("trajectory.csv", "env.csv"):
+        (finished / "first" / name).unlink()
+    csvs = loopwright("export", finished)
+    parquet = loopwright("export", finished, "--format", "parquet")
+    assert (csvs.returncode, parquet.returncode) == (0, 0), csvs.stderr + parquet.stderr
+    assert csvs.stdout.split() == [str(finished / "first" / name) for name in ("trajectory.csv", "env.csv")]
+    with Ledger.read(finished / "first" / "ledger.db") as ledger:
+        trials = list(ledger.trials())
+    assert {trial.outcome for trial in trials} == {"ok", "crashed"}
+    with (finished / "first" / "trajectory.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["trial"]) for row in rows] == [trial.number for trial in trials]
+    assert [json.loads(row["action"]) for row in rows] == [trial.action for trial in trials]
+    assert [row["reward"] for row in rows] == [str(trial.reward.value) if trial.reward else "" for trial in trials]
+    with (finished / "first" / "env.csv").open(newline="") as file:
+        drawn = list(csv.DictReader(file))
+    assert [(int(row["trial"]), row["mode"]) for row in drawn] == [(t.number, t.regime["mode"]) for t in trials]
+    _same_in_parquet(finished / "first" / "trials.parquet", trials)
+
+
+def _same_in_parquet(path, trials):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = parquet.read_table(path).to_pylist()
+    assert [row["trial"] for row in rows] == [trial.number for trial in trials]
+    assert [row["action.x"] for row in rows] == [trial.action["x"] for trial in trials]
+    assert [row["env_params.mode"] for row in rows] == [trial.regime["mode"] for trial in trials]
+    assert [row["reward"] for row in rows] == [trial.reward.value if trial.reward else None for trial in trials]
+    assert [row["outcome"] for row in rows] == [trial.outcome for trial in trials]
+
+
+def test_the_report_is_made_again_from_the_ledgers_alone(loopwright, finished):
+    (finished / "report.html").unlink()
+    (finished / "scenario.toml").unlink()
+    done = loopwright("report", finished)
+    assert done.returncode == 0, done.stderr
+    assert (finished / "report.html").is_file()
+
+
+@pytest.mark.parametrize("verb", ["report", "export"])
+def test_a_directory_without_a_ledger_is_1(loopwright, verb, tmp_path):
+    done = loopwright(verb, tmp_path)
+    assert done.returncode == 1
+    assert "there is no ledger below" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("agents", ["grid", "random", "tpe", "gp", "cmaes", "nsga2", "bandit"]),
+        ("workloads", ["command", "python"]),
+        ("rewards", ["identity", "negative", "inverse", "weighted", "expression"]),
+    ],
+)
+def test_a_list_has_every_name_with_what_it_is(loopwright, family, names):
+    lines = loopwright("list", family).stdout.splitlines()
+    entries = [line.split(maxsplit=1) for line in lines if not line.startswith("   ")]
+    assert set(names) <= {entry[0] for entry in entries}
+    assert all(len(entry) == 2 for entry in entries)
+
+
+def test_an_unknown_verb_is_2(loopwright):
+    assert loopwright("rum").returncode == 2
+
+
+def test_help_and_version(loopwright):
+    assert "dry-run" in loopwright("--help").stdout
+    assert loopwright("--version").stdout.startswith("loopwright ")

@@ -1,0 +1,97 @@
+"""`loopwright run` and `resume`: what a user sees, and the code that a script gets."""
+
+import json
+import tomllib
+
+from loopwright.core.ledger import Ledger
+
+
+def test_a_run_says_what_is_best_and_where_the_results_are(loopwright, scenario, tmp_path):
+    done = loopwright("run", scenario(), "--output", "out")
+    assert done.returncode == 0, done.stderr
+    assert "first: 6 ok of 6 trials" in done.stdout
+    (best,) = (line.split() for line in done.stdout.splitlines() if line.startswith("  best"))
+    assert {"3", "x=3", "mode=two"} <= set(best)
+    assert "report: out/report.html" in done.stdout
+    made = {path.name for path in (tmp_path / "out" / "first").iterdir()}
+    assert {"ledger.db", "trajectory.csv", "best.toml", "trials"} <= made
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_json_lines_parse_and_say_everything(loopwright, scenario):
+    done = loopwright("run", scenario(), "--output", "out", "--json")
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [event["event"] for event in events] == ["trial"] * 6 + ["result", "end"]
+    assert sorted(event["trial"] for event in events[:6]) == [1, 2, 3, 4, 5, 6]
+    assert events[0]["outcome"] == "ok"
+    assert events[-2]["best"][0]["reward"] == [3.0]
+    assert events[-1] == {"event": "end", "code": 0, "output": "out"}
+
+
+def test_quiet_says_nothing_but_the_result(loopwright, scenario):
+    done = loopwright("run", scenario(), "-o", "out", "--quiet")
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[0] == "first: 6 ok of 6 trials"
+
+
+def test_a_run_without_a_result_is_1_and_the_report_is_still_made(loopwright, scenario, tmp_path):
+    done = loopwright("run", scenario(command="sh -c 'exit {x}' '{mode}'"), "-o", "out")
+    assert done.returncode == 1
+    assert "first: 0 ok of 6 trials" in done.stdout
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_a_bad_scenario_is_2_and_nothing_is_made(loopwright, scenario, tmp_path):
+    done = loopwright("run", scenario(agent='{ type = "grit" }'), "-o", "out")
+    assert done.returncode == 2
+    assert "[run.agent] type: unknown agent 'grit'." in done.stderr
+    assert "Did you mean 'grid'?" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_that_is_in_use_is_1_with_the_next_move(loopwright, scenario):
+    loopwright("run", scenario(), "-o", "out", "-q")
+    again = loopwright("run", scenario(), "-o", "out")
+    assert again.returncode == 1
+    assert "already holds a campaign. Go on with `loopwright resume out`" in again.stderr
+
+
+def test_resuming_what_is_complete_changes_nothing(loopwright, scenario, tmp_path):
+    loopwright("run", scenario(), "-o", "out", "-q")
+    with Ledger.read(tmp_path / "out" / "first" / "ledger.db") as ledger:
+        before = list(ledger.trials())
+    done = loopwright("resume", "out", "-q")
+    assert done.returncode == 0, done.stderr
+    with Ledger.read(tmp_path / "out" / "first" / "ledger.db") as ledger:
+        assert list(ledger.trials()) == before
+
+
+def test_resuming_with_other_inputs_is_refused_unless_it_is_accepted(loopwright, scenario, tmp_path):
+    (tmp_path / "data").write_text("1")
+    path = scenario()
+    path.write_text(path.read_text().replace('type = "command"', 'type = "command"\nfiles = ["data"]'))
+    loopwright("run", path, "-o", "out", "-q")
+    (tmp_path / "data").write_text("2")
+    refused = loopwright("resume", "out", "-q")
+    assert refused.returncode == 1
+    assert "have changed" in refused.stderr
+    assert loopwright("resume", "out", "-q", "--accept-changes").returncode == 0
+
+
+def test_resuming_nothing_is_1(loopwright):
+    done = loopwright("resume", "nowhere")
+    assert done.returncode == 1
+    assert "holds no campaign" in done.stderr
+
+
+def test_the_best_configuration_runs_as_it_is(loopwright, scenario, tmp_path):
+    more = '[run.workload.env]\nLEVEL = ["low", "high"]'
+    loopwright("run", scenario(more=more), "-o", "out", "-q")
+    best = tmp_path / "out" / "first" / "best.toml"
+    workload = tomllib.loads(best.read_text())["run"][0]["workload"]
+    assert (workload["args"], workload["env"]) == ({"x": 3, "mode": "two words"}, {"LEVEL": "low"})
+    done = loopwright("run", best, "-o", "again", "-q")
+    assert done.returncode == 0, done.stderr
+    with Ledger.read(tmp_path / "again" / "first" / "ledger.db") as ledger:
+        assert [trial.reward.value for trial in ledger.trials()] == [3.0]

@@ -1,0 +1,45 @@
+"""`loopwright verify` and `dry-run`: everything about a scenario without running it."""
+
+
+def test_a_good_scenario_is_0(loopwright, scenario):
+    done = loopwright("verify", scenario())
+    assert (done.returncode, done.stdout.strip()) == (0, f"{scenario()}: good (first)")
+
+
+def test_every_scenario_of_a_folder_is_checked_and_every_problem_listed(loopwright, scenario, tmp_path):
+    scenario(name="all/good.toml")
+    scenario(name="all/bad.toml", agent='{ type = "grit" }', more="[run.rewards]\nmetric_failur = 1")
+    (tmp_path / "all" / "worse.toml").write_text("name = ")
+    done = loopwright("verify", "all")
+    assert done.returncode == 2
+    assert "all/good.toml: good (first)" in done.stdout
+    lines = done.stderr.splitlines()
+    assert any(line.startswith("all/bad.toml, [run.agent] type: ") for line in lines)
+    assert any(line.startswith("all/bad.toml, [run.rewards]: ") and "'metric_failure'" in line for line in lines)
+    assert any(line.startswith("all/worse.toml, ") for line in lines)
+
+
+def test_nothing_to_check_is_2(loopwright, tmp_path):
+    (tmp_path / "empty").mkdir()
+    done = loopwright("verify", "empty")
+    assert done.returncode == 2
+    assert "no .toml file" in done.stderr
+
+
+def test_a_dry_run_shows_the_space_the_trials_and_the_first_commands(loopwright, scenario):
+    done = loopwright("dry-run", scenario())
+    assert done.returncode == 0, done.stderr
+    assert "6 trials" in done.stdout
+    assert "echo y=1 'two words'" in done.stdout
+    assert "1, 2, 3" in done.stdout
+
+
+def test_a_dry_run_runs_nothing(loopwright, scenario, tmp_path):
+    path = scenario(command="touch ran-{x}-{mode}")
+    before = set(tmp_path.rglob("*"))
+    assert loopwright("dry-run", path).returncode == 0
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_of_a_bad_scenario_is_2(loopwright, scenario):
+    assert loopwright("dry-run", scenario(agent='{ type = "random" }')).returncode == 2

@@ -1,0 +1,68 @@
+"""The exception tree: each error is also the standard one that it refines, and says the next move."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from loopwright.core import errors
+from loopwright.core.errors import (
+    InvalidAction,
+    LaunchError,
+    LedgerError,
+    LoopwrightError,
+    MissingExtra,
+    OutputBusy,
+    Problem,
+    ScenarioError,
+    StorageError,
+    did_you_mean,
+    storage,
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "standard"),
+    [
+        (ScenarioError, ValueError),
+        (MissingExtra, ImportError),
+        (StorageError, OSError),
+        (LedgerError, StorageError),
+        (OutputBusy, StorageError),
+        (LaunchError, RuntimeError),
+        (InvalidAction, ValueError),
+    ],
+)
+def test_an_error_is_also_the_standard_one(error, standard):
+    assert issubclass(error, LoopwrightError)
+    assert issubclass(error, standard)
+    assert error.__name__ in errors.__doc__
+
+
+def test_a_scenario_error_has_a_line_for_each_problem_with_file_and_key():
+    error = ScenarioError("study.toml", [Problem("[run.agent] type", "is missing."), Problem("", "cannot be read.")])
+    assert str(error) == "study.toml, [run.agent] type: is missing.\nstudy.toml, cannot be read."
+
+
+def test_a_missing_extra_names_the_line_to_type():
+    assert "pip install 'loopwright[gp]'" in str(MissingExtra("agent 'gp'", "gp"))
+
+
+@pytest.mark.parametrize(("code", "words"), [(errno.ENOSPC, "the disk is full"), (errno.EROFS, "it is read-only")])
+def test_a_disk_that_takes_no_more_is_named_with_the_next_move(code, words):
+    with (
+        pytest.raises(StorageError, match=rf"cannot write to out: {words}\. .*loopwright resume"),
+        storage(Path("out")),
+    ):
+        raise OSError(code, "refused")
+
+
+def test_an_error_of_ours_passes_through_storage_as_it_is():
+    with pytest.raises(LedgerError, match=r"^damaged$"), storage(Path("out")):
+        raise LedgerError("damaged")
+
+
+def test_suggestions():
+    assert did_you_mean("tpee", ["grid", "tpe"]) == "Known: grid, tpe. Did you mean 'tpe'?"
+    assert did_you_mean("xyz", ["grid"]) == "Known: grid."
+    assert did_you_mean("xyz", []) == "None is known."

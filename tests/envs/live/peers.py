@@ -1,0 +1,133 @@
+"""Environments to serve, and peers that do not behave: each says exactly the bytes that a test gives it."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+from gymnasium import spaces
+
+from loopwright.envs.channel import Address, Channel
+from loopwright.envs.serve import EnvServer
+from loopwright.envs.wire import Message, describe, frame
+
+BOX = spaces.Box(-10, 10, (2,), np.float32)
+
+
+class Walker:
+    """Goes along a line; has all members of a server and inherits nothing."""
+
+    observation_space = BOX
+    action_space = spaces.Discrete(3)
+    metadata = {"render_modes": []}
+
+    def __init__(self, start: float = 0.0) -> None:
+        self.start, self.closed = start, threading.Event()
+
+    def reset(self, *, seed=None, options=None):
+        self.position, self.left = (options or {}).get("start", self.start), 5
+        return self._seen(), {"seed": seed}
+
+    def step(self, action):
+        self.position += int(action) - 1
+        self.left -= 1
+        return self._seen(), float(-abs(self.position)), self.position >= 3, self.left == 0, {}
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def _seen(self):
+        return np.array([self.position, self.left], np.float32)
+
+
+class Gate(Walker):
+    """A step begins, and goes on only when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def step(self, action):
+        self.entered.set()
+        assert self.go_on.wait(30)
+        return super().step(action)
+
+
+@contextmanager
+def served(make, address: str) -> Iterator[EnvServer]:
+    """A server in a thread."""
+    with EnvServer(make, address) as server:
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+            thread.join()
+
+
+def welcome(**changes) -> Message:
+    """A good greeting, or one with something wrong in it."""
+    greeting = {
+        "type": "welcome",
+        "version": 1,
+        "observation_space": describe(BOX),
+        "action_space": describe(spaces.Discrete(3)),
+        **changes,
+    }
+    return {key: value for key, value in greeting.items() if value is not ...}
+
+
+def result(**changes) -> Message:
+    """A good answer to a step, or one with something wrong in it."""
+    good = {"type": "result", "obs": [0.5, 1], "reward": 1.0, "terminated": False, "truncated": False, "info": {}}
+    return {key: value for key, value in {**good, **changes}.items() if value is not ...}
+
+
+@contextmanager
+def scripted(path, *answers: Message | bytes | None) -> Iterator[str]:
+    """A peer that answers the nth request with the nth message or bytes; None: it hangs up. Then it is silent."""
+    address = Address(path)
+    listener = address.listen(public=False)
+    connections = []
+
+    def play() -> None:
+        with suppress(OSError, EOFError):
+            connection, _ = listener.accept()
+            connections.append(connection)
+            channel = Channel(connection)
+            for answer in answers:
+                channel.receive()
+                if answer is None:
+                    connection.shutdown(socket.SHUT_RDWR)
+                    return
+                connection.sendall(answer if isinstance(answer, bytes) else frame(answer))
+            channel.receive()
+            channel.receive()
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    try:
+        yield str(address)
+    finally:
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        for connection in connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        for connection in connections:
+            connection.close()
+        listener.close()
+
+
+@contextmanager
+def raw(address: str) -> Iterator[Channel]:
+    """A client that says what a test tells it to."""
+    channel = Channel(Address.parse(address).connect(5))
+    channel.be_patient(30)
+    try:
+        yield channel
+    finally:
+        channel.close()

@@ -1,0 +1,236 @@
+"""Frames, arrays and spaces: what goes in comes out, to the bit, and what is wrong is named."""
+
+import math
+import re
+import string
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from loopwright.envs.reading import checker, reader
+from loopwright.envs.wire import (
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    Unsendable,
+    WireError,
+    body_bytes,
+    describe,
+    described,
+    frame,
+    revived,
+    space_from,
+    unpack,
+)
+
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=1, max_side=3)
+NAMES = st.text(min_size=1, max_size=5)
+
+
+def travel(message):
+    data = frame(message)
+    assert body_bytes(data) == len(data) - HEADER_BYTES
+    return unpack(data[HEADER_BYTES:])
+
+
+@st.composite
+def boxes(draw):
+    dtype = np.dtype(draw(st.sampled_from((*INTEGERS, "float16", "float32", "float64"))))
+    shape = draw(SHAPES)
+    if dtype.kind == "f":
+        numbers = st.floats(-100, 100, width=16) | st.sampled_from([math.inf, -math.inf])
+    else:
+        info = np.iinfo(dtype)
+        numbers = st.integers(int(info.min), min(int(info.max), 2**63 - 2))
+    first, second = (draw(hnp.arrays(dtype, shape, elements=numbers)) for _ in range(2))
+    low, high = np.minimum(first, second), np.maximum(first, second)
+    low, high = np.where(low == np.inf, 0, low), np.where(high == -np.inf, 0, high)
+    return spaces.Box(low.astype(dtype), high.astype(dtype), shape, dtype.type)
+
+
+@st.composite
+def multi_discretes(draw):
+    nvec = draw(hnp.arrays(np.int64, hnp.array_shapes(max_dims=2, max_side=3), elements=st.integers(1, 9)))
+    return spaces.MultiDiscrete(nvec, start=np.full(nvec.shape, draw(st.integers(-5, 5))))
+
+
+discretes = st.builds(
+    spaces.Discrete, st.integers(1, 100), start=st.integers(-5, 20), dtype=st.sampled_from(INTEGERS[:4])
+)
+binaries = st.builds(spaces.MultiBinary, st.integers(1, 5) | st.lists(st.integers(1, 3), min_size=1, max_size=3))
+texts = st.builds(
+    lambda least, more, charset: spaces.Text(least + more, min_length=least, charset=charset),
+    st.integers(0, 3),
+    st.integers(0, 5),
+    st.sampled_from([string.ascii_letters, "äöü€😀", "ba"]),
+)
+leaves = boxes() | multi_discretes() | discretes | binaries | texts
+any_space = st.recursive(
+    leaves,
+    lambda inner: (
+        st.dictionaries(NAMES, inner, min_size=1, max_size=3).map(lambda found: spaces.Dict(OrderedDict(found)))
+        | st.lists(inner, min_size=1, max_size=3).map(spaces.Tuple)
+    ),
+    max_leaves=5,
+)
+
+
+def same(one, other):
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        return all(same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ndarray) or (isinstance(other, np.ndarray) and other.shape == ()):
+        # Of a Box without dimensions gymnasium itself samples arrays and numbers alike.
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    return type(one) is type(other) and one == other
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(any_space, st.integers(0, 2**31))
+def test_every_space_and_its_samples_come_back_as_they_were(space, seed):
+    found = space_from(travel({"type": "x", "space": describe(space)})["space"], "space")
+    assert found == space
+    if isinstance(space, spaces.Dict):
+        assert list(found.spaces) == list(space.spaces)
+    space.seed(seed)
+    sample = space.sample()
+    arrived = reader(found)(travel({"type": "x", "obs": sample})["obs"], "obs")
+    assert same(sample, arrived)
+    assert checker(found)(arrived) is None
+
+
+@settings(deadline=None)
+@given(hnp.arrays(st.sampled_from((*INTEGERS, "float16", "float32", "float64", "bool")), SHAPES))
+def test_arrays_are_exact_to_the_bit_whatever_is_in_them(array):
+    assert same(array, revived(travel({"type": "x", "info": {"deep": [array]}})["info"])["deep"][0])
+
+
+def test_a_big_endian_or_strided_array_travels_as_any_other():
+    array = np.arange(12, dtype=">f4").reshape(3, 4)[:, ::2]
+    arrived = revived(travel({"type": "x", "array": array})["array"])
+    assert arrived.dtype == np.float32
+    assert arrived.tolist() == array.tolist()
+
+
+def test_an_unbounded_integer_box_stays_unbounded():
+    space = spaces.Box(-np.inf, np.inf, (2,), np.int32)
+    found = space_from(travel({"type": "x", "space": describe(space)})["space"], "space")
+    assert found == space
+    assert not found.bounded_below.any()
+
+
+def test_plain_lists_are_taken_as_numbers_of_the_declared_type():
+    read = reader(spaces.Box(0, 1, (2, 2), np.float32))
+    assert same(np.array([[0, 1], [0.5, 1]], np.float32), read([[0, 1], [0.5, 1]], "obs"))
+    assert same(np.array(3.0, np.float32), reader(spaces.Box(0, 5, (), np.float32))(3, "obs"))
+
+
+@pytest.mark.parametrize(
+    ("space", "value", "words"),
+    [
+        (spaces.Box(0, 1, (2,)), ["a", "b"], "obs: .* where numbers of float32"),
+        (spaces.Box(0, 1, (2,)), [[1], [1, 2]], "obs: .* where numbers of float32"),
+        (spaces.Box(0, 1, (2,)), None, "obs: None where numbers"),
+        (spaces.Box(0, 9, (2,), np.uint8), [1.5, 2], "obs: .* where numbers of uint8"),
+        (spaces.Box(0, 9, (2,), np.uint8), [1, 300], "obs: .* where numbers of uint8"),
+        (spaces.Box(0, 1, (2,)), {"x": 1}, "obs: a map that is no array"),
+        (spaces.Box(0, 1, (2,)), {"nd": "object", "shape": [2], "data": b""}, "obs: an array of 'object'"),
+        (spaces.Box(0, 1, (2,)), {"nd": "float32", "shape": [-1], "data": b""}, "obs: a shape of"),
+        (spaces.Box(0, 1, (2,)), {"nd": "float32", "shape": [2], "data": b"1234"}, "obs: .* needs 8 bytes"),
+        (spaces.Discrete(3), 1.0, "obs: 1.0 where an integer"),
+        (spaces.Discrete(3), True, "obs: True where an integer"),
+        (spaces.Discrete(3, dtype=np.int8), 1000, "obs: "),
+        (spaces.Text(3), 5, "obs: 5 where text"),
+        (spaces.Tuple([spaces.Discrete(2)]), [1, 2], "obs: .* where a list of 1"),
+        (spaces.Tuple([spaces.Discrete(2), spaces.Text(2)]), [1, 2], r"obs\[1\]: 2 where text"),
+        (spaces.Dict(a=spaces.Discrete(2)), {"b": 1}, r"obs: the keys \['b'\] where the keys \['a'\]"),
+        (spaces.Dict(a=spaces.Discrete(2)), {"a": "x"}, r"obs\['a'\]: 'x' where an integer"),
+    ],
+)
+def test_what_cannot_be_read_is_named(space, value, words):
+    with pytest.raises(WireError, match=words):
+        reader(space)(value, "obs")
+
+
+@pytest.mark.parametrize(
+    ("space", "value", "words"),
+    [
+        (spaces.Box(0, 1, (2,)), np.array([0, np.nan], np.float32), r"obs: element \[1\] is nan"),
+        (spaces.Box(0, 1, (100,)), np.full(100, np.inf, np.float32), r"obs: element \[0\] is inf"),
+        (spaces.Box(0, 1, (2,)), np.zeros(3, np.float32), r"obs: shape \(3,\) where \(2,\)"),
+        (spaces.Box(0, 1, (2,)), np.zeros(2), "obs: numbers of float64 where float32"),
+        (spaces.Box(0, 1, (2,)), [0, 0], "obs: .* where an array"),
+        (spaces.Discrete(3), np.int64(3), "obs: .* does not lie in Discrete"),
+        (spaces.MultiBinary(2), np.array([0, 2], np.int8), "obs: .* does not lie in MultiBinary"),
+        (spaces.Dict(eye=spaces.Box(0, 1, (1,))), {"eye": np.zeros(2, np.float32)}, r"obs\['eye'\]: shape"),
+        (spaces.Dict(eye=spaces.Discrete(1)), {}, r"obs: {} where the keys \['eye'\]"),
+        (spaces.Tuple([spaces.Box(0, 1, (1,))]), (np.zeros(2, np.float32),), r"obs\[0\]: shape"),
+        (spaces.Tuple([spaces.Discrete(1)]), (), "obs: .* where a tuple of 1"),
+    ],
+)
+def test_what_does_not_fit_its_space_is_named(space, value, words):
+    reason = checker(space)(value)
+    assert reason is not None
+    assert re.match(words, reason), reason
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {"type": "Graph"},
+        {"type": "Box", "shape": [2], "low": 0, "high": 1},
+        {"type": "Box", "shape": [2], "dtype": "object", "low": 0, "high": 1},
+        {"type": "Box", "shape": [10**6, 10**6], "dtype": "int8", "low": 0, "high": 1},
+        {"type": "Box", "shape": "ab", "dtype": "int8", "low": 0, "high": 1},
+        {"type": "Box", "shape": [2], "dtype": "float32", "low": 2, "high": 1},
+        {"type": "Box", "shape": [2], "dtype": "float32", "low": [1, 2, 3], "high": 1},
+        {"type": "Discrete", "n": 0},
+        {"type": "Discrete", "n": "many"},
+        {"type": "MultiDiscrete", "nvec": [0, 2]},
+        {"type": "MultiBinary", "n": 10**12},
+        {"type": "MultiBinary", "n": "x"},
+        {"type": "Dict", "spaces": [1]},
+        {"type": "Dict", "spaces": {"a": {"type": "?"}}},
+        {"type": "Tuple", "spaces": 5},
+        {"type": "Text", "max_length": -1, "charset": "ab"},
+    ],
+)
+def test_a_space_that_makes_no_sense_is_refused_with_its_name(value):
+    with pytest.raises(WireError, match="^observation_space"):
+        space_from(value, "observation_space")
+
+
+@pytest.mark.parametrize("space", [spaces.Sequence(spaces.Discrete(2)), spaces.Dict({1: spaces.Discrete(2)})])
+def test_a_space_that_has_no_form_on_the_wire_says_so(space):
+    with pytest.raises(WireError):
+        describe(space)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_a_wire_error_and_nothing_else(data):
+    try:
+        assert "type" in unpack(data)
+    except WireError:
+        pass
+
+
+def test_a_frame_has_a_greatest_size():
+    with pytest.raises(WireError, match="67,108,865 bytes is announced"):
+        body_bytes((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
+    with pytest.raises(Unsendable, match="67,108,864 are allowed"):
+        frame({"type": "x", "data": bytes(MAX_FRAME_BYTES)})
+
+
+@pytest.mark.parametrize("value", [object(), 2**70, np.zeros(2, complex), {1, 2}])
+def test_what_cannot_be_sent_is_said_or_for_info_described(value):
+    with pytest.raises(Unsendable):
+        frame({"type": "x", "value": value})
+    assert isinstance(travel({"type": "x", "info": described({"deep": [value]})})["info"]["deep"][0], str)

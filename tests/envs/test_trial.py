@@ -1,0 +1,105 @@
+"""The trial environment: an action over a workload's parameters in, its metrics out."""
+
+import asyncio
+import json
+
+import pytest
+
+from loopwright.core.env import Terms
+from loopwright.core.ledger import Ledger
+from loopwright.core.observer import Observers
+from loopwright.core.outcome import Outcome
+from loopwright.core.reward import Identity, Objectives
+from loopwright.core.run import Run
+from loopwright.envs.trial import TrialEnv
+from loopwright.spaces.draws import Draws, EnvParamConfig
+from loopwright.testing import FunctionWorkload
+from loopwright.workloads.base import Job, Site, WorkloadConfig
+
+
+class Recording(FunctionWorkload):
+    """Keeps the jobs that it was given."""
+
+    jobs: list[Job]
+
+    async def run(self, job: Job):
+        self.__dict__.setdefault("jobs", []).append(job)
+        job.started(100 + job.trial, 1)
+        job.started(200 + job.trial, 2)
+        return await super().run(job)
+
+
+@pytest.fixture
+def make(tmp_path):
+    ledger = Ledger.create(tmp_path / "ledger.db", state={"id": "abc"})
+
+    def make(args: dict, drawn: tuple[str, ...] = (), function=lambda **_: {"y": 1.0}, **config) -> TrialEnv:
+        space = WorkloadConfig(type="function", args=args, **config).space(frozenset(drawn))
+        return TrialEnv(
+            Run("run", tmp_path, ledger),
+            Terms(Objectives((Identity(metrics=("y",)),))),
+            Observers(),
+            space=space,
+            workload=Recording(function, Site(home=tmp_path, directory=tmp_path)),
+            draws=Draws(3, space.parameters, dict.fromkeys(drawn, EnvParamConfig())),
+            metric_names=("y",),
+        )
+
+    yield make
+    ledger.close()
+
+
+def step(env: TrialEnv, **action):
+    async def main():
+        return await env.step(action)
+
+    return asyncio.run(main())
+
+
+def test_the_workload_gets_chosen_fixed_and_drawn_values(make):
+    env = make({"tile": [1, 2], "size": [10, 20], "mode": "fast"}, ("size",))
+    context = env.reset().context
+    step(env, tile=2)
+    (job,) = env.workload.jobs
+    assert job.arguments == {"tile": 2, **context, "mode": "fast"}
+    assert json.loads(job.record) == {
+        "trial": 1,
+        "arguments": dict(job.arguments),
+        "action": {"tile": 2},
+        "env_params": context,
+    }
+
+
+def test_each_trial_has_a_directory_and_a_marker_of_its_own(make):
+    env = make({"x": [1, 2]})
+    step(env, x=1)
+    step(env, x=2)
+    assert [(job.directory.name, job.marker) for job in env.workload.jobs] == [("1", "abc.1"), ("2", "abc.2")]
+
+
+def test_several_processes_of_a_trial_are_one_attempt(make):
+    env = make({"x": [1, 2]})
+    step(env, x=1)
+    assert [(attempt, outcome) for attempt, _, _, outcome in env.run.ledger.attempts(1)] == [(1, "ok")]
+
+
+def test_a_value_outside_of_the_space_is_invalid_and_never_runs(make):
+    env = make({"x": [1, 2]})
+    assert step(env, x=3).outcome is Outcome.INVALID
+    assert not hasattr(env.workload, "jobs")
+
+
+def test_a_broken_constraint_is_infeasible_and_never_runs(make):
+    env = make({"x": [1, 2]}, constraints=("x < 2",))
+    assert step(env, x=2).outcome is Outcome.INFEASIBLE
+    assert not hasattr(env.workload, "jobs")
+
+
+def test_the_key_covers_fixed_values(make):
+    one, other = make({"x": [1, 2], "mode": "a"}), make({"x": [1, 2], "mode": "b"})
+    assert one.question({"x": 1}) != other.question({"x": 1})
+
+
+def test_cardinality_counts_what_is_drawn(make):
+    assert make({"x": [1, 2, 3], "size": [1, 2]}, ("size",)).cardinality == 6
+    assert make({"x": {"low": 0, "high": 1}}).cardinality is None

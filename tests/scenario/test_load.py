@@ -1,0 +1,204 @@
+"""Loading: every problem that can be found before anything runs, with its key and the next move."""
+
+import pytest
+
+from loopwright.core.errors import ScenarioError
+from loopwright.scenario.load import load
+from loopwright.scenario.schema import size_bytes
+
+
+def problems(path) -> list[str]:
+    with pytest.raises(ScenarioError) as raised:
+        load(path)
+    return [str(problem) for problem in raised.value.problems]
+
+
+W = '[run.workload]\ntype = "command"\n'
+Y = 'metrics = { y = { regex = "y=(.*)" } }\n'
+
+
+def args(text: str) -> dict[str, str]:
+    return {"args": f"[run.workload.args]\n{text}"}
+
+
+def test_a_good_scenario_is_loaded_whole(loaded):
+    scenario = loaded().scenario
+    assert (scenario.name, scenario.system.parallel) == ("study", 2)
+    (run,) = scenario.run
+    assert (run.name, run.agent.type, run.agent.trials, run.workload.type) == ("first", "random", 4, "command")
+
+
+@pytest.mark.parametrize(
+    ("parts", "key", "words"),
+    [
+        ({"head": 'nmae = "x"'}, "", "unknown key 'nmae'. Known: name, system, run. Did you mean 'name'?"),
+        ({"head": ""}, "name", "is missing; give the scenario a name."),
+        ({"head": 'name = "x"\n[system]\nparalel = 2'}, "[system]", "Did you mean 'parallel'?"),
+        ({"head": 'name = "x"\n[system]\nparallel = 0'}, "[system] parallel", "greater than or equal to 1, not 0"),
+        ({"head": 'name = "x"\n[system]\ntype = "slurm"'}, "[system] type", "'local', not 'slurm'"),
+        ({"head": 'name = "x"\n[system]\nmemory = "2 apples"'}, "[system] memory", "write for example '512MiB'"),
+        ({"head": 'name = "x"\nsystem = "local"'}, "[system]", "not 'local'"),
+        ({"run": '[[run]]\nname = "a/b"'}, "[[run]] name", "not 'a/b'"),
+        ({"run": "[[run]]"}, "[[run]] name", "is missing"),
+        ({"run": '[[run]]\nname = "a"\nrepeat = 2'}, "[[run]]", "Did you mean 'repeats'?"),
+        ({"run": '[[run]]\nname = "a"\nrepeats = 3'}, "[run.agent] trials", "4 is not a multiple of repeats = 3"),
+        ({"run": '[[run]]\nname = "a"\ncache = "of"'}, "[[run]] cache", "not 'of'"),
+        ({"run": '[[run]]\nname = "a"\nobservers = ["x"]'}, "[[run]] observers", "write it as module:Class"),
+        ({"run": '[[run]]\nname = "a"\nobservers = ["nox:Y"]'}, "[[run]] observers", "No module named 'nox'"),
+        ({"agent": 'agent = { type = "tpee", trials = 4 }'}, "[run.agent] type", "Did you mean 'tpe'?"),
+        ({"agent": 'agent = "tpe"'}, "[run.agent] type", "is missing. Known: grid, random"),
+        ({"agent": "agent = { trials = 4 }"}, "[run.agent] type", "is missing. Known: grid, random"),
+        ({"agent": 'agent = { type = "random" }'}, "[run.agent] trials", "is missing"),
+        ({"agent": 'agent = { type = "random", trials = 0 }'}, "[run.agent] trials", "not 0"),
+        ({"agent": 'agent = { type = "random", trails = 4, trials = 4 }'}, "[run.agent]", "Did you mean 'trials'?"),
+        (
+            {"agent": 'agent = { type = "tpe", trials = 4, start = [{ x = 9 }] }'},
+            "[run.agent] start[0]",
+            "none of 1, 2",
+        ),
+        ({"agent": 'agent = { type = "tpe", trials = 4, start = "last" }'}, "[run.agent] start", "'first'"),
+        ({"agent": ""}, "[run.workload] args.x", "has several values, but the run has no agent"),
+        ({"reward": ""}, "[[run]] reward", 'is missing; for example reward = { type = "identity", metrics = ["y"] }'),
+        ({"reward": 'reward = { type = "identiti" }'}, "[[run]] reward type", "Did you mean 'identity'?"),
+        ({"reward": 'reward = { type = "identity", metrics = ["yy"] }'}, "[[run]] reward", "Did you mean 'y'?"),
+        ({"reward": 'reward = { type = "identity", metrics = [] }'}, "[[run]] reward metrics", "at least 1"),
+        ({"reward": 'reward = { type = "expression", expression = "y." }'}, "[[run]] reward", "is no expression"),
+        (
+            {
+                "agent": 'agent = { type = "cmaes", trials = 4 }',
+                "reward": 'reward = [{ type = "identity", metrics = ["y"] }, { type = "negative", metrics = ["y"] }]',
+            },
+            "[[run]] reward",
+            "agent 'cmaes' takes one objective; for several: nsga2",
+        ),
+        ({"workload": "", "args": ""}, "[run.workload]", "is missing; it says what a trial runs"),
+        ({"workload": '[run.workload]\ntype = "comand"'}, "[run.workload] type", "Did you mean 'command'?"),
+        ({"workload": W + Y}, "[run.workload] command", "is missing"),
+        ({"workload": W + Y + "command = ''"}, "[run.workload] command", "empty"),
+        ({"workload": W + Y + "command = 'echo \"{x}'"}, "[run.workload] command", "no closing quotation"),
+        ({"workload": W + Y + "command = 'echo {xx}'"}, "[run.workload] command", "Did you mean 'x'?"),
+        ({"workload": W + Y + "command = 'echo {x}'\ntimeout_s = -1"}, "[run.workload] timeout_s", "not -1"),
+        ({"workload": W + Y + "command = 'echo {x}'\ntimeout = 1"}, "[run.workload]", "Did you mean 'timeout_s'?"),
+        (
+            {"workload": W + "command = 'echo {x}'\nmetrics = { y = { regx = 'x' } }"},
+            "[run.workload] metrics.y",
+            "'regex'",
+        ),
+        (
+            {"workload": W + "command = 'echo {x}'\nmetrics = { y = { regex = 'x' } }"},
+            "[run.workload] metrics",
+            "a group",
+        ),
+        (
+            {"workload": W + Y + "command = 'echo {x}'\nconstraints = ['z < 1']"},
+            "[run.workload] constraints",
+            "names z",
+        ),
+        (
+            {"workload": W + Y + "command = 'echo {x}'\nconstraints = ['x <']"},
+            "[run.workload] constraints",
+            "no expression",
+        ),
+        (args("x = []"), "[run.workload] args", "x: an empty list has nothing to choose from"),
+        (args("x = [1]"), "[run.workload] args", "there is nothing to search"),
+        (args("x = [1, 1.0]"), "[run.workload] args", "1.0 is listed twice"),
+        (args("x = { low = 2, high = 1 }"), "[run.workload] args", "low must be below high"),
+        (args("x = { low = 1, high = 2, dtpye = 'int' }"), "[run.workload] args", "Did you mean 'dtype'?"),
+        (args("x = [1, 2]\nz = [1, 2]"), "[run.workload] args.z", "is searched, but neither command nor setup names"),
+        (args("x = [1, 2]\nz = 2026-01-01"), "[run.workload] args", "is no number, string, boolean, list or table"),
+        (args("x = [1, nan]"), "[run.workload] args", "nan is not a finite number"),
+        (args("x = { values = [1, 2], when = 'x == 1' }"), "[run.workload] args", "goes round in a circle"),
+        (
+            args("x = ['a', 'b']\nz = { values = [1, 2], when = 'x > 3' }"),
+            "[run.workload] args.z",
+            "`when` has no value",
+        ),
+        (args("x = [1, 2]\nz = { values = [1, 2], when = 'q > 3' }"), "[run.workload] args.z", "names q"),
+        ({"more": "[run.rewards]\nmetric_failur = 1"}, "[run.rewards]", "Did you mean 'metric_failure'?"),
+        ({"more": "[run.rewards]\nmetric_failure = inf"}, "[run.rewards] metric_failure", "finite"),
+        ({"more": "[run.env_params.xx]"}, "[run.env_params.xx]", "there is no argument 'xx'"),
+        ({"more": "[run.env_params]\nx = 5"}, "[run.env_params.x]", "not 5"),
+        (
+            {
+                **args("x = [1, 2]\nz = [1, 2]\nw = { values = [1, 2], when = 'z>1' }"),
+                "more": "[run.env_params.z]",
+                "workload": W + Y + "command = 'echo {x} {z} -{w}'",
+            },
+            "[run.workload] args.w",
+            "`when` names a drawn argument",
+        ),
+    ],
+)
+def test_a_problem_has_its_key_and_the_next_move(write, parts, key, words):
+    found = problems(write(**parts))
+    assert any(line.startswith(f"{key}") and words in line for line in found), found
+
+
+def test_every_problem_is_listed_at_once(write):
+    found = problems(
+        write(
+            head='name = "x"\n[system]\nparallel = 0',
+            agent='agent = { type = "tpee", trials = 4 }',
+            reward='reward = { type = "identity", metrics = ["z"] }',
+            args="[run.workload.args]\nx = [1, 2]\nz = [3, 4]",
+        )
+    )
+    assert len(found) == 4, found
+    assert [line.split(":")[0] for line in found] == [
+        "[system] parallel",
+        "[run.agent] type",
+        "[run.workload] args.z",
+        "[[run]] reward",
+    ]
+
+
+def test_problems_of_several_runs_say_which_run(write):
+    path = write(agent='agent = { type = "tpee", trials = 1 }')
+    path.write_text(f"{path.read_text()}\n{path.read_text().partition('parallel = 2')[2].replace('first', 'second')}")
+    assert [line.split(":")[0] for line in problems(path)] == [
+        "[run.agent] type (run 'first')",
+        "[run.agent] type (run 'second')",
+    ]
+
+
+def test_two_runs_of_one_name_are_refused(write):
+    path = write()
+    path.write_text(f"{path.read_text()}\n{path.read_text().partition('parallel = 2')[2]}")
+    assert problems(path) == ["[[run]] name: 'first' is used 2 times; each run needs a folder of its own."]
+
+
+@pytest.mark.parametrize("name", ["[1]", "{ a = 1 }", "5", "true"])
+def test_a_name_that_is_no_text_is_a_problem_and_not_a_bug(write, name):
+    path = write(run=f"[[run]]\nname = {name}")
+    path.write_text(f"{path.read_text()}\n{path.read_text().partition('parallel = 2')[2]}")
+    assert any(line.startswith("[[run]] name") for line in problems(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"name = ", "is not valid TOML"),
+        (b"\xff\xfe", "is no text"),
+        (b"", "[[run]]: is missing"),
+        (b"name = 'x'\nrun = 5", "[[run]]: is missing"),
+        (b"name = 'x'\nrun = []", "[[run]]: is missing"),
+        (b"name = 'x'\nrun = [5]", "[[run]]: is missing"),
+        (b"name = 'x'\n[run]\nname = 'a'", "[[run]]: is missing"),
+    ],
+)
+def test_a_file_that_is_no_scenario(tmp_path, content, words):
+    path = tmp_path / "study.toml"
+    path.write_bytes(content)
+    assert any(words in line for line in problems(path))
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    assert "there is no such file" in problems(tmp_path / "gone.toml")[0]
+    assert "is a directory" in problems(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("512MiB", 512 * 2**20), ("2 GiB", 2**31), ("1.5kb", 1500), ("100", 100), (7, 7), (None, None)]
+)
+def test_sizes(text, size):
+    assert size_bytes(text) == size

@@ -1,0 +1,39 @@
+"""What `random` proposes never depends on which trial ends first, or a resumed run could not repeat it."""
+
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+
+from loopwright.agents.simple import RandomConfig, RandomSearch
+from loopwright.core.outcome import Outcome
+from loopwright.core.trial import Observation
+from loopwright.spaces.parameter import parameter
+from loopwright.spaces.space import Space
+
+TRIALS, PARALLEL = 60, 3
+
+
+def proposals(timing, seed, good):
+    """The points proposed when trials end in some random order, and all but the first few points fail."""
+    space = Space({"b": parameter(list(range(40)))}, (), frozenset())
+    agent = RandomSearch(SimpleNamespace(space=space), RandomConfig(trials=TRIALS, seed=seed), parallel=PARALLEL)
+    ends, flights, proposed = Random(timing), [], []
+    while True:
+        while len(flights) < PARALLEL and len(proposed) < TRIALS:
+            action = agent.select_action(Observation({}, {}))
+            if action is None:
+                break
+            proposed.append(action["b"])
+            flights.append((len(proposed), action))
+        if not flights:
+            return proposed
+        group, action = flights.pop(ends.randrange(len(flights)))
+        outcome = Outcome.OK if action["b"] < good else Outcome.CRASHED
+        agent.update_policy(SimpleNamespace(group=group, action=action, regime={}, outcome=outcome))
+
+
+@pytest.mark.parametrize("good", [0, 1, 2])
+def test_s13_proposals_do_not_depend_on_the_order_in_which_trials_end(good):
+    for seed in range(20):
+        assert len({tuple(proposals(timing, seed, good)) for timing in range(8)}) == 1

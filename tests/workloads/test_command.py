@@ -1,0 +1,170 @@
+"""The command workload: its set-up, its success rule, its metrics, and what is found wrong before it runs."""
+
+import asyncio
+
+import pytest
+
+from loopwright.core.outcome import Outcome
+from loopwright.core.trial import Result
+from loopwright.workloads.base import Job, Site
+from loopwright.workloads.command import CommandConfig, CommandWorkload
+
+Y = {"y": {"regex": "y=([0-9.]+)"}}
+
+
+@pytest.fixture
+def site(tmp_path):
+    (tmp_path / "home").mkdir()
+    return Site(home=tmp_path / "home", directory=tmp_path / "run", parallel=2, grace_s=0.1)
+
+
+def run(site: Site, config: CommandConfig, *arguments: dict) -> list[Result]:
+    """Run a trial for each set of arguments, all at the same time."""
+
+    async def main() -> list[Result]:
+        workload = CommandWorkload(config, site)
+        jobs = [
+            Job(n, site.directory / "trials" / str(n), given, b"{}", f"test.{n}", lambda pid, ticks: None)
+            for n, given in enumerate(arguments, 1)
+        ]
+        try:
+            return await asyncio.gather(*map(workload.run, jobs))
+        finally:
+            await workload.close()
+
+    return asyncio.run(main())
+
+
+class TestTheSetUp:
+    def test_runs_once_per_distinct_set_of_the_arguments_that_it_names(self, site):
+        (site.home / "in.txt").write_text("")
+        config = CommandConfig(
+            files=("in.txt",),
+            setup="sh -c 'test -e in.txt && echo y={a} > made; mktemp -p ../.. built.XXXX'",
+            command="sh -c 'cat made; echo {b}'",
+            metrics=Y,
+        )
+        results = run(site, config, *({"a": a, "b": b} for a in (1, 2) for b in (1, 2, 3)))
+        assert [result.metrics["y"] for result in results] == [1, 1, 1, 2, 2, 2]
+        assert len(list(site.directory.glob("built.*"))) == 2
+
+    def test_that_fails_fails_the_trials_that_need_it(self, site):
+        config = CommandConfig(setup="sh -c 'echo no such flag >&2; exit {a}'", command="echo y=1", metrics=Y)
+        good, bad, worse = run(site, config, {"a": 0}, {"a": 1}, {"a": 1})
+        assert (good.outcome, bad.outcome, worse.outcome) == (Outcome.OK, Outcome.CRASHED, Outcome.CRASHED)
+        assert "exit code 1" in bad.reason
+        assert "no such flag" in bad.reason
+
+    def test_that_hangs_is_ended(self, site):
+        config = CommandConfig(setup="sleep 1000", setup_timeout_s=0.1, command="echo y=1", metrics=Y)
+        assert run(site, config, {})[0].outcome is Outcome.TIMEOUT
+
+    def test_whose_products_are_named_like_a_trials_own_files_keeps_them_to_itself(self, site):
+        config = CommandConfig(setup="touch stdout stderr parameters.json x", command="echo y=1", metrics=Y)
+        assert run(site, config, {})[0].outcome is Outcome.OK
+        assert (site.directory / "trials" / "1" / "x").is_symlink()
+        assert not (site.directory / "trials" / "1" / "stdout").is_symlink()
+
+    def test_that_was_interrupted_is_made_anew(self, site):
+        config = CommandConfig(setup="sh -c 'ls; touch half'", command="echo y=1", metrics=Y)
+        run(site, config, {})
+        (made,) = (site.directory / "setup").iterdir()
+        (made / ".done").unlink()
+        (made / "left").touch()
+        run(site, config, {})
+        assert "left" not in (made / "setup.stdout").read_text()
+
+
+class TestSuccess:
+    @pytest.mark.parametrize(
+        ("success", "command", "outcome"),
+        [
+            ({}, "sh -c 'echo y=1; exit 3'", Outcome.CRASHED),
+            ({"exit_codes": [0, 3]}, "sh -c 'echo y=1; exit 3'", Outcome.OK),
+            ({"regex": "converged"}, "echo y=1", Outcome.CRASHED),
+            ({"regex": "converged"}, "echo y=1 converged", Outcome.OK),
+            ({}, "sh -c 'kill -SEGV $$'", Outcome.CRASHED),
+        ],
+    )
+    def test_is_an_exit_code_and_what_was_printed(self, site, success, command, outcome):
+        config = CommandConfig(command=command, metrics=Y, success=success)
+        assert run(site, config, {})[0].outcome is outcome
+
+    def test_the_reason_says_how_it_ended_and_what_it_complained_about(self, site):
+        config = CommandConfig(command="sh -c 'echo first >&2; echo out of memory >&2; exit 7'")
+        assert run(site, config, {})[0].reason == "exit code 7; stderr ends with: out of memory"
+
+
+def test_environment_variables_are_dimensions_too(site):
+    config = CommandConfig(command="sh -c 'echo y=$N$FIXED'", env={"N": [1, 2], "FIXED": 5}, metrics=Y)
+    results = run(site, config, {"N": 1, "FIXED": 5}, {"N": 2, "FIXED": 5})
+    assert [result.metrics["y"] for result in results] == [15.0, 25.0]
+
+
+def test_what_a_trial_used_can_be_a_metric(site):
+    config = CommandConfig(command="true", metrics={"wall": {"resource": "wall_s"}})
+    assert run(site, config, {})[0].metrics["wall"] > 0
+
+
+def test_every_metric_that_is_missing_is_named(site):
+    config = CommandConfig(command="echo y=1", metrics={**Y, "z": {"regex": "z=(.)"}, "w": {"file": "w", "json": "/w"}})
+    (result,) = run(site, config, {})
+    assert (result.outcome, dict(result.metrics)) == (Outcome.METRIC_MISSING, {})
+    assert "z: nothing in stdout" in result.reason
+    assert "w: the command wrote no w" in result.reason
+
+
+def test_a_program_that_vanished_is_a_crash_with_a_reason(site):
+    (result,) = run(site, CommandConfig(command="./gone"), {})
+    assert result.outcome is Outcome.CRASHED
+    assert "gone" in result.reason
+
+
+class TestTheFingerprint:
+    def of(self, site: Site, **settings) -> str:
+        return CommandWorkload(CommandConfig(**{"command": "echo {a}", **settings}), site).fingerprint()
+
+    def test_covers_what_is_run_and_how_it_is_read(self, site):
+        (site.home / "in").write_text("1")
+        ways = [{}, {"command": "echo -n {a}"}, {"setup": "true"}, {"metrics": Y}, {"files": ["in"]}]
+        ways.append({"success": {"regex": "x"}})
+        assert len({self.of(site, **way) for way in ways}) == len(ways)
+
+    def test_does_not_cover_the_values_that_are_searched_or_how_long_it_may_take(self, site):
+        assert self.of(site) == self.of(site, args={"a": [1, 2]}, timeout_s=5, constraints=["a > 1"])
+
+    def test_covers_all_files_of_a_directory(self, site):
+        (site.home / "data" / "deep").mkdir(parents=True)
+        (site.home / "data" / "deep" / "x").write_text("1")
+        before = self.of(site, files=["data"])
+        (site.home / "data" / "deep" / "x").write_text("2")
+        assert self.of(site, files=["data"]) != before
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "words"),
+    [
+        ({"command": "echo {aa}"}, "command", "names {aa}, which is no argument. Known: a. Did you mean 'a'?"),
+        ({"command": "echo"}, "args.a", "is searched, but neither command nor setup names {a}"),
+        ({"command": "no-such-program {a}"}, "command", "'no-such-program' is not on the PATH"),
+        ({"command": "/no/such {a}"}, "command", "'/no/such' is not an executable file"),
+        ({"command": "./gone {a}"}, "command", "it does not exist"),
+        ({"command": "./here {a}"}, "command", "add it: files = ['here']"),
+        ({"command": "echo {a}", "files": ["gone"]}, "files", "'gone' does not exist"),
+        ({"command": "echo {a}", "files": ["stdout"]}, "files", "would stand where each trial's own stdout is kept"),
+        ({"command": "echo {a}", "constraints": ["b > 1"]}, "constraints", "'b > 1' names b. Known parameters: a."),
+        ({"command": "echo {a}", "env": {"a": 1}}, "env", "'a' is an argument as well"),
+        ({"command": "echo {a:words}", "args": {"a": ["x", "'y"]}}, "args.a", '"\'y" cannot be split into words'),
+        ({"command": "echo {a}", "args": {"a": ["x", "y\0"]}}, "args.a", "holds a NUL character"),
+        (
+            {"command": "echo {a} -d {d}", "args": {"a": [1, 2], "d": {"values": [1, 2], "when": "a == 1"}}},
+            "command",
+            "-d loses its value when d is absent; write -d={d} as one word, or give d an `otherwise`.",
+        ),
+    ],
+)
+def test_what_is_found_before_anything_runs(site, settings, key, words):
+    (site.home / "here").touch()
+    (site.home / "stdout").touch()
+    problems = CommandConfig(**{"args": {"a": [1, 2]}, **settings}).problems(site.home)
+    assert [problem.key for problem in problems if words in problem.message] == [key], problems

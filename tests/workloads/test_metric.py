@@ -1,0 +1,92 @@
+"""Metrics: numbers read from what a command printed or wrote, or from what it used."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from loopwright.workloads.metric import MetricConfig, MetricMissing
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(metric: dict, stdout: str | bytes = "", usage=None, **files: str) -> float:
+        (tmp_path / "stdout").write_bytes(stdout.encode() if isinstance(stdout, str) else stdout)
+        for name, content in files.items():
+            (tmp_path / name).write_text(content)
+        return MetricConfig.model_validate(metric).read(tmp_path, tmp_path / "stdout", usage or {})
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("metric", "stdout", "value"),
+    [
+        ({"regex": "GFLOP/s: ([0-9.]+)"}, "GFLOP/s: 1.5\nGFLOP/s: 2.5\n", 2.5),
+        ({"regex": "t=([-+0-9.e]+)"}, "t=-1e-3", -0.001),
+        ({"regex": "y=([0-9]+)"}, b"\xff\xfe\x00 y=3 \xff", 3.0),
+        ({"regex": "µs: ([0-9]+)"}, "µs: 7", 7.0),
+        ({"json": "/a/1/b"}, '{"a": [0, {"b": 2.5}]}', 2.5),
+        ({"json": "/y"}, 'log line\nanother\n{"y": 4}\n', 4.0),
+        ({"json": ""}, "42", 42.0),
+        ({"json": "/a~1b/m~0n"}, '{"a/b": {"m~n": 1}}', 1.0),
+    ],
+)
+def test_a_number_in_the_output(read, metric, stdout, value):
+    assert read(metric, stdout) == value
+
+
+def test_a_number_in_a_file(read):
+    assert read({"file": "out.json", "json": "/x"}, **{"out.json": '{"x": 3}'}) == 3.0
+    assert read({"file": "log", "regex": "x=(.*)"}, log="x=4") == 4.0
+
+
+def test_what_a_trial_used(read):
+    assert read({"resource": "wall_s"}, usage={"wall_s": 0.5}) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("metric", "stdout", "words"),
+    [
+        ({"regex": "y=([0-9]+)"}, "", "stdout is empty"),
+        ({"regex": "y=([0-9]+)"}, "z=1", "nothing in stdout matches"),
+        ({"regex": "y=(.*)"}, "y=fast", "'fast' in stdout is not a number"),
+        ({"regex": "y=(.*)"}, "y=nan", "not a finite number"),
+        ({"regex": "y=(.*)"}, "y=inf", "not a finite number"),
+        ({"json": "/y"}, "no json", "is no JSON, and neither is its last line"),
+        ({"json": "/y"}, "", "is no JSON"),
+        ({"json": "/y/z"}, '{"y": 1}', "has no '/y/z'"),
+        ({"json": "/9"}, "[1]", "has no '/9'"),
+        ({"json": "/y"}, '{"y": "1"}', "not a number"),
+        ({"json": "/y"}, '{"y": true}', "not a number"),
+        ({"json": "/y"}, '{"y": null}', "not a number"),
+        ({"json": "/y"}, '{"y": NaN}', "not a finite number"),
+        ({"json": "/y"}, "[" * 100_000, "is no JSON"),
+        ({"json": "/y"}, json.dumps({"y": 10**400}), "not a"),
+        ({"file": "gone", "json": "/y"}, "{}", "the command wrote no gone"),
+    ],
+)
+def test_a_number_that_is_not_there_is_explained(read, metric, stdout, words):
+    with pytest.raises(MetricMissing) as raised:
+        read(metric, stdout)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        ({}, "give exactly one of regex, json, resource"),
+        ({"regex": "(x)", "json": "/x"}, "give exactly one"),
+        ({"regex": "("}, "is no regular expression"),
+        ({"regex": "x"}, "needs a group"),
+        ({"json": "x"}, "pattern"),
+        ({"resource": "joules"}, "wall_s"),
+        ({"resource": "wall_s", "file": "x"}, "`file` goes with regex or json"),
+        ({"json": "/x", "file": "/etc/passwd"}, "must be relative"),
+        ({"json": "/x", "file": "../x"}, "must be relative"),
+    ],
+)
+def test_what_is_wrong_is_found_when_it_is_configured(metric, words):
+    with pytest.raises(ValidationError) as raised:
+        MetricConfig.model_validate(metric)
+    assert words in str(raised.value)

@@ -1,0 +1,100 @@
+"""The Python workload: what a callable may return, and what is found wrong before it is called."""
+
+import asyncio
+
+import pytest
+
+from loopwright.core.outcome import Outcome
+from loopwright.core.trial import Result
+from loopwright.workloads.base import Job, Site
+from loopwright.workloads.python import PythonConfig, PythonWorkload
+
+MODULE = """
+import math, os
+
+def good(x=0): return {"y": x}
+def needs(x, z): return {"y": x}
+def empty(): return {}
+def nothing(): return None
+def text(): return {"y": "fast"}
+def infinite(): return {"y": math.inf}
+def undefined(): return {"y": math.nan}
+def raising(): raise KeyError("missing")
+def leaving(): raise SystemExit(3)
+def dying(): os._exit(4)
+def variable(): return {"y": float(os.environ["LEVEL"])}
+async def later(): return {"y": 5}
+not_callable = 5
+"""
+
+
+@pytest.fixture
+def site(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "callables_of_test.py").write_text(MODULE)
+    return Site(home=home, directory=tmp_path / "run", grace_s=0.1)
+
+
+def run(site: Site, name: str, arguments=None, **settings) -> Result:
+    async def main() -> Result:
+        config = PythonConfig(function=f"callables_of_test:{name}", **settings)
+        workload = PythonWorkload(config, site)
+        job = Job(1, site.directory / "trials" / "1", arguments or {}, b"{}", "test.1", lambda pid, ticks: None)
+        try:
+            return await workload.run(job)
+        finally:
+            await workload.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome", "words"),
+    [
+        ("good", Outcome.OK, ""),
+        ("later", Outcome.OK, ""),
+        ("empty", Outcome.METRIC_MISSING, "gave no y"),
+        ("nothing", Outcome.CRASHED, "must return a dict"),
+        ("text", Outcome.CRASHED, "'y' is 'fast'"),
+        ("infinite", Outcome.METRIC_MISSING, "y (it is inf)"),
+        ("undefined", Outcome.METRIC_MISSING, "y (it is nan)"),
+        ("raising", Outcome.CRASHED, "KeyError: 'missing'"),
+        ("leaving", Outcome.CRASHED, "3"),
+        ("dying", Outcome.CRASHED, "the worker process ended: exit code 4"),
+        ("gone", Outcome.CRASHED, "gone"),
+    ],
+)
+def test_what_a_callable_did_is_the_outcome(site, name, outcome, words):
+    result = run(site, name, metrics=("y",))
+    assert result.outcome is outcome
+    assert words in result.reason
+
+
+def test_environment_variables_are_not_arguments(site):
+    result = run(site, "variable", {"LEVEL": 7}, env={"LEVEL": [7, 8]})
+    assert dict(result.metrics) == {"y": 7.0}
+
+
+def test_a_changed_source_is_another_question(site):
+    def fingerprint() -> str:
+        return PythonWorkload(PythonConfig(function="callables_of_test:good"), site).fingerprint()
+
+    before = fingerprint()
+    (site.home / "callables_of_test.py").write_text(MODULE + "\n# changed")
+    assert fingerprint() != before
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "key", "words"),
+    [
+        ("callables_of_test:good", {"z": 1}, "args.z", "takes no argument 'z'"),
+        ("callables_of_test:needs", {"x": 1}, "args", "needs an argument 'z'"),
+        ("callables_of_test:gone", {}, "function", "has no 'gone'"),
+        ("callables_of_test:not_callable", {}, "function", "not a callable"),
+        ("no_such_module:f", {}, "function", "no_such_module"),
+    ],
+)
+def test_what_is_found_before_anything_runs(site, function, args, key, words):
+    problems = PythonConfig(function=function, args=args).problems(site.home)
+    assert [problem.key for problem in problems if words in problem.message] == [key], problems
