@@ -76,7 +76,7 @@ class SearchAgent(Agent):
     def select_action(self, observation: Observation) -> Action | None:
         n = self.proposed + 1
         if n <= len(self._start):
-            return self._chosen(n, self._start[n - 1], observation)
+            return self._chosen(n, self._start[n - 1], _point(self._start[n - 1], observation.context))
         retry, action = self._waiting or (0, self.propose(n, 0, observation))
         self._waiting = None
         while action is not None:
@@ -86,7 +86,7 @@ class SearchAgent(Agent):
                 self._waiting = retry, action
                 return None
             if point not in self._failed and not self._hopeless(retry, action, observation):
-                return self._chosen(n, action, observation)
+                return self._chosen(n, action, point)
             retry += 1
             if retry >= RETRIES and self._open:
                 # What has not failed is known only when nothing is in flight: wait here too.
@@ -99,9 +99,9 @@ class SearchAgent(Agent):
         heeds = self.heeds_constraints and retry < _RETRIES_FOR_CONSTRAINTS
         return heeds and self.space.violated(action, observation.context) is not None
 
-    def _chosen(self, n: int, action: Action, observation: Observation) -> Action:
+    def _chosen(self, n: int, action: Action, point: str) -> Action:
         self.proposed = n
-        self._open[n] = _point(action, observation.context)
+        self._open[n] = point
         return action
 
     def other(self, n: int, observation: Observation) -> Action | None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -90,35 +90,32 @@ class Agent(ABC):
         """Let go of what `run` built; always called, and its own failure is a non-zero code."""
 
     async def _campaign(self) -> None:
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        self.env.run.when_stopped(lambda: loop.call_soon_threadsafe(stop.set))
-        stopped = asyncio.ensure_future(stop.wait())
-        flights: set[asyncio.Future[Feedback]] = set()
+        flights = _Flights()
+        self.env.run.when_stopped(flights.wake_from_outside(asyncio.get_running_loop()))
         try:
             async with self.env.running():
                 try:
-                    await self._fly(flights, stopped)
+                    await self._fly(flights)
                 finally:
-                    await _abort(flights)
+                    await flights.abort()
+                    self.env.run.ledger.flush()
         finally:
             self.env.run.when_stopped(None)
-            stopped.cancel()
 
-    async def _fly(self, flights: set[asyncio.Future[Feedback]], stopped: asyncio.Future[Any]) -> None:
+    async def _fly(self, flights: "_Flights") -> None:
         """Keep up to `parallel` trials in flight; feedback comes as they finish."""
         again = self.env.unfinished()
         while not self.env.run.stopping:
-            while len(flights) < self.parallel and (flight := self._launch(again)) is not None:
-                flights.add(asyncio.ensure_future(flight))
-            if not flights:
+            launched = False
+            while len(flights.flying) < self.parallel and (flight := self._launch(again)) is not None:
+                flights.start(flight)
+                launched = True
+            if not flights.flying:
                 break
-            done, _ = await asyncio.wait({*flights, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            landed = done & flights
-            told = sorted((flight.result() for flight in landed), key=lambda feedback: feedback.trial)
-            # Only now: if one has failed, the others that landed with it are still to be waited for.
-            flights -= landed
-            for feedback in told:
+            if not launched:
+                # Otherwise what starts now writes it down along with itself.
+                self.env.run.ledger.flush()
+            for feedback in await flights.landed():
                 self.update_policy(feedback)
 
     def _launch(self, again: list[list[Trial]]) -> Awaitable[Feedback] | None:
@@ -130,10 +127,43 @@ class Agent(ABC):
         return None if action is None else self.env.step(action, self.note(), fresh=self.measures_again)
 
 
-async def _abort(flights: set[asyncio.Future[Feedback]]) -> None:
-    for flight in flights:
-        flight.cancel()
-    await asyncio.gather(*flights, return_exceptions=True)
+class _Flights:
+    """Trials in flight. Simpler than `asyncio.wait`, which costs as much as a small trial."""
+
+    def __init__(self) -> None:
+        self.flying: set[asyncio.Future[Feedback]] = set()
+        self._down: list[asyncio.Future[Feedback]] = []
+        self._wake = asyncio.Event()
+
+    def start(self, flight: Awaitable[Feedback]) -> None:
+        """Let a trial fly."""
+        future = asyncio.ensure_future(flight)
+        self.flying.add(future)
+        future.add_done_callback(self._land)
+
+    def _land(self, future: "asyncio.Future[Feedback]") -> None:
+        self._down.append(future)
+        self._wake.set()
+
+    async def landed(self) -> list[Feedback]:
+        """Wait until some have landed or the run is told to stop; by number, so that timing changes nothing."""
+        await self._wake.wait()
+        self._wake.clear()
+        told = sorted((future.result() for future in self._down), key=lambda feedback: feedback.trial)
+        # Only now: if one has failed, the others that landed with it are still to be waited for.
+        self.flying.difference_update(self._down)
+        self._down.clear()
+        return told
+
+    def wake_from_outside(self, loop: asyncio.AbstractEventLoop) -> Callable[[], object]:
+        """A way to wake `landed` from a signal handler or another thread."""
+        return lambda: loop.call_soon_threadsafe(self._wake.set)
+
+    async def abort(self) -> None:
+        """End what is still flying."""
+        for flight in self.flying:
+            flight.cancel()
+        await asyncio.gather(*self.flying, return_exceptions=True)
 
 
 agents: Registry[type[Agent]] = Registry("agent", "loopwright.agents")

@@ -15,6 +15,19 @@ _EXACT = 2**53
 
 def canonical(value: Any) -> Any:
     """The one JSON value that stands for `value`, or InvalidAction if there is none."""
+    kind = type(value)
+    # The types that actions are made of, first: this runs several times per trial.
+    if kind is float:
+        if value.is_integer() and abs(value) <= _EXACT:
+            return int(value)
+        if math.isfinite(value):
+            return value
+    elif kind is str and value.isascii():
+        return value
+    elif kind is dict:
+        return {_text(str(name)): canonical(value[name]) for name in sorted(value, key=str)}
+    elif kind is tuple:
+        return [canonical(item) for item in value]
     match value:
         case bool() | None:
             return value

@@ -62,6 +62,8 @@ class Env(ABC):
         self.run, self.terms, self._observers, self._shared = run, terms, observers, shared
         self.cached = run.ledger.counts()["cached"]
         self.keys = set() if terms.count_cached else {trial.key for trial in run.ledger.trials() if trial.key}
+        # The ledger knows best, but asking it about each new question costs more than remembering which are old.
+        self._answered = run.ledger.answered()
         self._flying: dict[str, asyncio.Event] = {}
         self._metrics: Mapping[str, float] = {}
         self._pending: dict[int, Observation] = {}
@@ -189,7 +191,7 @@ class Env(ABC):
         if self.terms.cache != "off":
             while trial.key in self._flying:
                 await self._flying[trial.key].wait()
-            if found := self.run.ledger.find(trial.key):
+            if trial.key in self._answered and (found := self.run.ledger.find(trial.key)):
                 self.cached += 1
                 return Result(found.outcome or Outcome.OK, found.metrics, found.reason, cached_from=str(found.number))
         if reason := self.infeasible(trial.action, trial.regime):
@@ -217,6 +219,8 @@ class Env(ABC):
             self._shared.put(ended.key, f"{self.run.directory.absolute()}#{ended.number}", ended.metrics)
         if not self.terms.count_cached and ended.key:
             self.keys.add(ended.key)
+        if result.outcome.reusable:
+            self._answered.add(ended.key)
         self._metrics = ended.metrics
         self._observers.after(ended)
         return ended

@@ -8,7 +8,6 @@ import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -116,9 +115,14 @@ class Ledger:
                 )
             return cls(path, _checked(path, connection))
 
+    def flush(self) -> None:
+        """Have on disk whatever was reserved and committed."""
+        self._transaction.flush()
+
     def close(self) -> None:
         """Fold the write-ahead log into the file and let go of it."""
         with explained(self.path):
+            self._transaction.flush()
             self._connection.close()
 
     def __enter__(self) -> Self:
@@ -130,11 +134,14 @@ class Ledger:
     # -- writing: reserve, attempt, commit ----------------------------------------------------------------------
 
     def reserve(self, trials: Sequence[Trial], note: Mapping[str, Any] | None = None) -> None:
-        """Write down trials before anything else happens to them, with the note that their agent left."""
+        """Write down trials before anything else happens to them, with the note that their agent left.
+
+        It is on disk after the next `flush` or `attempt`: call one of them before anything is started.
+        """
         rows = [
             (t.number, t.group, t.repeat, text(t.action), t.key, t.draw, text(t.regime), t.reserved_at) for t in trials
         ]
-        with self._transaction as connection:
+        with self._transaction.held as connection:
             connection.executemany(
                 "INSERT INTO trials (number, grp, repeat, action, key, draw, regime, reserved_at) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -162,20 +169,30 @@ class Ledger:
             )
 
     def commit(self, trial: Trial, result: Result, reward: Reward | None = None) -> Trial:
-        """Write down how a trial ended and return it; its attempt, where there was one, ends with it."""
-        ended = replace(
-            trial,
-            outcome=result.outcome,
-            fault=result.fault,
-            reason=result.reason,
-            reward=reward,
-            metrics=result.metrics,
-            usage=result.usage,
-            cached_from=result.cached_from,
-            finished_at=time.time(),
+        """Write down how a trial ended and return it; its attempt, where there was one, ends with it.
+
+        It is on disk after the next `flush`, or with whatever is written next.
+        """
+        ended = Trial(
+            trial.number,
+            trial.action,
+            trial.key,
+            trial.group,
+            trial.repeat,
+            trial.draw,
+            trial.regime,
+            result.outcome,
+            result.fault,
+            result.reason,
+            reward,
+            result.metrics,
+            result.usage,
+            result.cached_from,
+            trial.reserved_at,
+            time.time(),
         )
         detail = None if reward is None else text({"parts": reward.parts, "more": reward.more})
-        with self._transaction as connection:
+        with self._transaction.held as connection:
             changed = connection.execute(
                 "UPDATE trials SET outcome = ?, fault = ?, reason = ?, reward = ?, reward_detail = ?, metrics = ?, "
                 "usage = ?, cached_from = ?, finished_at = ? "
@@ -243,6 +260,13 @@ class Ledger:
             (key,),
         )
         return _trial(rows[0]) if rows else None
+
+    def answered(self) -> set[str]:
+        """The keys that `find` has an answer to."""
+        rows = self._rows(
+            "SELECT key FROM trials WHERE outcome IN ('ok', 'infeasible') AND cached_from IS NULL AND key <> ''"
+        )
+        return {key for (key,) in rows}
 
     def trial(self, number: int) -> Trial | None:
         """One trial by its number."""

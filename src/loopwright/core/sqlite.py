@@ -45,33 +45,54 @@ def explained(path: Path) -> Iterator[None]:
 
 
 class Transaction:
-    """A write transaction under a lock: all of it or nothing. A class, because this is the hot path."""
+    """Writes under a lock: all of a transaction or nothing. A class, because this is the hot path.
+
+    `with transaction:` commits at the end, together with what was held back before it; `with transaction.held:` leaves
+    that to whoever comes next, so that what belongs together costs one commit.
+    """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self._path, self._connection = path, connection
         self._lock = threading.RLock()
+        self.held = _Held(self)
 
-    def __enter__(self) -> sqlite3.Connection:
+    def begin(self) -> sqlite3.Connection:
+        """Take the lock, and begin unless something is held."""
         self._lock.acquire()
         try:
-            self._connection.execute("BEGIN IMMEDIATE")
+            if not self._connection.in_transaction:
+                self._connection.execute("BEGIN IMMEDIATE")
         except sqlite3.Error as error:
             self._lock.release()
             raise explain(self._path, error) from error
         return self._connection
 
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+    def end(self, error: BaseException | None, *, commit: bool) -> None:
+        """Commit, hold back or, after an error, undo; then release the lock."""
         try:
-            if error is None:
+            if error is None and commit:
                 self._connection.execute("COMMIT")
         except sqlite3.Error as refused:
+            error = refused
             raise explain(self._path, refused) from refused
         finally:
-            if self._connection.in_transaction:
+            if error is not None and self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             self._lock.release()
         if isinstance(error, sqlite3.Error):
             raise explain(self._path, error) from error
+
+    def __enter__(self) -> sqlite3.Connection:
+        return self.begin()
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        self.end(error, commit=True)
+
+    def flush(self) -> None:
+        """Commit what is held back."""
+        if self._connection.in_transaction:
+            with self:
+                pass
 
     def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
         """What a query gives, under the same lock."""
@@ -80,6 +101,17 @@ class Transaction:
                 return self._connection.execute(query, values).fetchall()
             except sqlite3.Error as error:
                 raise explain(self._path, error) from error
+
+
+class _Held:
+    def __init__(self, transaction: Transaction) -> None:
+        self._transaction = transaction
+
+    def __enter__(self) -> sqlite3.Connection:
+        return self._transaction.begin()
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        self._transaction.end(error, commit=False)
 
 
 def connect(path: Path, synchronous: str) -> sqlite3.Connection:

@@ -69,7 +69,9 @@ class Driver:
         steps = [self.env.step(action, note, slot=slot) for slot, action in enumerate(actions)]
         self._flights = [asyncio.ensure_future(step) for step in steps]
         try:
-            return list(await asyncio.gather(*self._flights))
+            told = list(await asyncio.gather(*self._flights))
+            self.env.run.ledger.flush()
+            return told
         except asyncio.CancelledError:
             await asyncio.gather(*self._flights, return_exceptions=True)
             raise RunStopped from None
@@ -83,7 +85,9 @@ class Driver:
         return self._wait(self._fly_under(action, regime))
 
     async def _fly_under(self, action: Action, regime: Mapping[str, Any]) -> Feedback:
-        return await self.env.step(action, {"evaluation": True}, fresh=True, under=regime)
+        feedback = await self.env.step(action, {"evaluation": True}, fresh=True, under=regime)
+        self.env.run.ledger.flush()
+        return feedback
 
     def told(self, feedback: Feedback) -> float:
         """The number that a learner gets for a trial."""

@@ -124,6 +124,7 @@ def _box_checker(dtype: np.dtype[Any], shape: tuple[int, ...], field: str) -> Ch
     floating, few = dtype.kind == "f", math.prod(shape) <= _FEW
 
     def check(value: Any) -> str | None:
+        # Of a Box without dimensions a sample may be a bare number of numpy's.
         if not isinstance(value, np.ndarray | np.generic):
             return f"{field}: {_shown(value)} where an array of {dtype.name} is declared"
         if value.dtype != dtype:
@@ -134,7 +135,7 @@ def _box_checker(dtype: np.dtype[Any], shape: tuple[int, ...], field: str) -> Ch
             # Going over a few numbers one by one is three times as fast as starting up numpy's machinery.
             finite = all(map(math.isfinite, value.ravel().tolist())) if few else bool(np.isfinite(value).all())
             if not finite:
-                return f"{field}: {_unbounded(value)}"
+                return f"{field}: {_unbounded(np.asarray(value))}"
         return None
 
     return check

@@ -20,6 +20,7 @@ from loopwright.envs.wire import VERSION, Message, Unsendable, WireError, revive
 
 _BEATS_MISSED = 3
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0
+_LONGEST_TRY_S = 3600.0
 
 
 class RemoteServer:
@@ -48,13 +49,13 @@ class RemoteServer:
         self._lost = "it was never reached"
         self._welcome: Message = {}
         self._connect()
-        self.metadata: dict[str, Any] = revived(self._welcome.get("metadata") or {})
         try:
             self.observation_space = space_from(self._welcome.get("observation_space"), "observation_space")
             self.action_space = space_from(self._welcome.get("action_space"), "action_space")
-        except WireError as error:
+            self.metadata = self._map(self._welcome, "metadata")
+        except (WireError, ServerError) as error:
             self.close()
-            raise ServerError(f"the server at {self.address} declares a space that cannot be used: {error}") from error
+            raise ServerError(f"the greeting of the server at {self.address} cannot be used: {error}") from error
         self._read = reader(self.observation_space)
         self._check: Callable[[Any], str | None] | None = checker(self.observation_space) if validate else None
 
@@ -72,7 +73,7 @@ class RemoteServer:
                 raise
             self._connect()
             reply = self._ask(request, "state")
-        return self._observation(reply), self._info(reply)
+        return self._observation(reply), self._map(reply, "info")
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Act. ServerLost ends the episode; after a ServerError the connection is still good."""
@@ -89,7 +90,7 @@ class RemoteServer:
             self._refuse("terminated", terminated, "true or false")
         if type(truncated) is not bool:
             self._refuse("truncated", truncated, "true or false")
-        return observation, reward, terminated, truncated, self._info(reply)
+        return observation, reward, terminated, truncated, self._map(reply, "info")
 
     def ping(self) -> None:
         """Ask for a sign of life: a ServerLost if there is none."""
@@ -128,6 +129,10 @@ class RemoteServer:
             self._lose(
                 f"the connection broke while it worked on {request['type']!r} ({error or type(error).__name__})", error
             )
+        except BaseException:
+            # Ctrl-C, for instance: the answer is still on its way, and would be taken for that to the next request.
+            self._drop("a call was interrupted")
+            raise
         if reply["type"] != expected:
             self._unexpected(request["type"], reply)
         return reply
@@ -158,14 +163,15 @@ class RemoteServer:
             raise ServerError(f"the server at {self.address} gave {wrong}")
         return observation
 
-    def _info(self, reply: Message) -> dict[str, Any]:
-        info = reply.get("info")
-        if not info and (info is None or type(info) is dict):
+    def _map(self, reply: Message, field: str) -> dict[str, Any]:
+        """A map that may hold anything, or be left out."""
+        found = reply.get(field)
+        if not found and (found is None or type(found) is dict):
             return {}
-        if type(info) is not dict:
-            self._refuse("info", info, "a map")
+        if type(found) is not dict:
+            self._refuse(field, found, "a map")
         try:
-            return {key: revived(value) for key, value in info.items()}
+            return {key: revived(value, field) for key, value in found.items()}
         except WireError as error:
             raise ServerError(f"the server at {self.address} gave {error}") from error
 
@@ -180,7 +186,7 @@ class RemoteServer:
         while True:
             left_s = until_s - time.monotonic()
             try:
-                self._channel = Channel(self.address.connect(max(0.001, left_s)))
+                self._channel = Channel(self.address.connect(min(max(0.001, left_s), _LONGEST_TRY_S)))
                 self._greet()
                 return
             except ServerLost as error:

@@ -11,6 +11,7 @@ import selectors
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -25,7 +26,7 @@ from loopwright.envs.wire import VERSION, Message, Reader, Unsendable, WireError
 _log = logging.getLogger(__name__)
 _HELLO_S = 30.0
 _GRACE_S = 5.0
-_FASTEST_BEAT_S = 0.02
+_FASTEST_BEAT_S, _SLOWEST_BEAT_S = 0.02, 3600.0
 _PAUSE_S = 0.5
 
 
@@ -121,11 +122,11 @@ class EnvServer:
             with suppress(OSError):
                 if path.stat().st_ino == inode:
                     path.unlink()
-        leaving = list(self._clients)
+        leaving, until_s = list(self._clients), time.monotonic() + _GRACE_S
         for client in leaving:
             client.leave()
         for client in leaving:
-            client.join(_GRACE_S)
+            client.join(max(0.0, until_s - time.monotonic()))
         self._wake.close()
         self._woken.close()
 
@@ -182,7 +183,11 @@ class _Client(threading.Thread):
             raise EOFError
 
     def _start_beating(self, asked: Any) -> float:
-        beat_s = max(_FASTEST_BEAT_S, float(asked)) if isinstance(asked, int | float) and asked > 0 else 0.0
+        beat_s = (
+            min(max(_FASTEST_BEAT_S, float(asked)), _SLOWEST_BEAT_S)
+            if isinstance(asked, int | float) and asked > 0
+            else 0.0
+        )
         if beat_s:
             threading.Thread(target=self._keep_beating, args=(beat_s,), name="loopwright-pulse", daemon=True).start()
         return beat_s
@@ -242,7 +247,9 @@ class _Client(threading.Thread):
 
     def _reset(self, request: Message) -> Message:
         assert self._env is not None  # noqa: S101
-        observation, info = self._env.reset(seed=request.get("seed"), options=revived(request.get("options")))
+        observation, info = self._env.reset(
+            seed=request.get("seed"), options=revived(request.get("options"), "options")
+        )
         return {"type": "state", "obs": observation, "info": info}
 
     def _step(self, request: Message) -> Message:

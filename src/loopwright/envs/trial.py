@@ -1,5 +1,6 @@
 """The trial environment: an action over a workload's parameters in, its metrics out."""
 
+import time
 from typing import Any
 
 import orjson
@@ -33,6 +34,7 @@ class TrialEnv(Env):
         super().__init__(run, terms, observers, shared)
         self.space, self.workload, self.draws, self.metric_names = space, workload, draws, metric_names
         self._marker = run.ledger.state("id")
+        self._opened_at = time.time()
 
     @property
     def cardinality(self) -> int | None:
@@ -65,6 +67,8 @@ class TrialEnv(Env):
             record=orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE),
             marker=f"{self._marker}.{trial.number}",
             started=_Attempt(self.run.ledger, trial.number).started,
+            settle=self.run.ledger.flush,
+            again=trial.reserved_at < self._opened_at,
         )
         return await self.workload.run(job)
 

@@ -116,11 +116,15 @@ def described(value: Any, depth: int = 0) -> Any:
     return repr(value)
 
 
-def revived(value: Any) -> Any:
+def revived(value: Any, field: str, depth: int = 0) -> Any:
     """The value with its arrays made arrays again."""
+    if depth > _DEEPEST:
+        raise WireError(f"{field}: nested more than {_DEEPEST} deep")
     if type(value) is dict:
-        return array_from(value, "info") if _is_array(value) else {key: revived(item) for key, item in value.items()}
-    return [revived(item) for item in value] if type(value) is list else value
+        if _is_array(value):
+            return array_from(value, field)
+        return {key: revived(item, field, depth + 1) for key, item in value.items()}
+    return [revived(item, field, depth + 1) for item in value] if type(value) is list else value
 
 
 def _is_array(value: Mapping[Any, Any]) -> bool:
@@ -193,7 +197,7 @@ def _bound(values: np.ndarray[Any, Any], unbounded: float, bounded: np.ndarray[A
 def space_from(value: Any, field: str) -> "Space[Any]":
     """The space that a map describes; a WireError names what is wrong with it."""
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in _SPACES:
+    if type(kind) is not str or kind not in _SPACES:
         raise WireError(f"{field}: a space of the type {kind!r}. Known: {', '.join(_SPACES)}.")
     try:
         return _SPACES[kind](value, field)
@@ -201,7 +205,7 @@ def space_from(value: Any, field: str) -> "Space[Any]":
         raise WireError(f"{field}: a {kind} without {error}") from None
     except WireError:
         raise
-    except (TypeError, ValueError, AssertionError, OverflowError, RecursionError, MemoryError) as error:
+    except (AttributeError, TypeError, ValueError, AssertionError, OverflowError, RecursionError, MemoryError) as error:
         raise WireError(f"{field}: no {kind} can be made of it: {error}") from error
 
 

@@ -103,6 +103,10 @@ class Job:
     record: bytes
     marker: str
     started: Callable[[int, int], None]
+    settle: Callable[[], None] = lambda: None
+    """Has the reservation on disk; to be called before a process is started, unless `started` comes before that."""
+    again: bool = False
+    """Whether an earlier attempt may have left something behind."""
 
 
 class Workload(ABC):

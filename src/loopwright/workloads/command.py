@@ -166,6 +166,7 @@ class CommandWorkload(Workload):
         return fingerprint_of(text, *self.inputs())
 
     async def run(self, job: Job) -> Result:
+        job.settle()
         fresh_directory(job.directory)
         with storage(job.directory):
             (job.directory / "parameters.json").write_bytes(job.record)

@@ -90,7 +90,7 @@ class PythonWorkload(Workload):
 
     def _directory(self, job: Job) -> None:
         # Made by the worker, unless there is something to put into it or an earlier attempt to move aside.
-        if self.config.files or job.directory.exists():
+        if self.config.files or (job.again and job.directory.exists()):
             fresh_directory(job.directory)
             link_into(job.directory, self.site.home, self.config.files)
 

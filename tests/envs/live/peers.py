@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import ClassVar
 
 import numpy as np
 from gymnasium import spaces
@@ -20,7 +21,7 @@ class Walker:
 
     observation_space = BOX
     action_space = spaces.Discrete(3)
-    metadata = {"render_modes": []}
+    metadata: ClassVar = {"render_modes": []}
 
     def __init__(self, start: float = 0.0) -> None:
         self.start, self.closed = start, threading.Event()

@@ -4,6 +4,7 @@ import math
 import re
 import string
 from collections import OrderedDict
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -109,12 +110,12 @@ def test_every_space_and_its_samples_come_back_as_they_were(space, seed):
 @settings(deadline=None)
 @given(hnp.arrays(st.sampled_from((*INTEGERS, "float16", "float32", "float64", "bool")), SHAPES))
 def test_arrays_are_exact_to_the_bit_whatever_is_in_them(array):
-    assert same(array, revived(travel({"type": "x", "info": {"deep": [array]}})["info"])["deep"][0])
+    assert same(array, revived(travel({"type": "x", "info": {"deep": [array]}})["info"], "info")["deep"][0])
 
 
 def test_a_big_endian_or_strided_array_travels_as_any_other():
     array = np.arange(12, dtype=">f4").reshape(3, 4)[:, ::2]
-    arrived = revived(travel({"type": "x", "array": array})["array"])
+    arrived = revived(travel({"type": "x", "array": array})["array"], "info")
     assert arrived.dtype == np.float32
     assert arrived.tolist() == array.tolist()
 
@@ -186,6 +187,7 @@ def test_what_does_not_fit_its_space_is_named(space, value, words):
     [
         None,
         {"type": "Graph"},
+        {"type": []},
         {"type": "Box", "shape": [2], "low": 0, "high": 1},
         {"type": "Box", "shape": [2], "dtype": "object", "low": 0, "high": 1},
         {"type": "Box", "shape": [10**6, 10**6], "dtype": "int8", "low": 0, "high": 1},
@@ -204,7 +206,7 @@ def test_what_does_not_fit_its_space_is_named(space, value, words):
     ],
 )
 def test_a_space_that_makes_no_sense_is_refused_with_its_name(value):
-    with pytest.raises(WireError, match="^observation_space"):
+    with pytest.raises(WireError, match=r"^observation_space"):
         space_from(value, "observation_space")
 
 
@@ -216,10 +218,8 @@ def test_a_space_that_has_no_form_on_the_wire_says_so(space):
 
 @given(st.binary(max_size=200))
 def test_garbage_is_a_wire_error_and_nothing_else(data):
-    try:
+    with suppress(WireError):
         assert "type" in unpack(data)
-    except WireError:
-        pass
 
 
 def test_a_frame_has_a_greatest_size():

@@ -1,0 +1,351 @@
+"""Stepping over real sockets, and every way in which the other side can fail."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from tests.envs.live.peers import BOX, Gate, Walker, raw, result, scripted, served, welcome
+
+from loopwright.core.errors import InvalidAction
+from loopwright.envs.remote import RemoteServer
+from loopwright.envs.server import ServerError, ServerLost, make_server
+from loopwright.envs.wire import MAX_FRAME_BYTES, frame
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def address(request, tmp_path):
+    return f"unix://{tmp_path}/s" if request.param == "unix" else "tcp://127.0.0.1:0"
+
+
+def test_an_environment_behind_a_socket_is_the_same_environment(address):
+    here = make_server("gymnasium:CartPole-v1", {}, "")
+    with served(lambda: make_server("gymnasium:CartPole-v1", {}, ""), address) as server:
+        there = RemoteServer(server.address, validate=True)
+        assert (there.observation_space, there.action_space) == (here.observation_space, here.action_space)
+        assert there.metadata["render_fps"] == here.metadata["render_fps"]
+        there.ping()
+        for seed in (1, 2):
+            one, other = here.reset(seed=seed), there.reset(seed=seed)
+            over = False
+            while not over:
+                np.testing.assert_array_equal(one[0], other[0])
+                assert one[0].dtype == other[0].dtype
+                assert one[1:] == other[1:]
+                assert other[0].flags.writeable
+                one, other = here.step(1), there.step(np.int64(1))
+                over = one[2]
+        there.close()
+        there.close()
+    here.close()
+
+
+class Everything(Walker):
+    """Has one of each kind of space, and shows the action that it was given."""
+
+    observation_space = action_space = spaces.Dict(
+        box=spaces.Box(0, 255, (3, 2), np.uint8),
+        many=spaces.Tuple([spaces.MultiDiscrete([3, 4]), spaces.MultiBinary(3), spaces.Discrete(4, start=-1)]),
+        text=spaces.Text(5),
+    )
+
+    def reset(self, *, seed=None, options=None):
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), {"given": options, "odd": {1, 2}, "array": np.arange(3)}
+
+    def step(self, action):
+        assert action in self.action_space
+        return action, np.float32(0.5), np.bool_(True), 0, {}
+
+
+def test_all_kinds_of_spaces_and_info_go_both_ways(tmp_path):
+    with served(Everything, f"unix://{tmp_path}/s") as server:
+        there = RemoteServer(server.address, validate=True)
+        observation, info = there.reset(seed=1, options={"level": 3, "mask": np.array([True, False])})
+        assert observation in there.observation_space
+        assert info["given"]["level"] == 3
+        assert info["given"]["mask"].dtype == bool
+        assert info["array"].tolist() == [0, 1, 2]
+        assert info["odd"] == "{1, 2}"
+        for _ in range(10):
+            action = there.action_space.sample()
+            seen, reward, terminated, truncated, _ = there.step(action)
+            assert there.observation_space.contains(seen)
+            np.testing.assert_equal(seen, action)
+            assert (reward, terminated, truncated) == (0.5, True, False)
+        there.close()
+
+
+class Large(Walker):
+    """Its observations do not fit one piece."""
+
+    observation_space = spaces.Box(0, 255, (512, 1024, 3), np.uint8)
+
+    def _seen(self):
+        return np.full((512, 1024, 3), self.left, np.uint8)
+
+
+def test_a_large_observation_arrives_whole(address):
+    with served(Large, address) as server:
+        there = RemoteServer(server.address)
+        assert (there.reset()[0] == 5).all()
+        assert (there.step(1)[0] == 4).all()
+        there.close()
+
+
+class Raises(Walker):
+    """Fails on request."""
+
+    def step(self, action):
+        if action == 2:
+            raise RuntimeError("the motor is hot")
+        if action == 0:
+            return object(), 0.0, False, False, {}
+        return super().step(action)
+
+
+def test_an_environment_that_fails_is_told_and_the_connection_stays(tmp_path):
+    with served(Raises, f"unix://{tmp_path}/s") as server:
+        there = RemoteServer(server.address)
+        there.reset()
+        with pytest.raises(ServerError, match="failed in 'step': RuntimeError: the motor is hot"):
+            there.step(2)
+        with pytest.raises(ServerError, match="cannot be sent"):
+            there.step(0)
+        with pytest.raises(InvalidAction, match="action: 'up' where an integer"):
+            there.step("up")
+        with pytest.raises(InvalidAction, match="'step' cannot be sent"):
+            there.step(object())
+        assert there.step(1)[1] == 0
+        there.close()
+
+
+def test_an_environment_that_cannot_be_made_is_an_error_of_the_server(tmp_path):
+    def make():
+        raise OSError("no such robot")
+
+    with served(make, f"unix://{tmp_path}/s") as server, pytest.raises(ServerError, match="OSError: no such robot"):
+        RemoteServer(server.address)
+
+
+# What a server may get wrong.
+
+
+def nested(depth):
+    return [nested(depth - 1)] if depth else []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"obs": [0.5, float("nan")]}, r"gave obs: element \[1\] is nan"),
+        ({"obs": [0.5, float("inf")]}, r"gave obs: element \[1\] is inf"),
+        ({"obs": np.zeros(3, np.float32)}, r"gave obs: shape \(3,\) where \(2,\)"),
+        ({"obs": [1, 2, 3]}, r"gave obs: shape \(3,\) where \(2,\)"),
+        ({"obs": np.zeros(2, np.float64)}, "gave obs: numbers of float64 where float32"),
+        ({"obs": "north"}, "gave obs: 'north' where numbers"),
+        ({"obs": ...}, "gave obs: None where numbers"),
+        ({"reward": "much"}, "gave reward: 'much' where a number"),
+        ({"reward": True}, "gave reward: True where a number"),
+        ({"reward": float("nan")}, "gave reward: nan where a finite number"),
+        ({"reward": ...}, "gave reward: None"),
+        ({"terminated": 1}, "gave terminated: 1 where true or false"),
+        ({"truncated": None}, "gave truncated: None where true or false"),
+        ({"info": [1]}, r"gave info: \[1\] where a map"),
+        ({"info": {"deep": nested(400)}}, "gave info: nested more than 32 deep"),
+        ({"info": {"a": {"nd": "x", "shape": [], "data": b""}}}, "gave info: an array of 'x'"),
+    ],
+)
+def test_a_bad_answer_names_its_field_and_the_connection_stays(tmp_path, changes, words):
+    with scripted(tmp_path / "s", welcome(), result(**changes), result(reward=2)) as address:
+        server = RemoteServer(address, validate=True)
+        with pytest.raises(ServerError, match=words):
+            server.step(1)
+        assert server.step(1)[1:] == (2.0, False, False, {})
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak the protocol: a frame of 1,213,486,160 bytes"),
+        (b"\0\0\0\4\xc1\xc1\xc1\xc1", "does not speak the protocol: a frame that is no MessagePack"),
+        (b"\0\0\0\1\x05", "no map with a 'type'"),
+        (b"\0\0\0\0", "a frame that is no MessagePack"),
+        ((MAX_FRAME_BYTES + 1).to_bytes(4, "big"), "67,108,865 bytes is announced"),
+        ({"type": "state", "obs": [1, 2], "info": {}}, "answered 'step' with 'state'"),
+        ({"type": "error", "kind": "malformed", "message": "what?"}, r"refused 'step' \(malformed\): what?"),
+        (None, "the connection broke while it worked on 'step'"),
+    ],
+)
+def test_a_peer_that_talks_nonsense_is_lost(tmp_path, answer, words):
+    with scripted(tmp_path / "s", welcome(), answer) as address:
+        server = RemoteServer(address)
+        with pytest.raises(ServerLost, match=words) as error:
+            server.step(1)
+        assert f"lost the server at unix://{tmp_path}/s" in str(error.value)
+        assert "reset() looks for it again" in str(error.value)
+        with pytest.raises(ServerLost, match=r"is not connected: .* Call reset"):
+            server.step(1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        (welcome(version=2), ServerLost, "it speaks version 2 of the protocol, this is version 1"),
+        (welcome(version=...), ServerLost, "it speaks version None"),
+        ({"type": "error", "kind": "version", "message": "only 9"}, ServerLost, r"refused 'hello' \(version\): only 9"),
+        (b"SSH-2.0-OpenSSH_9.9\r\n", ServerLost, "does not speak the protocol"),
+        (welcome(observation_space={"type": "Graph"}), ServerError, "observation_space: a space of the type 'Graph'"),
+        (welcome(metadata=5), ServerError, "metadata: 5 where a map"),
+        (welcome(action_space=...), ServerError, "action_space: a space of the type None"),
+    ],
+)
+def test_a_greeting_that_cannot_be_used_says_why(tmp_path, answer, kind, words):
+    with scripted(tmp_path / "s", answer) as address, pytest.raises(kind, match=words):
+        RemoteServer(address)
+
+
+def test_a_client_of_another_version_is_told_so(tmp_path):
+    with served(Walker, f"unix://{tmp_path}/s") as server, raw(server.address) as client:
+        client.send({"type": "hello", "version": 99, "name": "from the future"})
+        answer = client.receive()
+        assert (answer["kind"], "speaks version 1" in answer["message"]) == ("version", True)
+        with pytest.raises(EOFError):
+            client.receive()
+
+
+# Slow, hanging, dead.
+
+
+def test_a_slow_step_gives_signs_of_life_and_then_its_answer(tmp_path):
+    gate = Gate()
+    with served(lambda: gate, f"unix://{tmp_path}/s") as server, raw(server.address) as client:
+        client.send({"type": "hello", "version": 1, "name": "test", "heartbeat_s": 0.05})
+        while (answer := client.receive())["type"] == "pong":
+            pass
+        assert answer["heartbeat_s"] == 0.05
+        client.send({"type": "reset", "seed": 1, "options": None})
+        while client.receive()["type"] == "pong":
+            pass
+        client.send({"type": "step", "action": 2})
+        assert [client.receive()["type"] for _ in range(3)] == ["pong"] * 3
+        gate.go_on.set()
+        while (answer := client.receive())["type"] == "pong":
+            pass
+        assert answer["type"] == "result"
+
+
+def test_signs_of_life_are_skipped(tmp_path):
+    pongs = frame({"type": "pong"}) * 3
+    with scripted(tmp_path / "s", pongs + frame(welcome()), pongs + frame(result())) as address:
+        server = RemoteServer(address)
+        assert server.step(1)[1] == 1.0
+        server.close()
+
+
+def test_a_server_that_hangs_is_lost_at_the_deadline_though_it_lives(tmp_path):
+    gate = Gate()
+    with served(lambda: gate, f"unix://{tmp_path}/s") as server:
+        there = RemoteServer(server.address, timeout_s=1, heartbeat_s=0.6)
+        there.reset()
+        with pytest.raises(ServerLost, match=r"no answer to 'step' within 1 s \(timeout_s\)"):
+            there.step(1)
+        gate.go_on.set()
+
+
+def test_a_server_that_falls_silent_is_lost_before_the_deadline(tmp_path):
+    with scripted(tmp_path / "s", welcome(heartbeat_s=0.05), frame({"type": "pong"})) as address:
+        server = RemoteServer(address, timeout_s=60)
+        with pytest.raises(ServerLost, match=r"no sign of life for 0.15 s while it worked on 'step'"):
+            server.step(1)
+
+
+def test_half_an_answer_is_no_answer(tmp_path):
+    with scripted(tmp_path / "s", welcome(), frame(result())[:20]) as address:
+        server = RemoteServer(address, timeout_s=1)
+        with pytest.raises(ServerLost, match="no answer to 'step' within"):
+            server.step(1)
+
+
+def test_a_peer_that_never_greets_is_lost(tmp_path):
+    with scripted(tmp_path / "s") as address, pytest.raises(ServerLost, match=r"no answer to 'hello' within 0.2 s"):
+        RemoteServer(address, timeout_s=0.2)
+
+
+@pytest.mark.parametrize("where", ["unix://{}/nobody", "tcp://127.0.0.1:1"])
+def test_nobody_there_is_lost_after_some_patience(tmp_path, where):
+    with pytest.raises(ServerLost, match="nobody answers there"):
+        RemoteServer(where.format(tmp_path), connect_timeout_s=0.1)
+
+
+def test_an_interrupted_call_leaves_no_answer_behind_for_the_next_one(tmp_path, monkeypatch):
+    with served(Walker, f"unix://{tmp_path}/s") as server:
+        there = RemoteServer(server.address)
+        there.reset()
+
+        def interrupted(until_s):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(there._channel, "receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            there.step(2)
+        with pytest.raises(ServerLost, match="a call was interrupted"):
+            there.step(2)
+        assert there.reset()[0].tolist() == [0, 5]
+        there.close()
+
+
+# Coming back.
+
+
+def test_a_server_that_restarts_is_found_again_by_reset(tmp_path):
+    address = f"unix://{tmp_path}/s"
+    with served(Walker, address):
+        there = RemoteServer(address)
+        there.reset()
+        there.step(1)
+    with pytest.raises(ServerLost):
+        there.step(1)
+    with served(Walker, address):
+        assert there.reset()[0].tolist() == [0, 5]
+        assert there.step(2)[0].tolist() == [1, 4]
+    with served(Walker, address):
+        # Nobody was told, for it happened between two episodes.
+        assert there.reset()[0].tolist() == [0, 5]
+        there.close()
+
+
+def test_reset_waits_for_a_server_that_is_on_its_way(tmp_path):
+    address, done = f"unix://{tmp_path}/s", threading.Event()
+    with served(Walker, address):
+        there = RemoteServer(address, connect_timeout_s=30)
+
+    def come_back():
+        time.sleep(0.2)
+        with served(Walker, address):
+            done.wait(30)
+
+    thread = threading.Thread(target=come_back)
+    thread.start()
+    assert there.reset()[0].tolist() == [0, 5]
+    there.close()
+    done.set()
+    thread.join()
+
+
+def test_a_server_that_comes_back_with_other_spaces_is_refused(tmp_path):
+    address = f"unix://{tmp_path}/s"
+    with served(Walker, address):
+        there = RemoteServer(address)
+    with served(Large, address), pytest.raises(ServerLost, match="with other spaces than before"):
+        there.reset()
+
+
+def test_a_failed_reset_of_a_new_connection_is_not_tried_for_ever(tmp_path):
+    with scripted(tmp_path / "s", welcome(), None) as address:
+        there = RemoteServer(address, timeout_s=1, connect_timeout_s=0.1)
+        with pytest.raises(ServerLost):
+            there.reset()
+    assert there.observation_space == BOX
