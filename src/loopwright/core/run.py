@@ -13,6 +13,7 @@ class Run:
         self.name, self.directory, self.ledger = name, directory, ledger
         self.step, self.group, self.draw = ledger.last()
         self.stopping = False
+        self._trials = directory / "trials"
         self._wake: Callable[[], object] | None = None
 
     def increment_step(self) -> int:
@@ -22,7 +23,7 @@ class Run:
 
     def trial_directory(self, number: int) -> Path:
         """Where a trial keeps its output."""
-        return self.directory / "trials" / str(number)
+        return self._trials / str(number)
 
     def when_stopped(self, wake: Callable[[], object] | None) -> None:
         """Whom to wake when the run is told to stop; must be callable from a signal handler."""

@@ -55,32 +55,41 @@ class Transaction:
         self._path, self._connection = path, connection
         self._lock = threading.RLock()
         self.held = _Held(self)
+        self._joins = False
 
     def begin(self) -> sqlite3.Connection:
         """Take the lock, and begin unless something is held."""
         self._lock.acquire()
         try:
-            if not self._connection.in_transaction:
-                self._connection.execute("BEGIN IMMEDIATE")
+            self._joins = self._connection.in_transaction
+            self._connection.execute("SAVEPOINT joined" if self._joins else "BEGIN IMMEDIATE")
         except sqlite3.Error as error:
             self._lock.release()
             raise explain(self._path, error) from error
         return self._connection
 
     def end(self, error: BaseException | None, *, commit: bool) -> None:
-        """Commit, hold back or, after an error, undo; then release the lock."""
+        """Commit or hold back; after an error undo this part, and not what others hold back. Release the lock."""
         try:
-            if error is None and commit:
+            if error is not None:
+                self._undo()
+            elif commit:
                 self._connection.execute("COMMIT")
+            elif self._joins:
+                self._connection.execute("RELEASE joined")
         except sqlite3.Error as refused:
-            error = refused
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
             raise explain(self._path, refused) from refused
         finally:
-            if error is not None and self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
             self._lock.release()
         if isinstance(error, sqlite3.Error):
             raise explain(self._path, error) from error
+
+    def _undo(self) -> None:
+        # A full disk may have undone everything already.
+        if self._connection.in_transaction:
+            self._connection.execute("ROLLBACK TO joined" if self._joins else "ROLLBACK")
 
     def __enter__(self) -> sqlite3.Connection:
         return self.begin()

@@ -170,8 +170,13 @@ class Range(Parameter):
     def decode(self, number: float) -> Any:
         if math.isnan(number):
             raise InvalidAction(f"{number} is no position in 0..1")
-        unit = min(1.0, max(0.0, float(number)))
-        value = self.low * (self.high / self.low) ** unit if self.log else self.low + unit * (self.high - self.low)
+        unit = float(number)
+        if unit >= 1.0 or unit <= 0.0:  # the ends themselves, not what rounding makes of them
+            value = self.high if unit >= 1.0 else self.low
+        elif self.log:
+            value = self.low * (self.high / self.low) ** unit
+        else:
+            value = self.low + unit * (self.high - self.low)
         value = min(self.high, max(self.low, value))
         return round(value) if self.dtype == "int" else value
 

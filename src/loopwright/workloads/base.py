@@ -105,7 +105,7 @@ class Job:
     started: Callable[[int, int], None]
     settle: Callable[[], None] = lambda: None
     """Has the reservation on disk; to be called before a process is started, unless `started` comes before that."""
-    again: bool = False
+    again: bool = True
     """Whether an earlier attempt may have left something behind."""
 
 
