@@ -11,11 +11,15 @@ from loopwright.scenario.build import build
 from loopwright.scenario.dispatch import drive
 from loopwright.scenario.load import load
 
+MEMORY = Path("/dev/shm")
+
 
 @contextmanager
-def campaigns(scenario: str, trials: int) -> Iterator[Callable[[], None]]:
+def campaigns(scenario: str, trials: int, *, on_disk: bool = False) -> Iterator[Callable[[], None]]:
     """Something that runs a scenario from its first to the last row of its ledger, in a new directory each time."""
-    home = Path(tempfile.mkdtemp(prefix="loopwright-bench-"))
+    # Against a peer that writes nothing, memory: some disks make a file in 20 µs and in 1 ms within the same minute.
+    memory = None if on_disk or not MEMORY.is_dir() else MEMORY
+    home = Path(tempfile.mkdtemp(prefix="loopwright-bench-", dir=memory))
     file = home / "scenario.toml"
     file.write_text(scenario)
     numbers = count(1)

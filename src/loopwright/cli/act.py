@@ -1,0 +1,34 @@
+"""`loopwright act`: what a trained policy does under a regime, or on an observation."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+NAME = "act"
+
+
+def command(
+    policy: Annotated[Path, typer.Argument(metavar="POLICY", help="The `policy` folder of a run.")],
+    *,
+    regime: Annotated[list[str], typer.Option("--regime", help="A drawn parameter, NAME=VALUE; may be repeated.")] = [],  # noqa: B006
+    observation: Annotated[str | None, typer.Option("--observation", help="For a live policy: a JSON list.")] = None,
+) -> None:
+    """Apply a trained policy; the action is written as JSON."""
+    from loopwright.agents.policy import PolicyError, act
+
+    drawn: dict[str, Any] = {}
+    for pair in regime:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise PolicyError(f"--regime {pair!r}: write it as NAME=VALUE")
+        drawn[name] = _value(value)
+    typer.echo(json.dumps(act(policy, drawn, None if observation is None else _value(observation))))
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
