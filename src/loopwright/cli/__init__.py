@@ -41,6 +41,9 @@ def main() -> None:
         _fail(str(error), 2)
     except LoopwrightError as error:
         _fail(f"error: {error}", 1)
+    except KeyboardInterrupt:
+        # Before a run listens for signals there is nothing to end in good order.
+        raise SystemExit(130) from None
     except BrokenPipeError:
         # Whoever read our output has left; there is nobody to tell, and the results are on disk.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,7 +7,12 @@
     │   ├── LedgerError                  the ledger is damaged, too new, or not there
     │   └── OutputBusy                   another process works in this output directory
     ├── LaunchError      (RuntimeError)  a process could not be started
-    └── InvalidAction    (ValueError)    an action lies outside its space; becomes an `invalid` trial
+    ├── InvalidAction    (ValueError)    an action lies outside its space; becomes an `invalid` trial
+    ├── PolicyError      (ValueError)    a policy cannot be loaded or applied              agents/policy.py
+    ├── ServerLost       (ConnectionError)  a live environment's server died or hangs      envs/server.py
+    ├── ServerError      (ValueError)    a server answered something that it must not      envs/server.py
+    ├── AddressError     (ValueError)    an address that nobody can listen at or reach     envs/channel.py
+    └── WireError        (ValueError)    bytes that are not of the live protocol           envs/wire.py
 
 Each message says what happened, where, and the next move.
 """

@@ -77,9 +77,9 @@ class _Checker:
     def scenario(self, raw: Mapping[str, Any]) -> Scenario | None:
         self._unknown("", raw, Scenario)
         system = self._model("[system]", raw.get("system", {}), SystemConfig)
-        name = str(raw.get("name", ""))
-        if not name:
-            self._say("name", "is missing; give the scenario a name.")
+        name = raw.get("name", "")
+        if not isinstance(name, str) or not name:
+            self._say("name", "is missing; give the scenario a name, in quotes.")
         tables = raw.get("run")
         if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
             self._say("[[run]]", "is missing; a scenario has at least one [[run]].")
