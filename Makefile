@@ -5,25 +5,33 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: setup demo test test-slow check bench docs clean
 
-setup: .venv/.ready  ## a virtual environment with Loopwright and all its tools
+setup: .venv/.ready  ## a virtual environment with Loopwright, all its extras and tools
 
-.venv/.ready: pyproject.toml constraints.txt
+.venv/.core: pyproject.toml constraints.txt  # Loopwright itself, without extras
 	@command -v $(PYTHON) >/dev/null || { echo "Loopwright needs Python 3.11; say which one: make PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,gp,parquet,ray,rl]'
-	touch $@
-
-.venv/.system: .venv/.ready  ## Debian packages that tests and the demo use, where they are missing
-	@missing=""; \
-	command -v gcc >/dev/null || missing="$$missing gcc libc6-dev"; \
-	command -v chromium >/dev/null || missing="$$missing chromium"; \
-	if [ -n "$$missing" ]; then \
-	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    echo "installing$$missing"; apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing >/dev/null; \
-	  else echo "please install:$$missing (some tests are skipped without them)"; fi; fi
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	@touch $@
 
-demo: .venv/.system  ## tune a matrix product: a minute from nothing to a report
+.venv/.ready: .venv/.core
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,gp,parquet,ray,rl]'
+	@touch $@
+
+.venv/.compiler: .venv/.core  # what the demo uses
+	@command -v gcc >/dev/null || $(call install,gcc libc6-dev)
+	@touch $@
+
+.venv/.system: .venv/.ready .venv/.compiler  # what the tests use
+	@command -v chromium >/dev/null || $(call install,chromium)
+	@command -v node >/dev/null || $(call install,nodejs)
+	@touch $@
+
+# Debian packages, where we may install them; otherwise say which are missing.
+install = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing $(1)"; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(1) >/dev/null; \
+	else echo "please install: $(1)"; fi
+
+demo: .venv/.compiler  ## tune a matrix product: a minute from nothing to a report
 	rm -rf out/demo
 	$(BIN)/loopwright run examples/quickstart.toml --output out/demo
 	@echo "Open out/demo/report.html in a browser; the best configuration is out/demo/matmul/best.toml."
