@@ -129,6 +129,9 @@ class Agent(ABC):
             # Whoever waits for news gets them; the event is for those that wait now.
             self._landing.set()
             self._landing = asyncio.Event()
+            if feedback.trial % 64 == 0:
+                # Trials that are answered from the cache never wait; let those in flight have their turn.
+                await asyncio.sleep(0)
 
     def _launch(self, again: list[list[Trial]]) -> Awaitable[Feedback] | None:
         if again:
