@@ -21,7 +21,7 @@ HEAD = """# TOML reference
 
 <!-- Written by docs/reference.py (`make docs`); do not edit. -->
 
-A scenario is one TOML file. Unknown keys are errors. Paths are relative to the scenario's own directory.
+A scenario is one TOML file. Unknown keys are errors. Paths are relative to the scenario's own directory, or to `home`.
 """
 
 

@@ -10,9 +10,13 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from functools import cache
+
+import loopwright
 
 _CLONE_NEWNET = 0x40000000
 _HERE, _THERE, _PORT = "10.77.0.1", "10.77.0.2", 7000
@@ -25,8 +29,9 @@ def transfer(
     congestion: str,
     send_buffer_kib: int,
     chunk_kib: int,
-    connections: int = 1,
-    transfer_s: float = 0.15,
+    connections: int,
+    delay_price: float,
+    transfer_s: float = 0.2,
 ) -> dict[str, float]:
     """Send for so long over the link as it is to be, and say what arrived."""
     link = _link()
@@ -45,7 +50,9 @@ def transfer(
             sender.settimeout(5)
             sender.connect((_THERE, _PORT))
             pairs.append((sender, stack.enter_context(listener.accept()[0])))
-        return _send(pairs, bytes(chunk_kib * 1024), transfer_s)
+        metrics = _send(pairs, bytes(chunk_kib * 1024), transfer_s)
+    used = metrics["goodput_mbps"] / rate_mbit
+    return {"utility": used - delay_price * metrics["rtt_ms"], "utilisation": used, **metrics}
 
 
 def _send(pairs: list[tuple[socket.socket, socket.socket]], chunk: bytes, transfer_s: float) -> dict[str, float]:
@@ -106,13 +113,14 @@ class Link:
         if self._now == (drop_percent, rate_mbit):
             return
         self._now = drop_percent, rate_mbit
-        self._run(self.here, f"tc qdisc replace dev link0 root tbf rate {rate_mbit}mbit burst 8kb limit 64kb")
-        rule = f"numgen random mod 10000 < {round(drop_percent * 100)} drop" if drop_percent else ""
+        self._run(self.here, f"tc qdisc replace dev link0 root tbf rate {rate_mbit}mbit burst 8kb limit 128kb")
+        # Only packets with data: a lost handshake costs a second, which is not what is measured here.
+        drop = f"ip length > 100 numgen random mod 10000 < {round(drop_percent * 100)} drop"
         self._run(
             self.there,
             "nft -f -",
             "add table ip loss\ndelete table ip loss\ntable ip loss {\n chain in {\n"
-            f"  type filter hook input priority 0; policy accept;\n  {rule}\n }}\n}}\n",
+            f"  type filter hook input priority 0; policy accept;\n  {drop}\n }}\n}}\n",
         )
 
     def socket(self, namespace: int) -> socket.socket:
@@ -122,7 +130,7 @@ class Link:
 
     def _run(self, namespace: int, command: str, text: str = "") -> None:
         with self._inside(namespace):
-            done = subprocess.run(command.split(), input=text, capture_output=True, text=True)  # noqa: PLW1510, S603
+            done = subprocess.run(command.split(), input=text, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"`{command}` failed: {done.stderr.strip()}")
 
@@ -133,7 +141,8 @@ class Link:
             return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
 
     @contextlib.contextmanager
-    def _inside(self, namespace: int):  # noqa: ANN202
+    def _inside(self, namespace: int) -> Iterator[None]:
+        """This thread, and what it starts, in a namespace for a while."""
         _check(_libc.setns(namespace, _CLONE_NEWNET))
         try:
             yield
@@ -144,11 +153,27 @@ class Link:
 @cache
 def _link() -> Link:
     """The link of this process, made at its first transfer."""
-    if os.geteuid() != 0:
-        raise PermissionError("this example makes network namespaces: run it as root")
-    if missing := [tool for tool in ("ip", "tc", "nft") if shutil.which(tool) is None]:
-        raise FileNotFoundError(f"{', '.join(missing)} is not here: apt-get install -y iproute2 nftables")
+    if problem := missing():
+        raise RuntimeError(problem)
     return Link()
+
+
+def missing() -> str | None:
+    """What this machine or this user lacks, and the next move."""
+    if os.geteuid() != 0:
+        return "this example makes network namespaces, which needs root: run it with sudo"
+    tools = [tool for tool in ("ip", "tc", "nft") if shutil.which(tool) is None]
+    return f"{', '.join(tools)} not found: apt-get install -y iproute2 nftables" if tools else None
+
+
+class Needs(loopwright.Observer):
+    """Ends the run before its first trial, rather than have all of them fail for one reason."""
+
+    def before(self, trial: loopwright.Trial) -> None:
+        """Leave with a word if something is missing."""
+        del trial
+        if problem := missing():
+            sys.exit(f"error: {problem}")
 
 
 def _check(code: int) -> None:

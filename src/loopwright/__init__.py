@@ -22,21 +22,29 @@ if TYPE_CHECKING:
     from loopwright.core.outcome import Fault, Outcome
     from loopwright.core.reward import Reward, RewardFunction
     from loopwright.core.trial import Feedback, Observation, Result, Trial
+    from loopwright.envs.adapter import GymnasiumAdapter
+    from loopwright.envs.observation import ObsLeafDescriptor, StructuredObservation
+    from loopwright.envs.server import GymServer
     from loopwright.scenario.dispatch import dispatch
     from loopwright.scenario.load import load
     from loopwright.scenario.make import make
+    from loopwright.spaces.parameter import ContinuousSpace
     from loopwright.spaces.space import Space
     from loopwright.workloads.base import Job, Workload, WorkloadConfig
 
 _HOMES = {
     "Agent": "core.agent",
     "AgentConfig": "core.agent",
+    "ContinuousSpace": "spaces.parameter",
     "Env": "core.env",
     "Fault": "core.outcome",
     "Feedback": "core.trial",
+    "GymServer": "envs.server",
+    "GymnasiumAdapter": "envs.adapter",
     "Job": "workloads.base",
     "Ledger": "core.ledger",
     "LoopwrightError": "core.errors",
+    "ObsLeafDescriptor": "envs.observation",
     "Observation": "core.trial",
     "Observer": "core.observer",
     "Outcome": "core.outcome",
@@ -45,6 +53,7 @@ _HOMES = {
     "RewardFunction": "core.reward",
     "ScenarioError": "core.errors",
     "Space": "spaces.space",
+    "StructuredObservation": "envs.observation",
     "Trial": "core.trial",
     "Workload": "workloads.base",
     "WorkloadConfig": "workloads.base",
@@ -56,12 +65,16 @@ _HOMES = {
 __all__ = [
     "Agent",
     "AgentConfig",
+    "ContinuousSpace",
     "Env",
     "Fault",
     "Feedback",
+    "GymServer",
+    "GymnasiumAdapter",
     "Job",
     "Ledger",
     "LoopwrightError",
+    "ObsLeafDescriptor",
     "Observation",
     "Observer",
     "Outcome",
@@ -70,6 +83,7 @@ __all__ = [
     "RewardFunction",
     "ScenarioError",
     "Space",
+    "StructuredObservation",
     "Trial",
     "Workload",
     "WorkloadConfig",
@@ -81,5 +95,16 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(f"loopwright.{_HOMES[name]}"), name)
+        return getattr(_home(name), name)
     raise AttributeError(f"module 'loopwright' has no attribute {name!r}")
+
+
+def _home(name: str) -> Any:
+    try:
+        return import_module(f"loopwright.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        if error.name != "gymnasium":
+            raise
+        from loopwright.core.errors import MissingExtra
+
+        raise MissingExtra(name, "rl") from error

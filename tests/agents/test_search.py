@@ -15,6 +15,7 @@ from loopwright.spaces.space import Space
 from loopwright.testing.agents import SMALL, Campaign, StopAfter, actions, failing_in_b, measured
 
 SAMPLERS = ["tpe", "cmaes", "nsga2"]
+ROOMY = {**SMALL, "x": {"low": -1.0, "high": 1.0}, "n": {"low": 1, "high": 64, "dtype": "int"}}
 
 
 def campaign(directory: Path, agent: str, function=measured, *, args=SMALL, trials: int = 6, **told: Any) -> Campaign:
@@ -60,10 +61,15 @@ class TestPinnedFirstTrials:
 class TestAWarmStart:
     @pytest.mark.parametrize("agent", SAMPLERS)
     def test_changes_what_is_proposed_without_using_up_trials(self, tmp_path, agent):
-        earlier = campaign(tmp_path / "warm" / "earlier", "random", trials=9).run()
-        warm = campaign(tmp_path / "warm", agent, warm_start="earlier", startup=1).run()
+        earlier = campaign(tmp_path / "warm" / "earlier", "random", args=ROOMY, trials=9).run()
+        few = {"population": 4} if agent == "nsga2" else {"startup": 1}
+        cold, warm = (
+            campaign(tmp_path / name, agent, args=ROOMY, **few, **more).run()
+            for name, more in (("cold", {}), ("warm", {"warm_start": "earlier"}))
+        )
         assert (len(earlier), len(warm)) == (9, 6)
         assert {trial.outcome for trial in warm} == {Outcome.OK}
+        assert actions(cold) != actions(warm)
 
     def test_leaves_out_what_does_not_fit(self, tmp_path):
         campaign(tmp_path / "earlier", "random", args={**SMALL, "n": [1, 2, 3, 4]}, trials=9).run()

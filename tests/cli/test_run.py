@@ -85,6 +85,18 @@ def test_resuming_nothing_is_1(loopwright):
     assert "holds no campaign" in done.stderr
 
 
+def test_the_best_configuration_finds_its_inputs(loopwright, scenario, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "in").write_text("y=7")
+    path = scenario(command="cat data/in {x} {mode}")
+    path.write_text(
+        path.read_text().replace("command =", 'success = { exit_codes = [1] }\nfiles = ["data/in"]\ncommand =')
+    )
+    loopwright("run", path, "-o", "out", "-q")
+    done = loopwright("run", tmp_path / "out" / "first" / "best.toml", "-o", "again", "-q")
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_best_configuration_runs_as_it_is(loopwright, scenario, tmp_path):
     more = '[run.workload.env]\nLEVEL = ["low", "high"]'
     loopwright("run", scenario(more=more), "-o", "out", "-q")

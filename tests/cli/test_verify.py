@@ -34,6 +34,26 @@ def test_a_dry_run_shows_the_space_the_trials_and_the_first_commands(loopwright,
     assert "1, 2, 3" in done.stdout
 
 
+def test_a_dry_run_begins_with_the_pinned_trials(loopwright, scenario):
+    start = 'start = [{ x = 3, mode = "b" }]'
+    for agent in ("grid", "random"):
+        lines = loopwright(
+            "dry-run", scenario(agent=f'{{ type = "{agent}", trials = 2, {start} }}')
+        ).stdout.splitlines()
+        first = next(number for number, line in enumerate(lines) if "the first trials" in line) + 1
+        assert lines[first].strip() == "echo y=3 b"
+        assert len(lines[first:]) == 2
+
+
+def test_a_dry_run_shows_values_as_they_are(loopwright, scenario):
+    path = scenario(name="[i].toml")
+    path.write_text(path.read_text().replace('"study"', '"a [/study]"').replace('"b"', '"[/b]", "[red]"'))
+    done = loopwright("dry-run", path)
+    assert done.returncode == 0, done.stderr
+    assert "a [/study]" in done.stdout
+    assert "two words, [/b], [red]" in done.stdout
+
+
 def test_a_dry_run_runs_nothing(loopwright, scenario, tmp_path):
     path = scenario(command="touch ran-{x}-{mode}")
     before = set(tmp_path.rglob("*"))

@@ -165,6 +165,17 @@ def test_s05_a_bug_stops_the_scenario_and_reaches_the_user_as_it_was(tmp_path, o
     assert "reports are still made" in (Agent.run.__doc__ or "")
 
 
+def test_s05_a_bug_while_a_run_is_built_is_recorded_too(tmp_path, own_loop, monkeypatch):
+    monkeypatch.setattr(own_loop, "restore", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        campaign(tmp_path, two_runs('{ type = "own-loop" }', '{ type = "grid" }'))
+    assert not (tmp_path / "out/s").exists(), "no further run starts"
+    failure = (tmp_path / "out/dse_failure.txt").read_text()
+    assert "run: r" in failure
+    assert "ZeroDivisionError" in failure
+    assert "ZeroDivisionError" in (tmp_path / "out/report.html").read_text()
+
+
 def test_s05_a_recoverable_failure_lets_the_next_run_start(tmp_path):
     text = two_runs('{ type = "grid" }', '{ type = "random", trials = 2 }').replace(ECHO, "false {x}", 1)
     assert campaign(tmp_path, text) == 1
@@ -430,6 +441,12 @@ def test_s15_free_cached_trials_end_with_the_space(tmp_path):
     assert campaign(tmp_path, text) == 0
     fresh = [row for row in trials(tmp_path) if row.cached_from is None]
     assert sorted(row.action["x"] for row in fresh) == [1, 2, 3]
+
+
+def test_s15_a_space_is_never_used_up_for_an_agent_that_measures_again(tmp_path):
+    text = scenario('{ type = "bandit", trials = 12, count_cached = false }', ECHO, {"x": "[1, 2, 3]"})
+    assert campaign(tmp_path, text) == 0
+    assert len(trials(tmp_path)) == 12
 
 
 def test_s15_free_cached_trials_end_after_ten_times_the_budget(tmp_path):

@@ -190,6 +190,20 @@ class TestTheCache:
         assert [hasattr(env, "measured") for env in (one, same, other)] == [True, False, True]
         assert rows(same)[0].cached_from == f"{one.run.directory}#1"
 
+    def test_is_told_to_other_runs_only_once_it_is_on_disk(self, make, tmp_path):
+        on_disk = []
+
+        class Watched(SharedCache):
+            def put(self, key, source, metrics):
+                with Ledger.read(env.run.ledger.path) as beside:
+                    on_disk.extend(trial.outcome for trial in beside.trials())
+
+        shared = Watched(tmp_path / "cache.db")
+        env = make(shared=shared, cache="shared")
+        step(env, 3)
+        shared.close()
+        assert on_disk == ["ok"]
+
     def test_is_free_where_cached_trials_do_not_count(self, make):
         env = make(budget=2, count_cached=False)
         assert [feedback.done for feedback in step(env, 1, 1, 1, 2)] == [False, False, False, True]
@@ -236,6 +250,24 @@ class TestEqualTrialsInFlight:
         assert [feedback.told for feedback in self.fly(env, gate)] == [(1.0,)] * 3
         assert env.measured == [1]
         assert [row.cached_from for row in rows(env)] == [None, "1", "1"]
+
+    def test_let_what_has_ended_be_written_meanwhile(self, gated):
+        env, gate = gated(Outcome.OK)
+
+        async def story() -> list[str | None]:
+            gate_ = gate()
+            gate_.set()
+            await env.step({"x": 2})
+            gate_.clear()
+            flights = [asyncio.ensure_future(env.step({"x": 1})) for _ in range(2)]
+            await asyncio.sleep(0)
+            with Ledger.read(env.run.ledger.path) as beside:
+                seen = [trial.outcome for trial in beside.trials()]
+            gate_.set()
+            await asyncio.gather(*flights)
+            return seen
+
+        assert asyncio.run(story()) == ["ok", None, None]
 
     def test_are_measured_again_after_a_crash(self, gated):
         env, gate = gated(Outcome.CRASHED)

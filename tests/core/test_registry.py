@@ -87,3 +87,9 @@ def test_an_unknown_name_gets_the_known_ones_and_the_nearest(registry):
     registry.add("grid", int)
     with pytest.raises(KeyError, match=r"unknown agent 'tpee'\. Known: tpe, grid\. Did you mean 'tpe'\?"):
         registry.get("tpee")
+
+
+def test_something_of_another_kind_is_an_import_error(installed):
+    registry = Registry("agent", "loopwright.test_agents", Registry)
+    with pytest.raises(ImportError, match=r"is no subclass of loopwright\.Registry"):
+        registry.get("grid")

@@ -2,11 +2,13 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
+
+import orjson
 
 from loopwright.core.canonical import key_of
 from loopwright.core.ledger import Ledger
@@ -125,3 +127,33 @@ def logs(output: Path, run: str, number: int) -> None:
     folder.mkdir(parents=True)
     (folder / "stdout").write_text("hello\n")
     (folder / "stderr").write_text("Segmentation fault\n")
+
+
+def live(
+    ledger: Ledger, episodes: Sequence[Mapping[str, Any]], *, steps: bool = True, failed: Sequence[int] = ()
+) -> None:
+    """A live run: episodes as {"return", "length", "regime"}, and their steps with the last one of some failing."""
+    number = 0
+    for place, episode in enumerate(episodes, 1):
+        first, number = number + 1, number + int(episode["length"])
+        regime = orjson.dumps(episode.get("regime", {})).decode()
+        rows = [
+            (n, place, "1", place, regime, "ok", None, "", 1.0, '{"parts":{},"more":[]}', "{}", 1e9 + n, 1e9 + n)
+            for n in (range(first, number + 1) if steps else [number])
+        ]
+        if place in failed:
+            bad = ("metric_missing", "workload", "the server gave the reward nan", None, None)
+            rows[-1] = (*rows[-1][:5], *bad, *rows[-1][10:])
+        facts = {"episode": place, "first": first, "last": number, "truncated": False, "regime": {}, **episode}
+        ledger.append(rows, [(number, orjson.dumps(facts))])
+
+
+LIVE = {
+    "agent": {"type": "ppo", "trials": 20000, "seed": 1},
+    "live": True,
+    "objectives": ["server"],
+    "metrics": ["observation"],
+    "parameters": {"ball_speed": [1.0, 1.5, 2.0]},
+    "workload": {"type": "live", "env_class": "paddle:PaddleServer"},
+    "constraints": [],
+}

@@ -66,6 +66,12 @@ def test_repeats_are_averaged_with_their_spread(begin, tmp_path):
     assert chart(tmp_path)["lines"][0][0]["steps"] == [[2, -2.0], [4, -1.0], [4, -1.0]]
 
 
+def test_an_expression_has_no_unit_of_its_own(begin, tmp_path):
+    begin(objectives=["goodput - 0.03 * rtt_ms"]).tell({"tile": 8}, 9.0)
+
+    assert "Best goodput - 0.03 * rtt_ms 9 The only trial" in words(tmp_path)
+
+
 def test_several_objectives_give_a_front(begin, tmp_path):
     story = begin(objectives=["tokens_per_s", "−ttft_s"])
     story.tell({"tile": 8}, 10.0, -1.0)

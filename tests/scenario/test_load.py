@@ -31,8 +31,8 @@ def test_a_good_scenario_is_loaded_whole(loaded):
 @pytest.mark.parametrize(
     ("parts", "key", "words"),
     [
-        ({"head": 'nmae = "x"'}, "", "unknown key 'nmae'. Known: name, system, run. Did you mean 'name'?"),
-        ({"head": ""}, "name", "is missing; give the scenario a name."),
+        ({"head": 'nmae = "x"'}, "", "unknown key 'nmae'. Known: name, home, system, run. Did you mean 'name'?"),
+        ({"head": ""}, "name", "is missing; give the scenario a name, in quotes."),
         ({"head": 'name = "x"\n[system]\nparalel = 2'}, "[system]", "Did you mean 'parallel'?"),
         ({"head": 'name = "x"\n[system]\nparallel = 0'}, "[system] parallel", "greater than or equal to 1, not 0"),
         ({"head": 'name = "x"\n[system]\ntype = "slurm"'}, "[system] type", "'local', not 'slurm'"),
@@ -150,6 +150,20 @@ def test_every_problem_is_listed_at_once(write):
         "[run.workload] args.z",
         "[[run]] reward",
     ]
+
+
+def test_a_wrong_name_hides_nothing_else(write):
+    found = problems(write(run='[[run]]\nname = "a b"', more="[run.env_params.x]\nweights = [0.5, 0.6]"))
+    assert [line.split(":")[0] for line in found] == ["[[run]] name", "[run.env_params.x]", "[run.workload] args"]
+
+
+def test_paths_are_relative_to_home_where_it_is_given(write, loaded, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "in").touch()
+    parts = {"head": 'name = "x"\nhome = "elsewhere"', "workload": f'{W}files = ["in"]\ncommand = "echo y={{x}}"\n{Y}'}
+    assert loaded(**parts).home == tmp_path / "elsewhere"
+    parts["head"] = 'name = "x"\nhome = "gone"'
+    assert problems(write(**parts))[0] == f"home: there is no directory {tmp_path / 'gone'}."
 
 
 def test_problems_of_several_runs_say_which_run(write):

@@ -32,7 +32,7 @@ class TestConditions:
             {"kind": "tree", "depth": 2, "leaves": 9},
             {"kind": "line"},
         ]
-        assert TREE.size == 4
+        assert TREE.size == TREE.grid_size == 4
 
     def test_an_inactive_parameter_is_absent_or_otherwise(self):
         assert TREE.arguments({"kind": "line"}, {}) == {"kind": "line", "leaves": 0, "seed": 5}

@@ -48,6 +48,18 @@ class TestTheSetUp:
         assert [result.metrics["y"] for result in results] == [1, 1, 1, 2, 2, 2]
         assert len(list(site.directory.glob("built.*"))) == 2
 
+    def test_shares_folders_with_the_inputs(self, site):
+        (site.home / "src" / "deep").mkdir(parents=True)
+        (site.home / "src" / "deep" / "in").write_text("y=4")
+        config = CommandConfig(
+            files=("src/deep/in",),
+            setup="cp src/deep/in src/deep/made",
+            command="cat src/deep/made src/deep/in",
+            metrics=Y,
+        )
+        (result,) = run(site, config, {})
+        assert (result.outcome, result.metrics) == (Outcome.OK, {"y": 4}), result.reason
+
     def test_that_fails_fails_the_trials_that_need_it(self, site):
         config = CommandConfig(setup="sh -c 'echo no such flag >&2; exit {a}'", command="echo y=1", metrics=Y)
         good, bad, worse = run(site, config, {"a": 0}, {"a": 1}, {"a": 1})
@@ -168,3 +180,8 @@ def test_what_is_found_before_anything_runs(site, settings, key, words):
     (site.home / "stdout").touch()
     problems = CommandConfig(**{"args": {"a": [1, 2]}, **settings}).problems(site.home)
     assert [problem.key for problem in problems if words in problem.message] == [key], problems
+
+
+def test_a_rule_for_success_that_is_no_pattern_is_named():
+    with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
+        CommandConfig(command="true", success={"regex": "("})

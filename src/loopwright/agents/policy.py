@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopwright.core.errors import LoopwrightError
+from loopwright.core.errors import InvalidAction, LoopwrightError, storage
 from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.spaces.parameter import parameter
 from loopwright.spaces.space import Space
@@ -32,7 +32,9 @@ def describe(agent: "RlAgent", directory: Path) -> None:
         "trials": agent.env.run.step,
         **{name: run.get(name, {}) for name in ("parameters", "env_params", "constraints")},
     }
-    (directory / _CARD).write_text(json.dumps(card, indent=2))
+    with storage(directory):
+        (directory / f".{_CARD}").write_text(json.dumps(card, indent=2))
+        (directory / f".{_CARD}").replace(directory / _CARD)
 
 
 def act(directory: Path, regime: Mapping[str, Any], observation: Any = None) -> Any:
@@ -42,13 +44,16 @@ def act(directory: Path, regime: Mapping[str, Any], observation: Any = None) -> 
     except (OSError, ValueError) as error:
         raise PolicyError(f"{directory} holds no policy: {error}. Give the `policy` folder of a run.") from error
     predict = _predictor(card, directory)
-    if card["live"]:
-        if observation is None:
-            raise PolicyError("a live policy acts on an observation: give --observation with a JSON list")
-        import numpy as np
+    if not card["live"]:
+        return _batch(card, predict, regime)
+    if observation is None:
+        raise PolicyError("a live policy acts on an observation: give --observation with a JSON list")
+    import numpy as np
 
+    try:
         return np.asarray(predict(np.asarray(observation, np.float32))).tolist()
-    return _batch(card, predict, regime)
+    except (TypeError, ValueError) as error:
+        raise PolicyError(f"{observation!r} is no observation of this policy: {error}") from error
 
 
 def _predictor(card: Mapping[str, Any], directory: Path) -> Any:
@@ -56,7 +61,10 @@ def _predictor(card: Mapping[str, Any], directory: Path) -> Any:
         from loopwright.agents.rllib_ray import load_policy
     else:
         from loopwright.agents.sb3 import load_policy  # type: ignore[assignment]
-    return load_policy(card["algorithm"], directory)
+    try:
+        return load_policy(card["algorithm"], directory)
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{directory} holds no whole policy yet: {error}") from error
 
 
 def _batch(card: Mapping[str, Any], predict: Any, regime: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +79,12 @@ def _batch(card: Mapping[str, Any], predict: Any, regime: Mapping[str, Any]) -> 
         raise PolicyError(
             f"this policy acts on the regime {', '.join(draws.values) or '(none)'}; give each with --regime"
         )
-    known = {name: choice.validate_value(regime[name]) for name, choice in draws.values.items()}
+    known = {}
+    for name, choice in draws.values.items():
+        try:
+            known[name] = choice.validate_value(regime[name])
+        except InvalidAction as error:
+            raise PolicyError(f"--regime {name}: {error}") from None
     space = Space(parameters, tuple(card["constraints"]), frozenset(configs))
     structure = RegimeEncoder(draws) if draws.values else None
     seen = ObservationCodec(card["metrics"], structure, flat=True).encode(

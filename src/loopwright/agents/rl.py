@@ -3,7 +3,9 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -13,11 +15,14 @@ from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import MissingExtra, Problem, StorageError
 from loopwright.core.trial import Action, Observation, Proposal
 from loopwright.envs.live import LiveEnv
+from loopwright.spaces.parameter import Range
 from loopwright.spaces.space import Space
 
 log = logging.getLogger(__name__)
 MOST_POINTS = 4096
 """Beyond this many points an algorithm that numbers them all learns nothing."""
+MOST_REGIMES = 64
+"""Beyond this many regimes a policy is not evaluated under each."""
 
 
 class RlConfig(AgentConfig):
@@ -76,6 +81,10 @@ class RlAgent(Agent):
     steps_live: ClassVar[bool] = True
     algorithm: ClassVar[str]
     libraries: ClassVar[tuple[str, ...]] = ("sb3",)
+    imitates: ClassVar[bool] = False
+    """Whether the algorithm can learn to give recorded actions before it starts."""
+    acts_in: ClassVar[tuple[str, ...]] = ("Discrete", "MultiDiscrete", "MultiBinary", "Box")
+    """The action spaces that it takes from a live server."""
     config: RlConfig
     env: Any
 
@@ -84,17 +93,44 @@ class RlAgent(Agent):
         self._learner: Learner | None = None
 
     @classmethod
-    def problems(cls, config: RlConfig, space: Space | None, home: Path) -> list[Problem]:
+    def problems(cls, config: RlConfig, space: Any, home: Path) -> list[Problem]:
+        """`space` is that of a workload, or a live server's action space as far as it is known."""
         found = []
         if config.library not in cls.libraries:
             others = ", ".join(cls.libraries)
             found.append(Problem("library", f"{config.type!r} comes from {others}, not from {config.library!r}."))
-        needed, extra = ("stable_baselines3", "rl") if config.library == "sb3" else ("ray.rllib", "ray")
-        if find_spec(needed.partition(".")[0]) is None or find_spec("gymnasium") is None:
+        needed, extra = ("stable_baselines3", "rl") if config.library == "sb3" else ("ray", "ray")
+        if not all(map(_installed, (needed, "gymnasium", "torch"))):
             found.append(Problem("library", str(MissingExtra(f"agent {config.type!r}", extra))))
-        if config.warm_start is not None and not (home / config.warm_start / "ledger.db").is_file():
-            found.append(Problem("warm_start", f"there is no ledger.db in {home / config.warm_start}."))
-        return found if space is None else [*found, *cls.unfit(config, space)]
+        if not config.count_cached:
+            found.append(Problem("count_cached", "a policy learns from cached trials too, so they count; remove it."))
+        if config.warm_start is not None:
+            found += cls._cold(config, space, home)
+        if isinstance(space, Space):
+            return [*found, *cls.unfit(config, space), *_no_room(config, space)]
+        if space is not None and (reason := cls.unable(space)):
+            found.append(Problem("type", f"{reason}."))
+        return found
+
+    @classmethod
+    def unable(cls, action_space: Any) -> str | None:
+        """Why this algorithm cannot act on a live server."""
+        kind = type(action_space).__name__
+        if kind in cls.acts_in:
+            return None
+        return f"{cls.algorithm.lower()!r} acts in {', '.join(cls.acts_in)}; the server has a {kind}"
+
+    @classmethod
+    def _cold(cls, config: RlConfig, space: Any, home: Path) -> list[Problem]:
+        """Why a policy cannot be warmed up."""
+        if not isinstance(space, Space):
+            return [Problem("warm_start", "a live policy starts cold: the steps of another run are not its own.")]
+        if not cls.imitates or config.library != "sb3":
+            able = "ppo and a2c with library = 'sb3' do"
+            return [Problem("warm_start", f"{config.type!r} of {config.library} does not imitate; {able}.")]
+        if not (home / config.warm_start / "ledger.db").is_file():  # type: ignore[operator]
+            return [Problem("warm_start", f"there is no ledger.db in {home / str(config.warm_start)}.")]
+        return []
 
     @classmethod
     def unfit(cls, config: RlConfig, space: Space) -> list[Problem]:
@@ -136,6 +172,28 @@ class RlAgent(Agent):
         return isinstance(self.env, LiveEnv)
 
 
+def _installed(module: str) -> bool:
+    # Not imported: that takes seconds. A finder may refuse instead of finding nothing.
+    with suppress(ImportError, ValueError):
+        return find_spec(module) is not None
+    return False
+
+
+def _no_room(config: RlConfig, space: Space) -> list[Problem]:
+    needed = 2 * config.evaluate * regime_count(space)
+    if needed < config.trials:
+        return []
+    return [
+        Problem("trials", f"evaluating the policy takes {needed} of {config.trials}; raise it, or set evaluate = 0.")
+    ]
+
+
+def regime_count(space: Space) -> int:
+    """How many regimes a policy is evaluated under: all that can be drawn, or none if they are too many."""
+    count = prod(space.parameters[name].size or 1 for name in space.drawn if name in space.parameters)
+    return count if count <= MOST_REGIMES else 0
+
+
 class PpoConfig(RlConfig):
     """Proximal policy optimisation: a good first choice, for every space."""
 
@@ -165,6 +223,7 @@ class Ppo(RlAgent):
 
     Config: ClassVar[type[AgentConfig]] = PpoConfig
     algorithm: ClassVar[str] = "PPO"
+    imitates: ClassVar[bool] = True
     libraries: ClassVar[tuple[str, ...]] = ("sb3", "rllib")
 
 
@@ -173,6 +232,7 @@ class A2c(RlAgent):
 
     Config: ClassVar[type[AgentConfig]] = A2cConfig
     algorithm: ClassVar[str] = "A2C"
+    imitates: ClassVar[bool] = True
 
 
 class Dqn(RlAgent):
@@ -180,11 +240,12 @@ class Dqn(RlAgent):
 
     Config: ClassVar[type[AgentConfig]] = DqnConfig
     algorithm: ClassVar[str] = "DQN"
+    acts_in: ClassVar[tuple[str, ...]] = ("Discrete",)
     libraries: ClassVar[tuple[str, ...]] = ("sb3", "rllib")
 
     @classmethod
     def unfit(cls, config: RlConfig, space: Space) -> list[Problem]:
-        if space.enumerable and (space.size or MOST_POINTS + 1) <= MOST_POINTS:
+        if prod(len(parameter.grid()) for parameter in space.tunable.values()) in range(1, MOST_POINTS + 1):
             return []
         return [
             Problem("type", f"'dqn' needs lists of at most {MOST_POINTS} points together; use ppo, or list values.")
@@ -200,9 +261,10 @@ class Sac(RlAgent):
 
     Config: ClassVar[type[AgentConfig]] = SacConfig
     algorithm: ClassVar[str] = "SAC"
+    acts_in: ClassVar[tuple[str, ...]] = ("Box",)
 
     @classmethod
     def unfit(cls, config: RlConfig, space: Space) -> list[Problem]:
-        if any(parameter.size is None or not parameter.grid() for parameter in space.tunable.values()):
+        if any(isinstance(parameter, Range) for parameter in space.tunable.values()):
             return []
         return [Problem("type", "'sac' needs a range among the arguments; use ppo or dqn for lists.")]

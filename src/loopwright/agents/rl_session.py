@@ -1,15 +1,23 @@
 """A training from start to end: build the learner, warm it up, learn, evaluate, save. Imported late, for its extras."""
 
 import time
+from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopwright.agents.policy import describe
+from loopwright.agents.rl import MOST_REGIMES
 from loopwright.agents.warm import warm_trials
 from loopwright.core.canonical import key_of
-from loopwright.core.trial import Feedback, Observation
-from loopwright.envs.adapter import Driver, LiveAdapter, RunStopped
+from loopwright.core.env import mean_reward
+from loopwright.core.errors import InvalidAction, LoopwrightError
+from loopwright.core.reward import Reward
+from loopwright.core.run import RunStopped
+from loopwright.core.trial import Observation, Trial
+from loopwright.envs.adapter import Driver, LiveAdapter
 from loopwright.envs.live import LiveEnv
+from loopwright.envs.server import ServerLost
 from loopwright.envs.trial import TrialEnv
 from loopwright.reports.best import best_of
 
@@ -22,10 +30,13 @@ def train(agent: "RlAgent") -> int:
     work = _live if agent.live else _batch
     directory = agent.env.run.directory / "policy"
     directory.mkdir(parents=True, exist_ok=True)
-    return work(agent, directory)
+    # A stop is no failure: the dispatcher knows of it, and says so by its exit code.
+    with suppress(RunStopped):
+        work(agent, directory)
+    return 0
 
 
-def _batch(agent: "RlAgent", directory: Path) -> int:
+def _batch(agent: "RlAgent", directory: Path) -> None:
     env: TrialEnv = agent.env
     driver = Driver(env, agent.view())
     try:
@@ -34,85 +45,123 @@ def _batch(agent: "RlAgent", directory: Path) -> int:
             learner.imitate(_imitated(driver, agent.config.warm_start))
         regimes = _regimes(env)
         reserved = 2 * len(regimes) * agent.config.evaluate * env.terms.repeats
-        try:
-            learner.learn(max(1, agent.config.trials - reserved))
-            _save(agent, learner, directory)
-            _evaluate(driver, learner, regimes, agent.config.evaluate)
-        except RunStopped:
-            _save(agent, learner, directory)
+        _learn(agent, learner, directory, agent.config.trials - reserved)
+        _evaluate(driver, learner, regimes, agent.config.evaluate)
     finally:
         driver.close()
-    return 0
 
 
-def _live(agent: "RlAgent", directory: Path) -> int:
+def _live(agent: "RlAgent", directory: Path) -> None:
     env: LiveEnv = agent.env
     adapter = LiveAdapter(env)
     try:
+        if reason := agent.unable(adapter.action_space):
+            raise LoopwrightError(reason)
         agent._learner = learner = _learner(agent, adapter, directory)
-        try:
-            learner.learn(agent.config.trials)
-        except RunStopped:
-            pass
-        finally:
-            env.flush()
-            _save(agent, learner, directory)
+        _learn(agent, learner, directory, agent.config.trials)
     finally:
         adapter.close()
-    return 0
+
+
+def _learn(agent: "RlAgent", learner: "Learner", directory: Path, until: int) -> None:
+    """Learn, and save; also when the run is stopped or the server lost, but not what a failed training has left."""
+    describe(agent, directory)
+    try:
+        learner.learn(until)
+    except (RunStopped, ServerLost):
+        _save(agent, learner, directory)
+        raise
+    _save(agent, learner, directory)
 
 
 def _learner(agent: "RlAgent", env: Any, directory: Path) -> "Learner":
-    run = agent.env.run
+    run, cost = agent.env.run, agent.env.terms.repeats
     flush = agent.env.flush if isinstance(agent.env, LiveEnv) else lambda: None
     if agent.config.library == "rllib":
         from loopwright.agents.rllib_ray import RllibLearner
 
-        return RllibLearner(agent.algorithm, env, agent.config, directory, lambda: run.step, flush)
+        return RllibLearner(agent.algorithm, env, agent.config, directory, lambda: run.step, flush, cost)
     from loopwright.agents.sb3 import Sb3Learner, SlotVecEnv
 
     world = SlotVecEnv(env, agent.parallel) if isinstance(env, Driver) else env
-    return Sb3Learner(agent.algorithm, world, agent.config, directory, lambda: run.step, flush)
+    return Sb3Learner(agent.algorithm, world, agent.config, directory, lambda: run.step, flush, cost)
 
 
 def _save(agent: "RlAgent", learner: "Learner", directory: Path) -> None:
+    if isinstance(agent.env, LiveEnv):
+        agent.env.flush()
     learner.save(directory)
     describe(agent, directory)
 
 
 def _imitated(driver: Driver, folder: str) -> list[tuple[Any, Any]]:
-    """The better half of an earlier run's trials, as what the policy would have seen and should have done."""
-    warm = sorted(warm_trials(driver.env, folder), key=lambda pair: -pair[1][0])
-    better = warm[: max(1, len(warm) // 2)]
-    blank = Observation(dict.fromkeys(driver.env.metric_names), driver.env.reset().context)
-    return [(driver.observations.encode(blank), driver.actions.encode(action)) for action, _ in better]
+    """The better half of what an earlier run tried under each regime: what the policy sees there, and should do."""
+    env = driver.env
+    by_regime: dict[str, list[tuple[float, Any, Any]]] = defaultdict(list)
+    for action, regime, objectives in warm_trials(env, folder):
+        if regime.keys() != env.draws.values.keys():
+            continue
+        try:
+            known = {name: choice.validate_value(regime[name]) for name, choice in env.draws.values.items()}
+            seen = driver.observations.encode(Observation(dict.fromkeys(env.metric_names), known))
+            by_regime[key_of(known)].append((objectives[0], seen, driver.actions.encode(action)))
+        except InvalidAction:
+            continue  # a regime or a point that this run does not have
+    pairs = []
+    for tried in by_regime.values():
+        tried.sort(key=lambda one: -one[0])
+        pairs += [(seen, action) for _, seen, action in tried[: (len(tried) + 1) // 2]]
+    return pairs
 
 
 def _regimes(env: TrialEnv) -> list[dict[str, Any]]:
-    """Every regime that can be drawn, or the one of a run that draws nothing."""
+    """Every regime that can be drawn, or the one of a run that draws nothing; none where they are too many."""
     regimes: list[dict[str, Any]] = [{}]
     for name, choice in env.draws.values.items():
         regimes = [{**regime, name: value} for regime in regimes for value in choice.values]
-    return regimes if len(regimes) <= 64 else []
+    return regimes if len(regimes) <= MOST_REGIMES else []
 
 
 def _evaluate(driver: Driver, learner: "Learner", regimes: list[dict[str, Any]], times: int) -> None:
     """Measure the policy under each regime, and beside it the best static action; both are trials like any other."""
+    if not times or not regimes:
+        return
     env = driver.env
-    static = best_of(env.run.ledger.trials()).front
+    before = _Evaluated(driver)
+    # The same after a resume: what was measured for the evaluation itself does not compete.
+    static = best_of(trial for trial in env.run.ledger.trials() if trial.number not in before.numbers).front
     rows = []
-    for regime in regimes if times else []:
+    for index, regime in enumerate(regimes):
         seen = driver.observations.encode(Observation(dict.fromkeys(env.metric_names), regime))
         own = driver.actions.decode(learner.act(seen))
-        row: dict[str, Any] = {"regime": regime, "policy": _measured(driver, own, regime, times)}
+        row: dict[str, Any] = {"regime": regime, "policy": before.measured(own, regime, f"{index} policy", times)}
         if static:
-            row["static"] = _measured(driver, dict(static[0].action), regime, times)
+            row["static"] = before.measured(dict(static[0].action), regime, f"{index} static", times)
         rows.append(row)
     env.run.ledger.set_state("policy", {"evaluated_at": time.time(), "regimes": rows})
 
 
-def _measured(driver: Driver, action: dict[str, Any], regime: dict[str, Any], times: int) -> dict[str, Any]:
-    told: list[Feedback] = [driver.measure(action, regime) for _ in range(times)]
-    rewards = [feedback.reward.value for feedback in told if feedback.reward is not None]
-    mean = sum(rewards) / len(rewards) if len(rewards) == len(told) else None
-    return {"action": action, "key": key_of(action), "reward": mean, "trials": [feedback.trial for feedback in told]}
+class _Evaluated:
+    """The measurements of an evaluation, those that were made before a crash included: none is made twice."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self._ledger = driver, driver.env.run.ledger
+        self._groups: dict[tuple[str, int], list[Trial]] = {}
+        for number, note in self._ledger.notes().items():
+            if "evaluation" in note and (trial := self._ledger.trial(number)) is not None:
+                self._groups[note["evaluation"], note["time"]] = self._ledger.group(trial.group)
+        self.numbers = {trial.number for group in self._groups.values() for trial in group}
+
+    def measured(self, action: dict[str, Any], regime: dict[str, Any], what: str, times: int) -> dict[str, Any]:
+        """How an action does under a regime."""
+        told: list[tuple[int, Reward | None]] = []
+        for n in range(times):
+            if group := self._groups.get((what, n)):
+                action = dict(group[0].action)
+                told.append((group[0].number, mean_reward([trial.reward for trial in group])))
+            else:
+                feedback = self._driver.measure(action, regime, {"evaluation": what, "time": n})
+                told.append((feedback.trial, feedback.reward))
+        rewards = [reward.value for _, reward in told if reward is not None]
+        mean = sum(rewards) / len(rewards) if len(rewards) == len(told) else None
+        return {"action": action, "key": key_of(action), "reward": mean, "trials": [number for number, _ in told]}

@@ -1,6 +1,7 @@
 """RLlib as a learner: PPO and DQN on Ray's API stack, stepping our environment in this very process."""
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from ray.rllib.core.rl_module.rl_module import RLModule
 from ray.tune.registry import register_env
 
 from loopwright.agents.rl import Learner, RlConfig
+from loopwright.core.errors import storage
 from loopwright.envs.adapter import Driver, info_of
 
-_CHECKPOINT = "rllib"
+_CHECKPOINT, _OLDER = "rllib", "rllib.older"
 _worlds: dict[str, gym.Env[Any, Any]] = {}
 """Environments by key: RLlib wants to make them itself, but ours hold a ledger and cannot be pickled."""
 
@@ -63,6 +65,7 @@ class RllibLearner(Learner):
         directory: Path,
         counted: Callable[[], int],
         flush: Callable[[], None],
+        cost: int = 1,
     ) -> None:
         self._config, self._directory, self._counted, self._flush = config, directory, counted, flush
         self._began_ray = not ray.is_initialized()
@@ -71,16 +74,20 @@ class RllibLearner(Learner):
         self._key = str(directory)
         _worlds[self._key] = FlatWorld(env) if isinstance(env, Driver) else env
         register_env("loopwright", _world)
-        self._batch = config.rollout or min(2048, max(64, config.trials // 20))
+        self._batch = min(config.rollout or min(2048, max(64, config.trials // 20)), max(1, config.trials // 2))
+        self._cost = self._batch * cost
         made: Any = _configured(algorithm, config, self._key, self._batch).build_algo()
         self._algorithm = made
-        if (directory / _CHECKPOINT).exists():
-            self._algorithm.restore_from_path(str((directory / _CHECKPOINT).absolute()))
+        # A crash between the two renames of `save` leaves only the older one.
+        for found in (directory / _CHECKPOINT, directory / _OLDER):
+            if found.exists():
+                self._algorithm.restore_from_path(str(found.absolute()))
+                break
         self._saved_at = counted()
 
     def learn(self, until: int) -> None:
         # RLlib collects whole batches: the last one must still fit into the budget.
-        while self._counted() + self._batch <= until:
+        while self._counted() + self._cost <= until:
             self._algorithm.train()
             if self._counted() - self._saved_at >= self._config.checkpoint_every:
                 self._saved_at = self._counted()
@@ -98,7 +105,15 @@ class RllibLearner(Learner):
         """Not offered by RLlib's stack without a data set on disk; such a policy starts cold."""
 
     def save(self, directory: Path) -> None:
-        self._algorithm.save_to_path(str((directory / _CHECKPOINT).absolute()))
+        new, now, older = (directory / name for name in (f".{_CHECKPOINT}", _CHECKPOINT, _OLDER))
+        with storage(directory):
+            shutil.rmtree(new, ignore_errors=True)
+            self._algorithm.save_to_path(str(new.absolute()))
+            if now.exists():
+                shutil.rmtree(older, ignore_errors=True)
+                now.rename(older)
+            new.rename(now)
+            shutil.rmtree(older, ignore_errors=True)
 
     def close(self) -> None:
         self._algorithm.stop()
@@ -117,8 +132,9 @@ def _configured(algorithm: str, config: RlConfig, key: str, batch: int) -> Algor
         options |= {"train_batch_size_per_learner": 32, "num_steps_sampled_before_learning_starts": min(100, batch)}
     return (
         made.environment("loopwright", env_config={"key": key})
-        .env_runners(num_env_runners=0, rollout_fragment_length=batch if algorithm == "PPO" else "auto")
+        .env_runners(num_env_runners=0, rollout_fragment_length=batch if algorithm == "PPO" else 1)
         .learners(num_learners=0)
+        .reporting(min_sample_timesteps_per_iteration=0 if algorithm == "PPO" else batch, min_time_s_per_iteration=0)
         .rl_module(model_config=DefaultModelConfig(fcnet_hiddens=list(config.hidden)))
         .debugging(seed=config.seed, log_level="ERROR")
         .training(**{**options, **config.options})

@@ -35,26 +35,33 @@ else:
 class SamplerConfig(BudgetedConfig):
     """What all of Optuna's samplers can be told."""
 
-    startup: int = Field(default=10, ge=1)
-    """How many random trials come first."""
     warm_start: str | None = None
     """The folder of an earlier run, relative to the scenario, whose trials are learned from first."""
 
 
-class TpeConfig(SamplerConfig):
+class ModelConfig(SamplerConfig):
+    """What samplers can be told that fit a model to the trials so far."""
+
+    startup: int = Field(default=10, ge=1)
+    """How many random trials come first."""
+
+
+class TpeConfig(ModelConfig):
     """Tree-structured Parzen estimator: a good first choice for mixed spaces."""
 
     type: Literal["tpe"] = "tpe"
 
 
-class GpConfig(SamplerConfig):
+class GpConfig(ModelConfig):
     """Gaussian process: the most careful with expensive trials; needs the extra `gp`."""
 
     type: Literal["gp"] = "gp"
 
 
-class CmaesConfig(SamplerConfig):
-    """CMA-ES: for ranges that interact; candidates of lists that are not numbers are drawn at random."""
+class CmaesConfig(ModelConfig):
+    """CMA-ES: for ranges that interact; candidates of lists that are not numbers are drawn at random.
+    A warm start spares it the random trials at the beginning, no more.
+    """
 
     type: Literal["cmaes"] = "cmaes"
 
@@ -64,7 +71,7 @@ class Nsga2Config(SamplerConfig):
 
     type: Literal["nsga2"] = "nsga2"
     population: int = Field(default=20, ge=2)
-    """How many trials make a generation."""
+    """How many trials make a generation; those of the first are random."""
 
 
 class SamplerAgent(SearchAgent):
@@ -73,6 +80,8 @@ class SamplerAgent(SearchAgent):
     config: SamplerConfig
     several_objectives: ClassVar[bool] = True
     heeds_constraints: ClassVar[bool] = True
+    unasked: ClassVar[Mapping[str, Any]] = {}
+    """The attributes with which the sampler takes note of a trial that it did not ask for."""
 
     def __init__(self, env: TrialEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
@@ -81,8 +90,8 @@ class SamplerAgent(SearchAgent):
         self._numbers: dict[int, int] = {}
         self._note: dict[str, Any] = {}
         if config.warm_start is not None:
-            for action, objectives in warm_trials(env, config.warm_start):
-                self._add(action, {}, objectives)
+            for action, _, objectives in warm_trials(env, config.warm_start):
+                self._add(action, self.unasked, objectives)
 
     @classmethod
     def problems(cls, config: Any, space: Space, home: Path) -> list[Problem]:
@@ -129,7 +138,7 @@ class SamplerAgent(SearchAgent):
         if number is None:
             # A pinned first trial: the sampler did not ask for it, but learns from it.
             if feedback.told is not None and feedback.outcome is not Outcome.INVALID:
-                self._add(feedback.action, {}, feedback.told)
+                self._add(feedback.action, self.unasked, feedback.told)
         elif feedback.told is None:
             self._study.tell(number, state=optuna.trial.TrialState.FAIL)
         else:
@@ -163,6 +172,7 @@ class Tpe(SamplerAgent):
     """Optuna's TPE sampler."""
 
     Config: ClassVar[type[AgentConfig]] = TpeConfig
+    config: TpeConfig
 
     def sampler(self, seed: int) -> "optuna.samplers.BaseSampler":
         return optuna.samplers.TPESampler(
@@ -174,6 +184,7 @@ class Gp(SamplerAgent):
     """Optuna's Gaussian-process sampler."""
 
     Config: ClassVar[type[AgentConfig]] = GpConfig
+    config: GpConfig
 
     @classmethod
     def problems(cls, config: Any, space: Space, home: Path) -> list[Problem]:
@@ -190,6 +201,7 @@ class Cmaes(SamplerAgent):
     """Optuna's CMA-ES sampler."""
 
     Config: ClassVar[type[AgentConfig]] = CmaesConfig
+    config: CmaesConfig
     several_objectives: ClassVar[bool] = False
 
     def sampler(self, seed: int) -> "optuna.samplers.BaseSampler":
@@ -203,6 +215,8 @@ class Nsga2(SamplerAgent):
 
     Config: ClassVar[type[AgentConfig]] = Nsga2Config
     config: Nsga2Config
+    # Without a generation a trial belongs to no population.
+    unasked: ClassVar[Mapping[str, Any]] = {"Ordered:generation": 0}
 
     def sampler(self, seed: int) -> "optuna.samplers.BaseSampler":
         return _ordered_nsga2()(seed=seed, population_size=self.config.population)

@@ -1,6 +1,6 @@
 """Stable-Baselines3 as a learner: PPO, A2C, DQN and SAC. Import it late: torch and SB3 are extras."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv
 
 from loopwright.agents.rl import Learner, RlConfig
+from loopwright.core.errors import storage
 from loopwright.envs.adapter import Driver, info_of
 
 POLICY = "policy.zip"
@@ -30,9 +31,7 @@ class SlotVecEnv(VecEnv):
 
     def _seen(self) -> Any:
         seen = [self._driver.observations.encode(self._driver.env.reset(slot)) for slot in range(self.num_envs)]
-        if isinstance(self.observation_space, spaces.Dict):
-            return {name: np.stack([one[name] for one in seen]) for name in self.observation_space.spaces}
-        return np.stack(seen)
+        return _stacked(seen)
 
     def reset(self) -> Any:
         return self._seen()
@@ -64,11 +63,12 @@ class SlotVecEnv(VecEnv):
         raise AttributeError(method_name)
 
     def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
+        del wrapper_class  # nothing is wrapped, whatever is asked for
         return [False] * len(list(self._get_indices(indices)))
 
 
 class _Bounds(BaseCallback):
-    """Stops at the budget, and makes checkpoints."""
+    """Stops before the next step would exceed the budget, and makes checkpoints."""
 
     def __init__(self, learner: "Sb3Learner", until: int) -> None:
         super().__init__()
@@ -76,14 +76,24 @@ class _Bounds(BaseCallback):
 
     def _on_step(self) -> bool:
         self._learner.checkpoint_if_due()
-        return bool(self._learner.counted() + self.training_env.num_envs <= self._until)
+        return self._learner.fits(self._until)
 
 
 class Sb3Learner(Learner):
     """An SB3 algorithm; a checkpoint in the directory is gone on from."""
 
-    def __init__(self, algorithm: str, env: Any, config: RlConfig, directory: Path, counted: Any, flush: Any) -> None:
+    def __init__(
+        self,
+        algorithm: str,
+        env: Any,
+        config: RlConfig,
+        directory: Path,
+        counted: Callable[[], int],
+        flush: Callable[[], None],
+        cost: int = 1,
+    ) -> None:
         self._config, self._directory, self.counted, self._flush = config, directory, counted, flush
+        self._step_cost = cost * int(getattr(env, "num_envs", 1))
         torch.set_num_threads(1)
         kind: type[BaseAlgorithm] = getattr(stable_baselines3, algorithm)
         if (directory / POLICY).exists():
@@ -95,9 +105,13 @@ class Sb3Learner(Learner):
         self._saved_at = counted()
 
     def learn(self, until: int) -> None:
-        remaining = until - self.counted()
-        if remaining > 0:
+        if self.fits(until):
+            remaining = until - self.counted()
             self.model.learn(remaining, callback=_Bounds(self, until), reset_num_timesteps=False)
+
+    def fits(self, until: int) -> bool:
+        """Whether another step, of one trial and its repeats per slot, stays within the budget."""
+        return self.counted() + self._step_cost <= until
 
     def checkpoint_if_due(self) -> None:
         """Save now and then; what was learned from is in the ledger before the policy that learned it."""
@@ -113,11 +127,13 @@ class Sb3Learner(Learner):
         imitate(self.model, pairs)
 
     def save(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self.model.save(directory / f".{POLICY}")
-        (directory / f".{POLICY}").replace(directory / POLICY)
-        if isinstance(self.model, OffPolicyAlgorithm):
-            self.model.save_replay_buffer(directory / _REPLAY)
+        with storage(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            if isinstance(self.model, OffPolicyAlgorithm):
+                self.model.save_replay_buffer(directory / f".{_REPLAY}")
+                (directory / f".{_REPLAY}").replace(directory / _REPLAY)
+            self.model.save(directory / f".{POLICY}")
+            (directory / f".{POLICY}").replace(directory / POLICY)
 
 
 def _policy(env: Any) -> str:
@@ -142,18 +158,26 @@ def _options(algorithm: str, env: Any, config: RlConfig) -> dict[str, Any]:
     return {**options, **config.options}
 
 
-def imitate(model: BaseAlgorithm, pairs: Sequence[tuple[Any, Any]], epochs: int = 30) -> None:
-    """Behaviour cloning by the policy's own log-probability; algorithms without one start cold."""
+def imitate(model: BaseAlgorithm, pairs: Sequence[tuple[Any, Any]], steps: int = 400, batch: int = 64) -> None:
+    """Behaviour cloning by the policy's own log-probability; every pair is seen at least ten times."""
     policy: Any = model.policy
     if not pairs or not hasattr(policy, "evaluate_actions"):
         return
-    for _ in range(epochs):
-        for observation, action in pairs:
-            seen, _ = policy.obs_to_tensor(observation)
-            _, log_probability, _ = policy.evaluate_actions(seen, torch.as_tensor(np.asarray(action))[None])
-            policy.optimizer.zero_grad()
-            (-log_probability.mean()).backward()
-            policy.optimizer.step()
+    random = np.random.default_rng(model.seed)
+    for _ in range(max(steps, 10 * len(pairs) // batch)):
+        chosen = [pairs[index] for index in random.integers(len(pairs), size=min(batch, len(pairs)))]
+        seen, _ = policy.obs_to_tensor(_stacked([observation for observation, _ in chosen]))
+        actions = torch.as_tensor(np.stack([np.asarray(action) for _, action in chosen]))
+        _, log_probability, _ = policy.evaluate_actions(seen, actions)
+        policy.optimizer.zero_grad()
+        (-log_probability.mean()).backward()
+        policy.optimizer.step()
+
+
+def _stacked(observations: Sequence[Any]) -> Any:
+    if isinstance(observations[0], dict):
+        return {name: np.stack([one[name] for one in observations]) for name in observations[0]}
+    return np.stack(observations)
 
 
 def load_policy(algorithm: str, directory: Path) -> Any:

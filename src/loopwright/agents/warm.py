@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from loopwright.core.errors import InvalidAction
 from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Outcome
-from loopwright.core.trial import Action
+from loopwright.core.trial import Action, Regime
 from loopwright.envs.trial import TrialEnv
 
 
-def warm_trials(env: TrialEnv, folder: str) -> Iterator[tuple[Action, tuple[float, ...]]]:
-    """Actions that are valid here, with rewards computed anew from their metrics by this run's reward."""
+def warm_trials(env: TrialEnv, folder: str) -> Iterator[tuple[Action, Regime, tuple[float, ...]]]:
+    """Actions that are valid here, each with its regime, and with its reward by this run's reward function."""
     with Ledger.read(env.workload.site.home / folder / "ledger.db") as ledger:
         for trial in ledger.trials():
             if trial.outcome is not Outcome.OK or trial.cached_from is not None:
@@ -21,4 +21,4 @@ def warm_trials(env: TrialEnv, folder: str) -> Iterator[tuple[Action, tuple[floa
             except (InvalidAction, ArithmeticError, ValueError, KeyError, TypeError):
                 continue
             if reward is not None:
-                yield action, reward.objectives
+                yield action, trial.regime, reward.objectives

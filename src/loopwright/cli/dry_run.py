@@ -16,18 +16,21 @@ _SHOWN = 3
 def command(scenario: ScenarioFile) -> None:
     """Show the space, the number of trials and the first commands of each run; nothing is run."""
     from rich.console import Console
+    from rich.markup import escape
 
     from loopwright.scenario.load import load
 
     console = Console(highlight=False)
     loaded = load(scenario)
     runs, parallel = loaded.scenario.run, loaded.scenario.system.parallel
-    console.print(f"[bold]{loaded.scenario.name}[/]: {_count(len(runs), 'run')}, {_count(parallel, 'trial')} at a time")
+    name = escape(loaded.scenario.name)
+    console.print(f"[bold]{name}[/]: {_count(len(runs), 'run')}, {_count(parallel, 'trial')} at a time")
     for run in runs:
         _show(console, run)
 
 
 def _show(console: Any, run: "RunConfig") -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     agent = f"agent {run.agent.type}, seed {run.agent.seed}" if run.agent else "no agent: runs once"
@@ -41,7 +44,7 @@ def _show(console: Any, run: "RunConfig") -> None:
     table = Table("parameter", "values", "chosen by", box=None, padding=(0, 2))
     for name, parameter in space.parameters.items():
         by = "environment" if name in space.drawn else "agent" if name in space.tunable else "fixed"
-        table.add_row(name, _values(parameter), by)
+        table.add_row(escape(name), escape(_values(parameter)), by)
     console.print(table)
     for constraint in space.constraints:
         console.print(f"  constraint  {constraint}", markup=False)
@@ -53,7 +56,7 @@ def _trials(run: "RunConfig", space: "Space") -> str:
     size = "a continuum" if space.size is None else f"{space.size:,} points"
     if run.agent is None:
         return _count(run.repeats, "trial")
-    planned = run.agent.trials or sum(1 for _ in space.points()) * run.repeats
+    planned = run.agent.trials or space.grid_size * run.repeats
     repeats = f", {run.repeats} repeats of each" if run.repeats > 1 else ""
     return f"{_count(planned, 'trial')} over {size}{repeats}"
 
@@ -75,6 +78,12 @@ def _values(parameter: Any) -> str:
     return f"{text}   when {parameter.when}" if parameter.when else text
 
 
+def _pinned(run: "RunConfig", space: "Space") -> list[Any]:
+    """The points that the agent was told to begin with."""
+    start = getattr(run.agent, "start", ())
+    return [space.first()] if start == "first" else [space.validate(point) for point in start]
+
+
 def _first_commands(run: "RunConfig", space: "Space") -> list[str]:
     """The first trials: the start of the grid, or the first random points where the agent decides as it goes."""
     import shlex
@@ -86,12 +95,15 @@ def _first_commands(run: "RunConfig", space: "Space") -> list[str]:
     seed = run.agent.seed if run.agent else 0
     exact = run.agent is None or run.agent.type in ("grid", "random")
     grid = run.agent is None or run.agent.type == "grid"
-    points = space.points() if grid else (space.sample(seed, n) for n in itertools.count(1))
+    pinned = _pinned(run, space)
+    drawn = space.points() if grid else (space.sample(seed, n) for n in itertools.count(1 + len(pinned)))
+    points = itertools.chain(pinned, (point for point in drawn if not grid or point not in pinned))
     draws = Draws(seed, space.parameters, run.env_params)
     lines = [f"{'the first trials' if exact else 'trials such as'}:"]
     if isinstance(run.workload, CommandConfig) and run.workload.setup:
         lines.insert(0, f"set-up      {run.workload.setup}")
-    for number, action in enumerate(itertools.islice(points, _SHOWN), 1):
+    shown = min(_SHOWN, run.agent.trials or _SHOWN) if run.agent else 1
+    for number, action in enumerate(itertools.islice(points, shown), 1):
         arguments = space.arguments(action, draws.sample(number))
         if isinstance(run.workload, CommandConfig):
             variables = [f"{name}={arguments[name]}" for name in run.workload.env if name in arguments]

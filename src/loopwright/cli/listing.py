@@ -19,6 +19,7 @@ class Family(StrEnum):
 def command(family: Annotated[Family, typer.Argument(help="What to list.")]) -> None:
     """List the agents, workloads or rewards that a scenario can name."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from loopwright.agents import agents
@@ -37,9 +38,9 @@ def command(family: Annotated[Family, typer.Argument(help="What to list.")]) -> 
         try:
             item = registry.get(name)
         except ImportError as error:
-            table.add_row(name, f"(cannot be imported: {error})")
+            table.add_row(name, escape(f"(cannot be imported: {error})"))
             continue
         config = getattr(item, "Config", item)
         draws = "  (takes env_params)" if getattr(item, "samples_env_params", False) else ""
-        table.add_row(name, (config.__doc__ or "").strip().split("\n")[0] + draws)
+        table.add_row(name, escape((config.__doc__ or "").strip().split("\n")[0] + draws))
     Console(highlight=False).print(table)

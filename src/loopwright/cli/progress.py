@@ -21,6 +21,7 @@ from loopwright.scenario.load import Loaded
 
 _EVERY_S = 10.0
 _LAST_EPISODES = 100
+_MOST_ANSWERS = 10
 
 
 class Tally(Observer):
@@ -183,10 +184,12 @@ def _result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
     answer = best.by_regime if run.get("conditions_on_regime") else best.front
     found = [{"action": c.action, "regimes": c.regimes, "reward": c.objectives, "trials": c.trials} for c in answer]
     lines = [f"{counts.get('ok', 0)} ok of {sum(counts.values()) - counts['cached']} trials"]
-    for candidate in answer[:10]:
+    for candidate in answer[:_MOST_ANSWERS]:
         under = f"   under {_shown(candidate.regimes[0])}" if run.get("conditions_on_regime") else ""
         reward = dict(zip(run["objectives"], (f"{value:.6g}" for value in candidate.objectives), strict=True))
         lines.append(f"best  {_shown(reward, ' = ')}   with   {_shown(candidate.action)}{under}")
+    if len(answer) > _MOST_ANSWERS:
+        lines.append(f"and {len(answer) - _MOST_ANSWERS} more, in best.toml")
     return {"counts": counts, "best": found}, lines
 
 

@@ -147,4 +147,4 @@ def _cancel(slots: "list[asyncio.Task[None]]") -> None:
         slot.cancel()
 
 
-agents: Registry[type[Agent]] = Registry("agent", "loopwright.agents")
+agents: Registry[type[Agent]] = Registry("agent", "loopwright.agents", Agent)

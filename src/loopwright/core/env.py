@@ -43,6 +43,8 @@ class Terms:
     repeats: int = 1
     cache: str = "run"
     count_cached: bool = True
+    exhaustible: bool = True
+    """Whether a finite space is used up once all of it was measured; not for an agent that measures again."""
     fingerprint: str = ""
 
 
@@ -190,6 +192,8 @@ class Env(ABC):
         """What is known without running: from the cache, from an equal trial in flight, or from the constraints."""
         if self.terms.cache != "off":
             while trial.key in self._flying:
+                # That may take long: what is held back must not wait as well.
+                self.run.ledger.flush()
                 await self._flying[trial.key].wait()
             if trial.key in self._answered and (found := self.run.ledger.find(trial.key)):
                 self.cached += 1
@@ -214,7 +218,8 @@ class Env(ABC):
         reward = None
         if result.outcome is Outcome.OK:
             result, reward = self._score(result)
-        ended = self.run.ledger.commit(trial, result, reward, hold=True)
+        # On disk before other runs see it, or a resumed run would find its own trial in the shared cache.
+        ended = self.run.ledger.commit(trial, result, reward, hold=self._shared is None)
         if self._shared and ended.outcome is Outcome.OK and ended.cached_from is None:
             self._shared.put(ended.key, f"{self.run.directory.absolute()}#{ended.number}", ended.metrics)
         if not self.terms.count_cached and ended.key:
@@ -271,7 +276,8 @@ class Env(ABC):
             return False
         if self.terms.count_cached:
             return budget is None or self.run.step + self.terms.repeats <= budget
-        if self.cardinality is not None and len(self.keys) >= self.cardinality * self.terms.repeats:
+        size = self.cardinality if self.terms.exhaustible else None
+        if size is not None and len(self.keys) >= size * self.terms.repeats:
             return False
         return budget is None or (self.run.step - self.cached < budget and self.run.group < 10 * budget)
 

@@ -312,6 +312,11 @@ class Ledger:
         rows = self._rows("SELECT ifnull(outcome, 'running'), count(*), count(cached_from) FROM trials GROUP BY 1")
         return {name: count for name, count, _ in rows} | {"cached": sum(row[2] for row in rows)}
 
+    def worst(self) -> float | None:
+        """The lowest reward so far."""
+        ((lowest,),) = self._rows("SELECT min(reward) FROM trials")
+        return None if lowest is None else float(lowest)
+
     def attempts(self, number: int) -> list[tuple[int, float, float | None, str | None]]:
         """(attempt, started at, ended at, outcome) of a trial."""
         return self._rows(

@@ -17,6 +17,19 @@ Step = tuple[int, int, Any, int | None, str, Any, float, float]
 """Number, episode, action, draw, regime as JSON, observation, reward, time."""
 
 
+def as_json(value: Any) -> bytes:
+    """Any sample of a space, arrays included; what is no data at all is shown as it shows itself."""
+    try:
+        return orjson.dumps(value, option=_NUMPY)
+    except TypeError:  # rare, and asking for it beforehand costs every step
+        return orjson.dumps(value, option=_NUMPY | orjson.OPT_NON_STR_KEYS, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    # numpy's arrays that are not laid out as C does are left to us; others have no JSON.
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
+
+
 class Recorder:
     """Takes steps as they are and writes them from a thread of its own.
 
@@ -43,10 +56,16 @@ class Recorder:
 
     def add_episode(self, last: int, facts: dict[str, Any]) -> None:
         """Add an episode that ended."""
-        self._episodes.append((last, orjson.dumps(facts, option=_NUMPY)))
+        self._episodes.append((last, as_json(facts)))
+        self.keep_up()
+
+    def keep_up(self) -> None:
+        """Write here and now if steps come faster than the thread writes them, so that memory stays bounded."""
         if self._failure is not None:
             raise self._failure
-        if len(self._steps) > _MOST_ROWS:
+        if len(self._steps) > 2 * _MOST_ROWS:
+            self._write()
+        elif len(self._steps) > _MOST_ROWS:
             self._wake.set()
 
     def flush(self) -> None:
@@ -90,7 +109,7 @@ def _row(step: Step) -> tuple[Any, ...]:
     return (
         number,
         episode,
-        orjson.dumps(action, option=_NUMPY).decode(),
+        as_json(action).decode(),
         draw,
         regime,
         Outcome.OK,
@@ -98,7 +117,7 @@ def _row(step: Step) -> tuple[Any, ...]:
         "",
         reward,
         _PLAIN,
-        orjson.dumps({"observation": observation}, option=_NUMPY).decode(),
+        as_json({"observation": observation}).decode(),
         at,
         at,
     )

@@ -20,8 +20,8 @@ class Registry(Generic[T]):
         annealing = "my_package:Annealing"
     """
 
-    def __init__(self, kind: str, group: str) -> None:
-        self.kind, self.group = kind, group
+    def __init__(self, kind: str, group: str, base: type | None = None) -> None:
+        self.kind, self.group, self.base = kind, group, base
         self._found: dict[str, T] = {}
         self._lazy: dict[str, str] = {}
         self._scanned = False
@@ -49,9 +49,12 @@ class Registry(Generic[T]):
             if name not in self.names():
                 raise KeyError(f"unknown {self.kind} {name!r}. {did_you_mean(name, self.names())}")
             try:
-                self._found[name] = resolve_name(self._lazy[name])
+                item = resolve_name(self._lazy[name])
             except AttributeError as error:
                 raise ImportError(f"{self._lazy[name]!r}: {error}") from error
+            if self.base is not None and not (isinstance(item, type) and issubclass(item, self.base)):
+                raise ImportError(f"{self._lazy[name]!r} is no subclass of loopwright.{self.base.__name__}")
+            self._found[name] = item
         return self._found[name]
 
     def working(self) -> dict[str, T]:

@@ -182,6 +182,6 @@ class Objectives:
         return Reward(rewards[0].value, parts, tuple(reward.value for reward in rewards[1:]))
 
 
-rewards: Registry[type[RewardFunction]] = Registry("reward", "loopwright.rewards")
+rewards: Registry[type[RewardFunction]] = Registry("reward", "loopwright.rewards", RewardFunction)
 for _function in (Identity, Negative, Inverse, Weighted, ExpressionReward, ServerReward):
     rewards.add(_function.model_fields["type"].default, _function)

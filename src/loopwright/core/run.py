@@ -6,6 +6,10 @@ from pathlib import Path
 from loopwright.core.ledger import Ledger
 
 
+class RunStopped(Exception):
+    """The run was told to stop; ends a learner's own loop. Trials in flight are recorded as `aborted`."""
+
+
 class Run:
     """One agent over one environment. Several runs of a scenario never share a counter."""
 

@@ -5,26 +5,36 @@ step always gives `terminated = True`, and `truncated = True` when the budget is
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
-from loopwright.core.errors import InvalidAction
+from loopwright.core.run import RunStopped
 from loopwright.core.trial import Action, Feedback
 from loopwright.envs.codec import ActionCodec, ObservationCodec, View
-from loopwright.envs.live import LiveEnv
+from loopwright.envs.live import LiveEnv, below
 from loopwright.envs.observation import RegimeEncoder, StructuredObservation
 from loopwright.envs.trial import TrialEnv
 
 T = TypeVar("T")
 
 
-class RunStopped(Exception):
-    """The run was told to stop; ends a learner's loop. The trial in flight is recorded as `aborted`."""
+def spec_of(**kwargs: Any) -> EnvSpec:
+    """What gymnasium is told of a run: the seed of a reset decides nothing, since draws come from the run's own."""
+    entry = "loopwright.scenario.make:make" if kwargs else None
+    return EnvSpec(
+        "Loopwright-v0",
+        entry_point=entry,
+        nondeterministic=True,
+        order_enforce=False,
+        disable_env_checker=True,
+        kwargs=kwargs,
+    )
 
 
 class Driver:
@@ -42,12 +52,16 @@ class Driver:
             structure = RegimeEncoder(env.draws)
         self.observations = ObservationCodec(env.metric_names, structure, flat=view != "dict")
         self._loop = asyncio.new_event_loop()
-        self._worst = 0.0
-        self._flights: list[asyncio.Task[Feedback]] = []
+        self._worst = min(0.0, env.run.ledger.worst() or 0.0)
+        self._flights: list[asyncio.Future[Feedback]] = []
         env.run.when_stopped(self._stop)
-        self._wait(self._open())
-        for trials in env.unfinished():
-            self.told(self._wait(env.resume(trials)))  # type: ignore[arg-type]
+        try:
+            self._wait(self._open())
+            for trials in env.unfinished():
+                self._run([env.resume(trials)])
+        except BaseException:
+            self.close()
+            raise
 
     async def _open(self) -> None:
         self.env.open()
@@ -61,40 +75,42 @@ class Driver:
 
     def step(self, actions: Sequence[Action], note: Mapping[str, Any] | None = None) -> list[Feedback]:
         """Run one trial per slot, all in flight together."""
+        self._go_on()
+        return self._run([self.env.step(action, note, slot=slot) for slot, action in enumerate(actions)])
+
+    def measure(self, action: Action, regime: Mapping[str, Any], note: Mapping[str, Any]) -> Feedback:
+        """One trial under a regime of one's choice, for evaluations."""
+        self._go_on()
+        return self._run([self.env.step(action, note, fresh=True, under=regime)])[0]
+
+    def _go_on(self) -> None:
         if self.env.run.stopping:
             raise RunStopped
-        return self._wait(self._fly(actions, note))
 
-    async def _fly(self, actions: Sequence[Action], note: Mapping[str, Any] | None) -> list[Feedback]:
-        steps = [self.env.step(action, note, slot=slot) for slot, action in enumerate(actions)]
+    def _run(self, steps: Sequence[Awaitable[Feedback]]) -> list[Feedback]:
+        return self._wait(self._fly(steps))
+
+    async def _fly(self, steps: Sequence[Awaitable[Feedback]]) -> list[Feedback]:
         self._flights = [asyncio.ensure_future(step) for step in steps]
+        if self.env.run.stopping:  # it came while they were being reserved
+            self._stop()
         try:
-            told = list(await asyncio.gather(*self._flights))
-            self.env.run.ledger.flush()
-            return told
+            return list(await asyncio.gather(*self._flights))
         except asyncio.CancelledError:
-            await asyncio.gather(*self._flights, return_exceptions=True)
             raise RunStopped from None
         finally:
+            # One that raised takes the others with it: none may go on when nobody waits for it any more.
+            for flight in self._flights:
+                flight.cancel()
+            await asyncio.gather(*self._flights, return_exceptions=True)
             self._flights = []
-
-    def measure(self, action: Action, regime: Mapping[str, Any]) -> Feedback:
-        """One trial under a regime of one's choice, for evaluations."""
-        if self.env.run.stopping:
-            raise RunStopped
-        return self._wait(self._fly_under(action, regime))
-
-    async def _fly_under(self, action: Action, regime: Mapping[str, Any]) -> Feedback:
-        feedback = await self.env.step(action, {"evaluation": True}, fresh=True, under=regime)
-        self.env.run.ledger.flush()
-        return feedback
+            self.env.run.ledger.flush()
 
     def told(self, feedback: Feedback) -> float:
         """The number that a learner gets for a trial."""
-        if feedback.told is None:
-            return self._worst - 1.0
-        self._worst = min(self._worst, feedback.told[0])
-        return feedback.told[0]
+        if feedback.reward is not None:
+            self._worst = min(self._worst, feedback.reward.value)
+        return below(self._worst) if feedback.told is None else feedback.told[0]
 
     def close(self) -> None:
         """End what runs, and let go of everything."""
@@ -114,7 +130,7 @@ class GymnasiumAdapter(gym.Env[Any, Any]):
 
     def __init__(self, env: TrialEnv, *, view: View = "dict") -> None:
         self._driver = Driver(env, view)
-        self.inner = env
+        self.inner, self.spec = env, spec_of()
         self.action_space = self._driver.actions.gym_space
         self.observation_space = self._driver.observations.gym_space
 
@@ -140,13 +156,7 @@ class GymnasiumAdapter(gym.Env[Any, Any]):
 
     def step_raw(self, values: Action) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """A step with native values: exactly the tunable and the fixed parameters."""
-        fixed = self.inner.space.fixed
-        missing = [name for name in fixed if name not in values]
-        wrong = [name for name, value in fixed.items() if name in values and values[name] != value]
-        if missing or wrong:
-            raise InvalidAction(f"fixed parameters missing: {missing}, or of another value: {wrong}")
-        action = {name: value for name, value in values.items() if name not in fixed}
-        return self._answer(self._driver.step([self.inner.space.validate(action)])[0])
+        return self._answer(self._driver.step([self._driver.actions.native(values)])[0])
 
     def _answer(self, feedback: Feedback) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         seen = self._driver.observations.encode(feedback.observation)
@@ -172,8 +182,10 @@ class VectorAdapter(gym.vector.VectorEnv[Any, Any, Any]):
     """
 
     def __init__(self, env: TrialEnv, num_envs: int, *, view: View = "flat") -> None:
+        if num_envs < 1:
+            raise ValueError(f"a vectorised environment needs at least one slot, not {num_envs}")
         self._driver = Driver(env, view)
-        self.inner, self.num_envs = env, num_envs
+        self.inner, self.num_envs, self.spec = env, num_envs, spec_of()
         self.metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
         self.single_action_space = self._driver.actions.gym_space
         self.single_observation_space = self._driver.observations.gym_space
@@ -181,9 +193,13 @@ class VectorAdapter(gym.vector.VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """The observations that wait, one per slot."""
-        del seed, options
-        return self._seen(), {}
+        """The observations that wait, one per slot. Draws come from the run's seed, not from this one."""
+        super().reset(seed=seed if isinstance(seed, int) else None, options=options)
+        infos: dict[str, Any] = {}
+        for slot in range(self.num_envs):
+            about = {"env_params": dict(self.inner.reset(slot).context), "trial": self.inner.run.step}
+            infos = self._add_info(infos, about, slot)
+        return self._seen(), infos
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """One trial per slot, all in flight together."""
@@ -195,7 +211,9 @@ class VectorAdapter(gym.vector.VectorEnv[Any, Any, Any]):
         done = np.array([feedback.done for feedback in told])
         infos: dict[str, Any] = {}
         for slot, feedback in enumerate(told):
-            infos = self._add_info(infos, info_of(feedback), slot)
+            about = info_of(feedback)
+            final = {"final_obs": self._driver.observations.encode(feedback.observation), "final_info": dict(about)}
+            infos = self._add_info(infos, {**about, **final}, slot)
         return self._seen(), rewards, np.ones(self.num_envs, bool), done, infos
 
     def _seen(self) -> Any:
@@ -213,7 +231,7 @@ class LiveAdapter(gym.Env[Any, Any]):
     metadata = {"render_modes": []}  # noqa: RUF012  gymnasium's own declaration
 
     def __init__(self, env: LiveEnv) -> None:
-        self.inner = env
+        self.inner, self.spec = env, spec_of()
         self.observation_space = env.server.observation_space
         self.action_space = env.server.action_space
         self.step = env.step_now  # type: ignore[method-assign]  # one call less on the hot path

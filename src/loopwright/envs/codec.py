@@ -1,16 +1,21 @@
 """Between a learner's numbers and native values, both ways. Import it late: gymnasium is an extra."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
 from gymnasium import spaces
 
+from loopwright.core.canonical import key_of
 from loopwright.core.errors import InvalidAction
 from loopwright.core.trial import Action, Observation
 from loopwright.envs.observation import ObsLeafDescriptor, StructuredObservation
-from loopwright.spaces.parameter import Choice, Parameter, Range
+from loopwright.spaces.parameter import Parameter, Range
 from loopwright.spaces.space import Space
+
+_EXACT = 2**20
+"""Up to here float32 tells integers apart, also after they were spread over -1..1."""
 
 View = Literal["dict", "flat", "discrete"]
 """`dict`: named leaves. `flat`: MultiDiscrete or Box, and no nesting. `discrete`: one number per point."""
@@ -23,7 +28,12 @@ class ActionCodec:
         self.space, self.view = space, view
         self._names = list(space.tunable)
         self._parameters = list(space.tunable.values())
-        self._points = list(space.points()) if view == "discrete" else []
+        self._points: list[dict[str, Any]] = []
+        if view == "discrete":
+            if endless := [name for name, p in space.tunable.items() if not p.grid()]:
+                raise ValueError(f"{', '.join(endless)} cannot be numbered: list values, or say how many `points`")
+            self._points = list(space.points())
+        self._indices = {key_of(point): index for index, point in enumerate(self._points)}
         self.gym_space = self._gym_space()
 
     def _gym_space(self) -> spaces.Space[Any]:
@@ -32,15 +42,18 @@ class ActionCodec:
                 return spaces.Dict({name: _leaf_space(p) for name, p in self.space.tunable.items()})
             case "discrete":
                 return spaces.Discrete(len(self._points))
-        if all(isinstance(parameter, Choice) for parameter in self._parameters):
+        if not any(isinstance(parameter, Range) for parameter in self._parameters):
             return spaces.MultiDiscrete([parameter.size or 1 for parameter in self._parameters])
-        return spaces.Box(-1.0, 1.0, (len(self._parameters),), np.float32)
+        exact = max((_precision(parameter) for parameter in self._parameters), key=lambda kind: kind().itemsize)
+        return spaces.Box(-1.0, 1.0, (len(self._parameters),), exact)
 
     def encode(self, action: Action) -> Any:
         """Native values as the learner's numbers; a parameter that does not take part gets its first value."""
         chosen = self.space.validate(action)
         if self.view == "discrete":
-            return self._points.index(chosen)
+            if (index := self._indices.get(key_of(chosen))) is None:
+                raise InvalidAction(f"{chosen} is none of the {len(self._points)} points of the grid")
+            return np.int64(index)
         if self.view == "dict":
             return {name: _encode_leaf(p, chosen.get(name, p.decode(0))) for name, p in self.space.tunable.items()}
         numbers = [
@@ -49,40 +62,56 @@ class ActionCodec:
         if isinstance(self.gym_space, spaces.MultiDiscrete):
             return np.array(numbers, self.gym_space.dtype)
         units = [_centre(p, n) for p, n in zip(self._parameters, numbers, strict=True)]
-        return np.array([2.0 * unit - 1.0 for unit in units], np.float32)
+        return np.array([2.0 * unit - 1.0 for unit in units], self.gym_space.dtype)
 
     def decode(self, action: Any) -> dict[str, Any]:
         """The learner's numbers as native values; ValueError names what does not fit."""
         if self.view == "discrete":
-            index = int(action)
+            index = _whole(action)
             if not 0 <= index < len(self._points):
                 raise InvalidAction(f"point {index} is outside 0..{len(self._points) - 1}")
             return dict(self._points[index])
         if self.view == "dict":
             return self._decode_dict(action)
-        numbers = np.asarray(action, np.float64).ravel()
+        numbers = _numbers(action)
         if len(numbers) != len(self._names):
             raise InvalidAction(f"an action has {len(self._names)} numbers, not {len(numbers)}")
         if not np.isfinite(numbers).all():
             raise InvalidAction(f"{numbers.tolist()} has a number that is not finite")
         discrete = isinstance(self.gym_space, spaces.MultiDiscrete)
-        values = {
-            name: p.decode(number if discrete else _spread(p, number))
-            for name, p, number in zip(self._names, self._parameters, numbers, strict=True)
-        }
+        values: dict[str, Any] = {}
+        for name, p, number in zip(self._names, self._parameters, numbers.tolist(), strict=True):
+            with _naming(name):
+                values[name] = p.decode(_whole(number) if discrete else _spread(p, number))
         return self.space.validate(self._active(values))
 
-    def _decode_dict(self, action: Mapping[str, Any]) -> dict[str, Any]:
+    def native(self, values: Action) -> dict[str, Any]:
+        """The action among native values of all parameters: exactly the tunable ones that take part, and the fixed."""
+        fixed = self.space.fixed
+        wrong = [f"missing fixed parameter {name!r}" for name in fixed if name not in values]
+        chosen: dict[str, Any] = {}
+        try:
+            for name in fixed.keys() & values.keys():
+                with _naming(name):
+                    self.space.parameters[name].validate_value(values[name])
+            chosen = self.space.validate({name: value for name, value in values.items() if name not in fixed})
+        except InvalidAction as error:
+            wrong.append(str(error))
+        if wrong:
+            raise InvalidAction("; ".join(wrong))
+        return chosen
+
+    def _decode_dict(self, action: Any) -> dict[str, Any]:
+        if not isinstance(action, Mapping):
+            raise InvalidAction(f"an action has the keys {', '.join(self._names)}; this is {action!r}")
         wrong = [f"unknown key {name!r}" for name in action if name not in self.space.tunable]
         wrong += [f"missing key {name!r}" for name in self._names if name not in action]
         if wrong:
             raise InvalidAction("; ".join(wrong))
         values = {}
         for name, parameter in self.space.tunable.items():
-            try:
+            with _naming(name):
                 values[name] = _decode_leaf(parameter, action[name])
-            except InvalidAction as error:
-                raise InvalidAction(f"{name}: {error}") from None
         return self.space.validate(self._active(values))
 
     def _active(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -93,9 +122,38 @@ class ActionCodec:
         return chosen
 
 
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    try:
+        yield
+    except InvalidAction as error:
+        raise InvalidAction(f"{name}: {error}") from None
+
+
+def _numbers(value: Any) -> "np.ndarray[Any, np.dtype[np.float64]]":
+    try:
+        return np.asarray(value, np.float64).ravel()
+    except (TypeError, ValueError):
+        raise InvalidAction(f"{value!r} is no number, nor a list of them") from None
+
+
+def _whole(value: Any) -> int:
+    """An index, which no learner gives in fractions."""
+    numbers = _numbers(value)
+    if len(numbers) != 1 or not float(numbers[0]).is_integer():
+        raise InvalidAction(f"{value!r} is no index")
+    return int(numbers[0])
+
+
+def _precision(parameter: Parameter) -> type[np.floating[Any]]:
+    """What is exact enough: neighbouring integers of a wide range are one number in float32."""
+    wide = isinstance(parameter, Range) and parameter.dtype == "int" and max(map(abs, (parameter.low, parameter.high)))
+    return np.float64 if wide and wide > _EXACT else np.float32
+
+
 def _leaf_space(parameter: Parameter) -> spaces.Space[Any]:
     if isinstance(parameter, Range):
-        return spaces.Box(parameter.low, parameter.high, (1,), np.float32)
+        return spaces.Box(parameter.low, parameter.high, (1,), _precision(parameter))
     return spaces.Discrete(parameter.size or 1)
 
 
@@ -104,16 +162,17 @@ def _encode_leaf(parameter: Parameter, value: Any) -> Any:
         # Rounding to float32 must not step over the bounds that float32 has made of low and high.
         box = _leaf_space(parameter)
         assert isinstance(box, spaces.Box)  # noqa: S101
-        return np.clip(np.array([parameter.validate_value(value)], np.float32), box.low, box.high)
+        return np.clip(np.array([parameter.validate_value(value)], box.dtype), box.low, box.high)
     return np.int64(parameter.encode(value))
 
 
 def _decode_leaf(parameter: Parameter, number: Any) -> Any:
     if not isinstance(parameter, Range):
-        return parameter.decode(int(number))
-    value = float(np.asarray(number).reshape(-1)[0])
-    if not np.isfinite(value):
-        raise InvalidAction(f"{value} is not finite")
+        return parameter.decode(_whole(number))
+    numbers = _numbers(number)
+    if len(numbers) != 1 or not np.isfinite(numbers[0]):
+        raise InvalidAction(f"{number!r} is no finite number")
+    value = float(numbers[0])
     value = min(parameter.high, max(parameter.low, value))
     return round(value) if parameter.dtype == "int" else value
 
@@ -152,8 +211,7 @@ class ObservationCodec:
     def encode(self, observation: Observation) -> Any:
         """An observation in its space; a metric that the last trial did not give is 0."""
         numbers = [observation.metrics.get(name) or 0.0 for name in self._metrics] or [0.0]
-        # A metric may be larger than float32 can hold; the ledger keeps it exactly.
-        box = np.nan_to_num(np.array(numbers, np.float64)).clip(-3e38, 3e38).astype(np.float32)
+        box = _held(numbers)
         if not self._leaves or self._structure is None:
             return box
         encoded = dict(self._structure.encode_observation(observation.context))
@@ -161,7 +219,7 @@ class ObservationCodec:
             raise ValueError(
                 f"encode_observation gave {sorted(encoded)}, but the descriptors are {sorted(self._leaves)}"
             )
-        context = {name: _value_of(leaf, encoded[name]) for name, leaf in self._leaves.items()}
+        context = {name: _value_of(name, leaf, encoded[name]) for name, leaf in self._leaves.items()}
         flattened = np.asarray(spaces.flatten(self._context, context), np.float32) if self._flat else context
         return {"observation": box, "context": flattened}
 
@@ -172,5 +230,17 @@ def _space_of(leaf: ObsLeafDescriptor) -> spaces.Space[Any]:
     return spaces.Box(-np.inf, np.inf, (leaf.size,), np.float32)
 
 
-def _value_of(leaf: ObsLeafDescriptor, value: Any) -> Any:
-    return np.int64(value) if leaf.kind == "discrete" else np.asarray(value, np.float32).reshape(leaf.size)
+def _value_of(name: str, leaf: ObsLeafDescriptor, value: Any) -> Any:
+    numbers = np.asarray(value, np.float64).ravel()
+    if leaf.kind == "box":
+        if len(numbers) != leaf.size:
+            raise ValueError(f"{name}: {len(numbers)} numbers where box({leaf.size}) is declared")
+        return _held(numbers)
+    if len(numbers) != 1 or not float(numbers[0]).is_integer() or not 0 <= numbers[0] < leaf.size:
+        raise ValueError(f"{name}: {value!r} where discrete({leaf.size}) is declared")
+    return np.int64(numbers[0])
+
+
+def _held(numbers: Any) -> Any:
+    """As float32, which holds less than the ledger does: the largest number instead of infinity."""
+    return np.nan_to_num(np.asarray(numbers, np.float64)).clip(-3e38, 3e38).astype(np.float32)

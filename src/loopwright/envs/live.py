@@ -3,9 +3,10 @@
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import orjson
 from pydantic import Field, field_validator, model_validator
@@ -14,16 +15,29 @@ from loopwright.core.config import Config
 from loopwright.core.env import Env, Terms
 from loopwright.core.errors import InvalidAction, Problem
 from loopwright.core.observer import Observer, Observers
-from loopwright.core.outcome import FAULT_OF, Outcome
-from loopwright.core.recorder import Recorder
+from loopwright.core.outcome import FAULT_OF, Fault, Outcome
+from loopwright.core.recorder import Recorder, as_json
 from loopwright.core.reward import Reward
-from loopwright.core.run import Run
+from loopwright.core.run import Run, RunStopped
 from loopwright.core.trial import Proposal, Regime, Result, Trial
-from loopwright.envs.server import GymServer, ServerError, ServerLost, check_server_class, make_server
+from loopwright.envs.server import (
+    GymServer,
+    ServerError,
+    ServerLost,
+    check_server_class,
+    declared_action_space,
+    make_server,
+)
 from loopwright.spaces.draws import Draws
 from loopwright.spaces.parameter import Fixed, Parameter, parameter
 
 _PLAIN = '{"parts":{},"more":[]}'
+_FINE = (Outcome.OK, None, "")
+
+
+def below(worst: float) -> float:
+    """What a learner is told for a failure where no penalty is set: less than the worst reward, in float32 too."""
+    return worst - max(1.0, 0.1 * abs(worst))
 
 
 class LiveConfig(Config):
@@ -38,7 +52,7 @@ class LiveConfig(Config):
     record: Literal["steps", "episodes"] = "steps"
     """Whether each step gets a row in the ledger, or each episode (the steps are counted all the same)."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """How long a server may take for one step."""
+    """How long a server at an address may take for one step; one in this process cannot be interrupted."""
 
     @field_validator("args")
     @classmethod
@@ -67,6 +81,10 @@ class LiveConfig(Config):
         ]
         return found
 
+    def action_space(self, home: Path) -> Any:
+        """What the server takes, where that can be told before it is started; else None."""
+        return None if self.env_class is None else declared_action_space(self.env_class, self.fixed(), home)
+
     def connect(self, home: Path) -> GymServer:
         """The environment itself, made here or reached at its address."""
         if self.env_class is not None:
@@ -88,7 +106,7 @@ class LiveEnv(Env):
         self, run: Run, terms: Terms, observers: Observers, *, server: GymServer, draws: Draws, record: str = "steps"
     ) -> None:
         # numpy is a core dependency, but this module is imported with every scenario.
-        from loopwright.envs.reading import checker
+        from loopwright.envs.reading import checker, holds_array, holds_number, keeper
 
         super().__init__(run, terms, observers)
         self.server, self.draws = server, draws
@@ -96,13 +114,17 @@ class LiveEnv(Env):
         self._recorder = Recorder(run.ledger)
         self._add = self._recorder.add
         self._watched = bool(list(observers))
-        self._open = self._begun = False
+        self._open = self._begun = self._shut = False
         self._seen: Any = None
         self._regime: dict[str, Any] = {}
         self._regime_text = "{}"
         self._draw: int | None = None
-        self._first, self._began_at, self._return, self._worst = 0, 0.0, 0.0, 0.0
+        self._first, self._began_at, self._return = 0, 0.0, 0.0
+        self._worst = min(0.0, run.ledger.worst() or 0.0)
         self._problem = checker(server.observation_space)
+        self._keep, self._arrays = keeper(server.observation_space), holds_array(server.observation_space)
+        self._numbers = holds_number(server.action_space)
+        run.when_stopped(self._stop)
 
     def sample(self, draw: int) -> Regime:
         return self.draws.sample(draw)
@@ -118,14 +140,16 @@ class LiveEnv(Env):
         """
         if self._begun:
             self._end_episode(truncated=True)
+        if self.run.stopping:
+            raise RunStopped
         waiting = self.reset()
         self._regime, self._draw = dict(waiting.context), waiting.draw
         self._regime_text = orjson.dumps(self._regime).decode()
         given = {**(options or {}), **({"env_params": self._regime} if self._regime else {})}
         seen, info = self.server.reset(seed=seed, options=given or None)
         self._check(seen)
-        self._seen, self._open = seen, True
-        return seen, {**info, "trial": self.run.step, **({"env_params": self._regime} if self._regime else {})}
+        self._seen, self._open = seen, not self.run.stopping
+        return seen, {**info, "trial": self.run.step, **({"env_params": dict(self._regime)} if self._regime else {})}
 
     def _begin_episode(self, number: int) -> None:
         """The first step: only now is the draw used up."""
@@ -135,7 +159,7 @@ class LiveEnv(Env):
         if self._draw is not None:
             self.run.draw = self._draw
 
-    def _end_episode(self, *, truncated: bool) -> None:
+    def _end_episode(self, *, truncated: bool, how: tuple[Outcome, Fault | None, str] = _FINE) -> None:
         last = self.run.step
         facts = {
             "episode": self.run.group,
@@ -147,8 +171,9 @@ class LiveEnv(Env):
             "truncated": truncated,
         }
         if self._whole:
-            row = (last, self.run.group, "null", self._draw, self._regime_text, Outcome.OK, None, "", self._return)
-            self._recorder.add_row((*row, _PLAIN, orjson.dumps(facts).decode(), self._began_at, time.time()))
+            scored = (self._return, _PLAIN) if how is _FINE else (None, None)
+            row = (last, self.run.group, "null", self._draw, self._regime_text, *how, *scored)
+            self._recorder.add_row((*row, orjson.dumps(facts).decode(), self._began_at, time.time()))
         self._recorder.add_episode(last, facts)
         self._begun = self._open = False
 
@@ -157,30 +182,38 @@ class LiveEnv(Env):
     def step_now(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """One step, one trial. A server that dies or hangs is `lost`: it is recorded, and raised."""
         if not self._open:
-            raise InvalidAction("the episode is over: call reset() first")
+            self._refuse()
         number = self.run.increment_step()
         if not self._begun:
             self._begin_episode(number)
         if self._watched:
             self._observers.before(self._trial(number, action))
         try:
-            seen, reward, terminated, truncated, info = self.server.step(action)
+            answer = self.server.step(action)
+        except Exception as error:  # noqa: BLE001  a server of the user's own may raise anything
+            return self._raised(number, action, error)
+        try:
+            seen, reward, terminated, truncated, info = answer
             reward = float(reward)
-            self._check(seen)
+            if problem := self._problem(seen):
+                raise ServerError(problem)
             if not math.isfinite(reward):
                 raise ServerError(f"the server gave the reward {reward}")
-        except ServerLost as error:
-            self._fail(number, action, Outcome.LOST, str(error))
-            self._recorder.flush()
-            raise
-        except (ServerError, TypeError, ValueError) as error:
-            return self._broken(number, action, str(error))
+            info["trial"] = number
+        except (TypeError, ValueError) as error:
+            return self._broken(number, action, Outcome.METRIC_MISSING, str(error))
         self._seen = seen
         self._return += reward
         if reward < self._worst:
             self._worst = reward
         if not self._whole:
-            self._add((number, self.run.group, action, self._draw, self._regime_text, seen, reward, time.time()))
+            # They are written later, and both may be arrays that their owners write the next step into.
+            kept = seen.copy() if self._arrays else self._keep(seen)
+            made = action if self._numbers else deepcopy(action)
+            self._add((number, self.run.group, made, self._draw, self._regime_text, kept, reward, time.time()))
+            if not number & 4095:
+                # An episode may have no end.
+                self._recorder.keep_up()
         if self._watched:
             done = replace(self._trial(number, action), outcome=Outcome.OK, reward=Reward(reward))
             self._observers.after(done)
@@ -188,9 +221,8 @@ class LiveEnv(Env):
             truncated = True
         if terminated or truncated:
             self._end_episode(truncated=bool(truncated))
-        info["trial"] = number
         if self._regime:
-            info["env_params"] = self._regime
+            info["env_params"] = dict(self._regime)
         return seen, reward, bool(terminated), bool(truncated), info
 
     def _check(self, seen: Any) -> None:
@@ -198,15 +230,47 @@ class LiveEnv(Env):
         if problem := self._problem(seen):
             raise ServerError(problem)
 
-    def _broken(self, number: int, action: Any, reason: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def _raised(self, number: int, action: Any, error: Exception) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """The server gave no answer at all: it cannot read the action, it says why, or it is gone."""
+        if isinstance(error, ServerError):
+            return self._broken(number, action, Outcome.METRIC_MISSING, str(error))
+        if isinstance(error, InvalidAction) or not self._readable(action):
+            return self._broken(number, action, Outcome.INVALID, str(error) or repr(error))
+        reason = str(error) if isinstance(error, ServerLost) else f"the server failed: {type(error).__name__}: {error}"
+        self._fail(number, action, Outcome.LOST, reason)
+        self._recorder.flush()
+        if isinstance(error, ServerLost):
+            raise error
+        raise ServerLost(reason) from error
+
+    def _readable(self, action: Any) -> bool:
+        try:
+            return bool(self.server.action_space.contains(action))
+        except (TypeError, ValueError, AttributeError):
+            return False
+
+    def _refuse(self) -> NoReturn:
+        if self.run.stopping:
+            raise RunStopped
+        raise InvalidAction("the episode is over: call reset() first")
+
+    def _stop(self) -> None:
+        """No step from now on; asked by a signal, so that steps need not ask."""
+        self._open = False
+
+    def _broken(
+        self, number: int, action: Any, outcome: Outcome, reason: str
+    ) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """A step without a usable answer: a failed trial that ends its episode, told as a penalty."""
-        self._fail(number, action, Outcome.METRIC_MISSING, reason)
-        penalty = self.terms.penalties.metric_failure
-        told = self._worst - 1.0 if penalty is None else penalty
-        return self._seen, told, False, True, {"trial": number, "env_params": self._regime, "error": reason}
+        self._fail(number, action, outcome, reason)
+        penalty = self.terms.penalties.for_outcome(outcome)
+        told = below(self._worst) if penalty is None else penalty
+        about = {"trial": number, "outcome": str(outcome), "error": reason}
+        regime = {"env_params": dict(self._regime)} if self._regime else {}
+        return self._keep(self._seen), told, False, True, {**about, **regime}
 
     def _fail(self, number: int, action: Any, outcome: Outcome, reason: str) -> None:
-        made, at = orjson.dumps(action, option=orjson.OPT_SERIALIZE_NUMPY, default=repr).decode(), time.time()
+        made, at = as_json(action).decode(), time.time()
         fault = FAULT_OF[outcome]
         row = (
             number,
@@ -227,7 +291,7 @@ class LiveEnv(Env):
             self._recorder.add_row(row)
         if self._watched:
             self._observers.after(replace(self._trial(number, action), outcome=outcome, fault=fault, reason=reason))
-        self._end_episode(truncated=True)
+        self._end_episode(truncated=True, how=(outcome, fault, reason))
 
     def _trial(self, number: int, action: Any) -> Trial:
         plain = action.tolist() if hasattr(action, "tolist") else action
@@ -251,8 +315,14 @@ class LiveEnv(Env):
         self._recorder.flush()
 
     def shut(self) -> None:
-        """End the episode in progress, write everything, close the server."""
-        if self._begun:
-            self._end_episode(truncated=True)
-        self._recorder.close()
-        self.server.close()
+        """End the episode in progress, write everything, close the server. It can be called again."""
+        if self._shut:
+            return
+        self._shut, self._open = True, False
+        self.run.when_stopped(None)
+        try:
+            if self._begun:
+                self._end_episode(truncated=True)
+            self._recorder.close()
+        finally:
+            self.server.close()

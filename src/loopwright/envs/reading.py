@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,21 @@ def checker(space: "Space[Any]", field: str = "obs") -> Checker:
         case spaces.Tuple():
             return _tuple_checker([checker(part, f"{field}[{n}]") for n, part in enumerate(space.spaces)], field)
     return lambda value: None if space.contains(value) else f"{field}: {_shown(value)} does not lie in {space}"
+
+
+def keeper(space: "Space[Any]") -> Callable[[Any], Any]:
+    """What keeps a sample as it is now, whatever its owner does with it later."""
+    return (lambda value: value) if holds_number(space) else deepcopy
+
+
+def holds_array(space: "Space[Any]") -> bool:
+    """Whether a sample is one array."""
+    return isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary)
+
+
+def holds_number(space: "Space[Any]") -> bool:
+    """Whether a sample cannot change: a number or a text."""
+    return isinstance(space, spaces.Discrete | spaces.Text)
 
 
 def _box_checker(dtype: np.dtype[Any], shape: tuple[int, ...], field: str) -> Checker:

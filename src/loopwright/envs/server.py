@@ -96,6 +96,19 @@ def check_server_class(path: str, home: Path) -> str | None:
     return None
 
 
+def declared_action_space(path: str, args: Mapping[str, Any], home: Path) -> Any:
+    """The action space, where it can be told without starting a server of the user's own; else None."""
+    try:
+        if not path.startswith(_GYMNASIUM):
+            found = getattr(_resolve(path, home), "action_space", None)
+            return found if hasattr(found, "contains") else None  # a property tells nothing before there is an object
+        env = _registered(path.removeprefix(_GYMNASIUM), args)
+        env.close()
+        return env.action_space
+    except Exception:  # noqa: BLE001  whatever is wrong with it is told where it is checked, or started
+        return None
+
+
 def _resolve(path: str, home: Path) -> Any:
     """The class or factory at `module:Class` or `module.Class`; a ServerError says what is not there."""
     module_name, colon, attribute = path.partition(":")

@@ -21,6 +21,7 @@ from loopwright.reports.markup import (
     table,
     unit_of,
 )
+from loopwright.reports.policy import policy_answer, verdict
 
 _ROWS = 15
 
@@ -31,6 +32,8 @@ def answer(digest: Digest) -> Html:
         return html("<p class='note'>No trial has been started yet.</p>")
     if not digest.ok:
         return _nothing(digest)
+    if digest.policy is not None:
+        return policy_answer(digest.policy, digest.labels[0], _varied(digest))
     if digest.by_regime:
         return _for_each_regime(digest)
     if not digest.best.front:
@@ -45,6 +48,8 @@ def headline(digest: Digest) -> str:
     """The answer in a few words, for the list of runs."""
     if not digest.ok:
         return "no trial succeeded" if digest.trials else "no trial yet"
+    if digest.policy is not None:
+        return verdict(digest.policy, digest.labels[0])
     if digest.by_regime:
         return f"an action for each of {number(len(digest.best.by_regime))} regimes"
     if len(digest.best.front) == 1:
@@ -229,9 +234,14 @@ def _value(values: Mapping[str, Any], name: str) -> Html:
 
 def _searched(digest: Digest, candidates: Sequence[Candidate]) -> list[str]:
     """The parameters that were varied at all, in the order of the scenario."""
+    every = {name for candidate in candidates for name in candidate.action}
+    return [name for name in _varied(digest) if name in every]
+
+
+def _varied(digest: Digest) -> list[str]:
     first = digest.ok[0].action
     varied = {n for trial in digest.ok for n in {*trial.action, *first} if trial.action.get(n) != first.get(n)}
-    every = {name: None for candidate in candidates for name in candidate.action}
+    every = dict.fromkeys(name for trial in digest.ok for name in trial.action)
     return [name for name, _ in _in_scenario_order(digest, every) if name in varied]
 
 

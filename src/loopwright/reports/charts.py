@@ -69,7 +69,9 @@ def chart_data(digest: Digest) -> dict[str, Any]:
     regimes = {key_of(regime): index for index, regime in enumerate(digest.regimes)}
     lines = [best_lines(digest, objective) for objective in range(len(labels))]
     answer = {number for candidate in digest.best.front for number in candidate.trials}
-    if digest.by_regime:
+    if digest.policy is not None:
+        answer = digest.policy.own_trials
+    elif digest.by_regime:
         answer = {number for candidate in digest.best.by_regime for number in candidate.trials}
     steps = {point[0] for objective in lines for line in objective for point in line["steps"]}
     kept = thinned(ok, answer | steps)
@@ -89,8 +91,13 @@ def chart_data(digest: Digest) -> dict[str, Any]:
         "regimes": [short(assignments(regime), 60) for regime in digest.regimes],
         "regime_means": _means_by([regimes.get(regime_key(trial)) for trial in ok], ok, len(regimes)),
         "parameters": [_drawn_axis(axis, kept, ok) for axis in axes(digest)],
-        "failed": [[t.number, t.outcome, short(t.reason, 160)] for t in _evenly(failed, _TICKS)],
+        "failed": ticks((t.number, str(t.outcome), t.reason) for t in failed),
     }
+
+
+def ticks(failed: Iterable[tuple[int, str, str]]) -> list[list[Any]]:
+    """Failed trials as (number, outcome, reason), an even share of too many."""
+    return [[number, outcome, short(reason, 160)] for number, outcome, reason in _evenly(failed, _TICKS)]
 
 
 def best_lines(digest: Digest, objective: int) -> list[dict[str, Any]]:

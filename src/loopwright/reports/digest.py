@@ -1,7 +1,7 @@
 """What one ledger says, read once: the facts of a run that a report is made of."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,7 @@ from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Regime, Trial
 from loopwright.reports.best import Best, Candidate, best_of
+from loopwright.reports.policy import Comparison, comparison
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Digest:
     trials: Sequence[Trial]
     trouble: str
     """Why not all of the ledger could be read."""
+    policy: Comparison | None = None
+    """The policy beside the best static action, where one was trained and evaluated."""
 
     @property
     def name(self) -> str:
@@ -57,6 +60,16 @@ class Digest:
         """The trials that have a reward."""
         return [trial for trial in self.trials if trial.reward is not None]
 
+    @property
+    def count(self) -> int:
+        """How many trials were started."""
+        return len(self.trials)
+
+    @property
+    def succeeded(self) -> int:
+        """How many trials have a reward."""
+        return len(self.ok)
+
     @cached_property
     def outcomes(self) -> Counter[str]:
         """How many trials ended in each way; those in flight count as `running`."""
@@ -70,7 +83,7 @@ class Digest:
     @property
     def done(self) -> int:
         """How many trials have ended for good."""
-        return len(self.trials) - self.unfinished
+        return self.count - self.unfinished
 
     @property
     def cached(self) -> int:
@@ -92,9 +105,9 @@ class Digest:
     @property
     def complete(self) -> bool:
         """Whether nothing is left to do. A run that does not say so has used up its budget, as far as repeats allow."""
-        if self.unfinished or self.failure or not self.trials:
+        if self.unfinished or self.failure or not self.count:
             return False
-        return self.finished or self.budget is None or len(self.trials) + self.repeats > self.budget
+        return self.finished or self.budget is None or self.count + self.repeats > self.budget
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
@@ -146,31 +159,41 @@ class Digest:
 
     def failures(self) -> list[Failure]:
         """The bad outcomes, the commonest first."""
-        found: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for trial in self.trials:
-            if trial.outcome is not None and trial.outcome is not Outcome.OK:
-                found[trial.outcome, trial.fault or "unknown"][trial.reason].append(trial.number)
-        failures = [
-            Failure(outcome, fault, tuple((reason, tuple(numbers)) for reason, numbers in _commonest(reasons)))
-            for (outcome, fault), reasons in found.items()
-        ]
-        return sorted(failures, key=lambda failure: -failure.count)
+        return grouped_failures(
+            (trial.number, trial.outcome, trial.fault or "unknown", trial.reason)
+            for trial in self.trials
+            if trial.outcome is not None and trial.outcome is not Outcome.OK
+        )
 
 
-def read(folder: Path) -> Digest:
-    """The digest of `<folder>/ledger.db`; raises LedgerError where there is nothing to read."""
-    with Ledger.read(folder / "ledger.db") as ledger:
-        trials, trouble = _readable(ledger)
-        states = {name: _state(ledger, name) for name in ("run", "provenance", "failure", "finished")}
-    return Digest(
-        folder=folder,
-        about=states["run"] if isinstance(states["run"], dict) else {},
-        provenance=states["provenance"] if isinstance(states["provenance"], dict) else {},
-        failure=str(states["failure"] or ""),
-        finished=bool(states["finished"]),
-        trials=trials,
-        trouble=trouble,
-    )
+def read(ledger: Ledger) -> Digest:
+    """The digest of a run that searched, or trained on batch trials."""
+    trials, trouble = _readable(ledger)
+    return Digest(**basics(ledger), trials=trials, trouble=trouble, policy=comparison(_state(ledger, "policy")))
+
+
+def basics(ledger: Ledger) -> dict[str, Any]:
+    """What every digest has."""
+    states = {name: _state(ledger, name) for name in ("run", "provenance", "failure", "finished")}
+    return {
+        "folder": ledger.path.parent,
+        "about": states["run"] if isinstance(states["run"], dict) else {},
+        "provenance": states["provenance"] if isinstance(states["provenance"], dict) else {},
+        "failure": str(states["failure"] or ""),
+        "finished": bool(states["finished"]),
+    }
+
+
+def grouped_failures(bad: Iterable[tuple[int, str, str, str]]) -> list[Failure]:
+    """Failed trials (number, outcome, fault, reason) by what they have in common, the commonest first."""
+    found: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for number, outcome, fault, reason in bad:
+        found[outcome, fault][reason].append(number)
+    failures = [
+        Failure(outcome, fault, tuple((reason, tuple(numbers)) for reason, numbers in _commonest(reasons)))
+        for (outcome, fault), reasons in found.items()
+    ]
+    return sorted(failures, key=lambda failure: -failure.count)
 
 
 def regime_key(trial: Trial) -> str:

@@ -126,7 +126,8 @@ def write_best(ledger: Ledger, path: Path) -> Path | None:
     import tomli_w
 
     numbered = [table | {"name": f"{table['name']}-{i}"} for i, table in enumerate(runs, 1)] if len(runs) > 1 else runs
-    scenario = {"name": f"{source['name']}: best of {run.get('name')}", "system": source["system"], "run": numbered}
+    name = f"{source['name']}: best of {run.get('name')}"
+    scenario = {"name": name, "home": source["home"], "system": source["system"], "run": numbered}
     with replacing(path) as file:
         file.write("# The best configuration that was found; run it with `loopwright run`.\n")
         for candidate in candidates:
@@ -137,11 +138,8 @@ def write_best(ledger: Ledger, path: Path) -> Path | None:
 
 
 def _plain(source: Mapping[str, Any], candidate: Candidate, regime: Mapping[str, Any]) -> dict[str, Any]:
-    table, home = source["run"], Path(source["home"])
+    table = source["run"]
     workload = {key: value for key, value in table["workload"].items() if key not in ("args", "env", "constraints")}
-    for key in ("files", "path"):
-        if key in workload or (key == "path" and workload["type"] == "python"):
-            workload[key] = [str((home / name).resolve()) for name in workload.get(key, ["."])]
     chosen = {**candidate.action, **regime}
     for part in ("args", "env"):
         values = {name: _value(name, written, chosen) for name, written in table["workload"].get(part, {}).items()}

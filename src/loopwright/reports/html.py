@@ -13,10 +13,12 @@ import orjson
 from loopwright.core.errors import LoopwrightError
 from loopwright.reports.answer import headline
 from loopwright.reports.charts import chart_data
-from loopwright.reports.digest import Digest, read
+from loopwright.reports.digest import Digest
+from loopwright.reports.episodes import LiveDigest, read_run
 from loopwright.reports.export import replacing
+from loopwright.reports.live import live_chart, live_headline
 from loopwright.reports.markup import Html, html, join, number, table
-from loopwright.reports.sections import run_section, status
+from loopwright.reports.sections import live_section, run_section, status
 
 _STATIC = Path(__file__).parent / "static"
 _TRACES = ("ledger.db", "trials", "trajectory.csv", "best.toml")
@@ -39,7 +41,7 @@ def _read_all(output: Path) -> tuple[list[Digest], list[Html]]:
     folders = (path for path in output.iterdir() if any((path / trace).exists() for trace in _TRACES))
     for folder in sorted(folders):
         try:
-            digests.append(read(folder))
+            digests.append(read_run(folder))
         except (LoopwrightError, OSError, ValueError) as error:
             notes.append(html("<p class='note bad'><b>{}</b> could not be read: {}</p>", folder.name, error))
     return sorted(digests, key=lambda digest: (digest.started_at, digest.name)), notes
@@ -66,11 +68,15 @@ def _page(output: Path, digests: list[Digest], notes: list[Html]) -> str:
 def _shown(output: Path, digest: Digest, charts: list[dict[str, Any]]) -> tuple[Html, Sequence[object]]:
     """A run's part of the page, and its row in the list of runs."""
     try:
-        chart = chart_data(digest)
-        section = run_section(digest, len(charts), chart, output)
+        if isinstance(digest, LiveDigest):
+            chart, told = live_chart(digest), live_headline(digest)
+            section = live_section(digest, len(charts), chart, output)
+        else:
+            chart, told = chart_data(digest), headline(digest)
+            section = run_section(digest, len(charts), chart, output)
         link = html("<a href='#run-{}'>{}</a>", len(charts) + 1, digest.name)
-        done = f"{number(len(digest.ok))} of {number(len(digest.trials))}"
-        row = [link, status(digest), headline(digest), ", ".join(digest.labels), done]
+        done = f"{number(digest.succeeded)} of {number(digest.count)}"
+        row = [link, status(digest), told, ", ".join(digest.labels), done]
     except Exception as error:  # noqa: BLE001  a ledger that makes no sense must not hide the other runs
         text = "<p class='note bad'><b>{}</b> could not be shown: its ledger makes no sense here ({}: {}).</p>"
         return html(text, digest.name, type(error).__name__, error), [digest.name, "could not be shown", "", "", ""]

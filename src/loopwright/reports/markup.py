@@ -84,7 +84,11 @@ def spread(value: float, deviation: float, name: str) -> str:
 
 def unit_of(name: str) -> str:
     """The unit in a metric's name: `ttft_s` is in seconds, and so is its negative; `tokens_per_s` are `/s`."""
-    head, _, last = name.removeprefix("−").lower().rpartition("_")
+    bare = name.removeprefix("−").lower()
+    if not bare.isidentifier():
+        # An expression: what its last name is measured in says nothing about the whole.
+        return ""
+    head, _, last = bare.rpartition("_")
     unit = _UNITS.get(last, "")
     return f"/{unit}" if unit and head.endswith("_per") else unit
 

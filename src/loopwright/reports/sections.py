@@ -11,7 +11,9 @@ from loopwright.reports.answer import answer, regime_table
 from loopwright.reports.background import part, provenance, resources
 from loopwright.reports.charts import COLOURED, DRAWN
 from loopwright.reports.digest import Digest, Failure
+from loopwright.reports.episodes import LiveDigest
 from loopwright.reports.links import trial_links
+from loopwright.reports.live import live_answer, live_notes, live_regimes, live_thinned
 from loopwright.reports.markup import Html, duration, html, join, number, short, table
 
 _PARAMETERS = 24
@@ -38,6 +40,22 @@ def run_section(digest: Digest, place: int, chart: Mapping[str, Any], output: Pa
     return html("<section class='run' id='run-{}'>{}</section>", place + 1, join(parts, "\n"))
 
 
+def live_section(digest: LiveDigest, place: int, chart: dict[str, Any], output: Path) -> Html:
+    """Everything about one live run: no configuration is best there, so what counts is how the returns grew."""
+    parts = [
+        html("<div class='title'><h2>{}</h2>{}</div>", digest.name, status(digest)),
+        _what(digest),
+        _trouble(digest, output),
+        live_answer(digest),
+        _summary(digest),
+        _growth(digest, place, chart),
+        live_regimes(digest),
+        _failures(digest),
+        provenance(digest),
+    ]
+    return html("<section class='run' id='run-{}'>{}</section>", place + 1, join(parts, "\n"))
+
+
 def status(digest: Digest) -> Html:
     """How far the run got, in a word."""
     if digest.failure:
@@ -46,7 +64,8 @@ def status(digest: Digest) -> Html:
         return html("<span class='chip bad'>ledger damaged</span>")
     if digest.complete:
         return html(
-            "<span class='chip {}'>{}</span>", *(("good", "finished") if digest.ok else ("bad", "without a result"))
+            "<span class='chip {}'>{}</span>",
+            *(("good", "finished") if digest.succeeded else ("bad", "without a result")),
         )
     return html("<span class='chip open'>in progress or interrupted</span>")
 
@@ -57,12 +76,18 @@ def _what(digest: Digest) -> Html:
     if agent.get("type"):
         seed = f", seed {agent['seed']}" if "seed" in agent else ""
         said.append(html("agent <b>{}</b>{}", agent["type"], seed))
-    if digest.ok or digest.about.get("objectives"):
+    if isinstance(digest, LiveDigest):
+        said.append(html("live environment <code>{}</code>", short(_server(workload), 400)))
+    elif digest.ok or digest.about.get("objectives"):
         said.append(html("maximises {}", join((html("<code>{}</code>", label) for label in digest.labels), ", ")))
     command = workload.get("command") or workload.get("function")
     if command:
         said.append(html("<code>{}</code>", short(command, 400)))
     return html("<p class='muted'>{}</p>", join(said, " · ")) if said else Html("")
+
+
+def _server(workload: Mapping[str, Any]) -> str:
+    return str(workload.get("env_class") or workload.get("address") or "an object of the program's own")
 
 
 def _trouble(digest: Digest, output: Path) -> Html:
@@ -87,23 +112,24 @@ def _trouble(digest: Digest, output: Path) -> Html:
 
 def _summary(digest: Digest) -> Html:
     infeasible = digest.outcomes[Outcome.INFEASIBLE]
-    failed = digest.done - digest.outcomes[Outcome.OK]
+    failed = digest.done - (digest.succeeded if isinstance(digest, LiveDigest) else digest.outcomes[Outcome.OK])
     facts = {
         "done": f"{number(digest.done)} of {number(digest.budget)}" if digest.budget else number(digest.done),
-        "ok": number(digest.outcomes[Outcome.OK]),
+        "ok": number(digest.succeeded if isinstance(digest, LiveDigest) else digest.outcomes[Outcome.OK]),
         "failed": number(failed) + (f" ({number(infeasible)} infeasible)" if infeasible else ""),
-        "cached": number(digest.cached),
     }
+    if not isinstance(digest, LiveDigest):
+        facts["cached"] = number(digest.cached)
     if digest.unfinished:
         facts["in flight or aborted"] = number(digest.unfinished)
     if digest.wall_s is not None:
         facts["wall time"] = duration(digest.wall_s)
     if digest.repeats > 1:
         facts["repeats"] = number(digest.repeats)
-    if digest.about.get("parallel"):
+    if digest.about.get("parallel") and not isinstance(digest, LiveDigest):
         facts["in parallel"] = number(digest.about["parallel"])
     listed = join(html("<div><dt>{}</dt><dd>{}</dd></div>", name, value) for name, value in facts.items())
-    return html("<dl class='facts'>{}</dl>", listed) if digest.trials else Html("")
+    return html("<dl class='facts'>{}</dl>", listed) if digest.count else Html("")
 
 
 # -- charts ---------------------------------------------------------------------------------------------------------
@@ -137,6 +163,16 @@ def _progress(digest: Digest, place: int, chart: Mapping[str, Any]) -> Html:
     ]
     title = "Best so far" if several else f"Best {digest.labels[0]} so far"
     return html("<h3>{}</h3>{}{}{}", title, _key(digest, chart), join(each), _thinned(digest, chart))
+
+
+def _growth(digest: LiveDigest, place: int, chart: dict[str, Any]) -> Html:
+    if digest.episodes.total.count < 2:
+        return Html("")
+    returns = _figure(
+        "progress", place, html("return <small>by the trial that ended the episode</small>"), "large", objective=0
+    )
+    lengths = _figure("progress", place, html("length <small>in steps</small>"), "medium", objective=1)
+    return html("<h3>Episodes</h3>{}{}{}{}", live_notes(digest, chart), returns, lengths, live_thinned(digest, chart))
 
 
 def _thinned(digest: Digest, chart: Mapping[str, Any]) -> Html:
@@ -231,7 +267,7 @@ def _regimes(digest: Digest, place: int) -> Html:
     if len(digest.regimes) < 2 or not digest.ok:
         return Html("")
     parts = [html("<h3>Regimes</h3>")]
-    if not digest.by_regime:
+    if not digest.by_regime or digest.policy is not None:
         parts.append(
             html("<p class='muted'>What would be best under each regime alone, if the action could change with it:</p>")
         )

@@ -54,11 +54,17 @@ def build(loaded: Loaded, config: RunConfig, output: Path, *, accept_changes: bo
     # A run without an agent is a grid over a space of one point.
     agent_config = config.agent or GridConfig()
     agent_class = agents.get(agent_config.type)
-    shared = _shared(loaded, config, output)
+    shared = shared_cache(loaded, config, output)
     env = build_env(loaded, config, output, agent_config, shared, accept_changes=accept_changes)
-    _describe(loaded, config, env, agent_class, agent_config)
-    agent = agent_class(env, agent_config, parallel=loaded.scenario.system.parallel)
-    agent.restore(env.history())
+    try:
+        describe(loaded, config, env, agent_class, agent_config)
+        agent = agent_class(env, agent_config, parallel=loaded.scenario.system.parallel)
+        agent.restore(env.history())
+    except BaseException:
+        env.run.ledger.close()
+        if shared is not None:
+            shared.close()
+        raise
     return Built(env.run, env, agent, shared)
 
 
@@ -81,6 +87,7 @@ def build_env(
         repeats=config.repeats,
         cache=config.cache,
         count_cached=agent.count_cached,
+        exhaustible=not agents.get(agent.type).measures_again,
     )
     if config.live is not None:
         live = config.live
@@ -139,14 +146,15 @@ def _ledger(directory: Path, system: SystemConfig, fingerprint: str, *, accept_c
     return ledger
 
 
-def _shared(loaded: Loaded, config: RunConfig, output: Path) -> SharedCache | None:
+def shared_cache(loaded: Loaded, config: RunConfig, output: Path) -> SharedCache | None:
+    """What other runs and campaigns have measured, if the run asks for that."""
     if config.cache != "shared":
         return None
     chosen = loaded.scenario.system.shared_cache
     return SharedCache(loaded.home / Path(chosen).expanduser() if chosen else output / "cache.db")
 
 
-def _describe(loaded: Loaded, config: RunConfig, env: AnyEnv, agent_class: type[Agent], agent: AgentConfig) -> None:
+def describe(loaded: Loaded, config: RunConfig, env: AnyEnv, agent_class: type[Agent], agent: AgentConfig) -> None:
     """Write down in the ledger all that a report needs, so that it can be made from the ledger alone."""
     ledger = env.run.ledger
     raw = next(table for table in loaded.raw["run"] if table["name"] == config.name)
@@ -181,7 +189,7 @@ def planned(env: AnyEnv) -> int | None:
     """How many trials a run will have, where that can be told beforehand."""
     if env.terms.budget is not None or isinstance(env, LiveEnv):
         return env.terms.budget
-    return sum(1 for _ in env.space.points()) * env.terms.repeats if env.space.enumerable else None
+    return env.space.grid_size * env.terms.repeats if env.space.enumerable else None
 
 
 def _provenance(loaded: Loaded) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import logging
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from loopwright.core.agent import Agent
@@ -12,7 +13,7 @@ from loopwright.core.ledger import Ledger
 from loopwright.core.observer import Observer
 from loopwright.reports.export import write_best, write_csv
 from loopwright.reports.html import write_report
-from loopwright.scenario.build import build
+from loopwright.scenario.build import Built, build
 from loopwright.scenario.load import Loaded
 from loopwright.scenario.output import begin, hold
 from loopwright.scenario.schema import RunConfig
@@ -53,7 +54,7 @@ def dispatch(
 def _run(
     loaded: Loaded, config: RunConfig, output: Path, signals: Signals, watch: Watch, *, accept_changes: bool
 ) -> int:
-    built = build(loaded, config, output, accept_changes=accept_changes)
+    built = _build(loaded, config, output, accept_changes=accept_changes)
     built.env.watch(watch(built.env))
     signals.env = built.env
     if signals.received is not None:  # it came while the run was being built
@@ -74,6 +75,19 @@ def _run(
     return code
 
 
+def _build(loaded: Loaded, config: RunConfig, output: Path, *, accept_changes: bool) -> Built:
+    """Wire a run together; a bug in its agent or workload is recorded like one that shows later."""
+    try:
+        return build(loaded, config, output, accept_changes=accept_changes)
+    except LoopwrightError:
+        raise
+    except Exception as error:
+        path = output / config.name / "ledger.db"
+        with Ledger.open(path) if path.exists() else nullcontext() as ledger:
+            _record(error, ledger, config.name, output)
+        raise
+
+
 def drive(agent: Agent) -> int:
     """Run an agent and shut it down, whatever happens; a failing shutdown is a code and hides nothing."""
     code = 0
@@ -88,11 +102,12 @@ def drive(agent: Agent) -> int:
     return code
 
 
-def _record(error: Exception, ledger: Ledger, name: str, output: Path) -> None:
+def _record(error: Exception, ledger: Ledger | None, name: str, output: Path) -> None:
     """Leave the failure where the user and the report find it; a full disk must not hide the error itself."""
     text = f"run: {name}\n\n{''.join(traceback.format_exception(error))}"
     try:
-        ledger.set_state("failure", text)
+        if ledger is not None:
+            ledger.set_state("failure", text)
         (output / "dse_failure.txt").write_text(text)
     except (OSError, LoopwrightError):
         log.warning("the failure could not be written to %s", output)

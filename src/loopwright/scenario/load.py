@@ -40,8 +40,8 @@ class Loaded:
 
 def load(path: Path, *, home: Path | None = None) -> Loaded:
     """Read and check a scenario; a ScenarioError lists everything that is wrong with it."""
-    home = (home or path.parent).absolute()
     text, raw = _read(path)
+    home = (home or path.parent / str(raw.get("home", ""))).absolute()
     checker = _Checker(home)
     scenario = checker.scenario(raw)
     if checker.problems or scenario is None:
@@ -80,6 +80,8 @@ class _Checker:
         name = raw.get("name", "")
         if not isinstance(name, str) or not name:
             self._say("name", "is missing; give the scenario a name, in quotes.")
+        if not self.home.is_dir():
+            self._say("home", f"there is no directory {self.home}.")
         tables = raw.get("run")
         if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
             self._say("[[run]]", "is missing; a scenario has at least one [[run]].")
@@ -88,7 +90,9 @@ class _Checker:
         self._across(tables)
         if self.problems or system is None:
             return None
-        return Scenario.model_construct(name=name, system=system, run=tuple(run for run in runs if run))
+        return Scenario.model_construct(
+            name=name, home=str(self.home), system=system, run=tuple(run for run in runs if run)
+        )
 
     def _across(self, tables: list[dict[str, Any]]) -> None:
         """What concerns several runs."""
@@ -121,10 +125,11 @@ class _Checker:
         parts["env_params"] = self._env_params(raw.get("env_params", {}))
         parts["rewards"] = self._model("[run.rewards]", raw.get("rewards", {}), PenaltiesConfig)
         basics = {key: value for key, value in raw.items() if key in RunBasics.model_fields}
-        run = self._model("[[run]]", basics, RunBasics)
+        # A wrong name must not hide what else is wrong.
+        run = self._model("[[run]]", basics, RunBasics) or RunBasics.model_construct(name="")
         self._unknown("[[run]]", raw, RunConfig)
         known = workload is not None or live is not None
-        if run is not None and known and parts["reward"] is not None and parts["env_params"] is not None:
+        if known and parts["reward"] is not None and parts["env_params"] is not None:
             config = RunConfig.model_construct(**dict(run), **parts)
             self._together(config, raw) if live is None else self._live(config, live, raw)
             return config if len(self.problems) == before else None
@@ -189,7 +194,7 @@ class _Checker:
             able = ", ".join(name for name in agents.names() if agents.get(name).steps_live)
             self._say("[run.agent] type", f"{raw['agent']['type']!r} cannot act in a live environment; {able} can.")
         elif agent is not None:
-            for problem in agent.problems(run.agent, None, self.home):
+            for problem in agent.problems(run.agent, live.action_space(self.home), self.home):
                 self._say(f"[run.agent] {problem.key}", problem.message)
             self._draws(run, agent, raw, live.args)
         self._observers(run)

@@ -2,25 +2,35 @@
 
 import shutil
 import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from loopwright.agents import agents
 from loopwright.core.errors import MissingExtra, Problem, ScenarioError
 from loopwright.envs.live import LiveEnv
-from loopwright.scenario.build import AnyEnv, build_env
-from loopwright.scenario.load import load
-from loopwright.scenario.output import begin
+from loopwright.scenario.build import AnyEnv, build_env, describe, shared_cache
+from loopwright.scenario.load import Loaded, load
+from loopwright.scenario.output import begin, hold
+from loopwright.scenario.schema import RunConfig
 
-if TYPE_CHECKING:
-    import gymnasium
+_VIEWS = ("flat", "dict", "discrete")
 
 
-def make(file: str | Path, run: str | None = None, output: str | Path | None = None, *, view: str = "flat") -> Any:
+def make(
+    file: str | Path,
+    run: str | None = None,
+    output: str | Path | None = None,
+    *,
+    view: str = "flat",
+    num_envs: int | None = None,
+) -> Any:
     """The environment of a run; `info["trial"]` is the trial number. The caller's algorithm decides when to stop.
 
     Without `output` the record is kept in a temporary directory until the environment is closed. `view` is "flat" (no
     nesting: what most algorithms take), "dict" (named parts) or "discrete" (one number per point); a live run has the
-    spaces of its server.
+    spaces of its server. With `num_envs` it is a `gymnasium.vector.VectorEnv` with that many trials in flight.
 
         env = loopwright.make("study.toml", run="tcp-policy")
         PPO("MultiInputPolicy", env).learn(2000)
@@ -29,37 +39,69 @@ def make(file: str | Path, run: str | None = None, output: str | Path | None = N
         import gymnasium  # noqa: F401
     except ImportError as error:
         raise MissingExtra("loopwright.make", "rl") from error
+    if view not in _VIEWS:
+        raise ValueError(f"there is no view {view!r}; known: {', '.join(_VIEWS)}")
     loaded = load(Path(file))
-    config = next((one for one in loaded.scenario.run if run in (None, one.name)), None)
-    if config is None or config.agent is None:
-        names = ", ".join(one.name for one in loaded.scenario.run if one.agent is not None)
-        raise ScenarioError(
-            file, [Problem("[[run]]", f"there is no run {run!r} with an agent. Runs: {names or 'none'}.")]
-        )
-    directory = Path(output) if output is not None else Path(tempfile.mkdtemp(prefix="loopwright-"))
-    directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / "campaign.json").exists():
-        begin(loaded, directory)
-    free = config.agent.model_copy(update={"trials": None})
-    env = build_env(loaded, config, directory, free)
-    adapter = _adapted(env, view)
-    return _with_cleanup(adapter, env, directory if output is None else None)
-
-
-def _adapted(env: AnyEnv, view: str) -> "gymnasium.Env[Any, Any]":
-    from loopwright.envs.adapter import GymnasiumAdapter, LiveAdapter
-
-    return LiveAdapter(env) if isinstance(env, LiveEnv) else GymnasiumAdapter(env, view=view)  # type: ignore[arg-type]
-
-
-def _with_cleanup(adapter: Any, env: AnyEnv, temporary: Path | None) -> Any:
+    config = _chosen(loaded, run)
+    if num_envs is not None:
+        if config.live is not None:
+            raise ValueError("a live run has one server: make one environment per server, without num_envs")
+        system = loaded.scenario.system.model_copy(update={"parallel": num_envs})
+        loaded = replace(loaded, scenario=loaded.scenario.model_copy(update={"system": system}))
+    with ExitStack() as undo:
+        adapter = _made(loaded, config, output, view, num_envs, undo)
+        kept = undo.pop_all()
     close = adapter.close
 
     def closing() -> None:
+        # What was taken last is let go of first, once, however often this is called.
         close()
-        env.run.ledger.close()
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+        kept.close()
 
     adapter.close = closing
+    if num_envs is None:
+        from loopwright.envs.adapter import spec_of
+
+        adapter.spec = spec_of(file=str(loaded.path), run=config.name, view=view)
     return adapter
+
+
+def _chosen(loaded: Loaded, run: str | None) -> RunConfig:
+    able = [one for one in loaded.scenario.run if one.agent is not None]
+    found = next((one for one in able if run in (None, one.name)), None)
+    if found is None:
+        names = ", ".join(one.name for one in able)
+        raise ScenarioError(
+            loaded.path, [Problem("[[run]]", f"there is no run {run!r} with an agent. Runs: {names or 'none'}.")]
+        )
+    return found
+
+
+def _made(
+    loaded: Loaded, config: RunConfig, output: str | Path | None, view: str, num_envs: int | None, undo: ExitStack
+) -> Any:
+    assert config.agent is not None  # noqa: S101  _chosen sees to it
+    if output is None:
+        directory = Path(tempfile.mkdtemp(prefix="loopwright-"))
+        undo.callback(shutil.rmtree, directory, ignore_errors=True)
+    else:
+        directory = Path(output)
+    undo.enter_context(hold(directory))
+    if not (directory / "campaign.json").exists():
+        begin(loaded, directory)
+    free = config.agent.model_copy(update={"trials": None})
+    shared = shared_cache(loaded, config, directory)
+    if shared is not None:
+        undo.callback(shared.close)
+    env = build_env(loaded, config, directory, free, shared)
+    undo.callback(env.run.ledger.close)
+    describe(loaded, config, env, agents.get(free.type), free)
+    return _adapted(env, view, num_envs)
+
+
+def _adapted(env: AnyEnv, view: Any, num_envs: int | None) -> Any:
+    from loopwright.envs.adapter import GymnasiumAdapter, LiveAdapter, VectorAdapter
+
+    if isinstance(env, LiveEnv):
+        return LiveAdapter(env)
+    return GymnasiumAdapter(env, view=view) if num_envs is None else VectorAdapter(env, num_envs, view=view)

@@ -106,6 +106,8 @@ class Scenario(Config):
 
     name: str = Field(min_length=1)
     """The scenario's name, for people."""
+    home: str | None = None
+    """The directory that paths are relative to; without it, the one in which the scenario stands."""
     system: SystemConfig = SystemConfig()
     """Where and how trials run."""
     run: tuple[RunConfig, ...] = Field(min_length=1)

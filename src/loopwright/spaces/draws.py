@@ -47,6 +47,8 @@ def problem_with(target: Parameter | None, config: EnvParamConfig) -> str | None
         return "has a `when`; a drawn argument cannot be conditional. Remove one of the two"
     if any(isinstance(value, (dict, list)) for value in target.values):
         return "has nested candidates; only plain values can be drawn"
+    if problem := _unencodable(target, config.encoding):
+        return problem
     weights = config.weights
     if weights is None:
         return None
@@ -56,4 +58,13 @@ def problem_with(target: Parameter | None, config: EnvParamConfig) -> str | None
         return f"has a negative weight in {list(weights)}"
     if abs(sum(weights) - 1.0) > 1e-6:
         return f"has weights that add up to {sum(weights):g}, not 1"
+    return None
+
+
+def _unencodable(target: Choice, encoding: str) -> str | None:
+    numbers = [v for v in target.values if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    if encoding != "categorical" and len(numbers) < len(target.values):
+        return f"has candidates that are no numbers; encoding = {encoding!r} needs numbers, use 'categorical'"
+    if encoding == "log" and min(numbers) <= 0:
+        return f"has the candidate {min(numbers)}; encoding = 'log' needs numbers above 0, use 'scalar'"
     return None

@@ -181,6 +181,10 @@ class Range(Parameter):
         return round(value) if self.dtype == "int" else value
 
 
+ContinuousSpace = Range
+"""What a range is called beside gymnasium's spaces."""
+
+
 class Fixed(Parameter):
     """One value. A bare string, number or boolean in TOML is short for this."""
 

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from random import Random
 from typing import Any
 
@@ -58,6 +59,13 @@ class Space:
             return size
         listed = all(isinstance(parameter, (Choice, Fixed)) for parameter in self.tunable.values())
         return sum(1 for _ in self.points()) if listed and size <= 100_000 else None
+
+    @cached_property
+    def grid_size(self) -> int:
+        """How many points a grid visits; counted one by one only where conditions leave no other way."""
+        if self._conditions:
+            return sum(1 for _ in self.points())
+        return prod(len(parameter.grid()) for parameter in self.tunable.values())
 
     @property
     def enumerable(self) -> bool:

@@ -205,6 +205,6 @@ def link_into(directory: Path, home: Path, names: tuple[str, ...]) -> None:
             target.symlink_to(source)
 
 
-workloads: Registry[type[Workload]] = Registry("workload", "loopwright.workloads")
+workloads: Registry[type[Workload]] = Registry("workload", "loopwright.workloads", Workload)
 workloads.add_lazily("command", "loopwright.workloads.command:CommandWorkload")
 workloads.add_lazily("python", "loopwright.workloads.python:PythonWorkload")

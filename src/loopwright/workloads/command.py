@@ -45,7 +45,10 @@ class SuccessConfig(Config):
     @classmethod
     def _compiles(cls, pattern: str | None) -> str | None:
         if pattern is not None:
-            re.compile(pattern.encode())
+            try:
+                re.compile(pattern.encode())
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
         return pattern
 
 
@@ -209,10 +212,7 @@ class CommandWorkload(Workload):
         if key in self._broken:
             return self._broken[key]
         with storage(job.directory):
-            for product in directory.iterdir():
-                target = job.directory / product.name
-                if product.name not in (*_NOT_LINKED, *KEPT) and not target.is_symlink():
-                    target.symlink_to(product)
+            _link_products(directory, job.directory, spared=(*_NOT_LINKED, *KEPT))
         return None
 
     @property
@@ -281,6 +281,16 @@ def _empty(directory: Path) -> None:
         if directory.exists():
             shutil.rmtree(directory)
         directory.mkdir(parents=True)
+
+
+def _link_products(source: Path, target: Path, spared: tuple[str, ...] = ()) -> None:
+    """Link what the set-up made; where the inputs have a folder of the same name, into that folder."""
+    for product in source.iterdir():
+        place = target / product.name
+        if place.is_dir() and not place.is_symlink() and not product.is_symlink():
+            _link_products(product, place)
+        elif product.name not in spared and not place.is_symlink():
+            place.symlink_to(product)
 
 
 def _not_started(error: LaunchError) -> Result:

@@ -37,7 +37,7 @@ function describe(run, index) {
     if (p.at[index] !== null) rows.push([p.name, p.kind === "category" ? p.categories[p.at[index]] : p.at[index]]);
   }
   if (run.regime[index] !== null) rows.push(["regime", run.regimes[run.regime[index]]]);
-  return card(`Trial ${run.number[index]}${run.cached[index] ? ", from the cache" : ""}`, rows);
+  return card(run.titles ? run.titles[index] : `Trial ${run.number[index]}${run.cached[index] ? ", from the cache" : ""}`, rows);
 }
 
 function axis(more) {
@@ -116,8 +116,8 @@ const charts = {
   progress(run, figure) {
     const objective = Number(figure.dataset.objective);
     const lines = run.lines[objective].map((line) => ({
-      type: "line", step: "end", data: line.steps, symbol: "none", silent: true, z: 3,
-      lineStyle: { width: 2, color: colour(line.regime === null ? "line" : `c${line.regime}`) },
+      type: "line", step: run.live ? false : "end", data: line.steps, symbol: "none", silent: true, z: 3,
+      lineStyle: { width: 2, color: colour(line.regime !== null ? `c${line.regime}` : run.live && run.regimes.length > 1 ? "ink" : "line") },
     }));
     const ticks = run.failed.map(([number, outcome, reason]) => ({
       value: [number, 0], tip: () => card(`Trial ${number}: ${outcome}`, [["why", reason || "–"]]),

@@ -1,0 +1,82 @@
+"""`loopwright act`: a trained policy, applied."""
+
+import json
+import sys
+
+import pytest
+from tests.agents.trainings import batch, live, trained
+
+from loopwright.cli import main
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    home = tmp_path_factory.mktemp("batch")
+    assert trained(home, batch('type = "ppo", trials = 40, rollout = 16')) == 0
+    return home / "out" / "r" / "policy"
+
+
+@pytest.fixture
+def act(monkeypatch, capsys):
+    """Calls the verb in this process: another one would import torch for seconds."""
+
+    def act(*words: object):
+        monkeypatch.setattr(sys, "argv", ["loopwright", "act", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr()
+        return ended.value.code, told.out, told.err
+
+    return act
+
+
+@pytest.mark.parametrize("wind", [0, 1])
+def test_a_policy_answers_for_a_regime(act, policy, wind):
+    code, out, _ = act(policy, "--regime", f"wind={wind}")
+    assert code == 0
+    assert json.loads(out)["x"] in (0, 1, 2, 3)
+
+
+def test_it_answers_alike_in_a_process_of_its_own(act, policy, loopwright):
+    done = loopwright("act", policy, "--regime", "wind=1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == act(policy, "--regime", "wind=1")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "this policy acts on the regime wind; give each with --regime"),
+        (("--regime", "wind=0", "--regime", "sea=1"), "acts on the regime wind"),
+        (("--regime", "wind=7"), "--regime wind: 7 is none of 0, 1"),
+        (("--regime", "wind"), "write it as NAME=VALUE"),
+    ],
+)
+def test_a_regime_that_it_does_not_know_is_named(act, policy, words, said):
+    code, _, err = act(policy, *words)
+    assert code == 1
+    assert said in err
+
+
+def test_no_policy_is_said(act, tmp_path):
+    code, _, err = act(tmp_path)
+    assert code == 1
+    assert "holds no policy" in err
+
+
+def test_half_a_policy_is_said(act, policy, tmp_path):
+    (tmp_path / "policy.json").write_text((policy / "policy.json").read_text())
+    code, _, err = act(tmp_path, "--regime", "wind=0")
+    assert code == 1
+    assert "holds no whole policy yet" in err
+
+
+def test_a_live_policy_answers_for_an_observation(act, tmp_path):
+    assert trained(tmp_path, live('type = "a2c", trials = 40')) == 0
+    policy = tmp_path / "out" / "r" / "policy"
+    assert json.loads(act(policy, "--observation", "[0, 0, 0, 0]")[1]) in (0, 1)
+    assert "give --observation" in act(policy)[2]
+    for wrong in ("[0, 0]", '["a"]', "x"):
+        code, _, err = act(policy, "--observation", wrong)
+        assert code == 1
+        assert "is no observation of this policy" in err

@@ -1,0 +1,141 @@
+"""Small worlds for adapters: a workload that calls a function in this process, and servers that do not behave."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from loopwright.core.env import Penalties, Terms
+from loopwright.core.ledger import Ledger
+from loopwright.core.observer import Observers
+from loopwright.core.outcome import Outcome
+from loopwright.core.reward import Identity, Objectives
+from loopwright.core.run import Run
+from loopwright.core.trial import Result
+from loopwright.envs.live import LiveEnv
+from loopwright.envs.trial import TrialEnv
+from loopwright.spaces.draws import Draws, EnvParamConfig
+from loopwright.spaces.parameter import parameter
+from loopwright.spaces.space import Space
+from loopwright.workloads.base import Job, Workload
+
+
+class Called(Workload):
+    """Calls a function of the arguments; it gives a number, metrics, or a result."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls, self.most, self._flying = function, list[dict[str, Any]](), 0, 0
+
+    async def run(self, job: Job) -> Result:
+        self.calls.append(dict(job.arguments))
+        self._flying += 1
+        self.most = max(self.most, self._flying)
+        await asyncio.sleep(0)
+        self._flying -= 1
+        value = self.function(**job.arguments)
+        if isinstance(value, Result):
+            return value
+        return Result(Outcome.OK, value if isinstance(value, dict) else {"y": float(value)})
+
+
+def run_in(directory: Path, name: str = "run") -> Run:
+    folder = directory / name
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "ledger.db"
+    ledger = Ledger.open(path) if path.exists() else Ledger.create(path, state={"id": "test"})
+    return Run(name, folder, ledger)
+
+
+def world(
+    directory: Path,
+    arguments: Mapping[str, Any],
+    function: Callable[..., Any] = lambda **_: 1.0,
+    *,
+    env_params: Mapping[str, Any] | None = None,
+    constraints: tuple[str, ...] = (),
+    kind: type[TrialEnv] = TrialEnv,
+    metrics: tuple[str, ...] = ("y",),
+    penalties: Penalties | None = None,
+    **terms: Any,
+) -> TrialEnv:
+    """A trial environment over a function; arguments as they are written in TOML."""
+    configs = {name: EnvParamConfig(**how) for name, how in (env_params or {}).items()}
+    space = Space({name: parameter(value) for name, value in arguments.items()}, constraints, frozenset(configs))
+    return kind(
+        run_in(directory),
+        Terms(Objectives((Identity(metrics=("y",)),)), penalties or Penalties(), **terms),
+        Observers(),
+        space=space,
+        workload=Called(function),
+        draws=Draws(0, space.parameters, configs),
+        metric_names=metrics,
+    )
+
+
+class Line:
+    """Walks along a line for five steps; `script` may replace what a step gives, by its number."""
+
+    observation_space = spaces.Box(-100, 100, (2,), np.float32)
+    action_space = spaces.Discrete(3)
+
+    def __init__(self, script: Mapping[int, Any] | None = None) -> None:
+        self.script, self.steps, self.resets, self.closed = dict(script or {}), 0, list[Any](), 0
+
+    def reset(self, *, seed=None, options=None):
+        self.resets.append(options)
+        self.position, self.left = 0.0, 5
+        return self._seen(), {}
+
+    def step(self, action):
+        self.steps += 1
+        self.left -= 1
+        self.position += int(action) - 1
+        scripted = self.script.get(self.steps)
+        if isinstance(scripted, BaseException):
+            raise scripted
+        if scripted is not None:
+            return scripted
+        return self._seen(), float(self.position), self.left == 0, False, {}
+
+    def close(self):
+        self.closed += 1
+
+    def _seen(self):
+        return np.array([self.position, self.left], np.float32)
+
+
+def live(
+    directory: Path, server: Any = None, *, drawn: Mapping[str, Any] | None = None, record: str = "steps", **terms
+):
+    """A live environment over an object of this process."""
+    parameters = {name: parameter(list(values)) for name, values in (drawn or {}).items()}
+    draws = Draws(0, parameters, {name: EnvParamConfig() for name in parameters})
+    known = Terms(Objectives(()), **terms)
+    return LiveEnv(run_in(directory), known, Observers(), server=server or Line(), draws=draws, record=record)
+
+
+BAD_ANSWERS = {
+    "NaN": (np.array([math.nan, 0], np.float32), 0.0, False, False, {}),
+    "infinity": (np.array([math.inf, 0], np.float32), 0.0, False, False, {}),
+    "shape": (np.zeros(3, np.float32), 0.0, False, False, {}),
+    "dtype": (np.zeros(2, np.float64), 0.0, False, False, {}),
+    "no array": ([0.0, 0.0], 0.0, False, False, {}),
+    "NaN reward": (np.zeros(2, np.float32), math.nan, False, False, {}),
+    "text reward": (np.zeros(2, np.float32), "much", False, False, {}),
+    "no reward": (np.zeros(2, np.float32), None, False, False, {}),
+    "four values": (np.zeros(2, np.float32), 0.0, False, {}),
+    "nothing": 5,
+    "no info": (np.zeros(2, np.float32), 0.0, False, False, None),
+}
+
+
+def wait_until(condition: Callable[[], bool], patience_s: float = 30.0) -> None:
+    until = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < until, "it did not come to pass"
+        time.sleep(0.02)
