@@ -10,11 +10,11 @@ setup: .venv/.ready  ## a virtual environment with Loopwright, all its extras an
 .venv/.core: pyproject.toml constraints.txt  # Loopwright itself, without extras
 	@command -v $(PYTHON) >/dev/null || { echo "Loopwright needs Python 3.11; say which one: make PYTHON=/path/to/python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/pip install -qq --constraint constraints.txt --editable .
 	@touch $@
 
 .venv/.ready: .venv/.core
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,gp,parquet,ray,rl]'
+	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev,gp,parquet,ray,rl]'
 	@touch $@
 
 .venv/.compiler: .venv/.core  # what the demo uses

@@ -45,7 +45,11 @@ def made(home: Path, env_class: str, record: str) -> Any:
 
 
 def walk(env: Any, steps: int = STEPS) -> Callable[[], None]:
-    """So many steps, with a reset where an episode ends; the same actions for everybody."""
+    """So many steps, with a reset where an episode ends; the same actions for everybody.
+
+    What a round has to write is written within it: left to the recorder's thread, it would slow down the next round.
+    """
+    flush: Callable[[], None] = env.inner.flush if hasattr(env, "inner") else lambda: None
 
     def walked() -> None:
         env.reset(seed=1)
@@ -53,6 +57,7 @@ def walk(env: Any, steps: int = STEPS) -> Callable[[], None]:
             _, _, terminated, truncated, _ = env.step(number & 1)
             if terminated or truncated:
                 env.reset()
+        flush()
 
     return walked
 

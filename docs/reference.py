@@ -101,6 +101,8 @@ def kind(annotation: Any) -> str:
         ("bool", "boolean"),
     ):
         text = text.replace(old, new)
+    if "one of ['first']" in text:
+        return '`"first"` or list of tables'
     words = text.replace("loopwright.", "").split(".")
     return "table" if "Config" in text or "RewardFunction" in text else f"{words[-1]}" if "one of" not in text else text
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tests.agents.trainings import LISTS, RANGE, batch, live, resumed, rows, state, timesteps, trained, written
+from tests.envs.worlds import live as live_world
 from tests.envs.worlds import wait_until, world
 
 from loopwright.agents.policy import act
@@ -22,7 +23,7 @@ from loopwright.agents.sb3 import Sb3Learner, SlotVecEnv
 from loopwright.core.errors import ScenarioError
 from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Outcome
-from loopwright.envs.adapter import Driver
+from loopwright.envs.adapter import Driver, LiveAdapter
 from loopwright.scenario.load import load
 
 # SB3 says that it runs faster elsewhere, and that a run without a bound on its observations has none.
@@ -281,6 +282,17 @@ def test_s13_a_killed_training_goes_on_with_its_policy(tmp_path, algorithm, more
         (row.action, row.draw, row.regime) for row in before
     ]
     assert timesteps(tmp_path, algorithm.upper()) == learned + 296 - len(before)
+
+
+def test_s13_live_rows_are_in_the_ledger_before_each_checkpoint(tmp_path):
+    env = LiveAdapter(live_world(tmp_path))
+    run, saved = env.inner.run, []
+    config = PpoConfig(trials=50, rollout=16, checkpoint_every=10)
+    learner = Sb3Learner("PPO", env, config, tmp_path / "policy", lambda: run.step, env.inner.flush)
+    learner.save = lambda _: saved.append((run.step, run.ledger.last()[0]))
+    learner.learn(50)
+    assert saved == [(n, n) for n in (10, 20, 30, 40, 50)]
+    env.close()
 
 
 def test_a_checkpoint_cut_short_does_not_hide_the_one_before(tmp_path):

@@ -111,8 +111,8 @@ def test_a_read_only_output_directory_is_refused_before_anything_runs(tmp_path, 
 
     assert ended.code == 1
     assert ended.err == (
-        f"error: cannot write to {campaign.output}: it is read-only. Choose another --output; "
-        "nothing that was recorded is lost: go on with `loopwright resume`.\n"
+        f"error: cannot write to {campaign.output}: it is read-only. Make it writable, or choose another --output; "
+        "nothing was started.\n"
     )
 
 

@@ -52,7 +52,7 @@ class Bandit(SearchAgent):
 
     def __init__(self, env: TrialEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
-        self._arms = {key_of(action): action for action in self._candidates()}
+        self._arms = {key_of(action): action for action in [*self._start, *self._candidates()]}
         self._pulls: dict[tuple[str, str], _Pulls] = defaultdict(_Pulls)
         self._by_regime: dict[str, _Pulls] = defaultdict(_Pulls)
         self._extremes: dict[str, tuple[float, float]] = {}

@@ -30,6 +30,7 @@ class Tally(Observer):
     def __init__(self, env: Any) -> None:
         self.name, self.total = env.run.name, planned(env)
         self.label = (*env.terms.objectives.labels, "")[0]
+        self.free = not env.terms.count_cached
         counts = env.run.ledger.counts()
         self.cached, self.failed, self.done = counts["cached"], 0, 0
         self.best: Trial | None = None
@@ -68,11 +69,12 @@ class Tally(Observer):
 
     def line(self) -> str:
         """The state of the run in one line."""
-        parts = [f"{self.done}/{self.total or '?'} done", f"{self.failed} failed", f"{self.cached} cached"]
+        counted = self.done - (self.cached if self.free else 0)
+        parts = [f"{counted}/{self.total or '?'} done", f"{self.failed} failed", f"{self.cached} cached"]
         if self.best is not None and self.best.reward is not None:
             parts.append(f"best {self.label} = {self.best.reward.value:.6g} (trial {self.best.number})")
         left = self.seconds_left
-        if left is not None and self.done < (self.total or 0):
+        if left is not None and counted < (self.total or 0):
             parts.append(f"{_duration(left)} left")
         return f"{self.name}: {', '.join(parts)}"
 

@@ -82,19 +82,21 @@ class InvalidAction(LoopwrightError, ValueError):
 _DISK = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EROFS: "it is read-only"}
 
 
+_GO_ON = "nothing that was recorded is lost: go on with `loopwright resume`"
+
+
 @contextmanager
-def storage(where: Path) -> Iterator[None]:
-    """Turn the operating system's refusals to write into a StorageError that names the place."""
+def storage(where: Path, *, then: str = _GO_ON) -> Iterator[None]:
+    """Turn the operating system's refusals to write into a StorageError that names the place and the next move."""
     try:
         yield
     except LoopwrightError:
         raise
     except OSError as error:
         reason = _DISK.get(error.errno or 0) or error.strerror or str(error)
-        move = "Make room or choose" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Choose"
+        advice = "Make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Make it writable"
         raise StorageError(
-            f"cannot write to {where}: {reason}. {move} another --output; "
-            "nothing that was recorded is lost: go on with `loopwright resume`."
+            f"cannot write to {where}: {reason}. {advice}, or choose another --output; {then}."
         ) from error
 
 

@@ -16,7 +16,7 @@ from loopwright.scenario.load import Loaded, load
 @contextmanager
 def hold(output: Path) -> Iterator[None]:
     """Keep every other process out of this directory; the hold ends with the process, however it ends."""
-    with storage(output):
+    with storage(output, then="nothing was started"):
         output.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(output / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

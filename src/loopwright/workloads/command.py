@@ -135,7 +135,7 @@ class CommandConfig(WorkloadConfig):
                 return [Problem(key, f"{program!r} is not on the PATH. Install it, or name it by its path in `files`.")]
             return []
         made = key == "command" and self.setup is not None
-        linked = any(os.path.normpath(program).startswith(os.path.normpath(name)) for name in self.files)
+        linked = any(Path(os.path.normpath(program)).is_relative_to(os.path.normpath(name)) for name in self.files)
         if made or linked:
             return []
         fix = f"add it: files = [{os.path.normpath(program)!r}]" if (home / program).exists() else "it does not exist"
