@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -192,6 +193,9 @@ def _result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
         lines.append(f"best  {_shown(reward, ' = ')}   with   {_shown(candidate.action)}{under}")
     if len(answer) > _MOST_ANSWERS:
         lines.append(f"and {len(answer) - _MOST_ANSWERS} more, in best.toml")
+    if not counts.get("ok"):
+        reasons = Counter(f"{trial.outcome}: {trial.reason}" for trial in ledger.trials() if trial.reason)
+        lines += [f"{count} × {reason}" for reason, count in reasons.most_common(3)]
     return {"counts": counts, "best": found}, lines
 
 

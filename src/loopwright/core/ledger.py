@@ -336,8 +336,11 @@ class Ledger:
 
     def episodes(self) -> Iterator[dict[str, Any]]:
         """The live episodes that ended, in order: first and last trial, return, length, regime."""
-        for (data,) in self._rows("SELECT data FROM payloads WHERE kind = 'episode' ORDER BY trial"):
-            yield orjson.loads(data)
+        after = 0
+        query = "SELECT trial, data FROM payloads WHERE kind = 'episode' AND trial > ? ORDER BY trial LIMIT 5000"
+        while rows := self._rows(query, (after,)):
+            yield from (orjson.loads(data) for _, data in rows)
+            after = rows[-1][0]
 
     def state(self, name: str, default: Any = None) -> Any:
         """What was stored about the run."""
