@@ -59,6 +59,15 @@ def test_the_budget_of_the_agent_does_not_bind_the_caller(write):
     env.close()
 
 
+def test_a_live_run_can_be_given_an_object(write):
+    own = gymnasium.make("CartPole-v1")
+    env = loopwright.make(write(**LIVE), server=own)
+    assert env.action_space is own.action_space
+    env.reset(seed=1)
+    assert env.step(1)[-1]["trial"] == 1
+    env.close()
+
+
 def test_without_an_output_nothing_is_left_behind(write, temporary):
     env = loopwright.make(write())
     assert len(list(temporary.iterdir())) == 1

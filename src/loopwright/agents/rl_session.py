@@ -14,7 +14,7 @@ from loopwright.core.env import mean_reward
 from loopwright.core.errors import InvalidAction, LoopwrightError
 from loopwright.core.reward import Reward
 from loopwright.core.run import RunStopped
-from loopwright.core.trial import Observation, Trial
+from loopwright.core.trial import Trial
 from loopwright.envs.adapter import Driver, LiveAdapter
 from loopwright.envs.live import LiveEnv
 from loopwright.envs.server import ServerLost
@@ -103,7 +103,7 @@ def _imitated(driver: Driver, folder: str) -> list[tuple[Any, Any]]:
             continue
         try:
             known = {name: choice.validate_value(regime[name]) for name, choice in env.draws.values.items()}
-            seen = driver.observations.encode(Observation(dict.fromkeys(env.metric_names), known))
+            seen = driver.regime_alone(known)
             by_regime[key_of(known)].append((objectives[0], seen, driver.actions.encode(action)))
         except InvalidAction:
             continue  # a regime or a point that this run does not have
@@ -132,7 +132,7 @@ def _evaluate(driver: Driver, learner: "Learner", regimes: list[dict[str, Any]],
     static = best_of(trial for trial in env.run.ledger.trials() if trial.number not in before.numbers).front
     rows = []
     for index, regime in enumerate(regimes):
-        seen = driver.observations.encode(Observation(dict.fromkeys(env.metric_names), regime))
+        seen = driver.regime_alone(regime)
         own = driver.actions.decode(learner.act(seen))
         row: dict[str, Any] = {"regime": regime, "policy": before.measured(own, regime, f"{index} policy", times)}
         if static:

@@ -42,11 +42,11 @@ class FlatWorld(gym.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed, options=options)
-        return self._flat(self._driver.observations.encode(self._driver.env.reset())), {}
+        return self._flat(self._driver.regime_alone(self._driver.env.reset().context)), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         (feedback,) = self._driver.step([self._driver.actions.decode(action)])
-        seen = self._flat(self._driver.observations.encode(feedback.observation))
+        seen = self._flat(self._driver.regime_alone(feedback.observation.context))
         return seen, self._driver.told(feedback), True, False, info_of(feedback)
 
 

@@ -30,7 +30,7 @@ class SlotVecEnv(VecEnv):
         super().__init__(slots, driver.observations.gym_space, driver.actions.gym_space)
 
     def _seen(self) -> Any:
-        seen = [self._driver.observations.encode(self._driver.env.reset(slot)) for slot in range(self.num_envs)]
+        seen = [self._driver.regime_alone(self._driver.env.reset(slot).context) for slot in range(self.num_envs)]
         return _stacked(seen)
 
     def reset(self) -> Any:

@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
 from loopwright.core.run import RunStopped
-from loopwright.core.trial import Action, Feedback
+from loopwright.core.trial import Action, Feedback, Observation
 from loopwright.envs.codec import ActionCodec, ObservationCodec, View
 from loopwright.envs.live import LiveEnv, below
 from loopwright.envs.observation import RegimeEncoder, StructuredObservation
@@ -105,6 +105,10 @@ class Driver:
             await asyncio.gather(*self._flights, return_exceptions=True)
             self._flights = []
             self.env.run.ledger.flush()
+
+    def regime_alone(self, regime: Mapping[str, Any]) -> Any:
+        """What a policy of ours sees, in training as in use: the regime, and nothing of what the last trial gave."""
+        return self.observations.encode(Observation(dict.fromkeys(self.env.metric_names), regime))
 
     def told(self, feedback: Feedback) -> float:
         """The number that a learner gets for a trial."""

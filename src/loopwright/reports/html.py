@@ -99,8 +99,9 @@ def _overview(shown: list[tuple[Html, Sequence[object]]]) -> Html:
 
 
 def _scenarios(digests: list[Digest]) -> list[str]:
-    names = (digest.provenance.get("scenario") for digest in digests)
-    return list(dict.fromkeys(Path(str(name)).stem for name in names if name))
+    known = [digest.provenance for digest in digests]
+    names = (about.get("name") or Path(str(about.get("scenario") or "")).stem for about in known)
+    return list(dict.fromkeys(str(name) for name in names if name))
 
 
 def _embedded(data: Any) -> str:

@@ -23,6 +23,7 @@ from loopwright.core.observer import Observers
 from loopwright.core.reward import Objectives, ServerReward
 from loopwright.core.run import Run
 from loopwright.envs.live import LiveEnv
+from loopwright.envs.server import GymServer
 from loopwright.envs.trial import TrialEnv
 from loopwright.execution import end_leftovers
 from loopwright.scenario.load import Loaded, import_observer
@@ -76,6 +77,7 @@ def build_env(
     shared: SharedCache | None = None,
     *,
     accept_changes: bool = False,
+    server: GymServer | None = None,
 ) -> AnyEnv:
     """The environment of a run, with its ledger open."""
     system, directory = loaded.scenario.system, (output / config.name).absolute()
@@ -92,7 +94,7 @@ def build_env(
     if config.live is not None:
         live = config.live
         fingerprint = key_of(live.env_class, live.address, live.fixed())
-        server = live.connect(loaded.home)
+        server = server or live.connect(loaded.home)
         run = Run(config.name, directory, _ledger(directory, system, fingerprint, accept_changes=accept_changes))
         draws = Draws(agent.seed, live.args, config.env_params)
         terms = replace(terms, fingerprint=fingerprint, objectives=Objectives((ServerReward(),)))
@@ -200,6 +202,7 @@ def _provenance(loaded: Loaded) -> dict[str, Any]:
         "host": platform.node(),
         "cpus": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "name": loaded.scenario.name,
         "scenario": str(loaded.path),
         "started_at": time.time(),
         "git": _commit(loaded.home),

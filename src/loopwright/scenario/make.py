@@ -10,6 +10,7 @@ from typing import Any
 from loopwright.agents import agents
 from loopwright.core.errors import MissingExtra, Problem, ScenarioError
 from loopwright.envs.live import LiveEnv
+from loopwright.envs.server import GymServer
 from loopwright.scenario.build import AnyEnv, build_env, describe, shared_cache
 from loopwright.scenario.load import Loaded, load
 from loopwright.scenario.output import begin, hold
@@ -25,12 +26,14 @@ def make(
     *,
     view: str = "flat",
     num_envs: int | None = None,
+    server: GymServer | None = None,
 ) -> Any:
     """The environment of a run; `info["trial"]` is the trial number. The caller's algorithm decides when to stop.
 
     Without `output` the record is kept in a temporary directory until the environment is closed. `view` is "flat" (no
     nesting: what most algorithms take), "dict" (named parts) or "discrete" (one number per point); a live run has the
     spaces of its server. With `num_envs` it is a `gymnasium.vector.VectorEnv` with that many trials in flight.
+    `server` is stepped by a live run instead of the one that the scenario names: an object of your own.
 
         env = loopwright.make("study.toml", run="tcp-policy")
         PPO("MultiInputPolicy", env).learn(2000)
@@ -49,7 +52,7 @@ def make(
         system = loaded.scenario.system.model_copy(update={"parallel": num_envs})
         loaded = replace(loaded, scenario=loaded.scenario.model_copy(update={"system": system}))
     with ExitStack() as undo:
-        adapter = _made(loaded, config, output, view, num_envs, undo)
+        adapter = _made(loaded, config, output, view, num_envs, server, undo)
         kept = undo.pop_all()
     close = adapter.close
 
@@ -78,7 +81,13 @@ def _chosen(loaded: Loaded, run: str | None) -> RunConfig:
 
 
 def _made(
-    loaded: Loaded, config: RunConfig, output: str | Path | None, view: str, num_envs: int | None, undo: ExitStack
+    loaded: Loaded,
+    config: RunConfig,
+    output: str | Path | None,
+    view: str,
+    num_envs: int | None,
+    server: GymServer | None,
+    undo: ExitStack,
 ) -> Any:
     assert config.agent is not None  # noqa: S101  _chosen sees to it
     if output is None:
@@ -93,7 +102,7 @@ def _made(
     shared = shared_cache(loaded, config, directory)
     if shared is not None:
         undo.callback(shared.close)
-    env = build_env(loaded, config, directory, free, shared)
+    env = build_env(loaded, config, directory, free, shared, server=server)
     undo.callback(env.run.ledger.close)
     describe(loaded, config, env, agents.get(free.type), free)
     return _adapted(env, view, num_envs)
