@@ -17,7 +17,7 @@ from tests.envs.worlds import live as live_world
 from tests.envs.worlds import wait_until, world
 
 from loopwright.agents.policy import act
-from loopwright.agents.rl import PpoConfig
+from loopwright.agents.rl import Books, PpoConfig
 from loopwright.agents.rl_session import _imitated
 from loopwright.agents.sb3 import Sb3Learner, SlotVecEnv
 from loopwright.core.errors import ScenarioError
@@ -288,7 +288,7 @@ def test_s13_live_rows_are_in_the_ledger_before_each_checkpoint(tmp_path):
     env = LiveAdapter(live_world(tmp_path))
     run, saved = env.inner.run, []
     config = PpoConfig(trials=50, rollout=16, checkpoint_every=10)
-    learner = Sb3Learner("PPO", env, config, tmp_path / "policy", lambda: run.step, env.inner.flush)
+    learner = Sb3Learner("PPO", env, config, Books(tmp_path / "policy", lambda: run.step, env.inner.flush))
     learner.save = lambda _: saved.append((run.step, run.ledger.last()[0]))
     learner.learn(50)
     assert saved == [(n, n) for n in (10, 20, 30, 40, 50)]
@@ -338,7 +338,9 @@ def test_each_imitated_trial_is_seen_under_its_own_regime(driver):
 
 
 def test_imitation_raises_the_probability_of_what_was_good(driver, tmp_path):
-    learner = Sb3Learner("PPO", SlotVecEnv(driver, 1), PpoConfig(trials=100), tmp_path / "p", lambda: 0, lambda: None)
+    learner = Sb3Learner(
+        "PPO", SlotVecEnv(driver, 1), PpoConfig(trials=100), Books(tmp_path / "p", lambda: 0, lambda: None)
+    )
     pairs = _imitated(driver, "earlier/run")
 
     def probability():

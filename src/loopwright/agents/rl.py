@@ -2,8 +2,9 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -48,8 +49,29 @@ class RlConfig(AgentConfig):
     """The folder of an earlier run, relative to the scenario, whose trials the policy imitates first."""
 
 
+@dataclass(frozen=True)
+class Books:
+    """What a learner must know of the run: where its policy lies, how many trials there were, what a step costs."""
+
+    directory: Path
+    counted: Callable[[], int]
+    flush: Callable[[], None]
+    cost: int = 1
+
+
 class Learner(ABC):
     """One library's algorithm at work on one environment."""
+
+    def __init__(self, config: RlConfig, books: Books) -> None:
+        self.config, self.books = config, books
+        self._saved_at = books.counted()
+
+    def checkpoint_if_due(self) -> None:
+        """Save now and then; what was learned from is in the ledger before the policy that learned it."""
+        if self.books.counted() - self._saved_at >= self.config.checkpoint_every:
+            self._saved_at = self.books.counted()
+            self.books.flush()
+            self.save(self.books.directory)
 
     @abstractmethod
     def learn(self, until: int) -> None:

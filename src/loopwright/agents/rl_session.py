@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopwright.agents.policy import describe
-from loopwright.agents.rl import MOST_REGIMES
+from loopwright.agents.rl import MOST_REGIMES, Books
 from loopwright.agents.warm import warm_trials
 from loopwright.core.canonical import key_of
 from loopwright.core.env import mean_reward
@@ -75,16 +75,17 @@ def _learn(agent: "RlAgent", learner: "Learner", directory: Path, until: int) ->
 
 
 def _learner(agent: "RlAgent", env: Any, directory: Path) -> "Learner":
-    run, cost = agent.env.run, agent.env.terms.repeats
+    run = agent.env.run
     flush = agent.env.flush if isinstance(agent.env, LiveEnv) else lambda: None
+    books = Books(directory, lambda: run.step, flush, agent.env.terms.repeats)
     if agent.config.library == "rllib":
         from loopwright.agents.rllib_ray import RllibLearner
 
-        return RllibLearner(agent.algorithm, env, agent.config, directory, lambda: run.step, flush, cost)
+        return RllibLearner(agent.algorithm, env, agent.config, books)
     from loopwright.agents.sb3 import Sb3Learner, SlotVecEnv
 
     world = SlotVecEnv(env, agent.parallel) if isinstance(env, Driver) else env
-    return Sb3Learner(agent.algorithm, world, agent.config, directory, lambda: run.step, flush, cost)
+    return Sb3Learner(agent.algorithm, world, agent.config, books)
 
 
 def _save(agent: "RlAgent", learner: "Learner", directory: Path) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.rl_module import RLModule
 from ray.tune.registry import register_env
 
-from loopwright.agents.rl import Learner, RlConfig
+from loopwright.agents.rl import Books, Learner, RlConfig
 from loopwright.core.errors import storage
 from loopwright.envs.adapter import Driver, info_of
 
@@ -57,17 +56,9 @@ def _world(context: Any) -> gym.Env[Any, Any]:
 class RllibLearner(Learner):
     """An RLlib algorithm without remote runners; a checkpoint in the directory is gone on from."""
 
-    def __init__(
-        self,
-        algorithm: str,
-        env: Any,
-        config: RlConfig,
-        directory: Path,
-        counted: Callable[[], int],
-        flush: Callable[[], None],
-        cost: int = 1,
-    ) -> None:
-        self._config, self._directory, self._counted, self._flush = config, directory, counted, flush
+    def __init__(self, algorithm: str, env: Any, config: RlConfig, books: Books) -> None:
+        super().__init__(config, books)
+        directory = books.directory
         self._began_ray = not ray.is_initialized()
         if self._began_ray:
             ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
@@ -75,7 +66,7 @@ class RllibLearner(Learner):
         _worlds[self._key] = FlatWorld(env) if isinstance(env, Driver) else env
         register_env("loopwright", _world)
         self._batch = min(config.rollout or min(2048, max(64, config.trials // 20)), max(1, config.trials // 2))
-        self._cost = self._batch * cost
+        self._cost = self._batch * books.cost
         made: Any = _configured(algorithm, config, self._key, self._batch).build_algo()
         self._algorithm = made
         # A crash between the two renames of `save` leaves only the older one.
@@ -83,16 +74,12 @@ class RllibLearner(Learner):
             if found.exists():
                 self._algorithm.restore_from_path(str(found.absolute()))
                 break
-        self._saved_at = counted()
 
     def learn(self, until: int) -> None:
         # RLlib collects whole batches: the last one must still fit into the budget.
-        while self._counted() + self._cost <= until:
+        while self.books.counted() + self._cost <= until:
             self._algorithm.train()
-            if self._counted() - self._saved_at >= self._config.checkpoint_every:
-                self._saved_at = self._counted()
-                self._flush()
-                self.save(self._directory)
+            self.checkpoint_if_due()
 
     def act(self, observation: Any) -> Any:
         space = _worlds[self._key].observation_space

@@ -1,6 +1,6 @@
 """Stable-Baselines3 as a learner: PPO, A2C, DQN and SAC. Import it late: torch and SB3 are extras."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.vec_env import VecEnv
 
-from loopwright.agents.rl import Learner, RlConfig
+from loopwright.agents.rl import Books, Learner, RlConfig
 from loopwright.core.errors import storage
 from loopwright.envs.adapter import Driver, info_of
 
@@ -82,18 +82,10 @@ class _Bounds(BaseCallback):
 class Sb3Learner(Learner):
     """An SB3 algorithm; a checkpoint in the directory is gone on from."""
 
-    def __init__(
-        self,
-        algorithm: str,
-        env: Any,
-        config: RlConfig,
-        directory: Path,
-        counted: Callable[[], int],
-        flush: Callable[[], None],
-        cost: int = 1,
-    ) -> None:
-        self._config, self._directory, self.counted, self._flush = config, directory, counted, flush
-        self._step_cost = cost * int(getattr(env, "num_envs", 1))
+    def __init__(self, algorithm: str, env: Any, config: RlConfig, books: Books) -> None:
+        super().__init__(config, books)
+        directory = books.directory
+        self._step_cost = books.cost * int(getattr(env, "num_envs", 1))
         torch.set_num_threads(1)
         kind: type[BaseAlgorithm] = getattr(stable_baselines3, algorithm)
         if (directory / POLICY).exists():
@@ -102,23 +94,15 @@ class Sb3Learner(Learner):
                 self.model.load_replay_buffer(directory / _REPLAY)
         else:
             self.model = kind(_policy(env), env, **_options(algorithm, env, config))
-        self._saved_at = counted()
 
     def learn(self, until: int) -> None:
         if self.fits(until):
-            remaining = until - self.counted()
+            remaining = until - self.books.counted()
             self.model.learn(remaining, callback=_Bounds(self, until), reset_num_timesteps=False)
 
     def fits(self, until: int) -> bool:
         """Whether another step, of one trial and its repeats per slot, stays within the budget."""
-        return self.counted() + self._step_cost <= until
-
-    def checkpoint_if_due(self) -> None:
-        """Save now and then; what was learned from is in the ledger before the policy that learned it."""
-        if self.counted() - self._saved_at >= self._config.checkpoint_every:
-            self._saved_at = self.counted()
-            self._flush()
-            self.save(self._directory)
+        return self.books.counted() + self._step_cost <= until
 
     def act(self, observation: Any) -> Any:
         return self.model.predict(observation, deterministic=True)[0]
