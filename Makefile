@@ -14,7 +14,7 @@ setup: .venv/.ready  ## a virtual environment with Loopwright, all its extras an
 	@touch $@
 
 .venv/.ready: .venv/.core
-	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev,gp,parquet,ray,rl]'
+	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev,gp,parquet,ray,rl,rollouts]'
 	@touch $@
 
 .venv/.compiler: .venv/.core  # what the demo uses

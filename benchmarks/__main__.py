@@ -8,7 +8,7 @@ from rich.table import Table
 
 from benchmarks.measure import Ratio
 
-NAMES = ("imports", "ledger", "commands", "callables", "sockets", "live", "paddle")
+NAMES = ("imports", "ledger", "commands", "callables", "sockets", "live", "paddle", "tcp", "pools", "rollouts")
 
 
 def main(names: list[str]) -> int:

@@ -1,5 +1,6 @@
 """Writes docs/reference.md, every key of a scenario, from the schema; `--check` says whether it is up to date."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,15 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from loopwright.agents import agents
+from loopwright.core.registry import Registry
 from loopwright.core.reward import rewards
+from loopwright.engines.base import Sampling, engines
+from loopwright.envs.live import LiveConfig
+from loopwright.rollouts.config import RolloutConfig
+from loopwright.rollouts.judger import judgers
+from loopwright.rollouts.loop import loops
+from loopwright.rollouts.produce import ProduceConfig
+from loopwright.rollouts.tasks import task_sources
 from loopwright.scenario.schema import PenaltiesConfig, RunConfig, Scenario, SystemConfig
 from loopwright.spaces.draws import EnvParamConfig
 from loopwright.spaces.parameter import Choice, Fixed, Range
@@ -43,18 +52,36 @@ def sections() -> list[str]:
         section("Scenario", Scenario),
         section("`[system]`", SystemConfig),
         section("`[[run]]`", RunConfig),
+        section("`[run.live]`", LiveConfig),
+        section("`[run.rollout]`", RolloutConfig),
+        section("`[run.rollout] produce`", ProduceConfig),
+        section("`[run.rollout] loop`, `sampling`", Sampling),
         section("`[run.rewards]`", PenaltiesConfig),
         section("`[run.env_params.NAME]`", EnvParamConfig),
     ]
-    for title, registry in (("agent", agents), ("workload", workloads), ("reward", rewards)):
-        where = "`[[run]] reward`" if title == "reward" else f"`[run.{title}]`"
-        for name in registry.names():
-            item: Any = registry.get(name)
-            found.append(section(f"{where}, `type = {name!r}`".replace("'", '"'), getattr(item, "Config", item)))
+    for where, registry in (
+        ("`[run.agent]`", agents),
+        ("`[run.workload]`", workloads),
+        ("`[[run]] reward`", rewards),
+        ("`[run.engine]`", engines),
+        ("`[run.rollout] tasks`", task_sources),
+        ("`[run.rollout] loop`", loops),
+        ("`[run.rollout] judger`", judgers),
+    ):
+        found += kinds(where, registry)
     found.append(section("`[run.workload] success`", SuccessConfig))
     found.append(section("`[run.workload.metrics] NAME`", MetricConfig))
     for form, model in (("a range", Range), ("a list", Choice), ("a fixed value", Fixed)):
         found.append(section(f"`[run.workload.args] NAME` as {form}", model))
+    return found
+
+
+def kinds(where: str, registry: Registry[Any]) -> list[str]:
+    """One section per type of which a table can be."""
+    found = []
+    for name in registry.names():
+        item = registry.get(name)
+        found.append(section(f"{where}, `type = {name!r}`".replace("'", '"'), getattr(item, "Config", item)))
     return found
 
 
@@ -100,11 +127,13 @@ def kind(annotation: Any) -> str:
         ("int", "integer"),
         ("bool", "boolean"),
     ):
-        text = text.replace(old, new)
+        text = re.sub(rf"\b{old}\b" if old.isalpha() else re.escape(old), new, text)
     if "one of ['first']" in text:
         return '`"first"` or list of tables'
     words = text.replace("loopwright.", "").split(".")
-    return "table" if "Config" in text or "RewardFunction" in text else f"{words[-1]}" if "one of" not in text else text
+    if any(word in text for word in ("Config", "RewardFunction", "Sampling")):
+        return "list of tables" if text.startswith("list") else "table"
+    return text if "one of" in text else words[-1]
 
 
 def default(field: Any) -> str:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 from tests.agents.trainings import LISTS, RANGE, batch, live, resumed, rows, state, timesteps, trained, written
+from tests.envs.live.peers import served
+from tests.envs.worlds import Line, wait_until, world
 from tests.envs.worlds import live as live_world
-from tests.envs.worlds import wait_until, world
 
 from loopwright.agents.policy import act
 from loopwright.agents.rl import Books, PpoConfig
@@ -138,7 +140,19 @@ def test_a_live_run_trains_and_acts(tmp_path):
         ('type = "dqn", trials = 90', RANGE, "[run.agent] type: 'dqn' needs lists of at most 4096 points"),
         ('type = "a2c", trials = 90, library = "rllib"', LISTS, "'a2c' comes from sb3, not from 'rllib'"),
         ('type = "ppo", trials = 4', LISTS, "evaluating the policy takes 4 of 4; raise it, or set evaluate = 0"),
+        (
+            'type = "ppo", trials = 5',
+            LISTS,
+            "1 of 5 are left to learn from, and the first update of the policy takes 2",
+        ),
+        ('type = "ppo", trials = 50, rollout = 64', LISTS, "46 of 50 are left to learn from, and the first update"),
         ('type = "ppo", trials = 90, count_cached = false', LISTS, "count_cached"),
+        (
+            'type = "ppo", trials = 90, options = { n_stepz = 8 }',
+            LISTS,
+            "[run.agent] options: 'ppo' of sb3 takes no 'n_stepz'. Known: learning_rate, n_steps,",
+        ),
+        ('type = "dqn", trials = 90, options = { clip_range = 1 }', LISTS, "'dqn' of sb3 takes no 'clip_range'"),
         ('type = "ppo", trials = 90, warm_start = "nowhere"', LISTS, "there is no ledger.db"),
         ('type = "dqn", trials = 90, warm_start = "nowhere"', LISTS, "'dqn' of sb3 does not imitate"),
         ('type = "ppo"', LISTS, "trials"),
@@ -146,6 +160,47 @@ def test_a_live_run_trains_and_acts(tmp_path):
 )
 def test_what_cannot_work_is_said_at_load_time(tmp_path, agent, args, words):
     assert words in problem(tmp_path, batch(agent, args))
+
+
+def test_repeats_take_their_share_of_the_budget(tmp_path):
+    agent = 'type = "ppo", trials = 12, seed = 1'
+    said = problem(tmp_path, batch(agent, run="repeats = 3"))
+    assert "evaluating the policy takes 12 of 12" in said
+    said = problem(tmp_path, batch(agent.replace("12", "15"), run="repeats = 3"))
+    assert "3 of 15 are left to learn from, and the first update of the policy takes 6" in said
+    assert trained(tmp_path, batch(agent.replace("12", "18"), run="repeats = 3")) == 0
+    assert updates(tmp_path) > 0
+
+
+@pytest.mark.parametrize(
+    ("agent", "run", "parallel"),
+    [
+        ('type = "ppo", trials = 40', "", 1),
+        ('type = "ppo", trials = 60', "repeats = 5", 1),
+        ('type = "ppo", trials = 12', "", 4),
+        ('type = "a2c", trials = 30', "repeats = 3", 2),
+        ('type = "dqn", trials = 8', "", 1),
+        ('type = "dqn", trials = 28', "repeats = 2", 2),
+    ],
+)
+def test_a_policy_that_ends_well_was_updated(tmp_path, agent, run, parallel):
+    assert trained(tmp_path, batch(agent, run=run, parallel=parallel)) == 0
+    assert updates(tmp_path, agent.split('"')[1].upper()) > 0
+
+
+def updates(home, algorithm="PPO"):
+    import stable_baselines3
+
+    return getattr(stable_baselines3, algorithm).load(home / "out" / "r" / "policy" / "policy.zip")._n_updates
+
+
+@pytest.mark.slow
+def test_rllib_is_asked_for_its_options_too(tmp_path):
+    text = batch('type = "ppo", library = "rllib", trials = 90, options = { lamda_ = 1.0, gamma = 0.5 }')
+    said = problem(tmp_path, text)
+    assert "'ppo' of rllib takes no 'lamda_'" in said
+    assert "Did you mean 'lambda_'?" in said
+    assert "no 'gamma'" not in said
 
 
 @pytest.mark.parametrize(
@@ -163,36 +218,104 @@ def test_a_live_policy_starts_cold(tmp_path):
     assert "a live policy starts cold" in problem(tmp_path, live('type = "ppo", trials = 9, warm_start = "x"'))
 
 
+def test_a_live_policy_has_room_for_a_rollout(tmp_path):
+    assert "the first update of the policy takes 64" in problem(
+        tmp_path, live('type = "ppo", trials = 9, rollout = 64')
+    )
+
+
 # -- failures -----------------------------------------------------------------------------------------------------
 
 
 def test_a_failing_training_is_a_code_and_the_next_run_starts(tmp_path):
-    bad = batch('type = "ppo", trials = 40, options = { nonsense = 1 }', name="bad")
+    bad = batch('type = "ppo", trials = 40, options = { gamma = "high" }')
     good = batch('type = "random", trials = 4', more="", name="good").split("parallel = 1")[1]
     assert trained(tmp_path, bad + good) == 1
-    assert numbers(tmp_path, "bad") == []
     assert len(numbers(tmp_path, "good")) == 4
+    failure = state(tmp_path, "failure")
+    assert failure.startswith("Traceback")
+    assert failure.strip().splitlines()[-1] in unescape((tmp_path / "out" / "report.html").read_text())
 
 
 def test_a_live_algorithm_that_cannot_act_there_is_a_code(tmp_path, caplog):
-    (tmp_path / "rl_late.py").write_text(LATE)
-    assert trained(tmp_path, live('type = "sac", trials = 50', "rl_late:make")) == 1
+    with served(Line, f"unix://{tmp_path}/s") as server:  # at an address nothing is known before it is there
+        assert trained(tmp_path, at(server.address)) == 1
     assert "'sac' acts in Box; the server has a Discrete" in caplog.text
+    assert "Traceback" not in caplog.text
     assert numbers(tmp_path) == []
+    assert state(tmp_path, "failure") == "'sac' acts in Box; the server has a Discrete."
 
 
-@pytest.mark.parametrize("path", ["gymnasium:CartPole-v1", "tests.envs.worlds:Line"])
-def test_a_live_algorithm_that_cannot_act_there_is_refused_where_the_space_is_known(tmp_path, path):
+def at(address, agent='type = "sac", trials = 50'):
+    return live(agent).replace('env_class = "gymnasium:CartPole-v1"', f'address = "{address}"')
+
+
+@pytest.mark.parametrize(
+    "path", ["gymnasium:CartPole-v1", "tests.envs.worlds:Line", "rl_late:make", "rl_late:Ordinary"]
+)
+def test_a_live_algorithm_that_cannot_act_there_is_refused_at_load_time(tmp_path, path):
+    (tmp_path / "rl_late.py").write_text(LATE)
     said = problem(tmp_path, live('type = "sac", trials = 50', path))
     assert "[run.agent] type: 'sac' acts in Box; the server has a Discrete." in said
 
 
+def test_a_server_that_is_not_there_is_a_code_and_the_next_run_starts(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("loopwright.envs.remote._FIRST_WAIT_S", 60.0)  # no second try
+    good = batch('type = "random", trials = 4', more="", name="good").split("parallel = 1")[1]
+    assert trained(tmp_path, at(f"unix://{tmp_path}/nowhere", 'type = "ppo", trials = 20') + good) == 1
+    assert len(numbers(tmp_path, "good")) == 4
+    said = f"lost the server at unix://{tmp_path}/nowhere: nobody answers there"
+    assert said in caplog.text
+    assert "Traceback" not in caplog.text
+    assert said in state(tmp_path, "failure")
+    assert said in unescape((tmp_path / "out" / "report.html").read_text())
+    assert state(tmp_path, "run")["live"]
+    with served(Line, f"unix://{tmp_path}/nowhere"):
+        assert resumed(tmp_path) == 0
+    assert state(tmp_path, "failure") is None
+    assert len(numbers(tmp_path)) == 20
+
+
 LATE = """
+from gymnasium import Env, spaces
+
 def make():
     from tests.envs.worlds import Line
 
     return Line()
+
+class Ordinary(Env):
+    def __init__(self):
+        self.observation_space, self.action_space = spaces.Box(-1, 1, (2,)), spaces.Discrete(3)
 """
+
+RESETS = """
+from tests.envs.worlds import Line
+
+class Failing(Line):
+    def reset(self, **options):
+        if self.steps == 25:
+            self.steps += 100
+            raise {error}
+        return super().reset(**options)
+"""
+
+
+@pytest.mark.parametrize("error", ['RuntimeError("no more")', 'SystemExit("no more")'])
+def test_a_server_that_fails_in_reset_is_lost_and_costs_no_number(tmp_path, caplog, error):
+    name = f"rl_resets_{error[:5].lower()}"
+    (tmp_path / f"{name}.py").write_text(RESETS.format(error=error))
+    assert trained(tmp_path, live('type = "ppo", trials = 40, rollout = 16', f"{name}:Failing")) == 1
+    assert numbers(tmp_path) == list(range(1, 26))
+    said = f"the server failed in 'reset': {error.split('(')[0]}: no more"
+    assert said in caplog.text
+    assert state(tmp_path, "failure") == f"lost (infra): {said}"
+    assert said in unescape((tmp_path / "out" / "report.html").read_text())
+    assert timesteps(tmp_path) >= 24
+    assert resumed(tmp_path) == 0
+    assert state(tmp_path, "failure") is None
+    assert numbers(tmp_path) == list(range(1, 41))
+
 
 SERVER = """
 from tests.envs.worlds import Line
@@ -217,6 +340,50 @@ def test_a_server_that_dies_in_training_is_lost_and_the_run_goes_on_later(tmp_pa
     assert resumed(tmp_path) == 0
     assert numbers(tmp_path) == list(range(1, 61))
     assert timesteps(tmp_path) == first + 19
+
+
+HANGS = """
+import time
+from tests.envs.worlds import Line
+
+class Hanging(Line):
+    def step(self, action):
+        if self.steps == 40:
+            time.sleep(600)
+        return super().step(action)
+
+    def reset(self, **options):
+        if self.steps == 25:
+            self.steps += 100
+            time.sleep(600)
+        return super().reset(**options)
+"""
+
+
+@pytest.mark.parametrize("record", ["steps", "episodes"])
+def test_a_server_that_hangs_in_training_is_lost_and_the_run_goes_on_later(tmp_path, caplog, record):
+    (tmp_path / "rl_hanging.py").write_text(HANGS.replace("self.steps == 25", "False"))
+    more = f'timeout_s = 0.3\nrecord = "{record}"'
+    assert trained(tmp_path, live('type = "ppo", trials = 60, rollout = 16', "rl_hanging:Hanging", more)) == 1
+    assert "no answer to 'step' within 0.3 s (timeout_s)" in caplog.text
+    last = rows(tmp_path)[-1]
+    assert (last.number, last.outcome, last.fault) == (41, "lost", "infra")
+    first = timesteps(tmp_path)
+    assert resumed(tmp_path) == 0
+    assert numbers(tmp_path)[-1] == 60
+    assert timesteps(tmp_path) == first + 19
+
+
+def test_a_server_that_hangs_in_reset_ends_the_run_and_it_goes_on_later(tmp_path, caplog):
+    (tmp_path / "rl_reset_hangs.py").write_text(HANGS)
+    agent = 'type = "ppo", trials = 60, rollout = 16'
+    assert trained(tmp_path, live(agent, "rl_reset_hangs:Hanging", "timeout_s = 0.3")) == 1
+    assert "no answer to 'reset' within 0.3 s (timeout_s)" in caplog.text
+    assert numbers(tmp_path) == list(range(1, 26))
+    assert resumed(tmp_path) == 1  # its next instance hangs in the same place
+    assert numbers(tmp_path) == list(range(1, 51))
+    assert resumed(tmp_path) == 0
+    assert numbers(tmp_path) == list(range(1, 61))
 
 
 def interrupted(home, text, count):
@@ -288,7 +455,7 @@ def test_s13_live_rows_are_in_the_ledger_before_each_checkpoint(tmp_path):
     env = LiveAdapter(live_world(tmp_path))
     run, saved = env.inner.run, []
     config = PpoConfig(trials=50, rollout=16, checkpoint_every=10)
-    learner = Sb3Learner("PPO", env, config, Books(tmp_path / "policy", lambda: run.step, env.inner.flush))
+    learner = Sb3Learner("PPO", env, config, Books(tmp_path / "policy", lambda: run.step, env.inner.flush, 1, 100))
     learner.save = lambda _: saved.append((run.step, run.ledger.last()[0]))
     learner.learn(50)
     assert saved == [(n, n) for n in (10, 20, 30, 40, 50)]
@@ -339,7 +506,7 @@ def test_each_imitated_trial_is_seen_under_its_own_regime(driver):
 
 def test_imitation_raises_the_probability_of_what_was_good(driver, tmp_path):
     learner = Sb3Learner(
-        "PPO", SlotVecEnv(driver, 1), PpoConfig(trials=100), Books(tmp_path / "p", lambda: 0, lambda: None)
+        "PPO", SlotVecEnv(driver, 1), PpoConfig(trials=100), Books(tmp_path / "p", lambda: 0, lambda: None, 1, 100)
     )
     pairs = _imitated(driver, "earlier/run")
 
@@ -378,17 +545,15 @@ def test_a_warm_policy_starts_from_a_recorded_ledger(tmp_path):
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
-def test_rllib_trains_within_its_budget_goes_on_and_acts(tmp_path, algorithm):
-    agent = f'type = "{algorithm}", library = "rllib", trials = 100, rollout = 16, checkpoint_every = 30'
+def test_rllib_uses_its_budget_up_goes_on_and_acts(tmp_path, algorithm):
+    agent = f'type = "{algorithm}", library = "rllib", trials = 100, rollout = 36, checkpoint_every = 30'
     text = batch(agent)
     path = written(tmp_path, text)
     done = loopwright("run", path, "--output", tmp_path / "out", "--quiet")
     assert done.returncode == 0, done.stderr
-    count = len(numbers(tmp_path))
-    assert 80 < count <= 100
-    assert numbers(tmp_path) == list(range(1, count + 1))
+    assert numbers(tmp_path) == list(range(1, 101))
     assert loopwright("resume", tmp_path / "out", "--quiet").returncode == 0
-    assert len(numbers(tmp_path)) == count
+    assert len(numbers(tmp_path)) == 100
     acted = loopwright("act", tmp_path / "out" / "r" / "policy", "--regime", "wind=1")
     assert json.loads(acted.stdout)["x"] in (0, 1, 2, 3)
 
@@ -399,7 +564,49 @@ def test_rllib_steps_a_live_run(tmp_path):
     path = written(tmp_path, live('type = "ppo", library = "rllib", trials = 200, rollout = 64'))
     done = loopwright("run", path, "--output", tmp_path / "out", "--quiet")
     assert done.returncode == 0, done.stderr
-    assert numbers(tmp_path) == list(range(1, 193))
+    assert numbers(tmp_path) == list(range(1, 201))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_r05_rllib_sees_the_regime_of_a_live_run(tmp_path):
+    drawn = "[run.live.args]\ngravity = [9.8, 1.6]\n[run.env_params.gravity]"
+    path = written(tmp_path, live('type = "ppo", library = "rllib", trials = 200, rollout = 64', more=drawn))
+    done = loopwright("run", path, "--output", tmp_path / "out", "--quiet")
+    assert done.returncode == 0, done.stderr
+    words = ("--regime", "gravity=1.6", "--observation", "[0, 0, 0, 0]")
+    acted = loopwright("act", tmp_path / "out" / "r" / "policy", *words)
+    assert json.loads(acted.stdout) in (0, 1), acted.stderr
+
+
+BOXED = """
+import numpy as np
+from gymnasium import spaces
+from tests.envs.worlds import Line
+
+class Boxed(Line):
+    observation_space = spaces.Box(-100, 100, (2,), np.float32)
+    action_space = spaces.Box(3.0, 5.0, (2,), np.float32)
+
+    def __init__(self):
+        super().__init__()
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return super().step(1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_rllib_policy_acts_within_the_bounds_that_it_was_trained_in(tmp_path):
+    (tmp_path / "rl_boxed.py").write_text(BOXED)
+    path = written(tmp_path, live('type = "ppo", library = "rllib", trials = 100, rollout = 50', "rl_boxed:Boxed"))
+    done = loopwright("run", path, "--output", tmp_path / "out", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert {row.outcome for row in rows(tmp_path)} == {"ok"}
+    acted = loopwright("act", tmp_path / "out" / "r" / "policy", "--observation", "[0, 0]")
+    assert all(3.0 <= number <= 5.0 for number in json.loads(acted.stdout)), acted.stderr
 
 
 def loopwright(*words: object) -> "subprocess.CompletedProcess[str]":

@@ -50,6 +50,8 @@ def test_it_answers_alike_in_a_process_of_its_own(act, policy, loopwright):
         (("--regime", "wind=0", "--regime", "sea=1"), "acts on the regime wind"),
         (("--regime", "wind=7"), "--regime wind: 7 is none of 0, 1"),
         (("--regime", "wind"), "write it as NAME=VALUE"),
+        (("--regime", "wind=0", "--regime", "wind=1"), "--regime wind is given twice"),
+        (("--regime", "wind=0", "--observation", "[0]"), "--observation is for policies of live runs"),
     ],
 )
 def test_a_regime_that_it_does_not_know_is_named(act, policy, words, said):
@@ -80,3 +82,20 @@ def test_a_live_policy_answers_for_an_observation(act, tmp_path):
         code, _, err = act(policy, "--observation", wrong)
         assert code == 1
         assert "is no observation of this policy" in err
+
+
+def test_a_live_policy_with_a_regime_needs_both(act, tmp_path):
+    drawn = "[run.live.args]\ngravity = [9.8, 1.6]\n[run.env_params.gravity]"
+    assert trained(tmp_path, live('type = "a2c", trials = 40', more=drawn)) == 0
+    policy = tmp_path / "out" / "r" / "policy"
+    code, out, _ = act(policy, "--regime", "gravity=1.6", "--observation", "[0, 0, 0, 0]")
+    assert code == 0
+    assert json.loads(out) in (0, 1)
+    for words, said in (
+        (("--regime", "gravity=1.6"), "give --observation with one of Box("),
+        (("--observation", "[0, 0, 0, 0]"), "this policy acts on the regime gravity; give each with --regime"),
+        (("--regime", "gravity=2", "--observation", "[0, 0, 0, 0]"), "--regime gravity: 2 is none of 9.8, 1.6"),
+    ):
+        code, _, err = act(policy, *words)
+        assert code == 1
+        assert said in " ".join(err.split())

@@ -88,3 +88,46 @@ def test_an_unknown_verb_is_2(loopwright):
 def test_help_and_version(loopwright):
     assert "dry-run" in loopwright("--help").stdout
     assert loopwright("--version").stdout.startswith("loopwright ")
+
+
+LIVE = """
+name = "study"
+[[run]]
+name = "first"
+agent = { type = "a2c", trials = 40 }
+reward = { type = "server" }
+[run.live]
+env_class = "broken:Broken"
+"""
+BROKEN = """
+import gymnasium, numpy
+
+class Broken(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+    steps = 0
+
+    def reset(self, *, seed=None, options=None):
+        return numpy.zeros(1, numpy.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        return numpy.zeros(1, numpy.float32), -1.0 if self.steps <= 20 else float("nan"), self.steps % 5 == 0, False, {}
+"""
+
+
+def test_the_end_of_a_live_run_says_what_failed_and_why(loopwright, tmp_path):
+    (tmp_path / "live.toml").write_text(LIVE)
+    (tmp_path / "broken.py").write_text(BROKEN)
+    ended = loopwright("run", "live.toml", "-o", "out", "-q")
+    assert ended.returncode == 0, ended.stderr
+    assert "first: 40 steps in 24 episodes, 20 failed" in ended.stdout
+    assert "mean return of the last 2 episodes: -5 (of the first 2: -5)" in ended.stdout
+    assert "20 × metric_missing: reward: nan where a finite number is due" in ended.stdout
+
+
+def test_the_end_of_a_training_says_how_the_policy_did(loopwright, scenario, tmp_path):
+    path = scenario(agent='{ type = "a2c", trials = 12, seed = 1 }', more="[run.env_params.mode]")
+    ended = loopwright("run", path, "-o", "out", "-q")
+    assert ended.returncode == 0, ended.stderr
+    assert "policy, measured at the end: " in ended.stdout

@@ -20,6 +20,7 @@ from stable_baselines3 import PPO
 
 import loopwright
 from loopwright.agents.sb3 import SlotVecEnv
+from loopwright.agents.sight import in_sight
 from loopwright.core.env import Terms
 from loopwright.core.errors import ScenarioError
 from loopwright.core.observer import Observers
@@ -28,17 +29,19 @@ from loopwright.core.reward import Identity, Objectives
 from loopwright.core.run import Run
 from loopwright.envs import adapter as adapter_module
 from loopwright.envs.adapter import Driver, GymnasiumAdapter, LiveAdapter, VectorAdapter
+from loopwright.envs.server import ServerError
 from loopwright.envs.trial import TrialEnv
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
 from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.spaces.parameter import Range, parameter
 from tests.envs.test_codec import made_spaces
-from tests.envs.worlds import Called, Line, live, run_in, world
+from tests.envs.worlds import Called, Line, Shown, live, run_in, world
 
 UNREASONABLE = (
     "A Box observation space (min|max)imum value is -?infinity",  # a metric has no bounds that are known
     "For Box action spaces, we recommend",  # the named view has the native bounds; the flat one is normalised
+    "Your action space has dtype float64",  # float32 does not tell the integers of a wide range apart
 )
 
 
@@ -128,6 +131,52 @@ def test_g01_a_live_environment_passes_both(tmp_path):
     env.close()
 
 
+SPEEDS = {"speed": [1, 2.5, 30], "wind": ["calm", "storm"]}
+plain_spaces = st.one_of(
+    st.builds(spaces.Discrete, st.integers(1, 5)),
+    st.builds(spaces.MultiBinary, st.integers(1, 4)),
+    st.builds(spaces.MultiDiscrete, st.lists(st.integers(1, 4), min_size=1, max_size=3)),
+    st.builds(
+        lambda size, dtype: spaces.Box(0, 100, (size,), dtype),
+        st.integers(1, 4),
+        st.sampled_from([np.float32, np.float64, np.uint8, np.int64]),
+    ),
+)
+named_spaces = st.builds(spaces.Dict, st.dictionaries(st.sampled_from("abc"), plain_spaces, min_size=1))
+nested_spaces = st.one_of(
+    st.builds(spaces.Tuple, st.lists(plain_spaces, min_size=1, max_size=3)),
+    st.builds(spaces.Dict, st.dictionaries(st.sampled_from("abc"), named_spaces, min_size=1)),
+)
+
+
+@pytest.mark.parametrize("view", ["dict", "flat"])
+def test_g01_a_live_environment_with_a_regime_passes_both(tmp_path, view):
+    server = gymnasium.make("CartPole-v1").unwrapped
+    env = LiveAdapter(live(tmp_path, server, drawn=SPEEDS), view=view)
+    checked(env, skip_close_check=True)
+    if view == "flat":
+        checked(env, sb3_checker.check_env)
+    env.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    data=st.data(), view=st.sampled_from(["dict", "flat"]), encoding=st.sampled_from(["categorical", "scalar", "log"])
+)
+def test_g01_whatever_a_server_shows_passes_with_the_regime_beside_it(tmp_path_factory, data, view, encoding):
+    nested = data.draw(st.booleans())
+    shown = data.draw(nested_spaces if nested else st.one_of(plain_spaces, named_spaces))
+    inner = live(tmp_path_factory.mktemp("any"), Shown(shown), drawn=SPEEDS, encodings={"speed": encoding})
+    env = LiveAdapter(inner, view=view)
+    checked(env, skip_close_check=True)
+    if view == "flat":
+        # SB3 takes nothing nested: what its learner gets is one row then.
+        checked(in_sight(env, "sb3") if nested else env, sb3_checker.check_env)
+        checked(in_sight(env, "rllib"), sb3_checker.check_env)
+    env.close()
+    inner.run.ledger.close()
+
+
 def test_g01_unwrapped_keeps_gymnasiums_meaning(study):
     env = GymnasiumAdapter(study)
     assert env.unwrapped is env
@@ -210,6 +259,31 @@ def test_g05_the_context_holds_each_drawn_parameter_by_its_leaf(study):
     assert seen["context"]["drop"] == pytest.approx(info["env_params"]["drop"])
     assert seen["context"]["size"] == pytest.approx(np.log(info["env_params"]["size"]))
     assert ["x", "y"][seen["context"]["kind"]] == info["env_params"]["kind"]
+    env.close()
+
+
+def test_g05_the_context_of_a_live_observation_is_that_of_a_batch_one(tmp_path):
+    drawn = {"drop": [0.1, 0.2], "size": [1, 10, 100], "kind": ["x", "y"]}
+    encodings = {name: how["encoding"] for name, how in DRAWN.items()}
+    for view in ("dict", "flat"):
+        one = LiveAdapter(live(tmp_path / view, drawn=drawn, encodings=encodings), view=view)
+        other = GymnasiumAdapter(world(tmp_path / f"{view} batch", ARGUMENTS, score, env_params=DRAWN), view=view)
+        assert one.observation_space["observation"] == Line.observation_space
+        assert one.observation_space["context"] == other.observation_space["context"]
+        (seen, told), (beside, known) = one.reset(), other.reset()
+        assert told["env_params"] == known["env_params"]  # both draw with the seed 0
+        assert str(seen["context"]) == str(beside["context"])
+        one.close()
+        other.close()
+
+
+def test_g05_the_parts_of_a_server_stay_where_they_are(tmp_path):
+    shown = spaces.Dict([("b", spaces.Discrete(2)), ("a", spaces.Box(0, 1, (2,)))])
+    env = LiveAdapter(live(tmp_path, Shown(shown), drawn=SPEEDS))
+    assert list(env.observation_space.spaces) == ["b", "a", "context"]
+    seen, _ = env.reset()
+    assert seen in env.observation_space
+    assert list(seen) == ["b", "a", "context"]
     env.close()
 
 
@@ -314,6 +388,72 @@ def test_r07_an_observation_shows_the_regime_that_the_next_trial_runs_under(stud
     env.close()
 
 
+@pytest.mark.parametrize("record", ["steps", "episodes"])
+def test_r05_a_live_regime_reaches_server_ledger_info_and_context(tmp_path, record):
+    env = LiveAdapter(live(tmp_path, drawn=SPEEDS, encodings={"speed": "scalar"}, record=record), view="dict")
+    known = []
+    for _ in range(6):
+        seen, info = env.reset()
+        over = False
+        while not over:
+            assert seen["context"]["speed"] == pytest.approx(info["env_params"]["speed"])
+            assert SPEEDS["wind"][seen["context"]["wind"]] == info["env_params"]["wind"]
+            assert env.inner.server.resets[-1]["env_params"] == info["env_params"]
+            seen, _, over, _, info = env.step(1)
+        known.append(info["env_params"])
+    env.close()
+    assert [one["regime"] for one in env.inner.run.ledger.episodes()] == known
+    assert len({str(regime) for regime in known}) > 1
+    rows = [row.regime for row in env.inner.run.ledger.trials()]
+    assert rows == [regime for regime in known for _ in range(5 if record == "steps" else 1)]
+
+
+def test_r05_a_step_that_failed_still_shows_its_regime(tmp_path):
+    env = LiveAdapter(live(tmp_path, Line({2: 5}), drawn=SPEEDS))
+    first, _ = env.reset()
+    env.step(1)
+    seen, _, _, truncated, info = env.step(1)
+    assert (truncated, info["outcome"]) == (True, "metric_missing")
+    assert seen in env.observation_space
+    np.testing.assert_array_equal(seen["context"], first["context"])
+    env.close()
+
+
+def test_r05_who_writes_into_an_observation_changes_no_other(tmp_path):
+    env = LiveAdapter(live(tmp_path, drawn=SPEEDS))
+    first, _ = env.reset()
+    kept = first["context"].copy()
+    first["context"][:] = 7
+    np.testing.assert_array_equal(env.step(1)[0]["context"], kept)
+    env.close()
+
+
+def test_r07_the_last_observation_of_a_live_episode_has_its_own_regime_and_reset_the_next_one(tmp_path):
+    env = LiveAdapter(live(tmp_path, drawn={"speed": list(range(50))}, encodings={"speed": "scalar"}))
+    shown = []
+    for _ in range(8):
+        first, told = env.reset()
+        again, _ = env.reset()  # as some libraries do
+        seen = [first, again, *(env.step(1)[0] for _ in range(5))]
+        assert {float(one["context"][0]) for one in seen} == {float(told["env_params"]["speed"])}
+        shown.append(told["env_params"]["speed"])
+    env.close()
+    assert [one["regime"]["speed"] for one in env.inner.run.ledger.episodes()] == shown
+    assert len(set(shown)) > 4
+
+
+@pytest.mark.parametrize("view", ["dict", "flat"])
+def test_r07_make_shows_the_regime_of_a_live_run(tmp_path, view):
+    path = written(tmp_path, stepped(more=DRAWN_SPEED + '\nencoding = "scalar"'))
+    env = loopwright.make(path, view=view)
+    for _ in range(3):
+        seen, info = env.reset()
+        shown = seen["context"]["speed"] if view == "dict" else seen["context"]
+        assert shown == pytest.approx(info["env_params"]["speed"])
+        assert env.step(1)[4]["env_params"] == info["env_params"]
+    env.close()
+
+
 def test_r07_a_live_reset_tells_the_regime_of_the_steps_that_follow(tmp_path):
     env = LiveAdapter(live(tmp_path, drawn={"speed": [1, 2, 3]}))
     for _ in range(6):
@@ -368,6 +508,7 @@ def score(x, wind=0):
 """
 
 TOY = """
+from gymnasium import spaces
 from tests.envs.worlds import Line
 
 class Server(Line):
@@ -376,6 +517,14 @@ class Server(Line):
     def __init__(self, speed=1.0, color="red"):
         super().__init__()
         Server.made.append((speed, color))
+
+class Occupied(Line):
+    observation_space = spaces.Dict({"context": spaces.Discrete(2)})
+
+class Hidden(Line):
+    def __init__(self):
+        super().__init__()
+        self.observation_space = spaces.Dict({"context": spaces.Discrete(2)})
 
 class NoServer:
     def reset(self): ...
@@ -449,6 +598,15 @@ def test_g08_an_object_can_be_handed_over_in_python(tmp_path):
     env.step(1)
     assert server.steps == 1
     env.close()
+
+
+def test_g08_a_server_that_has_a_context_of_its_own_leaves_no_place_for_the_regime(tmp_path):
+    said = refused(tmp_path, stepped("toy:Occupied", DRAWN_SPEED))
+    assert "[run.live] env_class: the server's observations have a part 'context'" in said
+    load(written(tmp_path, stepped("toy:Occupied")))  # nothing is drawn: it may show what it likes
+    assert "have a part 'context'" in refused(tmp_path, stepped("toy:Hidden", DRAWN_SPEED))  # set in __init__
+    with pytest.raises(ServerError, match=r"have a part 'context'.*give it another name"):
+        live(tmp_path, Shown(gymnasium.spaces.Dict({"context": gymnasium.spaces.Discrete(2)})), drawn={"speed": [1, 2]})
 
 
 PLAIN = batch(agent="", args="x = 1", name="plain").replace('name = "test"\n', "")

@@ -128,7 +128,11 @@ def test_s03_only_the_environment_moves_the_counter_and_reset_never_rewinds_it(t
     assert [trial.number for trial in env.run.ledger.trials()] == [1, 2, 3]
     source = Path(__file__).parents[2] / "src"
     callers = [path for path in source.rglob("*.py") if ".increment_step()" in path.read_text()]
-    assert {path.relative_to(source / "loopwright").as_posix() for path in callers} == {"core/env.py", "envs/live.py"}
+    assert {path.relative_to(source / "loopwright").as_posix() for path in callers} == {
+        "core/env.py",
+        "envs/live.py",
+        "rollouts/env.py",
+    }
 
 
 def test_s04_the_number_is_there_before_path_and_rows_for_every_kind_of_trial(tmp_path):

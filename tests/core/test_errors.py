@@ -1,6 +1,8 @@
 """The exception tree: each error is also the standard one that it refines, and says the next move."""
 
+import ast
 import errno
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,26 @@ def test_an_error_is_also_the_standard_one(error, standard):
     assert issubclass(error, LoopwrightError)
     assert issubclass(error, standard)
     assert error.__name__ in errors.__doc__
+
+
+def test_the_tree_shows_every_error_under_its_parent_with_its_file():
+    package = Path(errors.__file__).parents[1]
+    written = {"LoopwrightError": ("", "core/errors.py")}
+    for file in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and node.bases and isinstance(node.bases[0], ast.Name):
+                written[node.name] = written.get(node.name) or (node.bases[0].id, str(file.relative_to(package)))
+
+    def is_error(name):
+        return name == "LoopwrightError" or (name in written and is_error(written[name][0]))
+
+    drawn, line_of = {}, ["LoopwrightError", ""]
+    for lead, name, rest in re.findall(r"^    ([│├└─ ]+) (\w+) (.*)$", errors.__doc__, re.MULTILINE):
+        depth = len(lead) // 4
+        line_of[depth + 1 :] = [name]
+        file = re.search(r"\S+\.py$", rest)
+        drawn[name] = line_of[depth], file[0] if file else "core/errors.py"
+    assert drawn == {name: place for name, place in written.items() if name != "LoopwrightError" and is_error(name)}
 
 
 def test_a_scenario_error_has_a_line_for_each_problem_with_file_and_key():

@@ -9,6 +9,7 @@ from gymnasium import spaces
 from tests.envs.worlds import Called, live, world
 
 from loopwright.core.env import Penalties
+from loopwright.core.errors import InvalidAction
 from loopwright.core.outcome import Outcome
 from loopwright.core.run import RunStopped
 from loopwright.core.trial import Result
@@ -137,6 +138,13 @@ def test_an_environment_with_leaves_of_its_own_is_taken_by_duck_typing(tmp_path)
     assert env.observation_space["context"]["side"] == spaces.Discrete(2)
     assert seen["context"]["side"] == (info["env_params"]["wind"] == "storm")
     env.close()
+
+
+def test_a_closed_environment_says_so(adapter):
+    adapter.reset()
+    adapter.close()
+    with pytest.raises(InvalidAction, match="the environment is closed: make another one"):
+        adapter.step(adapter.action_space.sample())
 
 
 def test_closing_twice_is_closing_once(adapter):

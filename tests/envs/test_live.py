@@ -1,10 +1,16 @@
 """Live environments: episodes, books, and servers that do not behave."""
 
+import contextlib
 import os
 import signal
+import socket
+import sqlite3
 import subprocess
 import sys
 import textwrap
+import threading
+import time
+from fractions import Fraction
 
 import gymnasium
 import numpy as np
@@ -19,6 +25,7 @@ from loopwright.core.observer import Observer
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.run import RunStopped
 from loopwright.envs.server import ServerError, ServerLost
+from loopwright.scenario.signals import Signals
 
 
 def played(env, steps, action=2):
@@ -183,7 +190,7 @@ def test_an_unusable_answer_is_a_missing_metric_and_ends_the_episode(tmp_path, a
     played(env, 5)
     failed = next(row for row in rows(env) if row.number == 3)
     assert (failed.outcome, failed.fault, failed.reward) == (Outcome.METRIC_MISSING, Fault.WORKLOAD, None)
-    assert failed.reason
+    assert failed.reason.startswith(("obs: ", "reward: ", "terminated: ", "truncated: ", "info: ", "'step' gave "))
     assert [one["length"] for one in env.run.ledger.episodes()] == [3, 5]
     env.shut()
 
@@ -196,7 +203,7 @@ def test_a_penalty_that_is_set_is_told(tmp_path):
 
 @pytest.mark.parametrize("record", ["steps", "episodes"])
 @pytest.mark.parametrize(
-    "error", [ServerLost("gone"), RuntimeError("segfault"), ValueError("its own"), OSError(5, "io")]
+    "error", [ServerLost("gone"), RuntimeError("segfault"), ValueError("its own"), OSError(5, "io"), SystemExit(3)]
 )
 def test_a_server_that_dies_is_lost_and_the_run_can_go_on(tmp_path, error, record):
     env = live(tmp_path, Line({3: error}), record=record)
@@ -240,6 +247,215 @@ def test_a_reset_that_gives_nonsense_costs_no_number(tmp_path):
     with pytest.raises(ServerError, match=r"obs: element \[0\] is nan"):
         env.start_episode()
     assert env.run.step == 0
+    env.shut()
+
+
+@pytest.mark.parametrize("reward", [1, np.float32(1), np.int64(1), np.array(1.0), Fraction(1)])
+def test_a_reward_may_be_any_real_number_and_a_flag_numpys(tmp_path, reward):
+    env = live(tmp_path, Line({1: (np.zeros(2, np.float32), reward, np.False_, np.True_, {})}))
+    _, told, terminated, truncated, info = played(env, 1)[0]
+    assert (told, terminated, truncated, info) == (1.0, False, True, {"trial": 1})
+    assert (type(told), type(terminated), type(truncated)) == (float, bool, bool)
+    env.shut()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (None, "'reset' gave None where"),
+        ((np.zeros(2, np.float32), None), "'reset' gave info: None where a dict is due"),
+        ((np.zeros(3, np.float32), {}), r"'reset' gave obs: shape \(3,\)"),
+    ],
+)
+def test_an_unusable_answer_to_reset_is_said(tmp_path, answer, said):
+    class Mad(Line):
+        def reset(self, **options):
+            return answer
+
+    env = live(tmp_path, Mad())
+    with pytest.raises(ServerError, match=said):
+        env.start_episode()
+    env.shut()
+
+
+def test_a_reset_that_raises_is_lost_and_the_next_one_may_go_well(tmp_path):
+    class Once(Line):
+        def reset(self, **options):
+            if not self.resets:
+                self.resets.append(None)
+                raise SystemExit(3)
+            return super().reset(**options)
+
+    env = live(tmp_path, Once())
+    with pytest.raises(ServerLost, match="the server failed in 'reset': SystemExit: 3"):
+        env.start_episode()
+    assert [info["trial"] for *_, info in played(env, 2)] == [1, 2]
+    env.shut()
+
+
+def test_a_close_that_raises_hides_nothing(tmp_path, caplog):
+    class Sticky(Line):
+        def close(self):
+            raise RuntimeError("stuck")
+
+    env = live(tmp_path, Sticky())
+    played(env, 2)
+    env.shut()
+    assert "the server failed in 'close': RuntimeError('stuck')" in caplog.text
+    assert len(list(env.run.ledger.trials())) == 2
+
+
+def test_a_closed_environment_says_so(tmp_path):
+    env = live(tmp_path)
+    played(env, 2)
+    env.shut()
+    for call in (lambda: env.step_now(1), env.start_episode):
+        with pytest.raises(InvalidAction, match="the environment is closed"):
+            call()
+
+
+# -- servers that hang --------------------------------------------------------------------------------------------
+
+
+def sleeping():
+    time.sleep(60)
+
+
+def looping():
+    while True:
+        pass
+
+
+def waiting():
+    here, there = socket.socketpair()
+    with here, there:
+        here.recv(1)
+
+
+def swallowing():
+    for _ in range(2):
+        with contextlib.suppress(BaseException):
+            time.sleep(60)
+    time.sleep(60)
+
+
+def retrying():
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(60)
+
+
+class Hanging(Line):
+    """Hangs in one of its methods, once the time has come."""
+
+    def __init__(self, method, hang, at=3):
+        super().__init__()
+        self.method, self.hang, self.calls, self.at = method, hang, 0, at
+
+    def _perhaps(self, method):
+        self.calls += method == self.method
+        if method == self.method and self.calls == self.at:
+            self.hang()
+
+    def reset(self, **options):
+        self._perhaps("reset")
+        return super().reset(**options)
+
+    def step(self, action):
+        self._perhaps("step")
+        return super().step(action)
+
+    def close(self):
+        self._perhaps("close")
+        super().close()
+
+
+@pytest.mark.parametrize("record", ["steps", "episodes"])
+@pytest.mark.parametrize("hang", [sleeping, looping, waiting, swallowing, retrying])
+def test_a_step_that_hangs_is_lost_and_the_run_can_go_on(tmp_path, hang, record):
+    env = live(tmp_path, Hanging("step", hang), record=record, timeout_s=0.2)
+    began_s = time.monotonic()
+    with pytest.raises(ServerLost, match=r"no answer to 'step' within 0.2 s \(timeout_s\)"):
+        played(env, 3)
+    assert 0.2 <= time.monotonic() - began_s < 5
+    row = rows(env)[-1]
+    assert (row.number, row.outcome, row.fault, row.reward) == (3, Outcome.LOST, Fault.INFRA, None)
+    assert "timeout_s" in row.reason
+    played(env, 2)
+    assert env.run.step == 5
+    env.shut()
+    assert [one["length"] for one in env.run.ledger.episodes()] == [3, 2]
+
+
+def test_a_reset_that_hangs_is_lost_and_costs_no_number(tmp_path):
+    env = live(tmp_path, Hanging("reset", sleeping), timeout_s=0.2)
+    with pytest.raises(ServerLost, match="no answer to 'reset'"):
+        played(env, 15)
+    assert env.run.step == 10
+    played(env, 5)
+    env.shut()
+    assert [row.number for row in env.run.ledger.trials()] == list(range(1, 16))
+
+
+def test_a_close_that_hangs_holds_nobody_up(tmp_path, caplog):
+    env = live(tmp_path, Hanging("close", sleeping, at=1), timeout_s=0.2)
+    played(env, 3)
+    env.shut()
+    assert "no answer to 'close'" in caplog.text
+    assert env.run.ledger.last()[0] == 3
+
+
+def test_only_a_call_of_the_server_is_interrupted(tmp_path):
+    env = live(tmp_path, timeout_s=0.05)
+    other = live(tmp_path / "other", timeout_s=0.05)
+    played(env, 3)
+    time.sleep(0.4)  # a policy takes its time to learn
+    played(other, 1)
+    env.step_now(1)
+    env.shut()
+    other.shut()
+    assert not [thread for thread in threading.enumerate() if thread.name == "loopwright-watchdog" and _stays(thread)]
+
+
+def _stays(thread):
+    thread.join(2)
+    return thread.is_alive()
+
+
+def test_ctrl_c_in_a_step_is_over_with_it(tmp_path):
+    env = live(tmp_path, Line({2: KeyboardInterrupt()}), timeout_s=0.05)
+    with pytest.raises(KeyboardInterrupt):
+        played(env, 2)
+    time.sleep(0.3)
+    env.shut()
+
+
+def test_a_step_in_another_thread_is_told_of_and_left_alone(tmp_path, caplog):
+    release = threading.Event()
+    env = live(tmp_path, Hanging("step", release.wait), timeout_s=0.05)
+    told = []
+    thread = threading.Thread(target=lambda: told.extend(played(env, 3)))
+    thread.start()
+    wait_until(lambda: "cannot be interrupted" in caplog.text)
+    assert caplog.text.count("serve-env") == 1
+    release.set()
+    thread.join()
+    assert len(told) == 3
+    env.shut()
+
+
+def test_s12_a_signal_in_a_step_that_hangs_is_still_heard(tmp_path):
+    env = live(tmp_path, Hanging("step", retrying), timeout_s=0.5)
+    with Signals().installed() as signals:
+        signals.env = env
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
+        timer.start()
+        with pytest.raises(ServerLost):
+            played(env, 3)
+        with pytest.raises(RunStopped):
+            env.start_episode()
+        timer.join()
+    assert signals.exit_code == 143
     env.shut()
 
 
@@ -289,17 +505,48 @@ def test_rows_are_in_the_ledger_within_a_second_unasked(tmp_path):
     env.shut()
 
 
+def test_an_episode_without_end_is_known_within_a_second_and_closed_by_the_next_run(tmp_path):
+    env = live(tmp_path, record="episodes", drawn={"speed": [1, 2]})
+    played(env, 8)
+    env.flush()  # as before a checkpoint
+    left = sqlite3.connect(tmp_path / "run" / "ledger.db")
+    left.execute("VACUUM INTO ?", (str(tmp_path / "left.db"),))  # what a dead process would leave
+    left.close()
+    env.shut()
+    assert [row.number for row in env.run.ledger.trials()] == [5, 8]
+    (tmp_path / "dead" / "run").mkdir(parents=True)
+    (tmp_path / "left.db").rename(tmp_path / "dead" / "run" / "ledger.db")
+    again = live(tmp_path / "dead", record="episodes", drawn={"speed": [1, 2]})
+    assert (again.run.step, again.run.group, again.run.draw) == (8, 2, 2)
+    played(again, 5)
+    again.shut()
+    found = list(again.run.ledger.trials())
+    assert [(row.metrics["first"], row.metrics["last"], row.draw) for row in found] == [
+        (1, 5, 1),
+        (6, 8, 2),
+        (9, 13, 3),
+    ]
+    assert [row.reward.value for row in found] == [15.0, 6.0, 15.0]
+    assert [one["truncated"] for one in again.run.ledger.episodes()] == [False, True, False]
+
+
 KILLED = """
     import sys, time
     from pathlib import Path
-    from tests.envs.worlds import live
-    env = live(Path(sys.argv[1]))
+    from tests.envs.worlds import Line, live
+    class Endless(Line):
+        def step(self, action):
+            return self._seen(), 1.0, False, False, {}
+    env = live(Path(sys.argv[1]), Endless(), record=sys.argv[2]) if sys.argv[2:] else live(Path(sys.argv[1]))
     over = True
     while True:
         if over:
             env.start_episode()
-        _, _, *ends, _ = env.step_now(1)
+        _, _, *ends, info = env.step_now(1)
         over = any(ends)
+        if sys.argv[2:] and info["trial"] % 100 == 0:
+            env.flush()
+            print(info["trial"], flush=True)
         time.sleep(0.001)
 """
 
@@ -323,3 +570,20 @@ def test_s13_a_killed_live_run_goes_on_without_gaps(tmp_path):
     played(env, 10)
     assert [row.number for row in rows(env)] == list(range(1, began_at + 11))
     env.shut()
+
+
+def test_s13_numbers_of_a_killed_episode_are_not_given_out_again(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path), "episodes"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    told = [int(process.stdout.readline()) for _ in range(3)]  # three checkpoints in one episode
+    os.kill(process.pid, signal.SIGKILL)
+    told += map(int, process.communicate()[0].split())
+    env = live(tmp_path, record="episodes")
+    began_at = env.run.step
+    assert began_at >= told[-1] >= 300
+    played(env, 5)
+    env.shut()
+    first, second = env.run.ledger.trials()
+    assert (first.metrics["first"], first.metrics["last"]) == (1, began_at)
+    assert first.reward.value == began_at
+    assert (second.metrics["first"], second.metrics["last"]) == (began_at + 1, began_at + 5)

@@ -48,6 +48,7 @@ def run_in(directory: Path, name: str = "run") -> Run:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "ledger.db"
     ledger = Ledger.open(path) if path.exists() else Ledger.create(path, state={"id": "test"})
+    ledger.close_episode()
     return Run(name, folder, ledger)
 
 
@@ -109,14 +110,40 @@ class Line:
         return np.array([self.position, self.left], np.float32)
 
 
+class Shown(Line):
+    """A line that shows samples of any space, and takes actions of any other."""
+
+    def __init__(self, observation_space: Any, action_space: Any = None) -> None:
+        super().__init__()
+        self.observation_space = observation_space
+        if action_space is not None:
+            self.action_space = action_space
+
+    def step(self, action):
+        self.left -= 1
+        return self._seen(), 0.0, self.left == 0, False, {}
+
+    def _seen(self):
+        return self.observation_space.sample()
+
+
 def live(
-    directory: Path, server: Any = None, *, drawn: Mapping[str, Any] | None = None, record: str = "steps", **terms
+    directory: Path,
+    server: Any = None,
+    *,
+    drawn: Mapping[str, Any] | None = None,
+    encodings: Mapping[str, Any] | None = None,
+    record: str = "steps",
+    timeout_s: float | None = None,
+    **terms,
 ):
     """A live environment over an object of this process."""
     parameters = {name: parameter(list(values)) for name, values in (drawn or {}).items()}
-    draws = Draws(0, parameters, {name: EnvParamConfig() for name in parameters})
+    configs = {name: EnvParamConfig(encoding=(encodings or {}).get(name, "categorical")) for name in parameters}
+    draws = Draws(0, parameters, configs)
     known = Terms(Objectives(()), **terms)
-    return LiveEnv(run_in(directory), known, Observers(), server=server or Line(), draws=draws, record=record)
+    how: dict[str, Any] = {"draws": draws, "record": record, "timeout_s": timeout_s}
+    return LiveEnv(run_in(directory), known, Observers(), server=server or Line(), **how)
 
 
 BAD_ANSWERS = {
@@ -130,6 +157,13 @@ BAD_ANSWERS = {
     "no reward": (np.zeros(2, np.float32), None, False, False, {}),
     "four values": (np.zeros(2, np.float32), 0.0, False, {}),
     "nothing": 5,
+    "reward as text": (np.zeros(2, np.float32), "1.0", False, False, {}),
+    "reward in a list": (np.zeros(2, np.float32), np.array([1.0]), False, False, {}),
+    "true as reward": (np.zeros(2, np.float32), True, False, False, {}),
+    "endless reward": (np.zeros(2, np.float32), 10**400, False, False, {}),
+    "text as flag": (np.zeros(2, np.float32), 0.0, "no", False, {}),
+    "no flag": (np.zeros(2, np.float32), 0.0, False, None, {}),
+    "number as flag": (np.zeros(2, np.float32), 0.0, 0, False, {}),
     "no info": (np.zeros(2, np.float32), 0.0, False, False, None),
 }
 

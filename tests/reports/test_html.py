@@ -280,7 +280,7 @@ def test_what_stands_before_the_damage_is_kept(begin, tmp_path):
     story = begin("half")
     story.tell({"tile": 8}, 1.0)
     story.tell({"tile": 16}, 2.0)
-    with story.ledger._transaction as connection:
+    with story.ledger.transaction as connection:
         connection.execute("UPDATE trials SET reward_detail = '{' WHERE number = 2")
     begin("whole").tell({"tile": 8}, 5.0)
 

@@ -64,7 +64,7 @@ def test_before_an_episode_has_ended_it_says_so(begin, tmp_path):
     begin("empty", **LIVE)
     story = begin("begun", **LIVE)
     live(story.ledger, [{"return": 1.0, "length": 3}])
-    with story.ledger._transaction as connection:
+    with story.ledger.transaction as connection:
         connection.execute("DELETE FROM payloads")
 
     text = words(tmp_path)
@@ -98,6 +98,28 @@ def test_failed_steps_are_listed_as_in_any_run(begin, tmp_path):
     assert "metric_missing workload 2 the server gave the reward nan 2 × · trials 6, 9" in text
     assert "ok 10 failed 2" in text
     assert [tick[0] for tick in data["failed"]] == [6, 9]
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_an_episode_that_a_failed_step_ended_is_in_no_mean(begin, tmp_path, steps):
+    told = [{"return": -9.0, "length": 3}] * 4 + [{"return": 0.0, "length": 1}] * 4
+    live(begin("paddle", **LIVE).ledger, told, steps=steps, failed=[5, 6, 7, 8])
+
+    text = words(tmp_path)
+
+    assert "Mean return of the last 2 episodes −9 as the first 2 (−9)" in text, "a broken server is no better policy"
+    assert "best return −9" in text
+    assert "ended by a failed step 4 episodes, in no mean" in text
+
+
+def test_where_every_episode_failed_there_is_no_return(begin, tmp_path):
+    begin("empty", **LIVE)
+    live(begin("paddle", **LIVE).ledger, [{"return": 0.0, "length": 1}] * 2, failed=[1, 2])
+
+    text = words(tmp_path)
+
+    assert "No episode has a return: all 2 were ended by a failed step." in text
+    assert "every episode was ended by a failed step" in text, "in the list of runs"
 
 
 def test_with_whole_episodes_recorded_steps_are_counted_all_the_same(begin, tmp_path):

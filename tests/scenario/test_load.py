@@ -43,7 +43,7 @@ def test_a_good_scenario_is_loaded_whole(loaded):
         ({"run": '[[run]]\nname = "a"\nrepeat = 2'}, "[[run]]", "Did you mean 'repeats'?"),
         ({"run": '[[run]]\nname = "a"\nrepeats = 3'}, "[run.agent] trials", "4 is not a multiple of repeats = 3"),
         ({"run": '[[run]]\nname = "a"\ncache = "of"'}, "[[run]] cache", "not 'of'"),
-        ({"run": '[[run]]\nname = "a"\nobservers = ["x"]'}, "[[run]] observers", "write it as module:Class"),
+        ({"run": '[[run]]\nname = "a"\nobservers = ["x"]'}, "[[run]] observers", "write it as module:name"),
         ({"run": '[[run]]\nname = "a"\nobservers = ["nox:Y"]'}, "[[run]] observers", "No module named 'nox'"),
         ({"agent": 'agent = { type = "tpee", trials = 4 }'}, "[run.agent] type", "Did you mean 'tpe'?"),
         ({"agent": 'agent = "tpe"'}, "[run.agent] type", "is missing. Known: grid, random"),

@@ -16,5 +16,6 @@ for _name, _path in {
     "sac": "rl:Sac",
 }.items():
     agents.add_lazily(_name, f"loopwright.agents.{_path}")
+agents.add_lazily("collect", "loopwright.rollouts.collect:Collect")
 
 __all__ = ["agents"]

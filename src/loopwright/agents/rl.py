@@ -1,6 +1,7 @@
 """RL agents: a policy that learns on any run, batch or live, by a library's own algorithm and loop."""
 
 import logging
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -13,9 +14,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from loopwright.core.agent import Agent, AgentConfig
-from loopwright.core.errors import MissingExtra, Problem, StorageError
+from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, did_you_mean, sentence
 from loopwright.core.trial import Action, Observation, Proposal
 from loopwright.envs.live import LiveEnv
+from loopwright.envs.server import ServerLost
 from loopwright.spaces.parameter import Range
 from loopwright.spaces.space import Space
 
@@ -51,12 +53,19 @@ class RlConfig(AgentConfig):
 
 @dataclass(frozen=True)
 class Books:
-    """What a learner must know of the run: where its policy lies, how many trials there were, what a step costs."""
+    """What a learner must know of the run: where its policy lies, how many trials there were, what a step costs, and
+    for how many steps of learning there is room in all.
+    """
 
     directory: Path
     counted: Callable[[], int]
     flush: Callable[[], None]
-    cost: int = 1
+    cost: int
+    room: int
+
+    def rollout(self, config: RlConfig) -> int:
+        """How many steps are collected before an update where nothing else is said, if there is room for so many."""
+        return min(2048, max(64, config.trials // self.cost // 20))
 
 
 class Learner(ABC):
@@ -105,6 +114,8 @@ class RlAgent(Agent):
     libraries: ClassVar[tuple[str, ...]] = ("sb3",)
     imitates: ClassVar[bool] = False
     """Whether the algorithm can learn to give recorded actions before it starts."""
+    smallest: ClassVar[int] = 2
+    """How many steps of each slot an update takes at least."""
     acts_in: ClassVar[tuple[str, ...]] = ("Discrete", "MultiDiscrete", "MultiBinary", "Box")
     """The action spaces that it takes from a live server."""
     config: RlConfig
@@ -128,11 +139,44 @@ class RlAgent(Agent):
             found.append(Problem("count_cached", "a policy learns from cached trials too, so they count; remove it."))
         if config.warm_start is not None:
             found += cls._cold(config, space, home)
+        if config.options and not found:
+            found += cls._unknown(config)
         if isinstance(space, Space):
-            return [*found, *cls.unfit(config, space), *_no_room(config, space)]
+            return [*found, *cls.unfit(config, space)]
         if space is not None and (reason := cls.unable(space)):
             found.append(Problem("type", f"{reason}."))
         return found
+
+    @classmethod
+    def too_little(cls, config: RlConfig, space: Any, repeats: int = 1, parallel: int = 1) -> list[Problem]:
+        """An evaluation that takes all there is, or a budget that is used up before the policy is updated once."""
+        if space is None and config.rollout is None:
+            return []
+        needed = reserved(config, space, repeats) if isinstance(space, Space) else 0
+        if needed >= config.trials:
+            said = f"evaluating the policy takes {needed} of {config.trials}; raise it, or set evaluate = 0."
+            return [Problem("trials", said)]
+        # Of RLlib's last batch as much is collected as there is room for.
+        slots = parallel if config.library == "sb3" else 1
+        least = max((config.rollout or 1) if config.library == "sb3" else 1, cls.smallest * slots) * repeats
+        if config.trials - needed >= least:
+            return []
+        left = f"{config.trials - needed} of {config.trials} are left to learn from"
+        return [Problem("trials", f"{left}, and the first update of the policy takes {least}; raise it.")]
+
+    @classmethod
+    def _unknown(cls, config: RlConfig) -> list[Problem]:
+        """Options that the library's algorithm does not take; asking it takes seconds, so only where there are some."""
+        if config.library == "rllib":
+            from loopwright.agents.rllib_ray import option_names
+        else:
+            from loopwright.agents.sb3 import option_names
+        known = option_names(cls.algorithm)
+        return [
+            Problem("options", f"{config.type!r} of {config.library} takes no {name!r}. {did_you_mean(name, known)}")
+            for name in config.options
+            if name not in known
+        ]
 
     @classmethod
     def unable(cls, action_space: Any) -> str | None:
@@ -179,9 +223,15 @@ class RlAgent(Agent):
             return train(self)
         except StorageError:
             raise
-        except Exception:
+        except LoopwrightError as error:
+            # It says by itself what is wrong; where in our code that showed is of no use.
+            said = f"lost (infra): {error}" if isinstance(error, ServerLost) else sentence(error)
+            log.error("the training of run %r failed: %s; go on with `loopwright resume`", self.env.run.name, error)
+        except Exception as error:
+            said = "".join(traceback.format_exception(error))
             log.exception("the training of run %r failed; go on with `loopwright resume`", self.env.run.name)
-            return 1
+        self.env.run.ledger.set_state("failure", said)
+        return 1
 
     def shutdown(self) -> None:
         if self._learner is not None:
@@ -201,13 +251,9 @@ def _installed(module: str) -> bool:
     return False
 
 
-def _no_room(config: RlConfig, space: Space) -> list[Problem]:
-    needed = 2 * config.evaluate * regime_count(space)
-    if needed < config.trials:
-        return []
-    return [
-        Problem("trials", f"evaluating the policy takes {needed} of {config.trials}; raise it, or set evaluate = 0.")
-    ]
+def reserved(config: RlConfig, space: Space, repeats: int) -> int:
+    """How many trials the evaluation takes: policy and best static action, under each regime."""
+    return 2 * config.evaluate * regime_count(space) * repeats
 
 
 def regime_count(space: Space) -> int:
@@ -262,6 +308,7 @@ class Dqn(RlAgent):
 
     Config: ClassVar[type[AgentConfig]] = DqnConfig
     algorithm: ClassVar[str] = "DQN"
+    smallest: ClassVar[int] = 4
     acts_in: ClassVar[tuple[str, ...]] = ("Discrete",)
     libraries: ClassVar[tuple[str, ...]] = ("sb3", "rllib")
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopwright.agents.policy import describe
-from loopwright.agents.rl import MOST_REGIMES, Books
+from loopwright.agents.rl import MOST_REGIMES, Books, reserved
+from loopwright.agents.sight import in_sight
 from loopwright.agents.warm import warm_trials
 from loopwright.core.canonical import key_of
 from loopwright.core.env import mean_reward
@@ -17,7 +18,7 @@ from loopwright.core.run import RunStopped
 from loopwright.core.trial import Trial
 from loopwright.envs.adapter import Driver, LiveAdapter
 from loopwright.envs.live import LiveEnv
-from loopwright.envs.server import ServerLost
+from loopwright.envs.server import ServerError, ServerLost
 from loopwright.envs.trial import TrialEnv
 from loopwright.reports.best import best_of
 
@@ -39,14 +40,13 @@ def train(agent: "RlAgent") -> int:
 def _batch(agent: "RlAgent", directory: Path) -> None:
     env: TrialEnv = agent.env
     driver = Driver(env, agent.view())
+    learning = agent.config.trials - reserved(agent.config, env.space, env.terms.repeats)
     try:
-        agent._learner = learner = _learner(agent, driver, directory)
+        agent._learner = learner = _learner(agent, driver, directory, learning)
         if agent.config.warm_start is not None and env.run.step == 0:
             learner.imitate(_imitated(driver, agent.config.warm_start))
-        regimes = _regimes(env)
-        reserved = 2 * len(regimes) * agent.config.evaluate * env.terms.repeats
-        _learn(agent, learner, directory, agent.config.trials - reserved)
-        _evaluate(driver, learner, regimes, agent.config.evaluate)
+        _learn(agent, learner, directory, learning)
+        _evaluate(driver, learner, _regimes(env), agent.config.evaluate)
     finally:
         driver.close()
 
@@ -57,27 +57,29 @@ def _live(agent: "RlAgent", directory: Path) -> None:
     try:
         if reason := agent.unable(adapter.action_space):
             raise LoopwrightError(reason)
-        agent._learner = learner = _learner(agent, adapter, directory)
+        world = in_sight(adapter, agent.config.library)
+        agent._learner = learner = _learner(agent, world, directory, agent.config.trials)
         _learn(agent, learner, directory, agent.config.trials)
     finally:
         adapter.close()
 
 
 def _learn(agent: "RlAgent", learner: "Learner", directory: Path, until: int) -> None:
-    """Learn, and save; also when the run is stopped or the server lost, but not what a failed training has left."""
+    """Learn, and save; also when the run is stopped or the server fails, but not what a failed training has left."""
     describe(agent, directory)
     try:
         learner.learn(until)
-    except (RunStopped, ServerLost):
+    except (RunStopped, ServerLost, ServerError):
         _save(agent, learner, directory)
         raise
     _save(agent, learner, directory)
 
 
-def _learner(agent: "RlAgent", env: Any, directory: Path) -> "Learner":
+def _learner(agent: "RlAgent", env: Any, directory: Path, learning: int) -> "Learner":
     run = agent.env.run
     flush = agent.env.flush if isinstance(agent.env, LiveEnv) else lambda: None
-    books = Books(directory, lambda: run.step, flush, agent.env.terms.repeats)
+    cost = agent.env.terms.repeats
+    books = Books(directory, lambda: run.step, flush, cost, learning // cost)
     if agent.config.library == "rllib":
         from loopwright.agents.rllib_ray import RllibLearner
 

@@ -2,25 +2,30 @@
 
 import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import ray
-from gymnasium import spaces
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.dqn import DQNConfig
-from ray.rllib.algorithms.ppo import PPOConfig
+from ray.rllib.algorithms.ppo import PPO, PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.rl_module import RLModule
+from ray.rllib.utils.spaces.space_utils import unsquash_action
 from ray.tune.registry import register_env
 
 from loopwright.agents.rl import Books, Learner, RlConfig
 from loopwright.core.errors import storage
 from loopwright.envs.adapter import Driver, info_of
+from loopwright.envs.codec import RowCodec
 
 _CHECKPOINT, _OLDER = "rllib", "rllib.older"
+_KINDS: dict[str, type[Any]] = {"PPO": PPOConfig, "DQN": DQNConfig}
 _worlds: dict[str, gym.Env[Any, Any]] = {}
 """Environments by key: RLlib wants to make them itself, but ours hold a ledger and cannot be pickled."""
 
@@ -31,21 +36,16 @@ class FlatWorld(gym.Env[Any, Any]):
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self.action_space = driver.actions.gym_space
-        seen = driver.observations.gym_space
-        self._nested = isinstance(seen, spaces.Dict)
-        self.observation_space = spaces.Box(-np.inf, np.inf, (spaces.flatdim(seen),), np.float32)
-
-    def _flat(self, seen: Any) -> Any:
-        flat = spaces.flatten(self._driver.observations.gym_space, seen) if self._nested else seen
-        return np.asarray(flat, np.float32)
+        self._row = RowCodec(driver.observations.gym_space)
+        self.observation_space = self._row.gym_space
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed, options=options)
-        return self._flat(self._driver.regime_alone(self._driver.env.reset().context)), {}
+        return self._row.encode(self._driver.regime_alone(self._driver.env.reset().context)), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         (feedback,) = self._driver.step([self._driver.actions.decode(action)])
-        seen = self._flat(self._driver.regime_alone(feedback.observation.context))
+        seen = self._row.encode(self._driver.regime_alone(feedback.observation.context))
         return seen, self._driver.told(feedback), True, False, info_of(feedback)
 
 
@@ -65,8 +65,7 @@ class RllibLearner(Learner):
         self._key = str(directory)
         _worlds[self._key] = FlatWorld(env) if isinstance(env, Driver) else env
         register_env("loopwright", _world)
-        self._batch = min(config.rollout or min(2048, max(64, config.trials // 20)), max(1, config.trials // 2))
-        self._cost = self._batch * books.cost
+        self._batch = min(config.rollout or books.rollout(config), books.room)
         made: Any = _configured(algorithm, config, self._key, self._batch).build_algo()
         self._algorithm = made
         # A crash between the two renames of `save` leaves only the older one.
@@ -76,10 +75,23 @@ class RllibLearner(Learner):
                 break
 
     def learn(self, until: int) -> None:
-        # RLlib collects whole batches: the last one must still fit into the budget.
-        while self.books.counted() + self._cost <= until:
-            self._algorithm.train()
+        while (left := (until - self.books.counted()) // self.books.cost) > 0:
+            with self._shortened(left) if left < self._batch else nullcontext():
+                self._algorithm.train()
             self.checkpoint_if_due()
+
+    @contextmanager
+    def _shortened(self, steps: int) -> Iterator[None]:
+        """A last batch of what is left of the budget: RLlib looks its size up whenever it collects one."""
+        owners = (self._algorithm, self._algorithm.env_runner)
+        whole = [owner.config for owner in owners]
+        for owner in owners:
+            owner.config = _sized(owner.config, steps)
+        try:
+            yield
+        finally:
+            for owner, config in zip(owners, whole, strict=True):
+                owner.config = config
 
     def act(self, observation: Any) -> Any:
         space = _worlds[self._key].observation_space
@@ -109,9 +121,21 @@ class RllibLearner(Learner):
             ray.shutdown()
 
 
+def option_names(algorithm: str) -> list[str]:
+    """What `training()` takes: each configuration adds its own to what those before it take."""
+    methods = [vars(kind)["training"] for kind in _KINDS[algorithm].__mro__ if "training" in vars(kind)]
+    found = [name for method in methods for name in _keywords(method)]
+    return list(dict.fromkeys(found))
+
+
+def _keywords(callee: Any) -> list[str]:
+    return [
+        name for name, parameter in signature(callee).parameters.items() if parameter.kind is parameter.KEYWORD_ONLY
+    ]
+
+
 def _configured(algorithm: str, config: RlConfig, key: str, batch: int) -> AlgorithmConfig:
-    kinds: dict[str, Any] = {"PPO": PPOConfig, "DQN": DQNConfig}
-    made: AlgorithmConfig = kinds[algorithm]()
+    made: AlgorithmConfig = _KINDS[algorithm]()
     options: dict[str, Any] = {} if config.learning_rate is None else {"lr": config.learning_rate}
     if algorithm == "PPO":
         options |= {"train_batch_size_per_learner": batch, "minibatch_size": min(64, batch), "num_epochs": 10}
@@ -128,6 +152,17 @@ def _configured(algorithm: str, config: RlConfig, key: str, batch: int) -> Algor
     )
 
 
+def _sized(config: AlgorithmConfig, steps: int) -> AlgorithmConfig:
+    """The same, but for iterations of so many steps."""
+    made: Any = config.copy(copy_frozen=False)
+    if made.algo_class is PPO:
+        made.train_batch_size_per_learner = made.rollout_fragment_length = steps
+        made.minibatch_size = min(made.minibatch_size or steps, steps)
+    else:
+        made.min_sample_timesteps_per_iteration = steps
+    return made  # type: ignore[no-any-return]
+
+
 def _joined(observation: Any) -> Any:
     # The order of gymnasium's own flattening: keys sorted.
     return np.concatenate([np.ravel(observation[name]) for name in sorted(observation)]).astype(np.float32)
@@ -139,9 +174,15 @@ def _choose(module: RLModule, observation: Any) -> Any:
     with torch.no_grad():
         out = module.forward_inference({"obs": torch.as_tensor(np.asarray(observation, np.float32))[None]})
     if "actions" in out:
-        return out["actions"][0].numpy()
-    distribution: Any = module.get_inference_action_dist_cls().from_logits(out["action_dist_inputs"])
-    return distribution.to_deterministic().sample()[0].numpy()
+        chosen = out["actions"][0].numpy()
+    else:
+        distribution: Any = module.get_inference_action_dist_cls().from_logits(out["action_dist_inputs"])
+        chosen = distribution.to_deterministic().sample()[0].numpy()
+    # As RLlib does on the way to the environment: the network's numbers, around 0, are spread over a Box and clipped.
+    space = module.action_space
+    if not isinstance(space, gym.spaces.Box):
+        return chosen
+    return np.asarray(unsquash_action(chosen, space), space.dtype)  # type: ignore[no-untyped-call]
 
 
 def load_policy(_: str, directory: Path) -> Any:

@@ -1,6 +1,7 @@
 """Stable-Baselines3 as a learner: PPO, A2C, DQN and SAC. Import it late: torch and SB3 are extras."""
 
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from gymnasium import spaces
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.type_aliases import TrainFreq, TrainFrequencyUnit
 from stable_baselines3.common.vec_env import VecEnv
 
 from loopwright.agents.rl import Books, Learner, RlConfig
@@ -19,6 +21,7 @@ from loopwright.envs.adapter import Driver, info_of
 
 POLICY = "policy.zip"
 _REPLAY = "replay.pkl"
+_GIVEN = ("policy", "env", "_init_setup_model")
 
 
 class SlotVecEnv(VecEnv):
@@ -68,7 +71,10 @@ class SlotVecEnv(VecEnv):
 
 
 class _Bounds(BaseCallback):
-    """Stops before the next step would exceed the budget, and makes checkpoints."""
+    """Stops before the next step would exceed the budget, and makes checkpoints.
+
+    To stop is to drop what was collected since the last update; where that is due anyway, SB3 ends by itself after it.
+    """
 
     def __init__(self, learner: "Sb3Learner", until: int) -> None:
         super().__init__()
@@ -76,7 +82,14 @@ class _Bounds(BaseCallback):
 
     def _on_step(self) -> bool:
         self._learner.checkpoint_if_due()
-        return self._learner.fits(self._until)
+        return self._learner.fits(self._until) or self._update_is_due()
+
+    def _update_is_due(self) -> bool:
+        now = self.locals
+        if "n_rollout_steps" in now:
+            return bool(now["n_steps"] + 1 >= now["n_rollout_steps"])
+        often: TrainFreq = now["train_freq"]
+        return often.unit is TrainFrequencyUnit.STEP and bool(now["num_collected_steps"] >= often.frequency)
 
 
 class Sb3Learner(Learner):
@@ -85,7 +98,8 @@ class Sb3Learner(Learner):
     def __init__(self, algorithm: str, env: Any, config: RlConfig, books: Books) -> None:
         super().__init__(config, books)
         directory = books.directory
-        self._step_cost = books.cost * int(getattr(env, "num_envs", 1))
+        self._slots = int(getattr(env, "num_envs", 1))
+        self._step_cost = books.cost * self._slots
         torch.set_num_threads(1)
         kind: type[BaseAlgorithm] = getattr(stable_baselines3, algorithm)
         if (directory / POLICY).exists():
@@ -93,12 +107,12 @@ class Sb3Learner(Learner):
             if isinstance(self.model, OffPolicyAlgorithm) and (directory / _REPLAY).exists():
                 self.model.load_replay_buffer(directory / _REPLAY)
         else:
-            self.model = kind(_policy(env), env, **_options(algorithm, env, config))
+            self.model = kind(_policy(env), env, **_options(algorithm, env, config, books))
 
     def learn(self, until: int) -> None:
         if self.fits(until):
-            remaining = until - self.books.counted()
-            self.model.learn(remaining, callback=_Bounds(self, until), reset_num_timesteps=False)
+            steps = (until - self.books.counted()) // self._step_cost * self._slots
+            self.model.learn(steps, callback=_Bounds(self, until), reset_num_timesteps=False)
 
     def fits(self, until: int) -> bool:
         """Whether another step, of one trial and its repeats per slot, stays within the budget."""
@@ -124,19 +138,24 @@ def _policy(env: Any) -> str:
     return "MultiInputPolicy" if isinstance(env.observation_space, spaces.Dict) else "MlpPolicy"
 
 
-def _options(algorithm: str, env: Any, config: RlConfig) -> dict[str, Any]:
-    slots = getattr(env, "num_envs", 1)
+def option_names(algorithm: str) -> list[str]:
+    """What the algorithm can be told beside its policy and environment."""
+    return [name for name in signature(getattr(stable_baselines3, algorithm)).parameters if name not in _GIVEN]
+
+
+def _options(algorithm: str, env: Any, config: RlConfig, books: Books) -> dict[str, Any]:
+    slots, room = getattr(env, "num_envs", 1), books.room
     options: dict[str, Any] = {"seed": config.seed, "device": "cpu", "policy_kwargs": {"net_arch": list(config.hidden)}}
     if config.learning_rate is not None:
         options["learning_rate"] = config.learning_rate
     if algorithm in ("PPO", "A2C"):
-        rollout = config.rollout or (min(2048, max(64, config.trials // 20)) if algorithm == "PPO" else 8)
+        rollout = config.rollout or min(books.rollout(config) if algorithm == "PPO" else 8, room)
         options["n_steps"] = max(2, rollout // slots)
         if algorithm == "PPO":
             options["batch_size"] = min(64, options["n_steps"] * slots)
     else:
-        options["learning_starts"] = min(100, max(1, config.trials // 10))
-        options["buffer_size"] = min(1_000_000, max(1000, config.trials))
+        options["learning_starts"] = min(100, max(1, room // 10))
+        options["buffer_size"] = min(1_000_000, max(1000, room))
         if config.rollout is not None:
             options["train_freq"] = max(1, config.rollout // slots)
     return {**options, **config.options}

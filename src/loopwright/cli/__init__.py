@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from loopwright.cli import act, dry_run, export, listing, report, resume, run, serve_env, verify
+from loopwright.cli import act, dry_run, episodes, export, listing, rejudge, report, resume, run, serve_env, verify
 
 app = typer.Typer(
     name="loopwright",
@@ -17,7 +17,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _verb in (run, resume, verify, dry_run, listing, report, export, serve_env, act):
+for _verb in (run, resume, verify, dry_run, listing, report, export, episodes, rejudge, serve_env, act):
     app.command(_verb.NAME)(_verb.command)
 
 

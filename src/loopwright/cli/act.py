@@ -1,4 +1,4 @@
-"""`loopwright act`: what a trained policy does under a regime, or on an observation."""
+"""`loopwright act`: what a trained policy does under a regime, and on an observation if it is live."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,9 @@ def command(
     policy: Annotated[Path, typer.Argument(metavar="POLICY", help="The `policy` folder of a run.")],
     *,
     regime: Annotated[list[str], typer.Option("--regime", help="A drawn parameter, NAME=VALUE; may be repeated.")] = [],  # noqa: B006
-    observation: Annotated[str | None, typer.Option("--observation", help="For a live policy: a JSON list.")] = None,
+    observation: Annotated[
+        str | None, typer.Option("--observation", help="For a live policy: what it sees, as JSON.")
+    ] = None,
 ) -> None:
     """Apply a trained policy; the action is written as JSON."""
     from loopwright.agents.policy import PolicyError, act
@@ -23,6 +25,8 @@ def command(
         name, equals, value = pair.partition("=")
         if not equals:
             raise PolicyError(f"--regime {pair!r}: write it as NAME=VALUE")
+        if name in drawn:
+            raise PolicyError(f"--regime {name} is given twice; a regime has one value of each")
         drawn[name] = _value(value)
     typer.echo(json.dumps(act(policy, drawn, None if observation is None else _value(observation))))
 

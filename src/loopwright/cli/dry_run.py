@@ -1,6 +1,7 @@
 """`loopwright dry-run`: show what a scenario would do, and do nothing."""
 
 import itertools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopwright.cli.options import ScenarioFile
@@ -26,7 +27,10 @@ def command(scenario: ScenarioFile) -> None:
     name = escape(loaded.scenario.name)
     console.print(f"[bold]{name}[/]: {_count(len(runs), 'run')}, {_count(parallel, 'trial')} at a time")
     for run in runs:
-        _show(console, run)
+        if run.rollout is not None:
+            _show_rollout(console, run, loaded.home)
+        else:
+            _show(console, run)
 
 
 def _show(console: Any, run: "RunConfig") -> None:
@@ -49,6 +53,31 @@ def _show(console: Any, run: "RunConfig") -> None:
     for constraint in space.constraints:
         console.print(f"  constraint  {constraint}", markup=False)
     for line in _first_commands(run, space):
+        console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def _show_rollout(console: Any, run: "RunConfig", home: Path) -> None:
+    """How many rollouts, made of what, and the first prompts as they would be drawn."""
+    from loopwright.reports.markup import short
+    from loopwright.rollouts.tasks import TaskMix
+
+    assert run.rollout is not None  # noqa: S101  the caller sees to it
+    assert run.agent is not None  # noqa: S101  the loader sees to it
+    rollout, size = run.rollout, getattr(run.agent, "group_size", 1)
+    console.print(
+        f"\n[bold]{run.name}[/]: agent {run.agent.type}, seed {run.agent.seed}; "
+        f"{_count(run.agent.trials or 0, 'rollout')} in groups of {size}"
+    )
+    kinds = {"loop": rollout.loop.type, "judger": rollout.judger.type, "engine": run.engine.type if run.engine else "?"}
+    lines = [f"{name:<8}  {kind}" for name, kind in kinds.items()]
+    tasks = {source.label(): source.load(home) for source in rollout.tasks}
+    weights = {source.label(): source.weight for source in rollout.tasks}
+    lines += [f"tasks     {name}: {_count(len(tasks[name]), 'task')}, weight {weights[name]:g}" for name in tasks]
+    mix = TaskMix(tasks, weights, run.agent.seed)
+    lines.append("the first prompts:")
+    for prompt in (mix.draw() for _ in range(_SHOWN)):
+        lines.append(f"  {prompt.task.id}: {short(prompt.task.messages[-1].get('content', ''), 90)}")
+    for line in lines:
         console.print(f"  {line}", markup=False, soft_wrap=True)
 
 

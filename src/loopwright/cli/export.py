@@ -1,40 +1,80 @@
-"""`loopwright export`: a run's trials as files for other tools."""
+"""`loopwright export`: a run's trials, episodes or training rows as files for other tools."""
 
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from loopwright.cli.options import OutputArgument
 
+if TYPE_CHECKING:
+    from loopwright.core.ledger import Ledger
+
 NAME = "export"
 
 
 class Format(StrEnum):
-    """The formats that trials can be exported to."""
+    """The formats that a run can be exported to."""
 
     CSV = "csv"
     PARQUET = "parquet"
+    JSONL = "jsonl"
+    VERL = "verl"
 
 
 def command(
     output: OutputArgument,
     *,
-    format: Annotated[Format, typer.Option("--format", "-f", help="What to write.")] = Format.CSV,
+    format: Annotated[
+        Format, typer.Option("--format", "-f", help="What to write; jsonl (episodes) and verl are for rollouts.")
+    ] = Format.CSV,
+    rows: Annotated[
+        bool, typer.Option("--rows", help="Of rollouts, the rows to train on; as parquet, jsonl or verl.")
+    ] = False,
 ) -> None:
-    """Export the trials of each run beside its ledger: trajectory.csv and env.csv, or trials.parquet."""
+    """Export each run beside its ledger.
+
+    csv: trajectory.csv and env.csv; parquet: trials.parquet. Of rollouts also jsonl: episodes.jsonl; with --rows
+    rows.parquet or rows.jsonl, one row per branch; verl: verl.jsonl, the same with the names of verl's AgentLoopOutput.
+    """
     from loopwright.core.errors import LedgerError
     from loopwright.core.ledger import Ledger
-    from loopwright.reports.export import write_csv, write_parquet
+    from loopwright.core.rollouts import has_rollouts
 
+    if rows and format is Format.CSV:
+        raise typer.BadParameter("rows of tokens do not fit into CSV; add --format parquet, jsonl or verl.")
     ledgers = sorted(output.glob("*/ledger.db"))
     if not ledgers:
         raise LedgerError(f"there is no ledger below {output}. Give the --output directory of a run.")
+    of_rollouts = rows or format in (Format.JSONL, Format.VERL)
+    write, written = _writer(format, rows=rows), 0
     for path in ledgers:
         with Ledger.read(path) as ledger:
-            if format is Format.CSV:
-                written = write_csv(ledger, path.parent)
-            else:
-                written = [write_parquet(ledger, path.parent / "trials.parquet")]
-        for file in written:
-            typer.echo(file)
+            if of_rollouts and not has_rollouts(ledger):
+                continue
+            for file in write(ledger, path.parent):
+                typer.echo(file)
+                written += 1
+    if not written:
+        raise LedgerError(f"there are no rollouts in {output}, so no episodes or rows. Use --format csv or parquet.")
+
+
+def _writer(format: Format, *, rows: bool) -> "Callable[[Ledger, Path], list[Path]]":
+    from loopwright.reports import rollout_export as rollouts
+    from loopwright.reports.export import write_csv, write_parquet
+
+    match format, rows:
+        case Format.CSV, _:
+            return write_csv
+        case Format.PARQUET, False:
+            return lambda ledger, directory: [write_parquet(ledger, directory / "trials.parquet")]
+        case Format.PARQUET, True:
+            return lambda ledger, directory: [rollouts.write_parquet_rows(ledger, directory)]
+        case Format.JSONL, False:
+            return lambda ledger, directory: [rollouts.write_episodes(ledger, directory)]
+        case Format.JSONL, True:
+            return lambda ledger, directory: [rollouts.write_rows(ledger, directory)]
+        case _:
+            return lambda ledger, directory: [rollouts.write_verl(ledger, directory)]

@@ -14,10 +14,14 @@ class Family(StrEnum):
     AGENTS = "agents"
     WORKLOADS = "workloads"
     REWARDS = "rewards"
+    TASKS = "tasks"
+    LOOPS = "loops"
+    JUDGERS = "judgers"
+    ENGINES = "engines"
 
 
 def command(family: Annotated[Family, typer.Argument(help="What to list.")]) -> None:
-    """List the agents, workloads or rewards that a scenario can name."""
+    """List what a scenario can name: agents, workloads, rewards; task sources, agent loops, judgers and engines."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -25,12 +29,20 @@ def command(family: Annotated[Family, typer.Argument(help="What to list.")]) -> 
     from loopwright.agents import agents
     from loopwright.core.registry import Registry
     from loopwright.core.reward import rewards
+    from loopwright.engines.base import engines
+    from loopwright.rollouts.judger import judgers
+    from loopwright.rollouts.loop import loops
+    from loopwright.rollouts.tasks import task_sources
     from loopwright.workloads.base import workloads
 
     registries: dict[Family, Registry[Any]] = {
         Family.AGENTS: agents,
         Family.WORKLOADS: workloads,
         Family.REWARDS: rewards,
+        Family.TASKS: task_sources,
+        Family.LOOPS: loops,
+        Family.JUDGERS: judgers,
+        Family.ENGINES: engines,
     }
     registry = registries[family]
     table = Table(box=None, padding=(0, 2), show_header=False)

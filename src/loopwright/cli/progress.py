@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import orjson
@@ -16,13 +15,18 @@ from loopwright.core.observer import Observer
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Trial
 from loopwright.reports.best import best_of
+from loopwright.reports.episodes import read_live
+from loopwright.reports.markup import number
+from loopwright.reports.policy import comparison, verdict
+from loopwright.reports.rollouts import read_rollouts, rollout_result
+from loopwright.rollouts.env import RolloutEnv
 from loopwright.scenario.build import planned
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import Loaded
 
 _EVERY_S = 10.0
-_LAST_EPISODES = 100
 _MOST_ANSWERS = 10
+_MOST_REASONS = 3
 
 
 class Tally(Observer):
@@ -32,6 +36,8 @@ class Tally(Observer):
         self.name, self.total = env.run.name, planned(env)
         self.label = (*env.terms.objectives.labels, "")[0]
         self.free = not env.terms.count_cached
+        self.rolls = isinstance(env, RolloutEnv)
+        self.scored, self.rewarded = 0, 0.0
         counts = env.run.ledger.counts()
         self.cached, self.failed, self.done = counts["cached"], 0, 0
         self.best: Trial | None = None
@@ -49,6 +55,9 @@ class Tally(Observer):
     def _count(self, trial: Trial) -> None:
         self.done += 1
         self.failed += trial.outcome is not Outcome.OK
+        if trial.reward:
+            self.scored += 1
+            self.rewarded += trial.reward.value
         if trial.reward and (
             self.best is None or self.best.reward is None or trial.reward.value > self.best.reward.value
         ):
@@ -71,13 +80,23 @@ class Tally(Observer):
     def line(self) -> str:
         """The state of the run in one line."""
         counted = self.done - (self.cached if self.free else 0)
-        parts = [f"{counted}/{self.total or '?'} done", f"{self.failed} failed", f"{self.cached} cached"]
-        if self.best is not None and self.best.reward is not None:
-            parts.append(f"best {self.label} = {self.best.reward.value:.6g} (trial {self.best.number})")
+        parts = self._rollouts() if self.rolls else self._trials(counted)
         left = self.seconds_left
         if left is not None and counted < (self.total or 0):
             parts.append(f"{_duration(left)} left")
         return f"{self.name}: {', '.join(parts)}"
+
+    def _trials(self, counted: int) -> list[str]:
+        parts = [f"{counted}/{self.total or '?'} done", f"{self.failed} failed", f"{self.cached} cached"]
+        if self.best is not None and self.best.reward is not None:
+            parts.append(f"best {self.label} = {self.best.reward.value:.6g} (trial {self.best.number})")
+        return parts
+
+    def _rollouts(self) -> list[str]:
+        parts = [f"{self.done}/{self.total or '?'} rollouts"]
+        if self.scored:
+            parts.append(f"mean reward {number(self.rewarded / self.scored, 3)}")
+        return [*parts, f"{self.done - self.scored} without a reward"]
 
 
 class LogLines(Tally):
@@ -168,7 +187,12 @@ def _conclude(output: Path, names: list[str], code: int, *, json: bool) -> None:
         path = output / name / "ledger.db"
         if path.exists():
             with Ledger.read(path) as ledger:
-                event, lines = _live_result(ledger) if ledger.state("run", {}).get("live") else _result(ledger)
+                event, lines = _told(ledger)
+                if failure := ledger.state("failure"):
+                    event, lines = (
+                        {**event, "failure": failure},
+                        [*lines, f"failed: {failure.strip().splitlines()[-1]}"],
+                    )
             if json:
                 _emit({"event": "result", "run": name, **event})
             else:
@@ -179,6 +203,14 @@ def _conclude(output: Path, names: list[str], code: int, *, json: bool) -> None:
         print(f"report: {output / 'report.html'}")
         if code > 128:
             print(f"stopped; go on with: loopwright resume {output}")
+
+
+def _told(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
+    """What came of a run, for scripts and for people."""
+    about = ledger.state("run", {})
+    if about.get("rollout"):
+        return rollout_result(read_rollouts(ledger))
+    return _live_result(ledger) if about.get("live") else _result(ledger)
 
 
 def _result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
@@ -193,23 +225,31 @@ def _result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
         lines.append(f"best  {_shown(reward, ' = ')}   with   {_shown(candidate.action)}{under}")
     if len(answer) > _MOST_ANSWERS:
         lines.append(f"and {len(answer) - _MOST_ANSWERS} more, in best.toml")
+    judged = comparison(ledger.state("policy"))
+    if judged is not None:
+        lines.append(f"policy, measured at the end: {verdict(judged, run['objectives'][0])}")
     if not counts.get("ok"):
         reasons = Counter(f"{trial.outcome}: {trial.reason}" for trial in ledger.trials() if trial.reason)
-        lines += [f"{count} × {reason}" for reason, count in reasons.most_common(3)]
-    return {"counts": counts, "best": found}, lines
+        lines += [f"{count} × {reason}" for reason, count in reasons.most_common(_MOST_REASONS)]
+    means = judged.means if judged is not None else None
+    compared = {} if judged is None else {"policy": judged.alone if means is None else means[0]}
+    compared |= {} if means is None else {"static": means[1]}
+    return {"counts": counts, "best": found, **compared}, lines
 
 
 def _live_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
     """How the returns of a live run went."""
-    returns = [episode["return"] for episode in ledger.episodes()]
-    counts, last = ledger.counts(), returns[-_LAST_EPISODES:]
-    lines = [f"{ledger.last()[0]:,} steps in {len(returns):,} episodes"]
-    if last:
-        first = returns[: len(last)]
-        lines.append(
-            f"mean return of the last {len(last)} episodes: {fmean(last):.6g} (of the first: {fmean(first):.6g})"
-        )
-    return {"counts": counts, "episodes": len(returns), "mean_return": fmean(last) if last else None}, lines
+    digest = read_live(ledger)
+    found = digest.episodes
+    ended, mean = found.total.count + found.failed, found.after if found.total.count else None
+    lines = [f"{digest.steps:,} steps in {ended:,} episodes" + (f", {digest.failed:,} failed" if digest.failed else "")]
+    if mean is not None:
+        many = found.window
+        what = f"mean return of the last {many} episodes" if many > 1 else "return of the last episode"
+        lines.append(f"{what}: {mean:.6g} (of the first{f' {many}' if many > 1 else ''}: {found.before:.6g})")
+    for failure in digest.failures()[:_MOST_REASONS]:
+        lines += [f"{len(numbers)} × {failure.outcome}: {reason}" for reason, numbers in failure.reasons[:1]]
+    return {"counts": ledger.counts(), "episodes": ended, "mean_return": mean}, lines
 
 
 def _shown(values: Any, equals: str = "=") -> str:

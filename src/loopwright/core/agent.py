@@ -45,6 +45,8 @@ class Agent(ABC):
     """Whether the agent's answer is an action for each regime, not one for all."""
     steps_live: ClassVar[bool] = False
     """Whether the agent can act in a live environment, whose spaces come from a server."""
+    rolls_out: ClassVar[bool] = False
+    """Whether the agent works on rollouts: tasks in, judged episodes out."""
     several_objectives: ClassVar[bool] = False
     """Whether the agent can weigh several rewards against one another."""
     measures_again: ClassVar[bool] = False
@@ -58,6 +60,11 @@ class Agent(ABC):
     @classmethod
     def problems(cls, config: Any, space: Any, home: Path) -> list[Problem]:
         """What is wrong with this configuration over this space; found before anything starts."""
+        return []
+
+    @classmethod
+    def too_little(cls, config: Any, space: Any, repeats: int = 1, parallel: int = 1) -> list[Problem]:
+        """Why the budget is too small to give a result; of a live run only the configuration is known."""
         return []
 
     @abstractmethod

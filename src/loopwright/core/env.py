@@ -182,28 +182,36 @@ class Env(ABC):
     async def _run(self, trial: Trial, known: Result | None) -> Trial:
         self._observers.before(trial)
         try:
-            result = known or await self._answer(trial) or await self._lead(trial)
+            result = known or await self._result(trial)
         except asyncio.CancelledError:
             self._end(trial, Result(Outcome.ABORTED, reason="the run was stopped"))
             raise
         return self._end(trial, result)
 
+    async def _result(self, trial: Trial) -> Result:
+        if self.terms.cache == "off":
+            return self._forbidden(trial) or await self.measure(trial)
+        return await self._answer(trial) or await self._lead(trial)
+
     async def _answer(self, trial: Trial) -> Result | None:
         """What is known without running: from the cache, from an equal trial in flight, or from the constraints."""
-        if self.terms.cache != "off":
-            while trial.key in self._flying:
-                # That may take long: what is held back must not wait as well.
-                self.run.ledger.flush()
-                await self._flying[trial.key].wait()
-            if trial.key in self._answered and (found := self.run.ledger.find(trial.key)):
-                self.cached += 1
-                return Result(found.outcome or Outcome.OK, found.metrics, found.reason, cached_from=str(found.number))
-        if reason := self.infeasible(trial.action, trial.regime):
-            return Result(Outcome.INFEASIBLE, reason=reason)
+        while trial.key in self._flying:
+            # That may take long: what is held back must not wait as well.
+            self.run.ledger.flush()
+            await self._flying[trial.key].wait()
+        if trial.key in self._answered and (found := self.run.ledger.find(trial.key)):
+            self.cached += 1
+            return Result(found.outcome or Outcome.OK, found.metrics, found.reason, cached_from=str(found.number))
+        if forbidden := self._forbidden(trial):
+            return forbidden
         if self._shared and (shared := self._shared.find(trial.key)):
             self.cached += 1
             return Result(Outcome.OK, shared[1], cached_from=shared[0])
         return None
+
+    def _forbidden(self, trial: Trial) -> Result | None:
+        reason = self.infeasible(trial.action, trial.regime)
+        return Result(Outcome.INFEASIBLE, reason=reason) if reason else None
 
     async def _lead(self, trial: Trial) -> Result:
         """Measure; equal trials wait meanwhile and look into the ledger once this one is written there."""
@@ -215,8 +223,8 @@ class Env(ABC):
             asyncio.get_running_loop().call_soon(landed.set)
 
     def _end(self, trial: Trial, result: Result) -> Trial:
-        reward = None
-        if result.outcome is Outcome.OK:
+        reward = result.reward
+        if result.outcome is Outcome.OK and reward is None:
             result, reward = self._score(result)
         # On disk before other runs see it, or a resumed run would find its own trial in the shared cache.
         ended = self.run.ledger.commit(trial, result, reward, hold=self._shared is None)

@@ -1,18 +1,32 @@
 """What can go wrong, as a tree. A failed trial is data and never an exception; these are for everything else.
 
     LoopwrightError
-    ├── ScenarioError    (ValueError)    the scenario cannot be run as written; holds every problem found
-    ├── MissingExtra     (ImportError)   an optional dependency is not installed; says what to install
-    ├── StorageError     (OSError)       the disk is full, read-only or gone; nothing more can be recorded
-    │   ├── LedgerError                  the ledger is damaged, too new, or not there
-    │   └── OutputBusy                   another process works in this output directory
-    ├── LaunchError      (RuntimeError)  a process could not be started
-    ├── InvalidAction    (ValueError)    an action lies outside its space; becomes an `invalid` trial
-    ├── PolicyError      (ValueError)    a policy cannot be loaded or applied              agents/policy.py
+    ├── ScenarioError    (ValueError)       the scenario cannot be run as written; holds every problem found
+    ├── MissingExtra     (ImportError)      an optional dependency is not installed; says what to install
+    ├── StorageError     (OSError)          the disk is full, read-only or gone; nothing more can be recorded
+    │   ├── LedgerError                     the ledger is damaged, too new, or not there
+    │   └── OutputBusy                      another process works in this output directory
+    ├── LaunchError      (RuntimeError)     a process could not be started
+    ├── InvalidAction    (ValueError)       an action lies outside its space; becomes an `invalid` trial
+    ├── PolicyError      (ValueError)       a policy cannot be loaded or applied           agents/policy.py
     ├── ServerLost       (ConnectionError)  a live environment's server died or hangs      envs/server.py
-    ├── ServerError      (ValueError)    a server answered something that it must not      envs/server.py
-    ├── AddressError     (ValueError)    an address that nobody can listen at or reach     envs/channel.py
-    └── WireError        (ValueError)    bytes that are not of the live protocol           envs/wire.py
+    ├── ServerError      (ValueError)       a server answered something that it must not   envs/server.py
+    ├── AddressError     (ValueError)       an address that nobody can listen at or reach  envs/channel.py
+    ├── WireError        (ValueError)       bytes that are not of the live protocol        envs/wire.py
+    │   └── Unsendable                      what the live protocol has no words for        envs/wire.py
+    ├── EngineError      (ConnectionError)  an engine failed or is gone                    engines/base.py
+    │   └── ContextFull  (ValueError)       a conversation is longer than an engine takes  engines/base.py
+    ├── BudgetSpent      (RuntimeError)     a rollout's turns or tokens are used up        gateway/session.py
+    ├── TasksError       (ValueError)       a source gives no tasks, or no proper ones     rollouts/tasks.py
+    ├── JudgeFailed      (RuntimeError)     a judger gave no verdict, which is no zero     rollouts/judger.py
+    │   ├── JudgerDown                      too many failures in a row; it is left alone   rollouts/judging/guard.py
+    │   ├── BadVerdict   (ValueError)       a verdict that is no reward, such as NaN       rollouts/judging/returned.py
+    │   └── BadVerdictType (TypeError)      a verdict that is not even a number            rollouts/judging/returned.py
+    ├── TooManyLeft      (RuntimeError)     too many calls of a function never returned    rollouts/threads.py
+    ├── WorkerLost       (ConnectionError)  a worker died with a call in it, twice         rollouts/pool.py
+    │   └── PoolDown                        no worker is left, and none can be made        rollouts/pool.py
+    ├── ResourcesError   (RuntimeError)     a cluster does not have what was asked for     rollouts/resources.py
+    └── ParcelError      (TypeError)        something that cannot be sent to a process     rollouts/parcel.py
 
 Each message says what happened, where, and the next move.
 """
@@ -98,6 +112,12 @@ def storage(where: Path, *, then: str = _GO_ON) -> Iterator[None]:
         raise StorageError(
             f"cannot write to {where}: {reason}. {advice}, or choose another --output; {then}."
         ) from error
+
+
+def sentence(error: BaseException) -> str:
+    """What an error says, so that another sentence can follow it."""
+    said = str(error) or repr(error)
+    return said if said.endswith((".", "?", "!")) else f"{said}."
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:

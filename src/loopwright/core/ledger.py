@@ -55,8 +55,9 @@ class Ledger:
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self._connection = connection
-        self._transaction = Transaction(path, connection)
-        self._rows = self._transaction.rows
+        self.transaction = Transaction(path, connection)
+        """What all writes go through; what is held back in it is written together."""
+        self._rows = self.transaction.rows
 
     # -- opening ------------------------------------------------------------------------------------------------
 
@@ -117,12 +118,12 @@ class Ledger:
 
     def flush(self) -> None:
         """Have on disk whatever was reserved and committed."""
-        self._transaction.flush()
+        self.transaction.flush()
 
     def close(self) -> None:
         """Fold the write-ahead log into the file and let go of it."""
         with explained(self.path):
-            self._transaction.flush()
+            self.transaction.flush()
             self._connection.close()
 
     def __enter__(self) -> Self:
@@ -141,7 +142,7 @@ class Ledger:
         rows = [
             (t.number, t.group, t.repeat, text(t.action), t.key, t.draw, text(t.regime), t.reserved_at) for t in trials
         ]
-        with self._transaction.held if hold else self._transaction as connection:
+        with self.transaction.held if hold else self.transaction as connection:
             connection.executemany(
                 "INSERT INTO trials (number, grp, repeat, action, key, draw, regime, reserved_at) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -152,7 +153,7 @@ class Ledger:
 
     def attempt(self, number: int, pid: int, start_ticks: int) -> int:
         """Open an attempt at a trial and say which process works on it, so that a resumed run can end it."""
-        with self._transaction as connection:
+        with self.transaction as connection:
             row = connection.execute(
                 "INSERT INTO attempts (trial, attempt, pid, start_ticks, started_at) "
                 "SELECT ?, 1 + count(*), ?, ?, ? FROM attempts WHERE trial = ? RETURNING attempt",
@@ -162,7 +163,7 @@ class Ledger:
 
     def running(self, number: int, attempt: int, pid: int, start_ticks: int) -> None:
         """Another process works on the same attempt now."""
-        with self._transaction as connection:
+        with self.transaction as connection:
             connection.execute(
                 "UPDATE attempts SET pid = ?, start_ticks = ? WHERE trial = ? AND attempt = ?",
                 (pid, start_ticks, number, attempt),
@@ -192,7 +193,7 @@ class Ledger:
             time.time(),
         )
         detail = None if reward is None else text({"parts": reward.parts, "more": reward.more})
-        with self._transaction.held if hold else self._transaction as connection:
+        with self.transaction.held if hold else self.transaction as connection:
             changed = connection.execute(
                 "UPDATE trials SET outcome = ?, fault = ?, reason = ?, reward = ?, reward_detail = ?, metrics = ?, "
                 "usage = ?, cached_from = ?, finished_at = ? "
@@ -212,6 +213,10 @@ class Ledger:
             ).rowcount
             if changed != 1:
                 raise LedgerError(f"{self.path}: trial {trial.number} was never reserved, or has ended already.")
+            if result.episode is not None:
+                connection.execute(
+                    "INSERT OR REPLACE INTO payloads VALUES (?, 'rollout', ?)", (ended.number, result.episode)
+                )
             if ended.outcome is Outcome.ABORTED:
                 # The end of a trial's last attempt is the end of the trial; only an earlier one needs its own.
                 connection.execute(
@@ -220,11 +225,17 @@ class Ledger:
                 )
         return ended
 
-    def append(self, trials: Sequence[tuple[Any, ...]], episodes: Sequence[tuple[int, bytes]] = ()) -> None:
+    def append(
+        self,
+        trials: Sequence[tuple[Any, ...]],
+        episodes: Sequence[tuple[int, bytes]] = (),
+        unfinished: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
+    ) -> None:
         """Write down many live trials at once, as (number, group, action, draw, regime, outcome, fault, reason, reward,
-        reward_detail, metrics, reserved_at, finished_at), and the episodes that ended, as (last trial, JSON).
+        reward_detail, metrics, reserved_at, finished_at), and the episodes that ended, as (last trial, JSON). The row
+        and the facts of an `unfinished` episode are kept for `close_episode`.
         """
-        with self._transaction as connection:
+        with self.transaction as connection:
             connection.executemany(
                 "INSERT INTO trials (number, grp, repeat, action, key, draw, regime, outcome, fault, reason, reward, "
                 "reward_detail, metrics, reserved_at, finished_at) "
@@ -232,26 +243,34 @@ class Ledger:
                 trials,
             )
             connection.executemany("INSERT INTO payloads VALUES (?, 'episode', ?)", episodes)
+            if unfinished is not None:
+                connection.execute("INSERT OR REPLACE INTO state VALUES ('unfinished', ?)", (text(unfinished),))
 
     def put_payload(self, number: int, kind: str, data: bytes) -> None:
         """Store something larger beside a trial."""
-        with self._transaction as connection:
+        with self.transaction as connection:
             connection.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", (number, kind, data))
 
     def set_state(self, name: str, value: Any) -> None:
         """Store something about the run as a whole."""
-        with self._transaction as connection:
+        with self.transaction as connection:
             connection.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (name, text(value)))
 
     def close_attempts(self) -> None:
         """End the attempts that a dead process left open; their trials stay unfinished."""
-        with self._transaction as connection:
+        with self.transaction as connection:
             connection.execute(
                 "UPDATE attempts SET ended_at = ?, outcome = 'lost', reason = 'the process that ran it died' "
                 "WHERE ended_at IS NULL "
                 "AND trial IN (SELECT number FROM trials WHERE ifnull(outcome, 'aborted') = 'aborted')",
                 (time.time(),),
             )
+
+    def close_episode(self) -> None:
+        """End the episode that a dead process left open: as much of it as was written down becomes its row."""
+        row, facts = self.state("unfinished") or ((0,), {})
+        if row[0] > self.last()[0]:
+            self.append([tuple(row)], [(row[0], orjson.dumps(facts))])
 
     # -- reading ------------------------------------------------------------------------------------------------
 

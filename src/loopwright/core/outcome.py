@@ -43,6 +43,7 @@ FAULT_OF = {
     Outcome.METRIC_MISSING: Fault.WORKLOAD,
     Outcome.ABORTED: Fault.SYSTEM,
     Outcome.LOST: Fault.INFRA,
+    Outcome.TRUNCATED: Fault.POLICY,
     Outcome.JUDGE_FAILED: Fault.JUDGE,
 }
 """Who is to blame where nothing more is known."""

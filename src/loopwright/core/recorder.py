@@ -1,6 +1,7 @@
 """The recorder: live trials into the ledger in batches, at least every second, without holding up the steps."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -35,11 +36,18 @@ class Recorder:
     """Takes steps as they are and writes them from a thread of its own.
 
     A step costs its caller one `append`. Whatever was added is in the ledger after `flush`, and a second later at the
-    latest. A disk that takes no more is told to the caller at the next `add` or `flush`.
+    latest. A disk that takes no more is told to the caller at the next `add` or `flush`. `unfinished` gives the row and
+    the facts of an episode in progress, where only whole episodes are added: they are kept aside for a resumed run.
     """
 
-    def __init__(self, ledger: Ledger, *, every_s: float = 0.5) -> None:
-        self._ledger, self._every_s = ledger, every_s
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        every_s: float = 0.5,
+        unfinished: Callable[[], tuple[tuple[Any, ...], dict[str, Any]] | None] = lambda: None,
+    ) -> None:
+        self._ledger, self._every_s, self._unfinished = ledger, every_s, unfinished
         self._steps: list[Step] = []
         self._rows: list[tuple[Any, ...]] = []
         self._episodes: list[tuple[int, bytes]] = []
@@ -91,14 +99,16 @@ class Recorder:
 
     def _write(self) -> None:
         with self._writing:
+            # Asked first: an episode that ends right now is then among the rows below, or still in progress here.
+            unfinished = self._unfinished()
             # The lists stay the same objects, since `add` is bound to one: take what is there, leave what comes.
             steps, rows, episodes = self._steps[:], self._rows[:], self._episodes[:]
-            if not (steps or rows or episodes):
+            if not (steps or rows or episodes or unfinished):
                 return
             trials = [*map(_row, steps), *rows]
             trials.sort(key=lambda row: row[0])
             try:
-                self._ledger.append(trials, episodes)
+                self._ledger.append(trials, episodes, unfinished)
             except LoopwrightError as error:
                 self._failure = error
                 return

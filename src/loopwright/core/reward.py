@@ -162,6 +162,21 @@ class ServerReward(RewardFunction):
         return Reward(metrics["reward"])
 
 
+class JudgedReward(RewardFunction):
+    """The reward that a rollout's judger gave; it comes with the episode and is never made from metrics."""
+
+    type: Literal["judged"] = "judged"
+
+    def needs(self) -> set[str]:
+        return set()
+
+    def score(self, metrics: Mapping[str, float]) -> Reward:
+        raise ValueError("the judger gave no reward")
+
+    def label(self) -> str:
+        return "reward"
+
+
 class Objectives:
     """The reward functions of a run side by side: usually one; none for a run that only measures."""
 

@@ -21,12 +21,19 @@ class Result:
     fault: Fault | None = None
     usage: Mapping[str, float] = field(default_factory=dict)
     cached_from: str | None = None
+    reward: Reward | None = None
+    """The verdict of a rollout's judger; a search's reward is made from the metrics."""
+    episode: bytes | None = None
+    """A rollout's message graph, stored beside its trial."""
 
     def __post_init__(self) -> None:
         if self.outcome is not Outcome.OK:
             if self.fault is None:
                 object.__setattr__(self, "fault", FAULT_OF.get(self.outcome))
-            object.__setattr__(self, "metrics", {})
+            # An episode may end badly and be scored all the same, where that was the policy's own doing.
+            if self.episode is None:
+                object.__setattr__(self, "metrics", {})
+                object.__setattr__(self, "reward", None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,10 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
+from loopwright.core.errors import InvalidAction
 from loopwright.core.run import RunStopped
 from loopwright.core.trial import Action, Feedback, Observation
-from loopwright.envs.codec import ActionCodec, ObservationCodec, View
+from loopwright.envs.codec import ActionCodec, LiveCodec, ObservationCodec, View
 from loopwright.envs.live import LiveEnv, below
 from loopwright.envs.observation import RegimeEncoder, StructuredObservation
 from loopwright.envs.trial import TrialEnv
@@ -37,6 +38,13 @@ def spec_of(**kwargs: Any) -> EnvSpec:
     )
 
 
+def _structure_of(env: TrialEnv | LiveEnv) -> StructuredObservation | None:
+    """Any environment may bring a structure of its own; else one is made where something is drawn."""
+    if isinstance(env, StructuredObservation):
+        return env
+    return RegimeEncoder(env.draws) if env.draws.values else None
+
+
 class Driver:
     """Steps a batch environment for callers without an event loop, several trials at a time if asked.
 
@@ -46,11 +54,7 @@ class Driver:
     def __init__(self, env: TrialEnv, view: View) -> None:
         self.env = env
         self.actions = ActionCodec(env.space, view)
-        # Any environment may bring a structure of its own; else one is made where something is drawn.
-        structure: StructuredObservation | None = env if isinstance(env, StructuredObservation) else None
-        if structure is None and env.draws.values:
-            structure = RegimeEncoder(env.draws)
-        self.observations = ObservationCodec(env.metric_names, structure, flat=view != "dict")
+        self.observations = ObservationCodec(env.metric_names, _structure_of(env), flat=view != "dict")
         self._loop = asyncio.new_event_loop()
         self._worst = min(0.0, env.run.ledger.worst() or 0.0)
         self._flights: list[asyncio.Future[Feedback]] = []
@@ -84,6 +88,8 @@ class Driver:
         return self._run([self.env.step(action, note, fresh=True, under=regime)])[0]
 
     def _go_on(self) -> None:
+        if self._loop.is_closed():
+            raise InvalidAction("the environment is closed: make another one")
         if self.env.run.stopping:
             raise RunStopped
 
@@ -230,19 +236,30 @@ class VectorAdapter(gym.vector.VectorEnv[Any, Any, Any]):
 
 
 class LiveAdapter(gym.Env[Any, Any]):
-    """A live run as an environment: the server's own spaces and episodes, every step a trial."""
+    """A live run as an environment: the server's own spaces and episodes, every step a trial.
+
+    Where something is drawn, each observation has the regime of its episode beside it, as in a batch run.
+    """
 
     metadata = {"render_modes": []}  # noqa: RUF012  gymnasium's own declaration
 
-    def __init__(self, env: LiveEnv) -> None:
+    def __init__(self, env: LiveEnv, *, view: View = "flat") -> None:
         self.inner, self.spec = env, spec_of()
-        self.observation_space = env.server.observation_space
+        self._observations = LiveCodec(env.server.observation_space, _structure_of(env), flat=view != "dict")
+        self.observation_space = self._observations.gym_space
         self.action_space = env.server.action_space
-        self.step = env.step_now  # type: ignore[method-assign]  # one call less on the hot path
+        if not self._observations.adds:
+            self.step = env.step_now  # type: ignore[method-assign]  # one call less on the hot path
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        return self.inner.start_episode(seed, options)
+        seen, info = self.inner.start_episode(seed, options)
+        self._observations.begin(info.get("env_params", {}))
+        return self._observations.encode(seen), info
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        seen, reward, terminated, truncated, info = self.inner.step_now(action)
+        return self._observations.encode(seen), reward, terminated, truncated, info
 
     def close(self) -> None:
         self.inner.shut()

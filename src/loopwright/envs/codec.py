@@ -17,6 +17,9 @@ from loopwright.spaces.space import Space
 _EXACT = 2**20
 """Up to here float32 tells integers apart, also after they were spread over -1..1."""
 
+_MOST_KNOWN = 1024
+"""How many regimes stay encoded; more are rare, and each is encoded again when it comes."""
+
 View = Literal["dict", "flat", "discrete"]
 """`dict`: named leaves. `flat`: MultiDiscrete or Box, and no nesting. `discrete`: one number per point."""
 
@@ -193,35 +196,96 @@ class ObservationCodec:
     """Observations as a learner sees them: metrics, and where something is drawn, the regime beside them."""
 
     def __init__(self, metrics: Sequence[str], structure: StructuredObservation | None, *, flat: bool) -> None:
-        self._metrics, self._structure, self._flat = list(metrics), structure, flat
-        self._leaves = dict(structure.structured_observation_descriptors()) if structure is not None else {}
+        self._metrics, self._context = list(metrics), _context_of(structure, flat=flat)
         box = spaces.Box(-np.inf, np.inf, (max(1, len(self._metrics)),), np.float32)
-        self.gym_space: spaces.Space[Any] = box
-        if self._leaves:
-            context: spaces.Space[Any] = spaces.Dict({name: _space_of(leaf) for name, leaf in self._leaves.items()})
-            if flat:
-                length = spaces.flatdim(context)
-                self.gym_space = spaces.Dict(
-                    {"observation": box, "context": spaces.Box(-np.inf, np.inf, (length,), np.float32)}
-                )
-            else:
-                self.gym_space = spaces.Dict({"observation": box, "context": context})
-            self._context = context
+        self.gym_space = box if self._context is None else _beside(box, self._context.gym_space)
 
     def encode(self, observation: Observation) -> Any:
         """An observation in its space; a metric that the last trial did not give is 0."""
         numbers = [observation.metrics.get(name) or 0.0 for name in self._metrics] or [0.0]
         box = _held(numbers)
-        if not self._leaves or self._structure is None:
+        if self._context is None:
             return box
-        encoded = dict(self._structure.encode_observation(observation.context))
+        return {"observation": box, "context": self._context.encode(observation.context)}
+
+
+class LiveCodec:
+    """What a server shows, as a learner sees it: where something is drawn, the episode's regime beside it."""
+
+    def __init__(
+        self, shown: "spaces.Space[Any]", structure: StructuredObservation | None, *, flat: bool = True
+    ) -> None:
+        self._context, self._named = _context_of(structure, flat=flat), isinstance(shown, spaces.Dict)
+        self.adds = self._context is not None
+        """Whether a learner sees more than the server shows."""
+        self.gym_space = shown if self._context is None else _beside(shown, self._context.gym_space)
+        self._known: dict[str, Any] = {}
+        self._now: Any = None
+        self._flat = flat
+
+    def begin(self, regime: Mapping[str, Any]) -> None:
+        """An episode under this regime; each is encoded once, neither in each step nor in each episode."""
+        if self._context is None:
+            return
+        written = repr(regime)
+        if written not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[written] = self._context.encode(regime)
+        self._now = self._known[written]
+
+    def encode(self, seen: Any) -> Any:
+        """An observation of the server's, in the learner's space."""
+        if self._context is None:
+            return seen
+        # A copy, for whoever gets it may write into it.
+        now = self._now
+        context = now.copy() if self._flat else {name: value.copy() for name, value in now.items()}
+        return {**seen, "context": context} if self._named else {"observation": seen, "context": context}
+
+
+class RowCodec:
+    """Observations of any kind as one row of numbers, for networks that take nothing else."""
+
+    def __init__(self, space: "spaces.Space[Any]") -> None:
+        self._space = space
+        self.gym_space = spaces.Box(-np.inf, np.inf, (spaces.flatdim(space),), np.float32)
+
+    def encode(self, seen: Any) -> Any:
+        """The numbers of an observation, in gymnasium's own order."""
+        return _held(spaces.flatten(self._space, seen))
+
+
+class _ContextCodec:
+    """The regime as named leaves, or, flat, as one row of numbers."""
+
+    def __init__(self, structure: StructuredObservation, *, flat: bool) -> None:
+        self._structure = structure
+        self._leaves = dict(structure.structured_observation_descriptors())
+        named = spaces.Dict({name: _space_of(leaf) for name, leaf in self._leaves.items()})
+        self._row = RowCodec(named) if flat else None
+        self.gym_space: spaces.Space[Any] = named if self._row is None else self._row.gym_space
+
+    def encode(self, regime: Mapping[str, Any]) -> Any:
+        encoded = dict(self._structure.encode_observation(regime))
         if encoded.keys() != self._leaves.keys():
             raise ValueError(
                 f"encode_observation gave {sorted(encoded)}, but the descriptors are {sorted(self._leaves)}"
             )
-        context = {name: _value_of(name, leaf, encoded[name]) for name, leaf in self._leaves.items()}
-        flattened = np.asarray(spaces.flatten(self._context, context), np.float32) if self._flat else context
-        return {"observation": box, "context": flattened}
+        named = {name: _value_of(name, leaf, encoded[name]) for name, leaf in self._leaves.items()}
+        return named if self._row is None else self._row.encode(named)
+
+
+def _context_of(structure: StructuredObservation | None, *, flat: bool) -> _ContextCodec | None:
+    has_leaves = structure is not None and structure.structured_observation_descriptors()
+    return _ContextCodec(structure, flat=flat) if structure is not None and has_leaves else None
+
+
+def _beside(shown: "spaces.Space[Any]", context: "spaces.Space[Any]") -> "spaces.Space[Any]":
+    if not isinstance(shown, spaces.Dict):
+        return spaces.Dict({"observation": shown, "context": context})
+    # As pairs, for gymnasium sorts a plain dict, and flattening depends on the order.
+    return spaces.Dict([*shown.spaces.items(), ("context", context)])
 
 
 def _space_of(leaf: ObsLeafDescriptor) -> spaces.Space[Any]:

@@ -1,10 +1,11 @@
 """Live environments: a server steps them, no process is started per trial, and each step is a trial."""
 
+import logging
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -13,26 +14,30 @@ from pydantic import Field, field_validator, model_validator
 
 from loopwright.core.config import Config
 from loopwright.core.env import Env, Terms
-from loopwright.core.errors import InvalidAction, Problem
+from loopwright.core.errors import InvalidAction, LoopwrightError, Problem
 from loopwright.core.observer import Observer, Observers
 from loopwright.core.outcome import FAULT_OF, Fault, Outcome
 from loopwright.core.recorder import Recorder, as_json
 from loopwright.core.reward import Reward
 from loopwright.core.run import Run, RunStopped
 from loopwright.core.trial import Proposal, Regime, Result, Trial
+from loopwright.envs.answer import flag, real, shown, unusable
+from loopwright.envs.probe import Declared, declared
 from loopwright.envs.server import (
     GymServer,
     ServerError,
     ServerLost,
     check_server_class,
-    declared_action_space,
     make_server,
 )
+from loopwright.envs.watchdog import Hung, Watchdog
 from loopwright.spaces.draws import Draws
 from loopwright.spaces.parameter import Fixed, Parameter, parameter
 
+log = logging.getLogger(__name__)
 _PLAIN = '{"parts":{},"more":[]}'
 _FINE = (Outcome.OK, None, "")
+_CLOSED = "the environment is closed: make another one"
 
 
 def below(worst: float) -> float:
@@ -40,19 +45,29 @@ def below(worst: float) -> float:
     return worst - max(1.0, 0.1 * abs(worst))
 
 
+def _taken_name(observation_space: Any) -> str | None:
+    """Why the regime cannot stand beside what a server shows: the place is taken."""
+    parts = getattr(observation_space, "spaces", None)
+    if not isinstance(parts, dict) or "context" not in parts:
+        return None
+    return "the server's observations have a part 'context', where the drawn env_params go; give it another name"
+
+
 class LiveConfig(Config):
     """A live environment: an object in this process, or a server at an address."""
 
     env_class: str | None = None
     """`module:Class` (or `gymnasium:CartPole-v1`), made in this process with those of `args` that it takes."""
-    address: str | None = Field(default=None, pattern=r"^(unix://|tcp://).+")
+    address: str | None = None
     """Where a server listens: `unix:///run/sim.sock` or `tcp://host:port`."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments: fixed ones for the environment's construction, lists for [run.env_params] to draw per episode."""
+    """Arguments: fixed ones for the construction of `env_class` (a server at an address was constructed already), lists
+    for [run.env_params] to draw per episode."""
     record: Literal["steps", "episodes"] = "steps"
     """Whether each step gets a row in the ledger, or each episode (the steps are counted all the same)."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """How long a server at an address may take for one step; one in this process cannot be interrupted."""
+    """How long a step or a reset may take before the server counts as lost. In this process, native code that does not
+    return cannot be interrupted: such a server belongs at an address."""
 
     @field_validator("args")
     @classmethod
@@ -71,19 +86,39 @@ class LiveConfig(Config):
 
     def problems(self, home: Path, drawn: Collection[str]) -> list[Problem]:
         """Everything that can be found wrong without starting it."""
-        found = []
-        if self.env_class is not None and (reason := check_server_class(self.env_class, home)):
-            found.append(Problem("env_class", f"{self.env_class!r}: {reason}"))
+        found = self._problems_there() if self.env_class is None else self._problems_here(home)
         found += [
             Problem(f"args.{name}", "has several values; let the environment draw it: [run.env_params." + name + "].")
             for name, p in self.args.items()
             if not isinstance(p, Fixed) and name not in drawn
         ]
+        if drawn and (reason := _taken_name(self.spaces(home).observation_space)):
+            found.append(Problem("env_class", f"{reason}."))
         return found
 
-    def action_space(self, home: Path) -> Any:
-        """What the server takes, where that can be told before it is started; else None."""
-        return None if self.env_class is None else declared_action_space(self.env_class, self.fixed(), home)
+    def _problems_here(self, home: Path) -> list[Problem]:
+        reason = check_server_class(self.env_class or "", home) or self.spaces(home).problem
+        return [Problem("env_class", reason)] if reason else []
+
+    def _problems_there(self) -> list[Problem]:
+        from loopwright.envs.channel import Address, AddressError
+
+        found = []
+        try:
+            address = Address.parse(self.address or "")
+            if address.path is None and address.port == 0:
+                found.append(Problem("address", f"nobody can be reached at port 0 ({self.address})."))
+        except AddressError as error:
+            found.append(Problem("address", str(error)))
+        advice = "is fixed, and a server at an address is made where it runs: give it there"
+        found += [
+            Problem(f"args.{name}", f"{advice}, serve-env --arg {name}=…, and remove it here.") for name in self.fixed()
+        ]
+        return found
+
+    def spaces(self, home: Path) -> Declared:
+        """The server's spaces, as far as they can be told before the run starts."""
+        return Declared() if self.env_class is None else declared(self.env_class, self.fixed(), home)
 
     def connect(self, home: Path) -> GymServer:
         """The environment itself, made here or reached at its address."""
@@ -92,6 +127,36 @@ class LiveConfig(Config):
         from loopwright.envs.remote import RemoteServer
 
         return RemoteServer(self.address or "", timeout_s=self.timeout_s)
+
+
+@dataclass(frozen=True)
+class _Episode:
+    """What is known of an episode from its first step on."""
+
+    first: int
+    group: int
+    draw: int | None
+    regime: Regime
+    regime_text: str
+    began_at: float
+
+    def facts(self, last: int, total: float, *, truncated: bool) -> dict[str, Any]:
+        """What ledger and report keep of it."""
+        return {
+            "episode": self.group,
+            "first": self.first,
+            "last": last,
+            "return": total,
+            "length": last - self.first + 1,
+            "regime": self.regime,
+            "truncated": truncated,
+        }
+
+    def row(self, facts: Mapping[str, Any], how: tuple[Outcome, Fault | None, str]) -> tuple[Any, ...]:
+        """The row that it is with `record = "episodes"`."""
+        scored = (facts["return"], _PLAIN) if how is _FINE else (None, None)
+        row = (facts["last"], self.group, "null", self.draw, self.regime_text, *how, *scored)
+        return *row, orjson.dumps(facts).decode(), self.began_at, time.time()
 
 
 class LiveEnv(Env):
@@ -103,15 +168,28 @@ class LiveEnv(Env):
     metric_names = ("observation",)
 
     def __init__(
-        self, run: Run, terms: Terms, observers: Observers, *, server: GymServer, draws: Draws, record: str = "steps"
+        self,
+        run: Run,
+        terms: Terms,
+        observers: Observers,
+        *,
+        server: GymServer,
+        draws: Draws,
+        record: str = "steps",
+        timeout_s: float | None = None,
     ) -> None:
         # numpy is a core dependency, but this module is imported with every scenario.
         from loopwright.envs.reading import checker, holds_array, holds_number, keeper
 
         super().__init__(run, terms, observers)
+        if draws.values and (reason := _taken_name(server.observation_space)):
+            server.close()
+            raise ServerError(reason)
         self.server, self.draws = server, draws
         self._whole = record == "episodes"
-        self._recorder = Recorder(run.ledger)
+        self._watchdog = Watchdog(timeout_s)
+        self._so_far: tuple[_Episode, int, float] | None = None
+        self._recorder = Recorder(run.ledger, unfinished=self._unfinished)
         self._add = self._recorder.add
         self._watched = bool(list(observers))
         self._open = self._begun = self._shut = False
@@ -119,7 +197,7 @@ class LiveEnv(Env):
         self._regime: dict[str, Any] = {}
         self._regime_text = "{}"
         self._draw: int | None = None
-        self._first, self._began_at, self._return = 0, 0.0, 0.0
+        self._episode, self._return = _Episode(0, 0, None, {}, "{}", 0.0), 0.0
         self._worst = min(0.0, run.ledger.worst() or 0.0)
         self._problem = checker(server.observation_space)
         self._keep, self._arrays = keeper(server.observation_space), holds_array(server.observation_space)
@@ -146,36 +224,55 @@ class LiveEnv(Env):
         self._regime, self._draw = dict(waiting.context), waiting.draw
         self._regime_text = orjson.dumps(self._regime).decode()
         given = {**(options or {}), **({"env_params": self._regime} if self._regime else {})}
-        seen, info = self.server.reset(seed=seed, options=given or None)
-        self._check(seen)
+        seen, info = self._reset(seed, given or None)
         self._seen, self._open = seen, not self.run.stopping
         return seen, {**info, "trial": self.run.step, **({"env_params": dict(self._regime)} if self._regime else {})}
 
+    def _reset(self, seed: int | None, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+        """The server's own reset. No trial is in progress, so that a failure has no row: it is raised."""
+        if self._shut:
+            raise InvalidAction(_CLOSED)
+        try:
+            answer = self._watchdog.guard("reset", lambda: self.server.reset(seed=seed, options=options))
+        except (Exception, SystemExit) as error:
+            if isinstance(error, LoopwrightError):
+                raise
+            raise ServerLost(f"the server failed in 'reset': {type(error).__name__}: {error}") from error
+        try:
+            seen, info = answer
+        except (TypeError, ValueError):
+            raise ServerError(f"'reset' gave {shown(answer)} where (observation, info) is due") from None
+        if problem := self._problem(seen):
+            raise ServerError(f"'reset' gave {problem}")
+        if not isinstance(info, dict):
+            raise ServerError(f"'reset' gave info: {shown(info)} where a dict is due")
+        return seen, info
+
     def _begin_episode(self, number: int) -> None:
         """The first step: only now is the draw used up."""
-        self._begun, self._first, self._return, self._began_at = True, number, 0.0, time.time()
+        self._begun, self._return = True, 0.0
         self.run.group += 1
         self._pending.clear()
         if self._draw is not None:
             self.run.draw = self._draw
+        self._episode = _Episode(number, self.run.group, self._draw, self._regime, self._regime_text, time.time())
 
     def _end_episode(self, *, truncated: bool, how: tuple[Outcome, Fault | None, str] = _FINE) -> None:
         last = self.run.step
-        facts = {
-            "episode": self.run.group,
-            "first": self._first,
-            "last": last,
-            "return": self._return,
-            "length": last - self._first + 1,
-            "regime": self._regime,
-            "truncated": truncated,
-        }
+        facts = self._episode.facts(last, self._return, truncated=truncated)
         if self._whole:
-            scored = (self._return, _PLAIN) if how is _FINE else (None, None)
-            row = (last, self.run.group, "null", self._draw, self._regime_text, *how, *scored)
-            self._recorder.add_row((*row, orjson.dumps(facts).decode(), self._began_at, time.time()))
+            self._recorder.add_row(self._episode.row(facts, how))
         self._recorder.add_episode(last, facts)
         self._begun = self._open = False
+        self._so_far = None
+
+    def _unfinished(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The episode in progress as it would stand if the process died now; asked by the recorder's thread."""
+        if (so_far := self._so_far) is None:
+            return None
+        episode, last, total = so_far
+        facts = episode.facts(last, total, truncated=True)
+        return episode.row(facts, _FINE), facts
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -188,20 +285,30 @@ class LiveEnv(Env):
             self._begin_episode(number)
         if self._watched:
             self._observers.before(self._trial(number, action))
+        watchdog = self._watchdog  # `bites` looks for this name
+        watchdog.call = number
         try:
-            answer = self.server.step(action)
-        except Exception as error:  # noqa: BLE001  a server of the user's own may raise anything
+            answer: Any = self.server.step(action)
+            watchdog.call = 0
+        except BaseException as error:  # noqa: BLE001  a server of the user's own may raise anything
+            watchdog.call = 0
             return self._raised(number, action, error)
         try:
             seen, reward, terminated, truncated, info = answer
-            reward = float(reward)
+            # What is of the very type is the rule; the rest is looked at more closely, and more slowly.
+            if type(reward) is not float:
+                reward = real(reward)
+            if type(terminated) is not bool:
+                terminated = flag("terminated", terminated)
+            if type(truncated) is not bool:
+                truncated = flag("truncated", truncated)
             if problem := self._problem(seen):
                 raise ServerError(problem)
             if not math.isfinite(reward):
-                raise ServerError(f"the server gave the reward {reward}")
+                raise ServerError(f"reward: {reward} where a finite number is due")
             info["trial"] = number
         except (TypeError, ValueError) as error:
-            return self._broken(number, action, Outcome.METRIC_MISSING, str(error))
+            return self._broken(number, action, Outcome.METRIC_MISSING, unusable(answer, error))
         self._seen = seen
         self._return += reward
         if reward < self._worst:
@@ -214,24 +321,26 @@ class LiveEnv(Env):
             if not number & 4095:
                 # An episode may have no end.
                 self._recorder.keep_up()
+        else:
+            # One object, so that the recorder's thread never sees the sum of another step.
+            self._so_far = self._episode, number, self._return
         if self._watched:
             done = replace(self._trial(number, action), outcome=Outcome.OK, reward=Reward(reward))
             self._observers.after(done)
         if number == self.terms.budget:
             truncated = True
         if terminated or truncated:
-            self._end_episode(truncated=bool(truncated))
+            self._end_episode(truncated=truncated)
         if self._regime:
             info["env_params"] = dict(self._regime)
-        return seen, reward, bool(terminated), bool(truncated), info
+        return seen, reward, terminated, truncated, info
 
-    def _check(self, seen: Any) -> None:
-        """Refuse what is not of the declared shape and type, or not a number."""
-        if problem := self._problem(seen):
-            raise ServerError(problem)
-
-    def _raised(self, number: int, action: Any, error: Exception) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def _raised(self, number: int, action: Any, error: BaseException) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """The server gave no answer at all: it cannot read the action, it says why, or it is gone."""
+        if isinstance(error, Hung):
+            error = ServerLost(self._watchdog.reason("step"))
+        elif not isinstance(error, Exception | SystemExit):
+            raise error
         if isinstance(error, ServerError):
             return self._broken(number, action, Outcome.METRIC_MISSING, str(error))
         if isinstance(error, InvalidAction) or not self._readable(action):
@@ -252,7 +361,7 @@ class LiveEnv(Env):
     def _refuse(self) -> NoReturn:
         if self.run.stopping:
             raise RunStopped
-        raise InvalidAction("the episode is over: call reset() first")
+        raise InvalidAction(_CLOSED if self._shut else "the episode is over: call reset() first")
 
     def _stop(self) -> None:
         """No step from now on; asked by a signal, so that steps need not ask."""
@@ -325,4 +434,10 @@ class LiveEnv(Env):
                 self._end_episode(truncated=True)
             self._recorder.close()
         finally:
-            self.server.close()
+            try:
+                self._watchdog.guard("close", self.server.close)
+            except (Exception, SystemExit) as error:  # noqa: BLE001  all is recorded, and it must not hide what came before
+                failed = error if isinstance(error, ServerLost) else f"the server failed in 'close': {error!r}"
+                log.warning("%s; it is left as it is", failed)
+            finally:
+                self._watchdog.close()

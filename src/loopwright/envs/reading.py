@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
+from loopwright.envs.answer import shown
 from loopwright.envs.wire import Reader, WireError, array_from
 
 Checker = Callable[[Any], str | None]
@@ -55,13 +56,13 @@ def _from_numbers(value: Any, dtype: np.dtype[Any], field: str) -> Any:
         found = np.asarray(value)
         allowed = "iub" if dtype.kind in "iub" else "iubf"
         if found.dtype.kind not in allowed and found.size:
-            raise WireError(f"{field}: {_shown(value)} where numbers of {dtype.name} are declared")
+            raise WireError(f"{field}: {shown(value)} where numbers of {dtype.name} are declared")
         with np.errstate(over="ignore"):
             return np.array(value, dtype)
     except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, WireError):
             raise
-        raise WireError(f"{field}: {_shown(value)} where numbers of {dtype.name} are declared: {error}") from error
+        raise WireError(f"{field}: {shown(value)} where numbers of {dtype.name} are declared: {error}") from error
 
 
 def _discrete_reader(dtype: np.dtype[Any]) -> Reader:
@@ -71,7 +72,7 @@ def _discrete_reader(dtype: np.dtype[Any]) -> Reader:
         if type(value) is dict:
             value = array_from(value, field)[()]
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise WireError(f"{field}: {_shown(value)} where an integer is declared")
+            raise WireError(f"{field}: {shown(value)} where an integer is declared")
         try:
             return make(value)
         except OverflowError as error:
@@ -83,7 +84,7 @@ def _discrete_reader(dtype: np.dtype[Any]) -> Reader:
 def _dict_reader(parts: dict[str, Reader]) -> Reader:
     def read(value: Any, field: str) -> Any:
         if type(value) is not dict or value.keys() != parts.keys():
-            found = f"the keys {sorted(map(str, value))}" if type(value) is dict else _shown(value)
+            found = f"the keys {sorted(map(str, value))}" if type(value) is dict else shown(value)
             raise WireError(f"{field}: {found} where the keys {sorted(parts)} are declared")
         return {key: part(value[key], f"{field}[{key!r}]") for key, part in parts.items()}
 
@@ -93,7 +94,7 @@ def _dict_reader(parts: dict[str, Reader]) -> Reader:
 def _tuple_reader(parts: list[Reader]) -> Reader:
     def read(value: Any, field: str) -> Any:
         if type(value) is not list or len(value) != len(parts):
-            raise WireError(f"{field}: {_shown(value)} where a list of {len(parts)} is declared")
+            raise WireError(f"{field}: {shown(value)} where a list of {len(parts)} is declared")
         return tuple(part(item, f"{field}[{n}]") for n, (part, item) in enumerate(zip(parts, value, strict=True)))
 
     return read
@@ -101,7 +102,7 @@ def _tuple_reader(parts: list[Reader]) -> Reader:
 
 def _text(value: Any, field: str) -> Any:
     if type(value) is not str:
-        raise WireError(f"{field}: {_shown(value)} where text is declared")
+        raise WireError(f"{field}: {shown(value)} where text is declared")
     return value
 
 
@@ -118,7 +119,7 @@ def checker(space: "Space[Any]", field: str = "obs") -> Checker:
             return _dict_checker({key: checker(part, f"{field}[{key!r}]") for key, part in space.spaces.items()}, field)
         case spaces.Tuple():
             return _tuple_checker([checker(part, f"{field}[{n}]") for n, part in enumerate(space.spaces)], field)
-    return lambda value: None if space.contains(value) else f"{field}: {_shown(value)} does not lie in {space}"
+    return lambda value: None if space.contains(value) else f"{field}: {shown(value)} does not lie in {space}"
 
 
 def keeper(space: "Space[Any]") -> Callable[[Any], Any]:
@@ -142,7 +143,7 @@ def _box_checker(dtype: np.dtype[Any], shape: tuple[int, ...], field: str) -> Ch
     def check(value: Any) -> str | None:
         # Of a Box without dimensions a sample may be a bare number of numpy's.
         if not isinstance(value, np.ndarray | np.generic):
-            return f"{field}: {_shown(value)} where an array of {dtype.name} is declared"
+            return f"{field}: {shown(value)} where an array of {dtype.name} is declared"
         if value.dtype != dtype:
             return f"{field}: numbers of {value.dtype.name} where {dtype.name} is declared"
         if value.shape != shape:
@@ -165,7 +166,7 @@ def _unbounded(value: np.ndarray[Any, Any]) -> str:
 def _dict_checker(parts: dict[str, Checker], field: str) -> Checker:
     def check(value: Any) -> str | None:
         if not isinstance(value, dict) or value.keys() != parts.keys():
-            return f"{field}: {_shown(value)} where the keys {sorted(parts)} are declared"
+            return f"{field}: {shown(value)} where the keys {sorted(parts)} are declared"
         return next((wrong for key, part in parts.items() if (wrong := part(value[key]))), None)
 
     return check
@@ -174,12 +175,7 @@ def _dict_checker(parts: dict[str, Checker], field: str) -> Checker:
 def _tuple_checker(parts: list[Checker], field: str) -> Checker:
     def check(value: Any) -> str | None:
         if not isinstance(value, tuple) or len(value) != len(parts):
-            return f"{field}: {_shown(value)} where a tuple of {len(parts)} is declared"
+            return f"{field}: {shown(value)} where a tuple of {len(parts)} is declared"
         return next((wrong for part, item in zip(parts, value, strict=True) if (wrong := part(item))), None)
 
     return check
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}…"

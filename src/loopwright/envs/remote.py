@@ -21,6 +21,8 @@ from loopwright.envs.wire import VERSION, Message, Unsendable, WireError, revive
 _BEATS_MISSED = 3
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.02, 1.0
 _LONGEST_TRY_S = 3600.0
+_OTHER_VERSION = "Serve it with a version that speaks the same."
+_LOOK = "See whether it runs, and its log; reset() looks for it again."
 
 
 class RemoteServer:
@@ -150,6 +152,8 @@ class RemoteServer:
             raise InvalidAction(f"the server at {self.address} cannot read the action: {words}")
         if reply["type"] == "error" and kind == "environment":
             raise ServerError(f"the environment at {self.address} failed in {request!r}: {words}")
+        if reply["type"] == "error" and kind == "version":
+            self._lose(f"it refused {request!r} ({kind}): {words}", advice=_OTHER_VERSION)
         if reply["type"] == "error":
             self._lose(f"it refused {request!r} ({kind}): {words}")
         self._lose(f"it answered {request!r} with {reply['type']!r}: that is not the protocol")
@@ -209,10 +213,12 @@ class RemoteServer:
             self._drop("its environment could not be made")
             raise
         if welcome.get("version") != VERSION:
-            self._lose(f"it speaks version {welcome.get('version')!r} of the protocol, this is version {VERSION}")
+            theirs = f"it speaks version {welcome.get('version')!r} of the protocol, this is version {VERSION}"
+            self._lose(theirs, advice=_OTHER_VERSION)
         declared = ("observation_space", "action_space")
         if self._welcome and any(welcome.get(name) != self._welcome.get(name) for name in declared):
-            self._lose("it came back with other spaces than before: nothing that was learned would fit")
+            theirs = "it came back with other spaces than before: nothing that was learned would fit"
+            self._lose(theirs, advice="Serve the same environment again, or start a new run.")
         self._welcome = welcome
         self._channel.be_patient(min(self._timeout_s, _BEATS_MISSED * self._beat_s()))
 
@@ -221,11 +227,9 @@ class RemoteServer:
         promised = self._welcome.get("heartbeat_s")
         return float(promised) if isinstance(promised, int | float) and promised > 0 else math.inf
 
-    def _lose(self, why: str, cause: BaseException | None = None) -> NoReturn:
+    def _lose(self, why: str, cause: BaseException | None = None, *, advice: str = _LOOK) -> NoReturn:
         self._drop(why)
-        raise ServerLost(
-            f"lost the server at {self.address}: {why}. See whether it runs, and its log; reset() looks for it again."
-        ) from cause
+        raise ServerLost(f"lost the server at {self.address}: {why}. {advice}") from cause
 
     def _drop(self, why: str) -> None:
         self._lost = why

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from types import FrameType
 from typing import Any
 
+from loopwright.envs.answer import flag, real
 from loopwright.envs.channel import Address, Channel
 from loopwright.envs.reading import reader
 from loopwright.envs.server import GymServer
@@ -241,7 +242,7 @@ class _Client(threading.Thread):
             return work(request)
         except _Unreadable as error:
             return {"type": "error", "kind": "action", "message": str(error)}
-        except Exception as error:  # noqa: BLE001  Whatever an environment raises is told to its client.
+        except (Exception, SystemExit) as error:  # noqa: BLE001  Whatever an environment raises is told to its client.
             _log.warning("an environment failed", exc_info=True)
             return {"type": "error", "kind": "environment", "message": f"{type(error).__name__}: {error}"}
 
@@ -262,9 +263,9 @@ class _Client(threading.Thread):
         return {
             "type": "result",
             "obs": observation,
-            "reward": float(reward),
-            "terminated": bool(terminated),
-            "truncated": bool(truncated),
+            "reward": reward if type(reward) is float else real(reward),
+            "terminated": terminated if type(terminated) is bool else flag("terminated", terminated),
+            "truncated": truncated if type(truncated) is bool else flag("truncated", truncated),
             "info": info,
         }
 

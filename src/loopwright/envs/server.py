@@ -1,7 +1,6 @@
 """Servers: what a live environment is stepped by. Every `gymnasium.Env` is one as it stands."""
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -9,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, cast
 
 from loopwright.core.errors import LoopwrightError, MissingExtra, did_you_mean
+from loopwright.core.imports import look_first_in
 
 if TYPE_CHECKING:
     from gymnasium import Space
 
-_GYMNASIUM = "gymnasium:"
+GYMNASIUM = "gymnasium:"
+"""What begins the path of an environment in gymnasium's registry."""
 _METHODS = ("reset", "step", "close")
 _SPACES = ("observation_space", "action_space")
 
@@ -68,12 +69,17 @@ def make_server(target: str | object, args: Mapping[str, Any], home: Path) -> Gy
     A path, `module:Class` or `module.Class`, is looked for in `home` first. A class or factory gets those of `args`
     that it takes; gymnasium gets them all.
     """
-    if isinstance(target, str) and target.startswith(_GYMNASIUM):
-        return _registered(target.removeprefix(_GYMNASIUM), args)
+    if isinstance(target, str) and target.startswith(GYMNASIUM):
+        return _registered(target.removeprefix(GYMNASIUM), args)
     name = target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__name__)
-    found: Any = _resolve(target, home) if isinstance(target, str) else target
+    found: Any = resolve(target, home) if isinstance(target, str) else target
     if isinstance(found, type) or (callable(found) and not hasattr(found, "step")):
-        found = found(**_taken(found, args))
+        try:
+            found = found(**_taken(found, args))
+        except LoopwrightError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ServerError(f"{name!r} cannot be made: {type(error).__name__}: {error}") from error
     if missing := [member for member in (*_SPACES, *_METHODS) if not hasattr(found, member)]:
         raise ServerError(f"{name!r} is no GymServer: it has no {', '.join(missing)}. A gymnasium.Env has them all.")
     return cast("GymServer", found)
@@ -82,9 +88,9 @@ def make_server(target: str | object, args: Mapping[str, Any], home: Path) -> Gy
 def check_server_class(path: str, home: Path) -> str | None:
     """Why no server can be made of this path, in words; None if one can, as far as can be told without making it."""
     try:
-        if path.startswith(_GYMNASIUM):
-            return _unregistered(path.removeprefix(_GYMNASIUM))
-        found = _resolve(path, home)
+        if path.startswith(GYMNASIUM):
+            return _unregistered(path.removeprefix(GYMNASIUM))
+        found = resolve(path, home)
     except LoopwrightError as error:
         return str(error)
     if not callable(found):
@@ -96,28 +102,14 @@ def check_server_class(path: str, home: Path) -> str | None:
     return None
 
 
-def declared_action_space(path: str, args: Mapping[str, Any], home: Path) -> Any:
-    """The action space, where it can be told without starting a server of the user's own; else None."""
-    try:
-        if not path.startswith(_GYMNASIUM):
-            found = getattr(_resolve(path, home), "action_space", None)
-            return found if hasattr(found, "contains") else None  # a property tells nothing before there is an object
-        env = _registered(path.removeprefix(_GYMNASIUM), args)
-        env.close()
-        return env.action_space
-    except Exception:  # noqa: BLE001  whatever is wrong with it is told where it is checked, or started
-        return None
-
-
-def _resolve(path: str, home: Path) -> Any:
+def resolve(path: str, home: Path) -> Any:
     """The class or factory at `module:Class` or `module.Class`; a ServerError says what is not there."""
     module_name, colon, attribute = path.partition(":")
     if not colon:
         module_name, _, attribute = path.rpartition(".")
     if not module_name or not attribute:
         raise ServerError(f"{path!r} has no module part. Write 'module:Class' or 'module.Class'.")
-    if not sys.path or sys.path[0] != str(home):
-        sys.path.insert(0, str(home))
+    look_first_in(home)
     found: Any = _module(path, module_name, home)
     for name in attribute.split("."):
         if not hasattr(found, name):

@@ -3,6 +3,7 @@
 from loopwright.execution.base import Command, Completion, Executor, Started, Usage
 from loopwright.execution.call import Call, Returned
 from loopwright.execution.callables import Checked, check
+from loopwright.execution.keeper import Keeper
 from loopwright.execution.local import LocalExecutor
 from loopwright.execution.processes import descendants, end_leftovers, start_ticks
 from loopwright.execution.worker import WorkerPool
@@ -13,6 +14,7 @@ __all__ = [
     "Command",
     "Completion",
     "Executor",
+    "Keeper",
     "LocalExecutor",
     "Returned",
     "Started",

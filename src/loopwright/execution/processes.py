@@ -6,7 +6,9 @@ marker (this finds daemons that left the session), or if its parent belongs to i
 
 import os
 import select
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -18,6 +20,8 @@ VARIABLE = "LOOPWRIGHT_TRIAL"
 
 _WAIT_S = 10.0
 _ROUNDS = 100
+_BIRTH_S = 0.1
+"""How long it takes at most until a process that is being started shows its marker."""
 _PREFIX = f"{VARIABLE}=".encode()
 
 
@@ -193,3 +197,18 @@ def _wait(pidfds: Iterable[int], deadline: float) -> set[int]:
             poller.unregister(pidfd)
             waiting.discard(pidfd)
     return waiting
+
+
+def outlive(pid: int, ticks: int, marker: str, directory: str) -> None:
+    """Wait for the end of a process; then end what it left running under this marker, and delete its directory."""
+    process = read(pid)
+    if process is not None and process.start_ticks == ticks and (pidfd := open_same(process)) is not None:
+        select.select([pidfd], [], [])
+        os.close(pidfd)
+    time.sleep(_BIRTH_S)
+    end_leftovers((), marker)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":  # see keeper.py
+    outlive(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

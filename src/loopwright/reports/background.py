@@ -67,6 +67,7 @@ def provenance(digest: Digest) -> Html:
         "drawn by the environment": part(about, "env_params") or None,
         "constraints": about.get("constraints") or None,
         "workload": part(about, "workload") or None,
+        **{name: part(about, "rollout").get(name) for name in ("tasks", "loop", "judger", "produce", "engine")},
         "fingerprint": about.get("fingerprint"),
         "ledger": f"{digest.name}/ledger.db",
     }

@@ -1,10 +1,10 @@
 """What the ledger of a live run says: its episodes, read once, in memory that does not grow with their number."""
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import fsum
+from math import fsum, inf
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Regime
 from loopwright.reports.digest import Digest, Failure, basics, grouped_failures, read
+from loopwright.reports.rollouts import read_rollouts
 
 WINDOW = 100
 """So many episodes make a mean worth saying."""
@@ -59,7 +60,10 @@ class Tally:
 
 @dataclass
 class Episodes:
-    """All episodes of a run, told one by one: totals, those of each regime, and an even share to draw."""
+    """All episodes of a run, told one by one: totals, those of each regime, and an even share to draw.
+
+    One that a failed step ended has no return: what it would have come to is not known, so it is only counted.
+    """
 
     total: Tally = field(default_factory=Tally)
     first: list[float] = field(default_factory=list)
@@ -68,15 +72,23 @@ class Episodes:
     record: tuple[int, int] = (0, 0)
     """First and last trial of the best episode."""
     truncated: int = 0
+    failed: int = 0
+    """How many were ended by a failed step."""
     _every: int = 1
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     @classmethod
-    def of(cls, told: Iterable[Mapping[str, Any]]) -> "Episodes":
-        """As the ledger tells them."""
-        found = cls()
+    def of(cls, told: Iterable[Mapping[str, Any]], failed: Iterable[int] = ()) -> "Episodes":
+        """As the ledger tells them, and the numbers of the failed trials; both in order."""
+        found, bad = cls(), iter(failed)
+        number: float = next(bad, inf)
         for facts in told:
-            found._add(facts)
+            while number < facts["last"]:
+                number = next(bad, inf)
+            if number == facts["last"]:
+                found.failed += 1
+            else:
+                found._add(facts)
         return found
 
     def _add(self, facts: Mapping[str, Any]) -> None:
@@ -91,7 +103,7 @@ class Episodes:
         place = self._placed(facts.get("regime") or {}, reward, length)
         if (self.total.count - 1) % self._every == 0:
             means = self.total.mean, fsum(self._lengths) / len(self._lengths)
-            self.drawn.append(Episode(self.total.count, *ends, reward, length, place, *means))
+            self.drawn.append(Episode(self.total.count + self.failed, *ends, reward, length, place, *means))
             if len(self.drawn) >= 2 * _DRAWN:
                 # Twice as sparse from now on: never more than this many, and always evenly spread.
                 self.drawn, self._every = self.drawn[::2], 2 * self._every
@@ -181,11 +193,13 @@ def read_run(folder: Path) -> Digest:
     """The digest of `<folder>/ledger.db`; raises LedgerError where there is nothing to read."""
     with Ledger.read(folder / "ledger.db") as ledger:
         about = basics(ledger)["about"]
-        return _read_live(ledger) if about.get("live") is True else read(ledger)
+        if about.get("rollout"):
+            return read_rollouts(ledger)
+        return read_live(ledger) if about.get("live") is True else read(ledger)
 
 
-def _read_live(ledger: Ledger) -> LiveDigest:
-    """No step is made into a trial on the way."""
+def read_live(ledger: Ledger) -> LiveDigest:
+    """The digest of a live run; no step is made into a trial on the way."""
     rows = ledger._rows  # a question of the report's own; the ledger answers it under its lock
     bad = rows(
         "SELECT number, outcome, ifnull(fault, 'unknown'), reason FROM trials "
@@ -202,6 +216,15 @@ def _read_live(ledger: Ledger) -> LiveDigest:
         steps=rows("SELECT ifnull(max(number), 0) FROM trials")[0][0],
         counted=ledger.counts(),
         bad=bad,
-        episodes=Episodes.of(ledger.episodes()),
+        episodes=Episodes.of(ledger.episodes(), _failed(ledger)),
         span_s=None if None in ends else max(0.0, ends[1] - ends[0]),
     )
+
+
+def _failed(ledger: Ledger) -> Iterator[int]:
+    """The numbers of the failed steps, in order; a few at a time, for it may be all of them."""
+    after = 0
+    query = "SELECT number FROM trials WHERE number > ? AND outcome <> 'ok' ORDER BY number LIMIT 5000"
+    while rows := ledger._rows(query, (after,)):
+        yield from (number for (number,) in rows)
+        after = rows[-1][0]

@@ -18,7 +18,9 @@ from loopwright.reports.episodes import LiveDigest, read_run
 from loopwright.reports.export import replacing
 from loopwright.reports.live import live_chart, live_headline
 from loopwright.reports.markup import Html, html, join, number, table
-from loopwright.reports.sections import live_section, run_section, status
+from loopwright.reports.rollout_page import rollout_chart, rollout_headline
+from loopwright.reports.rollouts import RolloutDigest
+from loopwright.reports.sections import live_section, rollout_section, run_section, status
 
 _STATIC = Path(__file__).parent / "static"
 _TRACES = ("ledger.db", "trials", "trajectory.csv", "best.toml")
@@ -68,7 +70,10 @@ def _page(output: Path, digests: list[Digest], notes: list[Html]) -> str:
 def _shown(output: Path, digest: Digest, charts: list[dict[str, Any]]) -> tuple[Html, Sequence[object]]:
     """A run's part of the page, and its row in the list of runs."""
     try:
-        if isinstance(digest, LiveDigest):
+        if isinstance(digest, RolloutDigest):
+            chart, told = rollout_chart(digest), rollout_headline(digest)
+            section = rollout_section(digest, len(charts), chart, output)
+        elif isinstance(digest, LiveDigest):
             chart, told = live_chart(digest), live_headline(digest)
             section = live_section(digest, len(charts), chart, output)
         else:

@@ -13,6 +13,9 @@ def live_answer(digest: LiveDigest) -> Html:
     """What the last episodes came to, beside the first ones."""
     found = digest.episodes
     if not found.total.count:
+        if found.failed:
+            said = f"No episode has a return: all {number(found.failed)} were ended by a failed step."
+            return html("<p class='note bad'>{}</p>", said)
         said = "No episode has ended yet." if digest.steps else "No step has been taken yet."
         return html("<p class='note'>{}</p>", said)
     many = found.window
@@ -27,7 +30,9 @@ def live_answer(digest: LiveDigest) -> Html:
         [f"mean length of the last {number(many)}", f"{number(found.latest_length)} steps"],
     ]
     if found.truncated:
-        rows.append(["cut short", "1 episode" if found.truncated == 1 else f"{number(found.truncated)} episodes"])
+        rows.append(["cut short", _episodes(found.truncated)])
+    if found.failed:
+        rows.append(["ended by a failed step", f"{_episodes(found.failed)}, in no mean"])
     return html("<div class='answer'>{}<div>{}</div></div>", left, table(["", ""], rows, "wide facts"))
 
 
@@ -35,7 +40,7 @@ def live_headline(digest: LiveDigest) -> str:
     """The answer in a few words, for the list of runs."""
     found = digest.episodes
     if not found.total.count:
-        return "no episode has ended yet"
+        return "every episode was ended by a failed step" if found.failed else "no episode has ended yet"
     return (
         f"mean return {number(found.after)} in the last {number(found.window)} of {number(found.total.count)} episodes"
     )
@@ -136,3 +141,7 @@ def live_chart(digest: LiveDigest) -> dict[str, Any]:
 
 def _span(first: int, last: int) -> str:
     return f"{number(first)}–{number(last)}" if last > first else number(first)
+
+
+def _episodes(count: int) -> str:
+    return "1 episode" if count == 1 else f"{number(count)} episodes"

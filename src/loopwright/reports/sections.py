@@ -15,6 +15,19 @@ from loopwright.reports.episodes import LiveDigest
 from loopwright.reports.links import trial_links
 from loopwright.reports.live import live_answer, live_notes, live_regimes, live_thinned
 from loopwright.reports.markup import Html, duration, html, join, number, short, table
+from loopwright.reports.rollout_page import (
+    rollout_answer,
+    rollout_facts,
+    rollout_faults,
+    rollout_groups,
+    rollout_key,
+    rollout_phases,
+    rollout_sources,
+    rollout_tasks,
+    rollout_thinned,
+)
+from loopwright.reports.rollouts import RolloutDigest
+from loopwright.reports.samples import samples
 
 _PARAMETERS = 24
 _REASONS = 4
@@ -56,6 +69,26 @@ def live_section(digest: LiveDigest, place: int, chart: dict[str, Any], output: 
     return html("<section class='run' id='run-{}'>{}</section>", place + 1, join(parts, "\n"))
 
 
+def rollout_section(digest: RolloutDigest, place: int, chart: dict[str, Any], output: Path) -> Html:
+    """Everything about one rollout run: how its episodes were judged, and samples of them."""
+    parts = [
+        html("<div class='title'><h2>{}</h2>{}</div>", digest.name, status(digest)),
+        _what_rolls(digest),
+        _trouble(digest, output),
+        rollout_answer(digest),
+        rollout_facts(digest),
+        _rewards(digest, place, chart),
+        rollout_sources(digest),
+        rollout_faults(digest),
+        rollout_groups(digest),
+        rollout_phases(digest),
+        rollout_tasks(digest),
+        samples(digest.folder, part(digest.rollout, "engine")),
+        provenance(digest),
+    ]
+    return html("<section class='run' id='run-{}'>{}</section>", place + 1, join(parts, "\n"))
+
+
 def status(digest: Digest) -> Html:
     """How far the run got, in a word."""
     if digest.failure:
@@ -86,6 +119,18 @@ def _what(digest: Digest) -> Html:
     return html("<p class='muted'>{}</p>", join(said, " · ")) if said else Html("")
 
 
+def _what_rolls(digest: RolloutDigest) -> Html:
+    agent, rollout = part(digest.about, "agent"), digest.rollout
+    said = [html("agent <b>{}</b>, seed {}", agent.get("type", "?"), agent.get("seed", 0))]
+    said += [
+        html("{} <b>{}</b>", name, kind)
+        for name in ("loop", "judger", "engine")
+        if (kind := part(rollout, name).get("type"))
+    ]
+    said.append(html("groups of {}", number(rollout.get("group_size", 1))))
+    return html("<p class='muted'>{}</p>", join(said, " · "))
+
+
 def _server(workload: Mapping[str, Any]) -> str:
     return str(workload.get("env_class") or workload.get("address") or "an object of the program's own")
 
@@ -93,13 +138,11 @@ def _server(workload: Mapping[str, Any]) -> str:
 def _trouble(digest: Digest, output: Path) -> Html:
     notes = []
     if digest.failure:
-        last = digest.failure.strip().splitlines()[-1]
+        *before, last = digest.failure.strip().splitlines()
+        whole = html("<pre>{}</pre>", digest.failure.strip()) if before else Html("")
+        said = short(last) if before else last
         notes.append(
-            html(
-                "<div class='note bad'><b>The run ended with an error:</b> <code>{}</code><pre>{}</pre></div>",
-                short(last),
-                digest.failure.strip(),
-            )
+            html("<div class='note bad'><b>The run ended with an error:</b> <code>{}</code>{}</div>", said, whole)
         )
     if digest.trouble:
         notes.append(html("<p class='note bad'>{}</p>", digest.trouble))
@@ -173,6 +216,26 @@ def _growth(digest: LiveDigest, place: int, chart: dict[str, Any]) -> Html:
     )
     lengths = _figure("progress", place, html("length <small>in steps</small>"), "medium", objective=1)
     return html("<h3>Episodes</h3>{}{}{}{}", live_notes(digest, chart), returns, lengths, live_thinned(digest, chart))
+
+
+def _rewards(digest: RolloutDigest, place: int, chart: dict[str, Any]) -> Html:
+    if digest.rolled.total.count < 2:
+        return Html("")
+    parts = [
+        html("<h3>Rewards</h3>"),
+        rollout_key(digest, chart),
+        _figure("progress", place, Html(""), "large", objective=0),
+        rollout_thinned(digest, chart),
+    ]
+    if len(chart["groups"]) > 1:
+        caption = html("rewards of each group <small>mean, and from its worst to its best rollout</small>")
+        parts.append(_figure("groups", place, caption, "medium"))
+    figures = [
+        _figure("histogram", place, html("{} <small>per rollout</small>", one["name"]), which=index)
+        for index, one in enumerate(chart["histograms"])
+    ]
+    parts.append(html("<h3>Distributions</h3><div class='grid'>{}</div>", join(figures)))
+    return join(parts)
 
 
 def _thinned(digest: Digest, chart: Mapping[str, Any]) -> Html:

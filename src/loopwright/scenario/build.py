@@ -20,18 +20,31 @@ from loopwright.core.env import Penalties, Terms
 from loopwright.core.errors import LedgerError, storage
 from loopwright.core.ledger import Ledger
 from loopwright.core.observer import Observers
-from loopwright.core.reward import Objectives, ServerReward
+from loopwright.core.reward import JudgedReward, Objectives, ServerReward
 from loopwright.core.run import Run
 from loopwright.envs.live import LiveEnv
 from loopwright.envs.server import GymServer
 from loopwright.envs.trial import TrialEnv
 from loopwright.execution import end_leftovers
+from loopwright.rollouts.assemble import fingerprint as rollout_fingerprint
+from loopwright.rollouts.assemble import rollout_env
+from loopwright.rollouts.env import RolloutEnv
+from loopwright.rollouts.tasks import TaskMix
 from loopwright.scenario.load import Loaded, import_observer
 from loopwright.scenario.schema import RunConfig, SystemConfig
 from loopwright.spaces.draws import Draws
 from loopwright.workloads.base import Site, workloads
 
-AnyEnv = TrialEnv | LiveEnv
+AnyEnv = TrialEnv | LiveEnv | RolloutEnv
+
+
+@dataclass(frozen=True)
+class Unreached:
+    """A live environment whose server is not there: all that can be told of it."""
+
+    run: Run
+    terms: Terms
+    metric_names: tuple[str, ...] = LiveEnv.metric_names
 
 
 @dataclass
@@ -91,14 +104,30 @@ def build_env(
         count_cached=agent.count_cached,
         exhaustible=not agents.get(agent.type).measures_again,
     )
+    if config.rollout is not None and config.engine is not None:
+        tasks = TaskMix.load(config.rollout.tasks, agent.seed, loaded.home)
+        fingerprint = rollout_fingerprint(config.rollout, config.engine, tasks, loaded.home)
+        run = Run(config.name, directory, _ledger(directory, system, fingerprint, accept_changes=accept_changes))
+        terms = replace(terms, fingerprint=fingerprint, objectives=Objectives((JudgedReward(),)))
+        return rollout_env(
+            run, terms, observers, config.rollout, config.engine, tasks, home=loaded.home, seed=agent.seed
+        )
     if config.live is not None:
         live = config.live
         fingerprint = key_of(live.env_class, live.address, live.fixed())
-        server = server or live.connect(loaded.home)
+        # At an address every answer has a deadline of its own.
+        timeout_s = live.timeout_s if server is not None or live.address is None else None
         run = Run(config.name, directory, _ledger(directory, system, fingerprint, accept_changes=accept_changes))
         draws = Draws(agent.seed, live.args, config.env_params)
         terms = replace(terms, fingerprint=fingerprint, objectives=Objectives((ServerReward(),)))
-        return LiveEnv(run, terms, observers, server=server, draws=draws, record=live.record)
+        try:
+            server = server or live.connect(loaded.home)
+            return LiveEnv(run, terms, observers, server=server, draws=draws, record=live.record, timeout_s=timeout_s)
+        except BaseException:
+            # The report has this run all the same.
+            describe(loaded, config, Unreached(run, terms), agents.get(agent.type), agent)
+            run.ledger.close()
+            raise
     assert config.workload is not None  # noqa: S101  the loader sees to it
     site = Site(
         home=loaded.home,
@@ -138,6 +167,7 @@ def _ledger(directory: Path, system: SystemConfig, fingerprint: str, *, accept_c
     ledger = Ledger.open(path, synchronous=synchronous)
     end_leftovers(ledger.open_processes(), ledger.state("id"))
     ledger.close_attempts()
+    ledger.close_episode()
     if ledger.state("fingerprint") != fingerprint and not accept_changes:
         ledger.close()
         raise LedgerError(
@@ -156,11 +186,14 @@ def shared_cache(loaded: Loaded, config: RunConfig, output: Path) -> SharedCache
     return SharedCache(loaded.home / Path(chosen).expanduser() if chosen else output / "cache.db")
 
 
-def describe(loaded: Loaded, config: RunConfig, env: AnyEnv, agent_class: type[Agent], agent: AgentConfig) -> None:
+def describe(
+    loaded: Loaded, config: RunConfig, env: AnyEnv | Unreached, agent_class: type[Agent], agent: AgentConfig
+) -> None:
     """Write down in the ledger all that a report needs, so that it can be made from the ledger alone."""
     ledger = env.run.ledger
     raw = next(table for table in loaded.raw["run"] if table["name"] == config.name)
-    part = raw.get("workload") or raw["live"]
+    part = raw.get("workload") or raw.get("live") or raw["rollout"]
+    kind = "rollout" if config.rollout is not None else "live"
     shown = ("type", "command", "setup", "function", "timeout_s", "env_class", "address", "record")
     about = {
         "name": config.name,
@@ -170,8 +203,9 @@ def describe(loaded: Loaded, config: RunConfig, env: AnyEnv, agent_class: type[A
         "parameters": {**part.get("args", {}), **part.get("env", {})},
         "env_params": {name: c.model_dump(mode="json") for name, c in config.env_params.items()},
         "constraints": part.get("constraints", []),
-        "workload": {"type": "live"} | {key: part[key] for key in shown if key in part},
+        "workload": {"type": kind} | {key: part[key] for key in shown if key in part},
         "live": config.live is not None,
+        "rollout": _about_rollout(config, agent),
         "fingerprint": env.terms.fingerprint,
         "budget": planned(env),
         "repeats": config.repeats,
@@ -179,7 +213,7 @@ def describe(loaded: Loaded, config: RunConfig, env: AnyEnv, agent_class: type[A
         "conditions_on_regime": agent_class.conditions_on_regime and bool(config.env_params),
     }
     ledger.set_state("run", about)
-    if config.live is None:
+    if config.workload is not None:
         system = loaded.raw.get("system", {})
         source = {"name": loaded.scenario.name, "home": str(loaded.home), "run": raw, "system": system}
         ledger.set_state("source", source)
@@ -187,9 +221,22 @@ def describe(loaded: Loaded, config: RunConfig, env: AnyEnv, agent_class: type[A
         ledger.set_state("provenance", _provenance(loaded))
 
 
-def planned(env: AnyEnv) -> int | None:
+def _about_rollout(config: RunConfig, agent: AgentConfig) -> dict[str, Any] | None:
+    if config.rollout is None or config.engine is None:
+        return None
+    return {
+        "tasks": [source.label() for source in config.rollout.tasks],
+        "loop": config.rollout.loop.model_dump(mode="json"),
+        "judger": config.rollout.judger.model_dump(mode="json"),
+        "produce": config.rollout.produce.model_dump(mode="json"),
+        "engine": config.engine.model_dump(mode="json"),
+        "group_size": getattr(agent, "group_size", 1),
+    }
+
+
+def planned(env: AnyEnv | Unreached) -> int | None:
     """How many trials a run will have, where that can be told beforehand."""
-    if env.terms.budget is not None or isinstance(env, LiveEnv):
+    if env.terms.budget is not None or not isinstance(env, TrialEnv):
         return env.terms.budget
     return env.space.grid_size * env.terms.repeats if env.space.enumerable else None
 

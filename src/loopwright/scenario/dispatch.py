@@ -8,9 +8,11 @@ from pathlib import Path
 
 from loopwright.core.agent import Agent
 from loopwright.core.env import Env
-from loopwright.core.errors import LoopwrightError
+from loopwright.core.errors import LoopwrightError, sentence
 from loopwright.core.ledger import Ledger
 from loopwright.core.observer import Observer
+from loopwright.core.outcome import Outcome
+from loopwright.envs.server import ServerError, ServerLost
 from loopwright.reports.export import write_best, write_csv
 from loopwright.reports.html import write_report
 from loopwright.scenario.build import Built, build
@@ -35,8 +37,9 @@ def dispatch(
 ) -> int:
     """Run a scenario. 0: every run gave a result; 1: a run failed; 130, 143: stopped by a signal.
 
-    A run's recoverable failure is a code that accumulates. An exception is a bug, or a disk that takes no more: no
-    further run starts, the reports are still made, and it reaches the caller as it was.
+    A run's recoverable failure is a code that accumulates: the agent's, or that something which the run needs is not
+    there. Another exception is a bug, or a disk that takes no more: no further run starts, the reports are still made,
+    and it reaches the caller as it was.
     """
     with Signals().installed() as signals, hold(output):
         if not resume:
@@ -55,6 +58,8 @@ def _run(
     loaded: Loaded, config: RunConfig, output: Path, signals: Signals, watch: Watch, *, accept_changes: bool
 ) -> int:
     built = _build(loaded, config, output, accept_changes=accept_changes)
+    if built is None:
+        return 1
     built.env.watch(watch(built.env))
     signals.env = built.env
     if signals.received is not None:  # it came while the run was being built
@@ -65,7 +70,8 @@ def _run(
         code |= drive(built.agent)
         built.run.ledger.set_state("finished", signals.received is None)
         # A run in which nothing succeeded has no result, whatever its agent says.
-        code |= 0 if built.run.ledger.counts().get("ok") else 1
+        counts = built.run.ledger.counts()
+        code |= 0 if counts.get(Outcome.OK) or counts.get(Outcome.TRUNCATED) else 1
     except Exception as error:
         _record(error, built.run.ledger, config.name, output)
         raise
@@ -75,14 +81,22 @@ def _run(
     return code
 
 
-def _build(loaded: Loaded, config: RunConfig, output: Path, *, accept_changes: bool) -> Built:
-    """Wire a run together; a bug in its agent or workload is recorded like one that shows later."""
+def _build(loaded: Loaded, config: RunConfig, output: Path, *, accept_changes: bool) -> Built | None:
+    """Wire a run together; None if a live server is not there, or is none.
+
+    A bug in its agent or workload is recorded like one that shows later.
+    """
+    path = output / config.name / "ledger.db"
     try:
         return build(loaded, config, output, accept_changes=accept_changes)
+    except (ServerLost, ServerError) as error:
+        log.error("run %r: %s Go on with `loopwright resume`.", config.name, sentence(error))
+        with Ledger.open(path) as ledger:
+            ledger.set_state("failure", f"lost (infra): {error}" if isinstance(error, ServerLost) else str(error))
+        return None
     except LoopwrightError:
         raise
     except Exception as error:
-        path = output / config.name / "ledger.db"
         with Ledger.open(path) if path.exists() else nullcontext() as ledger:
             _record(error, ledger, config.name, output)
         raise

@@ -1,10 +1,8 @@
 """Loading a scenario: every check that can be made before anything runs, and every problem at once."""
 
-import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,16 +13,28 @@ from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.config import explain
 from loopwright.core.errors import Problem, ScenarioError, did_you_mean
 from loopwright.core.expression import Expression
+from loopwright.core.imports import import_function
 from loopwright.core.observer import Observer
 from loopwright.core.registry import Registry
 from loopwright.core.reward import RewardFunction, rewards
+from loopwright.engines.base import EngineConfig, engines
 from loopwright.envs.live import LiveConfig
+from loopwright.rollouts.config import RolloutConfig
 from loopwright.scenario.schema import PenaltiesConfig, RunBasics, RunConfig, Scenario, SystemConfig
 from loopwright.spaces.draws import EnvParamConfig, problem_with
 from loopwright.spaces.space import Space
 from loopwright.workloads.base import WorkloadConfig, workloads
 
 M = TypeVar("M", bound=BaseModel)
+_NOT_WITH_ROLLOUTS = {
+    "workload": "a trial is a rollout there; give the workload a [[run]] of its own",
+    "live": "a trial is a rollout there; give the live environment a [[run]] of its own",
+    "reward": "the judger gives the reward; describe it under `judger`",
+    "rewards": "a failed rollout is left out, not punished; leave this out",
+    "env_params": "what differs between rollouts is in their tasks; leave this out",
+    "repeats": "the agent's `group_size` says how often a task is attempted",
+    "cache": "rollouts are never answered from a cache; leave this out",
+}
 
 
 @dataclass(frozen=True)
@@ -73,10 +83,12 @@ class _Checker:
         self.home = home
         self.problems: list[Problem] = []
         self._suffix = ""
+        self._parallel = 1
 
     def scenario(self, raw: Mapping[str, Any]) -> Scenario | None:
         self._unknown("", raw, Scenario)
         system = self._model("[system]", raw.get("system", {}), SystemConfig)
+        self._parallel = system.parallel if system is not None else 1
         name = raw.get("name", "")
         if not isinstance(name, str) or not name:
             self._say("name", "is missing; give the scenario a name, in quotes.")
@@ -114,24 +126,29 @@ class _Checker:
         self._suffix = f" (run {raw.get('name')!r})" if several else ""
         before = len(self.problems)
         parts: dict[str, Any] = {}
+        kind = self._kind("[run.agent]", raw["agent"], agents) if "agent" in raw else None
         if "agent" in raw:
-            kind = self._kind("[run.agent]", raw["agent"], agents)
-            agent = self._model("[run.agent]", raw["agent"], kind.Config) if kind else None
-            parts["agent"] = agent
+            parts["agent"] = self._model("[run.agent]", raw["agent"], kind.Config) if kind else None
         parts["reward"] = self._rewards(raw.get("reward", []))
-        workload = None if "live" in raw else self._workload(raw.get("workload"))
+        workload = None if "live" in raw or "rollout" in raw else self._workload(raw.get("workload"), kind)
         live = self._model("[run.live]", raw["live"], LiveConfig) if "live" in raw else None
-        parts["workload"], parts["live"] = workload, live
+        rollout = self._model("[run.rollout]", raw["rollout"], RolloutConfig) if "rollout" in raw else None
+        parts["workload"], parts["live"], parts["rollout"] = workload, live, rollout
+        parts["engine"] = self._engine(raw["engine"]) if "engine" in raw else None
         parts["env_params"] = self._env_params(raw.get("env_params", {}))
         parts["rewards"] = self._model("[run.rewards]", raw.get("rewards", {}), PenaltiesConfig)
         basics = {key: value for key, value in raw.items() if key in RunBasics.model_fields}
         # A wrong name must not hide what else is wrong.
         run = self._model("[[run]]", basics, RunBasics) or RunBasics.model_construct(name="")
         self._unknown("[[run]]", raw, RunConfig)
-        known = workload is not None or live is not None
+        known = workload is not None or live is not None or rollout is not None
         if known and parts["reward"] is not None and parts["env_params"] is not None:
             config = RunConfig.model_construct(**dict(run), **parts)
-            self._together(config, raw) if live is None else self._live(config, live, raw)
+            if rollout is not None:
+                self._rollout(config, rollout, raw)
+            else:
+                self._together(config, raw) if live is None else self._live(config, live, raw)
+                self._not_a_rollout(config, raw)
             return config if len(self.problems) == before else None
         return None
 
@@ -156,15 +173,26 @@ class _Checker:
         good = tuple(function for function in functions if function is not None)
         return good if len(good) == len(tables) else None
 
-    def _workload(self, raw: Any) -> WorkloadConfig | None:
+    def _workload(self, raw: Any, agent: type[Agent] | None) -> WorkloadConfig | None:
         if raw is None:
-            self._say("[run.workload]", "is missing; it says what a trial runs.")
+            if agent is not None and agent.rolls_out:
+                self._say("[run.rollout]", "is missing; the agent works on rollouts.")
+            else:
+                self._say("[run.workload]", "is missing; it says what a trial runs.")
             return None
         kind = self._kind("[run.workload]", raw, workloads)
         config = self._model("[run.workload]", raw, kind.Config) if kind else None
         if config is not None:
             for problem in config.problems(self.home):
                 self._say(f"[run.workload] {problem.key}", problem.message)
+        return config
+
+    def _engine(self, raw: Any) -> EngineConfig | None:
+        kind = self._kind("[run.engine]", raw, engines)
+        config: EngineConfig | None = self._model("[run.engine]", raw, kind.Config) if kind else None
+        if config is not None:
+            for problem in config.problems(self.home):
+                self._say(f"[run.engine] {problem.key}", problem.message)
         return config
 
     def _env_params(self, raw: Any) -> dict[str, EnvParamConfig] | None:
@@ -194,10 +222,35 @@ class _Checker:
             able = ", ".join(name for name in agents.names() if agents.get(name).steps_live)
             self._say("[run.agent] type", f"{raw['agent']['type']!r} cannot act in a live environment; {able} can.")
         elif agent is not None:
-            for problem in agent.problems(run.agent, live.action_space(self.home), self.home):
+            found = agent.problems(run.agent, live.spaces(self.home).action_space, self.home)
+            for problem in [*found, *agent.too_little(run.agent, None)]:
                 self._say(f"[run.agent] {problem.key}", problem.message)
             self._draws(run, agent, raw, live.args)
         self._observers(run)
+
+    def _rollout(self, run: RunConfig, rollout: RolloutConfig, raw: dict[str, Any]) -> None:
+        """Rollouts: the judger gives the reward, and the agent must know what to do with episodes."""
+        for problem in rollout.problems(self.home):
+            self._say(f"[run.rollout] {problem.key}", problem.message)
+        for key, instead in _NOT_WITH_ROLLOUTS.items():
+            if key in raw:
+                self._say(f"[[run]] {key}", f"has no meaning in a run with [run.rollout]: {instead}.")
+        if "engine" not in raw:
+            self._say("[run.engine]", 'is missing; it says what the policy runs on, such as type = "scripted".')
+        agent = agents.get(run.agent.type) if run.agent is not None else None
+        if (agent is None and "agent" not in raw) or (agent is not None and not agent.rolls_out):
+            able = ", ".join(name for name, other in agents.working().items() if other.rolls_out)
+            self._say("[run.agent] type", f"a run with [run.rollout] needs an agent that works on rollouts: {able}.")
+        elif agent is not None:
+            for problem in agent.problems(run.agent, None, self.home):
+                self._say(f"[run.agent] {problem.key}", problem.message)
+        self._observers(run)
+
+    def _not_a_rollout(self, run: RunConfig, raw: dict[str, Any]) -> None:
+        if "engine" in raw:
+            self._say("[run.engine]", "has no meaning without [run.rollout].")
+        if run.agent is not None and agents.get(run.agent.type).rolls_out:
+            self._say("[run.rollout]", f"is missing; agent {run.agent.type!r} works on rollouts.")
 
     def _together(self, run: RunConfig, raw: dict[str, Any]) -> None:
         assert run.workload is not None  # noqa: S101  the other kind of run is _live
@@ -232,7 +285,8 @@ class _Checker:
             self._say("[[run]] reward", f"agent {config.type!r} takes one objective; for several: {', '.join(able)}.")
         if config.trials is not None and config.trials % run.repeats:
             self._say("[run.agent] trials", f"{config.trials} is not a multiple of repeats = {run.repeats}.")
-        for problem in agent.problems(config, space, self.home):
+        found = agent.problems(config, space, self.home)
+        for problem in [*found, *agent.too_little(config, space, run.repeats, self._parallel)]:
             self._say(f"[run.agent] {problem.key}", problem.message)
 
     def _draws(
@@ -306,12 +360,7 @@ class _Checker:
 
 def import_observer(path: str, home: Path) -> Observer:
     """Make an observer from `module:Class`, looked for in the scenario's directory first."""
-    module, _, name = path.partition(":")
-    if not name:
-        raise ValueError("write it as module:Class")
-    if str(home) not in sys.path:
-        sys.path.insert(0, str(home))
-    made = getattr(import_module(module), name)()
+    made = import_function(path, home)()
     if not isinstance(made, Observer):
-        raise TypeError(f"{name} is no loopwright.Observer")
+        raise TypeError(f"{path.partition(':')[2]} is no loopwright.Observer")
     return made

@@ -11,6 +11,7 @@ from loopwright.agents import agents
 from loopwright.core.errors import MissingExtra, Problem, ScenarioError
 from loopwright.envs.live import LiveEnv
 from loopwright.envs.server import GymServer
+from loopwright.envs.trial import TrialEnv
 from loopwright.scenario.build import AnyEnv, build_env, describe, shared_cache
 from loopwright.scenario.load import Loaded, load
 from loopwright.scenario.output import begin, hold
@@ -32,7 +33,8 @@ def make(
 
     Without `output` the record is kept in a temporary directory until the environment is closed. `view` is "flat" (no
     nesting: what most algorithms take), "dict" (named parts) or "discrete" (one number per point); a live run has the
-    spaces of its server. With `num_envs` it is a `gymnasium.vector.VectorEnv` with that many trials in flight.
+    spaces of its server, and the drawn regime beside its observations. With `num_envs` it is a
+    `gymnasium.vector.VectorEnv` with that many trials in flight.
     `server` is stepped by a live run instead of the one that the scenario names: an object of your own.
 
         env = loopwright.make("study.toml", run="tcp-policy")
@@ -46,6 +48,8 @@ def make(
         raise ValueError(f"there is no view {view!r}; known: {', '.join(_VIEWS)}")
     loaded = load(Path(file))
     config = _chosen(loaded, run)
+    if config.rollout is not None:
+        raise ValueError(f"run {config.name!r} makes rollouts, which have no gymnasium spaces; `loopwright run` it")
     if num_envs is not None:
         if config.live is not None:
             raise ValueError("a live run has one server: make one environment per server, without num_envs")
@@ -112,5 +116,7 @@ def _adapted(env: AnyEnv, view: Any, num_envs: int | None) -> Any:
     from loopwright.envs.adapter import GymnasiumAdapter, LiveAdapter, VectorAdapter
 
     if isinstance(env, LiveEnv):
-        return LiveAdapter(env)
+        return LiveAdapter(env, view=view)
+    if not isinstance(env, TrialEnv):
+        raise TypeError(f"a {type(env).__name__} is no environment for gymnasium")
     return GymnasiumAdapter(env, view=view) if num_envs is None else VectorAdapter(env, num_envs, view=view)

@@ -1,39 +1,18 @@
 """The skeleton of a scenario: a system and its runs. What they consist of is configured beside what it configures."""
 
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from loopwright.core.agent import AgentConfig
-from loopwright.core.config import Config
+from loopwright.core.config import Config, size_bytes
 from loopwright.core.reward import RewardFunction
+from loopwright.engines.base import EngineConfig
 from loopwright.envs.live import LiveConfig
+from loopwright.rollouts.config import RolloutConfig
 from loopwright.spaces.draws import EnvParamConfig
 from loopwright.workloads.base import WorkloadConfig
-
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-
-
-def size_bytes(text: Any) -> Any:
-    """`"2GiB"` as a number of bytes; anything else is left to the type's own check."""
-    if not isinstance(text, str):
-        return text
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"{text!r} is no size; write for example '512MiB' or '2GiB'")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 class SystemConfig(Config):
@@ -85,16 +64,20 @@ class RunBasics(Config):
 
 
 class RunConfig(RunBasics):
-    """One entry of a scenario: an agent over a workload or a live environment. Without an agent it runs once."""
+    """One entry of a scenario: an agent over a workload, a live environment or rollouts. Without one it runs once."""
 
     agent: AgentConfig | None = None
     """What searches, chosen by `type`."""
     reward: tuple[RewardFunction, ...] = ()
     """What makes a trial good, chosen by `type`; a list means several objectives. More is always better."""
     workload: WorkloadConfig | None = None
-    """What a trial runs, chosen by `type`; either this or `live`."""
+    """What a trial runs, chosen by `type`; either this, `live` or `rollout`."""
     live: LiveConfig | None = None
     """A live environment, stepped by a server."""
+    rollout: RolloutConfig | None = None
+    """Rollouts: tasks, an agent loop, a judger."""
+    engine: EngineConfig | None = None
+    """What the policy of a rollout runs on, chosen by `type`."""
     rewards: PenaltiesConfig = PenaltiesConfig()
     """What the agent is told for failed trials."""
     env_params: Mapping[str, EnvParamConfig] = Field(default_factory=dict)

@@ -3,10 +3,25 @@
 import pytest
 
 # Before they are imported: a suite's failures then show both sides of a comparison, as those of any test file do.
-pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in ("agents", "executors", "workloads")))
+pytest.register_assert_rewrite(
+    *(f"{__name__}.{suite}" for suite in ("agents", "engines", "executors", "judgers", "loops", "pools", "workloads"))
+)
 
 from loopwright.testing.agents import AgentContract  # noqa: E402
+from loopwright.testing.engines import EngineContract  # noqa: E402
 from loopwright.testing.executors import ExecutorContract  # noqa: E402
+from loopwright.testing.judgers import JudgerContract  # noqa: E402
+from loopwright.testing.loops import LoopContract  # noqa: E402
+from loopwright.testing.pools import PoolContract  # noqa: E402
 from loopwright.testing.workloads import FunctionWorkload, WorkloadContract  # noqa: E402
 
-__all__ = ["AgentContract", "ExecutorContract", "FunctionWorkload", "WorkloadContract"]
+__all__ = [
+    "AgentContract",
+    "EngineContract",
+    "ExecutorContract",
+    "FunctionWorkload",
+    "JudgerContract",
+    "LoopContract",
+    "PoolContract",
+    "WorkloadContract",
+]

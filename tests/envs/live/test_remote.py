@@ -56,7 +56,7 @@ class Everything(Walker):
 
     def step(self, action):
         assert action in self.action_space
-        return action, np.float32(0.5), np.bool_(True), 0, {}
+        return action, np.float32(0.5), np.bool_(True), False, {}
 
 
 def test_all_kinds_of_spaces_and_info_go_both_ways(tmp_path):
@@ -193,9 +193,9 @@ def test_a_peer_that_talks_nonsense_is_lost(tmp_path, answer, words):
 @pytest.mark.parametrize(
     ("answer", "kind", "words"),
     [
-        (welcome(version=2), ServerLost, "it speaks version 2 of the protocol, this is version 1"),
+        (welcome(version=2), ServerLost, "it speaks version 2 of the protocol, this is version 1. Serve it with"),
         (welcome(version=...), ServerLost, "it speaks version None"),
-        ({"type": "error", "kind": "version", "message": "only 9"}, ServerLost, r"refused 'hello' \(version\): only 9"),
+        ({"type": "error", "kind": "version", "message": "only 9"}, ServerLost, r"\(version\): only 9. Serve it with"),
         (b"SSH-2.0-OpenSSH_9.9\r\n", ServerLost, "does not speak the protocol"),
         (welcome(observation_space={"type": "Graph"}), ServerError, "observation_space: a space of the type 'Graph'"),
         (welcome(metadata=5), ServerError, "metadata: 5 where a map"),

@@ -1,5 +1,6 @@
 """Serving: several clients, clients that vanish or talk nonsense, and the places where one may listen."""
 
+import re
 import socket
 import stat
 import threading
@@ -11,6 +12,7 @@ from tests.envs.live.peers import Gate, Walker, raw, served
 from loopwright.envs.channel import Address, AddressError
 from loopwright.envs.remote import RemoteServer
 from loopwright.envs.serve import EnvServer
+from loopwright.envs.server import ServerError
 
 
 def greet(client):
@@ -112,6 +114,32 @@ def test_an_environment_that_fails_to_close_harms_nobody(tmp_path, caplog):
         there.reset()
         there.close()
     assert "failed to close" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ((0.0, "1.0", False, False, {}), "reward: '1.0' where a number is due"),
+        ((0.0, True, False, False, {}), "reward: True where a number is due"),
+        ((0.0, 1.0, "no", False, {}), "terminated: 'no' where true or false is due"),
+        ((0.0, 1.0, False, None, {}), "truncated: None where true or false is due"),
+        (SystemExit(3), "SystemExit: 3"),
+    ],
+)
+def test_an_environment_that_gives_nonsense_is_not_made_sense_of(tmp_path, answer, said):
+    class Mad(Walker):
+        def step(self, action):
+            if isinstance(answer, SystemExit):
+                raise answer
+            return self._seen(), *answer[1:]
+
+    with served(Mad, f"unix://{tmp_path}/s") as server:
+        there = RemoteServer(server.address)
+        there.reset()
+        with pytest.raises(ServerError, match=re.escape(said)):
+            there.step(1)
+        there.reset()
+        there.close()
 
 
 def test_closing_the_server_closes_every_environment(tmp_path):

@@ -36,7 +36,7 @@ function describe(run, index) {
   for (const p of run.parameters) {
     if (p.at[index] !== null) rows.push([p.name, p.kind === "category" ? p.categories[p.at[index]] : p.at[index]]);
   }
-  if (run.regime[index] !== null) rows.push(["regime", run.regimes[run.regime[index]]]);
+  if (run.regime[index] !== null) rows.push([run.regime_name ?? "regime", run.regimes[run.regime[index]]]);
   return card(run.titles ? run.titles[index] : `Trial ${run.number[index]}${run.cached[index] ? ", from the cache" : ""}`, rows);
 }
 
@@ -131,6 +131,34 @@ const charts = {
         ...lines,
         { type: "scatter", data: ticks, symbol: "rect", symbolSize: [1.6, 11], symbolOffset: [0, -5.5], yAxisIndex: 1, itemStyle: { color: colour("ink"), opacity: ticks.length > 100 ? 0.35 : 0.75 }, z: 1 },
       ],
+    });
+  },
+  // The mean of each group, and the band from its worst to its best rollout.
+  groups(run) {
+    const found = run.groups;
+    const tip = ([first, last, mean, low, high]) => card(first === last ? `Group ${first}` : `Groups ${first}–${last}`, [["mean", mean], ["worst", low], ["best", high]]);
+    const line = (data, more) => ({ type: "line", data, symbol: "none", silent: true, lineStyle: { width: 0 }, ...more });
+    return base({
+      grid: { left: 6, right: 14, top: 12, bottom: 28, outerBoundsMode: "same", outerBoundsContain: "axisLabel" },
+      xAxis: axis({ type: "value", min: found[0][0], max: found[found.length - 1][1], minInterval: 1, ...named("group"), nameGap: 26 }),
+      yAxis: rewardAxis(run, 0, { min: undefined, splitNumber: 4 }),
+      series: [
+        line(found.map((g) => [g[0], g[3]]), { stack: "band", stackStrategy: "all" }),
+        line(found.map((g) => [g[0], g[4] - g[3]]), { stack: "band", stackStrategy: "all", areaStyle: { color: colour("point"), opacity: 0.18 } }),
+        line(found.map((g) => [g[0], g[2]]), { lineStyle: { width: 1.5, color: colour("point") } }),
+        { type: "scatter", symbolSize: 5, itemStyle: { color: colour("point") }, data: found.map((g) => ({ value: [g[0], g[2]], tip: () => tip(g) })) },
+      ],
+    });
+  },
+  histogram(run, figure) {
+    const found = run.histograms[Number(figure.dataset.which)];
+    return base({
+      xAxis: axis({ type: "category", data: found.from, axisLabel: { formatter: (text) => write(Number(text)) } }),
+      yAxis: axis({ type: "value", splitNumber: 3, minInterval: 1, axisLine: { show: false }, splitLine: { show: true, lineStyle: { color: colour("rule"), opacity: 0.6 } } }),
+      series: [{
+        type: "bar", barCategoryGap: "8%", itemStyle: { color: colour("point"), opacity: 0.8 },
+        data: found.counts.map((count, index) => ({ value: count, tip: () => card(`${found.name} ${found.names[index]}`, [["rollouts", count]]) })),
+      }],
     });
   },
   parameter(run, figure) {

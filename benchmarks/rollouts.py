@@ -1,0 +1,206 @@
+"""Rollouts: episodes per second, judging beside the event loop, the buffer at any size, and what asynchrony saves."""
+
+import asyncio
+import pickle
+import statistics
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Ratio, best_of, seconds
+from loopwright.core.env import Terms
+from loopwright.core.episode import ROOT, Episode, Node, Span
+from loopwright.core.groups import Groups
+from loopwright.core.ledger import Ledger
+from loopwright.core.observer import Observers
+from loopwright.core.reward import JudgedReward, Objectives
+from loopwright.core.run import Run
+from loopwright.core.task import Task
+from loopwright.core.trial import Trial
+from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
+from loopwright.gateway.session import Session
+from loopwright.rollouts.assemble import verdicts_of
+from loopwright.rollouts.buffer import Buffer, MemoryBuffer
+from loopwright.rollouts.env import RolloutEnv
+from loopwright.rollouts.judger import Payload
+from loopwright.rollouts.judging import parse_judger
+from loopwright.rollouts.loop import AgentLoop, LoopConfig, SingleTurn
+from loopwright.rollouts.pool_local import LocalPool
+from loopwright.rollouts.produce import ProduceConfig
+from loopwright.rollouts.producer import Producer
+from loopwright.rollouts.tasks import TaskMix
+from loopwright.rollouts.worker import LoopWorker
+
+GROUP_SIZE = 8
+TASKS = [Task(f"t/{i}", ({"role": "user", "content": str(i)},), label=str(i)) for i in range(1000)]
+HOME = Path(__file__).parent
+
+
+class Empty(AgentLoop):
+    """Makes nothing of a task."""
+
+    async def run(self, task: Task, session: Session) -> Episode:
+        return session.episode(task)
+
+
+def slow_judge(answer: str) -> float:
+    """A judge that blocks whoever calls it."""
+    time.sleep(0.05)
+    return float(bool(answer))
+
+
+async def produce(
+    groups: int, loop: type[AgentLoop], engine: dict[str, Any], *, judger: dict[str, Any], batch: int = 16, **how: Any
+) -> Ledger:
+    """Produce so many groups, batch by batch, with a ledger in memory."""
+    directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="loopwright-"))
+    ledger = Ledger.create(directory / "ledger.db")
+    worker = LoopWorker(loop(LoopConfig(type="benchmark"), HOME), ScriptedEngine(ScriptedConfig(**engine), HOME))
+    env = RolloutEnv(
+        Run("benchmark", directory, ledger),
+        Terms(Objectives((JudgedReward(),))),
+        Observers(),
+        tasks=TaskMix({"t": TASKS}, {"t": 1.0}, 0),
+        loop=LocalPool(lambda: worker),
+        judge=verdicts_of(parse_judger(judger), HOME),
+        buffer=Groups(ledger),
+        produce=ProduceConfig(**how),
+        concurrency=batch * GROUP_SIZE,
+    )
+    async with env.running():
+        producer = Producer(env, env.produce, group_size=GROUP_SIZE)
+        taken = step = 0
+        while taken < groups:
+            step += 1
+            taken += len(await producer.batch(batch, step))
+            env.buffer.settle(step)
+        await producer.pause(0)
+    return ledger
+
+
+def episodes_per_s() -> Ratio:
+    groups, rounds = 1000, 5
+    work = partial(produce, groups, Empty, {}, judger={"type": "length"}, batch=8)
+    taken = best_of(rounds, {"ours": lambda: asyncio.run(work()).close()})["ours"]
+    rate = groups * GROUP_SIZE / taken
+    return Ratio("rollouts: empty episodes, judged, in the ledger", rate, 5000, unit="episodes/s", at_least=True)
+
+
+def judging_lag() -> Ratio:
+    """How late the event loop is while every thread sits in a judge that blocks."""
+    lags: list[float] = []
+
+    async def main() -> None:
+        async def watch() -> None:
+            while True:
+                before = time.perf_counter()
+                await asyncio.sleep(0.005)
+                lags.append(time.perf_counter() - before - 0.005)
+
+        watcher = asyncio.ensure_future(watch())
+        judger = {"type": "python", "handler": "rollouts:slow_judge", "concurrency": 32}
+        engine = {"delay_s": 0.05, "delay_sigma": 1.0}
+        (await produce(320, SingleTurn, engine, judger=judger, type="async")).close()
+        watcher.cancel()
+
+    asyncio.run(main())
+    p99_ms = 1000 * statistics.quantiles(lags, n=100)[98]
+    return Ratio("rollouts: event-loop lag p99 beside a judge that blocks", p99_ms, 20, unit="ms")
+
+
+def judging_bytes() -> Ratio:
+    """What crosses to a judger that needs the answer only, for a long episode against a short one."""
+
+    def episode(tokens: int) -> Episode:
+        ids, spans = tuple(range(tokens)), (Span(0, tokens, 0),)
+        asked = Node(0, {"role": "user", "content": "x" * tokens}, ids, (0.0,) * tokens)
+        answer = Node(1, {"role": "assistant", "content": "42"}, ids, (-1.0,) * tokens, spans, "stop")
+        return Episode(TASKS[0], (ROOT, asked, answer))
+
+    long, short = (len(pickle.dumps(Payload.of(episode(n), ("answer",)))) for n in (100_000, 100))
+    detail = f"{long} and {short} bytes"
+    return Ratio("rollouts: bytes to a judge, 100,000 tokens against 100", long / short, 1.0, detail=detail)
+
+
+def buffer_flat(name: str, buffer: Buffer, fill: Any) -> Ratio:
+    """Put and take with a million groups in the buffer, against a thousand."""
+    numbers = iter(range(10_000_000, 20_000_000))
+
+    def work() -> None:
+        for number in (next(numbers) for _ in range(2000)):
+            trial = Trial(number, {"task": "t"}, "", number)
+            buffer.open(number, "t", [trial])
+            buffer.ready(number, 1)
+            buffer.take(1, 1)
+        buffer.settle(1)
+
+    fill(0, 1_000)
+    seconds(work)
+    small = best_of(5, {"": work})[""]
+    fill(1_000, 1_000_000)
+    seconds(work)
+    large = best_of(5, {"": work})[""]
+    detail = f"{large / 2000 * 1e6:.0f} µs each"
+    return Ratio(f"rollouts: {name} with 1,000,000 groups against 1,000", large / small, 1.5, detail=detail)
+
+
+def buffers() -> list[Ratio]:
+    memory = MemoryBuffer()
+
+    def fill_memory(start: int, stop: int) -> None:
+        for number in range(start, stop):
+            memory.open(number, "t", [])
+            memory.ready(number, 0)
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        ledger = Ledger.create(Path(directory) / "ledger.db")
+        groups = Groups(ledger)
+
+        def fill_ledger(start: int, stop: int) -> None:
+            with ledger.transaction as connection:
+                connection.executemany(
+                    "INSERT INTO groups (grp, source, status, version) VALUES (?, 't', 'ready', 0)",
+                    ((number,) for number in range(start, stop)),
+                )
+
+        found = [buffer_flat("buffer in memory", memory, fill_memory), buffer_flat("ledger", groups, fill_ledger)]
+        ledger.close()
+    return found
+
+
+def asynchrony() -> Ratio:
+    """Durations are log-normal with σ = 1; both have the same concurrency, batches and groups."""
+    engine = {"delay_s": 0.05, "delay_sigma": 1.0}
+    work = partial(produce, 96, SingleTurn, engine, judger={"type": "length"}, batch=16)
+    taken = best_of(
+        2,
+        {
+            "async": lambda: asyncio.run(work(type="async", over_sample=0.25)).close(),
+            "sync": lambda: asyncio.run(work(type="sync")).close(),
+        },
+    )
+    detail = f"{taken['async']:.1f} s and {taken['sync']:.1f} s"
+    ratio = taken["async"] / taken["sync"]
+    return Ratio(
+        "rollouts: asynchronous production against synchronous, log-normal durations", ratio, 0.6, detail=detail
+    )
+
+
+def regenerated() -> Ratio:
+    """How much is rolled out beyond what is used, when 5 % of the rollouts fail through no fault of the policy."""
+    ledger = asyncio.run(produce(250, SingleTurn, {"fault_rate": 0.05}, judger={"type": "length"}, batch=25))
+    rolled = used = 0
+    for trial in ledger.trials():
+        episode = Episode.from_bytes(ledger.payload(trial.number, "rollout") or b"")
+        rolled += len(episode.attempts)
+        used += episode.reward is not None
+    ledger.close()
+    detail = f"{rolled} rollouts for {used} episodes in groups of {GROUP_SIZE}"
+    return Ratio("rollouts: made again at 5 % faults", 100 * (rolled / used - 1), 8, unit="%", detail=detail)
+
+
+def run() -> list[Ratio]:
+    """All of them."""
+    return [episodes_per_s(), judging_lag(), judging_bytes(), *buffers(), asynchrony(), regenerated()]

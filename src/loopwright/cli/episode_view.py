@@ -1,0 +1,148 @@
+"""An episode in a terminal: facts, attempts, and the conversation with its tools and branches."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from loopwright.core.episode import Attempt, Episode, Node
+from loopwright.core.ledger import Ledger
+from loopwright.core.outcome import Outcome
+from loopwright.core.rollouts import Rollout, rejudgements, rollouts
+from loopwright.reports.markup import duration, exact, number, short
+from loopwright.reports.tokens import LEVELS, Piece, pieces, tokenizer_of
+
+_ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+_LEVELS = ("default", "green", "yellow", "bright_red", "bold white on red")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def show(ledger: Ledger, numbers: Sequence[int], engine: Mapping[str, Any] | None) -> None:
+    """Print these episodes; with an `engine`, token by token."""
+    console = Console(highlight=False, emoji=False)
+    tokenizer = None if engine is None else tokenizer_of(engine)
+    if engine is not None:
+        console.print(_legend())
+    for rollout in rollouts(ledger, numbers):
+        console.rule(_title(rollout), align="left", style="dim")
+        for line in _facts(ledger, rollout):
+            console.print(line)
+        for place, path in enumerate(_branches(rollout.episode)):
+            console.print(*_branch_note(rollout.episode, place, path), sep="\n", end="")
+            for index in path:
+                node = rollout.episode.nodes[index]
+                said = None if engine is None or not node.spans else list(pieces(node, tokenizer))
+                _message(console, node, said)
+        console.print()
+
+
+def _title(rollout: Rollout) -> Text:
+    episode = rollout.episode
+    source = f" ({episode.task.data_source})" if episode.task.data_source else ""
+    return Text.assemble(
+        (f"trial {rollout.number}", "bold"), f" · group {episode.group} · {_safe(episode.task.id)}{source}"
+    )
+
+
+def _facts(ledger: Ledger, rollout: Rollout) -> Iterator[Text]:
+    episode = rollout.episode
+    good = episode.outcome is Outcome.OK
+    first = Text.assemble((str(episode.outcome), "green" if good else "bold red"))
+    if episode.fault is not None:
+        first.append(f", fault: {episode.fault}")
+    first.append(f" · {_reward(episode.reward)}", "bold")
+    turns = "1 turn" if episode.turns == 1 else f"{episode.turns} turns"
+    first.append(f" · {number(episode.sampled)} tokens in {turns}")
+    yield first
+    if episode.reason:
+        yield Text(f"reason: {_safe(episode.reason)}", "red")
+    if left_out := _left_out(episode):
+        yield Text(left_out, "yellow")
+    if episode.task.label is not None:
+        yield Text(f"label: {_safe(short(exact(episode.task.label)))}")
+    for place, attempt in enumerate(episode.attempts, 1):
+        yield Text(_attempt(place, attempt, many=len(episode.attempts) > 1), "dim")
+    for later in rejudgements(ledger, rollout.number):
+        verdict = _reward(later.reward) if later.reward else f"no verdict: {_safe(later.reason)}"
+        yield Text(f"judged again ({later.id}): {verdict}", "magenta")
+
+
+def _reward(reward: Any) -> str:
+    if reward is None:
+        return "no reward"
+    parts = " + ".join(f"{name} {number(value)}" for name, value in reward.parts.items())
+    return f"reward {number(reward.value)}" + (f" = {parts}" if len(reward.parts) > 1 else "")
+
+
+def _left_out(episode: Episode) -> str:
+    if episode.trainable and episode.in_baseline:
+        return ""
+    if not episode.trainable and not episode.in_baseline:
+        return "neither trained on nor in its group's baseline"
+    return "in its group's baseline, not trained on" if episode.in_baseline else "trained on, not in the baseline"
+
+
+def _attempt(place: int, attempt: Attempt, *, many: bool) -> str:
+    phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in attempt.phases_s.items())
+    ended = f" ended {attempt.outcome}" + (f" ({_safe(attempt.reason)})" if attempt.reason else "") if many else ""
+    return f"attempt {place}{ended}: {phases}" if many else phases
+
+
+def _branches(episode: Episode) -> list[tuple[int, ...]]:
+    """The branches, each without what an earlier one has shown."""
+    seen: set[int] = set()
+    found = []
+    for path in episode.branches():
+        found.append(tuple(index for index in path if index not in seen))
+        seen.update(path)
+    return found
+
+
+def _branch_note(episode: Episode, place: int, path: tuple[int, ...]) -> list[Text]:
+    if len(list(episode.branches())) == 1:
+        return []
+    parent = episode.nodes[path[0]].parent
+    after = f", after {len(episode.path(parent))} messages of an earlier one" if parent else ""
+    return [Text(f"branch {place + 1}{after}", "bold"), Text("")]
+
+
+def _message(console: Console, node: Node, said: Sequence[Piece] | None) -> None:
+    role = str(node.message.get("role", "?"))
+    name = f" {node.message['name']}" if role == "tool" and node.message.get("name") else ""
+    cut = "" if node.finish in (None, "stop") else f" (ended by {node.finish})"
+    console.print(Text(f"{_safe(role + name)}{cut}", f"bold {_ROLES.get(role, 'white')}"))
+    body = Text(_content(node.message)) if said is None else _coloured(said)
+    if body.plain:
+        console.print(Padding(body, (0, 0, 0, 2), expand=False))
+    for call in node.message.get("tool_calls") or () if said is None else ():
+        function = call.get("function", {})
+        line = f"→ {function.get('name')}({function.get('arguments', '')})"
+        console.print(Padding(Text(_safe(line), "yellow"), (0, 0, 0, 2), expand=False))
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return _safe(content if isinstance(content, str) else "" if content is None else exact(content))
+
+
+def _coloured(said: Sequence[Piece]) -> Text:
+    text = Text()
+    for piece in said:
+        text.append(_safe(piece.text), "dim" if piece.level is None else _LEVELS[piece.level])
+    return text
+
+
+def _legend() -> Text:
+    names = [*(f"p ≥ {least:g}" for least in LEVELS), f"p < {LEVELS[-1]:g}"]
+    legend = Text("tokens: ")
+    for style, name in zip(_LEVELS, names, strict=True):
+        legend.append(name, style).append("  ")
+    return legend.append("given, not sampled", "dim")
+
+
+def _safe(text: str) -> str:
+    """What a model said may hold codes that a terminal obeys; they are shown instead."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

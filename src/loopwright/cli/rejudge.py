@@ -1,0 +1,156 @@
+"""`loopwright rejudge`: score stored rollouts again with another judger, and see what that changes."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from loopwright.cli.options import OutputArgument, RunOption
+
+if TYPE_CHECKING:
+    from loopwright.core.ledger import Ledger
+    from loopwright.rollouts.judger import JudgerConfig
+    from loopwright.rollouts.rejudging import Change, Changes
+
+NAME = "rejudge"
+
+
+def command(
+    output: OutputArgument,
+    judger: Annotated[
+        Path, typer.Option("--judger", "-j", help="A TOML file: a judger, or one in its [judger] table.")
+    ],
+    *,
+    run: RunOption = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Keep the new verdicts in the ledger, beside the old ones.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Write one JSON object per episode, then the summary.")] = False,
+) -> None:
+    """Judge the stored episodes again without running them, and show what changes. Rewards are never overwritten."""
+    import asyncio
+    from contextlib import ExitStack
+
+    from loopwright.cli.rollout_run import rollout_run
+    from loopwright.core.ledger import Ledger
+    from loopwright.rollouts.rejudging import read_judger
+    from loopwright.scenario.output import hold
+
+    config = read_judger(judger)
+    path = rollout_run(output, run)
+    with ExitStack() as opened:
+        if write:
+            opened.enter_context(hold(output))
+        ledger = opened.enter_context(Ledger.open(path) if write else Ledger.read(path))
+        changes = asyncio.run(_judge(ledger, config, judger.absolute(), write=write, json=json))
+    if json:
+        _emit({"event": "result", "run": path.parent.name, "written": write, **changes.as_json()})
+    else:
+        _show(changes, written=write)
+    raise typer.Exit(0 if changes.both + changes.newly_scored else 1)
+
+
+async def _judge(ledger: "Ledger", config: "JudgerConfig", file: Path, *, write: bool, json: bool) -> "Changes":
+    import sys
+    from contextlib import aclosing
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from loopwright.rollouts.rejudging import Changes, describe, rejudge
+
+    changes, id = Changes(), f"{file.stem}-{len(ledger.state('rejudged', {})) + 1}"
+
+    def note(changes: "Changes | None") -> None:
+        if write:
+            ledger.set_state("rejudged", {**ledger.state("rejudged", {}), id: describe(config, file, changes)})
+
+    # Written down at once: what a killed judging leaves behind is told from the next one's by its name.
+    note(None)
+    ((total,),) = ledger.transaction.rows("SELECT count(*) FROM payloads WHERE kind = 'rollout'")
+    columns = TextColumn("judging"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=json or not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=total)
+        async with aclosing(rejudge(ledger, config, file.parent)) as told:
+            async for group, skipped in told:
+                changes.skipped += skipped
+                if group:
+                    changes.add(group)
+                if write:
+                    _keep(ledger, id, group)
+                for change in group if json else ():
+                    _emit({"event": "verdict", **change.as_json()})
+                progress.advance(task, len(group) + skipped)
+    note(changes)
+    return changes
+
+
+def _keep(ledger: "Ledger", id: str, group: "list[Change]") -> None:
+    from loopwright.core.rollouts import Rejudgement, add_rejudgements
+
+    add_rejudgements(ledger, [(change.trial, Rejudgement(id, change.after, change.reason)) for change in group])
+
+
+def _show(changes: "Changes", *, written: bool) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from loopwright.reports.markup import number, short
+
+    console = Console(highlight=False, emoji=False)
+    for line in _summary(changes):
+        console.print(line, markup=False, soft_wrap=True)
+    if changes.largest:
+        table = Table("trial", "group", "task", "before", "after", "change", box=None, padding=(0, 2))
+        for change in changes.largest:
+            before, after, moved = (change.before, change.after, change.difference)
+            values = [number(before.value if before else None), number(after.value if after else None)]
+            rise = f"{'+' if moved and moved > 0 else ''}{number(moved)}"
+            table.add_row(str(change.trial), str(change.group), escape(short(change.task, 40)), *values, rise)
+        console.print("the largest changes:")
+        console.print(table)
+    for reason, count in sorted(changes.reasons.items(), key=lambda item: -item[1])[:3]:
+        console.print(f"{count} × no verdict: {short(reason)}", markup=False)
+    kept = (
+        "kept in the ledger beside the old ones" if written else "nothing was written; --write keeps the new verdicts"
+    )
+    console.print(kept, markup=False)
+
+
+def _summary(changes: "Changes") -> list[str]:
+    from loopwright.reports.markup import number
+
+    skipped = f", {number(changes.skipped)} lost rollouts left out" if changes.skipped else ""
+    lines = [f"{number(changes.episodes)} episodes of {number(changes.groups)} groups judged again{skipped}"]
+    if changes.means is not None:
+        before, after = changes.means
+        over = "" if changes.both == changes.episodes else f" over the {number(changes.both)} that both scored"
+        parts = ", ".join(f"{name} {number(mean, 3)}" for name, mean in changes.part_means.items())
+        now = f" ({parts})" if len(changes.parts) > 1 else ""
+        lines.append(f"mean reward {number(before, 3)} → {number(after, 3)}{now}{over}")
+        lines.append(
+            f"{number(changes.changed)} rewards changed: {number(changes.up)} up, {number(changes.down)} down; "
+            f"{number(changes.both - changes.changed)} as before"
+        )
+    lines.append(
+        f"{number(changes.newly_scored)} newly scored, {number(changes.newly_failed)} newly without a verdict, "
+        f"{number(changes.still_failed)} still without one"
+    )
+    if changes.pairs:
+        share = 100 * changes.flipped_pairs / changes.pairs
+        lines.append(
+            f"within groups: {number(changes.flipped_pairs)} of {number(changes.pairs)} pairs change order "
+            f"({share:.3g} %), {number(changes.flipped_signs)} advantages change sign, "
+            f"{number(changes.new_best)} groups have another best"
+        )
+    return lines
+
+
+def _emit(event: dict[str, Any]) -> None:
+    import sys
+
+    import orjson
+
+    sys.stdout.buffer.write(orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE))
+    sys.stdout.buffer.flush()

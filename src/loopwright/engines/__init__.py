@@ -1,0 +1,1 @@
+"""Engines: token ids in, a stream of token ids with logprobs out."""

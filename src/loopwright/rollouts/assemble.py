@@ -1,0 +1,103 @@
+"""Putting a rollout environment together: which pools there are, and where their workers live."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from loopwright.core.env import Terms
+from loopwright.core.errors import MissingExtra
+from loopwright.core.groups import Groups
+from loopwright.core.observer import Observers
+from loopwright.core.run import Run
+from loopwright.engines.base import EngineConfig
+from loopwright.rollouts.config import RolloutConfig
+from loopwright.rollouts.env import RolloutEnv
+from loopwright.rollouts.judger import JudgerConfig
+from loopwright.rollouts.judging import JudgeWorker, Verdicts
+from loopwright.rollouts.loop import LoopConfig
+from loopwright.rollouts.pool import Build, Pool
+from loopwright.rollouts.pool_local import LocalPool
+from loopwright.rollouts.tasks import TaskMix
+from loopwright.rollouts.worker import LoopWorker
+from loopwright.workloads.base import fingerprint_of
+
+_PLACEMENT = {"workers", "cpus", "memory", "concurrency", "timeout_s", "retries", "pause_s", "breaker", "cooldown_s"}
+"""What changes where and how fast things run, and not what comes out."""
+
+
+def fingerprint(config: RolloutConfig, engine: EngineConfig, tasks: TaskMix, home: Path) -> str:
+    """Changes with whatever makes rollouts incomparable: tasks, loop, judger, engine, and the code that they name."""
+    parts = {
+        "loop": config.loop.model_dump(mode="json", exclude=_PLACEMENT),
+        "judger": config.judger.model_dump(mode="json", exclude=_PLACEMENT),
+        "engine": engine.model_dump(mode="json"),
+    }
+    text = orjson.dumps([parts, tasks.fingerprint()]).decode()
+    modules = {home / f"{found.replace('.', '/')}.py" for found in re.findall(r'"([\w.]+):[\w.]+"', text)}
+    return fingerprint_of(text, *sorted(module for module in modules if module.is_file()))
+
+
+def rollout_env(
+    run: Run,
+    terms: Terms,
+    observers: Observers,
+    config: RolloutConfig,
+    engine: EngineConfig,
+    tasks: TaskMix,
+    *,
+    home: Path,
+    seed: int,
+) -> RolloutEnv:
+    """The environment of a rollout run."""
+    loop = config.loop
+    return RolloutEnv(
+        run,
+        terms,
+        observers,
+        tasks=tasks,
+        loop=pool_of("loop", partial(LoopWorker.build, loop, engine, home), loop, home),
+        judge=verdicts_of(config.judger, home),
+        buffer=Groups(run.ledger),
+        produce=config.produce,
+        seed=seed,
+        concurrency=loop.concurrency,
+        deadline_s=loop.deadline_s,
+        cluster=partial(_cluster, config),
+    )
+
+
+@contextmanager
+def _cluster(config: RolloutConfig) -> Iterator[None]:
+    """Ray, where a pool is on it, once it is clear that all pools fit: together, and before any is launched."""
+    asked: dict[str, LoopConfig | JudgerConfig] = {"loop": config.loop, "judger": config.judger}
+    far = {name: part for name, part in asked.items() if part.workers}
+    if not far:
+        yield
+        return
+    from loopwright.rollouts.launch_ray import Connection, check
+    from loopwright.rollouts.resources import Ask
+
+    with Connection():
+        check([Ask(name, part.workers, part.cpus, part.memory) for name, part in far.items()], "PACK")
+        yield
+
+
+def verdicts_of(config: JudgerConfig, home: Path) -> Verdicts:
+    """A judger, wherever it lives."""
+    return Verdicts(pool_of("judger", partial(JudgeWorker, config, home), config, home), config)
+
+
+def pool_of(name: str, build: Build, config: Any, home: Path) -> Pool:
+    """`workers = 0`: in this process; otherwise on Ray."""
+    if config.workers == 0:
+        return LocalPool(build, name=name)
+    try:
+        from loopwright.rollouts.pool_ray import RayPool
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"{name} with workers = {config.workers}", "ray") from error
+    return RayPool(build, workers=config.workers, cpus=config.cpus, memory_bytes=config.memory, name=name, home=home)

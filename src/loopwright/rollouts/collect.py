@@ -1,0 +1,79 @@
+"""The collect agent: produces rollouts and records them; it trains nothing."""
+
+import asyncio
+import logging
+import math
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from loopwright.core.agent import Agent, AgentConfig
+from loopwright.core.trial import Action, Observation
+from loopwright.rollouts.env import RolloutEnv
+from loopwright.rollouts.pool import PoolDown
+from loopwright.rollouts.producer import Producer
+from loopwright.rollouts.resources import ResourcesError
+
+log = logging.getLogger(__name__)
+
+
+class CollectConfig(AgentConfig):
+    """Rollouts for later: to look at, to judge again, to train on elsewhere."""
+
+    type: Literal["collect"] = "collect"
+    trials: int = Field(ge=1)
+    """How many rollouts are made; those that make up for lost ones count."""
+    group_size: int = Field(default=8, ge=1)
+    """How many rollouts attempt the same prompt."""
+    batch: int | None = Field(default=None, ge=1)
+    """How many groups make a batch; without it, as many as fill the loop's concurrency."""
+
+
+class Collect(Agent):
+    """Takes one batch after another until its trials are used up."""
+
+    Config: ClassVar[type[AgentConfig]] = CollectConfig
+    rolls_out: ClassVar[bool] = True
+    env: RolloutEnv
+    config: CollectConfig
+
+    def select_action(self, observation: Observation) -> Action | None:
+        return None
+
+    def run(self) -> int:
+        """Collect; 1 if not one group could be used, or if there is nothing left to make them with."""
+        try:
+            counts = asyncio.run(self._collect())
+        except (PoolDown, ResourcesError) as error:
+            log.error("%s. What was in flight is attempted again by `loopwright resume`.", str(error).rstrip("."))
+            self.env.run.ledger.set_state("failure", str(error))
+            return 1
+        return 0 if counts.get("trained") or self.env.run.stopping else 1
+
+    async def _collect(self) -> dict[str, int]:
+        loop = asyncio.get_running_loop()
+        work = asyncio.ensure_future(self._batches())
+        self.env.run.when_stopped(lambda: loop.call_soon_threadsafe(work.cancel))
+        try:
+            await work
+        except asyncio.CancelledError:
+            if not self.env.run.stopping:
+                raise
+        finally:
+            self.env.run.when_stopped(None)
+        return self.env.buffer.counts()
+
+    async def _batches(self) -> None:
+        size = self.config.batch or math.ceil(self.env.concurrency / self.config.group_size)
+        async with self.env.running():
+            producer = Producer(self.env, self.env.produce, group_size=self.config.group_size)
+            step = int(self.env.run.ledger.state("step", 0))
+            try:
+                producer.restore(step)
+                while await producer.batch(size, step + 1):
+                    step += 1
+                    # Nothing is trained, so a batch that was taken is a batch that is done.
+                    self.env.run.ledger.set_state("step", step)
+                    self.env.buffer.settle(step)
+            finally:
+                await producer.pause(0)

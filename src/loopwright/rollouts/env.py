@@ -1,0 +1,204 @@
+"""The rollout environment: the action is a task, the answer an episode, judged and in the ledger."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from loopwright.core.env import Env, Terms
+from loopwright.core.episode import Attempt, Episode
+from loopwright.core.errors import InvalidAction
+from loopwright.core.observer import Observers
+from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.run import Run
+from loopwright.core.trial import Action, Result, Trial
+from loopwright.rollouts.buffer import Buffer
+from loopwright.rollouts.group import Bench, Group, Judge
+from loopwright.rollouts.judger import JudgeFailed
+from loopwright.rollouts.judging import JudgerDown
+from loopwright.rollouts.pool import Pool, PoolDown, WorkerLost
+from loopwright.rollouts.produce import ProduceConfig
+from loopwright.rollouts.tasks import Prompt, TaskMix
+from loopwright.rollouts.worker import Request
+
+_GRACE_S = 10.0
+_MOST_HOLDS = 3
+
+
+class RolloutEnv(Env):
+    """Runs a task through an agent loop, judges the episode, records both.
+
+    What the policy did or caused is scored. What it could not cause is tried once more, and otherwise has no reward.
+    """
+
+    metric_names = ("tokens", "turns")
+
+    def __init__(
+        self,
+        run: Run,
+        terms: Terms,
+        observers: Observers,
+        *,
+        tasks: TaskMix,
+        loop: Pool,
+        judge: Judge,
+        buffer: Buffer,
+        produce: ProduceConfig,
+        seed: int = 0,
+        concurrency: int = 64,
+        deadline_s: float = 600.0,
+        cluster: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        super().__init__(run, replace(terms, cache="off"), observers)
+        self.tasks, self.loop, self.judge, self.buffer = tasks, loop, judge, buffer
+        self.produce, self.concurrency = produce, concurrency
+        self._seed, self._deadline_s, self._cluster = seed, deadline_s, cluster
+        self._slots = asyncio.Semaphore(concurrency)
+        self._benches: dict[int, Bench] = {}
+        self._kept: dict[int, Episode] = {}
+
+    # -- numbering ----------------------------------------------------------------------------------------------
+
+    def begin(self, prompt: Prompt, size: int, *, again: int | None = None) -> Group:
+        """Open a group: its trials are numbered and in the ledger when this returns."""
+        self.run.group += 1
+        trials = [self._reserved(prompt.action, self.run.group, repeat) for repeat in range(size)]
+        self.buffer.open(self.run.group, prompt.source, trials, again=again)
+        return self.group(self.run.group, prompt, size, trials)
+
+    def group(self, number: int, prompt: Prompt, size: int, trials: Sequence[Trial]) -> Group:
+        """A group with these trials, of which some may have ended."""
+        group = Group(number, prompt, size, trials=len(trials))
+        group.bench = Bench(self.judge, group) if self.judge.compares else None
+        for trial in trials:
+            if trial.unfinished:
+                group.flying[trial.number] = trial
+            elif episode := self._stored(trial.number):
+                self._keep(group, trial.number, episode)
+        return group
+
+    def _stored(self, number: int) -> Episode | None:
+        data = self.run.ledger.payload(number, "rollout")
+        return None if data is None else Episode.from_bytes(data)
+
+    def _keep(self, group: Group, number: int, episode: Episode) -> None:
+        if episode.fault in (None, Fault.POLICY):
+            group.episodes[number] = episode
+
+    def refill(self, group: Group) -> Trial:
+        """One more trial of a group, for one that was lost."""
+        more = self._reserved(group.prompt.action, group.number, group.trials)
+        self.run.ledger.reserve([more])
+        group.trials += 1
+        group.flying[more.number] = more
+        return more
+
+    def _reserved(self, action: Action, group: int, repeat: int) -> Trial:
+        number = self.run.increment_step()
+        return Trial(number, action, "", group, repeat, reserved_at=time.time())
+
+    def room(self, trials: int) -> bool:
+        """Whether the budget has room for so many more."""
+        return self.terms.budget is None or self.run.step + trials <= self.terms.budget
+
+    def validate(self, action: Action) -> Action:
+        try:
+            return self.tasks.find(action).action
+        except (KeyError, IndexError, TypeError) as error:
+            raise InvalidAction(f"{dict(action)} is no task of this run") from error
+
+    # -- one rollout --------------------------------------------------------------------------------------------
+
+    async def roll(self, group: Group, trial: Trial) -> None:
+        """Run a trial of a group to its end; its episode is then in the group, if it counts."""
+        if group.bench is not None:
+            self._benches[trial.number] = group.bench
+        try:
+            await self._run(trial, None)
+        finally:
+            self._benches.pop(trial.number, None)
+        del group.flying[trial.number]
+        self._keep(group, trial.number, self._kept.pop(trial.number))
+
+    async def measure(self, trial: Trial) -> Result:
+        task, clock = self.tasks.find(trial.action).task, asyncio.get_running_loop().time
+        earlier: tuple[Attempt, ...] = ()
+        waiting = clock()
+        async with self._slots:
+            while True:
+                begun, at = clock(), time.time()
+                episode = await self._attempt(Request(task, f"{self._seed}:{trial.number}:{len(earlier)}"))
+                phases = {"queue": begun - waiting, "loop": clock() - begun}
+                if episode.attempts:
+                    phases |= episode.attempts[-1].phases_s
+                if episode.fault in (None, Fault.POLICY) or earlier:
+                    break
+                # What the policy could not cause gets a second try, elsewhere where there is an elsewhere.
+                earlier = (Attempt(at, phases, episode.outcome, episode.reason),)
+                waiting = clock()
+        if episode.fault in (None, Fault.POLICY):
+            begun = clock()
+            episode = await self._judged(trial, episode)
+            phases["judge"] = clock() - begun
+        attempts = (*earlier, Attempt(at, phases, episode.outcome, episode.reason))
+        episode = self._kept[trial.number] = replace(episode, group=trial.group, attempts=attempts)
+        return _result(episode)
+
+    async def _attempt(self, request: Request) -> Episode:
+        try:
+            episode: Episode = await self.loop.call(request, timeout_s=self._deadline_s + _GRACE_S)
+        except PoolDown:
+            raise  # every further rollout would be lost as well
+        except WorkerLost as error:
+            return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, str(error))
+        except TimeoutError:
+            reason = f"the loop was not back {_GRACE_S:g} s after its deadline of {self._deadline_s:g} s"
+            return Episode(request.task).failed(Outcome.TIMEOUT, Fault.WORKLOAD, reason)
+        return episode
+
+    async def _judged(self, trial: Trial, episode: Episode) -> Episode:
+        bench = self._benches.get(trial.number)
+        for holds_left in reversed(range(_MOST_HOLDS + 1)):
+            try:
+                reward = await (self.judge.judge(episode) if bench is None else bench.reward(episode))
+                return episode.judged(reward)
+            except JudgerDown as error:
+                if holds_left:
+                    # The judger rests; rolling out anew would cost more than waiting for it.
+                    await asyncio.sleep(error.retry_in_s)
+                    continue
+                reason = str(error)
+            except JudgeFailed as error:
+                reason = str(error)
+            break
+        return episode.failed(Outcome.JUDGE_FAILED, Fault.JUDGE, reason)
+
+    def history(self) -> Any:
+        """Nothing: what a rollout agent goes on from is in the buffer."""
+        return iter(())
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["RolloutEnv"]:
+        with self._cluster():
+            try:
+                await self.judge.start()
+                await self.loop.start()
+                yield self
+            finally:
+                await self.loop.close()
+                await self.judge.close()
+
+
+def _result(episode: Episode) -> Result:
+    usage: Mapping[str, float] = episode.attempts[-1].phases_s if episode.attempts else {}
+    return Result(
+        episode.outcome,
+        {} if episode.reward is None else {"tokens": float(episode.sampled), "turns": float(episode.turns)},
+        episode.reason,
+        episode.fault,
+        {f"{phase}_s": seconds for phase, seconds in usage.items()},
+        reward=episode.reward,
+        episode=episode.to_bytes(),
+    )

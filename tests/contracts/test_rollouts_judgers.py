@@ -1,0 +1,355 @@
+"""The contracts L02–L06 of judgers, each named after its number."""
+
+import asyncio
+import pickle
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from loopwright.core.errors import MissingExtra
+from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.reward import Reward
+from loopwright.rollouts.judger import JudgeFailed, Payload
+from loopwright.rollouts.judging import JudgeWorker, Verdicts, build_judger, parse_judger
+from loopwright.rollouts.pool_local import LocalPool
+from loopwright.testing.judgers import episode, verdicts
+from tests.rollouts import handlers
+
+HANDLERS = "tests.rollouts.handlers"
+EXACT = {"type": "python", "handler": f"{HANDLERS}:exact"}
+LENGTH = {"type": "length", "weight": -0.01}
+
+
+def python(function, **settings):
+    return {"type": "python", "handler": f"{HANDLERS}:{function}", "retries": 0, **settings}
+
+
+def asked(table, story, home=Path()):
+    """Run a story with the verdicts of a judger in a pool."""
+
+    async def main():
+        config = parse_judger(table)
+        found = Verdicts(LocalPool(partial(JudgeWorker, config, home)), config)
+        await found.start()
+        try:
+            return await story(found)
+        finally:
+            await found.close()
+
+    return asyncio.run(main())
+
+
+# -- L02 --------------------------------------------------------------------------------------------------------
+
+
+def test_l02_a_judger_has_its_own_cpus_and_memory():
+    config = parse_judger({**EXACT, "cpus": 0.5, "memory": "1GiB", "workers": 2})
+    assert (config.cpus, config.memory, config.workers) == (0.5, 2**30, 2)
+
+
+def test_l02_training_and_evaluation_share_one_built_judger():
+    async def story(shared):
+        training = asyncio.gather(*(shared.judge(episode("4")) for _ in range(20)))
+        evaluation = shared.judge_group([episode("5"), episode("4")])
+        return await training, await evaluation
+
+    training, evaluation = asked(EXACT, story)
+    assert [reward.value for reward in training] == [1.0] * 20
+    assert [reward.value for reward in evaluation] == [0.0, 1.0]
+
+
+# -- L03 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({"type": "pyton", "handler": "a:b"}, "unknown judger 'pyton'. .*Did you mean 'python'"),
+        ([EXACT, LENGTH], "2 judgers without a rule for combining them.*composed"),
+        ({}, "a table with a `type`"),
+        ({"type": "composed"}, "either `parts` or `routes`"),
+        ({"type": "composed", "parts": [EXACT], "routes": {"a": EXACT}}, "either `parts` or `routes`"),
+        ({"type": "composed", "parts": [EXACT, EXACT]}, "2 parts are called 'exact'; give each a `name`"),
+        ({"type": "composed", "parts": [{"type": "lenght"}]}, "unknown judger 'lenght'. .*Did you mean 'length'"),
+        ({"type": "composed", "routes": {"a": {"type": "nope"}}}, "unknown judger 'nope'"),
+        ({"type": "composed", "routes": {"a": EXACT}, "merge": "a:b"}, "`merge` needs `parts`"),
+        ({"type": "composed", "parts": [EXACT, LENGTH], "merge": "a:b"}, "'length' has a weight"),
+        ({"type": "composed", "parts": [{**EXACT, "workers": 2}]}, "give them to the composed judger"),
+        ({"type": "python", "handler": "no colon"}, "handler"),
+        ({**EXACT, "timeout_s": 0}, "timeout_s: .*greater than 0"),
+        ({"type": "http", "url": "http://x", "needs": ["answr"]}, "cannot need 'answr'. .*Did you mean 'answer'"),
+        ({"type": "llm", "base_url": "http://x", "model": "m", "rubric": "r", "low": 5, "high": 5}, "below `high`"),
+        ({"type": "ranking"}, "either a `handler` or another judger"),
+        ({"type": "command", "command": ["true"], "files": ["../x"]}, "must lie in the scenario's directory"),
+        ({"type": "command", "command": []}, "command"),
+    ],
+)
+def test_l03_what_config_can_tell_is_told_when_it_is_built(table, said):
+    with pytest.raises(ValueError, match=said):
+        parse_judger(table)
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "said"),
+    [
+        ({"type": "python", "handler": "no_such_module_at_all:f"}, "handler", "No module named"),
+        (python("no_such_function"), "handler", "no attribute"),
+        (python("CALLS"), "handler", "CALLS"),
+        (python("unknown"), "handler", "cannot be told 'lable'. .*Did you mean 'label'"),
+        (python("everything"), "handler", "name each parameter"),
+        ({"type": "composed", "routes": {"sums": python("unknown")}}, "routes.sums.handler", "lable"),
+        ({"type": "composed", "parts": [EXACT, python("nope")]}, r"parts\[1\].handler", "nope"),
+        ({"type": "composed", "parts": [EXACT], "merge": f"{HANDLERS}:nope"}, "merge", "nope"),
+        ({"type": "composed", "parts": [EXACT], "merge": f"{HANDLERS}:two"}, "merge", "one argument"),
+        ({"type": "ranking", "of": python("unknown")}, "of.handler", "lable"),
+        ({"type": "ranking", "handler": f"{HANDLERS}:two"}, "handler", "one argument"),
+        ({"type": "http", "url": "localhost:8000"}, "url", "is no URL"),
+        ({"type": "command", "command": ["true"], "files": ["nope.py"]}, "files", "no 'nope.py'"),
+        (
+            {"type": "llm", "base_url": "http://x", "model": "m", "rubric": "r", "api_key_env": "NO_SUCH_VARIABLE"},
+            "api_key_env",
+            "is not set",
+        ),
+    ],
+)
+def test_l03_what_only_the_scenario_can_tell_is_a_problem_before_anything_starts(tmp_path, table, key, said):
+    (problem,) = parse_judger(table).problems(tmp_path)
+    with pytest.raises(AssertionError, match=f"^{key}: .*{said}"):
+        raise AssertionError(str(problem))
+
+
+def test_l03_a_data_source_without_a_route_is_told_beforehand():
+    config = parse_judger({"type": "composed", "routes": {"sums": EXACT, "riddles": EXACT}})
+    assert config.unjudged(["sums", "riddles"]) == []
+    (problem,) = config.unjudged(["riddle", "sums"])
+    assert "'riddle'" in str(problem)
+    assert "Did you mean 'riddles'?" in str(problem)
+    assert parse_judger({"type": "composed", "routes": {"*": EXACT}}).unjudged(["anything"]) == []
+
+
+def test_l03_a_single_named_judger_keeps_its_name_as_the_rewards_part():
+    async def story(found):
+        return await found.judge(episode("4"))
+
+    assert asked({**EXACT, "name": "truth"}, story) == Reward(1.0, {"truth": 1.0})
+    assert asked(EXACT, story) == Reward(1.0, {"exact": 1.0})
+    assert asked({"type": "composed", "parts": [{**EXACT, "name": "truth"}]}, story) == Reward(1.0, {"truth": 1.0})
+    assert asked({"type": "composed", "routes": {"sums": EXACT}}, story).parts == {"exact": 1.0}
+
+
+def test_l03_a_handler_is_imported_from_the_scenarios_directory(tmp_path):
+    (tmp_path / "judge_of_this_scenario.py").write_text("def exact(answer, label):\n    return answer == label\n")
+    table = {"type": "python", "handler": "judge_of_this_scenario:exact"}
+    assert parse_judger(table).problems(tmp_path) == []
+
+    async def story(found):
+        return await found.judge(episode())
+
+    assert asked(table, story, tmp_path).value == 1.0
+
+
+# -- L04 --------------------------------------------------------------------------------------------------------
+
+
+def test_l04_a_synchronous_judger_does_not_hold_up_the_event_loop():
+    """While the handler blocks, another coroutine runs, and it is that one that lets the handler go on."""
+    handlers.RELEASE.clear()
+    handlers.STARTED.clear()
+
+    async def story(found):
+        flight = asyncio.ensure_future(found.judge(episode()))
+        while not handlers.STARTED.is_set():
+            await asyncio.sleep(0)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert not flight.done()
+        handlers.RELEASE.set()
+        return await flight
+
+    assert asked(python("blocked"), story).value == 1.0
+
+
+def test_l04_composed_judgers_weigh_route_and_merge():
+    async def story(found):
+        return await found.judge_group([episode("4"), episode("5"), episode("12", "12", "long")])
+
+    four, five, _ = asked({"type": "composed", "parts": [EXACT, LENGTH]}, story)
+    assert four == Reward(0.99, {"exact": 1.0, "length": -0.01})
+    assert five == Reward(-0.01, {"exact": 0.0, "length": -0.01})
+    routes = {"sums": EXACT, "*": {"type": "length"}}
+    assert [v.value for v in asked({"type": "composed", "routes": routes}, story)] == [1.0, 0.0, 2.0]
+    merged = {"type": "composed", "parts": [EXACT, {"type": "length"}], "merge": f"{HANDLERS}:smaller"}
+    assert asked(merged, story)[2] == Reward(1.0, {"exact": 1.0, "length": 2.0})
+
+
+def test_l04_parts_take_over_the_limits_that_they_do_not_set():
+    parts = [EXACT, {**LENGTH, "timeout_s": 5}, {"type": "command", "command": ["true"]}]
+    first, second, third = parse_judger({"type": "composed", "parts": parts, "timeout_s": 30, "retries": 1}).members()
+    assert [(part.timeout_s, part.retries) for part in (first, second, third)] == [(30, 1), (5, 1), (30, 1)]
+    assert third.concurrency == 4
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        ("returns_none", TypeError),
+        ("returns_text", TypeError),
+        ("returns_text_part", TypeError),
+        ("returns_nan", ValueError),
+        ("returns_huge", ValueError),
+        ("returns_nothing_named", ValueError),
+    ],
+)
+def test_l04_what_a_handler_returns_is_checked(function, kind):
+    async def story(found):
+        with pytest.raises(JudgeFailed) as caught:
+            await found.judge(episode())
+        return caught.value
+
+    error = asked(python(function, retries=3, pause_s=100), story)
+    assert isinstance(error, kind)
+    assert function in str(error)
+
+
+def test_l04_checks_hold_without_assertions():
+    script = (
+        "import asyncio, pathlib; from loopwright.rollouts.judging import build_judger, parse_judger; "
+        "from loopwright.rollouts.judger import Payload\n"
+        f"judger = build_judger(parse_judger({python('returns_nan')!r}), pathlib.Path())\n"
+        "try:\n    print(asyncio.run(judger.judge(Payload({'answer': '4'}))))\n"
+        "except ValueError as error:\n    print('refused')"
+    )
+    done = subprocess.run([sys.executable, "-O", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "refused\n"
+
+
+def test_l04_a_hanging_handler_does_not_hold_up_the_end_of_the_process():
+    script = (
+        "import asyncio, pathlib; from loopwright.rollouts.judging import build_judger, parse_judger; "
+        "from loopwright.rollouts.judger import Payload\n"
+        "async def main():\n"
+        f"    judger = build_judger(parse_judger({python('hang', timeout_s=0.05)!r}), pathlib.Path())\n"
+        "    try:\n        await judger.judge(Payload({'answer': '4'}))\n"
+        "    except RuntimeError:\n        print('no verdict', flush=True)\n"
+        "    await judger.close()\n"
+        "asyncio.run(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30)
+    assert done.stdout == "no verdict\n"
+
+
+def test_l04_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+
+    async def story(found):
+        with pytest.raises(JudgeFailed, match=r"pip install 'loopwright\[rollouts\]'") as caught:
+            await found.judge(episode())
+        return caught.value
+
+    error = asked({"type": "http", "url": "http://127.0.0.1:1", "retries": 0}, story)
+    assert isinstance(error.__cause__, MissingExtra)
+
+
+# -- L05 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", [python("fail"), python("hang", timeout_s=0.05)], ids=["fails", "hangs"])
+def test_l05_no_verdict_is_no_reward_and_never_a_zero(table):
+    async def story(found):
+        with pytest.raises(JudgeFailed) as caught:
+            await found.judge(episode())
+        assert caught.value.__cause__ is not None
+        return str(caught.value)
+
+    reason = asked(table, story)
+    failed = episode().failed(Outcome.JUDGE_FAILED, Fault.JUDGE, reason)
+    assert (failed.reward, failed.trainable, failed.in_baseline) == (None, False, False)
+
+
+def test_l05_a_failed_part_leaves_no_verdict_for_the_whole():
+    async def story(found):
+        return await found.judge_group([episode()])
+
+    for merge in ({}, {"merge": f"{HANDLERS}:smaller"}):
+        table = {"type": "composed", "parts": [python("fail"), {"type": "length"}], **merge}
+        (verdict,) = asked(table, story)
+        assert isinstance(verdict, JudgeFailed)
+        assert "'fail'" in str(verdict)
+
+
+def test_l05_a_failure_in_a_group_costs_no_other_its_reward():
+    async def story(found):
+        return await found.judge_group([episode("4"), episode("4", data_source="other"), episode("5")])
+
+    table = {"type": "composed", "routes": {"sums": EXACT}}
+    first, second, third = asked({"type": "ranking", "of": table}, story)
+    assert (first.value, third.value) == (1.0, 0.0)
+    assert isinstance(second, JudgeFailed)
+    assert "no route for data_source 'other'" in str(second)
+
+
+def test_l05_a_worker_that_is_lost_is_no_verdict():
+    class Lost(LocalPool):
+        async def call(self, request, *, timeout_s=None):
+            raise ConnectionError("the actor died")
+
+    async def main():
+        config = parse_judger(EXACT)
+        found = Verdicts(Lost(partial(JudgeWorker, config, Path())), config)
+        await found.start()
+        with pytest.raises(JudgeFailed, match="the actor died") as caught:
+            await found.judge(episode())
+        assert isinstance(caught.value.__cause__, ConnectionError)
+        await found.close()
+
+    asyncio.run(main())
+
+
+# -- L06 --------------------------------------------------------------------------------------------------------
+
+
+def test_l06_only_what_a_judger_needs_crosses_a_process_boundary():
+    """Every request is pickled; one for the answer alone is the same for an episode a thousand times as long."""
+    sizes = []
+
+    class Counting(LocalPool):
+        async def call(self, request, *, timeout_s=None):
+            sent = pickle.dumps(request)
+            sizes.append(len(sent))
+            return pickle.loads(pickle.dumps(await super().call(pickle.loads(sent), timeout_s=timeout_s)))
+
+    async def main():
+        config = parse_judger(EXACT)
+        found = Verdicts(Counting(partial(JudgeWorker, config, Path())), config)
+        await found.start()
+        assert found.needs == ("answer", "label")
+        short = episode("4")
+        long_ = type(short)(short.task, (*short.nodes[:2], *[short.nodes[1]] * 1000, short.nodes[2]))
+        rewards = [await found.judge(short), await found.judge(long_)]
+        await found.close()
+        return rewards
+
+    assert asyncio.run(main()) == [Reward(1.0, {"exact": 1.0})] * 2
+    assert sizes[0] == sizes[1] < 300
+
+
+def test_l06_a_part_is_sent_its_own_needs_alone():
+    async def main():
+        table = {"type": "composed", "parts": [EXACT, {"type": "length"}], "merge": f"{HANDLERS}:smaller"}
+        judger = build_judger(parse_judger(table), Path())
+        found = await verdicts(judger, episode())
+        await judger.close()
+        return set(judger.needs), found
+
+    needs, found = asyncio.run(main())
+    assert needs == {"answer", "label", "tokens"}
+    assert isinstance(found[0], Reward)
+
+
+def test_l06_what_was_not_asked_for_is_not_there():
+    payload = Payload.of(episode(), ("answer",))
+    with pytest.raises(AttributeError, match="did not ask for 'label'"):
+        payload.label  # noqa: B018

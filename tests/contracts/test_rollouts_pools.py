@@ -1,0 +1,356 @@
+"""Contracts of the pools: L01, L03, L07, L10, L11 and L12, on a real Ray."""
+
+import ast
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from ray._private.state import actors
+
+import loopwright
+from loopwright.rollouts import launch_ray
+from loopwright.rollouts.launch_ray import Connection, check, nodes, reserve
+from loopwright.rollouts.pool import WorkerLost
+from loopwright.rollouts.pool_local import LocalPool
+from loopwright.rollouts.resources import Ask, ResourcesError
+from loopwright.testing.pools import Probe
+from tests.rollouts.rays import cluster, killed, pids, pool_of
+
+__all__ = ["cluster"]
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def use(pool, story):
+    async def main():
+        await pool.start()
+        try:
+            return await asyncio.wait_for(story(pool), 100)
+        finally:
+            await pool.close()
+
+    return asyncio.run(main())
+
+
+class Blocker(Probe):
+    async def block(self, seconds):
+        time.sleep(seconds)
+
+    async def shaky(self, argument):
+        number, chance, seed = argument
+        if random.Random(f"{seed}:{number}:{time.time_ns()}").random() < chance:
+            raise ConnectionError(f"a fault in {number}")
+        return number
+
+
+def test_l01_pools_have_the_same_public_attributes():
+    def public(pool):
+        return {name for name in dir(pool) if not name.startswith("_")}
+
+    assert public(LocalPool(Probe)) == public(pool_of(1)) == public(pool_of(3))
+
+
+def test_l01_large_arrays_arrive_writable():
+    async def story(pool):
+        array = await pool.call(("echo", np.zeros(500_000)))
+        array += 1
+        assert array.sum() == 500_000
+
+    use(pool_of(1), story)
+
+
+def test_l01_what_lives_in_home_is_importable(tmp_path, monkeypatch):
+    (tmp_path / "my_worker.py").write_text(
+        "from loopwright.rollouts.pool import Worker\n"
+        "class Odd(Exception): pass\n"
+        "class Mine(Worker):\n"
+        "    async def handle(self, request):\n"
+        "        if request: raise Odd('as asked')\n"
+        "        return 'mine'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from my_worker import Mine, Odd
+
+    async def story(pool):
+        assert await pool.call(0) == "mine"
+        with pytest.raises(Odd, match="as asked"):
+            await pool.call(1)
+
+    use(pool_of(1, Mine, home=tmp_path), story)
+
+
+def test_l01_what_cannot_be_sent_is_named():
+    async def story(pool):
+        with pytest.raises(TypeError, match="cannot be sent to another process"):
+            await pool.call(("echo", (n for n in range(3))))
+        assert pool.in_flight == 0
+
+    use(pool_of(1), story)
+
+
+def test_l03_a_pool_too_large_fails_in_seconds_with_the_numbers():
+    has = sum(node.cpus for node in nodes())
+    begin_s = time.monotonic()
+    with pytest.raises(ResourcesError) as caught:
+        use(pool_of(3, cpus=has, memory_bytes=1 << 30, name="greedy"), None)
+    assert time.monotonic() - begin_s < 5
+    for part in (
+        "'greedy' asks for 3 workers",
+        f"{has:g} CPUs and 1 GiB each",
+        f"The Ray cluster has {has:g} CPUs",
+        "taken",
+    ):
+        assert part in str(caught.value)
+    with pytest.raises(ResourcesError, match="no node is large enough for one worker of 'vast'"):
+        check([Ask("vast", 1, 0.1, 1 << 50)])
+
+
+def test_l03_resources_that_others_hold_are_told_after_a_bounded_wait():
+    half = max(node.cpus for node in nodes()) * 0.6
+
+    async def story():
+        held = await reserve([Ask("first", 1, half)])
+        try:
+            begin_s = time.monotonic()
+            with pytest.raises(ResourcesError, match="others hold what they need") as caught:
+                await reserve([Ask("second", 1, half)], timeout_s=1.5)
+            assert time.monotonic() - begin_s < 10
+            assert "'second' asks for 1 worker" in str(caught.value)
+        finally:
+            held.release()
+
+    asyncio.run(story())
+
+
+def test_l07_killed_actors_cost_nothing():
+    async def story(pool):
+        first = await pids(pool, 2)
+        calls = [asyncio.ensure_future(pool.call(("sleep", 0.5 + n / 100))) for n in range(40)]
+        await asyncio.sleep(0.2)
+        killed(first[0])
+        assert await asyncio.gather(*calls) == [0.5 + n / 100 for n in range(40)]
+        assert pool.in_flight == 0
+        second = await pids(pool, 2)
+        assert first[0] not in second
+        assert first[1] in second
+
+    use(pool_of(2), story)
+
+
+def test_l07_the_last_actor_is_replaced_too_and_hears_the_latest_news():
+    async def story(pool):
+        await pool.tell("v1")
+        await pool.tell("v2")
+        (pid,) = await pids(pool, 1)
+        call = asyncio.ensure_future(pool.call(("sleep", 0.5)))
+        await asyncio.sleep(0.1)
+        killed(pid)
+        assert await call == 0.5
+        assert await pool.call(("heard", None)) == "v2"
+
+    use(pool_of(1), story)
+
+
+def test_l07_a_call_that_kills_its_worker_twice_is_lost_alone():
+    async def story(pool):
+        others = [asyncio.ensure_future(pool.call(("sleep", 0.1))) for _ in range(4)]
+        await asyncio.gather(*others)
+        with pytest.raises(WorkerLost, match="two workers died with this call in them"):
+            await pool.call(("die", None))
+        assert await pool.call(("echo", 1)) == 1
+
+    use(pool_of(2, Mortal), story)
+
+
+class Mortal(Probe):
+    async def die(self, argument):
+        import os
+
+        killed(os.getpid())
+
+
+def test_l07_a_worker_that_never_returns_is_killed_and_replaced_and_its_neighbours_go_on():
+    async def story(pool):
+        before = await pids(pool, 2)
+        neighbours = [asyncio.ensure_future(pool.call(("sleep", 2.0))) for _ in range(6)]
+        begin_s = time.monotonic()
+        with pytest.raises(TimeoutError, match="no answer within"):
+            await pool.call(("block", 600), timeout_s=0.5)
+        assert time.monotonic() - begin_s < 8
+        assert await asyncio.gather(*neighbours) == [2.0] * 6
+        assert len(set(before) & set(await pids(pool, 2))) == 1
+
+    use(pool_of(2, Blocker), story)
+
+
+def test_l07_a_replacement_that_cannot_be_built_is_told_not_waited_for(tmp_path):
+    class Once(Probe):
+        def __init__(self) -> None:
+            super().__init__()
+            with (tmp_path / "built").open("x"):
+                pass
+
+    async def story(pool):
+        killed(await pool.call(("pid", None)))
+        with pytest.raises(WorkerLost, match=r"no worker left.*built"):
+            await pool.call(("sleep", 5), timeout_s=60)
+
+    use(pool_of(1, Once), story)
+
+
+def test_l10_an_existing_group_is_used_from_the_start_bundle_on():
+    async def story():
+        held = await reserve([Ask("loop", 2, 0.1), Ask("judger", 1, 0.2)], strategy="SPREAD")
+        assert held.start == {"loop": 0, "judger": 2}
+        pools = [
+            pool_of(2, placement_group=held.group, start_bundle=0),
+            pool_of(1, cpus=0.2, placement_group=held.group, start_bundle=held.start["judger"], name="judger"),
+        ]
+        try:
+            for pool in pools:
+                await pool.start()
+                assert await pool.call(("echo", 1)) == 1
+            begin_s = time.monotonic()
+            with pytest.raises(ResourcesError, match="bundles are in use"):
+                await pool_of(1, cpus=0.2, placement_group=held.group, start_bundle=2).start()
+            assert time.monotonic() - begin_s < 20
+        finally:
+            for pool in pools:
+                await pool.close()
+            held.release()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("ask", "start", "words"),
+    [
+        (Ask("loop", 2, 0.1), 1, "from bundle 1 on, but the placement group has 2 bundles"),
+        (Ask("loop", 1, 0.5), 0, "bundle 0 of the placement group has only 0.1 CPUs"),
+        (Ask("loop", 1, 0.1, 1 << 20), 1, "bundle 1 of the placement group has only 0.1 CPUs and 0 B"),
+    ],
+)
+def test_l10_each_bundle_is_checked(ask, start, words):
+    async def story():
+        held = await reserve([Ask("given", 2, 0.1)])
+        try:
+            launch_ray.check_group(ask, held.group, start)
+        finally:
+            held.release()
+
+    with pytest.raises(ResourcesError, match=words):
+        asyncio.run(story())
+
+
+def hosts() -> list[int]:
+    """The processes of all actors that live in this cluster."""
+    return [actor["Pid"] for actor in actors().values() if actor["State"] == "ALIVE"]
+
+
+def test_l10_no_actor_without_resources():
+    """The router lives in the caller: a pool of two has two actors, each with CPUs of its own."""
+
+    async def story(pool):
+        assert set(await pids(pool, 2)) == set(hosts())
+        assert pool.in_flight == 0
+
+    use(pool_of(2, cpus=0.2), story)
+
+
+def test_l11_the_count_falls_when_an_actor_dies():
+    async def story(pool):
+        (pid,) = await pids(pool, 1)
+        calls = [asyncio.ensure_future(pool.call(("sleep", 0.2), timeout_s=30)) for _ in range(20)]
+        await asyncio.sleep(0.05)
+        assert pool.in_flight == 20
+        killed(pid)
+        assert await asyncio.gather(*calls) == [0.2] * 20
+        assert pool.in_flight == 0
+
+    use(pool_of(1), story)
+
+
+def test_l11_calls_beyond_the_concurrency_wait_here_and_keep_their_deadline():
+    async def story(pool):
+        long = [asyncio.ensure_future(pool.call(("sleep", 1.5))) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        with pytest.raises(TimeoutError):
+            await pool.call(("echo", 1), timeout_s=0.3)
+        assert pool.in_flight == 2
+        assert await pool.call(("echo", 2), timeout_s=10) == 2
+        await asyncio.gather(*long)
+
+    use(pool_of(1, max_concurrency=2), story)
+
+
+def test_l12_ray_get_stands_nowhere():
+    root = Path(loopwright.__file__).parent / "rollouts"
+    for file in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in ("get", "wait"):
+                assert not (isinstance(node.value, ast.Name) and node.value.id == "ray"), f"{file}:{node.lineno}"
+
+
+def test_l12_calls_do_not_block_the_event_loop():
+    async def story(pool):
+        calls = asyncio.gather(*(pool.call(("sleep", 1.0)) for _ in range(20)))
+        ticks = 0
+        while not calls.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        assert ticks > 30
+
+    use(pool_of(1), story)
+
+
+def test_l12_ray_ends_with_its_last_user_only():
+    with Connection():
+        assert ray.is_initialized()
+    assert ray.is_initialized()
+
+
+@pytest.mark.slow
+def test_l07_one_in_twenty_of_2000_calls_fails_and_actors_die_and_none_is_lost():
+    async def one(pool, number):
+        for _ in range(50):
+            try:
+                return await pool.call(("shaky", (number, 0.05, 1)), timeout_s=60)
+            except (ConnectionError, TimeoutError):
+                continue
+        return None
+
+    async def story(pool):
+        limit = asyncio.Semaphore(64)
+
+        async def limited(number):
+            async with limit:
+                return await one(pool, number)
+
+        calls = [asyncio.ensure_future(limited(number)) for number in range(2000)]
+        for _ in range(3):
+            await asyncio.sleep(0.3)
+            killed(random.choice(await pids(pool, 2)))
+        assert await asyncio.gather(*calls) == list(range(2000))
+        assert pool.in_flight == 0
+
+    use(pool_of(2, Blocker), story)
+
+
+def test_l10_a_cluster_of_our_own_is_reached_from_this_machine_alone_and_leaves_sigterm_to_us():
+    script = (
+        "import signal, ray\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "from loopwright.rollouts.launch_ray import Connection, nodes\n"
+        "with Connection(cpus=1):\n"
+        "    print([node.name for node in nodes()], signal.getsignal(signal.SIGTERM).name)\n"
+        "print(ray.is_initialized())\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.stdout, done.stderr) == ("['127.0.0.1'] SIG_IGN\nFalse\n", "")

@@ -1,0 +1,149 @@
+"""Probing: a server's spaces before a run starts, and what is wrong with an address or its arguments."""
+
+import os
+from pathlib import Path
+
+import pytest
+from gymnasium import spaces
+
+from loopwright.envs import probe
+from loopwright.envs.live import LiveConfig
+from loopwright.envs.probe import declared
+
+SERVERS = """
+import os
+import sys
+import time
+from pathlib import Path
+
+from gymnasium import Env, spaces
+
+HERE = Path(__file__).parent
+
+class Shows(Env):
+    observation_space, action_space = spaces.Discrete(2), spaces.Discrete(3)
+
+    def __init__(self):
+        raise RuntimeError("it is not made")
+
+class Sets(Env):
+    def __init__(self, n=4):
+        print("a word of its own")
+        self.observation_space, self.action_space = spaces.Box(-1, 1, (2,)), spaces.Discrete(n)
+        with (HERE / "made").open("a") as file:
+            file.write(f"{os.getpid()}\\n")
+
+    def close(self):
+        (HERE / "closed").touch()
+
+class Replaces(Shows):
+    def __init__(self):
+        self.action_space = spaces.Discrete(9)
+
+class Raises(Sets):
+    def __init__(self):
+        raise RuntimeError("no device")
+
+class Exits(Sets):
+    def __init__(self):
+        sys.exit("no licence")
+
+class Dies(Sets):
+    def __init__(self):
+        os._exit(9)
+
+class Sleeps(Sets):
+    def __init__(self):
+        time.sleep(600)
+
+def factory(n):
+    return Sets(n)
+
+class Nothing:
+    def reset(self): ...
+    def step(self): ...
+    def close(self): ...
+"""
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    # A name of its own for each test: modules are imported once per process.
+    (tmp_path / f"probed_{tmp_path.name}.py").write_text(SERVERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def found(home: Path, name: str, **args):
+    return declared(f"probed_{home.name}:{name}", args, home)
+
+
+def test_what_a_class_shows_is_read_without_making_it(home):
+    assert found(home, "Shows").action_space == spaces.Discrete(3)
+
+
+def test_a_server_is_made_once_elsewhere_and_closed(home):
+    for _ in range(2):
+        told = found(home, "Sets", n=5)
+    assert (told.observation_space, told.action_space) == (spaces.Box(-1, 1, (2,)), spaces.Discrete(5))
+    assert len(made := (home / "made").read_text().split()) == 1
+    assert int(made[0]) != os.getpid()
+    assert (home / "closed").exists()
+
+
+def test_a_constructor_may_replace_what_a_class_shows(home):
+    assert found(home, "Replaces").action_space == spaces.Discrete(9)
+
+
+def test_a_factory_is_called(home):
+    assert found(home, "factory", n=6).action_space == spaces.Discrete(6)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Raises", "cannot be made: RuntimeError: no device"),
+        ("Exits", "cannot be made: SystemExit: no licence"),
+        ("factory", "cannot be made: TypeError: factory() missing 1 required positional argument: 'n'"),
+        ("Nothing", "is no GymServer: it has no observation_space, action_space"),
+    ],
+)
+def test_one_that_cannot_be_made_is_a_problem(home, name, said):
+    assert said in found(home, name).problem
+    problems = LiveConfig(env_class=f"probed_{home.name}:{name}").problems(home, ())
+    assert [one.key for one in problems] == ["env_class"]
+    assert problems[0].message.count("probed_") == 1
+
+
+@pytest.mark.parametrize("name", ["Dies", "Sleeps"])
+def test_one_that_gives_no_answer_is_left_for_the_run(home, name, monkeypatch):
+    monkeypatch.setattr(probe, "_DEADLINE_S", 3.0)
+    assert found(home, name) == probe.Declared()
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("tcp://localhost", "'tcp://localhost' is no address"),
+        ("tcp://host:99999", "Port out of range"),
+        ("tcp://host:0", "port 0"),
+        ("unix://rel.sock", "'unix://rel.sock' is no address"),
+        ("http://host:80", "is no address"),
+    ],
+)
+def test_an_address_that_nobody_can_be_at_is_a_problem(tmp_path, address, said):
+    (problem,) = LiveConfig(address=address).problems(tmp_path, ())
+    assert problem.key == "address"
+    assert said in problem.message
+
+
+@pytest.mark.parametrize("address", ["tcp://localhost:7000", "tcp://[::1]:7000", "unix:///run/sim.sock"])
+def test_other_addresses_are_none(tmp_path, address):
+    assert LiveConfig(address=address, args={"speed": [1, 2]}).problems(tmp_path, ["speed"]) == []
+
+
+def test_a_fixed_argument_belongs_where_the_server_is_made(tmp_path):
+    config = LiveConfig(address="tcp://localhost:7000", args={"n": 3, "speed": [1, 2]})
+    (problem,) = config.problems(tmp_path, ["speed"])
+    assert problem.key == "args.n"
+    assert "serve-env --arg n=…" in problem.message

@@ -1,0 +1,128 @@
+"""What the tests of production share: an environment whose rollouts and verdicts are functions, in simulated time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from loopwright.core.env import Terms
+from loopwright.core.episode import ROOT, Episode, Node, Span
+from loopwright.core.groups import Groups
+from loopwright.core.ledger import Ledger
+from loopwright.core.observer import Observers
+from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.reward import JudgedReward, Objectives, Reward
+from loopwright.core.run import Run
+from loopwright.core.task import Task
+from loopwright.rollouts.env import RolloutEnv
+from loopwright.rollouts.judger import JudgeFailed
+from loopwright.rollouts.pool import Worker
+from loopwright.rollouts.pool_local import LocalPool
+from loopwright.rollouts.produce import ProduceConfig
+from loopwright.rollouts.producer import Producer
+from loopwright.rollouts.tasks import TaskMix
+from loopwright.rollouts.worker import News, Request
+
+Roll = Callable[[Request], Awaitable[Episode]]
+
+
+def tasks(count: int, name: str = "t") -> list[Task]:
+    return [Task(f"{name}/{i}", ({"role": "user", "content": str(i)},), label=str(i)) for i in range(count)]
+
+
+def spoken(task: Task, *versions: int, text: str = "x", outcome: Outcome = Outcome.OK) -> Episode:
+    """An episode whose tokens were sampled by these versions of the policy."""
+    ids = tuple(range(len(versions)))
+    spans = tuple(Span(i, i + 1, version) for i, version in enumerate(versions))
+    node = Node(1, {"role": "assistant", "content": text}, ids, (-0.5,) * len(ids), spans, "stop")
+    fault = Fault.POLICY if outcome is Outcome.TRUNCATED else None
+    return Episode(task, (ROOT, Node(0, task.messages[0]), node), outcome, fault)
+
+
+class FunctionWorker(Worker):
+    def __init__(self, roll: Roll) -> None:
+        self.roll, self.version, self.news = roll, 0, list[News]()
+
+    async def handle(self, request: Request) -> Episode:
+        return await self.roll(request)
+
+    async def tell(self, news: News) -> int:
+        self.news.append(news)
+        self.version = news.version
+        return self.version
+
+
+class FunctionJudge:
+    """Judges by calling a function; one that raises JudgeFailed gives no verdict."""
+
+    def __init__(self, verdict: Callable[[Episode], float], *, compares: bool = False) -> None:
+        self.verdict, self.compares, self.judged = verdict, compares, list[Episode]()
+
+    async def start(self) -> None: ...
+
+    async def judge(self, episode: Episode) -> Reward:
+        self.judged.append(episode)
+        return Reward(self.verdict(episode), {"verdict": self.verdict(episode)})
+
+    async def judge_group(self, episodes: Sequence[Episode]) -> list[Reward | JudgeFailed]:
+        self.judged.extend(episodes)
+        ranks = sorted(range(len(episodes)), key=lambda i: self.verdict(episodes[i]))
+        return [Reward(float(ranks.index(i))) for i in range(len(episodes))]
+
+    async def close(self) -> None: ...
+
+
+class World:
+    """A ledger on disk and everything over it; made again, it is a process that goes on after a crash."""
+
+    def __init__(
+        self,
+        directory: Path,
+        roll: Roll,
+        *,
+        verdict: Callable[[Episode], float] = lambda _: 1.0,
+        compares: bool = False,
+        budget: int | None = None,
+        group_size: int = 4,
+        concurrency: int = 64,
+        sources: dict[str, list[Task]] | None = None,
+        weights: dict[str, float] | None = None,
+        seed: int = 0,
+        worker: Worker | None = None,
+        **produce: Any,
+    ) -> None:
+        path = directory / "ledger.db"
+        self.ledger = Ledger.open(path) if path.exists() else Ledger.create(path)
+        sources = sources or {"t": tasks(1000)}
+        self.worker: Any = worker or FunctionWorker(roll)
+        self.judge = FunctionJudge(verdict, compares=compares)
+        self.env = RolloutEnv(
+            Run("r", directory, self.ledger),
+            Terms(Objectives((JudgedReward(),)), budget=budget),
+            Observers(),
+            tasks=TaskMix(sources, weights or dict.fromkeys(sources, 1.0), seed),
+            loop=LocalPool(lambda: self.worker),
+            judge=self.judge,
+            buffer=Groups(self.ledger),
+            produce=ProduceConfig(**produce),
+            concurrency=concurrency,
+            seed=seed,
+        )
+        self.producer = Producer(self.env, self.env.produce, group_size=group_size)
+
+    async def __aenter__(self) -> "World":
+        await self.env.loop.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.producer.pause(0)
+        await self.env.loop.close()
+        self.ledger.close()
+
+
+def instantly(request: Request) -> Awaitable[Episode]:
+    async def roll() -> Episode:
+        await asyncio.sleep(0)
+        return spoken(request.task, 0)
+
+    return roll()

@@ -1,0 +1,35 @@
+"""What the tests on Ray share: a cluster of this session, pools on it, and an end by SIGKILL."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from loopwright.rollouts.pool import Pool
+from loopwright.rollouts.pool_ray import RayPool
+from loopwright.testing.pools import Probe
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    from loopwright.rollouts.launch_ray import Connection
+
+    with Connection(cpus=8) as connection:
+        yield connection
+
+
+def pool_of(workers, build=Probe, **options):
+    return RayPool(build, **{"workers": workers, "cpus": 0.1, "grace_s": 1.0, "start_timeout_s": 60.0, **options})
+
+
+async def pids(pool: Pool, workers: int) -> list[int]:
+    """The process of each worker."""
+    found: set[int] = set()
+    while len(found) < workers:
+        found |= set(await asyncio.gather(*(pool.call(("pid", None)) for _ in range(2 * workers))))
+    return sorted(found)
+
+
+def killed(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,153 @@
+"""Both buffers keep one contract: each group is used once, the oldest version first, and a crash changes nothing."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from loopwright.core.groups import Groups
+from loopwright.core.ledger import Ledger
+from loopwright.core.outcome import Outcome
+from loopwright.core.reward import Reward
+from loopwright.core.trial import Result, Trial
+from loopwright.rollouts.buffer import MemoryBuffer
+
+
+@pytest.fixture(params=["memory", "ledger"])
+def buffer(request, tmp_path):
+    if request.param == "memory":
+        yield MemoryBuffer()
+        return
+    with Ledger.create(tmp_path / "ledger.db") as ledger:
+        yield Groups(ledger)
+
+
+def opened(buffer, *numbers, source="t"):
+    for number in numbers:
+        buffer.open(number, source, [Trial(number, {}, "", number)])
+
+
+def test_the_oldest_version_is_taken_first(buffer):
+    opened(buffer, 1, 2, 3)
+    buffer.ready(1, 5)
+    buffer.ready(2, 3)
+    assert buffer.take(1, 1) == [2]
+    assert buffer.take(9, 1) == [1]
+    assert buffer.take(9, 1) == []
+    assert buffer.unfinished() == [3]
+
+
+def test_l09_what_was_taken_after_the_checkpoint_comes_again_and_what_was_trained_never(buffer):
+    opened(buffer, 1, 2, 3, 4)
+    for number in (1, 2, 3):
+        buffer.ready(number, 0)
+    assert buffer.take(1, 1) == [1]
+    assert buffer.take(2, 2) == [2, 3]
+    buffer.restore(1)
+    assert buffer.counts() == {"trained": 1, "ready": 2, "open": 1}
+    assert buffer.take(9, 2) == [2, 3]
+
+
+def test_l08_what_is_too_old_expires_and_is_owed_until_it_is_tried_again(buffer):
+    opened(buffer, 1, 2)
+    buffer.ready(1, 0)
+    buffer.ready(2, 2)
+    assert buffer.expire(1) == [1]
+    assert buffer.owed() == [1]
+    buffer.open(3, "t", [Trial(3, {}, "", 3)], again=1)
+    assert buffer.owed() == []
+    assert buffer.drawn() == {"t": 2}, "a prompt that is tried again was drawn once"
+    assert buffer.waiting == 1
+
+
+@pytest.mark.parametrize("move", ["ready", "close"])
+def test_a_group_ends_once(buffer, move):
+    opened(buffer, 1)
+    buffer.close(1, "failed")
+    with pytest.raises(ValueError, match="group 1 is not open"):
+        buffer.ready(1, 0) if move == "ready" else buffer.close(1, "filtered")
+
+
+def test_trials_of_a_group_that_is_left_out_say_so_and_keep_their_rewards(tmp_path):
+    with Ledger.create(tmp_path / "ledger.db") as ledger:
+        groups = Groups(ledger)
+        trials = [Trial(number, {}, "", 1, number) for number in (1, 2)]
+        groups.open(1, "t", trials)
+        ledger.commit(trials[0], Result(Outcome.OK, reward=Reward(0.5), episode=b"{}"), Reward(0.5))
+        ledger.commit(trials[1], Result(Outcome.LOST, reason="gone", episode=b"{}"))
+        groups.close(1, "filtered")
+        assert [(t.outcome, t.reward and t.reward.value) for t in ledger.trials()] == [
+            (Outcome.FILTERED, 0.5),
+            (Outcome.LOST, None),
+        ]
+
+
+class BothAgree(RuleBasedStateMachine):
+    """Whatever happens, in any order, the one in memory and the one in the ledger say the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.ledger = Ledger.create(self.path())
+        self.buffers = (MemoryBuffer(), Groups(self.ledger))
+        self.number = self.step = 0
+
+    def path(self):
+        self.directory = tempfile.TemporaryDirectory()
+        return Path(self.directory.name) / "ledger.db"
+
+    def both(self, call):
+        memory, ledger = map(call, self.buffers)
+        assert memory == ledger
+        return memory
+
+    @rule(source=st.sampled_from("ab"))
+    def open(self, source):
+        self.number += 1
+        owed = self.both(lambda b: b.owed())
+        again = owed[0] if owed else None
+        for buffer in self.buffers:
+            buffer.open(self.number, source, [Trial(self.number, {}, "", self.number)], again=again)
+
+    @rule(version=st.integers(0, 3), data=st.data())
+    def finish(self, version, data):
+        if groups := self.both(lambda b: b.unfinished()):
+            group = data.draw(st.sampled_from(groups))
+            how = data.draw(st.sampled_from(["ready", "failed", "filtered"]))
+            for buffer in self.buffers:
+                buffer.ready(group, version) if how == "ready" else buffer.close(group, how)
+
+    @rule()
+    def take_all(self):
+        self.step += 1
+        self.both(lambda b: b.take(10_000, self.step))
+
+    @rule(before=st.integers(0, 4))
+    def expire(self, before):
+        self.both(lambda b: b.expire(before))
+
+    @rule(back=st.integers(0, 2))
+    def settle(self, back):
+        for buffer in self.buffers:
+            buffer.settle(self.step - back)
+
+    @rule(back=st.integers(0, 2))
+    def crash(self, back):
+        self.step = max(0, self.step - back)
+        for buffer in self.buffers:
+            buffer.restore(self.step)
+        self.buffers = (self.buffers[0], Groups(self.ledger))
+
+    @invariant()
+    def same(self):
+        self.both(lambda b: (b.waiting, b.unfinished(), b.owed(), b.drawn(), b.counts()))
+
+    def teardown(self):
+        self.ledger.close()
+        self.directory.cleanup()
+
+
+BothAgree.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+test_both_agree = BothAgree.TestCase

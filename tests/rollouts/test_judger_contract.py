@@ -1,0 +1,126 @@
+"""The shipped judgers keep the contract that a plug-in's judger must keep."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from loopwright.rollouts.judging.command import CommandJudgerConfig
+from loopwright.rollouts.judging.composed import ComposedJudgerConfig
+from loopwright.rollouts.judging.http import HttpJudgerConfig
+from loopwright.rollouts.judging.length import LengthJudgerConfig
+from loopwright.rollouts.judging.llm import LlmJudgerConfig
+from loopwright.rollouts.judging.python import PythonJudgerConfig
+from loopwright.rollouts.judging.ranking import RankingJudgerConfig
+from loopwright.testing import JudgerContract
+from tests.rollouts.judge_servers import serving
+
+HANDLERS = "tests.rollouts.handlers"
+SCRIPTS = {
+    "score": "import json; p = json.load(open('payload.json')); raise SystemExit(p['answer'] != p['label'])",
+    "fail": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "hang": "import time; time.sleep(1000)",
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as server:
+        yield server
+
+
+class TestPython(JudgerContract):
+    def make_config(self, home, story, **settings):
+        return PythonJudgerConfig(handler=f"{HANDLERS}:{ {'score': 'exact'}.get(story, story) }", **settings)
+
+
+class TestPythonAsynchronous(JudgerContract):
+    def make_config(self, home, story, **settings):
+        function = {"score": "exact_async", "fail": "fail", "hang": "hang_async"}[story]
+        return PythonJudgerConfig(handler=f"{HANDLERS}:{function}", **settings)
+
+
+class TestPythonInBatches(JudgerContract):
+    def make_config(self, home, story, **settings):
+        function = {"score": "exact_each"}.get(story, story)
+        return PythonJudgerConfig(handler=f"{HANDLERS}:{function}", batch=4, **settings)
+
+
+class TestHttp(JudgerContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, server):
+        self.url = server.url
+
+    def make_config(self, home, story, **settings):
+        place = {"score": "judge", "fail": "answer?text=%7B%22reward%22:1%7D&status=500", "hang": "hang"}[story]
+        return HttpJudgerConfig(url=f"{self.url}/{place}", **settings)
+
+
+class TestHttpInBatches(TestHttp):
+    def make_config(self, home, story, **settings):
+        return super().make_config(home, story, batch=4, **settings)
+
+
+class TestLlm(JudgerContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, server):
+        self.url = server.url
+
+    def make_config(self, home, story, **settings):
+        place = {"score": "chat/exact", "fail": "chat/It deserves a ten", "hang": "hang"}[story]
+        return LlmJudgerConfig(base_url=f"{self.url}/{place}", model="judge", rubric="Is it right?", **settings)
+
+
+class TestCommand(JudgerContract):
+    def make_config(self, home, story, **settings):
+        return CommandJudgerConfig(command=(sys.executable, "-IS", "-c", SCRIPTS[story]), **settings)
+
+
+class TestLength(JudgerContract):
+    def make_config(self, home, story, **settings):
+        return LengthJudgerConfig(**settings) if story == "score" else None
+
+
+class TestComposed(JudgerContract):
+    def make_config(self, home, story, **settings):
+        first = {"type": "python", "handler": f"{HANDLERS}:{ {'score': 'exact'}.get(story, story) }"}
+        return ComposedJudgerConfig(parts=(first, {"type": "length", "weight": -0.01}), **settings)
+
+
+class TestMerged(JudgerContract):
+    def make_config(self, home, story, **settings):
+        first = {"type": "python", "handler": f"{HANDLERS}:{ {'score': 'exact'}.get(story, story) }"}
+        return ComposedJudgerConfig(parts=(first, {"type": "length"}), merge=f"{HANDLERS}:smaller", **settings)
+
+
+class TestRouted(JudgerContract):
+    def make_config(self, home, story, **settings):
+        handler = f"{HANDLERS}:{ {'score': 'exact'}.get(story, story) }"
+        return ComposedJudgerConfig(routes={"sums": {"type": "python", "handler": handler}}, **settings)
+
+
+class TestRanking(JudgerContract):
+    def make_config(self, home, story, **settings):
+        function = {"score": "shortest", "fail": "fail_group", "hang": "hang_group"}[story]
+        return RankingJudgerConfig(handler=f"{HANDLERS}:{function}", **settings)
+
+
+class TestRanks(JudgerContract):
+    def make_config(self, home, story, **settings):
+        inner = {"score": "exact"}.get(story, story)
+        own = {key: settings.pop(key) for key in ("timeout_s", "retries", "pause_s") if key in settings}
+        return RankingJudgerConfig(of={"type": "python", "handler": f"{HANDLERS}:{inner}", **own}, **settings)
+
+
+class TestComposedOfAGroup(JudgerContract):
+    def make_config(self, home, story, **settings):
+        group = {"score": "shortest", "fail": "fail_group", "hang": "hang_group"}[story]
+        ranking = {"type": "ranking", "handler": f"{HANDLERS}:{group}"}
+        return ComposedJudgerConfig(parts=(ranking, {"type": "length", "weight": -0.01}), **settings)
+
+
+def test_every_shipped_judger_is_held_to_it():
+    from loopwright.rollouts.judger import judgers
+
+    text = Path(__file__).read_text()
+    assert [name for name in judgers.names() if f"{judgers.get(name).Config.__name__}(" not in text] == []

@@ -1,0 +1,146 @@
+"""The guard under a simulated clock: timeouts, retries, concurrency, circuit breaker."""
+
+import asyncio
+import pickle
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from loopwright.rollouts.judger import JudgeFailed, JudgerConfig
+from loopwright.rollouts.judging.guard import Guard, JudgerDown
+from loopwright.rollouts.judging.returned import BadVerdict, as_reward
+from tests.rollouts.simulated import simulate
+
+
+def config(**settings):
+    return JudgerConfig(type="mine", **settings)
+
+
+class Flaky:
+    """Fails a number of times, then is well; takes a while."""
+
+    def __init__(self, failures, takes_s=0.0):
+        self.failures, self.takes_s = failures, takes_s
+        self.starts, self.now, self.most = [], 0, 0
+
+    async def __call__(self):
+        self.starts.append(asyncio.get_running_loop().time())
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(self.takes_s)
+            if len(self.starts) <= self.failures:
+                raise ConnectionError("no answer")
+            return 1.0
+        finally:
+            self.now -= 1
+
+
+async def failing(guard, judge):
+    with pytest.raises(JudgeFailed) as caught:
+        await guard.run(judge)
+    return caught.value
+
+
+def test_a_failed_try_is_made_again_after_twice_the_pause():
+    async def main():
+        judge = Flaky(3)
+        assert await Guard(config(retries=3, pause_s=1.0), Random(1)).run(judge) == 1.0
+        return judge.starts
+
+    starts, _ = simulate(main())
+    again, _ = simulate(main())
+    pauses = [late - early for early, late in pairwise(starts)]
+    assert starts == again
+    assert all(0.5 * 2**n <= pause <= 1.5 * 2**n for n, pause in enumerate(pauses))
+
+
+def test_after_the_last_try_the_cause_is_told():
+    async def main():
+        return await failing(Guard(config(retries=1)), Flaky(9))
+
+    error, _ = simulate(main())
+    assert str(error) == "judger 'mine' gave no verdict in 2 tries: ConnectionError: no answer"
+    assert isinstance(error.__cause__, ConnectionError)
+
+
+def test_a_try_that_takes_too_long_is_given_up():
+    async def main():
+        return await failing(Guard(config(retries=1, timeout_s=5, pause_s=0)), Flaky(0, takes_s=1000))
+
+    error, took_s = simulate(main())
+    assert "longer than 5 s" in str(error)
+    assert isinstance(error.__cause__, TimeoutError)
+    assert took_s == pytest.approx(10.0)
+    assert took_s <= config(retries=1, timeout_s=5, pause_s=0).patience_s() + 1e-6
+
+
+def test_waiting_for_room_is_not_held_against_a_verdict():
+    async def main():
+        judge, guard = Flaky(0, takes_s=4), Guard(config(concurrency=2, timeout_s=5))
+        await asyncio.gather(*(guard.run(judge) for _ in range(10)))
+        return judge.most
+
+    assert simulate(main()) == (2, 20.0)
+
+
+def test_a_breach_is_not_tried_again():
+    calls = []
+
+    async def judge():
+        calls.append(1)
+        return as_reward(float("nan"), "mine")
+
+    async def main():
+        with pytest.raises(BadVerdict):
+            await Guard(config(retries=5)).run(judge)
+
+    simulate(main())
+    assert len(calls) == 1
+
+
+def test_the_breaker_opens_probes_once_and_closes():
+    async def main():
+        judge, guard = Flaky(4, takes_s=1), Guard(config(retries=0, breaker=3, cooldown_s=60))
+        for _ in range(3):
+            await failing(guard, judge)
+        down = await failing(guard, judge)
+        assert isinstance(down, JudgerDown)
+        assert "down" in str(down)
+        assert "3 failures in a row" in str(down)
+        assert 0 < down.retry_in_s <= 60
+        assert len(judge.starts) == 3  # it was not asked
+
+        await asyncio.sleep(down.retry_in_s)
+        probe, bystander = await asyncio.gather(failing(guard, judge), failing(guard, judge))
+        assert not isinstance(probe, JudgerDown)
+        assert isinstance(bystander, JudgerDown)
+        assert isinstance(await failing(guard, judge), JudgerDown)  # the probe failed: open again
+
+        await asyncio.sleep(60)
+        assert await guard.run(judge) == 1.0
+        assert await asyncio.gather(guard.run(judge), guard.run(judge)) == [1.0, 1.0]
+        return len(judge.starts)
+
+    assert simulate(main())[0] == 7
+
+
+def test_a_cancelled_probe_tells_nothing():
+    async def main():
+        judge, guard = Flaky(1, takes_s=1), Guard(config(retries=0, breaker=1, cooldown_s=10))
+        await failing(guard, judge)
+        await asyncio.sleep(10)
+        probe = asyncio.ensure_future(guard.run(judge))
+        await asyncio.sleep(0.5)
+        probe.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await probe
+        return await guard.run(judge)
+
+    assert simulate(main())[0] == 1.0
+
+
+def test_failures_cross_processes_as_they_are():
+    error = pickle.loads(pickle.dumps(JudgerDown("down", 3.5)))
+    assert (str(error), error.retry_in_s) == ("down", 3.5)

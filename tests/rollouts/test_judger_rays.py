@@ -1,0 +1,206 @@
+"""Judgers in Ray actors, one or several, on a real cluster: callers cannot tell, and little crosses."""
+
+import asyncio
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from loopwright.core.episode import Episode
+from loopwright.core.reward import Reward
+from loopwright.core.task import Task
+from loopwright.engines.base import Sampling
+from loopwright.engines.scripted import ScriptedConfig
+from loopwright.rollouts.assemble import verdicts_of
+from loopwright.rollouts.judger import JudgeFailed
+from loopwright.rollouts.judging import JudgerDown, JudgeWorker, Verdicts, parse_judger
+from loopwright.rollouts.loop import SingleTurnConfig
+from loopwright.rollouts.pool_local import LocalPool
+from loopwright.rollouts.pool_ray import RayPool
+from loopwright.rollouts.worker import LoopWorker, Request
+from loopwright.testing.executors import alive, appears, written_pid
+from loopwright.testing.judgers import episode
+from tests.rollouts.rays import cluster
+
+__all__ = ["cluster"]
+pytestmark = pytest.mark.usefixtures("cluster")
+HANDLERS = "tests.rollouts.handlers"
+WORKERS = (1, 2)
+
+
+def python(function, workers, **settings):
+    table = {"type": "python", "handler": f"{HANDLERS}:{function}", "workers": workers, "cpus": 0.1, "retries": 0}
+    return {**table, **settings}
+
+
+def asked(table, story, home=Path()):
+    async def main():
+        found = verdicts_of(parse_judger(table), home)
+        await found.start()
+        try:
+            return await asyncio.wait_for(story(found), 100)
+        finally:
+            await found.close()
+
+    return asyncio.run(main())
+
+
+async def failure(found, *answers):
+    with pytest.raises(JudgeFailed) as caught:
+        await found.judge(episode(*answers))
+    return caught.value
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_l01_verdicts_and_failures_are_those_of_a_judger_in_this_process(workers, tmp_path):
+    """One judger that does by data source everything that a judger can do."""
+    (tmp_path / "odd_judge.py").write_text(
+        "class Odd(Exception):\n    def __init__(self, a, b):\n        super().__init__(f'{a} and {b}')\n"
+        "def odd(answer):\n    raise Odd('one', 'other')\n"
+    )
+    kinds = ["exact", "parts", "fail", "leave", "returns_none", "returns_nan", "hang_async", "odd"]
+    routes = {kind: python(kind, 0, timeout_s=0.2) for kind in kinds}
+    routes["odd"]["handler"] = "odd_judge:odd"
+    for route in routes.values():
+        del route["workers"]
+    table = {"type": "composed", "routes": routes, "cpus": 0.1}
+
+    async def story(found):
+        return await found.judge_group([episode("4", data_source=kind) for kind in [*kinds, "unheard of"]])
+
+    near, far = (asked({**table, "workers": count}, story, tmp_path) for count in (0, workers))
+    assert [type(verdict) for verdict in far] == [type(verdict) for verdict in near]
+    assert [str(verdict) for verdict in far] == [str(verdict) for verdict in near]
+    assert [isinstance(verdict, Reward) for verdict in far] == [True, True, *[False] * 7]
+    assert "Odd: one and other" in str(far[7])
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_l01_what_the_guard_knows_arrives_too(workers):
+    async def story(found):
+        first = await failure(found)
+        downs = [await failure(found) for _ in range(4 * workers)]
+        return first, downs[-1]
+
+    first, down = asked(python("fail", workers, breaker=1, cooldown_s=1000), story)
+    assert str(first) == "judger 'fail' gave no verdict: RuntimeError: broken on purpose"
+    assert isinstance(down, JudgerDown)
+    assert 900 < down.retry_in_s <= 1000
+    assert f"{down.retry_in_s:.1f} s" in str(down)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_l04_a_group_is_compared_and_a_batch_is_judged_far_away(workers):
+    async def story(found):
+        return await found.judge_group([episode("four"), episode("4"), episode("vier")])
+
+    ranking = {"type": "ranking", "handler": f"{HANDLERS}:shortest", "workers": workers, "cpus": 0.1}
+    assert [verdict.value for verdict in asked(ranking, story)] == [-4.0, -1.0, -4.0]
+    assert [verdict.value for verdict in asked(python("exact_each", workers, batch=4), story)] == [0.0, 1.0, 0.0]
+
+
+def test_l05_a_judger_that_dies_with_its_actor_gives_no_verdict_and_is_replaced():
+    async def story(found):
+        error = await failure(found, "die")
+        return error, await found.judge(episode("4"))
+
+    error, reward = asked(python("exact_or_die", 1), story)
+    assert "gave no verdict: WorkerLost: " in str(error)
+    assert reward.value == 1.0
+
+
+def test_a_command_does_not_outlive_the_actor_that_ran_it(tmp_path):
+    pid, actor = tmp_path / "pid", tmp_path / "actor"
+    script = (
+        f"import os, time; open({str(actor)!r}, 'w').write(f'{{os.getppid()}}\\n'); "
+        f"open({str(pid)!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(1000)"
+    )
+    table = {"type": "command", "command": [sys.executable, "-IS", "-c", script], "workers": 1, "cpus": 0.1}
+
+    async def story(found):
+        flight = asyncio.ensure_future(found.judge(episode()))
+        await appears(pid)
+        first = written_pid(pid)
+        os.kill(written_pid(actor), signal.SIGKILL)
+        while alive(first):
+            await asyncio.sleep(0.01)
+        flight.cancel()
+        await asyncio.wait((flight,))
+
+    asked(table, story)
+
+
+# -- L06 --------------------------------------------------------------------------------------------------------
+
+
+class Weighed(RayPool):
+    """Remembers how many bytes went over to its actors in each call."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.sizes = []
+
+    async def _answer(self, member, method, parcel, deadline):
+        if method is member.handle:
+            self.sizes.append(len(parcel))
+        return await super()._answer(member, method, parcel, deadline)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_l06_bytes_that_cross_do_not_depend_on_the_episodes_length(workers):
+    async def main():
+        config = parse_judger(python("exact", workers))
+        pool = Weighed(partial(JudgeWorker, config, Path()), workers=workers, cpus=0.1, name="judger")
+        found = Verdicts(pool, config)
+        await found.start()
+        short = episode("4")
+        long_ = Episode(short.task, (*short.nodes[:2], *[short.nodes[1]] * 10_000, short.nodes[2]))
+        rewards = [await found.judge(short), await found.judge(long_)]
+        await found.close()
+        return rewards, pool.sizes
+
+    rewards, (first, second) = asyncio.run(main())
+    assert rewards == [Reward(1.0, {"exact": 1.0})] * 2
+    assert abs(first - second) <= 8  # what is left of the time is a number in it
+    assert second < 400
+
+
+# -- L02 --------------------------------------------------------------------------------------------------------
+
+
+def test_l02_loops_that_sample_differently_share_one_built_judger():
+    """Training and evaluation: a pool of loops each, with a sampling of its own, and one judger for both."""
+
+    def loop(**sampling):
+        engine = ScriptedConfig(replies=("4",), slip=0.5)
+        return LocalPool(partial(LoopWorker.build, SingleTurnConfig(sampling=Sampling(**sampling)), engine, Path()))
+
+    task = Task("t", ({"role": "user", "content": "2 + 2?"},), "4", "sums")
+
+    async def rewards(loop, verdicts, count):
+        await loop.start()
+        episodes = await asyncio.gather(*(loop.call(Request(task, str(seed))) for seed in range(count)))
+        found = await asyncio.gather(*map(verdicts.judge, episodes))
+        await loop.close()
+        return [reward.value for reward in found]
+
+    async def main():
+        config = parse_judger(python("exact_by", 1))
+        pool = RayPool(partial(JudgeWorker, config, Path()), workers=1, cpus=0.1, name="judger")
+        training, evaluation = Verdicts(pool, config), Verdicts(pool, config)
+        await training.start()
+        await evaluation.start()
+        found = await asyncio.gather(
+            rewards(loop(temperature=1.0), training, 40), rewards(loop(temperature=0.0), evaluation, 8)
+        )
+        pids = {(await user.judge(episode("4"))).parts["pid"] for user in (training, evaluation)}
+        await training.close()
+        return *found, pids
+
+    trained, evaluated, pids = asyncio.run(main())
+    assert {0.0, 1.0} == set(trained)
+    assert evaluated == [1.0] * 8
+    assert len(pids) == 1

@@ -1,0 +1,226 @@
+"""Where tasks come from, and in which order."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loopwright.core.task import Task
+from loopwright.rollouts.tasks import JsonlTasks, ParquetTasks, PythonTasks, TaskMix, TasksConfig, TasksError
+
+
+def tasks(count, name="t"):
+    return [Task(f"{name}/{i}", ({"role": "user", "content": str(i)},), i) for i in range(count)]
+
+
+class TestJsonl:
+    def load(self, home, text):
+        (home / "sums.jsonl").write_text(text)
+        return JsonlTasks(path="sums.jsonl").load(home)
+
+    def test_a_task_per_line(self, tmp_path):
+        first, second = self.load(tmp_path, '{"prompt": "1+1=", "label": "2"}\n\n{"prompt": "1+2=", "id": "b"}\n')
+        assert (first.id, first.label, first.data_source) == ("sums/0", "2", "sums")
+        assert (second.id, second.label) == ("b", None)
+
+    @pytest.mark.parametrize(
+        ("line", "words"),
+        [("{", "line 4: "), ("3", "line 4 is no table but int"), ("{}", "line 4: a task needs `prompt`")],
+    )
+    def test_a_bad_line_is_named_by_its_number(self, tmp_path, line, words):
+        text = f'{{"prompt": "a"}}\n\n{{"prompt": "b"}}\n{line}\n'
+        with pytest.raises(TasksError, match=rf"^sums\.jsonl, {words}"):
+            self.load(tmp_path, text)
+        (problem,) = JsonlTasks(path="sums.jsonl").problems(tmp_path)
+        assert problem.key == "sums"
+        assert "line 4" in problem.message
+
+    def test_a_file_that_is_missing_or_empty(self, tmp_path):
+        with pytest.raises(TasksError, match=r"nowhere\.jsonl"):
+            JsonlTasks(path="nowhere.jsonl").load(tmp_path)
+        with pytest.raises(TasksError, match="there is no task in it"):
+            self.load(tmp_path, "\n")
+
+
+class TestParquet:
+    def write(self, home, columns):
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.table(columns), home / "sums.parquet")
+
+    def test_a_task_per_row_and_nulls_are_nothing(self, tmp_path):
+        chat = [[{"role": "user", "content": "hi"}], None]
+        self.write(tmp_path, {"messages": chat, "prompt": [None, "b"], "label": [1, 2], "id": ["x", None]})
+        first, second = ParquetTasks(path="sums.parquet", name="s").load(tmp_path)
+        assert (first.id, first.messages) == ("x", ({"role": "user", "content": "hi"},))
+        assert (second.id, second.messages) == ("s/1", ({"role": "user", "content": "b"},))
+
+    def test_a_bad_row_is_named(self, tmp_path):
+        self.write(tmp_path, {"prompt": ["a", None]})
+        with pytest.raises(TasksError, match="row 1: a task needs"):
+            ParquetTasks(path="sums.parquet").load(tmp_path)
+
+    def test_a_file_that_is_none(self, tmp_path):
+        (tmp_path / "sums.parquet").write_text("no parquet")
+        (problem,) = ParquetTasks(path="sums.parquet").problems(tmp_path)
+        assert "Parquet" in problem.message
+
+    def test_a_missing_package_says_what_to_install(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "pyarrow", None)
+        monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
+        with pytest.raises(TasksError, match=r"pip install 'loopwright\[parquet\]'"):
+            ParquetTasks(path="sums.parquet").load(tmp_path)
+
+
+class TestPython:
+    @pytest.fixture(autouse=True)
+    def _module(self, tmp_path):
+        (tmp_path / "task_factories.py").write_text(
+            "import datetime\n"
+            "def sums(count=2):\n    return ({'prompt': f'{n}+1=', 'label': (n, n + 1)} for n in range(count))\n"
+            "def broken():\n    yield {'prompt': 'a'}\n    raise ValueError('no more')\n"
+            "def odd():\n    return [{'prompt': 'a', 'label': object()}]\n"
+            "def dated():\n    return [{'prompt': 'a', 'label': datetime.date(2026, 1, 2)}]\n"
+            "def nothing():\n    return None\n"
+        )
+        yield
+        sys.modules.pop("task_factories", None)
+
+    def test_a_factory_gives_the_rows(self, tmp_path):
+        found = PythonTasks(factory="task_factories:sums", args={"count": 3}).load(tmp_path)
+        assert [(task.id, task.data_source) for task in found] == [(f"sums/{n}", "sums") for n in range(3)]
+
+    def test_labels_are_as_the_ledger_will_give_them_back(self, tmp_path):
+        assert PythonTasks(factory="task_factories:sums").load(tmp_path)[0].label == [0, 1]
+        assert PythonTasks(factory="task_factories:dated").load(tmp_path)[0].label == "2026-01-02"
+
+    @pytest.mark.parametrize(
+        ("factory", "args", "words"),
+        [
+            ("task_factories:broken", {}, "task_factories:broken failed: ValueError: no more"),
+            ("task_factories:nothing", {}, "task_factories:nothing failed: TypeError"),
+            ("task_factories:sums", {"many": 1}, "failed: TypeError.*many"),
+            ("task_factories:odd", {}, "row 0: .*not JSON serializable"),
+            ("task_factories:missing", {}, "missing"),
+            ("no_factories_here:f", {}, "no_factories_here"),
+        ],
+    )
+    def test_what_is_wrong_is_found_before_anything_starts(self, tmp_path, factory, args, words):
+        with pytest.raises(TasksError, match=words):
+            PythonTasks(factory=factory, args=args).load(tmp_path)
+        assert len(PythonTasks(factory=factory, args=args).problems(tmp_path)) == 1
+
+
+def test_a_source_of_another_package_may_fail_in_any_way(tmp_path):
+    class Flaky(TasksConfig):
+        type: Literal["flaky"] = "flaky"
+
+        def label(self) -> str:
+            return "flaky"
+
+        def rows(self, home: Any) -> Iterable[Mapping[str, Any]]:
+            raise ZeroDivisionError("oh")
+
+    with pytest.raises(TasksError, match="ZeroDivisionError: oh"):
+        Flaky().load(tmp_path)
+
+
+# -- the mix -----------------------------------------------------------------------------------------------------
+
+WEIGHTS = st.lists(st.sampled_from([0.1, 0.3, 1.0, 2.0, 2.5, 7.0, 50.0]) | st.floats(0.01, 100), min_size=1, max_size=9)
+
+
+def mix(weights, *, sizes=5, seed=0):
+    names = [f"s{i}" for i in range(len(weights))]
+    return TaskMix({name: tasks(sizes, name) for name in names}, dict(zip(names, weights, strict=True)), seed)
+
+
+def drawn(mix, count):
+    return [mix.draw() for _ in range(count)]
+
+
+@given(WEIGHTS, st.integers(1, 150))
+def test_l09_each_source_has_had_its_share_to_within_one_at_any_moment(weights, count):
+    counts, found = Counter(), mix(weights)
+    for after in range(1, count + 1):
+        counts[found.draw().source] += 1
+        for i, weight in enumerate(weights):
+            assert abs(counts[f"s{i}"] - after * weight / sum(weights)) < 1 + 1e-9
+
+
+def test_l09_small_sources_are_not_starved_by_many_of_them():
+    weights = [50.0, *[1.0] * 11]
+    counts = Counter(prompt.source for prompt in drawn(mix(weights), 61))
+    assert counts == {"s0": 50, **{f"s{i}": 1 for i in range(1, 12)}}
+
+
+@given(st.integers(1, 8), st.integers(0, 3))
+def test_each_epoch_is_a_permutation_of_its_own(size, seed):
+    found = [prompt.index for prompt in drawn(mix([1.0], sizes=size, seed=seed), 4 * size)]
+    epochs = [found[start : start + size] for start in range(0, 4 * size, size)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+    assert found == [prompt.index for prompt in drawn(mix([1.0], sizes=size, seed=seed), 4 * size)]
+
+
+def test_epochs_and_seeds_differ():
+    first, second = (drawn(mix([1.0], sizes=20, seed=seed), 40) for seed in (0, 1))
+    assert first[:20] != first[20:]
+    assert first[:20] != second[:20]
+
+
+@given(WEIGHTS, st.integers(0, 40))
+def test_l09_a_mix_that_is_restored_goes_on_exactly(weights, count):
+    whole = drawn(mix(weights), count + 20)
+    again = mix(weights)
+    again.restore(Counter(prompt.source for prompt in whole[:count]))
+    assert drawn(again, 20) == whole[count:]
+
+
+def test_a_source_that_is_gone_is_forgotten_and_a_new_one_catches_up():
+    found = mix([1.0, 1.0])
+    found.restore({"s0": 10, "gone": 5})
+    assert [prompt.source for prompt in islice(drawn(found, 12), 10)] == ["s1"] * 10
+
+
+def test_adding_a_source_does_not_disturb_the_order_of_another():
+    alone = [prompt.index for prompt in drawn(mix([1.0]), 10)]
+    shared = [prompt.index for prompt in drawn(mix([1.0, 3.0]), 40) if prompt.source == "s0"]
+    assert shared == alone
+
+
+def test_a_prompt_is_found_by_its_action():
+    found = mix([1.0, 2.0])
+    for prompt in drawn(found, 9):
+        assert found.find(prompt.action) == prompt
+    for action in ({"source": "s0", "index": -1}, {"source": "s0", "index": 5}, {"source": "x", "index": 0}):
+        with pytest.raises(LookupError):
+            found.find(action)
+
+
+def test_the_fingerprint_changes_with_any_task():
+    def fingerprint(**sources):
+        return TaskMix(sources, dict.fromkeys(sources, 1.0), 0).fingerprint()
+
+    one = fingerprint(a=tasks(3), b=tasks(2))
+    assert one == fingerprint(a=tasks(3), b=tasks(2))
+    others = [
+        fingerprint(a=tasks(3), c=tasks(2)),
+        fingerprint(a=tasks(4), b=tasks(2)),
+        fingerprint(a=tasks(3, "u"), b=tasks(2)),
+        fingerprint(a=tasks(2), b=tasks(3)),
+        fingerprint(a=list(reversed(tasks(3))), b=tasks(2)),
+    ]
+    assert len({one, *others}) == 6
+
+
+def test_sources_are_mixed_by_their_names(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    configs = [JsonlTasks(path="a.jsonl", weight=3), JsonlTasks(path="a.jsonl", name="b")]
+    counts = Counter(prompt.source for prompt in drawn(TaskMix.load(configs, 0, tmp_path), 8))
+    assert counts == {"a": 6, "b": 2}

@@ -1,0 +1,245 @@
+"""The loop worker: whatever goes wrong in a rollout is part of its episode, with whoever caused it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from loopwright.core.episode import Episode
+from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.task import Task
+from loopwright.engines.base import EngineError
+from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
+from loopwright.gateway.session import BudgetSpent
+from loopwright.rollouts.loop import AgentLoop, LoopConfig
+from loopwright.rollouts.worker import LoopWorker, News, Request
+from tests.rollouts.simulated import simulate
+
+TASK = Task("t", ({"role": "user", "content": "Go."},))
+
+
+class FunctionLoop(AgentLoop):
+    def __init__(self, run, **settings):
+        super().__init__(LoopConfig(type="function", **settings), Path())
+        self._run, self.closed = run, False
+
+    async def run(self, task, session):
+        return await self._run(task, session)
+
+    async def close(self):
+        self.closed = True
+
+
+def rolled(run, *, engine=None, **settings):
+    """The episode that a loop's function makes, in simulated time."""
+
+    async def main():
+        policy = ScriptedEngine(ScriptedConfig(slip=0.0, **(engine or {})), Path())
+        return await LoopWorker(FunctionLoop(run, **settings), policy).handle(Request(TASK, "0"))
+
+    episode, seconds = simulate(main())
+    assert Episode.from_bytes(episode.to_bytes()) == episode
+    return episode, seconds
+
+
+async def talk(task, session):
+    await session.turn(task.messages)
+    return session.episode(task)
+
+
+async def hang(task, session):
+    await session.turn(task.messages)
+    await asyncio.sleep(10_000)
+
+
+class TestDeadlines:
+    def test_a_policy_that_is_still_talking_is_truncated(self):
+        episode, seconds = rolled(talk, engine={"replies": ("x" * 250,), "token_s": 1.0}, deadline_s=100)
+        assert (episode.outcome, episode.fault) == (Outcome.TRUNCATED, Fault.POLICY)
+        assert "still talking" in episode.reason
+        assert seconds == pytest.approx(100)
+        assert episode.sampled == 96, "six chunks of sixteen"
+
+    def test_an_engine_that_gives_nothing_is_lost(self):
+        episode, _ = rolled(talk, engine={"delay_s": 1000}, deadline_s=100)
+        assert (episode.outcome, episode.fault) == (Outcome.LOST, Fault.INFRA)
+        assert episode.sampled == 0
+
+    @pytest.mark.parametrize("deadline_s", [10, 100])
+    def test_an_engine_that_stalls_in_a_later_turn_is_lost(self, deadline_s):
+        async def run(task, session):
+            first = await session.turn(task.messages)
+            await session.engine.pause()
+            await session.turn([*task.messages, first.message, *task.messages])
+
+        episode, _ = rolled(run, deadline_s=deadline_s)
+        assert (episode.outcome, episode.fault) == (Outcome.LOST, Fault.INFRA)
+        assert episode.sampled > 0
+
+    def test_a_policy_that_began_another_turn_at_the_last_moment_is_truncated(self):
+        async def run(task, session):
+            messages = list(task.messages)
+            while True:
+                turn = await session.turn(messages)
+                messages += [turn.message, *task.messages]
+
+        episode, _ = rolled(run, engine={"delay_s": 7}, deadline_s=60)
+        assert (episode.outcome, episode.fault, episode.turns) == (Outcome.TRUNCATED, Fault.POLICY, 8)
+
+    def test_a_loop_that_hangs_is_the_workloads_fault(self):
+        episode, _ = rolled(hang, deadline_s=5)
+        assert (episode.outcome, episode.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
+        assert episode.sampled > 0, "what was said before is kept"
+
+    def test_a_loop_that_hangs_after_it_gave_up_a_turn_is_the_workloads_fault(self):
+        async def run(task, session):
+            try:
+                async with asyncio.timeout(1):
+                    await session.turn(task.messages)
+            except TimeoutError:
+                await asyncio.sleep(10_000)
+
+        episode, _ = rolled(run, engine={"delay_s": 100}, deadline_s=60)
+        assert (episode.outcome, episode.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
+
+    def test_a_loop_that_comes_back_in_time_after_all_gives_its_episode(self):
+        async def run(task, session):
+            try:
+                return await hang(task, session)
+            except asyncio.CancelledError:
+                return session.episode(task)
+
+        episode, _ = rolled(run, deadline_s=5)
+        assert episode.outcome is Outcome.OK
+
+    def test_a_timeout_of_the_loops_own_is_no_deadline(self):
+        async def run(task, session):
+            raise TimeoutError("mine")
+
+        episode, _ = rolled(run)
+        assert (episode.outcome, episode.reason) == (Outcome.CRASHED, "TimeoutError: mine")
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (KeyError("x"), "KeyError: 'x'"),
+        (Mute(), "Mute"),
+        (ValueError("\ud800"), "ValueError: ?"),
+        (SystemExit(3), "SystemExit(3)"),
+        (asyncio.CancelledError(), "cancelled its own call"),
+        (ExceptionGroup("two", [ValueError("a"), KeyError("b")]), "ExceptionGroup: two"),
+    ],
+    ids=["error", "without words", "without text", "exit", "cancellation", "group"],
+)
+def test_a_loop_that_raises_has_crashed(error, reason):
+    async def run(task, session):
+        await session.turn(task.messages)
+        raise error
+
+    episode, _ = rolled(run)
+    assert (episode.outcome, episode.fault) == (Outcome.CRASHED, Fault.WORKLOAD)
+    assert reason in episode.reason
+    assert episode.turns == 1
+
+
+def test_a_loop_that_returns_something_else_has_crashed():
+    async def run(task, session):
+        return "an answer"
+
+    episode, _ = rolled(run)
+    assert episode.outcome is Outcome.CRASHED
+    assert episode.reason == "TypeError: FunctionLoop.run gave a str instead of an Episode"
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "fault"),
+    [(BudgetSpent("spent"), Outcome.TRUNCATED, Fault.POLICY), (EngineError("gone"), Outcome.LOST, Fault.INFRA)],
+)
+@pytest.mark.parametrize("how", ["as itself", "in a group", "as a cause"])
+def test_what_a_session_raised_keeps_its_fault_however_it_comes_out(error, outcome, fault, how):
+    async def run(task, session):
+        if how == "as itself":
+            raise error
+        if how == "in a group":
+            raise ExceptionGroup("some", [ValueError("other"), ExceptionGroup("more", [error])])
+        raise RuntimeError("my turn failed") from error
+
+    episode, _ = rolled(run)
+    assert (episode.outcome, episode.fault, episode.reason) == (outcome, fault, str(error))
+
+
+def test_a_budget_that_is_spent_in_one_of_several_tasks_is_the_policys_doing():
+    async def run(task, session):
+        async with asyncio.TaskGroup() as group:
+            for _ in range(3):
+                group.create_task(session.turn(task.messages))
+        return session.episode(task)
+
+    episode, _ = rolled(run, max_turns=2)
+    assert (episode.outcome, episode.fault) == (Outcome.TRUNCATED, Fault.POLICY)
+
+
+def test_cancelling_a_rollout_is_no_outcome():
+    async def main():
+        worker = LoopWorker(FunctionLoop(hang), ScriptedEngine(ScriptedConfig(), Path()))
+        flight = asyncio.ensure_future(worker.handle(Request(TASK, "0")))
+        await asyncio.sleep(1)
+        flight.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await flight
+
+    simulate(main())
+
+
+class TestNews:
+    def test_says_how_things_are(self):
+        async def main():
+            engine = ScriptedEngine(ScriptedConfig(slip=0.0), Path())
+            worker = LoopWorker(FunctionLoop(talk), engine)
+            assert await worker.tell(News(2, paused=True)) == 2
+            flight = asyncio.ensure_future(worker.handle(Request(TASK, "0")))
+            await asyncio.sleep(5)
+            assert not flight.done()
+            await worker.tell(News(2))
+            assert (await flight).oldest_version == 2
+
+        simulate(main())
+
+    def test_of_new_weights_reaches_a_turn_that_runs(self):
+        async def main():
+            engine = ScriptedEngine(ScriptedConfig(slip=0.0, replies=("x" * 40,), token_s=0.1), Path())
+            worker = LoopWorker(FunctionLoop(talk), engine)
+            flight = asyncio.ensure_future(worker.handle(Request(TASK, "0")))
+            await asyncio.sleep(2)
+            await worker.tell(News(1))
+            episode = await flight
+            assert [span.version for span in episode.nodes[-1].spans] == [0, 1]
+            assert episode.answer == "x" * 40
+
+        simulate(main())
+
+
+def test_closing_closes_both_even_if_one_fails():
+    class Stubborn(FunctionLoop):
+        async def close(self):
+            raise RuntimeError("will not close")
+
+    class Closing(ScriptedEngine):
+        closed = False
+
+        async def close(self):
+            self.closed = True
+
+    async def main():
+        engine = Closing(ScriptedConfig(), Path())
+        with pytest.raises(RuntimeError, match="will not"):
+            await LoopWorker(Stubborn(talk), engine).close()
+        assert engine.closed
+
+    simulate(main())

@@ -1,0 +1,253 @@
+"""Rollouts in a scenario: whatever is wrong is told before anything starts, where it stands and what to do."""
+
+import tomllib
+
+import pytest
+
+from loopwright.core.errors import ScenarioError
+from loopwright.rollouts.config import RolloutConfig
+from loopwright.scenario.load import load
+
+GOOD = {
+    "head": 'name = "study"\n[[run]]\nname = "first"',
+    "agent": 'agent = { type = "collect", trials = 8, group_size = 4 }',
+    "rollout": "[run.rollout]",
+    "tasks": 'tasks = { type = "jsonl", path = "sums.jsonl" }',
+    "loop": 'loop = { type = "single_turn", memory = "1GiB" }',
+    "judger": 'judger = { type = "python", handler = "rollout_parts:exact" }',
+    "produce": 'produce = { type = "async" }',
+    "engine": '[run.engine]\ntype = "scripted"',
+    "more": "",
+}
+PARTS = """
+NUMBER = 3
+def exact(answer, label): return answer == label
+def misspelt(answer, lable): return 1.0
+def anything(**facts): return 1.0
+def one(): return [{"prompt": "1 of 3", "data_source": "thirds"}]
+def none(): return []
+def broken(): raise RuntimeError("no disk")
+def tool(x: int) -> int: return x
+"""
+WORKLOAD = '[run.workload]\ntype = "command"\ncommand = "echo {x}"\nmetrics = { y = { regex = "(.*)" } }'
+NOT_A_ROLLOUT = dict.fromkeys(("rollout", "tasks", "loop", "judger", "produce"), "")
+EXACT = '{ type = "python", handler = "rollout_parts:exact" }'
+
+
+@pytest.fixture
+def write(tmp_path):
+    (tmp_path / "rollout_parts.py").write_text(PARTS)
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "2 + 2?", "label": "4"}\n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "odd.jsonl").write_text('{"prompt": "2 + 2?"}\n{"question": "?"}\n')
+
+    def write(**parts):
+        path = tmp_path / "study.toml"
+        path.write_text("\n".join({**GOOD, **parts}.values()))
+        return path
+
+    return write
+
+
+def problems(path):
+    with pytest.raises(ScenarioError) as raised:
+        load(path)
+    return [str(problem) for problem in raised.value.problems]
+
+
+def judger(text):
+    return {"judger": f"judger = {text}"}
+
+
+def loop(text):
+    return {"loop": f"loop = {text}"}
+
+
+def tasks(text):
+    return {"tasks": f"tasks = {text}"}
+
+
+def agent(text):
+    return {"agent": f"agent = {text}"}
+
+
+def produce(text):
+    return {"produce": f"produce = {text}"}
+
+
+def engine(text):
+    return {"engine": f"[run.engine]\n{text}"}
+
+
+def test_a_good_rollout_is_loaded_whole(write):
+    (run,) = load(write()).scenario.run
+    assert (run.agent.type, run.agent.group_size, run.engine.type) == ("collect", 4, "scripted")
+    assert [source.label() for source in run.rollout.tasks] == ["sums"]
+    assert (run.rollout.loop.memory, run.rollout.judger.label(), run.rollout.produce.type) == (2**30, "exact", "async")
+    assert RolloutConfig.model_validate(run.rollout.model_dump(mode="json")) == run.rollout
+
+
+R = "[run.rollout]"
+
+
+@pytest.mark.parametrize(
+    ("parts", "key", "words"),
+    [
+        # judgers
+        ({"judger": ""}, f"{R} judger", 'is missing; for example judger = { type = "python", handler'),
+        (judger('{ type = "pyton" }'), f"{R} judger", "unknown judger 'pyton'. Known: python, http"),
+        (judger('{ type = "pyton" }'), f"{R} judger", "Did you mean 'python'?"),
+        (judger('"python"'), f"{R} judger", "is a table with a `type`. Known: python, http"),
+        (judger(f"[{EXACT}, {EXACT}]"), f"{R} judger", "2 judgers without a rule"),
+        (judger(f"[{EXACT}, {EXACT}]"), f"{R} judger", 'Write { type = "composed", parts = [...] }'),
+        (judger('{ type = "python" }'), f"{R} judger.handler", "is missing"),
+        (judger('{ type = "python", handler = "exact" }'), f"{R} judger.handler", "write it as module:function"),
+        (judger('{ type = "python", handler = "no_such:exact" }'), f"{R} judger.handler", "No module named 'no_such'"),
+        (judger('{ type = "python", handler = "rollout_parts:gone" }'), f"{R} judger.handler", "no attribute 'gone'"),
+        (judger('{ type = "python", handler = "rollout_parts:NUMBER" }'), f"{R} judger.handler", "NUMBER"),
+        (judger('{ type = "python", handler = "rollout_parts:misspelt" }'), f"{R} judger.handler", "told 'lable'"),
+        (judger('{ type = "python", handler = "rollout_parts:misspelt" }'), f"{R} judger.handler", "mean 'label'?"),
+        (judger('{ type = "python", handler = "rollout_parts:anything" }'), f"{R} judger.handler", "name each param"),
+        (judger('{ type = "length", wieght = 2 }'), f"{R} judger", "unknown key 'wieght'."),
+        (judger('{ type = "length", wieght = 2 }'), f"{R} judger", "Did you mean 'weight'?"),
+        (judger('{ type = "length", memory = "1 apple" }'), f"{R} judger.memory", "write for example '512MiB'"),
+        (judger('{ type = "length", cpus = 0 }'), f"{R} judger.cpus", "greater than 0, not 0"),
+        (judger('{ type = "composed", parts = [{ type = "lenght" }] }'), f"{R} judger.parts[0]", "mean 'length'?"),
+        (
+            judger('{ type = "composed", parts = [{ type = "length" }, { type = "length", name = "b", cpu = 1 }] }'),
+            f"{R} judger.parts[1]",
+            "Did you mean 'cpus'?",
+        ),
+        (
+            judger('{ type = "composed", routes = { sum = { type = "length" } } }'),
+            f"{R} judger.routes",
+            "no route for data_source 'sums'. Known: sum. Did you mean 'sum'?",
+        ),
+        (
+            judger('{ type = "ranking", of = { type = "composed", routes = { sum = { type = "length" } } } }'),
+            f"{R} judger.of.routes",
+            "no route for data_source 'sums'",
+        ),
+        # loops
+        ({"loop": ""}, f"{R} loop", 'is missing; for example loop = { type = "single_turn" }'),
+        (loop('{ type = "tool" }'), f"{R} loop", "unknown agent loop 'tool'. Known: "),
+        (loop('{ type = "tool" }'), f"{R} loop", "Did you mean 'tools'?"),
+        (loop('"tools"'), f"{R} loop", "must be a table with a `type`. Known: "),
+        (loop('{ type = "single_turn", max_turn = 1 }'), f"{R} loop", "Did you mean 'max_turns'?"),
+        (loop('{ type = "single_turn", memory = "much" }'), f"{R} loop.memory", "write for example '512MiB'"),
+        (loop('{ type = "single_turn", sampling = { temprature = 1 } }'), f"{R} loop.sampling", "mean 'temperature'?"),
+        (loop('{ type = "single_turn", sampling = 1 }'), f"{R} loop.sampling", "must be a table, not 1"),
+        (loop('{ type = "single_turn", workers = -1 }'), f"{R} loop.workers", "greater than or equal to 0, not -1"),
+        (loop('{ type = "tools" }'), f"{R} loop.tools", "is missing"),
+        (loop('{ type = "tools", tools = [] }'), f"{R} loop.tools", "at least 1"),
+        (loop('{ type = "tools", tools = ["rollout_parts:gone"] }'), f"{R} loop.tools[0]", "no attribute 'gone'"),
+        # tasks
+        ({"tasks": ""}, f"{R} tasks", 'is missing; for example tasks = { type = "jsonl"'),
+        (tasks("[]"), f"{R} tasks", "is empty; name at least one source of tasks"),
+        (tasks('{ type = "json", path = "sums.jsonl" }'), f"{R} tasks", "unknown task source 'json'. Known: jsonl"),
+        (tasks('"sums.jsonl"'), f"{R} tasks", "must be a table with a `type`. Known: jsonl"),
+        (tasks('{ type = "jsonl" }'), f"{R} tasks.path", "is missing"),
+        (tasks('{ type = "jsonl", path = "gone.jsonl" }'), f"{R} tasks, gone", "relative to the scenario?"),
+        (tasks('{ type = "jsonl", path = "empty.jsonl" }'), f"{R} tasks, empty", "there is no task in it"),
+        (
+            tasks('{ type = "jsonl", path = "odd.jsonl" }'),
+            f"{R} tasks, odd",
+            "line 2: a task needs `prompt`",
+        ),
+        (tasks('{ type = "jsonl", path = "sums.jsonl", weight = 0 }'), f"{R} tasks.weight", "greater than 0, not 0"),
+        (tasks('[{ type = "jsonl", path = "sums.jsonl", wait = 1 }]'), f"{R} tasks[0]", "Did you mean 'weight'?"),
+        (
+            tasks('[{ type = "jsonl", path = "sums.jsonl" }, { type = "jsonl", path = "sums.jsonl" }]'),
+            f"{R} tasks",
+            "two sources are called 'sums'; give each its own `name`",
+        ),
+        (tasks('{ type = "python", factory = "one" }'), f"{R} tasks.factory", "write it as module:function"),
+        (tasks('{ type = "python", factory = "rollout_parts:none" }'), f"{R} tasks, none", "there is no task in it"),
+        (tasks('{ type = "python", factory = "rollout_parts:broken" }'), f"{R} tasks, broken", "RuntimeError: no disk"),
+        # production, engine, agent
+        (produce('{ type = "asynk" }'), f"{R} produce.type", "'sync' or 'async', not 'asynk'"),
+        (produce("{ over_sampel = 1 }"), f"{R} produce", "Did you mean 'over_sample'?"),
+        (produce('"async"'), f"{R} produce", "must be a table, not 'async'"),
+        ({"rollout": f"{R}\njuger = 1"}, R, "Did you mean 'judger'?"),
+        ({**NOT_A_ROLLOUT, "rollout": "rollout = 5"}, R, "must be a table, not 5"),
+        ({"engine": ""}, "[run.engine]", "is missing; it says what the policy runs on"),
+        (engine(""), "[run.engine] type", "is missing. Known: scripted"),
+        (engine('type = "scriptd"'), "[run.engine] type", "Did you mean 'scripted'?"),
+        (engine('type = "scripted"\nreplys = ["a"]'), "[run.engine]", "Did you mean 'replies'?"),
+        (engine('type = "scripted"\nscript = "no_such:f"'), "[run.engine] script", "No module named 'no_such'"),
+        ({"agent": ""}, "[run.agent] type", "an agent that works on rollouts: "),
+        (
+            agent('{ type = "random", trials = 4 }'),
+            "[run.agent] type",
+            "needs an agent that works on rollouts: collect",
+        ),
+        (agent('{ type = "colect", trials = 4 }'), "[run.agent] type", "Did you mean 'collect'?"),
+        (agent('{ type = "collect" }'), "[run.agent] trials", "is missing"),
+        (agent('{ type = "collect", trials = 4, group_sice = 2 }'), "[run.agent]", "Did you mean 'group_size'?"),
+        # what does not go together
+        ({"more": WORKLOAD}, "[[run]] workload", "give the workload a [[run]] of its own"),
+        ({"more": '[run.live]\nenv_class = "a:B"'}, "[[run]] live", "give the live environment a [[run]] of its own"),
+        ({"more": "[run.rewards]\nmetric_failure = -1"}, "[[run]] rewards", "is left out, not punished"),
+        ({"more": "[run.env_params.x]"}, "[[run]] env_params", "what differs between rollouts is in their tasks"),
+        (
+            {"head": f'{GOOD["head"]}\nreward = {{ type = "identity", metrics = ["y"] }}'},
+            "[[run]] reward",
+            "the judger gives the reward",
+        ),
+        ({"head": f"{GOOD['head']}\nrepeats = 2"}, "[[run]] repeats", "`group_size` says how often"),
+        ({"head": f'{GOOD["head"]}\ncache = "off"'}, "[[run]] cache", "never answered from a cache"),
+        ({**NOT_A_ROLLOUT, "engine": ""}, R, "is missing; the agent works on rollouts"),
+        ({**NOT_A_ROLLOUT, "engine": "", "more": WORKLOAD}, R, "is missing; agent 'collect' works on rollouts"),
+        (
+            {**NOT_A_ROLLOUT, **agent('{ type = "random", trials = 4 }'), "more": WORKLOAD},
+            "[run.engine]",
+            "has no meaning without [run.rollout]",
+        ),
+    ],
+)
+def test_a_problem_has_its_place_and_the_next_move(write, parts, key, words):
+    found = problems(write(**parts))
+    assert any(line.startswith(f"{key}: ") and words in line for line in found), found
+    assert all(line.endswith((".", "?")) and not line.endswith(("..", "?.")) for line in found)
+
+
+def test_l03_one_broken_part_does_not_hide_the_next(write):
+    found = problems(
+        write(
+            tasks='tasks = [{ type = "jsonl" }, { type = "jsom" }]',
+            loop='loop = { type = "single_turn", memory = "much", cpus = 0 }',
+            judger='judger = { type = "composed", parts = [{ type = "python" }, { type = "lenght" }] }',
+            engine='[run.engine]\ntype = "scriptd"',
+            agent='agent = { type = "colect" }',
+        )
+    )
+    assert sorted(line.split(":")[0] for line in found) == [
+        "[run.agent] type",
+        "[run.engine] type",
+        "[run.rollout] judger.parts[0].handler",
+        "[run.rollout] judger.parts[1]",
+        "[run.rollout] loop.cpus",
+        "[run.rollout] loop.memory",
+        "[run.rollout] tasks[0].path",
+        "[run.rollout] tasks[1]",
+    ]
+
+
+@pytest.mark.parametrize(("text", "size"), [('"1GiB"', 2**30), ('"512 MiB"', 2**29), ("1000", 1000)])
+def test_l02_memory_is_read_as_people_write_it(text, size):
+    table = tomllib.loads(
+        f'tasks = {{ type = "jsonl", path = "x" }}\nloop = {{ type = "single_turn", memory = {text} }}\n'
+        f'judger = {{ type = "length", memory = {text} }}'
+    )
+    config = RolloutConfig.model_validate(table)
+    assert config.loop.memory == config.judger.memory == size
+
+
+def test_a_route_for_every_data_source_is_enough(write):
+    both = '[{ type = "jsonl", path = "sums.jsonl" }, { type = "python", factory = "rollout_parts:one" }]'
+    judger = 'judger = { type = "composed", routes = { sums = { type = "length" }, thirds = { type = "length" } } }'
+    assert load(write(tasks=f"tasks = {both}", judger=judger)).scenario.run[0].rollout is not None
+    found = problems(write(tasks=f"tasks = {both}", judger=judger.replace("thirds", "third")))
+    assert found == [
+        "[run.rollout] judger.routes: no route for data_source 'thirds'. Known: sums, third. Did you mean 'third'?"
+    ]

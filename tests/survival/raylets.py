@@ -1,0 +1,70 @@
+"""`python -m tests.survival.raylets`: a batch on two raylets, one of which is killed in its middle."""
+
+import asyncio
+import logging
+import sys
+import time
+
+import ray
+from ray._private import utils
+from ray.cluster_utils import Cluster
+
+from loopwright.rollouts.launch_ray import Connection, check, nodes
+from loopwright.rollouts.pool_ray import RayPool
+from loopwright.rollouts.resources import Ask, ResourcesError
+from loopwright.testing.pools import Probe
+
+CALLS = 200
+
+
+def must(holds) -> None:
+    """An assertion that `python -O` leaves in."""
+    if not holds:
+        raise RuntimeError("the test failed here")
+
+
+def refused(asks, strategy="PACK"):
+    try:
+        check(asks, strategy)
+    except ResourcesError as error:
+        return str(error)
+    return ""
+
+
+async def batch(cluster, node) -> None:
+    pool = RayPool(Probe, workers=4, cpus=0.5, strategy="SPREAD", grace_s=1.0)
+    await pool.start()
+    calls = [asyncio.ensure_future(pool.call(("sleep", 0.2 + n / 50), timeout_s=90)) for n in range(CALLS)]
+    await asyncio.sleep(0.6)
+    await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+    answers = await asyncio.gather(*calls)
+    must(answers == [0.2 + n / 50 for n in range(CALLS)])
+    must(pool.in_flight == 0)
+    must(len(await pool.tell("still here", timeout_s=60)) == 4)  # All four again, on the node that is left.
+    await pool.close()
+
+
+def main() -> int:
+    # Otherwise every ray.init() of this machine would connect to the cluster of this test.
+    utils.write_ray_address = lambda *_, **__: None
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    node = cluster.add_node(num_cpus=2)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    with Connection():
+        must(len(nodes()) == 2)
+        # Four CPUs there are, but a worker must fit on one node.
+        must("no node is large enough for one worker of 'wide'" in refused([Ask("wide", 1, 3)]))
+        must("no node has 3 CPUs" in refused([Ask("near", 3, 1)], "STRICT_PACK"))
+        must("each on a node of its own" in refused([Ask("far", 3, 0.1)], "STRICT_SPREAD"))
+        must(refused([Ask("fair", 2, 2)], "STRICT_SPREAD") == "")
+        begin_s = time.monotonic()
+        asyncio.run(batch(cluster, node))
+        print(f"{CALLS} calls in {time.monotonic() - begin_s:.1f} s, none lost")
+    must(ray.is_initialized())  # Whoever began Ray ends it.
+    ray.shutdown()
+    cluster.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
