@@ -274,6 +274,8 @@ def test_a_server_that_is_not_there_is_a_code_and_the_next_run_starts(tmp_path, 
         assert resumed(tmp_path) == 0
     assert state(tmp_path, "failure") is None
     assert len(numbers(tmp_path)) == 20
+    assert resumed(tmp_path) == 0, "what is complete needs no server any more"
+    assert state(tmp_path, "failure") is None
 
 
 LATE = """

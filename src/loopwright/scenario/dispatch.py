@@ -59,7 +59,7 @@ def _run(
 ) -> int:
     built = _build(loaded, config, output, accept_changes=accept_changes)
     if built is None:
-        return 1
+        return 0 if _complete(output, config) else 1
     built.env.watch(watch(built.env))
     signals.env = built.env
     if signals.received is not None:  # it came while the run was being built
@@ -90,6 +90,8 @@ def _build(loaded: Loaded, config: RunConfig, output: Path, *, accept_changes: b
     try:
         return build(loaded, config, output, accept_changes=accept_changes)
     except (ServerLost, ServerError) as error:
+        if _complete(output, config):
+            return None
         log.error("run %r: %s Go on with `loopwright resume`.", config.name, sentence(error))
         with Ledger.open(path) as ledger:
             ledger.set_state("failure", f"lost (infra): {error}" if isinstance(error, ServerLost) else str(error))
@@ -100,6 +102,13 @@ def _build(loaded: Loaded, config: RunConfig, output: Path, *, accept_changes: b
         with Ledger.open(path) if path.exists() else nullcontext() as ledger:
             _record(error, ledger, config.name, output)
         raise
+
+
+def _complete(output: Path, config: RunConfig) -> bool:
+    """Whether a live run has used its whole budget already: then nobody misses its server."""
+    with Ledger.read(output / config.name / "ledger.db") as ledger:
+        budget = config.agent.trials if config.agent is not None else None
+        return budget is not None and ledger.last()[0] >= budget and bool(ledger.state("finished"))
 
 
 def drive(agent: Agent) -> int:
