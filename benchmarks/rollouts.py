@@ -1,7 +1,9 @@
 """Rollouts: episodes per second, judging beside the event loop, the buffer at any size, and what asynchrony saves."""
 
 import asyncio
+import atexit
 import pickle
+import shutil
 import statistics
 import tempfile
 import time
@@ -9,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Ratio, best_of, seconds
+from benchmarks.measure import Ratio, best_of
 from loopwright.core.env import Terms
 from loopwright.core.episode import ROOT, Episode, Node, Span
+from loopwright.core.eventloop import run as run_loop
 from loopwright.core.groups import Groups
 from loopwright.core.ledger import Ledger
 from loopwright.core.observer import Observers
@@ -56,6 +59,7 @@ async def produce(
 ) -> Ledger:
     """Produce so many groups, batch by batch, with a ledger in memory."""
     directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="loopwright-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     ledger = Ledger.create(directory / "ledger.db")
     worker = LoopWorker(loop(LoopConfig(type="benchmark"), HOME), ScriptedEngine(ScriptedConfig(**engine), HOME))
     env = RolloutEnv(
@@ -83,7 +87,7 @@ async def produce(
 def episodes_per_s() -> Ratio:
     groups, rounds = 1000, 5
     work = partial(produce, groups, Empty, {}, judger={"type": "length"}, batch=8)
-    taken = best_of(rounds, {"ours": lambda: asyncio.run(work()).close()})["ours"]
+    taken = best_of(rounds, {"ours": lambda: run_loop(work()).close()})["ours"]
     rate = groups * GROUP_SIZE / taken
     return Ratio("rollouts: empty episodes, judged, in the ledger", rate, 5000, unit="episodes/s", at_least=True)
 
@@ -105,7 +109,7 @@ def judging_lag() -> Ratio:
         (await produce(320, SingleTurn, engine, judger=judger, type="async")).close()
         watcher.cancel()
 
-    asyncio.run(main())
+    run_loop(main())
     p99_ms = 1000 * statistics.quantiles(lags, n=100)[98]
     return Ratio("rollouts: event-loop lag p99 beside a judge that blocks", p99_ms, 20, unit="ms")
 
@@ -124,11 +128,11 @@ def judging_bytes() -> Ratio:
     return Ratio("rollouts: bytes to a judge, 100,000 tokens against 100", long / short, 1.0, detail=detail)
 
 
-def buffer_flat(name: str, buffer: Buffer, fill: Any) -> Ratio:
-    """Put and take with a million groups in the buffer, against a thousand."""
+def buffer_flat(name: str, small: Buffer, large: Buffer) -> Ratio:
+    """Put and take with a million groups in the buffer, against a thousand, in turns."""
     numbers = iter(range(10_000_000, 20_000_000))
 
-    def work() -> None:
+    def work(buffer: Buffer) -> None:
         for number in (next(numbers) for _ in range(2000)):
             trial = Trial(number, {"task": "t"}, "", number)
             buffer.open(number, "t", [trial])
@@ -136,37 +140,38 @@ def buffer_flat(name: str, buffer: Buffer, fill: Any) -> Ratio:
             buffer.take(1, 1)
         buffer.settle(1)
 
-    fill(0, 1_000)
-    seconds(work)
-    small = best_of(5, {"": work})[""]
-    fill(1_000, 1_000_000)
-    seconds(work)
-    large = best_of(5, {"": work})[""]
-    detail = f"{large / 2000 * 1e6:.0f} µs each"
-    return Ratio(f"rollouts: {name} with 1,000,000 groups against 1,000", large / small, 1.5, detail=detail)
+    taken = best_of(10, {"small": partial(work, small), "large": partial(work, large)})
+    detail = f"{taken['large'] / 2000 * 1e6:.0f} µs each"
+    ratio = taken["large"] / taken["small"]
+    return Ratio(f"rollouts: {name} with 1,000,000 groups against 1,000", ratio, 1.5, detail=detail)
 
 
 def buffers() -> list[Ratio]:
-    memory = MemoryBuffer()
-
-    def fill_memory(start: int, stop: int) -> None:
-        for number in range(start, stop):
+    def in_memory(count: int) -> MemoryBuffer:
+        memory = MemoryBuffer()
+        for number in range(count):
             memory.open(number, "t", [])
             memory.ready(number, 0)
+        return memory
+
+    def in_ledger(ledger: Ledger, count: int) -> Groups:
+        groups = Groups(ledger)
+        with ledger.transaction as connection:
+            connection.executemany(
+                "INSERT INTO groups (grp, source, status, version) VALUES (?, 't', 'ready', 0)",
+                ((number,) for number in range(count)),
+            )
+        return groups
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        ledger = Ledger.create(Path(directory) / "ledger.db")
-        groups = Groups(ledger)
-
-        def fill_ledger(start: int, stop: int) -> None:
-            with ledger.transaction as connection:
-                connection.executemany(
-                    "INSERT INTO groups (grp, source, status, version) VALUES (?, 't', 'ready', 0)",
-                    ((number,) for number in range(start, stop)),
-                )
-
-        found = [buffer_flat("buffer in memory", memory, fill_memory), buffer_flat("ledger", groups, fill_ledger)]
-        ledger.close()
+        sizes = (1_000, 1_000_000)
+        ledgers = [Ledger.create(Path(directory) / f"{size}.db") for size in sizes]
+        found = [
+            buffer_flat("buffer in memory", *map(in_memory, sizes)),
+            buffer_flat("ledger", *map(in_ledger, ledgers, sizes)),
+        ]
+        for ledger in ledgers:
+            ledger.close()
     return found
 
 
@@ -177,8 +182,8 @@ def asynchrony() -> Ratio:
     taken = best_of(
         2,
         {
-            "async": lambda: asyncio.run(work(type="async", over_sample=0.25)).close(),
-            "sync": lambda: asyncio.run(work(type="sync")).close(),
+            "async": lambda: run_loop(work(type="async", over_sample=0.25)).close(),
+            "sync": lambda: run_loop(work(type="sync")).close(),
         },
     )
     detail = f"{taken['async']:.1f} s and {taken['sync']:.1f} s"
@@ -190,7 +195,7 @@ def asynchrony() -> Ratio:
 
 def regenerated() -> Ratio:
     """How much is rolled out beyond what is used, when 5 % of the rollouts fail through no fault of the policy."""
-    ledger = asyncio.run(produce(250, SingleTurn, {"fault_rate": 0.05}, judger={"type": "length"}, batch=25))
+    ledger = run_loop(produce(250, SingleTurn, {"fault_rate": 0.05}, judger={"type": "length"}, batch=25))
     rolled = used = 0
     for trial in ledger.trials():
         episode = Episode.from_bytes(ledger.payload(trial.number, "rollout") or b"")

@@ -15,7 +15,7 @@ from loopwright.rollouts.judger import JudgeFailed
 from loopwright.rollouts.judging import parse_judger
 from loopwright.rollouts.loop import AgentLoop, LoopConfig, SingleTurn, SingleTurnConfig
 from loopwright.rollouts.worker import LoopWorker, Request
-from loopwright.testing.clock import simulate
+from loopwright.testing import simulate
 from tests.rollouts.harness import World, instantly, spoken, tasks
 
 

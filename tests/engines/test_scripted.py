@@ -35,8 +35,8 @@ class TestThatNeverSlips(EngineContract):
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(), Sampling(temperature=0.7), Sampling(temperature=1.6), Sampling(top_k=5), Sampling(top_p=0.8),
-     Sampling(temperature=1.3, top_k=20, top_p=0.9)],
-    ids=["plain", "cold", "hot", "top_k", "top_p", "all"],
+     Sampling(min_p=0.001), Sampling(temperature=1.3, top_k=20, top_p=0.9)],
+    ids=["plain", "cold", "hot", "top_k", "top_p", "min_p", "all"],
 )  # fmt: skip
 def test_tokens_come_as_often_as_their_logprobs_say(meant, sampling):
     random, draws = Random(f"{meant}"), 20_000
@@ -64,6 +64,11 @@ def test_any_sampling_gives_a_token_and_a_true_logprob(slip, temperature, top_p,
         assert 0 <= token <= END
         assert math.isfinite(logprob)
         assert logprob <= 0
+
+
+def test_with_min_p_nothing_unlikely_is_sampled():
+    found = {sample(ord("a"), 0.6, Sampling(min_p=0.1), Random(seed)) for seed in range(200)}
+    assert found == {(ord("a"), 0.0)}
 
 
 def said(engine, text, seed="0", **sampling):

@@ -126,3 +126,10 @@ def instantly(request: Request) -> Awaitable[Episode]:
         return spoken(request.task, 0)
 
     return roll()
+
+
+async def timed(main: Awaitable[Any]) -> tuple[Any, float]:
+    """What a coroutine gives, and the seconds that it took by the event loop's clock."""
+    clock = asyncio.get_running_loop().time
+    begun = clock()
+    return await main, clock() - begun

@@ -9,10 +9,11 @@ from loopwright.core.reward import Reward
 from loopwright.rollouts.judger import JudgeFailed, Payload
 from loopwright.rollouts.judging import JudgerDown, build_judger, parse_judger
 from loopwright.rollouts.judging.batch import Batches
+from loopwright.testing import simulate
 from loopwright.testing.judgers import episode, verdicts
 from tests.rollouts import handlers
+from tests.rollouts.harness import timed
 from tests.rollouts.judge_servers import serving
-from tests.rollouts.simulated import simulate
 from tests.rollouts.test_judging import HANDLERS, judged
 
 
@@ -166,7 +167,7 @@ def test_a_full_batch_does_not_wait_and_the_rest_waits_for_more():
         assert judge.began == [[1, 2, 3], [4, 5]]
         return [reward.value for reward in found]
 
-    assert simulate(main()) == ([1.0, 2.0, 3.0, 4.0, 5.0], 3660.0)
+    assert simulate(timed(main())) == ([1.0, 2.0, 3.0, 4.0, 5.0], 3660.0)
 
 
 def test_who_leaves_is_left_out_and_a_batch_that_all_left_is_given_up():
@@ -187,7 +188,7 @@ def test_who_leaves_is_left_out_and_a_batch_that_all_left_is_given_up():
         third.cancel()
         return (await fourth).value, judge.ended
 
-    assert simulate(main())[0] == (4.0, [[3, 4]])
+    assert simulate(main()) == (4.0, [[3, 4]])
 
 
 def test_closing_fails_what_is_waited_for():
@@ -198,7 +199,7 @@ def test_closing_fails_what_is_waited_for():
         await batches.close()
         return await asyncio.gather(*waiting, return_exceptions=True)
 
-    found, took_s = simulate(main())
+    found, took_s = simulate(timed(main()))
     assert [str(error) for error in found] == ["the judger was closed"] * 3
     assert took_s < 60
 

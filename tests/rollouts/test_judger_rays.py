@@ -89,7 +89,7 @@ def test_l01_what_the_guard_knows_arrives_too(workers):
     assert str(first) == "judger 'fail' gave no verdict: RuntimeError: broken on purpose"
     assert isinstance(down, JudgerDown)
     assert 900 < down.retry_in_s <= 1000
-    assert f"{down.retry_in_s:.1f} s" in str(down)
+    assert "because of RuntimeError: broken on purpose" in str(down)
 
 
 @pytest.mark.parametrize("workers", WORKERS)

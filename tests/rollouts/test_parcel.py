@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from loopwright.rollouts.parcel import ParcelError, exception_of, failure_of, packed, unpacked
+from loopwright.rollouts.parcel import exception_of, failure_of, packed, unpacked
+from loopwright.rollouts.pool import ParcelError
 from loopwright.testing.pools import Trouble
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -10,9 +11,10 @@ import pytest
 
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.rollouts import rollouts
 from loopwright.rollouts.judger import JudgeFailed
 from loopwright.rollouts.worker import Request
-from loopwright.testing.clock import simulate
+from loopwright.testing import simulate
 from tests.rollouts.harness import World, instantly, spoken, tasks
 
 
@@ -166,6 +168,30 @@ def test_l08_groups_that_are_too_old_expire_and_their_prompts_come_again(tmp_pat
             again = {t.action["task"] for t in world.ledger.trials() if t.outcome is not Outcome.EXPIRED}
             assert set(expired) <= again, "no prompt is lost"
             assert not set(expired) & {group.prompt.task.id for group in first}
+
+    simulate(main())
+
+
+def test_l08_what_broke_a_rule_expires_with_its_group_and_is_not_trained_on(tmp_path):
+    policy = [0]
+
+    async def roll(request: Request) -> Episode:
+        broken = request.seed.endswith(":1:0")
+        episode = spoken(request.task, policy[-1], outcome=Outcome.INVALID if broken else Outcome.OK)
+        return replace(episode, fault=Fault.POLICY) if broken else episode
+
+    async def main():
+        async with World(tmp_path, roll, max_staleness=0, group_size=2) as world:
+            await world.producer.batch(1, 1)
+            world.env.buffer.restore(0)  # the step was never trained on
+            policy.append(1)
+            await world.producer.update(1)
+            await world.producer.batch(1, 1)
+            first, second = rollouts(world.ledger, [1, 2])
+        assert [each.episode.outcome for each in (first, second)] == [Outcome.EXPIRED] * 2
+        assert not first.episode.trainable
+        assert not second.episode.trainable
+        assert first.episode.reward is not None
 
     simulate(main())
 
@@ -339,5 +365,23 @@ def test_a_bug_reaches_whoever_waits_for_a_batch(tmp_path):
         async with World(tmp_path, roll) as world:
             with pytest.raises(KeyError, match="a bug"):
                 await world.producer.batch(1, 1)
+
+    simulate(main())
+
+
+def test_an_episode_that_cannot_be_stored_costs_its_own_sample(tmp_path):
+    async def roll(request: Request) -> Episode:
+        episode = spoken(request.task, 0)
+        odd = replace(request.task, extra={"handle": object()})
+        return replace(episode, task=odd) if request.seed.split(":")[1] == "1" else episode
+
+    async def main():
+        async with World(tmp_path, roll) as world:
+            (group,) = await world.producer.batch(1, 1)
+            (lost,) = rollouts(world.ledger, [1])
+        assert sorted(group.episodes) == [2, 3, 4, 5]
+        assert (lost.episode.outcome, lost.episode.fault) == (Outcome.CRASHED, Fault.WORKLOAD)
+        assert "cannot be written down" in lost.episode.reason
+        assert lost.episode.reward is None
 
     simulate(main())

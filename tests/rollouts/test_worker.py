@@ -1,19 +1,22 @@
 """The loop worker: whatever goes wrong in a rollout is part of its episode, with whoever caused it."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.reward import Reward
 from loopwright.core.task import Task
 from loopwright.engines.base import EngineError
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.gateway.session import BudgetSpent
 from loopwright.rollouts.loop import AgentLoop, LoopConfig
 from loopwright.rollouts.worker import LoopWorker, News, Request
-from tests.rollouts.simulated import simulate
+from loopwright.testing import simulate
+from tests.rollouts.harness import timed
 
 TASK = Task("t", ({"role": "user", "content": "Go."},))
 
@@ -37,7 +40,7 @@ def rolled(run, *, engine=None, **settings):
         policy = ScriptedEngine(ScriptedConfig(slip=0.0, **(engine or {})), Path())
         return await LoopWorker(FunctionLoop(run, **settings), policy).handle(Request(TASK, "0"))
 
-    episode, seconds = simulate(main())
+    episode, seconds = simulate(timed(main()))
     assert Episode.from_bytes(episode.to_bytes()) == episode
     return episode, seconds
 
@@ -243,3 +246,22 @@ def test_closing_closes_both_even_if_one_fails():
         assert engine.closed
 
     simulate(main())
+
+
+def test_an_exception_that_is_its_own_cause_costs_one_rollout():
+    async def run(task, session):
+        error = KeyError("odd")
+        raise error from error
+
+    episode, _ = rolled(run)
+    assert (episode.outcome, episode.fault, episode.reason) == (Outcome.CRASHED, Fault.WORKLOAD, "KeyError: 'odd'")
+
+
+def test_a_reward_that_a_loop_gives_itself_does_not_outlive_a_fault():
+    async def run(task, session):
+        await session.turn(task.messages)
+        return replace(session.episode(task).judged(Reward(1.0)), outcome=Outcome.LOST, fault=Fault.INFRA)
+
+    episode, _ = rolled(run)
+    assert (episode.reward, episode.trainable, episode.in_baseline) == (None, False, False)
+    assert episode.sampled > 0

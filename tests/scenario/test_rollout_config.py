@@ -97,7 +97,7 @@ R = "[run.rollout]"
         ({"judger": ""}, f"{R} judger", 'is missing; for example judger = { type = "python", handler'),
         (judger('{ type = "pyton" }'), f"{R} judger", "unknown judger 'pyton'. Known: python, http"),
         (judger('{ type = "pyton" }'), f"{R} judger", "Did you mean 'python'?"),
-        (judger('"python"'), f"{R} judger", "is a table with a `type`. Known: python, http"),
+        (judger('"python"'), f"{R} judger", "a table with a `type`. Known: python, http"),
         (judger(f"[{EXACT}, {EXACT}]"), f"{R} judger", "2 judgers without a rule"),
         (judger(f"[{EXACT}, {EXACT}]"), f"{R} judger", 'Write { type = "composed", parts = [...] }'),
         (judger('{ type = "python" }'), f"{R} judger.handler", "is missing"),

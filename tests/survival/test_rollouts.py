@@ -14,7 +14,7 @@ import pytest
 
 from loopwright.core.episode import Episode
 from loopwright.core.ledger import Ledger
-from loopwright.core.outcome import Outcome
+from loopwright.core.outcome import Fault, Outcome
 from tests.survival.campaign import Campaign, end_of, kill_again_and_again, processes, wait_for
 
 SCENARIO = """
@@ -153,3 +153,53 @@ def test_l03_a_pool_that_is_too_large_fails_in_seconds_with_the_numbers(tmp_path
     assert "'loop' asks for 500 workers of 0.5 CPUs" in ended.err
     assert "'judger' asks for 300 workers of 0.5 CPUs" in ended.err
     assert made.trials() == []
+
+
+def test_l05_a_judge_that_always_fails_gives_no_reward_and_says_why(tmp_path):
+    made = campaign(tmp_path, trials=64, delay_s=0.0)
+    made.scenario.write_text(
+        made.scenario.read_text().replace("retries = 1", "retries = 0, breaker = 4, cooldown_s = 0.1")
+    )
+    (tmp_path / "sums.py").write_text(SUMS.replace("return float(answer == label)", "raise OSError('no grader today')"))
+    ended = made.call()
+    assert ended.code == 1
+    with Ledger.read(made.ledger) as ledger:
+        trials = list(ledger.trials())
+    assert {trial.outcome for trial in trials} == {Outcome.JUDGE_FAILED}
+    assert {trial.reward for trial in trials} == {None}
+    assert all("no grader today" in trial.reason for trial in trials)
+    assert set(statuses(made)) == {"failed"}
+
+
+LOOPS = """
+import asyncio
+from loopwright.rollouts.loop import AgentLoop
+
+class Stubborn(AgentLoop):
+    async def run(self, task, session):
+        await session.turn(task.messages)
+        if task.label == "1":
+            await asyncio.Event().wait()
+        return session.episode(task)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_l07_a_loop_that_never_returns_costs_its_own_samples(tmp_path, workers):
+    made = campaign(tmp_path / "scenario", trials=96, workers=workers, delay_s=0.0)
+    text = made.scenario.read_text().replace('"single_turn"', '"stubborn", deadline_s = 0.5')
+    made.scenario.write_text(text)
+    package = tmp_path / "package"
+    (package / "odd_loops-1.dist-info").mkdir(parents=True)
+    (package / "odd_loops-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-loops\nVersion: 1\n")
+    (package / "odd_loops-1.dist-info" / "entry_points.txt").write_text(
+        "[loopwright.loops]\nstubborn = odd_loops:Stubborn\n"
+    )
+    (package / "odd_loops.py").write_text(LOOPS)
+    process = made.start(env={**os.environ, "PYTHONPATH": str(package)})
+    ended = end_of(process)
+    assert ended.code == 0, ended.err
+    with Ledger.read(made.ledger) as ledger:
+        ends = Counter((trial.outcome, trial.fault) for trial in ledger.trials())
+    assert ends[Outcome.OK, None] > 0
+    assert set(ends) == {(Outcome.OK, None), (Outcome.TIMEOUT, Fault.WORKLOAD)}

@@ -6,7 +6,20 @@ import sys
 
 import typer
 
-from loopwright.cli import act, dry_run, episodes, export, listing, rejudge, report, resume, run, serve_env, verify
+from loopwright.cli import (
+    act,
+    dry_run,
+    episodes,
+    export,
+    gateway,
+    listing,
+    rejudge,
+    report,
+    resume,
+    run,
+    serve_env,
+    verify,
+)
 
 app = typer.Typer(
     name="loopwright",
@@ -19,6 +32,7 @@ app = typer.Typer(
 )
 for _verb in (run, resume, verify, dry_run, listing, report, export, episodes, rejudge, serve_env, act):
     app.command(_verb.NAME)(_verb.command)
+app.add_typer(gateway.app, name=gateway.NAME)
 
 
 @app.callback(invoke_without_command=True)

@@ -25,7 +25,8 @@ def command(scenario: ScenarioFile) -> None:
     loaded = load(scenario)
     runs, parallel = loaded.scenario.run, loaded.scenario.system.parallel
     name = escape(loaded.scenario.name)
-    console.print(f"[bold]{name}[/]: {_count(len(runs), 'run')}, {_count(parallel, 'trial')} at a time")
+    at_a_time = f", {_count(parallel, 'trial')} at a time" if any(run.rollout is None for run in runs) else ""
+    console.print(f"[bold]{name}[/]: {_count(len(runs), 'run')}{at_a_time}")
     for run in runs:
         if run.rollout is not None:
             _show_rollout(console, run, loaded.home)
@@ -70,6 +71,8 @@ def _show_rollout(console: Any, run: "RunConfig", home: Path) -> None:
     )
     kinds = {"loop": rollout.loop.type, "judger": rollout.judger.type, "engine": run.engine.type if run.engine else "?"}
     lines = [f"{name:<8}  {kind}" for name, kind in kinds.items()]
+    lines[0] += f", {_count(rollout.loop.concurrency, 'rollout')} at a time"
+    lines += [f"on Ray    {ask}" for ask in rollout.asks()]
     tasks = {source.label(): source.load(home) for source in rollout.tasks}
     weights = {source.label(): source.weight for source in rollout.tasks}
     lines += [f"tasks     {name}: {_count(len(tasks[name]), 'task')}, weight {weights[name]:g}" for name in tasks]

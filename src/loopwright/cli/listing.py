@@ -52,7 +52,13 @@ def command(family: Annotated[Family, typer.Argument(help="What to list.")]) -> 
         except ImportError as error:
             table.add_row(name, escape(f"(cannot be imported: {error})"))
             continue
-        config = getattr(item, "Config", item)
         draws = "  (takes env_params)" if getattr(item, "samples_env_params", False) else ""
-        table.add_row(name, escape((config.__doc__ or "").strip().split("\n")[0] + draws))
+        table.add_row(name, escape(_said_of(item, registry.base) + draws))
     Console(highlight=False).print(table)
+
+
+def _said_of(item: Any, base: Any) -> str:
+    """The first line of what its config says of itself, or else of what it says; not what their bases say."""
+    config = getattr(item, "Config", item)
+    own = [kind.__doc__ for kind in (config, item) if kind not in (base, getattr(base, "Config", base))]
+    return next((doc.strip().split("\n")[0] for doc in own if doc), "")

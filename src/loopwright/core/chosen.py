@@ -30,5 +30,7 @@ def chosen(registry: Registry[Any]) -> Callable[[Any], BaseModel]:
             return model.model_validate(dict(raw))
         except ValidationError as error:
             raise Explained(explain(error, model)) from error
+        except Exception as error:  # a class of another package, half written or with validators of its own
+            raise ValueError(f"{registry.kind} {raw['type']!r} is broken: {type(error).__name__}: {error}") from error
 
     return parse

@@ -17,6 +17,11 @@
     ├── EngineError      (ConnectionError)  an engine failed or is gone                    engines/base.py
     │   └── ContextFull  (ValueError)       a conversation is longer than an engine takes  engines/base.py
     ├── BudgetSpent      (RuntimeError)     a rollout's turns or tokens are used up        gateway/session.py
+    ├── BadRequest       (ValueError)       a request that its API does not allow          gateway/dialect.py
+    ├── Refused          (PermissionError)  a call that the gateway turns away             gateway/refusal.py
+    ├── BadRequest       (ValueError)       a request that nobody can answer as it is      gateway/dialect.py
+    ├── Refused          (PermissionError)  a request that a session does not admit        gateway/refusal.py
+    ├── AdvertiseError   (ValueError)       an address at which no agent could reach us    gateway/gateway.py
     ├── TasksError       (ValueError)       a source gives no tasks, or no proper ones     rollouts/tasks.py
     ├── JudgeFailed      (RuntimeError)     a judger gave no verdict, which is no zero     rollouts/judger.py
     │   ├── JudgerDown                      too many failures in a row; it is left alone   rollouts/judging/guard.py
@@ -26,7 +31,7 @@
     ├── WorkerLost       (ConnectionError)  a worker died with a call in it, twice         rollouts/pool.py
     │   └── PoolDown                        no worker is left, and none can be made        rollouts/pool.py
     ├── ResourcesError   (RuntimeError)     a cluster does not have what was asked for     rollouts/resources.py
-    └── ParcelError      (TypeError)        something that cannot be sent to a process     rollouts/parcel.py
+    └── ParcelError      (TypeError)        something that cannot be sent to a process     rollouts/pool.py
 
 Each message says what happened, where, and the next move.
 """

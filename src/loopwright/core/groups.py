@@ -133,8 +133,8 @@ class Groups:
 
 
 def _left_out(connection: sqlite3.Connection, groups: Sequence[int], outcome: Outcome) -> None:
-    """Say of the trials of these groups that they ended well and were not used; their rewards stay."""
+    """Say of the trials of these groups that were scored that they were not used; their rewards stay."""
     connection.executemany(
-        "UPDATE trials SET outcome = ? WHERE grp = ? AND outcome IN ('ok', 'truncated')",
+        "UPDATE trials SET outcome = ? WHERE grp = ? AND outcome IN ('ok', 'truncated', 'invalid')",
         [(outcome, group) for group in groups],
     )

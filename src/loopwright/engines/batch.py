@@ -82,11 +82,13 @@ class Batch:
         *,
         stop_ids: frozenset[int],
         max_batch: int,
+        max_tokens: int,
         max_context: int,
         prefix_bytes: int,
     ) -> None:
         self.model, self._shape, self._tokenizer = model, shape, tokenizer
-        self.stop_ids, self._max_batch, self._max_context = stop_ids, max_batch, max_context
+        self.stop_ids, self._max_context = stop_ids, max_context
+        self._max_batch, self._max_tokens = max_batch, max_tokens
         self.prefixes = Prefixes(prefix_bytes)
         self._rows = Rows(model, shape)
         self._running: list[Request] = []
@@ -129,8 +131,12 @@ class Batch:
         rows = Rows(self.model, self._shape)
         groups: dict[bytes, list[Request]] = {}
         longest = taken = 0
-        while self.waiting and len(self._running) + taken < self._max_batch:
+        widest = max(map(self._most_tokens, self._running), default=0)
+        while self.waiting and (busy := len(self._running) + taken) < self._max_batch:
             request = self.waiting[0]
+            widest = max(widest, self._most_tokens(request))
+            if busy and (busy + 1) * widest > self._max_tokens:
+                break
             key = request.prompt.tobytes()
             if request.gone or key in groups:
                 self.waiting.popleft()
@@ -148,6 +154,10 @@ class Batch:
             taken += 1
         return _Intake(rows, list(groups.values())) if groups else None
 
+    def _most_tokens(self, request: Request) -> int:
+        """How long it can become."""
+        return min(self._max_context, len(request.prompt) + request.sampling.max_tokens)
+
     def _remembered(self, prompt: Ids) -> tuple[int, Tensor | None]:
         """What is known of the beginning of a prompt, of ended and running requests; its last token is always new."""
         before = prompt[:-1]
@@ -164,7 +174,9 @@ class Batch:
         if not intake.done:
             return []
         self._intake = None
-        joined, origins = [], []
+        joined: list[Request] = []
+        origins: list[int] = []
+        self._rows.reserve(len(self._rows) + sum(map(len, intake.requests)), max(intake.rows.lengths))
         for row, requests in enumerate(intake.requests):
             for request in requests:
                 self._rows.add(intake.rows.memory(row))

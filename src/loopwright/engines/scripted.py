@@ -132,17 +132,19 @@ class ScriptedEngine(Engine):
 def sample(meant: int, slip: float, sampling: Sampling, random: Random) -> tuple[int, float]:
     """A token and its logprob: `meant` with probability 1 − slip, printable characters share the rest.
 
-    Temperature, top-k and top-p reshape that distribution first, so that the logprob is of what was sampled from.
+    Temperature, top-k, top-p and min-p reshape that distribution first: the logprob is of what was sampled from.
     """
     if slip == 0 or sampling.temperature == 0 or sampling.top_k == 1:
         return meant, 0.0
     others = len(_PRINTABLE) - (meant in _PRINTABLE)
     # How likely each of the others is relative to `meant`, so that no temperature makes both vanish.
     share = (slip / others / (1.0 - slip)) ** (1.0 / sampling.temperature)
+    if share < sampling.min_p:
+        return meant, 0.0
     kept = others if not sampling.top_k else min(others, sampling.top_k - 1)
     if sampling.top_p < 1.0 and share:
         wanted = sampling.top_p * (1.0 + kept * share) - 1.0
-        kept = max(0, min(kept, math.ceil(wanted / share)))
+        kept = min(kept, math.ceil(wanted / share)) if wanted > 0 else 0
     total = 1.0 + kept * share
     point = random.random() * total - 1.0
     if point < 0 or not kept or not share:

@@ -1,1 +1,1 @@
-"""Sessions: an agent's conversation with an engine, recorded token by token."""
+"""Sessions: an agent's conversation with an engine, recorded token by token; and their server."""

@@ -1,21 +1,21 @@
 """A session: one agent's conversation with an engine. It alone renders messages, splices sampled ids and records."""
 
 import asyncio
-import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
 
-import orjson
-
-from loopwright.core.episode import ROOT, Attempt, Episode, Node, Span
+from loopwright.core.episode import Attempt, Episode, Node
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.outcome import FAULT_OF, Fault, Outcome
 from loopwright.core.task import Message, Task
-from loopwright.engines.base import Chunk, Engine, EngineError, Sampling
-from loopwright.gateway.template import ChatML, Parsed, Template, Tool, calls_of, text_of
+from loopwright.engines.base import ContextFull, Engine, EngineError, Sampling
+from loopwright.gateway.draft import Draft, check
+from loopwright.gateway.graph import RAW, Graph, Key, copied
+from loopwright.gateway.reader import Heard, Piece, Reader
+from loopwright.gateway.template import ChatML, Template, Tool
+from loopwright.gateway.turn import Turn as Turn
+from loopwright.gateway.verdict import Kind, Verdict
 
 
 class BudgetSpent(LoopwrightError, RuntimeError):
@@ -29,56 +29,6 @@ class Limits:
     turns: int | None = None
     tokens: int | None = None
     """Sampled tokens, over all turns."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One call and what came of it."""
-
-    message: Message
-    finish: str
-    node: int
-    prompt_tokens: int
-    sampled_tokens: int
-    malformed: tuple[str, ...] = ()
-    """Tool calls in it that nobody can read."""
-
-    @property
-    def calls(self) -> Sequence[Mapping[str, Any]]:
-        """The tool calls of the message."""
-        return self.message.get("tool_calls") or ()
-
-    @property
-    def text(self) -> str:
-        """The text of the message."""
-        return str(self.message["content"] or "")
-
-
-@dataclass(slots=True)
-class _Speech:
-    """A turn as it is being sampled."""
-
-    parent: int
-    opening: tuple[int, ...]
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-
-    def add(self, chunk: Chunk) -> None:
-        """Take in sampled tokens; a span grows as long as the version stays."""
-        start = len(self.opening) + len(self.ids)
-        stop = start + len(chunk.ids)
-        if self.spans and self.spans[-1].version == chunk.version:
-            start = self.spans.pop().start
-        if start < stop:
-            self.spans.append(Span(start, stop, chunk.version))
-        self.ids += chunk.ids
-        self.logprobs += chunk.logprobs
-
-    def node(self, message: Message, finish: str) -> Node:
-        """What is recorded of it."""
-        logprobs = (*[0.0] * len(self.opening), *self.logprobs)
-        return Node(self.parent, message, (*self.opening, *self.ids), logprobs, tuple(self.spans), finish)
 
 
 class Session:
@@ -99,9 +49,10 @@ class Session:
     ) -> None:
         self.engine, self.sampling, self.limits = engine, sampling, limits
         self._seed, self._template = seed, template or ChatML(engine.tokenizer)
-        self._nodes: list[Node] = [ROOT]
-        self._children: dict[tuple[int, str], list[int]] = {}
-        self._speeches: dict[int, _Speech] = {}
+        self.graph = Graph(self._template)
+        self.verdicts: dict[int, Verdict] = {}
+        """What each turn is worth, by its node."""
+        self._drafts: dict[int, Draft] = {}
         self._turns = self._spent = 0
         self.phases_s: dict[str, float] = {}
         """Seconds per phase so far: `generate`, and what a loop adds with `phase`."""
@@ -114,31 +65,137 @@ class Session:
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, sampling: Sampling | None = None
     ) -> Turn:
         """What the policy says after these messages. BudgetSpent if it may not, EngineError if the engine fails."""
+        return await self.speak(self.draft(messages, tools, sampling=sampling))
+
+    def draft(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        sampling: Sampling | None = None,
+        seed: str | None = None,
+    ) -> Draft:
+        """The place of a turn after these messages, before anything is sampled."""
         if not messages:
             raise ValueError("a turn needs at least one message")
         sampling = self._within(sampling or self.sampling)
-        parent = self._place(messages, tools)
-        before = [token for index in self._path(parent) for token in self._nodes[index].ids]
-        speech = _Speech(parent, (*self._closing(parent), *self._template.opening()))
-        prompt = [*before, *speech.opening]
-        node = len(self._nodes)
-        self._nodes.append(speech.node(_SILENCE, "cut"))  # its place, whatever comes meanwhile
-        self._speeches[node] = speech
+        parent, verdict = self.graph.place(messages, tools)
+        opening = self.graph.opening(parent)
+        prompt = [*self.graph.ids(parent), *opening]
+        node = len(self.graph.nodes)
+        draft = Draft(node, parent, prompt, len(prompt), opening, sampling, seed or f"{self._seed}:{node}", verdict)
+        self.graph.add(draft.as_node(_SILENCE, "cut"))  # its place, whatever comes meanwhile
+        self.verdicts[node] = verdict
         self._turns += 1
-        self._spent += sampling.max_tokens
-        finish, parsed = "cut", Parsed(_SILENCE)
+        self._reserve(draft)
+        return draft
+
+    def _reserve(self, draft: Draft) -> None:
+        """What a turn may still use counts as used."""
+        self.release(draft)
+        draft.reserved = draft.sampling.max_tokens - len(draft.ids)
+        self._spent += draft.reserved
+
+    def release(self, draft: Draft) -> None:
+        """Give back what a turn had reserved and will not use."""
+        self._spent -= draft.reserved
+        draft.reserved = 0
+
+    async def speak(self, draft: Draft, heard: Heard | None = None) -> Turn:
+        """Sample a turn to its end; one that was given up before goes on where it was. `heard` follows it."""
+        node, before = draft.node, len(draft.ids)
+        self._drafts[node] = draft
+        self._reserve(draft)
+        live = heard is not None or bool(draft.sampling.stop)
+        finish, reader = "cut", self._reader(draft)
+        show = _shown(heard)
+        if before and live:  # a turn that goes on is told from its beginning
+            show(reader, draft.ids, draft.logprobs)
         try:
             with self.phase("generate"):
-                finish = await self._speak(speech, prompt, sampling, f"{self._seed}:{node}")
+                finish = await self._sample(draft, reader if live else None, show)
+            self.verdicts[node] = draft.verdict
+        except ContextFull:
+            raise
+        except EngineError as error:
+            self.verdicts[node] = Verdict(
+                Kind.BROKEN, f"the engine failed: {error}", len(draft.prompt) + len(draft.ids)
+            )
+            raise
         finally:
             # Whatever was sampled is kept, also when this call ends here: it is a branch that leads no further.
-            self._spent -= sampling.max_tokens - len(speech.ids)
-            self._nodes[node] = speech.node(_SILENCE, finish)
-            del self._speeches[node]
-            parsed = self._template.parse(speech.ids, call_id=f"call_{node}")
-            self._nodes[node] = replace(self._nodes[node], message=parsed.message)
-        self._children.setdefault((parent, _key(parsed.message)), []).append(node)
-        return Turn(_copied(parsed.message), finish, node, len(prompt), len(speech.ids), parsed.malformed)
+            self._spent += len(draft.ids) - before
+            self.release(draft)
+            del self._drafts[node]
+            try:
+                rest = reader.finish() if live else reader.whole(draft.ids)
+            finally:
+                self.graph.nodes[node] = draft.as_node(reader.message, finish)
+            if heard is not None and finish != "cut":
+                for piece in rest:
+                    heard(piece)
+        self.graph.know(node)
+        draft.prompt = []
+        return self._turn(draft, reader, finish)
+
+    def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+        """How many tokens the prompt of a turn after these messages would have."""
+        apart = Graph(self._template)
+        parent, _ = apart.place(messages, tools)
+        return len(apart.ids(parent)) + len(apart.opening(parent))
+
+    def ended(self, draft: Draft) -> bool:
+        """Whether a turn has come to its end."""
+        return self.graph.nodes[draft.node].finish in ("stop", "length")
+
+    def retold(self, draft: Draft) -> list[Piece]:
+        """The pieces of a turn that has come to its end."""
+        reader = self._reader(draft)
+        return [*reader.feed(draft.ids, draft.logprobs), *reader.finish()]
+
+    def said(self, draft: Draft) -> Turn:
+        """A turn that has come to its end, once more."""
+        reader = self._reader(draft)
+        reader.whole(draft.ids)
+        return self._turn(draft, reader, self.graph.nodes[draft.node].finish or "cut")
+
+    def _turn(self, draft: Draft, reader: Reader, finish: str) -> Turn:
+        return Turn(
+            copied(reader.message),
+            finish,
+            draft.node,
+            draft.prompt_tokens,
+            len(draft.ids),
+            reader.malformed,
+            tuple(draft.ids),
+            tuple(draft.logprobs),
+            reader.stopped_by,
+        )
+
+    def _reader(self, draft: Draft) -> Reader:
+        raw = self.graph.nodes[draft.parent].message.get("role") == RAW
+        return self._template.reader(call_id=f"call_{draft.node}", stop=draft.sampling.stop, raw=raw)
+
+    def restore(self, nodes: Sequence[tuple[Node, Key | None]], verdicts: Mapping[int, Verdict]) -> None:
+        """Go on from what was recorded: nodes with the keys of those that can be found again."""
+        for node, key in nodes:
+            self.graph.add(node, key)
+            self._turns += node.finish is not None
+            self._spent += node.sampled
+        self.verdicts.update(verdicts)
+
+    def redraft(self, node: int, sampling: Sampling, seed: str, verdict: Verdict) -> Draft:
+        """The draft of a turn that was restored, to be told again or to go on."""
+        found = self.graph.nodes[node]
+        begun = len(found.ids) - found.sampled
+        opening, parent = found.ids[:begun], found.parent or 0
+        prompt = [*self.graph.ids(parent), *opening]
+        draft = Draft(node, parent, prompt, len(prompt), opening, sampling, seed, verdict)
+        draft.ids, draft.logprobs = list(found.ids[begun:]), list(found.logprobs[begun:])
+        draft.spans = list(found.spans)
+        if self.ended(draft):
+            draft.prompt = []
+        return draft
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -157,59 +214,19 @@ class Session:
         self, task: Task, outcome: Outcome = Outcome.OK, *, fault: Fault | None = None, reason: str = ""
     ) -> Episode:
         """Everything that was recorded, as an episode that is yet to be judged."""
-        nodes = list(self._nodes)
-        for node, speech in self._speeches.items():  # turns that nobody waited for: what they have said by now
-            nodes[node] = speech.node(self._template.parse(speech.ids, call_id=f"call_{node}").message, "cut")
+        nodes = list(self.graph.nodes)
+        for node, draft in self._drafts.items():  # turns that nobody waited for: what they have said by now
+            reader = self._reader(draft)
+            reader.whole(draft.ids)
+            nodes[node] = draft.as_node(reader.message, "cut")
         reason = reason.encode("utf-8", "replace").decode()
         attempt = Attempt(0.0, dict(self.phases_s), outcome, reason)
         return Episode(task, tuple(nodes), outcome, fault or FAULT_OF.get(outcome), reason, attempts=(attempt,))
 
-    # -- the graph ----------------------------------------------------------------------------------------------
-
-    def _place(self, messages: Sequence[Message], tools: Sequence[Tool]) -> int:
-        """The node of the last message; those that are not known yet are rendered and added."""
-        # The first message is rendered with the tools: with other tools it is another message.
-        keys = [_key(message) for message in messages]
-        keys[0] += json.dumps(tools, sort_keys=True) if tools else ""
-        node, known = self._known(keys)
-        copies = [_copied(message) for message in messages[known:]]
-        for message, key in zip(copies, keys[known:], strict=True):
-            first = node == 0
-            ids = (*self._closing(node), *self._template.render(message, first=first, tools=tools if first else ()))
-            self._children[node, key] = [len(self._nodes)]
-            self._nodes.append(Node(node, message, ids, (0.0,) * len(ids)))
-            node = len(self._nodes) - 1
-        return node
-
-    def _known(self, keys: Sequence[str]) -> tuple[int, int]:
-        """The node that these messages lead to as far as they are known, and how many are.
-
-        A policy may say the same twice: then the one of them from which the conversation went on, else the latest.
-        """
-        nodes = [0]
-        for count, key in enumerate(keys):
-            found = [child for node in nodes for child in self._children.get((node, key), ())]
-            if not found:
-                return nodes[-1], count
-            nodes = found
-        return nodes[-1], len(keys)
-
-    def _closing(self, index: int) -> list[int]:
-        """The ids between a node and the message after it."""
-        node = self._nodes[index]
-        return [] if node.finish is None else self._template.closing(node.ids[len(node.ids) - node.sampled :])
-
-    def _path(self, node: int) -> list[int]:
-        path = []
-        while node:
-            path.append(node)
-            node = self._nodes[node].parent or 0
-        return path[::-1]
-
     # -- the engine ---------------------------------------------------------------------------------------------
 
     def _within(self, sampling: Sampling) -> Sampling:
-        """The sampling that the budget allows; what turns under way may still use counts as used."""
+        """The sampling that the budget allows."""
         if self.limits.turns is not None and self._turns >= self.limits.turns:
             raise BudgetSpent(f"all {self.limits.turns} turns are used up")
         if self.limits.tokens is None:
@@ -219,19 +236,24 @@ class Session:
             raise BudgetSpent(f"all {self.limits.tokens} tokens are used up")
         return sampling.model_copy(update={"max_tokens": min(left, sampling.max_tokens)})
 
-    async def _speak(self, speech: _Speech, prompt: list[int], sampling: Sampling, seed: str) -> str:
+    async def _sample(self, draft: Draft, reader: Reader | None, show: "_Show") -> str:
         """Sample until the turn ends, and say why it did; a pause in between only begins a new span."""
-        clock = asyncio.get_running_loop().time
-        while (left := sampling.max_tokens - len(speech.ids)) > 0:
+        clock, sampling = asyncio.get_running_loop().time, draft.sampling
+        while (left := sampling.max_tokens - len(draft.ids)) > 0:
             finish = None
-            rest = sampling.model_copy(update={"max_tokens": left}) if speech.ids else sampling
-            async with aclosing(self.engine.generate(prompt + speech.ids, rest, seed=seed)) as stream:
+            rest = sampling.model_copy(update={"max_tokens": left}) if draft.ids else sampling
+            # A copy only where it must be: a prompt is long, and most turns are never paused.
+            ids = draft.prompt + draft.ids if draft.ids else draft.prompt
+            async with aclosing(self.engine.generate(ids, rest, seed=draft.seed)) as stream:
                 async for chunk in stream:
-                    _check(chunk)
-                    speech.add(chunk)
+                    check(chunk)
+                    kept = len(chunk.ids) if reader is None else show(reader, chunk.ids, chunk.logprobs)
+                    draft.add(chunk, kept)
                     if chunk.ids:
                         self.last_token_at = clock()
                     finish = chunk.finish
+                    if reader is not None and reader.stopped_by is not None:
+                        return "stop"
             if finish is None:
                 raise EngineError("the engine ended a turn without saying why")
             if finish != "abort":
@@ -240,28 +262,21 @@ class Session:
 
 
 _SILENCE: Message = {"role": "assistant", "content": ""}
+_Show = Callable[[Reader, Sequence[int], Sequence[float]], int]
 
 
-def _check(chunk: Chunk) -> None:
-    """EngineError unless there is a number for every token: short by one, a row would train on the wrong tokens."""
-    if len(chunk.ids) != len(chunk.logprobs):
-        raise EngineError(f"the engine gave {len(chunk.ids)} ids but {len(chunk.logprobs)} logprobs")
-    for logprob in chunk.logprobs:
-        if not isinstance(logprob, float | int) or not math.isfinite(logprob):
-            raise EngineError(f"the engine gave {logprob} as a logprob")
+def _shown(heard: Heard | None) -> _Show:
+    """Reads tokens, lets them be heard, and tells how many there are up to the end of a stop string."""
 
+    def show(reader: Reader, ids: Sequence[int], logprobs: Sequence[float]) -> int:
+        # Where a text may end the turn it must be known which token did: nobody is shown what came after it.
+        step = 1 if reader.stops else len(ids) or 1
+        for start in range(0, len(ids), step):
+            for piece in reader.feed(ids[start : start + step], logprobs[start : start + step]):
+                if heard is not None:
+                    heard(piece)
+            if reader.stopped_by is not None:
+                return start + step
+        return len(ids)
 
-def _copied(message: Message) -> dict[str, Any]:
-    """A message as plain data of our own, whatever its sender does to it later."""
-    try:
-        copy: dict[str, Any] = orjson.loads(orjson.dumps(message))
-    except orjson.JSONEncodeError as error:
-        raise ValueError(f"a message cannot be written as JSON: {error}") from error
-    return copy
-
-
-def _key(message: Message) -> str:
-    """Equal for messages that say the same, whatever the white space and key order of their arguments."""
-    if not isinstance(message.get("role"), str):
-        raise ValueError("a message needs a role")
-    return json.dumps((message["role"], text_of(message), calls_of(message)), sort_keys=True)
+    return show

@@ -4,7 +4,6 @@ Tool calls are written as Hermes and Qwen do: `<tool_call>{"name": …, "argumen
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ import orjson
 
 from loopwright.core.task import Message
 from loopwright.engines.tokenizer import Tokenizer
+from loopwright.gateway.reader import Reader
 
 Tool = Mapping[str, Any]
 """A tool as OpenAI describes it: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _TOOLS = """# Tools
 
 You may call one or more functions. They are described here, one JSON object per line:
@@ -57,8 +56,12 @@ class Template(Protocol):
         """The ids that follow a sampled message, its missing end included where it was cut off."""
         ...
 
-    def parse(self, ids: Sequence[int], *, call_id: str) -> Parsed:
-        """The message that sampled ids stand for."""
+    def plain(self, text: str | Sequence[int]) -> list[int]:
+        """The ids of raw text, or of ids: neither role nor end."""
+        ...
+
+    def reader(self, *, call_id: str, stop: Sequence[str] = (), raw: bool = False) -> Reader:
+        """What reads the message that sampled ids stand for."""
         ...
 
 
@@ -91,17 +94,17 @@ class ChatML:
     def closing(self, sampled: Sequence[int]) -> list[int]:
         return [*([] if sampled and sampled[-1] == self.end_id else [self.end_id]), *self._newline]
 
-    def parse(self, ids: Sequence[int], *, call_id: str) -> Parsed:
-        text = self._tokenizer.decode(ids[:-1] if ids and ids[-1] == self.end_id else ids)
-        calls, malformed = [], []
-        for index, match in enumerate(_CALL.finditer(text)):
-            call = _call(match[1], f"{call_id}_{index}")
-            calls.append(call) if call else malformed.append(match[1].strip())
-        content = _CALL.sub("", text).strip() if calls else text
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if calls:
-            message["tool_calls"] = calls
-        return Parsed(message, tuple(malformed))
+    def plain(self, text: str | Sequence[int]) -> list[int]:
+        return self._tokenizer.encode(text) if isinstance(text, str) else list(text)
+
+    def parse(self, ids: Sequence[int], *, call_id: str, stop: Sequence[str] = ()) -> Parsed:
+        """The message that sampled ids stand for."""
+        reader = self.reader(call_id=call_id, stop=stop)
+        reader.whole(ids)
+        return Parsed(reader.message, reader.malformed)
+
+    def reader(self, *, call_id: str, stop: Sequence[str] = (), raw: bool = False) -> Reader:
+        return Reader(self._tokenizer, self.end_id, call_id=call_id, stop=stop, raw=raw)
 
 
 def text_of(message: Message) -> str:
@@ -137,17 +140,3 @@ def _written(message: Message) -> str:
         body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
         text += f"\n<tool_call>\n{body}\n</tool_call>"
     return text
-
-
-def _call(text: str, call_id: str) -> dict[str, Any] | None:
-    """The call that this text stands for, if it is one. Not by orjson, which rounds integers of more than 64 bits."""
-    try:
-        read = json.loads(text)
-        arguments = read.get("arguments", {}) if isinstance(read, dict) else None
-        if not isinstance(arguments, dict) or not isinstance(read.get("name"), str):
-            return None
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        (read["name"] + written).encode()  # half a surrogate pair is no text
-    except (ValueError, RecursionError):
-        return None
-    return {"id": call_id, "type": "function", "function": {"name": read["name"], "arguments": written}}

@@ -19,7 +19,6 @@ from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.judger import JudgerConfig
 from loopwright.rollouts.judging import JudgeWorker, Verdicts
-from loopwright.rollouts.loop import LoopConfig
 from loopwright.rollouts.pool import Build, Pool
 from loopwright.rollouts.pool_local import LocalPool
 from loopwright.rollouts.tasks import TaskMix
@@ -60,7 +59,7 @@ def rollout_env(
         terms,
         observers,
         tasks=tasks,
-        loop=pool_of("loop", partial(LoopWorker.build, loop, engine, home), loop, home),
+        loop=pool_of("loop", partial(LoopWorker.build, loop, engine, home), loop, home, most=loop.concurrency),
         judge=verdicts_of(config.judger, home),
         buffer=Groups(run.ledger),
         produce=config.produce,
@@ -74,30 +73,37 @@ def rollout_env(
 @contextmanager
 def _cluster(config: RolloutConfig) -> Iterator[None]:
     """Ray, where a pool is on it, once it is clear that all pools fit: together, and before any is launched."""
-    asked: dict[str, LoopConfig | JudgerConfig] = {"loop": config.loop, "judger": config.judger}
-    far = {name: part for name, part in asked.items() if part.workers}
-    if not far:
+    asks = config.asks()
+    if not asks:
         yield
         return
     from loopwright.rollouts.launch_ray import Connection, check
-    from loopwright.rollouts.resources import Ask
 
     with Connection():
-        check([Ask(name, part.workers, part.cpus, part.memory) for name, part in far.items()], "PACK")
+        check(asks, "PACK")
         yield
 
 
 def verdicts_of(config: JudgerConfig, home: Path) -> Verdicts:
     """A judger, wherever it lives."""
-    return Verdicts(pool_of("judger", partial(JudgeWorker, config, home), config, home), config)
+    return Verdicts(pool_of("judger", partial(JudgeWorker, config, home), config, home, most=config.room()), config)
 
 
-def pool_of(name: str, build: Build, config: Any, home: Path) -> Pool:
-    """`workers = 0`: in this process; otherwise on Ray."""
+def pool_of(name: str, build: Build, config: Any, home: Path, *, most: int) -> Pool:
+    """`workers = 0`: in this process; otherwise on Ray, where `most` is what one worker may be given at a time."""
     if config.workers == 0:
         return LocalPool(build, name=name)
     try:
         from loopwright.rollouts.pool_ray import RayPool
     except ModuleNotFoundError as error:
         raise MissingExtra(f"{name} with workers = {config.workers}", "ray") from error
-    return RayPool(build, workers=config.workers, cpus=config.cpus, memory_bytes=config.memory, name=name, home=home)
+    return RayPool(
+        build,
+        workers=config.workers,
+        cpus=config.cpus,
+        memory_bytes=config.memory,
+        name=name,
+        home=home,
+        # Calls queue with whoever makes them, where their deadlines do not run, and not in the pool.
+        max_concurrency=max(1000, most),
+    )

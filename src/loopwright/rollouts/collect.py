@@ -3,11 +3,13 @@
 import asyncio
 import logging
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from loopwright.core.agent import Agent, AgentConfig
+from loopwright.core.errors import sentence
+from loopwright.core.eventloop import run
 from loopwright.core.trial import Action, Observation
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.pool import PoolDown
@@ -28,6 +30,12 @@ class CollectConfig(AgentConfig):
     batch: int | None = Field(default=None, ge=1)
     """How many groups make a batch; without it, as many as fill the loop's concurrency."""
 
+    @model_validator(mode="after")
+    def _has_room(self) -> Self:
+        if self.trials < self.group_size:
+            raise ValueError(f"`trials` ({self.trials}) must be at least `group_size` ({self.group_size})")
+        return self
+
 
 class Collect(Agent):
     """Takes one batch after another until its trials are used up."""
@@ -43,9 +51,9 @@ class Collect(Agent):
     def run(self) -> int:
         """Collect; 1 if not one group could be used, or if there is nothing left to make them with."""
         try:
-            counts = asyncio.run(self._collect())
+            counts = run(self._collect())
         except (PoolDown, ResourcesError) as error:
-            log.error("%s. What was in flight is attempted again by `loopwright resume`.", str(error).rstrip("."))
+            log.error("%s Then go on with `loopwright resume`: nothing that was recorded is lost.", sentence(error))
             self.env.run.ledger.set_state("failure", str(error))
             return 1
         return 0 if counts.get("trained") or self.env.run.stopping else 1

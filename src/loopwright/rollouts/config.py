@@ -9,9 +9,11 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator
 from loopwright.core.chosen import chosen
 from loopwright.core.config import Config
 from loopwright.core.errors import Problem
+from loopwright.rollouts.judger import JudgerConfig
 from loopwright.rollouts.judging.parse import AnyJudger
 from loopwright.rollouts.loop import LoopConfig, loops
 from loopwright.rollouts.produce import ProduceConfig
+from loopwright.rollouts.resources import Ask
 from loopwright.rollouts.tasks import TasksConfig, task_sources
 
 _source = chosen(task_sources)
@@ -39,6 +41,11 @@ class RolloutConfig(Config):
         if not value:
             raise ValueError("is empty; name at least one source of tasks")
         return value
+
+    def asks(self) -> list[Ask]:
+        """What its pools ask of a Ray cluster; nothing if they are in this process."""
+        parts: dict[str, LoopConfig | JudgerConfig] = {"loop": self.loop, "judger": self.judger}
+        return [Ask(name, part.workers, part.cpus, part.memory) for name, part in parts.items() if part.workers]
 
     def problems(self, home: Path) -> list[Problem]:
         """What is wrong with it; found before anything starts."""

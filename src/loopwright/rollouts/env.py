@@ -13,12 +13,13 @@ from loopwright.core.errors import InvalidAction
 from loopwright.core.observer import Observers
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.run import Run
+from loopwright.core.task import Task
 from loopwright.core.trial import Action, Result, Trial
 from loopwright.rollouts.buffer import Buffer
 from loopwright.rollouts.group import Bench, Group, Judge
 from loopwright.rollouts.judger import JudgeFailed
 from loopwright.rollouts.judging import JudgerDown
-from loopwright.rollouts.pool import Pool, PoolDown, WorkerLost
+from loopwright.rollouts.pool import ParcelError, Pool, PoolDown, WorkerLost
 from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.tasks import Prompt, TaskMix
 from loopwright.rollouts.worker import Request
@@ -143,14 +144,22 @@ class RolloutEnv(Env):
             episode = await self._judged(trial, episode)
             phases["judge"] = clock() - begun
         attempts = (*earlier, Attempt(at, phases, episode.outcome, episode.reason))
-        episode = self._kept[trial.number] = replace(episode, group=trial.group, attempts=attempts)
-        return _result(episode)
+        episode = replace(episode, group=trial.group, attempts=attempts)
+        try:
+            data = episode.to_bytes()
+        except TypeError as error:  # a loop of the user's own may put anything into its episode
+            episode = _unwritten(task, trial.group, earlier, at, f"its episode cannot be written down: {error}")
+            data = episode.to_bytes()
+        self._kept[trial.number] = episode
+        return _result(episode, data)
 
     async def _attempt(self, request: Request) -> Episode:
         try:
             episode: Episode = await self.loop.call(request, timeout_s=self._deadline_s + _GRACE_S)
         except PoolDown:
             raise  # every further rollout would be lost as well
+        except ParcelError as error:
+            return Episode(request.task).failed(Outcome.CRASHED, Fault.WORKLOAD, str(error))
         except WorkerLost as error:
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, str(error))
         except TimeoutError:
@@ -191,7 +200,13 @@ class RolloutEnv(Env):
                 await self.judge.close()
 
 
-def _result(episode: Episode) -> Result:
+def _unwritten(task: Task, group: int, earlier: tuple[Attempt, ...], at: float, reason: str) -> Episode:
+    """What takes the place of an episode that cannot be stored."""
+    attempts = (*earlier, Attempt(at, {}, Outcome.CRASHED, reason))
+    return Episode(task, group=group, attempts=attempts).failed(Outcome.CRASHED, Fault.WORKLOAD, reason)
+
+
+def _result(episode: Episode, data: bytes) -> Result:
     usage: Mapping[str, float] = episode.attempts[-1].phases_s if episode.attempts else {}
     return Result(
         episode.outcome,
@@ -200,5 +215,5 @@ def _result(episode: Episode) -> Result:
         episode.fault,
         {f"{phase}_s": seconds for phase, seconds in usage.items()},
         reward=episode.reward,
-        episode=episode.to_bytes(),
+        episode=data,
     )

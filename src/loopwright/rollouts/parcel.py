@@ -12,13 +12,9 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-from loopwright.core.errors import LoopwrightError
+from loopwright.rollouts.pool import ParcelError
 
 _MAIN = b"__main__"
-
-
-class ParcelError(LoopwrightError, TypeError):
-    """Something that cannot be sent to another process, or not be read there."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,10 @@ class PoolDown(WorkerLost):
     """A pool has no worker left and cannot make one: nothing can be done there until somebody looks into it."""
 
 
+class ParcelError(LoopwrightError, TypeError):
+    """Something that cannot be sent to another process, or not be read there."""
+
+
 class Worker(ABC):
     """What a pool has one or more of: an agent loop with its engine, or a judger.
 

@@ -45,9 +45,9 @@ class TasksConfig(Config, ABC):
     def rows(self, home: Path) -> Iterable[Mapping[str, Any]]:
         """The rows: `prompt` (text or messages), and `label`, `data_source`, `id` where there are any."""
 
-    @abstractmethod
     def label(self) -> str:
         """Its name."""
+        return self.name or self.type
 
     def load(self, home: Path) -> list[Task]:
         """All tasks, in order; a TasksError says what is wrong."""

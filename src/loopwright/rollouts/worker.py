@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.task import Task
-from loopwright.engines.base import Engine, EngineConfig, EngineError, Sampling, engines
+from loopwright.engines.base import ContextFull, Engine, EngineConfig, EngineError, Sampling, engines
 from loopwright.gateway.session import BudgetSpent, Session
 from loopwright.rollouts.loop import AgentLoop, LoopConfig, loops, words_of
 from loopwright.rollouts.pool import Worker, answered
@@ -59,15 +59,17 @@ class LoopWorker(Worker):
             if not isinstance(episode, Episode):
                 kind = type(episode).__name__
                 raise TypeError(f"{type(self._loop).__name__}.run gave a {kind} instead of an Episode")
+            if episode.reward is not None:  # the judger's to give: a loop's own must not outlive a fault
+                return replace(episode, reward=None, trainable=False, in_baseline=False)
             return episode
         except Exception as error:  # noqa: BLE001  a loop of the user's own may raise anything
             if isinstance(error, TimeoutError) and deadline.expired():
                 return _late(session, request.task, config.deadline_s, deadline.when() or 0.0)
             for cause in _causes(error):
+                if isinstance(cause, BudgetSpent | ContextFull):
+                    return session.episode(request.task, Outcome.TRUNCATED, reason=str(cause))
                 if isinstance(cause, EngineError):
                     return session.episode(request.task, Outcome.LOST, reason=str(cause))
-                if isinstance(cause, BudgetSpent):
-                    return session.episode(request.task, Outcome.TRUNCATED, reason=str(cause))
             return session.episode(request.task, Outcome.CRASHED, reason=words_of(error))
 
     async def tell(self, news: News) -> int:
@@ -88,13 +90,15 @@ class LoopWorker(Worker):
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception and those that it was raised from; of a group, all of them."""
-    yield error
-    if isinstance(error, BaseExceptionGroup):
-        for each in error.exceptions:
-            yield from _causes(each)
-    if error.__cause__ is not None:
-        yield from _causes(error.__cause__)
+    """An exception and those that it was raised from, which may be itself; of a group, all of them."""
+    seen, waiting = set[int](), [error]
+    while waiting:
+        if id(cause := waiting.pop()) in seen:
+            continue
+        seen.add(id(cause))
+        yield cause
+        inner = cause.exceptions if isinstance(cause, BaseExceptionGroup) else ()
+        waiting += [each for each in (cause.__cause__, *reversed(inner)) if each is not None]
 
 
 def _late(session: Session, task: Task, deadline_s: float, at: float) -> Episode:

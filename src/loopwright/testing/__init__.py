@@ -8,6 +8,7 @@ pytest.register_assert_rewrite(
 )
 
 from loopwright.testing.agents import AgentContract  # noqa: E402
+from loopwright.testing.clock import simulate  # noqa: E402
 from loopwright.testing.engines import EngineContract  # noqa: E402
 from loopwright.testing.executors import ExecutorContract  # noqa: E402
 from loopwright.testing.judgers import JudgerContract  # noqa: E402
@@ -24,4 +25,5 @@ __all__ = [
     "LoopContract",
     "PoolContract",
     "WorkloadContract",
+    "simulate",
 ]

@@ -10,6 +10,8 @@ class Breaker:
     def __init__(self, failures: int, cooldown_s: float) -> None:
         self._limit, self._cooldown_s = failures, cooldown_s
         self._in_a_row = 0
+        self.last = ""
+        """What went wrong in the last try that failed."""
         self._opens_again_s: float | None = None
         self._probing = False
 
@@ -32,9 +34,9 @@ class Breaker:
         """A verdict came: all is well again."""
         self._in_a_row, self._opens_again_s, self._probing = 0, None, False
 
-    def failed(self, now_s: float, *, probe: bool) -> None:
+    def failed(self, now_s: float, reason: str, *, probe: bool) -> None:
         """A try failed. Those that were under way when it opened do not keep it open for longer."""
-        self._in_a_row += 1
+        self._in_a_row, self.last = self._in_a_row + 1, reason
         if probe:
             self._probing = False
         if probe or (self._opens_again_s is None and 0 < self._limit <= self._in_a_row):
@@ -44,8 +46,3 @@ class Breaker:
         """A try was given up by whoever asked for it, which tells nothing."""
         if probe:
             self._probing = False
-
-    @property
-    def in_a_row(self) -> int:
-        """How many tries have failed since the last one that did not."""
-        return self._in_a_row

@@ -55,9 +55,10 @@ class Guard:
         async with self._room:
             loop = asyncio.get_running_loop()
             if (wait_s := self._breaker.wait_s(loop.time())) > 0:
+                # In the same words each time, so that a report counts an outage as one.
                 raise JudgerDown(
-                    f"judger {self._name!r} is down: {self._breaker.in_a_row} failures in a row. "
-                    f"It is tried again in {wait_s:.1f} s",
+                    f"judger {self._name!r} is down after {self._config.breaker} in a row without a verdict, "
+                    f"the last because of {self._breaker.last}",
                     wait_s,
                 )
             probe = self._breaker.enter()
@@ -69,9 +70,11 @@ class Guard:
                 self._breaker.left(probe=probe)
                 raise
             except Exception as error:
-                self._breaker.failed(loop.time(), probe=probe)
-                if isinstance(error, TimeoutError) and scope.expired():
-                    raise TimeoutError(f"it took longer than {limit_s:g} s") from error
+                late = isinstance(error, TimeoutError) and scope.expired()
+                failure = TimeoutError(f"it took longer than {limit_s:g} s") if late else error
+                self._breaker.failed(loop.time(), _describe(failure), probe=probe)
+                if late:
+                    raise failure from error
                 raise
             except BaseException:
                 self._breaker.left(probe=probe)

@@ -1,20 +1,16 @@
 """Handlers: functions of the user's, called off the event loop unless they are asynchronous."""
 
-import asyncio
-import contextvars
 import inspect
-import threading
 from collections.abc import Callable
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from loopwright.core.imports import import_function
 from loopwright.rollouts.judger import JudgeFailed
-from loopwright.rollouts.threads import Threads
-
-MOST_LEFT = 512
-"""How many calls that never return a handler may leave behind before it is called no more."""
+from loopwright.rollouts.pool import answered
+from loopwright.rollouts.threads import Threads, TooManyLeft
 
 
 class Handler:
@@ -25,8 +21,6 @@ class Handler:
         self._function = import_function(path, home)
         self._asynchronous = _is_asynchronous(self._function)
         self._threads = Threads("loopwright-judge", most=threads)
-        self._lock = threading.Lock()
-        self._left = 0
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -50,55 +44,18 @@ class Handler:
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns; an exit that it asks for is a failure like any other."""
         if self._asynchronous:
-            return await _awaited(self._function(*args, **kwargs), self.path)
-        if self._left >= MOST_LEFT:
-            raise JudgeFailed(
-                f"{self._left} calls of {self.path!r} never returned, so it is called no more. "
-                "Find out where it hangs; a command judger can be ended, a function cannot."
-            )
-        value = await self._in_thread(partial(contextvars.copy_context().run, self._function, *args, **kwargs))
-        return await _awaited(value, self.path) if inspect.isawaitable(value) else value
-
-    async def _in_thread(self, call: Callable[[], Any]) -> Any:
-        state = _Call()
-
-        def work() -> Any:
-            state.started = True
-            try:
-                return call()
-            except (SystemExit, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit) as error:
-                raise RuntimeError(f"{self.path!r} raised {error!r}") from error
-            finally:
-                with self._lock:
-                    state.ended = True
-                    self._left -= state.left
-
+            return await answered(self._function(*args, **kwargs))
         try:
-            return await self._threads.run(work)
-        except asyncio.CancelledError:
-            with self._lock:
-                state.left = state.started and not state.ended
-                self._left += state.left
-            raise
+            value = await self._threads.run(partial(copy_context().run, self._function, *args, **kwargs))
+        except TooManyLeft as error:
+            raise JudgeFailed(
+                f"{self.path!r} is called no more: {error} A command judger can be ended, a function cannot."
+            ) from error
+        return await answered(value) if inspect.isawaitable(value) else value
 
     def close(self) -> None:
         """Let its threads go."""
         self._threads.close()
-
-
-class _Call:
-    """Whether a call was begun, has ended, and whether somebody gave up on it before."""
-
-    started = False
-    ended = False
-    left = False
-
-
-async def _awaited(value: Any, path: str) -> Any:
-    try:
-        return await value
-    except SystemExit as error:
-        raise RuntimeError(f"{path!r} raised {error!r}") from error
 
 
 def _is_asynchronous(function: Callable[..., Any]) -> bool:

@@ -1,0 +1,171 @@
+"""Models for the engine in this process: found by name, loaded, checked, and given new weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from loopwright.engines import smollm2
+from loopwright.engines.base import EngineError
+from loopwright.engines.batch import Batch
+from loopwright.engines.packing import pack
+from loopwright.engines.rows import ATTENTION, Rows, Shape, register
+from loopwright.engines.tokenizer import ByteTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from loopwright.engines.inprocess import TransformersConfig
+
+_CHECKED_TOKENS = 8
+_ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, ready to serve."""
+
+    model: Any
+    tokenizer: Tokenizer
+    batch: Batch
+    max_context: int
+
+
+def load(config: "TransformersConfig", home: Path) -> Loaded:
+    """The model that a config names. EngineError if it cannot be had, or cannot be served."""
+    register()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    tokenizer: Tokenizer
+    if config.model == "tiny":
+        model, tokenizer = tiny(config.seed), ByteTokenizer()
+    else:
+        model, tokenizer = _pretrained(config.model, home)
+    model = model.to(device=config.device, dtype=getattr(torch, config.dtype)).eval().requires_grad_(False)
+    pack(model)
+    text = model.config.get_text_config()
+    limit = text.max_position_embeddings
+    max_context = min(config.max_context or limit, limit)
+    shape = _shape(model, text, max_context)
+    batch = Batch(
+        model,
+        shape,
+        tokenizer,
+        stop_ids=_stop_ids(model, tokenizer),
+        max_batch=config.max_batch,
+        max_tokens=config.batch_bytes // shape.token_bytes,
+        max_context=max_context,
+        prefix_bytes=config.prefix_bytes,
+    )
+    if config.model not in ("tiny", "smollm2"):
+        _check(model, shape, config.model)
+    return Loaded(model, tokenizer, batch, max_context)
+
+
+def tiny(seed: int = 0) -> Any:
+    """A small byte-level model with random weights: 0.25 million of them, made on the spot."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    make: Any = Qwen2ForCausalLM
+    config = Qwen2Config(
+        vocab_size=ByteTokenizer.size,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,  # tied, a random model would only ever repeat itself
+        bos_token_id=None,
+        eos_token_id=ByteTokenizer.specials["<|im_end|>"],
+    )
+    config._attn_implementation = ATTENTION
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make(config)
+
+
+def _pretrained(name: str, home: Path) -> tuple[Any, Tokenizer]:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from loopwright.engines.hub_tokenizer import HubTokenizer
+
+    place = str(smollm2.directory()) if name == "smollm2" else str(home / name) if (home / name).is_dir() else name
+    chatter: Any = logging
+    chatter.disable_progress_bar()
+    try:
+        tokenizer = HubTokenizer.of(place)
+        return AutoModelForCausalLM.from_pretrained(place, attn_implementation=ATTENTION, dtype="auto"), tokenizer
+    except (OSError, ValueError, ImportError) as error:
+        raise EngineError(f"model {name!r} cannot be loaded: {error}") from error
+
+
+def _shape(model: Any, text: Any, max_context: int) -> Shape:
+    """What the model remembers per token, if it remembers in a way that we know."""
+    window = getattr(text, "sliding_window", None)
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise EngineError(f"a model with layers of kind {', '.join(sorted(kinds))} cannot be served in process")
+    if "sliding_attention" in kinds and window is not None and max_context > window:
+        raise EngineError(f"this model attends to {window} tokens only: set max_context = {window} or less")
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    weight = next(model.parameters())
+    return Shape(text.num_hidden_layers, heads, width, weight.dtype, weight.device)
+
+
+def _stop_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end a turn: those that the model names, and the ends of messages and texts."""
+    ends = model.generation_config.eos_token_id
+    found = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    return frozenset(found | {number for name, number in tokenizer.specials.items() if name in _ENDS})
+
+
+@torch.inference_mode()
+def _check(model: Any, shape: Shape, name: str) -> None:
+    """Token by token must give what a forward pass gives; otherwise this kind of model is not for us."""
+    ids = list(range(1, 1 + _CHECKED_TOKENS))
+    rows = Rows(model, shape)
+    rows.add()
+    try:
+        found = [rows.forward([[token]])[0] for token in ids]
+        expected = model(input_ids=torch.tensor([ids], device=shape.device), use_cache=False).logits[0]
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise EngineError(f"model {name!r} cannot be served in process: {error}") from error
+    off = (torch.stack(found).float().log_softmax(-1) - expected.float().log_softmax(-1)).abs().max().item()
+    if not off < (1e-2 if shape.dtype is torch.float32 else 1.0):
+        raise EngineError(f"model {name!r} cannot be served in process: logprobs are off by {off:.3g}")
+
+
+def put_weights(model: Any, source: Mapping[str, Tensor] | Path) -> None:
+    """Copy weights into a model; all of them fit, or none is taken. Weights that share memory may be named once."""
+    weights = source if isinstance(source, Mapping) else _read(source)
+    places = model.state_dict()
+    unknown = [name for name in weights if name not in places]
+    given = {places[name].data_ptr() for name in weights if name in places}
+    missing = [name for name, place in places.items() if place.data_ptr() not in given]
+    unlike = [name for name in weights if name in places and weights[name].shape != places[name].shape]
+    for what, names in (("unknown", unknown), ("missing", missing), ("of another shape", unlike)):
+        if names:
+            raise EngineError(f"these weights do not fit the model: {len(names)} {what}, such as {names[0]!r}")
+    with torch.no_grad():  # not inference mode, in which nobody could tell that they were written to
+        for name, weight in weights.items():
+            places[name].copy_(weight)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """The weights in a file of safetensors or torch, or in a directory as transformers writes it."""
+    from safetensors.torch import load_file
+
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    found: dict[str, Tensor] = {}
+    try:
+        for file in files:
+            found |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+    except Exception as error:
+        raise EngineError(f"weights in {path} cannot be read: {type(error).__name__}: {error}") from error
+    if not found:
+        raise EngineError(f"there are no weights in {path}")
+    return found

@@ -1,0 +1,31 @@
+"""Engines by short names, as the command line takes them: `scripted`, `tiny`, `smollm2`, or `kind:address`."""
+
+from collections.abc import Callable
+
+from loopwright.core.errors import did_you_mean
+from loopwright.engines.base import EngineConfig
+from loopwright.engines.inprocess import TransformersConfig
+from loopwright.engines.scripted import ScriptedConfig
+
+NAMED: dict[str, Callable[[], EngineConfig]] = {
+    "scripted": ScriptedConfig,
+    "tiny": lambda: TransformersConfig(model="tiny"),
+    "smollm2": lambda: TransformersConfig(model="smollm2"),
+}
+"""Names that stand for themselves."""
+
+ADDRESSED: dict[str, Callable[[str], EngineConfig]] = {
+    "transformers": lambda model: TransformersConfig(model=model),
+}
+"""Kinds that take what follows their colon: a URL, or a model."""
+
+
+def engine_config(name: str) -> EngineConfig:
+    """The config that a name stands for; ValueError says which there are."""
+    kind, colon, rest = name.partition(":")
+    if colon and rest and kind in ADDRESSED:
+        return ADDRESSED[kind](rest)
+    if name in NAMED:
+        return NAMED[name]()
+    known = [*NAMED, *(f"{each}:…" for each in ADDRESSED)]
+    raise ValueError(f"unknown engine {name!r}. {did_you_mean(name, known)}")

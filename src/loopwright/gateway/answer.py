@@ -1,0 +1,104 @@
+"""One request of an agent: parsed, answered by a call, and written as a whole or as a stream."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import aclosing
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from loopwright.gateway.call import Call
+from loopwright.gateway.dialect import Ask, BadRequest, Dialect, StreamWriter
+from loopwright.gateway.live import Live
+from loopwright.gateway.refusal import refusal_of
+
+if TYPE_CHECKING:
+    from loopwright.gateway.gateway import GatewayConfig
+
+log = logging.getLogger(__name__)
+_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class Answer:
+    """An answer on its way."""
+
+    def __init__(self, request: web.Request, dialect: Dialect, live: Live, config: "GatewayConfig") -> None:
+        self._request, self._dialect, self._live, self._config = request, dialect, live, config
+
+    async def give(self) -> web.StreamResponse:
+        """Answer, and end the call with the connection."""
+        request, dialect = self._request, self._dialect
+        body = await request.read()
+        ask = dialect.parse(body_of(body), request.headers)
+        digest = blake2b(body, digest_size=16, person=dialect.name.encode()[:16]).digest()
+        call = self._live.call(dialect.name, ask, digest, retried=_is_retry(request))
+        call.join()
+        try:
+            if ask.stream:
+                return await self._streamed(ask, call)
+            return answered(dialect.render(ask, call.id, await call.result()))
+        finally:
+            call.leave()
+
+    async def _streamed(self, ask: Ask, call: Call) -> web.StreamResponse:
+        """Pieces as they are sampled. What fails before the first of them is refused with a status of its own."""
+        writer = self._dialect.stream(ask, call.id)
+        response: web.StreamResponse | None = None
+        try:
+            async with aclosing(call.follow(self._config.keepalive_s)) as follow:
+                async for news in follow:
+                    data = b"".join(writer.piece(choice, piece) for choice, piece in news)
+                    if response is None:
+                        response = await self._opened(call, writer)
+                    await self._write(response, data if news else writer.keepalive())
+            response = response or await self._opened(call, writer)
+            await self._write(response, writer.end(await call.result()))
+        except (ConnectionResetError, TimeoutError):  # the client has left, or reads no more
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            return response or web.Response()
+        except Exception as error:
+            if response is None:
+                raise
+            refused = refusal_of(error)
+            if refused.status == 500:
+                log.exception("a stream of session %s failed", self._live.id)
+            await self._write(response, writer.fail(refused.status, str(refused)))
+        return response
+
+    async def _opened(self, call: Call, writer: StreamWriter) -> web.StreamResponse:
+        response = web.StreamResponse(headers=_STREAM)
+        await response.prepare(self._request)
+        await self._write(response, writer.begin(call.drafts[0].prompt_tokens))
+        return response
+
+    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
+        if data:
+            async with asyncio.timeout(self._config.write_s):
+                await response.write(data)
+
+
+def answered(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """Data as JSON."""
+    return web.Response(body=orjson.dumps(data), status=status, content_type="application/json", headers=headers)
+
+
+def body_of(body: bytes, *, empty: bool = False) -> dict[str, Any]:
+    """The JSON object that a request brings; `empty` if it may bring none."""
+    if empty and not body.strip():
+        return {}
+    try:
+        read = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+    if not isinstance(read, dict):
+        raise BadRequest("the body is no JSON object")
+    return read
+
+
+def _is_retry(request: web.Request) -> bool:
+    count = request.headers.get("x-stainless-retry-count", "0")
+    return count.isdecimal() and int(count[:9]) > 0

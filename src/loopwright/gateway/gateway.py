@@ -1,0 +1,260 @@
+"""The gateway: sessions on the wire, over one engine. Opens, finds, recovers and ends them.
+
+async with Gateway(engine) as gateway:
+    session = await gateway.open()
+    …                                   # an agent is given session.openai_base_url and session.key
+    episode = await session.close()
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from loopwright.core.config import Config
+from loopwright.core.episode import Episode
+from loopwright.core.errors import LoopwrightError, MissingExtra, StorageError
+from loopwright.core.outcome import Outcome
+from loopwright.engines.base import Engine
+from loopwright.gateway.live import Live
+from loopwright.gateway.refusal import Refused
+from loopwright.gateway.store import DiskStore, NoStore, Store, written
+from loopwright.gateway.terms import Terms, is_id
+
+if TYPE_CHECKING:
+    from loopwright.gateway.server import Server
+
+
+_KEPT_S = 60.0
+"""Seconds that a session which has ended stays in memory."""
+
+
+class AdvertiseError(LoopwrightError, ValueError):
+    """An address at which no agent could reach the gateway."""
+
+
+class GatewayConfig(Config):
+    """How a gateway serves."""
+
+    host: str = "127.0.0.1"
+    """Where it listens; by default only this machine reaches it."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 for any that is free."""
+    advertise: str | None = None
+    """The URL that agents are given; needed where the host is all addresses."""
+    model: str = "policy"
+    """What `models` lists; requests may name any."""
+    ttl_s: float = Field(default=3600.0, gt=0)
+    """Seconds without a call after which a session expires, unless its opener says otherwise."""
+    body_bytes: int = Field(default=32 * 2**20, ge=1024)
+    """The largest request."""
+    keepalive_s: float = Field(default=10.0, gt=0)
+    """Seconds of silence in a stream before a comment is sent."""
+    write_s: float = Field(default=60.0, gt=0)
+    """Seconds that a client may take to read what it was sent."""
+
+    def address(self, port: int) -> str:
+        """What agents are given; AdvertiseError if that would be no address."""
+        if self.advertise is not None:
+            parts = urlsplit(self.advertise)
+            if parts.scheme not in ("http", "https") or not parts.hostname or _everywhere(parts.hostname):
+                raise AdvertiseError(
+                    f"advertise: {self.advertise!r} is no URL that an agent can reach, like http://gpu-box:8400."
+                )
+            return self.advertise.rstrip("/")
+        if _everywhere(self.host):
+            raise AdvertiseError(
+                f"host: {self.host} means all addresses, and agents can be given none of them. "
+                "Say where they reach the gateway: --advertise http://gpu-box:8400."
+            )
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
+
+    @property
+    def public(self) -> bool:
+        """Whether other machines reach it."""
+        try:
+            return not ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host != "localhost"
+
+
+def _everywhere(host: str) -> bool:
+    try:
+        return not host or ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """A session for whoever opened it."""
+
+    live: Live
+    address: str
+
+    @property
+    def id(self) -> str:
+        """Its name, and the first part of its paths."""
+        return self.live.id
+
+    @property
+    def key(self) -> str:
+        """Its secret: the API key that its agent uses."""
+        return self.live.key
+
+    @property
+    def openai_base_url(self) -> str:
+        """For OpenAI's SDKs."""
+        return f"{self.address}/{self.id}/v1"
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """For Anthropic's SDKs."""
+        return f"{self.address}/{self.id}"
+
+    def episode(self) -> Episode:
+        """What was recorded by now."""
+        return self.live.episode()
+
+    async def close(self, outcome: Outcome = Outcome.OK, reason: str = "") -> Episode:
+        """End the session; its episode, yet to be judged."""
+        return await self.live.close("complete", outcome, reason)
+
+    def as_json(self) -> dict[str, Any]:
+        """What its opener is told."""
+        return {
+            "id": self.id,
+            "key": self.key,
+            "status": self.live.status,
+            "openai_base_url": self.openai_base_url,
+            "anthropic_base_url": self.anthropic_base_url,
+        }
+
+
+class Gateway:
+    """Serves sessions. With an `output` directory they survive the process; without one they end with it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: GatewayConfig = GatewayConfig(),  # noqa: B008  frozen
+        *,
+        output: Path | None = None,
+        token: str | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        config.address(config.port)  # before anything starts
+        self.engine, self.config, self.token, self.clock = engine, config, token, clock
+        self._output = output
+        self._store: Store = NoStore()
+        self._sessions: dict[str, Live] = {}
+        self._server: Server | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            from loopwright.gateway.server import Server
+        except ImportError as error:
+            raise MissingExtra("the gateway", "gateway") from error
+        if self._output is not None:
+            self._store = DiskStore(self._output)
+            self._recover("status = ?", ("open",))
+        self._server = Server(self)
+        try:
+            await self._server.start()
+        except OSError as error:
+            self._store.close()
+            where = f"{self.config.host}:{self.config.port}"
+            raise AdvertiseError(
+                f"cannot listen at {where}: {error.strerror or error}. Choose another --port."
+            ) from error
+        self._sweeper = asyncio.create_task(self._sweep())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        if self._server is not None:
+            await self._server.stop()
+        await asyncio.gather(*(live.rest() for live in self._sessions.values()))
+        self._store.close()
+
+    @property
+    def address(self) -> str:
+        """The URL that agents are given."""
+        return self.config.address(self._server.port if self._server else self.config.port)
+
+    # -- sessions -----------------------------------------------------------------------------------------------
+
+    async def open(self, id: str | None = None, terms: Terms | None = None) -> OpenSession:
+        """A new session; with an id that is known, and the same run and trial, the one that there is."""
+        terms = Terms(ttl_s=self.config.ttl_s) if terms is None else terms
+        if "ttl_s" not in terms.model_fields_set:
+            terms = terms.model_copy(update={"ttl_s": self.config.ttl_s})
+        if id is None:
+            id = secrets.token_hex(8)
+        elif not is_id(id):
+            said = "letters, digits, '.', '_' and '-', and begins with a letter or digit"
+            raise Refused(400, "invalid", f"{id[:80]!r} is no id of a session: it has up to 128 {said}", retry=False)
+        try:
+            live = self.find(id)
+        except Refused:
+            live = self._sessions[id] = Live(self.engine, self._store, self.clock, id, terms)
+            await live.save()
+            return OpenSession(live, self.address)
+        if (live.terms.run, live.terms.trial) != (terms.run, terms.trial):
+            raise Refused(
+                409, "closed", f"session {id!r} belongs to another run or trial; choose another id", retry=False
+            )
+        if live.status != "open":
+            raise live.refusal()
+        return OpenSession(live, self.address)
+
+    def find(self, id: str) -> Live:
+        """The session of this id; one that has ended is read again."""
+        live = self._sessions.get(id)
+        if live is None and is_id(id):
+            self._recover("id = ?", (id,))
+            live = self._sessions.get(id)
+        if live is None:
+            raise Refused.unknown(id)
+        return live
+
+    async def delete(self, id: str) -> None:
+        """Forget a session and all that was recorded of it."""
+        live = self.find(id)
+        await live.close("deleted", Outcome.ABORTED, "deleted")
+        del self._sessions[id]
+        tables = (("sessions", "id"), ("nodes", "session"), ("calls", "session"))
+        await written(self._store, [(f"DELETE FROM {table} WHERE {column} = ?", (id,)) for table, column in tables])
+
+    def _recover(self, which: str, values: tuple[str, ...]) -> None:
+        query = "SELECT id, key, terms, opened_at, status, closed_at, outcome, reason, snapshot FROM sessions WHERE "
+        for id, key, terms, *row in self._store.rows(query + which, values):
+            live = Live(self.engine, self._store, self.clock, id, Terms.model_validate_json(terms), key)
+            live.restore(tuple(row))
+            self._sessions[id] = live
+
+    async def _sweep(self) -> None:
+        """End sessions whose time is up, and let go of those that have ended and can be read again."""
+        while True:
+            await asyncio.sleep(1.0)
+            for live in list(self._sessions.values()):
+                if live.expires():
+                    with suppress(StorageError):  # it will be told to whoever asks next
+                        await live.close("expired", Outcome.EXPIRED, f"no call came for {live.terms.ttl_s:g} s")
+                elif (
+                    self._output is not None and live.closed_at is not None and self.clock() - live.closed_at > _KEPT_S
+                ):
+                    self._sessions.pop(live.id, None)

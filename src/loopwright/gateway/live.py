@@ -1,0 +1,229 @@
+"""A live session: a session with a key, terms, calls under way, and a place in the store."""
+
+import asyncio
+import hmac
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from hashlib import blake2b
+from typing import Any
+
+from loopwright.core.episode import Episode
+from loopwright.core.outcome import Outcome
+from loopwright.engines.base import Engine, Sampling
+from loopwright.gateway.call import Call
+from loopwright.gateway.dialect import Ask, Dialect
+from loopwright.gateway.refusal import Refused
+from loopwright.gateway.session import Limits, Session
+from loopwright.gateway.store import Statement, Store, node_statement, nodes_of, written
+from loopwright.gateway.terms import Terms
+from loopwright.gateway.verdict import Kind, Verdict
+
+_REMEMBERED = 64
+"""Calls of a session that a retry can still find."""
+_RETRIED = 8
+"""The same after a restart."""
+_WAITING = 256
+"""Calls that may wait for a slot."""
+_SESSION = "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_LOST = "the gateway ended before this turn did: what was sampled is not known"
+
+
+class Live:
+    """One agent's session on the wire. `status` is `open`, `complete`, or `expired`."""
+
+    def __init__(
+        self, engine: Engine, store: Store, clock: Callable[[], float], id: str, terms: Terms, key: str | None = None
+    ) -> None:
+        self.id, self.terms, self.store, self.clock = id, terms, store, clock
+        self.key = key or f"sk-{secrets.token_urlsafe(24)}"
+        limits = Limits(terms.calls, terms.tokens)
+        self.session = Session(engine, terms.defaults, seed=terms.seed or id, limits=limits)
+        self.status, self.reason, self.snapshot = "open", "", ""
+        self.outcome = Outcome.OK
+        self.opened_at = self._used_at = clock()
+        self.closed_at: float | None = None
+        self._calls: OrderedDict[bytes, Call] = OrderedDict()
+        self._running: set[Call] = set()
+        self._dialects: dict[int, str] = {}
+        self.voices: dict[str, Dialect] = {}
+        """The dialects that it is spoken to in, by path."""
+        self._saved = 1
+        self._slots = None if terms.concurrency is None else asyncio.Semaphore(terms.concurrency)
+        self._waiting = 0
+
+    def admits(self, key: str) -> bool:
+        """Whether this is its key; takes as long for a wrong one, however much of it is right."""
+        return hmac.compare_digest(key.encode("utf-8", "replace"), self.key.encode())
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def call(self, dialect: str, ask: Ask, digest: bytes, *, retried: bool) -> Call:
+        """The call that a request stands for: an SDK's retry is the one that it retries."""
+        if self.status != "open":
+            raise self.refusal()
+        if retried and (found := self._calls.get(digest)) is not None:
+            return found
+        now = self.clock()
+        if self.terms.time_s is not None and now - self.opened_at >= self.terms.time_s:
+            raise Refused.spent(f"its {self.terms.time_s:g} s are over")
+        if self._waiting >= _WAITING:
+            raise Refused(429, "quota", f"{self._waiting} calls of this session wait already")
+        self._used_at = now
+        sampling = self.terms.pinned(ask.sampling, ask.stop)
+        drafts = []
+        for choice in range(ask.n):
+            seed = None if ask.seed is None else f"{ask.seed}:{choice}"
+            draft = self.session.draft(ask.messages, ask.tools, sampling=sampling, seed=seed)
+            drafts.append(draft)
+            draft.verdict = self.session.verdicts[draft.node] = drafts[0].verdict  # choices share their prompt
+        call = Call(self, secrets.token_hex(12), digest, dialect, drafts, ask.stream)
+        self._remember(call)
+        return call
+
+    def _remember(self, call: Call) -> None:
+        self._calls[call.digest] = call
+        self._dialects.update({draft.node: call.dialect for draft in call.drafts})
+        while len(self._calls) > _REMEMBERED:
+            self._calls.popitem(last=False)
+
+    @asynccontextmanager
+    async def slot(self, call: Call) -> AsyncIterator[None]:
+        """A place among the calls that are answered at once."""
+        self._running.add(call)
+        try:
+            if self.status != "open":  # closed between the request and now
+                raise self.refusal()
+            if self._slots is None:
+                yield
+                return
+            self._waiting += 1
+            try:
+                await self._slots.acquire()
+            finally:
+                self._waiting -= 1
+            try:
+                yield
+            finally:
+                self._slots.release()
+        finally:
+            self._running.discard(call)
+            self._used_at = self.clock()
+
+    def unsaved(self) -> list[Statement]:
+        """The nodes that the store does not have yet."""
+        graph, since = self.session.graph, self._saved
+        self._saved = len(graph.nodes)
+        return [
+            node_statement(self.id, number, graph.nodes[number], graph.keys.get(number))
+            for number in range(since, self._saved)
+        ]
+
+    # -- its life -----------------------------------------------------------------------------------------------
+
+    def refusal(self) -> Refused:
+        """What a call is told that this session does not take, or that was ended with it."""
+        return Refused.closed(self.id, "closing" if self.status == "open" else self.status)
+
+    def expires(self) -> bool:
+        """Whether its time is up."""
+        return self.status == "open" and not self._running and self.clock() - self._used_at >= self.terms.ttl_s
+
+    def ended_s(self) -> float:
+        """Seconds since it ended; 0 while it is open."""
+        return 0.0 if self.closed_at is None else self.clock() - self.closed_at
+
+    async def save(self) -> None:
+        """Write down what is known of the session itself."""
+        terms = self.terms.model_dump_json(exclude_unset=True)
+        state = (self.opened_at, self.status, self.closed_at, str(self.outcome), self.reason, self.snapshot)
+        await written(self.store, [(_SESSION, (self.id, self.key, terms, *state))])
+
+    async def close(self, status: str = "complete", outcome: Outcome = Outcome.OK, reason: str = "") -> Episode:
+        """End it: calls under way are given up, and what was recorded changes no more."""
+        if self.status == "open":
+            self.status, self.outcome, self.reason, self.closed_at = status, outcome, reason, self.clock()
+            await self.rest()
+            self.snapshot = blake2b(self.episode().to_bytes(), digest_size=16).hexdigest()
+            await self.save()
+        return self.episode()
+
+    async def rest(self) -> None:
+        """Give up calls under way, as the gateway ends; the session itself goes on with the next one."""
+        await asyncio.gather(*(call.end() for call in list(self._running)))
+
+    def episode(self) -> Episode:
+        """Everything that was recorded, yet to be judged."""
+        return self.session.episode(self.terms.task_of(self.id), self.outcome, reason=self.reason)
+
+    def described(self) -> dict[str, Any]:
+        """The session for whoever opened it: the graph, rows for training, and a verdict per turn."""
+        episode, verdicts = self.episode(), self.session.verdicts
+        counts = {str(kind): sum(verdict.kind == kind for verdict in verdicts.values()) for kind in Kind}
+        running = len(self._running)
+        return {
+            "id": self.id,
+            "run": self.terms.run,
+            "trial": self.terms.trial,
+            "status": self.status,
+            "snapshot": self.snapshot or None,
+            "running": running,
+            "trainable": not counts[Kind.BROKEN] and not running and episode.sampled > 0,
+            "verdicts": counts,
+            "turns": [self._told(number, verdict) for number, verdict in sorted(verdicts.items())],
+            "rows": [
+                {
+                    "prompt_ids": row.prompt_ids,
+                    "response_ids": row.response_ids,
+                    "response_mask": row.response_mask,
+                    "logprobs": row.logprobs,
+                    "versions": row.versions,
+                }
+                for row in episode.rows()
+            ],
+            "episode": episode.as_json(),
+        }
+
+    def _told(self, number: int, verdict: Verdict) -> dict[str, Any]:
+        node = self.session.graph.nodes[number]
+        return {
+            "node": number,
+            "dialect": self._dialects.get(number, ""),
+            "verdict": verdict.kind,
+            "reason": verdict.reason,
+            "token": verdict.token,
+            "finish": node.finish,
+            "sampled_tokens": node.sampled,
+        }
+
+    # -- recovery -----------------------------------------------------------------------------------------------
+
+    def restore(self, row: tuple[Any, ...]) -> None:
+        """Take up what the store has of it. A turn that had not come to its end is broken, unless it is retried."""
+        self.opened_at, self.status, self.closed_at, outcome, self.reason, self.snapshot = row
+        self.outcome = Outcome(outcome)
+        query = (
+            "SELECT node, call, choice, digest, dialect, sampling, seed, ended_at, verdict, reason, token FROM calls "
+            "WHERE session = ? ORDER BY begun_at, choice"
+        )
+        rows = self.store.rows(query, (self.id,))
+        prompts, verdicts = {}, {}
+        for node, *_, ended_at, kind, reason, token in rows:
+            prompts[node] = verdicts[node] = Verdict(Kind(kind), reason, token)
+            if ended_at is None:
+                verdicts[node] = Verdict(Kind.BROKEN, _LOST, None)
+        self.session.restore(nodes_of(self.store, self.id), verdicts)
+        self._saved = len(self.session.graph.nodes)
+        calls: dict[str, list[Any]] = {}
+        for each in rows:
+            self._dialects[each[0]] = each[4]
+            calls.setdefault(each[1], []).append(each)
+        for id, parts in list(calls.items())[-_RETRIED:]:
+            drafts = []
+            for node, _, _, _, _, sampling, seed, *_ in parts:
+                drafts.append(self.session.redraft(node, Sampling.model_validate_json(sampling), seed, prompts[node]))
+            call = Call(self, id, parts[0][3], parts[0][4], drafts, True)
+            if all(map(self.session.ended, drafts)):
+                call.turns = [self.session.said(draft) for draft in drafts]
+            self._remember(call)

@@ -1,0 +1,200 @@
+"""The store: sessions, their nodes and their calls, on disk before anybody is told.
+
+One thread writes; whatever waits for it is committed together, off the event loop. It is a SQLite file, like a ledger.
+"""
+
+import asyncio
+import fcntl
+import json
+import os
+import queue
+import threading
+from array import array
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import orjson
+
+from loopwright.core.episode import Node, Span
+from loopwright.core.errors import LedgerError, OutputBusy, storage
+from loopwright.core.sqlite import Transaction, connect, explained
+from loopwright.gateway.graph import Key
+
+VERSION = 1
+_SCHEMA = """
+CREATE TABLE sessions (
+    id TEXT PRIMARY KEY, key TEXT NOT NULL, terms TEXT NOT NULL, opened_at REAL NOT NULL, status TEXT NOT NULL,
+    closed_at REAL, outcome TEXT NOT NULL, reason TEXT NOT NULL, snapshot TEXT NOT NULL
+) STRICT;
+CREATE TABLE nodes (
+    session TEXT NOT NULL, number INTEGER NOT NULL, parent INTEGER NOT NULL, key TEXT, message TEXT NOT NULL,
+    ids BLOB NOT NULL, logprobs BLOB NOT NULL, spans TEXT NOT NULL, finish TEXT, PRIMARY KEY (session, number)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE calls (
+    session TEXT NOT NULL, node INTEGER NOT NULL, call TEXT NOT NULL, choice INTEGER NOT NULL, digest BLOB NOT NULL,
+    dialect TEXT NOT NULL, sampling TEXT NOT NULL, seed TEXT NOT NULL, begun_at REAL NOT NULL, ended_at REAL,
+    verdict TEXT NOT NULL, reason TEXT NOT NULL, token INTEGER, PRIMARY KEY (session, node)
+) STRICT, WITHOUT ROWID;
+"""
+
+NODE = "INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+INTENT = "INSERT OR REPLACE INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, ?, ?, ?)"
+RESULT = "UPDATE calls SET ended_at = ?, verdict = ?, reason = ?, token = ? WHERE session = ? AND node = ?"
+
+Statement = tuple[str, tuple[Any, ...]]
+
+
+class Store(Protocol):
+    """Where sessions are kept."""
+
+    def write(self, statements: Sequence[Statement]) -> Future[None]:
+        """Write all of it or nothing; done once it is safe. StorageError if it cannot be."""
+        ...
+
+    def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
+        """What a query gives."""
+        ...
+
+    def close(self) -> None:
+        """Write what waits, and let go."""
+        ...
+
+
+class NoStore:
+    """Keeps nothing: sessions live as long as the gateway."""
+
+    def write(self, statements: Sequence[Statement]) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
+        return []
+
+    def close(self) -> None: ...
+
+
+class DiskStore:
+    """A file in the output directory, which only its owner can read: it holds the keys of the sessions."""
+
+    def __init__(self, output: Path) -> None:
+        self.path = output / "gateway.db"
+        with storage(output):
+            output.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(output)
+            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        with explained(self.path):
+            self._connection = connect(self.path, "NORMAL")
+            (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                self._connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+            elif version != VERSION:
+                raise LedgerError(
+                    f"{self.path} has format {version}, and this Loopwright reads {VERSION}. Choose another --output."
+                )
+        self._transaction = Transaction(self.path, self._connection)
+        self._queue: queue.SimpleQueue[tuple[Sequence[Statement], Future[None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="gateway-store", daemon=True)
+        self._thread.start()
+
+    def write(self, statements: Sequence[Statement]) -> Future[None]:
+        done: Future[None] = Future()
+        self._queue.put((statements, done))
+        return done
+
+    def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
+        return self._transaction.rows(query, values)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+        self._connection.close()
+        os.close(self._lock)
+
+    def _work(self) -> None:
+        more = True
+        while more:
+            batch = [self._queue.get()]
+            while not self._queue.empty():
+                batch.append(self._queue.get())
+            more = None not in batch
+            jobs = [job for job in batch if job is not None]
+            try:
+                with self._transaction as connection:
+                    for query, rows in _grouped([each for statements, _ in jobs for each in statements]):
+                        connection.executemany(query, rows)
+            except Exception as error:  # noqa: BLE001  whoever waits is told
+                for _, done in jobs:
+                    done.set_exception(error)
+            else:
+                for _, done in jobs:
+                    done.set_result(None)
+
+
+def _grouped(statements: Sequence[Statement]) -> list[tuple[str, list[tuple[Any, ...]]]]:
+    """Rows by query, which is half the work; but one by one where the order between queries counts."""
+    groups: dict[str, list[tuple[Any, ...]]] = {query: [] for query in (NODE, INTENT, RESULT)}
+    for query, values in statements:
+        if query not in groups:
+            return [(each, [row]) for each, row in statements]
+        groups[query].append(values)
+    return [(query, rows) for query, rows in groups.items() if rows]
+
+
+async def written(store: Store, statements: Sequence[Statement]) -> None:
+    """Wait until it is safe. Being cancelled meanwhile does not undo it."""
+    done = store.write(statements)
+    if done.done():
+        done.result()
+    else:
+        await asyncio.shield(asyncio.wrap_future(done))
+
+
+def _locked(output: Path) -> int:
+    lock = os.open(output / "gateway.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise OutputBusy(f"another gateway works in {output}. End it, or choose another --output.") from error
+    return lock
+
+
+# -- nodes as rows ----------------------------------------------------------------------------------------------------
+
+
+def node_statement(session: str, number: int, node: Node, key: Key | None) -> Statement:
+    """How a node is written; one that has grown is written anew."""
+    return NODE, (
+        session,
+        number,
+        node.parent or 0,
+        None if key is None else json.dumps(key),
+        orjson.dumps(node.message).decode(),
+        array("q", node.ids).tobytes(),
+        array("d", node.logprobs).tobytes(),
+        orjson.dumps([(span.start, span.stop, span.version) for span in node.spans]).decode(),
+        node.finish,
+    )
+
+
+def nodes_of(store: Store, session: str) -> list[tuple[Node, Key | None]]:
+    """The nodes of a session below the root, in order, and the keys of those that can be found again."""
+    query = "SELECT parent, key, message, ids, logprobs, spans, finish FROM nodes WHERE session = ? ORDER BY number"
+    return [_node(row) for row in store.rows(query, (session,))]
+
+
+def _node(row: Iterable[Any]) -> tuple[Node, Key | None]:
+    parent, key, message, ids, logprobs, spans, finish = row
+    read = tuple(Span(*span) for span in orjson.loads(spans))
+    return Node(
+        parent, orjson.loads(message), _numbers("q", ids), _numbers("d", logprobs), read, finish
+    ), key and tuple(json.loads(key))
+
+
+def _numbers(kind: str, data: bytes) -> tuple[Any, ...]:
+    numbers = array(kind)
+    numbers.frombytes(data)
+    return tuple(numbers)

@@ -1,0 +1,53 @@
+"""Tables whose `type` chooses their config."""
+
+import re
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import pytest
+
+from loopwright.core.chosen import chosen
+from loopwright.core.config import Config
+from loopwright.core.registry import Registry
+
+
+class Half(Config, ABC):
+    type: Literal["half"] = "half"
+
+    @abstractmethod
+    def rest(self): ...
+
+
+class Whole(Config):
+    """What is chosen."""
+
+    type: Literal["whole"] = "whole"
+    size: int = 1
+
+
+@pytest.fixture
+def parse():
+    things = Registry("thing", "loopwright.no_such_group")
+    things.add("half", Half)
+    things.add("whole", Whole)
+    return chosen(things)
+
+
+def test_the_type_chooses(parse):
+    assert parse({"type": "whole", "size": 3}) == Whole(size=3)
+    assert parse(Whole()) == Whole()
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ({}, "must be a table with a `type`. Known: half, whole."),
+        ("whole", "must be a table with a `type`"),
+        ({"type": "hole"}, "unknown thing 'hole'"),
+        ({"type": "half"}, "thing 'half' is broken: TypeError: Can't instantiate abstract class Half"),
+        ({"type": "whole", "sice": 3}, "Did you mean 'size'?"),
+    ],
+)
+def test_what_is_wrong_is_told(parse, table, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse(table)

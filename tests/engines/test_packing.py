@@ -1,0 +1,54 @@
+"""Packed weights multiply as the weights themselves do, and follow them."""
+
+import pytest
+import torch
+
+from loopwright.engines.models import put_weights, tiny
+from loopwright.engines.packing import _Packed, pack
+from loopwright.engines.rows import register
+
+IDS = torch.tensor([[1, 2, 3, 4, 5]])
+
+
+@pytest.fixture
+def models():
+    register()
+    plain, packed = tiny(1).eval(), tiny(1).eval()
+    pack(packed, least=0)
+    assert isinstance(packed.lm_head.forward, _Packed)
+    return plain, packed
+
+
+@torch.inference_mode()
+def logits(model):
+    return model(input_ids=IDS, use_cache=False).logits
+
+
+def test_packed_weights_give_the_same(models):
+    plain, packed = models
+    assert torch.allclose(logits(packed), logits(plain), atol=1e-5)
+
+
+def test_new_weights_are_packed_anew(models):
+    _, packed = models
+    before, other = logits(packed), tiny(2).eval()
+    put_weights(packed, other.state_dict())
+    assert not torch.allclose(logits(packed), before, atol=1e-5)
+    assert torch.allclose(logits(packed), logits(other), atol=1e-5)
+
+
+def test_weights_that_learn_in_place_are_packed_anew(models):
+    plain, packed = models
+    logits(packed)
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+    assert torch.allclose(logits(packed), logits(plain), atol=1e-5)
+    assert not torch.allclose(logits(packed), logits(tiny(1).eval()), atol=1e-3)
+
+
+def test_small_matrices_stay_as_they_are():
+    model = tiny(1)
+    pack(model)
+    assert not isinstance(model.lm_head.forward, _Packed)

@@ -1,0 +1,91 @@
+"""The sampler: exact, seeded, and honest about what it sampled from."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loopwright.engines.base import Sampling
+from loopwright.engines.sampler import Draw, reshaped, sample
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.5, -1.0, -3.0, -40.0, -torch.inf])
+
+
+def chances(**sampling):
+    return reshaped(LOGITS[None], [Sampling(**sampling)])[0].exp().tolist()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.5}, {"temperature": 3.0}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.2},
+     {"temperature": 1.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1}],
+    ids=["plain", "cold", "hot", "top_k", "top_p", "min_p", "all"],
+)  # fmt: skip
+def test_tokens_come_as_often_as_their_logprobs_say(sampling):
+    draws = 20_000
+    drawn = [Draw(Sampling(**sampling), "seed", position) for position in range(draws)]
+    found = sample(LOGITS.expand(draws, -1), drawn)
+    counts, expected = Counter(token for token, _ in found), chances(**sampling)
+    assert sum(expected) == pytest.approx(1.0)
+    for token, logprob in set(found):
+        assert logprob == pytest.approx(math.log(expected[token]), abs=1e-5)
+    for token, chance in enumerate(expected):
+        deviation = math.sqrt(draws * chance * (1 - chance)) + 1e-9
+        assert abs(counts[token] - draws * chance) < 5 * deviation
+
+
+def test_each_rule_leaves_what_it_says():
+    def kept(**sampling):
+        return [token for token, chance in enumerate(chances(**sampling)) if chance > 0]
+
+    assert kept(top_k=3) == [0, 1, 2], "of two that are equally likely the first"
+    assert kept(top_p=0.5) == [0]
+    assert kept(top_p=0.6) == [0, 1]
+    assert kept(min_p=0.3) == [0, 1]
+    assert kept(min_p=1.0) == [0]
+    assert kept(top_k=2, top_p=0.7) == [0], "the likeliest of two has 0.73"
+
+
+def test_what_is_impossible_never_wins():
+    logits = torch.zeros(1, 50_000)
+    logits[0, 1:] = -25.0  # 7e-7 for all of them together
+    drawn = [Draw(Sampling(), "x", position) for position in range(300)]
+    assert {token for token, _ in sample(logits.expand(300, -1), drawn)} == {0}
+
+
+def test_rounding_errors_do_not_change_tokens():
+    torch.manual_seed(0)
+    logits = torch.randn(64, 5000) * 2
+    drawn = [Draw(Sampling(), "x", position) for position in range(64)]
+    disturbed = logits + torch.randn_like(logits) * 1e-6
+    assert [t for t, _ in sample(logits, drawn)] == [t for t, _ in sample(disturbed, drawn)]
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    torch.manual_seed(0)
+    logits = torch.randn(6, 300)
+    samplings = [Sampling(), Sampling(temperature=0), Sampling(top_k=4), Sampling(top_p=0.5), Sampling(top_k=1)]
+    drawn = [Draw(samplings[row % 5], str(row), row) for row in range(6)]
+    together = sample(logits, drawn)
+    for row, draw in enumerate(drawn):
+        (alone,) = sample(logits[row : row + 1], [draw])
+        assert alone[0] == together[row][0]
+        assert alone[1] == pytest.approx(together[row][1], abs=1e-6)
+
+
+@given(
+    st.floats(0, 1e6) | st.floats(0, 1e-3),
+    st.floats(0, 1, exclude_min=True),
+    st.integers(0, 300),
+    st.floats(0, 1),
+    st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20),
+)
+def test_any_sampling_gives_a_token_and_a_true_logprob(temperature, top_p, top_k, min_p, logits):
+    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    ((token, logprob),) = sample(torch.tensor([logits]), [Draw(sampling, "\ud800", 0)])
+    assert 0 <= token < len(logits)
+    assert math.isfinite(logprob)
+    assert logprob <= 0

@@ -1,0 +1,181 @@
+"""Hostile and careless clients: whatever they send is refused in words, and nothing of it stays behind."""
+
+import asyncio
+import logging
+
+import aiohttp
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from loopwright.gateway.terms import Terms
+from tests.gateway.serving import ADD, Teller, client_of, run, served, until, user
+
+PATHS = ["v1/chat/completions", "v1/completions", "v1/responses", "v1/messages", "v1/messages/count_tokens"]
+SCALAR = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(allow_nan=False), st.text(max_size=5)
+)
+JSON = st.recursive(
+    SCALAR, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+)
+FIELDS = [
+    "messages", "prompt", "input", "tools", "stop", "n", "seed", "temperature", "top_p", "max_tokens",
+    "stream", "logprobs", "top_logprobs", "stream_options", "system", "tool_choice", "max_completion_tokens",
+    "model", "instructions", "max_output_tokens", "stop_sequences", "previous_response_id", "best_of",
+    "reasoning", "metadata", "top_k", "min_p",
+]  # fmt: skip
+ROLE = st.sampled_from(["user", "assistant", "system", "tool", "developer", "prompt", "", "x"])
+PART = st.one_of(
+    JSON,
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["text", "image", "tool_use", "tool_result"])},
+        optional={"text": JSON, "id": JSON, "input": JSON, "content": JSON, "name": JSON},
+    ),
+)
+CALLS = st.lists(
+    st.fixed_dictionaries(
+        {}, optional={"id": JSON, "function": JSON | st.fixed_dictionaries({"name": JSON, "arguments": JSON})}
+    ),
+    max_size=2,
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": ROLE},
+    optional={"content": JSON | st.lists(PART, max_size=3), "tool_calls": JSON | CALLS, "tool_call_id": JSON},
+)
+SOUND = {"messages": [user("hi")], "prompt": "hi", "input": "hi", "max_tokens": 3, "model": "m"}
+BODY = st.tuples(
+    st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
+    st.booleans(),
+    st.none() | st.lists(MESSAGE, max_size=3),
+)
+
+
+def test_no_body_makes_the_gateway_fail():
+    async def story():
+        async with served(body_bytes=100_000) as gateway, aiohttp.ClientSession() as http:
+            session = await gateway.open(terms=Terms(max_tokens=8))
+            loop = asyncio.get_running_loop()
+
+            async def send(path, body):
+                url, auth = f"{gateway.address}/{session.id}/{path}", {"authorization": f"Bearer {session.key}"}
+                async with http.post(url, data=body, headers=auth) as answer:
+                    said = await answer.read()
+                    assert answer.status in (200, 400, 413), (path, body, said)
+                    if answer.status != 200:
+                        assert b"message" in said
+
+            def check(path, made):
+                more, sound, messages = made
+                body = {
+                    **(SOUND if sound else {}),
+                    **more,
+                    **({} if messages is None else {"messages": messages, "input": messages}),
+                }
+                if isinstance(body.get("n"), int) and body["n"] > 4:
+                    body["n"] = 2
+                asyncio.run_coroutine_threadsafe(send(path, orjson.dumps(body)), loop).result(10)
+
+            quick = settings(max_examples=600, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            await asyncio.to_thread(quick(given(st.sampled_from(PATHS), BODY)(check)))
+            for raw in (b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"a":' * 5000, b"x" * 200_000):
+                for path in PATHS:
+                    await send(path, raw)
+            assert not session.live.described()["running"]
+
+    run(story)
+
+
+def test_deep_arguments_are_refused_or_kept():
+    async def story():
+        async with served() as gateway, aiohttp.ClientSession() as http:
+            session = await gateway.open()
+            deep = "[" * 900 + "]" * 900
+            tool = b'{"type": "function", "function": {"name": "f", "parameters": {"x": %b}}}'
+            body = b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": [' + tool + b"]}"
+            auth = {"authorization": f"Bearer {session.key}"}
+            async with http.post(
+                f"{session.openai_base_url}/chat/completions", data=body % deep.encode(), headers=auth
+            ) as answer:
+                assert answer.status in (200, 400), await answer.text()
+
+    run(story)
+
+
+def test_a_client_that_does_not_read_is_let_go_and_holds_nobody_up():
+    async def story():
+        engine = Teller("x" * 3000)
+        async with served(engine, write_s=0.3) as gateway:
+            session = await gateway.open(terms=Terms(max_tokens=100_000))
+            body = orjson.dumps({"model": "m", "stream": True, "logprobs": True, "messages": [user("a")]})
+            head = (
+                f"POST /{session.id}/v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {session.key}\r\n"
+                f"content-length: {len(body)}\r\n\r\n"
+            )
+            import socket
+
+            deaf = socket.socket()
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            deaf.connect(("127.0.0.1", int(gateway.address.rpartition(":")[2])))
+            deaf.sendall(head.encode() + body)
+            async with client_of(session) as client:
+                heard = await client.chat.completions.create(model="m", messages=[user("b")], max_tokens=5)
+                assert heard.choices[0].message.content == "xxxxx"
+            await until(lambda: not session.live.described()["running"], 20)
+            deaf.close()
+
+    run(story)
+
+
+def test_a_weight_update_is_waited_out_with_keep_alives():
+    async def story():
+        engine = Teller("hello", hold_at=0)
+        async with served(engine, keepalive_s=0.05) as gateway, aiohttp.ClientSession() as http:
+            session = await gateway.open()
+            auth = {"authorization": f"Bearer {session.key}"}
+            for path, more in (("v1/chat/completions", {}), ("v1/messages", {"max_tokens": 9})):
+                engine.go.clear()
+                body = {"model": "m", "stream": True, "messages": [user("a")], **more}
+                async with http.post(f"{gateway.address}/{session.id}/{path}", json=body, headers=auth) as answer:
+                    first = await answer.content.readuntil(b": keepalive\n\n")
+                    assert b"hello" not in first
+                    engine.go.set()
+                    rest = await answer.read()
+                    assert b"[DONE]" in rest or b"message_stop" in rest
+
+    run(story)
+
+
+def test_nothing_secret_is_logged(caplog):
+    caplog.set_level(logging.DEBUG)
+
+    async def story():
+        async with served(Teller(fail_at=0), token="a token for the opener") as gateway:
+            session = await gateway.open()
+            async with client_of(session) as client:
+                with pytest.raises(Exception, match="out of memory"):
+                    await client.chat.completions.create(model="m", messages=[user("my secret plan")], tools=[ADD])
+            return session.key
+
+    key = run(story)
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith(("loopwright", "aiohttp"))]
+    assert not [line for line in ours if key in line or "my secret plan" in line or "a token for" in line]
+
+
+def test_a_gateway_that_ends_tells_those_who_wait(tmp_path):
+    async def story():
+        engine = Teller("hello", hold_at=2)
+        async with served(engine, output=tmp_path) as gateway:
+            session = await gateway.open("t")
+            async with client_of(session) as client:
+                talk = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("a")]))
+                await engine.held.wait()
+                await session.close()
+                with pytest.raises(Exception, match="takes no more calls"):
+                    await talk
+        assert engine.running == 0
+        async with served(output=tmp_path) as gateway:
+            told = gateway.find("t").described()
+            assert [(turn["finish"], turn["sampled_tokens"]) for turn in told["turns"]] == [("cut", 2)]
+
+    run(story)

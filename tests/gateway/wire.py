@@ -1,0 +1,98 @@
+"""What the dialects' tests share: an engine that says what it is told, and a gateway that serves it."""
+
+import asyncio
+from pathlib import Path
+
+import orjson
+from hypothesis import strategies as st
+
+from loopwright.engines.base import Chunk, Engine, EngineConfig, EngineError, Sampling
+from loopwright.engines.tokenizer import ByteTokenizer
+from loopwright.gateway.gateway import Gateway, GatewayConfig
+from loopwright.gateway.session import Session
+
+END = 257
+DEFAULTS = Sampling(max_tokens=4096)
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+"""What a body may hold."""
+
+
+class Parrot(Engine):
+    """Says what it was told to say next, a few tokens at a time; an exception after what is said before it."""
+
+    def __init__(self, *plans):
+        super().__init__(EngineConfig(type="parrot"), Path())
+        self.tokenizer = ByteTokenizer()
+        self.plans, self.prompts = list(plans), []
+        self.gate = None  # an event that everything after the first tokens waits for
+
+    async def generate(self, ids, sampling, *, seed):
+        self.prompts.append(tuple(ids))
+        plan = self.plans.pop(0)
+        text, failure = plan if isinstance(plan, tuple) else (plan, None)
+        left = ([*self.tokenizer.encode(text)] + ([] if failure else [END]))[: sampling.max_tokens]
+        while left:
+            await asyncio.sleep(0)
+            now, left = left[:3], left[3:]
+            finish = None if left or failure else "stop" if now[-1] == END else "length"
+            yield Chunk(tuple(now), (-0.25,) * len(now), 0, finish)
+            if self.gate is not None:
+                await self.gate.wait()
+        if failure:
+            raise failure
+
+    async def pause(self): ...
+
+    async def resume(self): ...
+
+
+def run(story, *plans):
+    """A story told to a session of a gateway: what came of it, the session's verdicts, and the engine."""
+
+    async def main():
+        engine = Parrot(*plans)
+        async with Gateway(engine, GatewayConfig(keepalive_s=0.05)) as gateway:
+            opened = await gateway.open()
+            result = await asyncio.wait_for(story(opened, engine), 60)
+            return result, opened.live.session, engine
+
+    return asyncio.run(main())
+
+
+def exact(session):
+    """That every turn went on from what was sampled."""
+    return [str(verdict.kind) for verdict in session.verdicts.values()]
+
+
+def read_events(stream):
+    """What was sent as server-sent events: names and data."""
+    found = []
+    for block in stream.decode().strip().split("\n\n"):
+        if not block.startswith(":"):
+            head, data = block.split("\n")
+            found.append((head.removeprefix("event: "), orjson.loads(data.removeprefix("data: "))))
+    return found
+
+
+def heard(dialect, body, said, *, fail=None):
+    """The events of a turn that says this, without a server: begin, pieces, and the end or a failure."""
+
+    async def main():
+        session = Session(Parrot((said, fail) if fail else said), DEFAULTS, seed="0")
+        ask = dialect.parse({**body, "stream": True}, {})
+        writer, pieces = dialect.stream(ask, "7"), []
+        draft = session.draft(ask.messages, ask.tools, sampling=ask.sampling.model_copy(update={"stop": ask.stop}))
+        sent = writer.begin(len(draft.prompt))
+        try:
+            turn = await session.speak(draft, pieces.append)
+        except EngineError as error:
+            return read_events(sent + b"".join(writer.piece(0, p) for p in pieces) + writer.fail(503, str(error))), None
+        sent += b"".join(writer.piece(0, piece) for piece in pieces) + writer.end([turn])
+        return read_events(sent), dialect.render(ask, "7", [turn])
+
+    return asyncio.run(main())
