@@ -35,5 +35,5 @@ def test_it_serves_until_it_is_told_to_end(tmp_path):
         assert "another gateway works in gw" in busy.stderr
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
-        assert process.stderr.read() == ""
+        assert process.stderr.read() == "loading engine 'scripted'\n"
     assert oct((tmp_path / "gw" / "gateway.db").stat().st_mode)[-3:] == "600"

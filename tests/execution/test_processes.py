@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,9 @@ from loopwright.testing.executors import alive, written_pid
 def process(*argv, marker="", session=True, cwd=None):
     environment = {**os.environ, VARIABLE: f":{marker}"} if marker else dict(os.environ)
     child = subprocess.Popen(argv, env=environment, start_new_session=session, cwd=cwd)
+    # Its pipe is closed a moment before its new environment can be read.
+    while not Path(f"/proc/{child.pid}/environ").read_bytes():
+        time.sleep(0.001)
     try:
         yield child
     finally:

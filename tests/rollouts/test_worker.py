@@ -10,7 +10,7 @@ from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Reward
 from loopwright.core.task import Task
-from loopwright.engines.base import EngineError
+from loopwright.engines.base import ContextFull, EngineError
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.gateway.session import BudgetSpent
 from loopwright.rollouts.loop import AgentLoop, LoopConfig
@@ -162,7 +162,11 @@ def test_a_loop_that_returns_something_else_has_crashed():
 
 @pytest.mark.parametrize(
     ("error", "outcome", "fault"),
-    [(BudgetSpent("spent"), Outcome.TRUNCATED, Fault.POLICY), (EngineError("gone"), Outcome.LOST, Fault.INFRA)],
+    [
+        (BudgetSpent("spent"), Outcome.TRUNCATED, Fault.POLICY),
+        (ContextFull(8, 9), Outcome.TRUNCATED, Fault.POLICY),
+        (EngineError("gone"), Outcome.LOST, Fault.INFRA),
+    ],
 )
 @pytest.mark.parametrize("how", ["as itself", "in a group", "as a cause"])
 def test_what_a_session_raised_keeps_its_fault_however_it_comes_out(error, outcome, fault, how):

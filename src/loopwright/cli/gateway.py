@@ -39,7 +39,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve sessions until Ctrl-C. POST /sessions opens one; its agent gets the base URL and the key."""
-    import asyncio
+    from loopwright.core.eventloop import run
 
     words = {"host": host, "port": port, **({} if advertise is None else {"advertise": advertise})}
     config, made = _made(engine, words, settings or [])
@@ -49,9 +49,7 @@ def serve(
             f"{config.host} lets other machines in. Say who may open sessions with --token-file, or say --public.",
             param_hint="--host",
         )
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        heard = runner.run(_serve(made, config, output, token))
-    raise typer.Exit(128 + heard)
+    raise typer.Exit(128 + run(_serve(made, config, output, token)))
 
 
 async def _serve(engine: "Engine", config: "GatewayConfig", output: Path | None, token: str | None) -> int:
@@ -104,7 +102,8 @@ def _made(name: str, words: dict[str, Any], settings: list[str]) -> tuple["Gatew
         raise typer.BadParameter(str(error), param_hint="--engine") from error
     if problems := chosen.problems(Path.cwd()):
         raise typer.BadParameter("; ".join(map(str, problems)), param_hint="--engine")
-    config.address(config.port)  # an engine takes its time to load
+    config.address(config.port)  # before the engine, which takes its time to load
+    typer.echo(f"loading engine {name!r}", err=True)
     return config, engines.get(chosen.type)(chosen, Path.cwd())
 
 
@@ -128,12 +127,3 @@ def _token(file: Path) -> str:
     if len(token) < 16:
         raise typer.BadParameter(f"{file} holds no token of 16 characters or more.", param_hint="--token-file")
     return token
-
-
-def _loop_factory() -> Any:
-    """uvloop's, where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
