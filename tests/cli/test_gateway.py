@@ -15,7 +15,7 @@ import pytest
         (["--engine", "scripted", "--host", "0.0.0.0", "--advertise", "http://box:1"], "--token-file"),
         (["--engine", "scripted", "--set", "keepalive=1"], "keepalive_s"),
         (["--engine", "scripted", "--set", "engine.slip=2"], "slip"),
-        (["--engine", "scripted", "--set", "nonsense"], "KEY=VALUE"),
+        (["--engine", "scripted", "--set", "nonsense"], "NAME=VALUE"),
         (["--engine", "scripted", "--token-file", "none"], "cannot read none"),
     ],
 )

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loopwright.cli.options import assignment
+
 if TYPE_CHECKING:
     from loopwright.engines.base import Engine
     from loopwright.gateway.gateway import GatewayConfig
@@ -35,7 +37,7 @@ def serve(
     public: Annotated[bool, typer.Option("--public", help="Let other machines open sessions without a token.")] = False,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="KEY=VALUE of the gateway, or engine.KEY=VALUE; VALUE is JSON or text."),
+        typer.Option("--set", help="NAME=VALUE of the gateway, or engine.NAME=VALUE; VALUE is JSON or text."),
     ] = None,
 ) -> None:
     """Serve sessions until Ctrl-C. POST /sessions opens one; its agent gets the base URL and the key."""
@@ -89,7 +91,8 @@ def _made(name: str, words: dict[str, Any], settings: list[str]) -> tuple["Gatew
     from loopwright.gateway.gateway import GatewayConfig
 
     more: dict[str, Any] = {}
-    for key, value in map(_setting, settings):
+    for text in settings:
+        key, value = assignment(text, "--set")
         (more if key.startswith("engine.") else words)[key.removeprefix("engine.")] = value
     try:
         config = GatewayConfig.model_validate(words)
@@ -105,18 +108,6 @@ def _made(name: str, words: dict[str, Any], settings: list[str]) -> tuple["Gatew
     config.address(config.port)  # before the engine, which takes its time to load
     typer.echo(f"loading engine {name!r}", err=True)
     return config, engines.get(chosen.type)(chosen, Path.cwd())
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    import orjson
-
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise typer.BadParameter(f"{text!r} is no setting. Write --set KEY=VALUE.", param_hint="--set")
-    try:
-        return name, orjson.loads(value)
-    except orjson.JSONDecodeError:
-        return name, value
 
 
 def _token(file: Path) -> str:

@@ -1,7 +1,7 @@
 """Options that several verbs share."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,3 +12,16 @@ JsonLines = Annotated[bool, typer.Option("--json", help="Write one JSON object p
 RunOption = Annotated[
     str | None, typer.Option("--run", metavar="NAME", help="The run, where several of the output made rollouts.")
 ]
+
+
+def assignment(text: str, option: str) -> tuple[str, Any]:
+    """NAME=VALUE of an option; the value is JSON, or text."""
+    import orjson
+
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise typer.BadParameter(f"{text!r} gives nothing a value. Write {option} NAME=VALUE.", param_hint=option)
+    try:
+        return name, orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return name, value

@@ -1,9 +1,11 @@
 """`loopwright serve-env`: serve an environment to whoever connects."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+
+from loopwright.cli.options import assignment
 
 NAME = "serve-env"
 
@@ -26,7 +28,7 @@ def command(
     from loopwright.envs.server import GymServer, ServerError, check_server_class, make_server
     from loopwright.envs.wire import describe
 
-    args, home = dict(_argument(text) for text in arg or ()), Path.cwd()
+    args, home = dict(assignment(text, "--arg") for text in arg or ()), Path.cwd()
     if reason := check_server_class(environment, home):
         raise ServerError(reason)
 
@@ -41,15 +43,3 @@ def command(
         first.close()
     heard = serve(make, address, public=public, ready=lambda at: typer.echo(f"serving {environment} at {at}"))
     raise typer.Exit(128 + heard if heard else 0)
-
-
-def _argument(text: str) -> tuple[str, Any]:
-    import orjson
-
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise typer.BadParameter(f"{text!r} is no argument. Write --arg NAME=VALUE.", param_hint="--arg")
-    try:
-        return name, orjson.loads(value)
-    except orjson.JSONDecodeError:
-        return name, value

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from loopwright.core.config import Config, size_bytes
 from loopwright.core.episode import Episode
 from loopwright.core.errors import LoopwrightError, Problem
 from loopwright.core.registry import Registry
 from loopwright.core.reward import Reward
+from loopwright.rollouts.placement import PlacementConfig
 
 FACTS = ("answer", "label", "data_source", "task", "messages", "tokens", "turns", "extra", "episode")
 """What a judger can ask for. `task` is the task's prompt, `tokens` how many were sampled, `episode` everything."""
@@ -85,7 +85,7 @@ def _fact(episode: Episode, name: str) -> Any:
 LONGEST_PAUSE_S = 30.0
 
 
-class JudgerConfig(Config):
+class JudgerConfig(PlacementConfig):
     """What every judger can be told."""
 
     type: str
@@ -105,17 +105,6 @@ class JudgerConfig(Config):
     """Seconds until a judger that is down is given one verdict to prove itself."""
     concurrency: int = Field(default=64, ge=1)
     """How many verdicts each worker works on at a time."""
-    workers: int = Field(default=0, ge=0)
-    """0: in this process; 1: in one Ray actor; more: in that many behind a router."""
-    cpus: float = Field(default=1.0, gt=0)
-    """CPUs of each worker."""
-    memory: int | None = Field(default=None, gt=0)
-    """Memory of each worker, for example "1GiB"."""
-
-    @field_validator("memory", mode="before")
-    @classmethod
-    def _bytes(cls, value: Any) -> Any:
-        return size_bytes(value)
 
     def label(self) -> str:
         """The name of its part of the reward."""

@@ -4,9 +4,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from loopwright.core.config import Config, size_bytes
 from loopwright.core.episode import Episode
 from loopwright.core.errors import Problem
 from loopwright.core.outcome import Outcome
@@ -14,9 +13,10 @@ from loopwright.core.registry import Registry
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 from loopwright.gateway.session import Limits, Session
+from loopwright.rollouts.placement import PlacementConfig
 
 
-class LoopConfig(Config):
+class LoopConfig(PlacementConfig):
     """What every agent loop can be told."""
 
     type: str
@@ -28,19 +28,8 @@ class LoopConfig(Config):
     """How many turns the policy has; a rollout that wants more is `truncated`, and is scored as it stands."""
     max_tokens: int | None = Field(default=None, ge=1)
     """How many tokens it may sample over all turns."""
-    workers: int = Field(default=0, ge=0)
-    """0: in this process; 1: in one Ray actor; more: in that many behind a router."""
     concurrency: int = Field(default=64, ge=1)
     """How many rollouts are in flight at a time, over all workers."""
-    cpus: float = Field(default=1.0, gt=0)
-    """CPUs of each worker."""
-    memory: int | None = Field(default=None, gt=0)
-    """Memory of each worker, for example "1GiB"."""
-
-    @field_validator("memory", mode="before")
-    @classmethod
-    def _bytes(cls, value: Any) -> Any:
-        return size_bytes(value)
 
     def limits(self) -> Limits:
         """What a session of this loop may use."""

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +23,7 @@ from loopwright.core.ledger import Ledger
 from loopwright.core.observer import Observers
 from loopwright.core.reward import JudgedReward, Objectives, ServerReward
 from loopwright.core.run import Run
-from loopwright.envs.live import LiveEnv
+from loopwright.envs.live import LiveConfig, LiveEnv
 from loopwright.envs.server import GymServer
 from loopwright.envs.trial import TrialEnv
 from loopwright.execution import end_leftovers
@@ -33,7 +34,7 @@ from loopwright.rollouts.tasks import TaskMix
 from loopwright.scenario.load import Loaded, import_observer
 from loopwright.scenario.schema import RunConfig, SystemConfig
 from loopwright.spaces.draws import Draws
-from loopwright.workloads.base import Site, workloads
+from loopwright.workloads.base import Site, WorkloadConfig, workloads
 
 AnyEnv = TrialEnv | LiveEnv | RolloutEnv
 
@@ -93,7 +94,6 @@ def build_env(
     server: GymServer | None = None,
 ) -> AnyEnv:
     """The environment of a run, with its ledger open."""
-    system, directory = loaded.scenario.system, (output / config.name).absolute()
     observers = Observers([import_observer(path, loaded.home) for path in config.observers])
     terms = Terms(
         objectives=Objectives(config.reward),
@@ -104,54 +104,90 @@ def build_env(
         count_cached=agent.count_cached,
         exhaustible=not agents.get(agent.type).measures_again,
     )
+
+    def opened(fingerprint: str) -> Run:
+        directory = (output / config.name).absolute()
+        ledger = _ledger(directory, loaded.scenario.system, fingerprint, accept_changes=accept_changes)
+        return Run(config.name, directory, ledger)
+
     if config.rollout is not None and config.engine is not None:
         tasks = TaskMix.load(config.rollout.tasks, agent.seed, loaded.home)
         fingerprint = rollout_fingerprint(config.rollout, config.engine, tasks, loaded.home)
-        run = Run(config.name, directory, _ledger(directory, system, fingerprint, accept_changes=accept_changes))
         terms = replace(terms, fingerprint=fingerprint, objectives=Objectives((JudgedReward(),)))
+        run = opened(fingerprint)
         return rollout_env(
             run, terms, observers, config.rollout, config.engine, tasks, home=loaded.home, seed=agent.seed
         )
     if config.live is not None:
-        live = config.live
-        fingerprint = key_of(live.env_class, live.address, live.fixed())
-        # At an address every answer has a deadline of its own.
-        timeout_s = live.timeout_s if server is not None or live.address is None else None
-        run = Run(config.name, directory, _ledger(directory, system, fingerprint, accept_changes=accept_changes))
-        draws = Draws(agent.seed, live.args, config.env_params)
-        terms = replace(terms, fingerprint=fingerprint, objectives=Objectives((ServerReward(),)))
-        try:
-            server = server or live.connect(loaded.home)
-            return LiveEnv(run, terms, observers, server=server, draws=draws, record=live.record, timeout_s=timeout_s)
-        except BaseException:
-            # The report has this run all the same.
-            describe(loaded, config, Unreached(run, terms), agents.get(agent.type), agent)
-            run.ledger.close()
-            raise
+        return _live_env(loaded, config, config.live, agent, terms, observers, opened, server)
     assert config.workload is not None  # noqa: S101  the loader sees to it
+    return _trial_env(loaded, config, config.workload, agent, terms, observers, opened, output, shared)
+
+
+Opened = Callable[[str], Run]
+"""Opens the run whose inputs have this fingerprint."""
+
+
+def _live_env(
+    loaded: Loaded,
+    config: RunConfig,
+    live: LiveConfig,
+    agent: AgentConfig,
+    terms: Terms,
+    observers: Observers,
+    opened: Opened,
+    server: GymServer | None,
+) -> LiveEnv:
+    fingerprint = key_of(live.env_class, live.address, live.fixed())
+    # At an address every answer has a deadline of its own.
+    timeout_s = live.timeout_s if server is not None or live.address is None else None
+    run = opened(fingerprint)
+    draws = Draws(agent.seed, live.args, config.env_params)
+    terms = replace(terms, fingerprint=fingerprint, objectives=Objectives((ServerReward(),)))
+    try:
+        server = server or live.connect(loaded.home)
+        return LiveEnv(run, terms, observers, server=server, draws=draws, record=live.record, timeout_s=timeout_s)
+    except BaseException:
+        # The report has this run all the same.
+        describe(loaded, config, Unreached(run, terms), agents.get(agent.type), agent)
+        run.ledger.close()
+        raise
+
+
+def _trial_env(
+    loaded: Loaded,
+    config: RunConfig,
+    configured: WorkloadConfig,
+    agent: AgentConfig,
+    terms: Terms,
+    observers: Observers,
+    opened: Opened,
+    output: Path,
+    shared: SharedCache | None,
+) -> TrialEnv:
+    system = loaded.scenario.system
     site = Site(
         home=loaded.home,
-        directory=directory,
+        directory=(output / config.name).absolute(),
         parallel=system.parallel,
         pin_cpus=system.pin_cpus,
         memory_bytes=system.memory,
         output_bytes=system.output,
         grace_s=system.grace_s,
     )
-    workload = workloads.get(config.workload.type)(config.workload, site)
+    workload = workloads.get(configured.type)(configured, site)
     fingerprint = workload.fingerprint()
-    run = Run(config.name, directory, _ledger(directory, system, fingerprint, accept_changes=accept_changes))
-    space = config.workload.space(frozenset(config.env_params))
+    space = configured.space(frozenset(config.env_params))
     needed = sorted({name for function in config.reward for name in function.needs()})
     return TrialEnv(
-        run,
+        opened(fingerprint),
         replace(terms, fingerprint=fingerprint),
         observers,
         shared,
         space=space,
         workload=workload,
         draws=Draws(agent.seed, space.parameters, config.env_params),
-        metric_names=config.workload.metric_names() or tuple(needed),
+        metric_names=configured.metric_names() or tuple(needed),
     )
 
 
