@@ -121,6 +121,8 @@ class Episode:
     in_baseline: bool = False
     group: int = 0
     attempts: tuple[Attempt, ...] = ()
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    """What the loop saw and a judger may ask for, as plain data: an agent's exit code, what the task's tests said."""
 
     def __post_init__(self) -> None:
         roots = [index for index, node in enumerate(self.nodes) if node.parent is None]
@@ -281,6 +283,7 @@ class Episode:
                 {"started_at": a.started_at, "phases_s": a.phases_s, "outcome": a.outcome, "reason": a.reason}
                 for a in self.attempts
             ],
+            **({"evidence": self.evidence} if self.evidence else {}),
             "nodes": [
                 {
                     "parent": node.parent,
@@ -309,6 +312,7 @@ class Episode:
             in_baseline=data["in_baseline"],
             group=data["group"],
             attempts=tuple(map(_attempt, data["attempts"])),
+            evidence=data.get("evidence", {}),
         )
 
     def to_bytes(self) -> bytes:

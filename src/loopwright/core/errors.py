@@ -7,6 +7,7 @@
     │   ├── LedgerError                     the ledger is damaged, too new, or not there
     │   └── OutputBusy                      another process works in this output directory
     ├── LaunchError      (RuntimeError)     a process could not be started
+    ├── SandboxError     (OSError)          a sandbox that cannot be had on this machine   execution/sandbox/base.py
     ├── InvalidAction    (ValueError)       an action lies outside its space; becomes an `invalid` trial
     ├── PolicyError      (ValueError)       a policy cannot be loaded or applied           agents/policy.py
     ├── ServerLost       (ConnectionError)  a live environment's server died or hangs      envs/server.py
@@ -19,8 +20,6 @@
     ├── BudgetSpent      (RuntimeError)     a rollout's turns or tokens are used up        gateway/session.py
     ├── BadRequest       (ValueError)       a request that its API does not allow          gateway/dialect.py
     ├── Refused          (PermissionError)  a call that the gateway turns away             gateway/refusal.py
-    ├── BadRequest       (ValueError)       a request that nobody can answer as it is      gateway/dialect.py
-    ├── Refused          (PermissionError)  a request that a session does not admit        gateway/refusal.py
     ├── AdvertiseError   (ValueError)       an address at which no agent could reach us    gateway/gateway.py
     ├── TasksError       (ValueError)       a source gives no tasks, or no proper ones     rollouts/tasks.py
     ├── JudgeFailed      (RuntimeError)     a judger gave no verdict, which is no zero     rollouts/judger.py

@@ -14,8 +14,9 @@ from loopwright.core.registry import Registry
 from loopwright.core.reward import Reward
 from loopwright.rollouts.placement import PlacementConfig
 
-FACTS = ("answer", "label", "data_source", "task", "messages", "tokens", "turns", "extra", "episode")
-"""What a judger can ask for. `task` is the task's prompt, `tokens` how many were sampled, `episode` everything."""
+FACTS = ("answer", "label", "data_source", "task", "messages", "tokens", "turns", "extra", "evidence", "episode")
+"""What a judger can ask for. `task` is the task's prompt, `tokens` how many were sampled, `evidence` what the loop saw,
+`episode` everything."""
 
 
 class JudgeFailed(LoopwrightError, RuntimeError):
@@ -77,6 +78,8 @@ def _fact(episode: Episode, name: str) -> Any:
             return episode.sampled
         case "turns":
             return episode.turns
+        case "evidence":
+            return episode.evidence
         case "episode":
             return episode
     raise ValueError(f"a judger cannot need {name!r}; there are {', '.join(FACTS)}")
