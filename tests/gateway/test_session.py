@@ -335,15 +335,33 @@ def test_a_message_that_cannot_be_told_is_refused_and_leaves_no_trace(messages, 
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[1]", '{"name": 3}', '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": {"x": 1e999}}',
-     '{"name": "f", "arguments": {"x": "\\ud800"}}', "[" * 5000, '{"arguments": {}}'],
+    ["{", "[1]", '{"name": 3}', '{"name": "f", "arguments": [1]}', "[" * 5000, '{"arguments": {}}',
+     '{"arguments": {"x": 1e999}, "name": "f"}', '{"arguments": ' + '{"x": ' * 5000],
 )  # fmt: skip
-def test_a_call_that_nobody_can_read_is_named(text):
+def test_a_call_that_nobody_can_read_is_named_and_stays_text(text):
     parsed = ChatML(ByteTokenizer()).parse(
         ByteTokenizer().encode(f'ok <tool_call>{text}</tool_call> <tool_call>{{"name": "g"}}</tool_call>'), call_id="c"
     )
-    assert parsed.malformed == (text,)
+    assert parsed.malformed == (text.strip(),)
+    assert parsed.message["content"] == f"ok <tool_call>{text}</tool_call>"
     assert [call["function"]["name"] for call in parsed.message["tool_calls"]] == ["g"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [('{"x": 1e999}', '{"x": '), ('{"x": "\\ud800"}', '{"x": "'), ('{"x": tru}', '{"x": '), ("{'x': 1}", "{"),
+     ('{"x": [1, 2}', '{"x": [1, 2'), ('{"a": 1,}', '{"a": 1,'), ('{"a": "b\n"}', '{"a": "b'),
+     ('{"x": ' * 200 + "1" + "}" * 200, '{"x": ' * 63)],
+)  # fmt: skip
+def test_arguments_that_nobody_can_read_break_off_where_they_do(arguments, told):
+    """They have been told by then, and what was told is never taken back; the rest of them is text."""
+    text = f'ok <tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call> <tool_call>{{"name": "g"}}</tool_call>'
+    parsed = ChatML(ByteTokenizer()).parse(ByteTokenizer().encode(text), call_id="c")
+    assert [call["function"]["name"] for call in parsed.message["tool_calls"]] == ["f", "g"]
+    assert parsed.message["tool_calls"][0]["function"]["arguments"] == told
+    (malformed,) = parsed.malformed
+    assert malformed == f'{{"name": "f", "arguments": {told}'.strip()
+    assert parsed.message["content"].endswith("</tool_call>")
 
 
 def test_a_call_keeps_numbers_of_any_length():

@@ -291,6 +291,7 @@ class Ppo(RlAgent):
 
     Config: ClassVar[type[AgentConfig]] = PpoConfig
     algorithm: ClassVar[str] = "PPO"
+    counterpart: ClassVar[str | None] = "loopwright.trainers.ppo:Ppo"
     imitates: ClassVar[bool] = True
     libraries: ClassVar[tuple[str, ...]] = ("sb3", "rllib")
 

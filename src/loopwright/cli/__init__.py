@@ -8,6 +8,7 @@ import typer
 
 from loopwright.cli import (
     act,
+    audit,
     dry_run,
     episodes,
     export,
@@ -30,7 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _verb in (run, resume, verify, dry_run, listing, report, export, episodes, rejudge, serve_env, act):
+for _verb in (run, resume, verify, dry_run, listing, report, export, episodes, rejudge, audit, serve_env, act):
     app.command(_verb.NAME)(_verb.command)
 app.add_typer(gateway.app, name=gateway.NAME)
 

@@ -1,18 +1,24 @@
-"""`loopwright gateway`: put an engine on the wire, and capture what agents do with it."""
+"""`loopwright gateway`: put engines on the wire, and capture what agents do with them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from pydantic import BaseModel
 
 from loopwright.cli.options import assignment
 
 if TYPE_CHECKING:
-    from loopwright.engines.base import Engine
-    from loopwright.gateway.gateway import GatewayConfig
+    import asyncio
 
+    from loopwright.engines.base import Engine, EngineConfig
+    from loopwright.gateway.gateway import GatewayConfig
+    from loopwright.gateway.relay import Relay
+
+M = TypeVar("M", bound=BaseModel)
 NAME = "gateway"
 app = typer.Typer(help="Serve an engine to any agent, and capture it token by token.", no_args_is_help=True)
+_ENGINE = "scripted, tiny, smollm2, or `kind:address`"
 
 
 @app.callback()
@@ -22,8 +28,16 @@ def _gateway() -> None:
 
 @app.command("serve")
 def serve(
-    engine: Annotated[str, typer.Option("--engine", "-e", help="scripted, tiny, smollm2, or `kind:address`.")],
     *,
+    engine: Annotated[
+        list[str] | None, typer.Option("--engine", "-e", help=f"{_ENGINE}; several of them share the sessions.")
+    ] = None,
+    relay: Annotated[
+        bool, typer.Option("--relay", help="Take the engines that connect with `loopwright gateway worker`.")
+    ] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="A directory, a name on the hub, or `bytes`.")
+    ] = None,
     port: Annotated[int, typer.Option("--port", "-p", help="Where to listen; 0 for any that is free.")] = 8400,
     host: Annotated[str, typer.Option("--host", help="By default only this machine is let in.")] = "127.0.0.1",
     output: Annotated[
@@ -32,34 +46,130 @@ def serve(
     ] = None,
     advertise: Annotated[str | None, typer.Option("--advertise", help="The URL that agents are given.")] = None,
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="Who holds this token may open sessions and read all of them.")
+        Path | None,
+        typer.Option("--token-file", help="Who holds this token may open sessions, read all of them, and be a worker."),
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="Let other machines open sessions without a token.")] = False,
+    access_log: Annotated[
+        str | None, typer.Option("--access-log", help="A file for a line of JSON per request; `-` for standard output.")
+    ] = None,
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Have the access log hold what was said, too.")
+    ] = False,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="NAME=VALUE of the gateway, or engine.NAME=VALUE; VALUE is JSON or text."),
+        typer.Option(
+            "--set",
+            help="NAME=VALUE of the gateway, engine.NAME=VALUE of its engines, or fleet.NAME=VALUE of how several "
+            "engines or workers are kept; VALUE is JSON or text.",
+        ),
     ] = None,
 ) -> None:
     """Serve sessions until Ctrl-C. POST /sessions opens one; its agent gets the base URL and the key."""
     from loopwright.core.eventloop import run
+    from loopwright.gateway.gateway import GatewayConfig
 
-    words = {"host": host, "port": port, **({} if advertise is None else {"advertise": advertise})}
-    config, made = _made(engine, words, settings or [])
+    words: dict[str, Any] = {"host": host, "port": port}
+    words |= {} if advertise is None else {"advertise": advertise}
+    words |= {} if access_log is None else {"access_log": access_log, "log_prompts": log_prompts}
+    given = _given(settings or [], words)
+    config = _checked(GatewayConfig, given["gateway"])
     token = None if token_file is None else _token(token_file)
+    if relay == bool(engine):
+        raise typer.BadParameter("say what serves: --engine NAME, or --relay and not both.", param_hint="--engine")
+    if relay and token is None:
+        raise typer.BadParameter("workers need a token: say which with --token-file.", param_hint="--relay")
     if config.public and token is None and not public:
         raise typer.BadParameter(
             f"{config.host} lets other machines in. Say who may open sessions with --token-file, or say --public.",
             param_hint="--host",
         )
+    config.address(config.port)  # before the engine, which takes its time to load
+    made = _relay(tokenizer, given) if relay else _loaded(engine or [], tokenizer, given)
     raise typer.Exit(128 + run(_serve(made, config, output, token)))
 
 
 async def _serve(engine: "Engine", config: "GatewayConfig", output: Path | None, token: str | None) -> int:
-    import asyncio
     import gc
-    import signal
 
     from loopwright.gateway.gateway import Gateway
+    from loopwright.gateway.relay import Relay
+
+    ended = _signal()
+    try:
+        async with Gateway(engine, config, output=output, token=token) as gateway:
+            # Requests are short-lived data without cycles: looking for some after every 700 of them costs a fifth.
+            gc.freeze()
+            gc.set_threshold(100_000, 20, 100)
+            typer.echo(f"serving sessions at {gateway.address}; open one with POST {gateway.address}/sessions")
+            if isinstance(engine, Relay):
+                typer.echo(f"workers connect to {gateway.address.replace('http', 'ws', 1)}/ws/worker", err=True)
+            number = await ended
+            typer.echo("ending: calls under way have a moment; once more ends them at once", err=True)
+            _die_next_time()
+            return number
+    finally:
+        await engine.close()
+
+
+@app.command("worker")
+def worker(
+    connect: Annotated[str, typer.Option("--connect", "-c", help="The gateway, as ws://gateway:8400/ws/worker.")],
+    engine: Annotated[str, typer.Option("--engine", "-e", help=f"{_ENGINE}.")],
+    token_file: Annotated[Path, typer.Option("--token-file", help="The gateway's token.")],
+    *,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="A directory, a name on the hub, or `bytes`.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="What the gateway calls it; keep it over restarts.")
+    ] = None,
+    drain_s: Annotated[float, typer.Option("--drain-s", help="Seconds that streams get to end on Ctrl-C.")] = 30.0,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="engine.NAME=VALUE of the engine; VALUE is JSON or text.")
+    ] = None,
+) -> None:
+    """Take an engine to a gateway that runs with --relay, until Ctrl-C; twice ends it at once."""
+    from urllib.parse import urlsplit
+
+    from loopwright.core.eventloop import run
+
+    if urlsplit(connect).scheme not in ("ws", "wss") or not urlsplit(connect).hostname:
+        raise typer.BadParameter(f"{connect!r} is no address like ws://gateway:8400/ws/worker.", param_hint="--connect")
+    token = _token(token_file)
+    given = _given(settings or [], {})
+    if given["gateway"] or given["fleet"]:
+        raise typer.BadParameter("a worker has settings of its engine only: engine.NAME=VALUE.", param_hint="--set")
+    made = _loaded([engine], tokenizer, given)
+    raise typer.Exit(128 + run(_work(made, connect, token, name, drain_s)))
+
+
+async def _work(engine: "Engine", url: str, token: str, name: str | None, drain_s: float) -> int:
+    import asyncio
+
+    from loopwright.gateway.worker import Worker
+
+    ended = _signal()
+    made = Worker(engine, url, token, name=name, drain_s=drain_s, say=_say)
+    working = asyncio.create_task(made.run())
+    try:
+        await asyncio.wait([working, ended], return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            await working  # which says why the gateway does not want it
+        again = _signal()
+        made.end()
+        await asyncio.wait([working, again], return_when=asyncio.FIRST_COMPLETED)
+        return await ended
+    finally:
+        working.cancel()
+        await asyncio.wait([working])
+        await engine.close()
+
+
+def _signal() -> "asyncio.Future[int]":
+    """The next signal to end."""
+    import asyncio
+    import signal
 
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
@@ -70,44 +180,96 @@ async def _serve(engine: "Engine", config: "GatewayConfig", output: Path | None,
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end, number)
+    return ended
+
+
+def _die_next_time() -> None:
+    """Have the next signal end the process where it stands: what is committed is on disk."""
+    import asyncio
+    import signal
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+# -- what is served ------------------------------------------------------------------------------------------------
+
+
+def _given(settings: list[str], words: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What --set says of the gateway, over its other options, of engines, and of how several are kept."""
+    given: dict[str, dict[str, Any]] = {"gateway": words, "engine": {}, "fleet": {}}
+    for text in settings:
+        key, value = assignment(text, "--set")
+        of, dot, name = key.partition(".")
+        given[of if dot and of in ("engine", "fleet") else "gateway"][name if dot else key] = value
+    return given
+
+
+def _loaded(names: list[str], tokenizer: str | None, given: dict[str, dict[str, Any]]) -> "Engine":
+    """The engine of a name; of several, a fleet of them."""
+    from loopwright.engines.base import engines
+    from loopwright.engines.fleet import FleetConfig
+
+    configs = [_engine(name, tokenizer, given["engine"]) for name in names]
+    chosen = configs[0]
+    if len(configs) > 1:
+        chosen = _checked(FleetConfig, {**given["fleet"], "engines": configs})
+    elif given["fleet"]:
+        raise typer.BadParameter("fleet.NAME is for several engines, or --relay.", param_hint="--set")
+    if problems := chosen.problems(Path.cwd()):
+        raise typer.BadParameter("; ".join(map(str, problems)), param_hint="--engine")
+    typer.echo(f"loading {'engine' if len(names) == 1 else 'engines'} {', '.join(map(repr, names))}", err=True)
+    return engines.get(chosen.type)(chosen, Path.cwd())
+
+
+def _engine(name: str, tokenizer: str | None, more: dict[str, Any]) -> "EngineConfig":
+    from loopwright.engines.named import engine_config
+
     try:
-        async with Gateway(engine, config, output=output, token=token) as gateway:
-            # Requests are short-lived data without cycles: looking for some after every 700 of them costs a fifth.
-            gc.freeze()
-            gc.set_threshold(100_000, 20, 100)
-            typer.echo(f"serving sessions at {gateway.address}; open one with POST {gateway.address}/sessions")
-            return await ended
-    finally:
-        await engine.close()
+        chosen = engine_config(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--engine") from error
+    if tokenizer is not None:
+        if "tokenizer" not in type(chosen).model_fields:
+            raise typer.BadParameter(f"engine {name!r} brings a tokenizer of its own.", param_hint="--tokenizer")
+        more = {"tokenizer": tokenizer, **more}
+    return _checked(type(chosen), {**chosen.model_dump(exclude_unset=True), **more})
 
 
-def _made(name: str, words: dict[str, Any], settings: list[str]) -> tuple["GatewayConfig", "Engine"]:
-    """The gateway's settings and its engine; what --set says comes over the other options."""
+def _relay(tokenizer: str | None, given: dict[str, dict[str, Any]]) -> "Relay":
+    from loopwright.core.errors import MissingExtra
+
+    try:
+        from loopwright.gateway.relay import Relay, RelayConfig
+    except ImportError as error:
+        raise MissingExtra("the gateway", "gateway") from error
+    from loopwright.engines.hub_tokenizer import named_tokenizer
+
+    if given["engine"]:
+        raise typer.BadParameter("engine.NAME is said to the workers.", param_hint="--set")
+    config = _checked(RelayConfig, given["fleet"])
+    try:
+        known = None if tokenizer is None else named_tokenizer(tokenizer, Path.cwd())
+    except Exception as error:  # whatever the hub's library raises
+        raise typer.BadParameter(f"{tokenizer!r} cannot be loaded: {error}", param_hint="--tokenizer") from error
+    return Relay(config, known, say=_say)
+
+
+def _checked(model: type[M], words: dict[str, Any]) -> M:
+    """The settings as a config; what is wrong with them is told as that of an option."""
     from pydantic import ValidationError
 
     from loopwright.core.config import explain
-    from loopwright.engines.base import engines
-    from loopwright.engines.named import engine_config
-    from loopwright.gateway.gateway import GatewayConfig
 
-    more: dict[str, Any] = {}
-    for text in settings:
-        key, value = assignment(text, "--set")
-        (more if key.startswith("engine.") else words)[key.removeprefix("engine.")] = value
     try:
-        config = GatewayConfig.model_validate(words)
-        chosen = engine_config(name)
-        chosen = type(chosen).model_validate({**chosen.model_dump(exclude_unset=True), **more})
+        return model.model_validate(words)
     except ValidationError as error:
-        model = GatewayConfig if error.title == GatewayConfig.__name__ else type(chosen)
         raise typer.BadParameter("; ".join(f"{key}: {said}" for key, said in explain(error, model))) from error
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--engine") from error
-    if problems := chosen.problems(Path.cwd()):
-        raise typer.BadParameter("; ".join(map(str, problems)), param_hint="--engine")
-    config.address(config.port)  # before the engine, which takes its time to load
-    typer.echo(f"loading engine {name!r}", err=True)
-    return config, engines.get(chosen.type)(chosen, Path.cwd())
 
 
 def _token(file: Path) -> str:

@@ -25,3 +25,13 @@ def assignment(text: str, option: str) -> tuple[str, Any]:
         return name, orjson.loads(value)
     except orjson.JSONDecodeError:
         return name, value
+
+
+def emit(event: dict[str, Any]) -> None:
+    """Write an event as a line of JSON, at once."""
+    import sys
+
+    import orjson
+
+    sys.stdout.buffer.write(orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE))
+    sys.stdout.buffer.flush()

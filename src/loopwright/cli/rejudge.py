@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loopwright.cli.options import OutputArgument, RunOption
+from loopwright.cli.options import OutputArgument, RunOption, emit
 
 if TYPE_CHECKING:
     from loopwright.core.ledger import Ledger
@@ -44,7 +44,7 @@ def command(
         ledger = opened.enter_context(Ledger.open(path) if write else Ledger.read(path))
         changes = asyncio.run(_judge(ledger, config, judger.absolute(), write=write, json=json))
     if json:
-        _emit({"event": "result", "run": path.parent.name, "written": write, **changes.as_json()})
+        emit({"event": "result", "run": path.parent.name, "written": write, **changes.as_json()})
     else:
         _show(changes, written=write)
     raise typer.Exit(0 if changes.both + changes.newly_scored else 1)
@@ -79,7 +79,7 @@ async def _judge(ledger: "Ledger", config: "JudgerConfig", file: Path, *, write:
                 if write:
                     _keep(ledger, id, group)
                 for change in group if json else ():
-                    _emit({"event": "verdict", **change.as_json()})
+                    emit({"event": "verdict", **change.as_json()})
                 progress.advance(task, len(group) + skipped)
     note(changes)
     return changes
@@ -145,12 +145,3 @@ def _summary(changes: "Changes") -> list[str]:
             f"{number(changes.new_best)} groups have another best"
         )
     return lines
-
-
-def _emit(event: dict[str, Any]) -> None:
-    import sys
-
-    import orjson
-
-    sys.stdout.buffer.write(orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE))
-    sys.stdout.buffer.flush()

@@ -4,6 +4,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -52,10 +53,19 @@ class Agent(ABC):
     measures_again: ClassVar[bool] = False
     """Whether the agent wants an action measured afresh when it proposes it again, instead of the cached answer."""
 
+    counterpart: ClassVar[str | None] = None
+    """`module:Class` of the agent that goes by the same name in a run with rollouts, where that is another one."""
+
     def __init__(self, env: Env, config: Any, *, parallel: int = 1) -> None:
         self.env, self.config, self.parallel = env, config, parallel
         self._flying = 0
         self._landing = asyncio.Event()
+
+    @classmethod
+    def for_rollouts(cls) -> "type[Agent]":
+        """The agent of this name in a run with rollouts."""
+        found: type[Agent] = cls if cls.counterpart is None else resolve_name(cls.counterpart)
+        return found
 
     @classmethod
     def problems(cls, config: Any, space: Any, home: Path) -> list[Problem]:
@@ -152,6 +162,12 @@ class Agent(ABC):
 def _cancel(slots: "list[asyncio.Task[None]]") -> None:
     for slot in slots:
         slot.cancel()
+
+
+def agent_of(config: AgentConfig) -> type[Agent]:
+    """The agent that a config is for."""
+    found = agents.get(config.type)
+    return found if isinstance(config, found.Config) else found.for_rollouts()
 
 
 agents: Registry[type[Agent]] = Registry("agent", "loopwright.agents", Agent)

@@ -43,6 +43,8 @@ class Node:
     finish: str | None = None
     """Why the sampling of this message ended: `stop`, `length`, or `cut` where it was given up before its end; None for
     a message that was given."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """What reshaped the distribution that it was sampled from, such as `temperature`; empty where nothing did."""
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.logprobs):
@@ -292,6 +294,7 @@ class Episode:
                     "logprobs": node.logprobs,
                     "spans": [(span.start, span.stop, span.version) for span in node.spans],
                     **({"finish": node.finish} if node.finish else {}),
+                    **({"sampling": node.sampling} if node.sampling else {}),
                 }
                 for node in self.nodes[1:]
             ],
@@ -331,7 +334,8 @@ def _joined(parts: Iterable[Iterable[T]]) -> tuple[T, ...]:
 
 def _node(data: Mapping[str, Any]) -> Node:
     spans = tuple(Span(*span) for span in data["spans"])
-    return Node(data["parent"], data["message"], tuple(data["ids"]), tuple(data["logprobs"]), spans, data.get("finish"))
+    ids, logprobs = tuple(data["ids"]), tuple(data["logprobs"])
+    return Node(data["parent"], data["message"], ids, logprobs, spans, data.get("finish"), data.get("sampling", {}))
 
 
 def _attempt(data: Mapping[str, Any]) -> Attempt:

@@ -22,6 +22,7 @@
     ├── Refused          (PermissionError)  a call that the gateway turns away             gateway/refusal.py
     ├── AdvertiseError   (ValueError)       an address at which no agent could reach us    gateway/gateway.py
     ├── TasksError       (ValueError)       a source gives no tasks, or no proper ones     rollouts/tasks.py
+    │   └── TaskChanged                     a task's directory changed during a run        rollouts/harbor_task.py
     ├── JudgeFailed      (RuntimeError)     a judger gave no verdict, which is no zero     rollouts/judger.py
     │   ├── JudgerDown                      too many failures in a row; it is left alone   rollouts/judging/guard.py
     │   ├── BadVerdict   (ValueError)       a verdict that is no reward, such as NaN       rollouts/judging/returned.py

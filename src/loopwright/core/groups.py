@@ -93,6 +93,11 @@ class Groups:
         self._ready -= len(expired)
         return sorted(expired)
 
+    def taken(self, step: int) -> list[int]:
+        """The groups that were taken for this step and do not count as trained yet."""
+        rows = self._rows("SELECT grp FROM groups WHERE status = 'taken' AND step = ? ORDER BY grp", (step,))
+        return [group for (group,) in rows]
+
     def settle(self, step: int) -> None:
         """The trainer's checkpoint of this step is safe: what was taken for it, or before, counts as trained."""
         with self._ledger.transaction as connection:

@@ -16,7 +16,7 @@ import orjson
 from loopwright.core.errors import LedgerError, storage
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Reward
-from loopwright.core.sqlite import Transaction, connect, damaged, explained, text
+from loopwright.core.sqlite import Transaction, connect, connect_to_read, damaged, explained, text
 from loopwright.core.trial import Result, Trial
 
 VERSION = 1
@@ -102,18 +102,7 @@ class Ledger:
         """An existing ledger, for reading only, also while another process writes it."""
         _must_exist(path)
         with explained(path):
-            uri = path.absolute().as_uri()
-            # Not mode=ro: whoever closes last must be able to fold the write-ahead log into the file.
-            connection = sqlite3.connect(f"{uri}?mode=rw", uri=True, check_same_thread=False, isolation_level=None)
-            try:
-                connection.execute("PRAGMA query_only = 1")
-                connection.execute("SELECT 1 FROM sqlite_schema").fetchone()
-            except sqlite3.OperationalError:
-                # A read-only disk has no room for the write-ahead index; nobody can be writing there either.
-                connection.close()
-                connection = sqlite3.connect(
-                    f"{uri}?mode=ro&immutable=1", uri=True, check_same_thread=False, isolation_level=None
-                )
+            connection = connect_to_read(path)
             return cls(path, _checked(path, connection))
 
     def flush(self) -> None:

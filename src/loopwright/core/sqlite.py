@@ -131,6 +131,22 @@ def connect(path: Path, synchronous: str) -> sqlite3.Connection:
     return connection
 
 
+def connect_to_read(path: Path) -> sqlite3.Connection:
+    """A connection for reading only, also while another process writes."""
+    uri = path.absolute().as_uri()
+    # Not mode=ro: whoever closes last must be able to fold the write-ahead log into the file.
+    connection = sqlite3.connect(f"{uri}?mode=rw", uri=True, check_same_thread=False, isolation_level=None)
+    try:
+        connection.execute("PRAGMA query_only = 1")
+        connection.execute("SELECT 1 FROM sqlite_schema").fetchone()
+    except sqlite3.OperationalError:
+        # A read-only disk has no room for the write-ahead index; nobody can be writing there either.
+        connection.close()
+        uri = f"{uri}?mode=ro&immutable=1"
+        connection = sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
+    return connection
+
+
 def text(value: Any) -> str:
     """A value as JSON text; what JSON does not know is written as its repr, never lost."""
     try:

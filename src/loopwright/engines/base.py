@@ -29,6 +29,10 @@ class ContextFull(EngineError, ValueError):
         self.limit, self.length = limit, length
 
 
+_RESHAPING = "temperature", "top_p", "top_k", "min_p"
+_PLAIN = 1.0, 1.0, 0, 0.0
+
+
 class Sampling(Config):
     """How tokens are sampled."""
 
@@ -44,6 +48,18 @@ class Sampling(Config):
     """Texts that end a turn; whoever shows the text cuts it there, the ids stay complete."""
     max_tokens: int = Field(default=256, ge=1)
     """Tokens of one turn."""
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    """How many of the likeliest tokens are told at each position, where the engine can."""
+
+    @property
+    def reshapes(self) -> dict[str, float]:
+        """What makes the distribution sampled from another than the model's own."""
+        asked = self.temperature, self.top_p, self.top_k, self.min_p
+        return {} if asked == _PLAIN else dict(zip(_RESHAPING, asked, strict=True))
+
+
+Tops = tuple[tuple[tuple[int, float], ...], ...]
+"""The likeliest tokens at each position and their logprobs, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +70,8 @@ class Chunk:
     logprobs: tuple[float, ...]
     version: int
     finish: Finish | None = None
+    tops: Tops | None = None
+    """A list for every token, where `top_logprobs` were asked for and the engine knows them."""
 
 
 class EngineConfig(Config):
@@ -101,6 +119,13 @@ class Engine(ABC):
         """Take on new weights, while paused; tokens carry this version from now on."""
         self.version = version
 
+    async def check(self) -> None:
+        """EngineError if it could not serve a stream now."""
+
+    def for_session(self, key: str) -> "Engine":
+        """The engine as one session sees it: of several, one that has seen it before serves it again."""
+        return self
+
     async def close(self) -> None:
         """Let go of everything."""
 
@@ -108,3 +133,4 @@ class Engine(ABC):
 engines: Registry[type[Engine]] = Registry("engine", "loopwright.engines", Engine)
 engines.add_lazily("scripted", "loopwright.engines.scripted:ScriptedEngine")
 engines.add_lazily("transformers", "loopwright.engines.inprocess:TransformersEngine")
+engines.add_lazily("fleet", "loopwright.engines.fleet:Fleet")

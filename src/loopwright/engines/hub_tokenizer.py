@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from loopwright.engines.smollm2 import directory
+from loopwright.engines.tokenizer import ByteTokenizer, Tokenizer
+
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -37,6 +40,17 @@ class HubTokenizer:
         file = Path(place) / "tokenizer.json"
         return cls(Tokenizer.from_file(str(file)) if file.is_file() else Tokenizer.from_pretrained(place))
 
+    @classmethod
+    def of_text(cls, text: str) -> "HubTokenizer":
+        """The tokenizer that `as_text` wrote."""
+        from tokenizers import Tokenizer
+
+        return cls(Tokenizer.from_str(text))
+
+    def as_text(self) -> str:
+        """All of it, as `tokenizer.json` has it."""
+        return str(self._tokenizer.to_str())
+
     def encode(self, text: str) -> list[int]:
         """Half a surrogate pair, which is no text, becomes a question mark."""
         text = text.encode("utf-8", "replace").decode()
@@ -65,6 +79,15 @@ class HubTokenizer:
 
     def _of(self, token: int) -> bytes:
         return self._bytes.get(token, "\N{REPLACEMENT CHARACTER}".encode())
+
+
+def named_tokenizer(name: str, home: Path) -> Tokenizer:
+    """The tokenizer that a name stands for: `bytes`, `smollm2`, a directory, or a name on the hub."""
+    if name == "bytes":
+        return ByteTokenizer()
+    if name == "smollm2":
+        return HubTokenizer.of(str(directory()))
+    return HubTokenizer.of(str(home / name) if (home / name).is_dir() else name)
 
 
 def _gpt2_alphabet() -> dict[str, int]:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from loopwright.engines.inprocess import TransformersConfig
 
 _CHECKED_TOKENS = 8
+BYTES = "byte_tokenizer"
+"""A file that says that a model reads bytes, and has no tokenizer of its own."""
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>")
 
 
@@ -34,15 +36,7 @@ class Loaded:
 
 def load(config: "TransformersConfig", home: Path) -> Loaded:
     """The model that a config names. EngineError if it cannot be had, or cannot be served."""
-    register()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    tokenizer: Tokenizer
-    if config.model == "tiny":
-        model, tokenizer = tiny(config.seed), ByteTokenizer()
-    else:
-        model, tokenizer = _pretrained(config.model, home)
-    model = model.to(device=config.device, dtype=getattr(torch, config.dtype)).eval().requires_grad_(False)
+    model, tokenizer = bare(config, home)
     pack(model)
     text = model.config.get_text_config()
     limit = text.max_position_embeddings
@@ -63,7 +57,17 @@ def load(config: "TransformersConfig", home: Path) -> Loaded:
     return Loaded(model, tokenizer, batch, max_context)
 
 
-def tiny(seed: int = 0) -> Any:
+def bare(config: "TransformersConfig", home: Path) -> tuple[Any, Tokenizer]:
+    """The model and its tokenizer, as they come. EngineError if they cannot be had."""
+    register()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    model = causal_model(config.model, home, seed=config.seed)
+    tokenizer = tokenizer_of(config.model, home)
+    return model.to(device=config.device, dtype=getattr(torch, config.dtype)).eval().requires_grad_(False), tokenizer
+
+
+def tiny(seed: int = 0, attention: str = ATTENTION) -> Any:
     """A small byte-level model with random weights: 0.25 million of them, made on the spot."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -80,26 +84,42 @@ def tiny(seed: int = 0) -> Any:
         bos_token_id=None,
         eos_token_id=ByteTokenizer.specials["<|im_end|>"],
     )
-    config._attn_implementation = ATTENTION
+    config._attn_implementation = attention
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make(config)
 
 
-def _pretrained(name: str, home: Path) -> tuple[Any, Tokenizer]:
+def causal_model(name: str, home: Path, *, seed: int = 0, attention: str = ATTENTION) -> Any:
+    """The model of a name, as an engine runs it or a learner trains it. EngineError if it cannot be had."""
+    if name == "tiny":
+        return tiny(seed, attention)
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from loopwright.engines.hub_tokenizer import HubTokenizer
-
-    place = str(smollm2.directory()) if name == "smollm2" else str(home / name) if (home / name).is_dir() else name
     chatter: Any = logging
     chatter.disable_progress_bar()
     try:
-        tokenizer = HubTokenizer.of(place)
-        return AutoModelForCausalLM.from_pretrained(place, attn_implementation=ATTENTION, dtype="auto"), tokenizer
+        return AutoModelForCausalLM.from_pretrained(place(name, home), attn_implementation=attention, dtype="auto")
     except (OSError, ValueError, ImportError) as error:
         raise EngineError(f"model {name!r} cannot be loaded: {error}") from error
+
+
+def tokenizer_of(name: str, home: Path) -> Tokenizer:
+    """The tokenizer that belongs to a model. EngineError if it cannot be had."""
+    if name == "tiny" or (home / name / BYTES).is_file():
+        return ByteTokenizer()
+    from loopwright.engines.hub_tokenizer import HubTokenizer
+
+    try:
+        return HubTokenizer.of(place(name, home))
+    except (OSError, ValueError, ImportError) as error:
+        raise EngineError(f"the tokenizer of model {name!r} cannot be loaded: {error}") from error
+
+
+def place(name: str, home: Path) -> str:
+    """Where transformers finds a model: a directory, or its name on the hub."""
+    return str(smollm2.directory()) if name == "smollm2" else str(home / name) if (home / name).is_dir() else name
 
 
 def _shape(model: Any, text: Any, max_context: int) -> Shape:

@@ -35,6 +35,7 @@ class Answer:
         ask = dialect.parse(body_of(body), request.headers)
         digest = blake2b(body, digest_size=16, person=dialect.name.encode()[:16]).digest()
         call = self._live.call(dialect.name, ask, digest, retried=_is_retry(request))
+        request["ask"], request["call"] = ask, call  # for the access log
         call.join()
         try:
             if ask.stream:

@@ -35,6 +35,9 @@ class Call:
     pieces: list[Heard] = field(default_factory=list)
     turns: list["Turn"] | None = None
     """What came of it; None until all of it is committed."""
+    counted: int = 0
+    """The tokens of it that are in the metrics, and whether its turns are."""
+    told: bool = False
     _task: asyncio.Task[None] | None = None
     _followers: int = 0
     _next: asyncio.Future[None] | None = None
@@ -54,6 +57,12 @@ class Call:
             if self.turns is None and self._task is not None:
                 self._task.cancel()
             self.pieces = []
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it failed with, if it did."""
+        task = self._task
+        return None if task is None or not task.done() or task.cancelled() else task.exception()
 
     async def end(self) -> None:
         """Give it up now, whoever follows."""

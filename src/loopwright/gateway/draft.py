@@ -45,7 +45,8 @@ class Draft:
     def as_node(self, message: Message, finish: str) -> Node:
         """What is recorded of it."""
         logprobs = (*[0.0] * len(self.opening), *self.logprobs)
-        return Node(self.parent, message, (*self.opening, *self.ids), logprobs, tuple(self.spans), finish)
+        ids = (*self.opening, *self.ids)
+        return Node(self.parent, message, ids, logprobs, tuple(self.spans), finish, self.sampling.reshapes)
 
 
 def check(chunk: Chunk) -> None:

@@ -25,6 +25,7 @@ from loopwright.core.episode import Episode
 from loopwright.core.errors import LoopwrightError, MissingExtra, StorageError
 from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Engine
+from loopwright.engines.news import News, take_in
 from loopwright.gateway.live import Live
 from loopwright.gateway.refusal import Refused
 from loopwright.gateway.store import DiskStore, NoStore, Store, written
@@ -51,6 +52,8 @@ class GatewayConfig(Config):
     """0 for any that is free."""
     advertise: str | None = None
     """The URL that agents are given; needed where the host is all addresses."""
+    advertise_host: str | None = None
+    """The host name or address that agents are given, with the port at which the gateway listens."""
     model: str = "policy"
     """What `models` lists; requests may name any."""
     ttl_s: float = Field(default=3600.0, gt=0)
@@ -61,6 +64,12 @@ class GatewayConfig(Config):
     """Seconds of silence in a stream before a comment is sent."""
     write_s: float = Field(default=60.0, gt=0)
     """Seconds that a client may take to read what it was sent."""
+    drain_s: float = Field(default=10.0, ge=0)
+    """Seconds that calls under way have to come to their end, once the gateway is told to end."""
+    access_log: str | None = None
+    """A file with a line of JSON for every request, `-` for standard output; without what was said, and without keys."""
+    log_prompts: bool = False
+    """Whether the access log has what was said, too."""
 
     def address(self, port: int) -> str:
         """What agents are given; AdvertiseError if that would be no address."""
@@ -71,20 +80,30 @@ class GatewayConfig(Config):
                     f"advertise: {self.advertise!r} is no URL that an agent can reach, like http://gpu-box:8400."
                 )
             return self.advertise.rstrip("/")
-        if _everywhere(self.host):
+        host = self.advertise_host or self.host
+        if _everywhere(host):
             raise AdvertiseError(
-                f"host: {self.host} means all addresses, and agents can be given none of them. "
+                f"host: {host} means all addresses, and agents can be given none of them. "
                 "Say where they reach the gateway: --advertise http://gpu-box:8400."
             )
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
+        if not self.public and not _is_loopback(host):
+            raise AdvertiseError(
+                f"advertise_host: agents would look for the gateway at {host}, but it listens at {self.host} alone. "
+                'Have it listen there too: host = "0.0.0.0".'
+            )
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     @property
     def public(self) -> bool:
         """Whether other machines reach it."""
-        try:
-            return not ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host != "localhost"
+        return not _is_loopback(self.host)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _everywhere(host: str) -> bool:
@@ -158,6 +177,8 @@ class Gateway:
         self._store: Store = NoStore()
         self._sessions: dict[str, Live] = {}
         self._server: Server | None = None
+        self._telling = asyncio.Lock()
+        self._recovered = False
         self._sweeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -167,7 +188,7 @@ class Gateway:
             raise MissingExtra("the gateway", "gateway") from error
         if self._output is not None:
             self._store = DiskStore(self._output)
-            self._recover("status = ?", ("open",))
+            self._recover_open()
         self._server = Server(self)
         try:
             await self._server.start()
@@ -195,6 +216,37 @@ class Gateway:
         """The URL that agents are given."""
         return self.config.address(self._server.port if self._server else self.config.port)
 
+    async def tell(self, news: News) -> int:
+        """Have the engine take in news of the policy; calls under way are held meanwhile, and go on under them."""
+        async with self._telling:
+            return await take_in(self.engine, news)
+
+    async def update(self, version: int, source: Any = None) -> None:
+        """New weights for all engines, from where they can read them. EngineError if no engine could take them."""
+        await self.tell(News(version, weights=source))
+
+    async def pause(self) -> None:
+        """Hold all calls; streams are kept alive."""
+        await self.tell(News(self.engine.version, paused=True))
+
+    async def resume(self) -> None:
+        """Let calls go on."""
+        await self.tell(News(self.engine.version))
+
+    @property
+    def store(self) -> Store:
+        """Where its sessions are kept."""
+        return self._store
+
+    def counted(self) -> tuple[int, int]:
+        """How many sessions are open, and how many calls are under way."""
+        lives = self._sessions.values()
+        return sum(live.status == "open" for live in lives), sum(live.running for live in lives)
+
+    def knows(self, id: str | None) -> bool:
+        """Whether a session of this id is in memory."""
+        return id in self._sessions
+
     # -- sessions -----------------------------------------------------------------------------------------------
 
     async def open(self, id: str | None = None, terms: Terms | None = None) -> OpenSession:
@@ -210,7 +262,7 @@ class Gateway:
         try:
             live = self.find(id)
         except Refused:
-            live = self._sessions[id] = Live(self.engine, self._store, self.clock, id, terms)
+            live = self._sessions[id] = Live(self.engine.for_session(id), self._store, self.clock, id, terms)
             await live.save()
             return OpenSession(live, self.address)
         if (live.terms.run, live.terms.trial) != (terms.run, terms.trial):
@@ -239,10 +291,18 @@ class Gateway:
         tables = (("sessions", "id"), ("nodes", "session"), ("calls", "session"))
         await written(self._store, [(f"DELETE FROM {table} WHERE {column} = ?", (id,)) for table, column in tables])
 
+    def _recover_open(self) -> None:
+        if not self._recovered and hasattr(self.engine, "tokenizer"):  # a relay learns it from its first worker
+            self._recovered = True
+            self._recover("status = ?", ("open",))
+
     def _recover(self, which: str, values: tuple[str, ...]) -> None:
         query = "SELECT id, key, terms, opened_at, status, closed_at, outcome, reason, snapshot FROM sessions WHERE "
         for id, key, terms, *row in self._store.rows(query + which, values):
-            live = Live(self.engine, self._store, self.clock, id, Terms.model_validate_json(terms), key)
+            if id in self._sessions:
+                continue
+            engine = self.engine.for_session(id)
+            live = Live(engine, self._store, self.clock, id, Terms.model_validate_json(terms), key)
             live.restore(tuple(row))
             self._sessions[id] = live
 
@@ -250,6 +310,7 @@ class Gateway:
         """End sessions whose time is up, and let go of those that have ended and can be read again."""
         while True:
             await asyncio.sleep(1.0)
+            self._recover_open()
             for live in list(self._sessions.values()):
                 if live.expires():
                     with suppress(StorageError):  # it will be told to whoever asks next

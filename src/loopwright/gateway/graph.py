@@ -2,20 +2,27 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import orjson
+from pydantic_core import from_json
 
 from loopwright.core.episode import ROOT, Node
 from loopwright.core.task import Message
+from loopwright.gateway.manner import PLAIN, Manner
 from loopwright.gateway.template import Template, Tool, calls_of, text_of
 from loopwright.gateway.verdict import Kind, Verdict
 
 Key = tuple[str, str, str, str]
-"""What a message is known by: role, text, calls and, for the first one of a conversation, tools."""
+"""What a message is known by: role, text, calls (and tools, for the first one of a conversation) and reasoning."""
 
 _SENT = 4
 """Conversations of a session that are recalled as they were sent."""
+_EXACT = 2**53
+_ANY = "\0"
+"""The reasoning of a message that was sent without: it may have had any."""
 RAW = "prompt"
 """The role of raw text to go on from, which no chat template touches."""
 
@@ -23,10 +30,13 @@ RAW = "prompt"
 class Graph:
     """Nodes, and which messages lead from one to another.
 
-    A conversation that begins or goes on otherwise is a branch of its own; what branches share is kept once.
+    A conversation that begins or goes on otherwise is a branch of its own; what branches share is kept once. With
+    `forks`, what the policy thought before the user last spoke is left out, as many families' templates do: from there
+    on that is a branch, too. Otherwise it stays as it was sampled.
     """
 
-    def __init__(self, template: Template) -> None:
+    def __init__(self, template: Template, *, forks: bool = False) -> None:
+        self._forks = forks
         self.nodes: list[Node] = [ROOT]
         self.keys: dict[int, Key] = {}
         """How the message of a node is found again; turns that were given up are not."""
@@ -41,16 +51,20 @@ class Graph:
         """The node of the last message; those that are not known yet are rendered and added."""
         if messages[0].get("role") == RAW:
             return self._placed(messages[0]["content"])
+        if self._forks:
+            messages = _forgotten(messages)
         sent, nodes = self._recalled(messages, tools)
         # Plain data of our own, whatever their sender does to them later.
         more = [copied(message) for message in messages[len(sent) :]]
         keys = [_key(message) for message in more]
         if tools and not sent:
             # The first message is rendered with the tools: with other tools it is another message.
-            keys[0] = (*keys[0][:3], self._written(tools))
+            role, text, calls, thought = keys[0]
+            keys[0] = role, text, calls + self._written(tools), thought
         nodes, known = self._known(nodes, keys)
         node = found = nodes[-1]
         others = list(self._first.get(node, ()))
+        thoughtless = known < len(keys) and keys[known][3] == "" and (node, (*keys[known][:3], _ANY)) in self._children
         for message, key in zip(more[known:], keys[known:], strict=True):
             first = node == 0
             written = self._template.render(message, first=first, tools=tools if first else ())
@@ -61,7 +75,10 @@ class Graph:
         if all(isinstance(call["function"].get("arguments"), str) for m in more for call in m.get("tool_calls") or ()):
             self._sent.insert(0, ([*sent, *more], list(tools), [node] if known < len(messages) else nodes))
             del self._sent[_SENT:]
-        return node, self._verdict(found, others, node, known, len(messages))
+        verdict = self._verdict(found, others, node, known, len(messages))
+        if thoughtless:
+            verdict = replace(verdict, reason=f"the reasoning of message {known + 1} is left out")
+        return node, verdict
 
     def _placed(self, content: str | list[int]) -> tuple[int, Verdict]:
         """The node of raw text, which goes on from what is known as far as the ids are the same."""
@@ -114,19 +131,23 @@ class Graph:
     def know(self, number: int, key: Key | None = None) -> None:
         """Let a node be found by its message from now on."""
         node = self.nodes[number]
-        key = self.keys[number] = _key(node.message) if key is None else key
-        self._children.setdefault((node.parent or 0, key), []).append(number)
+        role, text, calls, thought = _key(node.message) if key is None else key
+        self.keys[number] = key = role, text, calls, "" if thought == _ANY else thought
+        parent = node.parent or 0
+        self._children.setdefault((parent, key), []).append(number)
+        if role == "assistant":
+            self._children.setdefault((parent, (role, text, calls, _ANY)), []).append(number)
 
     def closing(self, number: int) -> list[int]:
         """The ids between a node and the message after it."""
         node = self.nodes[number]
         return [] if node.finish is None else self._template.closing(node.ids[len(node.ids) - node.sampled :])
 
-    def opening(self, number: int) -> tuple[int, ...]:
+    def opening(self, number: int, manner: Manner = PLAIN) -> tuple[int, ...]:
         """The ids between a node and what the policy says after it."""
         if self.nodes[number].message.get("role") == RAW:
             return ()
-        return (*self.closing(number), *self._template.opening())
+        return (*self.closing(number), *self._template.opening(manner))
 
     def ids(self, number: int) -> list[int]:
         """All ids up to the end of this node; to be copied, not kept. Costs what is new since the latest call."""
@@ -192,6 +213,15 @@ def copied(message: Message) -> dict[str, Any]:
     return copy
 
 
+def _forgotten(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with what the policy thought before the user last spoke marked as left out."""
+    last = max((index for index, message in enumerate(messages) if message.get("role") == "user"), default=0)
+    return [
+        {**message, "reasoning_content": ""} if index < last and message.get("role") == "assistant" else message
+        for index, message in enumerate(messages)
+    ]
+
+
 def _key(message: Mapping[str, Any]) -> Key:
     """Equal for messages that say the same, whatever the white space and key order of their arguments.
 
@@ -201,6 +231,32 @@ def _key(message: Mapping[str, Any]) -> Key:
     if not isinstance(role, str):
         raise ValueError("a message needs a role")
     text = text_of(message)
-    calls = json.dumps(calls_of(message), sort_keys=True) if message.get("tool_calls") else ""
+    calls = ""
+    if message.get("tool_calls"):
+        calls = json.dumps([(name, _same(_read(found))) for name, found in calls_of(message)], sort_keys=True)
+    if role != "assistant":
+        return role, text, calls, ""
     # Agents trim what the policy said before they send it back; its tokens are kept as they were.
-    return role, text.strip() if role == "assistant" else text, calls, ""
+    thought = message.get("reasoning_content")
+    return role, text.strip(), calls, _ANY if thought is None else str(thought)
+
+
+def _read(arguments: Any) -> Any:
+    """Arguments that break off as far as they go: so clients read them that want an object at any price."""
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            return from_json(arguments, allow_partial=True)
+    return arguments
+
+
+def _same(value: Any) -> Any:
+    """Numbers as every client writes them back: 1.0 is 1, and integers that no double can hold are rounded to one."""
+    if isinstance(value, dict):
+        return {key: _same(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_same(item) for item in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            value = float(value)
+            return int(value) if value.is_integer() and abs(value) <= _EXACT else value
+    return value

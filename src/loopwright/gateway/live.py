@@ -44,6 +44,8 @@ class Live:
         self.outcome = Outcome.OK
         self.opened_at = self._used_at = clock()
         self.closed_at: float | None = None
+        self.silent_s = 0.0
+        """How long the engine had given no token, to a call that was under way when the session was closed."""
         self._calls: OrderedDict[bytes, Call] = OrderedDict()
         self._running: set[Call] = set()
         self._dialects: dict[int, str] = {}
@@ -111,6 +113,11 @@ class Live:
             self._running.discard(call)
             self._used_at = self.clock()
 
+    @property
+    def running(self) -> int:
+        """How many calls are under way."""
+        return len(self._running)
+
     def unsaved(self) -> list[Statement]:
         """The nodes that the store does not have yet."""
         graph, since = self.session.graph, self._saved
@@ -143,8 +150,10 @@ class Live:
     async def close(self, status: str = "complete", outcome: Outcome = Outcome.OK, reason: str = "") -> Episode:
         """End it: calls under way are given up, and what was recorded changes no more."""
         if self.status == "open":
+            waiting = bool(self._running)
             self.status, self.outcome, self.reason, self.closed_at = status, outcome, reason, self.clock()
             await self.rest()
+            self.silent_s = self.session.silent_s() if waiting else 0.0
             self.snapshot = blake2b(self.episode().to_bytes(), digest_size=16).hexdigest()
             await self.save()
         return self.episode()
@@ -169,6 +178,7 @@ class Live:
             "status": self.status,
             "snapshot": self.snapshot or None,
             "running": running,
+            "silent_s": self.silent_s,
             "trainable": not counts[Kind.BROKEN] and not running and episode.sampled > 0,
             "verdicts": counts,
             "turns": [self._told(number, verdict) for number, verdict in sorted(verdicts.items())],

@@ -1,24 +1,29 @@
 """Reads what is sampled, as it comes: ids to text, text to a message, and both to the pieces that a stream shows.
 
 Pieces are never taken back: joined, they are the message. So the reader holds back what may yet turn out to be
-something else: half a character, half a stop string, white space before a tool call, a call that has not ended.
+something else: half a character, half a stop string, white space before a tool call, the beginning of a call. Once its
+name is known it is a call, whose arguments are told as they come; if they break off, what was told of them stays.
 """
 
-import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loopwright.core.task import Message
+from loopwright.engines.base import Tops
 from loopwright.engines.tokenizer import Tokenizer
+from loopwright.gateway.calls import HERMES, Grammar, Head, Object, head, whole
+from loopwright.gateway.manner import PLAIN, Manner
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+THINK, THOUGHT = "<think>", "</think>"
+_BETWEEN = " \t\r\n;,]"
+"""What may stand between calls that have no marks."""
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What streaming adds: a text delta, or a delta of the tool call `index`. `id` and `name` come once, first.
+    """What streaming adds: text, reasoning, or more of the tool call `index`. `id` and `name` come once, first.
 
     A piece may be empty but for its tokens: those that stand for nothing visible, such as the end of a turn.
     """
@@ -29,9 +34,13 @@ class Piece:
     id: str = ""
     name: str = ""
     arguments: str = ""
+    thought: str = ""
+    """Reasoning, which is none of the text."""
     ids: tuple[int, ...] = ()
     """The tokens that it stands for. All pieces of a turn together hold all of its tokens, in order."""
     logprobs: tuple[float, ...] = ()
+    tops: Tops | None = None
+    """What else was likely at each of its tokens, where the engine was asked."""
 
 
 class TextReader:
@@ -65,56 +74,85 @@ class TextReader:
 class Reader:
     """One turn's message as it is sampled. `stop` ends it: the text is cut there, the tokens are not.
 
-    Raw text has no calls and no white space to leave out.
+    Raw text has no calls, no reasoning and no white space to leave out. `manner` may begin the message with text that
+    was given.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, end_id: int, *, call_id: str, stop: Sequence[str] = (), raw: bool = False
+        self,
+        tokenizer: Tokenizer,
+        ends: Container[int],
+        *,
+        call_id: str,
+        stop: Sequence[str] = (),
+        raw: bool = False,
+        grammar: Grammar = HERMES,
+        manner: Manner = PLAIN,
     ) -> None:
-        self._raw = raw
+        self._raw, self._grammar, self._manner = raw, grammar, manner
         self._decode, self._text = tokenizer.decode, TextReader(tokenizer)
-        self._end, self._call_id = end_id, call_id
+        self._ends, self._call_id = ends, call_id
         self._stop = tuple(text for text in stop if text)
         self._held: list[int] = []  # an end that is shown only if something follows it
         self._uncut = ""  # text in which a stop string may yet begin
-        self._buffer, self._in_call = "", False
+        self._buffer, self._state = "", self._told if raw else self._begun
         self._space = ""
         self._content: list[str] = []
+        self._thoughts: list[str] = []
+        self._thought = False
         self._calls: list[dict[str, Any]] = []
         self._malformed: list[str] = []
+        self._marked = self._listed = False  # how the call that is being read began
+        self._object, self._scanned, self._named, self._arguing = Object(), 0, False, False
+        self._written = ""
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
+        self._tops: list[Any] | None = None
         self._pieces: list[Piece] = []
         self.stopped_by: str | None = None
         """The stop string that was met."""
+        self.ended = False
+        """Whether nothing that may yet be sampled belongs to the message."""
+        if manner.given:
+            self._read(manner.given)
+        self.unshown = (0, 0)
+        """Characters of reasoning and of text that the client has already, since it gave them."""
+        if not manner.shown:
+            self._pieces = []
+            self.unshown = len("".join(self._thoughts)), len("".join(self._content))
 
-    def feed(self, ids: Sequence[int], logprobs: Sequence[float]) -> list[Piece]:
+    def feed(self, ids: Sequence[int], logprobs: Sequence[float], tops: Tops | None = None) -> list[Piece]:
         """Take in tokens; the pieces that can be told by now."""
+        if tops is not None or self._tops is not None:
+            self._tops = [*(self._tops or [()] * len(self._tokens)), *(tops or [()] * len(ids))]
         self._tokens += ids
         self._logprobs += logprobs
         ids = [*self._held, *ids]
-        self._held = [ids.pop()] if ids and ids[-1] == self._end else []
-        if ids and self.stopped_by is None:
+        self._held = [ids.pop()] if ids and ids[-1] in self._ends else []
+        if ids and not self.ended:
             self._cut(self._text.feed(ids))
         return self._taken()
 
     def whole(self, ids: Sequence[int]) -> list[Piece]:
         """Take in a whole turn at once, as if fed and finished; cheaper, and its pieces have no tokens."""
-        self._cut(self._decode(ids[:-1] if ids and ids[-1] == self._end else ids))
+        self._cut(self._decode(ids[:-1] if ids and ids[-1] in self._ends else ids))
         return self.finish()
 
     def finish(self) -> list[Piece]:
         """The rest: nothing more can change it. The last piece holds every token that is left."""
-        if self.stopped_by is None:
+        if not self.ended:
             self._cut(self._text.finish())
-        if self.stopped_by is None:
+        if not self.ended:
             self._read(self._uncut)
-        if self._in_call:
-            self._called(self._buffer, closed=False)
-        else:
+        if self._state == self._calling:
+            self._break_off()
+        elif self._state == self._thinking:
+            self._think(self._buffer)
+            self._space = ""
+        elif self._state != self._closing or self._grammar.close:
             self._say(self._buffer)
-        self._buffer, self._in_call = "", False
-        if not self._calls:
+        self._buffer, self._state = "", self._told
+        if not self._calls and not (self._thought and not self._content):
             self._tell(self._space)
         if self._tokens:
             self._show(Piece())
@@ -122,20 +160,22 @@ class Reader:
 
     @property
     def stops(self) -> bool:
-        """Whether a text may end the turn."""
-        return bool(self._stop)
+        """Whether what is said may end the turn."""
+        return bool(self._stop) or self._manner.single
 
     @property
     def message(self) -> Message:
         """The message so far."""
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content)}
+        if self._thoughts:
+            message["reasoning_content"] = "".join(self._thoughts)
         if self._calls:
             message["tool_calls"] = list(self._calls)
         return message
 
     @property
     def malformed(self) -> tuple[str, ...]:
-        """The calls in it that nobody can read; they stay in its text."""
+        """The calls in it that nobody can read: they stay in its text, or break off where they cannot be read."""
         return tuple(self._malformed)
 
     # -- text to pieces -----------------------------------------------------------------------------------------
@@ -148,31 +188,177 @@ class Reader:
         found = [(self._uncut.find(stop), stop) for stop in self._stop if stop in self._uncut]
         if found:
             at, self.stopped_by = min(found)
+            self.ended = True
         else:
             at = len(self._uncut) - max(_overlap(self._uncut, stop) for stop in self._stop)
         text, self._uncut = self._uncut[:at], self._uncut[at:]
         return self._read(text)
 
     def _read(self, text: str) -> None:
-        if self._raw:
-            return self._tell(text)
         self._buffer += text
-        while True:
-            mark = _CLOSE if self._in_call else _OPEN
-            before, found, after = self._buffer.partition(mark)
-            if not found:
-                break
-            self._buffer = after
-            if self._in_call:
-                self._called(before, closed=True)
-            else:
-                self._say(before)
-            self._in_call = not self._in_call
-        if not self._in_call:
-            safe = len(self._buffer) - _overlap(self._buffer, _OPEN)
-            text, self._buffer = self._buffer[:safe], self._buffer[safe:]
-            self._say(text)
-        return None
+        while self._buffer and self._state():
+            pass
+
+    # Each state takes what it can from the buffer, and tells whether there may be more for the next one.
+
+    def _told(self) -> bool:
+        """Raw text."""
+        text, self._buffer = self._buffer, ""
+        self._tell(text)
+        return False
+
+    def _begun(self) -> bool:
+        """The beginning, which may be reasoning, or a call without a mark."""
+        text = self._buffer.lstrip()
+        if not self._thought and text.startswith(THINK):
+            self._buffer, self._state, self._thought = text[len(THINK) :], self._thinking, True
+            return True
+        if not text or (not self._thought and THINK.startswith(text)):
+            return False
+        if self._grammar.bare and self._manner.calls and text[0] in "{[":
+            self._space = "" if self._thought else self._buffer[: -len(text)]
+            return self._call(text, marked=False)
+        self._buffer, self._state = text if self._thought else self._buffer, self._talking
+        return True
+
+    def _thinking(self) -> bool:
+        before, found, after = self._buffer.partition(THOUGHT)
+        if found:
+            self._think(before)
+            self._buffer, self._space, self._state = after, "", self._begun
+            return True
+        safe = len(self._buffer) - _overlap(self._buffer, THOUGHT)
+        text, self._buffer = self._buffer[:safe], self._buffer[safe:]
+        self._think(text)
+        return False
+
+    def _talking(self) -> bool:
+        mark = self._grammar.open if self._manner.calls else ""
+        before, found, after = self._buffer.partition(mark) if mark else (self._buffer, "", "")
+        if found:
+            self._say(before)
+            return self._call(after, marked=True)
+        safe = len(self._buffer) - (_overlap(self._buffer, mark) if mark else 0)
+        text, self._buffer = self._buffer[:safe], self._buffer[safe:]
+        self._say(text)
+        return False
+
+    def _closing(self) -> bool:
+        """After a call: its closing mark, or another call that has none."""
+        close = self._grammar.close
+        text = self._buffer.lstrip() if close else self._buffer.lstrip(_BETWEEN)
+        if not text or (text != close and close.startswith(text)):
+            return False
+        if close:
+            self._buffer = text.removeprefix(close) if text.startswith(close) else self._buffer
+        elif text[0] == "{":
+            return self._call(text, marked=self._marked)
+        else:
+            self._buffer = text
+        self._state = self._talking
+        return True
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def _call(self, text: str, *, marked: bool) -> bool:
+        """A call begins here, unless it is one more than was asked for."""
+        if self._calls and self._manner.single:
+            self.ended, self._buffer = True, ""
+            return False
+        self._listed = not marked and text.startswith("[")
+        self._buffer, self._marked, self._state = text[self._listed :], marked, self._calling
+        self._object, self._scanned, self._named, self._written = Object(), 0, False, ""
+        return True
+
+    def _calling(self) -> bool:
+        if not self._named:
+            return self._opening()
+        text, self._buffer = self._buffer, ""
+        call = self._object
+        said = call.take(text, depth=int(self._arguing))
+        self._written += said
+        self._buffer = call.rest
+        if self._arguing:
+            self._argue(said)
+            self._arguing = call.depth > 1
+        if call.broken:
+            self._malformed.append(self._written.strip())
+            self._state = self._talking
+        elif call.ended:
+            self._state = self._closing
+        return True
+
+    def _opening(self) -> bool:
+        """A call of which the name is not known yet."""
+        close = self._grammar.close
+        before, closed, after = self._buffer.partition(close) if close else (self._buffer, "", "")
+        found = head(before)
+        if isinstance(found, Head):
+            self._written, self._buffer = self._buffer[: found.at], self._buffer[found.at :]
+            self._object, self._named, self._arguing = Object(), True, True
+            self._object.take(self._written)
+            self._name(found.name)
+            return True
+        if close:
+            if closed:
+                self._buffer, self._state = after, self._talking
+                self._called(before, close)
+            return bool(closed)
+        # Without marks nobody knows where it would end but itself.
+        self._object.take(self._buffer[self._scanned :])
+        self._scanned = len(self._buffer)
+        if found and not self._object.ended and not self._object.broken:
+            return False
+        rest = self._object.rest if found else ""
+        text, self._buffer = self._buffer.removesuffix(rest) if rest else self._buffer, rest
+        self._state = self._closing if found and self._called(text) else self._talking
+        if not found:
+            self._uncalled(text)
+        return True
+
+    def _called(self, text: str, close: str = "") -> bool:
+        """A call that was not told as it came; or text, if it is none."""
+        read = whole(text)
+        if read is None:
+            self._uncalled(text, close)
+            return False
+        self._name(read[0])
+        self._argue(read[1])
+        return True
+
+    def _uncalled(self, text: str, close: str = "") -> None:
+        if self._marked:
+            self._malformed.append(text.strip())
+        self._say((self._grammar.open if self._marked else "[" * self._listed) + text + close)
+
+    def _break_off(self) -> None:
+        """The turn ended within a call."""
+        if not self._named:
+            self._called(self._buffer)
+        elif self._arguing:
+            self._malformed.append(self._written.strip())
+
+    def _name(self, name: str) -> None:
+        index = len(self._calls)
+        call = {"id": f"{self._call_id}_{index}", "type": "function", "function": {"name": name, "arguments": ""}}
+        self._calls.append(call)
+        self._show(Piece(index=index, id=call["id"], name=name))
+
+    def _argue(self, text: str) -> None:
+        if text:
+            self._calls[-1]["function"]["arguments"] += text
+            self._show(Piece(index=len(self._calls) - 1, arguments=text))
+
+    # -- pieces -------------------------------------------------------------------------------------------------
+
+    def _think(self, text: str) -> None:
+        """Reasoning; white space around it is none of it."""
+        text = self._space + text if self._thoughts else text.lstrip()
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self._thoughts.append(shown)
+            self._show(Piece(thought=shown))
 
     def _say(self, text: str) -> None:
         """Text of the message; white space at its end waits, since before a call it is none of the text."""
@@ -188,30 +374,11 @@ class Reader:
             self._content.append(text)
             self._show(Piece(text))
 
-    def _called(self, text: str, *, closed: bool) -> None:
-        index = len(self._calls)
-        call = _call(text, f"{self._call_id}_{index}")
-        if call is None:
-            self._malformed.append(text.strip())
-            self._say(_OPEN + text + (_CLOSE if closed else ""))
-            return
-        self._calls.append(call)
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        self._show(Piece(index=index, id=call["id"], name=name))
-        self._show(Piece(index=index, arguments=arguments))
-
     def _show(self, piece: Piece) -> None:
         if self._tokens:
-            piece = Piece(
-                piece.text,
-                piece.index,
-                piece.id,
-                piece.name,
-                piece.arguments,
-                ids=tuple(self._tokens),
-                logprobs=tuple(self._logprobs),
-            )
-            self._tokens, self._logprobs = [], []
+            tops = None if self._tops is None else tuple(self._tops)
+            piece = replace(piece, ids=tuple(self._tokens), logprobs=tuple(self._logprobs), tops=tops)
+            self._tokens, self._logprobs, self._tops = [], [], None
         self._pieces.append(piece)
 
     def _taken(self) -> list[Piece]:
@@ -229,17 +396,3 @@ def _overlap(text: str, mark: str) -> int:
         if text.endswith(mark[:length]):
             return length
     return 0
-
-
-def _call(text: str, call_id: str) -> dict[str, Any] | None:
-    """The call that this text stands for, if it is one. Not by orjson, which rounds integers of more than 64 bits."""
-    try:
-        read = json.loads(text)
-        arguments = read.get("arguments", {}) if isinstance(read, dict) else None
-        if not isinstance(arguments, dict) or not isinstance(read.get("name"), str):
-            return None
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        (read["name"] + written).encode()  # half a surrogate pair is no text
-    except (ValueError, RecursionError):
-        return None
-    return {"id": call_id, "type": "function", "function": {"name": read["name"], "arguments": written}}

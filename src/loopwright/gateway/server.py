@@ -13,10 +13,13 @@ from pydantic import ValidationError
 from loopwright.core.config import explain
 from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Sampling
+from loopwright.gateway.admin import Admin
+from loopwright.gateway.access import Watch
 from loopwright.gateway.answer import Answer, answered, body_of
 from loopwright.gateway.chat import ChatCompletions
 from loopwright.gateway.dialect import ROUTES, Dialect
 from loopwright.gateway.live import Live
+from loopwright.gateway.operations import Operations
 from loopwright.gateway.refusal import Refused, refusal_of
 from loopwright.gateway.terms import Terms
 
@@ -32,22 +35,30 @@ class Server:
 
     def __init__(self, gateway: "Gateway") -> None:
         self._gateway, self._config = gateway, gateway.config
-        self._plain = ChatCompletions(gateway.engine.tokenizer, Sampling())
+        # Refusals need none, and a relay has none before its first worker comes.
+        tokenizer: Any = getattr(gateway.engine, "tokenizer", None)
+        self._plain = ChatCompletions(tokenizer, Sampling())
         self._dialects = _dialects()
         # Each dialect speaks for itself where there is no session to speak of.
-        self._voices = {path: made(gateway.engine.tokenizer, Sampling()) for path, made in self._dialects.items()}
-        self._app = web.Application(client_max_size=self._config.body_bytes, middlewares=[self._refusals])
+        self._voices = {path: made(tokenizer, Sampling()) for path, made in self._dialects.items()}
+        self._watch = watch = Watch(gateway)
+        self._app = web.Application(client_max_size=self._config.body_bytes, middlewares=[watch.middleware, self._refusals])
         self._runner = web.AppRunner(
-            self._app, handler_cancellation=True, access_log=None, keepalive_timeout=75.0, shutdown_timeout=5.0
+            self._app,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=75.0,
+            shutdown_timeout=self._config.drain_s,
         )
         self.port = 0
         add = self._app.router.add_route
-        add("GET", "/healthz", self._health)
+        Operations(gateway, watch, lambda request: self._is_admin(_key(request))).mount(self._app)
         add("POST", "/sessions", self._open)
         add("POST", "/sessions/{id}", self._open)
         add("GET", "/sessions/{id}", self._show)
         add("DELETE", "/sessions/{id}", self._delete)
         add("POST", "/sessions/{id}/complete", self._complete)
+        Admin(gateway, lambda request: self._is_admin(_key(request))).mount(self._app)
         add("GET", "/{id}/v1/models", self._models)
         add("GET", "/{id}/v1/models/{model:.+}", self._models)
         add("GET", "/{id}/models", self._models)
@@ -69,6 +80,7 @@ class Server:
     async def stop(self) -> None:
         """Take no more requests; those under way get a moment to end."""
         await self._runner.cleanup()
+        self._watch.close()
 
     # -- dialects -----------------------------------------------------------------------------------------------
 
@@ -114,9 +126,6 @@ class Server:
         return answered({"object": "list", "data": [model]})
 
     # -- sessions -----------------------------------------------------------------------------------------------
-
-    async def _health(self, _: web.Request) -> web.StreamResponse:
-        return answered({"status": "ok", "version": self._gateway.engine.version})
 
     async def _open(self, request: web.Request) -> web.StreamResponse:
         if self._gateway.token is not None and not self._is_admin(_key(request)):

@@ -210,6 +210,11 @@ class Session:
         finally:
             self.phases_s[name] = self.phases_s.get(name, 0.0) + clock() - begun
 
+    def silent_s(self) -> float:
+        """For how long the engine had given no token when a turn was last cut short."""
+        name, begun, ended = self.cut or ("", 0.0, 0.0)
+        return ended - max(self.last_token_at or begun, begun) if name == "generate" else 0.0
+
     def episode(
         self, task: Task, outcome: Outcome = Outcome.OK, *, fault: Fault | None = None, reason: str = ""
     ) -> Episode:

@@ -12,6 +12,8 @@ import threading
 from array import array
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +22,7 @@ import orjson
 from loopwright.core.episode import Node, Span
 from loopwright.core.errors import LedgerError, OutputBusy, storage
 from loopwright.core.sqlite import Transaction, connect, explained
+from loopwright.engines.base import Sampling
 from loopwright.gateway.graph import Key
 
 VERSION = 1
@@ -31,34 +34,55 @@ CREATE TABLE sessions (
 CREATE TABLE nodes (
     session TEXT NOT NULL, number INTEGER NOT NULL, parent INTEGER NOT NULL, key TEXT, message TEXT NOT NULL,
     ids BLOB NOT NULL, logprobs BLOB NOT NULL, spans TEXT NOT NULL, finish TEXT, PRIMARY KEY (session, number)
-) STRICT, WITHOUT ROWID;
+) STRICT;
 CREATE TABLE calls (
     session TEXT NOT NULL, node INTEGER NOT NULL, call TEXT NOT NULL, choice INTEGER NOT NULL, digest BLOB NOT NULL,
     dialect TEXT NOT NULL, sampling TEXT NOT NULL, seed TEXT NOT NULL, begun_at REAL NOT NULL, ended_at REAL,
     verdict TEXT NOT NULL, reason TEXT NOT NULL, token INTEGER, PRIMARY KEY (session, node)
-) STRICT, WITHOUT ROWID;
+) STRICT;
 """
 
+# Each with one row; `_grouped` makes one statement of several rows.
 NODE = "INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 INTENT = "INSERT OR REPLACE INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, ?, ?, ?)"
-RESULT = "UPDATE calls SET ended_at = ?, verdict = ?, reason = ?, token = ? WHERE session = ? AND node = ?"
+RESULT = (
+    "UPDATE calls SET ended_at = told.column1, verdict = told.column2, reason = told.column3, token = told.column4 "
+    "FROM (VALUES (?, ?, ?, ?, ?, ?)) AS told WHERE session = told.column5 AND node = told.column6"
+)
+_ROWS = 32
+"""The most rows of a statement."""
 
 Statement = tuple[str, tuple[Any, ...]]
 
+PROBE: Sequence[Statement] = (
+    ("INSERT INTO sessions VALUES ('/', '', '', 0.0, '', NULL, '', '', '')", ()),
+    ("DELETE FROM sessions WHERE id = '/'", ()),
+)
+"""What changes nothing, and is written all the same: whether it can be is the question."""
 
-class Store(Protocol):
+
+class Source(Protocol):
+    """Where sessions are read from."""
+
+    def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
+        """What a query gives."""
+        ...
+
+
+class Store(Source, Protocol):
     """Where sessions are kept."""
 
     def write(self, statements: Sequence[Statement]) -> Future[None]:
         """Write all of it or nothing; done once it is safe. StorageError if it cannot be."""
         ...
 
-    def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
-        """What a query gives."""
-        ...
-
     def close(self) -> None:
         """Write what waits, and let go."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """How many writes wait."""
         ...
 
 
@@ -74,6 +98,10 @@ class NoStore:
         return []
 
     def close(self) -> None: ...
+
+    @property
+    def waiting(self) -> int:
+        return 0
 
 
 class DiskStore:
@@ -113,6 +141,10 @@ class DiskStore:
         self._connection.close()
         os.close(self._lock)
 
+    @property
+    def waiting(self) -> int:
+        return self._queue.qsize()
+
     def _work(self) -> None:
         more = True
         while more:
@@ -123,8 +155,8 @@ class DiskStore:
             jobs = [job for job in batch if job is not None]
             try:
                 with self._transaction as connection:
-                    for query, rows in _grouped([each for statements, _ in jobs for each in statements]):
-                        connection.executemany(query, rows)
+                    for query, values in _grouped([each for statements, _ in jobs for each in statements]):
+                        connection.execute(query, values)
             except Exception as error:  # noqa: BLE001  whoever waits is told
                 for _, done in jobs:
                     done.set_exception(error)
@@ -133,14 +165,32 @@ class DiskStore:
                     done.set_result(None)
 
 
-def _grouped(statements: Sequence[Statement]) -> list[tuple[str, list[tuple[Any, ...]]]]:
-    """Rows by query, which is half the work; but one by one where the order between queries counts."""
+def _grouped(statements: Sequence[Statement]) -> Iterable[Statement]:
+    """Statements of many rows each; but one by one where the order between queries counts.
+
+    After every statement the thread has to wait for its turn to run Python, which costs more than writing the row.
+    """
     groups: dict[str, list[tuple[Any, ...]]] = {query: [] for query in (NODE, INTENT, RESULT)}
     for query, values in statements:
         if query not in groups:
-            return [(each, [row]) for each, row in statements]
+            return statements
         groups[query].append(values)
-    return [(query, rows) for query, rows in groups.items() if rows]
+    return [made for query, rows in groups.items() for made in _merged(query, rows)]
+
+
+def _merged(query: str, rows: Sequence[tuple[Any, ...]]) -> Iterable[Statement]:
+    """Powers of two of them at once: few statements, which SQLite keeps prepared."""
+    begun = 0
+    while left := len(rows) - begun:
+        count = min(_ROWS, 1 << (left.bit_length() - 1))
+        yield _query(query, count), tuple(chain.from_iterable(rows[begun : begun + count]))
+        begun += count
+
+
+@cache
+def _query(query: str, count: int) -> str:
+    row = query[query.index("(?") : query.index("?)") + 2]
+    return query.replace(row, ", ".join([row] * count))
 
 
 async def written(store: Store, statements: Sequence[Statement]) -> None:
@@ -180,17 +230,21 @@ def node_statement(session: str, number: int, node: Node, key: Key | None) -> St
     )
 
 
-def nodes_of(store: Store, session: str) -> list[tuple[Node, Key | None]]:
+def nodes_of(store: Source, session: str) -> list[tuple[Node, Key | None]]:
     """The nodes of a session below the root, in order, and the keys of those that can be found again."""
-    query = "SELECT parent, key, message, ids, logprobs, spans, finish FROM nodes WHERE session = ? ORDER BY number"
+    query = (
+        "SELECT parent, key, message, ids, logprobs, spans, finish, sampling FROM nodes LEFT JOIN calls "
+        "ON calls.session = nodes.session AND node = number WHERE nodes.session = ? ORDER BY number"
+    )
     return [_node(row) for row in store.rows(query, (session,))]
 
 
 def _node(row: Iterable[Any]) -> tuple[Node, Key | None]:
-    parent, key, message, ids, logprobs, spans, finish = row
+    parent, key, message, ids, logprobs, spans, finish, sampling = row
     read = tuple(Span(*span) for span in orjson.loads(spans))
+    reshapes = {} if sampling is None else Sampling.model_validate_json(sampling).reshapes
     return Node(
-        parent, orjson.loads(message), _numbers("q", ids), _numbers("d", logprobs), read, finish
+        parent, orjson.loads(message), _numbers("q", ids), _numbers("d", logprobs), read, finish, reshapes
     ), key and tuple(json.loads(key))
 
 

@@ -10,7 +10,7 @@ from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_TAKEN = {"sessions", "healthz", "metrics", "v1", "ws", "openapi.json"}
+_TAKEN = {"sessions", "healthz", "metrics", "v1", "ws", "openapi.json", "engines", "weights", "pause", "resume"}
 
 
 def is_id(text: str) -> bool:

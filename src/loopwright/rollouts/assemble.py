@@ -16,7 +16,8 @@ from loopwright.core.observer import Observers
 from loopwright.core.run import Run
 from loopwright.engines.base import EngineConfig
 from loopwright.rollouts.config import RolloutConfig
-from loopwright.rollouts.env import RolloutEnv
+from loopwright.rollouts.env import RolloutEnv, Source
+from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.judger import JudgerConfig
 from loopwright.rollouts.judging import JudgeWorker, Verdicts
 from loopwright.rollouts.pool import Build, Pool
@@ -51,6 +52,7 @@ def rollout_env(
     *,
     home: Path,
     seed: int,
+    evaluation: EvalConfig | None = None,
 ) -> RolloutEnv:
     """The environment of a rollout run."""
     loop = config.loop
@@ -66,6 +68,8 @@ def rollout_env(
         seed=seed,
         concurrency=loop.concurrency,
         deadline_s=loop.deadline_s,
+        source=Source(engine, loop.sampling, home, near=engine.type == "transformers" and not loop.workers),
+        evaluation=evaluation,
         cluster=partial(_cluster, config),
     )
 

@@ -35,6 +35,10 @@ class Buffer(Protocol):
         """End the ready groups of which something is older than version `before`."""
         ...
 
+    def taken(self, step: int) -> list[int]:
+        """What was taken for this step and does not count as trained yet."""
+        ...
+
     def settle(self, step: int) -> None:
         """What was taken for this step or an earlier one counts as trained."""
         ...
@@ -121,6 +125,9 @@ class MemoryBuffer:
         self._ended["expired"] += len(expired)
         self._owed += expired
         return sorted(expired)
+
+    def taken(self, step: int) -> list[int]:
+        return sorted(group for _, group in self._taken.get(step, ()))
 
     def settle(self, step: int) -> None:
         for done in [taken for taken in self._taken if taken <= step]:

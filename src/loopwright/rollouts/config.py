@@ -55,7 +55,18 @@ class RolloutConfig(Config):
         found += [Problem("tasks", f"two sources are called {name!r}; give each its own `name`.") for name in twice]
         found += [Problem(f"loop.{p.key}", p.message) for p in self.loop.problems(home)]
         found += [Problem(f"judger.{p.key}", p.message) for p in self.judger.problems(home)]
-        return found or self._unjudged(home)
+        return found or self._unjudged(home) or self._untested(home)
+
+    def _untested(self, home: Path) -> list[Problem]:
+        """Where the judger goes by what the loop brings home: a loop that does not, and tasks that it cannot judge."""
+        wanted = self.judger.evidence()
+        if missing := wanted - set(self.loop.evidence):
+            said = f"goes by {', '.join(sorted(missing))}, which loop type {self.loop.type!r} does not bring home"
+            return [Problem("judger", f'{said}; use loop = {{ type = "remote", ... }}.')]
+        tasks = [task for source in self.tasks for task in source.load(home)] if wanted else []
+        lacking = [f"task {task.id} cannot be judged: {lack}" for task in tasks if (lack := self.judger.lacks(task))]
+        more = f"; and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        return [Problem("judger", f"{lacking[0]}{more}.")] if lacking else []
 
     def _unjudged(self, home: Path) -> list[Problem]:
         """The tasks that the judger has no rule for; they are read again only if there can be any."""

@@ -4,7 +4,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from loopwright.core.env import Env, Terms
@@ -15,17 +16,31 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.run import Run
 from loopwright.core.task import Task
 from loopwright.core.trial import Action, Result, Trial
+from loopwright.engines.base import EngineConfig, Sampling
 from loopwright.rollouts.buffer import Buffer
+from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.group import Bench, Group, Judge
 from loopwright.rollouts.judger import JudgeFailed
 from loopwright.rollouts.judging import JudgerDown
 from loopwright.rollouts.pool import ParcelError, Pool, PoolDown, WorkerLost
 from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.tasks import Prompt, TaskMix
-from loopwright.rollouts.worker import Request
+from loopwright.rollouts.worker import News, Request
 
 _GRACE_S = 10.0
 _MOST_HOLDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a run's tokens come from: what a trainer must know of it."""
+
+    engine: EngineConfig
+    sampling: Sampling
+    home: Path
+    """The directory that paths are relative to."""
+    near: bool
+    """Whether the engine is in this process, so that weights need not go by way of a file."""
 
 
 class RolloutEnv(Env):
@@ -50,15 +65,19 @@ class RolloutEnv(Env):
         seed: int = 0,
         concurrency: int = 64,
         deadline_s: float = 600.0,
+        source: Source | None = None,
+        evaluation: EvalConfig | None = None,
         cluster: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(run, replace(terms, cache="off"), observers)
         self.tasks, self.loop, self.judge, self.buffer = tasks, loop, judge, buffer
         self.produce, self.concurrency = produce, concurrency
+        self.source, self.evaluation = source, evaluation
         self._seed, self._deadline_s, self._cluster = seed, deadline_s, cluster
         self._slots = asyncio.Semaphore(concurrency)
         self._benches: dict[int, Bench] = {}
         self._kept: dict[int, Episode] = {}
+        self._samplings: dict[int, Sampling | None] = {}
 
     # -- numbering ----------------------------------------------------------------------------------------------
 
@@ -79,6 +98,11 @@ class RolloutEnv(Env):
             elif episode := self._stored(trial.number):
                 self._keep(group, trial.number, episode)
         return group
+
+    def recorded(self, number: int, size: int) -> Group:
+        """A group as the ledger has it."""
+        trials = self.run.ledger.group(number)
+        return self.group(number, self.tasks.find(trials[0].action), size, trials)
 
     def _stored(self, number: int) -> Episode | None:
         data = self.run.ledger.payload(number, "rollout")
@@ -110,6 +134,29 @@ class RolloutEnv(Env):
         except (KeyError, IndexError, TypeError) as error:
             raise InvalidAction(f"{dict(action)} is no task of this run") from error
 
+    def examine(self, step: int, samples: int, sampling: Sampling | None = None) -> list[Group]:
+        """The groups of an evaluation after this step, with what an earlier process has of it."""
+        known = self._examined(step)
+        groups = []
+        for prompt in self.tasks.held_out():
+            trials = known.get((prompt.source, prompt.index))
+            if trials is None:
+                self.run.group += 1
+                action = {**prompt.action, "evaluated": step}
+                trials = [self._reserved(action, self.run.group, repeat) for repeat in range(samples)]
+                self.run.ledger.reserve(trials, hold=True)
+            groups.append(self.group(trials[0].group, prompt, samples, trials))
+            self._samplings.update(dict.fromkeys(groups[-1].flying, sampling))
+        self.run.ledger.flush()
+        return groups
+
+    def _examined(self, step: int) -> dict[tuple[str, int], list[Trial]]:
+        rows = self.run.ledger.transaction.rows(
+            "SELECT DISTINCT grp FROM trials WHERE json_extract(action, '$.evaluated') = ?", (step,)
+        )
+        groups = [self.run.ledger.group(number) for (number,) in rows]
+        return {(trials[0].action["source"], trials[0].action["index"]): trials for trials in groups}
+
     # -- one rollout --------------------------------------------------------------------------------------------
 
     async def roll(self, group: Group, trial: Trial) -> None:
@@ -126,11 +173,12 @@ class RolloutEnv(Env):
     async def measure(self, trial: Trial) -> Result:
         task, clock = self.tasks.find(trial.action).task, asyncio.get_running_loop().time
         earlier: tuple[Attempt, ...] = ()
-        waiting = clock()
+        sampling, waiting = self._samplings.pop(trial.number, None), clock()
         async with self._slots:
             while True:
                 begun, at = clock(), time.time()
-                episode = await self._attempt(Request(task, f"{self._seed}:{trial.number}:{len(earlier)}"))
+                seed = f"{self._seed}:{trial.number}:{len(earlier)}"
+                episode = await self._attempt(Request(task, seed, sampling, trial.number))
                 phases = {"queue": begun - waiting, "loop": clock() - begun}
                 if episode.attempts:
                     phases |= episode.attempts[-1].phases_s
@@ -145,6 +193,8 @@ class RolloutEnv(Env):
             phases["judge"] = clock() - begun
         attempts = (*earlier, Attempt(at, phases, episode.outcome, episode.reason))
         episode = replace(episode, group=trial.group, attempts=attempts)
+        if "evaluated" in trial.action:  # whoever trains on it would no longer know how good the policy is
+            episode = replace(episode, trainable=False, in_baseline=False)
         try:
             data = episode.to_bytes()
         except TypeError as error:  # a loop of the user's own may put anything into its episode
@@ -166,6 +216,10 @@ class RolloutEnv(Env):
             reason = f"the loop was not back {_GRACE_S:g} s after its deadline of {self._deadline_s:g} s"
             return Episode(request.task).failed(Outcome.TIMEOUT, Fault.WORKLOAD, reason)
         return episode
+
+    async def tell(self, news: News) -> None:
+        """Let whatever samples for this run know of the policy's news: the loops' engines, or their gateway's."""
+        await self.loop.tell(news)
 
     async def _judged(self, trial: Trial, episode: Episode) -> Episode:
         bench = self._benches.get(trial.number)

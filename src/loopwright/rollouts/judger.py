@@ -12,6 +12,7 @@ from loopwright.core.episode import Episode
 from loopwright.core.errors import LoopwrightError, Problem
 from loopwright.core.registry import Registry
 from loopwright.core.reward import Reward
+from loopwright.core.task import Task
 from loopwright.rollouts.placement import PlacementConfig
 
 FACTS = ("answer", "label", "data_source", "task", "messages", "tokens", "turns", "extra", "evidence", "episode")
@@ -121,6 +122,14 @@ class JudgerConfig(PlacementConfig):
         """Those of the tasks' data sources that it has no way of judging, each as a problem."""
         return []
 
+    def evidence(self) -> set[str]:
+        """What a loop must bring home, by name, for it to judge."""
+        return set()
+
+    def lacks(self, task: Task) -> str:
+        """What a task lacks to be judged; nothing if it can be. Asked where it needs evidence."""
+        return ""
+
     def limit_s(self) -> float:
         """Seconds after which a try is given up from outside."""
         return self.timeout_s
@@ -185,5 +194,6 @@ for _name, _class in {
     "length": "length:LengthJudger",
     "composed": "composed:ComposedJudger",
     "ranking": "ranking:RankingJudger",
+    "verifier": "verifier:VerifierJudger",
 }.items():
     judgers.add_lazily(_name, f"loopwright.rollouts.judging.{_class}")

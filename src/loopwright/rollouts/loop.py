@@ -19,6 +19,8 @@ from loopwright.rollouts.placement import PlacementConfig
 class LoopConfig(PlacementConfig):
     """What every agent loop can be told."""
 
+    evidence: ClassVar[tuple[str, ...]] = ()
+    """What its episodes hold for judgers, by name."""
     type: str
     sampling: Sampling = Sampling()
     """How the policy is sampled."""
@@ -40,7 +42,16 @@ class LoopConfig(PlacementConfig):
         return []
 
 
-class AgentLoop(ABC):
+class Loop:
+    """How one task becomes one episode: a config of its own, chosen by its `type`."""
+
+    Config: ClassVar[type[LoopConfig]] = LoopConfig
+
+    def __init__(self, config: Any, home: Path) -> None:
+        self.config, self.home = config, home
+
+
+class AgentLoop(Loop, ABC):
     """Drives a policy through a task. One loop serves many rollouts at a time: what belongs to one stays in `run`.
 
     class Twice(AgentLoop):
@@ -52,11 +63,6 @@ class AgentLoop(ABC):
 
     An exception costs this rollout and no other; it is tried once more elsewhere.
     """
-
-    Config: ClassVar[type[LoopConfig]] = LoopConfig
-
-    def __init__(self, config: Any, home: Path) -> None:
-        self.config, self.home = config, home
 
     @abstractmethod
     async def run(self, task: Task, session: Session) -> Episode:
@@ -95,6 +101,15 @@ def words_of(error: BaseException) -> str:
         return type(error).__name__
 
 
-loops: Registry[type[AgentLoop]] = Registry("agent loop", "loopwright.loops", AgentLoop)
+loops: Registry[type[Loop]] = Registry("agent loop", "loopwright.loops", Loop)
 loops.add("single_turn", SingleTurn)
 loops.add_lazily("tools", "loopwright.rollouts.tools:ToolLoop")
+loops.add_lazily("remote", "loopwright.rollouts.remote.config:RemoteLoop")
+
+
+def agent_loop(config: LoopConfig, home: Path) -> AgentLoop:
+    """The loop that a config describes, if it is one that drives a session of ours."""
+    made = loops.get(config.type)(config, home)
+    if not isinstance(made, AgentLoop):
+        raise TypeError(f"agent loop {config.type!r} works through a gateway; it has no session of ours to drive")
+    return made

@@ -59,8 +59,8 @@ class Producer:
         """The policy has new weights. Rollouts in flight go on under them, or are begun again."""
         if not self.config.partial:
             await self.pause()
-        await self.env.loop.tell(News(version, paused=True, weights=weights))
-        await self.env.loop.tell(News(version, weights=weights))
+        await self.env.tell(News(version, paused=True, weights=weights))
+        await self.env.tell(News(version, weights=weights))
         self.version = version
         self.resume()
 
@@ -195,8 +195,7 @@ class Producer:
         """A group: from memory, or from the ledger if an earlier process made it."""
         if number in self._done:
             return self._done.pop(number)
-        trials = self.env.run.ledger.group(number)
-        return self.env.group(number, self.env.tasks.find(trials[0].action), self.group_size, trials)
+        return self.env.recorded(number, self.group_size)
 
     def _flush_soon(self) -> None:
         """Have what was committed on disk at the end of this tick, in one transaction."""

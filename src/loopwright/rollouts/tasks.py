@@ -155,6 +155,7 @@ class PythonTasks(TasksConfig):
 task_sources: Registry[type[TasksConfig]] = Registry("task source", "loopwright.tasks", TasksConfig)
 for _source in (JsonlTasks, ParquetTasks, PythonTasks):
     task_sources.add(_source.model_fields["type"].default, _source)
+task_sources.add_lazily("harbor", "loopwright.rollouts.harbor:HarborTasks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,19 +178,28 @@ class TaskMix:
     Which prompt comes next depends on the seed and on how many were drawn from each source, and on nothing else.
     """
 
-    def __init__(self, sources: Mapping[str, Sequence[Task]], weights: Mapping[str, float], seed: int) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, Sequence[Task]],
+        weights: Mapping[str, float],
+        seed: int,
+        held_out: Mapping[str, Sequence[Task]] | None = None,
+    ) -> None:
         exact = {name: Fraction(str(weights[name])) for name in sources}
         whole = lcm(*(weight.denominator for weight in exact.values()))
-        self._sources, self._seed = sources, seed
+        self._sources, self._seed, self._held_out = sources, seed, held_out or {}
         self._weights = {name: int(weight * whole) for name, weight in exact.items()}
         self._total = sum(self._weights.values())
         self._drawn = dict.fromkeys(sources, 0)
         self._orders: dict[str, tuple[int, list[int]]] = {}
 
     @classmethod
-    def load(cls, configs: Sequence[TasksConfig], seed: int, home: Path) -> "TaskMix":
-        """The mix of these sources."""
-        return cls({c.label(): c.load(home) for c in configs}, {c.label(): c.weight for c in configs}, seed)
+    def load(
+        cls, configs: Sequence[TasksConfig], seed: int, home: Path, held_out: Sequence[TasksConfig] = ()
+    ) -> "TaskMix":
+        """The mix of these sources; those that are held out are never drawn."""
+        held = {f"eval:{c.label()}": c.load(home) for c in held_out}
+        return cls({c.label(): c.load(home) for c in configs}, {c.label(): c.weight for c in configs}, seed, held)
 
     def restore(self, drawn: Mapping[str, int]) -> None:
         """Go on after this many draws from each source."""
@@ -220,14 +230,19 @@ class TaskMix:
     def find(self, action: Mapping[str, Any]) -> Prompt:
         """The prompt that a recorded action refers to."""
         name, index = action["source"], action["index"]
-        if not 0 <= index < len(self._sources[name]):
-            raise IndexError(f"{name} has {len(self._sources[name])} tasks, and none is number {index}")
-        return Prompt(name, index, self._sources[name][index])
+        tasks = self._held_out[name] if name in self._held_out else self._sources[name]
+        if not 0 <= index < len(tasks):
+            raise IndexError(f"{name} has {len(tasks)} tasks, and none is number {index}")
+        return Prompt(name, index, tasks[index])
+
+    def held_out(self) -> list[Prompt]:
+        """The prompts that are for evaluation alone."""
+        return [Prompt(name, index, task) for name, tasks in self._held_out.items() for index, task in enumerate(tasks)]
 
     def fingerprint(self) -> str:
         """Changes with any task."""
         digest = blake2b(digest_size=16)
-        for name, tasks in self._sources.items():
+        for name, tasks in [*self._sources.items(), *self._held_out.items()]:
             digest.update(orjson.dumps((name, len(tasks))))
             for task in tasks:
                 digest.update(orjson.dumps(task.as_json()))

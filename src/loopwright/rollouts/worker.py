@@ -10,11 +10,13 @@ from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.task import Task
 from loopwright.engines.base import ContextFull, Engine, EngineConfig, EngineError, Sampling, engines
+from loopwright.engines.news import News as News
+from loopwright.engines.news import take_in
 from loopwright.gateway.session import BudgetSpent, Session
-from loopwright.rollouts.loop import AgentLoop, LoopConfig, loops, words_of
+from loopwright.rollouts.loop import AgentLoop, LoopConfig, agent_loop, words_of
 from loopwright.rollouts.pool import Worker, answered
 
-_STALLED_S = 30.0
+STALLED_S = 30.0
 """An engine that gave no token for so long, or for half of a shorter deadline, has stalled."""
 _TOLERANCE_S = 0.001
 """Event loops let timers go off a little early."""
@@ -27,15 +29,8 @@ class Request:
     task: Task
     seed: str
     sampling: Sampling | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """How things are with the policy: its version, where its weights lie, and whether engines are to pause."""
-
-    version: int
-    paused: bool = False
-    weights: Any = None
+    trial: int | None = None
+    """The trial that it is an attempt at."""
 
 
 class LoopWorker(Worker):
@@ -47,7 +42,7 @@ class LoopWorker(Worker):
     @classmethod
     def build(cls, loop: LoopConfig, engine: EngineConfig, home: Path) -> "LoopWorker":
         """Make both from their configuration, where the worker lives."""
-        return cls(loops.get(loop.type)(loop, home), engines.get(engine.type)(engine, home))
+        return cls(agent_loop(loop, home), engines.get(engine.type)(engine, home))
 
     async def handle(self, request: Request) -> Episode:
         config = self._loop.config
@@ -73,14 +68,7 @@ class LoopWorker(Worker):
             return session.episode(request.task, Outcome.CRASHED, reason=words_of(error))
 
     async def tell(self, news: News) -> int:
-        new = news.version != self._engine.version
-        if news.paused or new:
-            await self._engine.pause()
-        if new:
-            await self._engine.load_weights(news.weights, news.version)
-        if not news.paused:
-            await self._engine.resume()
-        return self._engine.version
+        return await take_in(self._engine, news)
 
     async def close(self) -> None:
         try:
@@ -110,6 +98,6 @@ def _late(session: Session, task: Task, deadline_s: float, at: float) -> Episode
     if name != "generate":
         return session.episode(task, Outcome.TRUNCATED, reason=f"{reason}; it waited for {name}")
     last = session.last_token_at
-    if last is None or ended - max(last, begun) >= min(_STALLED_S, deadline_s / 2):
+    if last is None or ended - max(last, begun) >= min(STALLED_S, deadline_s / 2):
         return session.episode(task, Outcome.LOST, reason=f"{reason}; the engine gave no token")
     return session.episode(task, Outcome.TRUNCATED, reason=f"{reason}; the policy was still talking")

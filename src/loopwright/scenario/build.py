@@ -12,9 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from loopwright.agents import agents
 from loopwright.agents.simple import GridConfig
-from loopwright.core.agent import Agent, AgentConfig
+from loopwright.core.agent import Agent, AgentConfig, agent_of
 from loopwright.core.cache import SharedCache
 from loopwright.core.canonical import key_of
 from loopwright.core.env import Penalties, Terms
@@ -68,7 +67,7 @@ def build(loaded: Loaded, config: RunConfig, output: Path, *, accept_changes: bo
     """Wire one run together; if its ledger exists, it goes on from there."""
     # A run without an agent is a grid over a space of one point.
     agent_config = config.agent or GridConfig()
-    agent_class = agents.get(agent_config.type)
+    agent_class = agent_of(agent_config)
     shared = shared_cache(loaded, config, output)
     env = build_env(loaded, config, output, agent_config, shared, accept_changes=accept_changes)
     try:
@@ -102,7 +101,7 @@ def build_env(
         repeats=config.repeats,
         cache=config.cache,
         count_cached=agent.count_cached,
-        exhaustible=not agents.get(agent.type).measures_again,
+        exhaustible=not agent_of(agent).measures_again,
     )
 
     def opened(fingerprint: str) -> Run:
@@ -111,12 +110,21 @@ def build_env(
         return Run(config.name, directory, ledger)
 
     if config.rollout is not None and config.engine is not None:
-        tasks = TaskMix.load(config.rollout.tasks, agent.seed, loaded.home)
+        held_out = config.eval.tasks if config.eval else ()
+        tasks = TaskMix.load(config.rollout.tasks, agent.seed, loaded.home, held_out)
         fingerprint = rollout_fingerprint(config.rollout, config.engine, tasks, loaded.home)
         terms = replace(terms, fingerprint=fingerprint, objectives=Objectives((JudgedReward(),)))
         run = opened(fingerprint)
         return rollout_env(
-            run, terms, observers, config.rollout, config.engine, tasks, home=loaded.home, seed=agent.seed
+            run,
+            terms,
+            observers,
+            config.rollout,
+            config.engine,
+            tasks,
+            home=loaded.home,
+            seed=agent.seed,
+            evaluation=config.eval,
         )
     if config.live is not None:
         return _live_env(loaded, config, config.live, agent, terms, observers, opened, server)
@@ -149,7 +157,7 @@ def _live_env(
         return LiveEnv(run, terms, observers, server=server, draws=draws, record=live.record, timeout_s=timeout_s)
     except BaseException:
         # The report has this run all the same.
-        describe(loaded, config, Unreached(run, terms), agents.get(agent.type), agent)
+        describe(loaded, config, Unreached(run, terms), agent_of(agent), agent)
         run.ledger.close()
         raise
 

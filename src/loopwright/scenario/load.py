@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from loopwright.agents import agents
-from loopwright.core.agent import Agent, AgentConfig
+from loopwright.core.agent import Agent, AgentConfig, agent_of
 from loopwright.core.config import explain
 from loopwright.core.errors import Problem, ScenarioError, did_you_mean
 from loopwright.core.expression import Expression
@@ -20,6 +20,7 @@ from loopwright.core.reward import RewardFunction, rewards
 from loopwright.engines.base import EngineConfig, engines
 from loopwright.envs.live import LiveConfig
 from loopwright.rollouts.config import RolloutConfig
+from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.scenario.schema import PenaltiesConfig, RunBasics, RunConfig, Scenario, SystemConfig
 from loopwright.spaces.draws import EnvParamConfig, problem_with
 from loopwright.spaces.space import Space
@@ -126,7 +127,7 @@ class _Checker:
         self._suffix = f" (run {raw.get('name')!r})" if several else ""
         before = len(self.problems)
         parts: dict[str, Any] = {}
-        kind = self._kind("[run.agent]", raw["agent"], agents) if "agent" in raw else None
+        kind = self._agent_kind(raw) if "agent" in raw else None
         if "agent" in raw:
             parts["agent"] = self._model("[run.agent]", raw["agent"], kind.Config) if kind else None
         parts["reward"] = self._rewards(raw.get("reward", []))
@@ -135,6 +136,7 @@ class _Checker:
         rollout = self._model("[run.rollout]", raw["rollout"], RolloutConfig) if "rollout" in raw else None
         parts["workload"], parts["live"], parts["rollout"] = workload, live, rollout
         parts["engine"] = self._engine(raw["engine"]) if "engine" in raw else None
+        parts["eval"] = self._model("[run.eval]", raw["eval"], EvalConfig) if "eval" in raw else None
         parts["env_params"] = self._env_params(raw.get("env_params", {}))
         parts["rewards"] = self._model("[run.rewards]", raw.get("rewards", {}), PenaltiesConfig)
         basics = {key: value for key, value in raw.items() if key in RunBasics.model_fields}
@@ -151,6 +153,11 @@ class _Checker:
                 self._not_a_rollout(config, raw)
             return config if len(self.problems) == before else None
         return None
+
+    def _agent_kind(self, raw: dict[str, Any]) -> Any:
+        """PPO is two agents: of a policy that acts in an environment, and of one that talks in rollouts."""
+        kind = self._kind("[run.agent]", raw["agent"], agents)
+        return kind if kind is None or "rollout" not in raw else kind.for_rollouts()
 
     def _kind(self, where: str, raw: Any, registry: Registry[Any]) -> Any:
         if not isinstance(raw, dict) or "type" not in raw:
@@ -215,7 +222,7 @@ class _Checker:
         for key in ("repeats", "cache"):
             if key in raw:
                 self._say(f"[[run]] {key}", "has no meaning in a live run: its steps are never repeated or cached.")
-        agent = agents.get(run.agent.type) if run.agent is not None else None
+        agent = agent_of(run.agent) if run.agent is not None else None
         if agent is None and "agent" not in raw:
             self._say("[run.agent]", "is missing; a live environment needs an agent that acts in it.")
         elif agent is not None and not agent.steps_live:
@@ -237,24 +244,26 @@ class _Checker:
                 self._say(f"[[run]] {key}", f"has no meaning in a run with [run.rollout]: {instead}.")
         if "engine" not in raw:
             self._say("[run.engine]", 'is missing; it says what the policy runs on, such as type = "scripted".')
-        agent = agents.get(run.agent.type) if run.agent is not None else None
+        for problem in run.eval.problems(self.home) if run.eval is not None else ():
+            self._say(f"[run.eval] {problem.key}", problem.message)
+        agent = agent_of(run.agent) if run.agent is not None else None
         if (agent is None and "agent" not in raw) or (agent is not None and not agent.rolls_out):
-            able = ", ".join(name for name, other in agents.working().items() if other.rolls_out)
+            able = ", ".join(name for name, other in agents.working().items() if other.for_rollouts().rolls_out)
             self._say("[run.agent] type", f"a run with [run.rollout] needs an agent that works on rollouts: {able}.")
         elif agent is not None:
-            for problem in agent.problems(run.agent, None, self.home):
+            for problem in agent.problems(run.agent, rollout, self.home):
                 self._say(f"[run.agent] {problem.key}", problem.message)
         self._observers(run)
 
     def _not_a_rollout(self, run: RunConfig, raw: dict[str, Any]) -> None:
         if "engine" in raw:
             self._say("[run.engine]", "has no meaning without [run.rollout].")
-        if run.agent is not None and agents.get(run.agent.type).rolls_out:
+        if run.agent is not None and agent_of(run.agent).rolls_out:
             self._say("[run.rollout]", f"is missing; agent {run.agent.type!r} works on rollouts.")
 
     def _together(self, run: RunConfig, raw: dict[str, Any]) -> None:
         assert run.workload is not None  # noqa: S101  the other kind of run is _live
-        agent = agents.get(run.agent.type) if run.agent is not None else None
+        agent = agent_of(run.agent) if run.agent is not None else None
         known_agent = agent is not None or "agent" not in raw
         try:
             space = run.workload.space(frozenset(run.env_params))

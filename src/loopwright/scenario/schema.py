@@ -11,6 +11,7 @@ from loopwright.core.reward import RewardFunction
 from loopwright.engines.base import EngineConfig
 from loopwright.envs.live import LiveConfig
 from loopwright.rollouts.config import RolloutConfig
+from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.spaces.draws import EnvParamConfig
 from loopwright.workloads.base import WorkloadConfig
 
@@ -78,6 +79,8 @@ class RunConfig(RunBasics):
     """Rollouts: tasks, an agent loop, a judger."""
     engine: EngineConfig | None = None
     """What the policy of a rollout runs on, chosen by `type`."""
+    eval: EvalConfig | None = None
+    """Tasks that the policy is measured at while it is trained, and never trained on."""
     rewards: PenaltiesConfig = PenaltiesConfig()
     """What the agent is told for failed trials."""
     env_params: Mapping[str, EnvParamConfig] = Field(default_factory=dict)

@@ -26,7 +26,7 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.task import Task
 from loopwright.engines.base import Chunk, EngineError, Sampling
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
-from loopwright.rollouts.loop import LoopConfig, loops
+from loopwright.rollouts.loop import LoopConfig, agent_loop, loops
 from loopwright.rollouts.worker import LoopWorker, News, Request
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class LoopContract(ABC):
         async def main() -> T:
             config = self.make_config(home, **settings)
             policy = RecordingEngine(ScriptedConfig(replies=self.replies, **(engine or {})), home)
-            worker = LoopWorker(loops.get(config.type)(config, home), policy)
+            worker = LoopWorker(agent_loop(config, home), policy)
             try:
                 return await asyncio.wait_for(story(worker, policy), _DEADLINE_S)
             finally:

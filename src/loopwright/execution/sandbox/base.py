@@ -1,13 +1,15 @@
 """The base of all sandboxes: a room for one trial, in which its agent and then its tests run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar
 
 from loopwright.core.errors import LoopwrightError
-from loopwright.execution.base import Command
+from loopwright.execution.base import Command, Completion
 
 
 class SandboxError(LoopwrightError, OSError):
@@ -24,16 +26,30 @@ class Bounds:
     disk_bytes: int | None = None
 
 
+NO_MOUNTS: Mapping[str, Path] = MappingProxyType({})
+
+
 class Room(ABC):
-    """One trial's place. What a command leaves in it is there for the next, and gone with the room."""
+    """One trial's place. What a command leaves in it is there for the next, and gone with the room.
+
+    Commands run in it one after another, each to its end.
+    """
+
+    mounts: ClassVar[bool] = False
+    """Whether it has paths of its own, so that `mounts` and `at` are honoured; otherwise they are passed over."""
 
     def __init__(self, workspace: Path) -> None:
         self.workspace = workspace
         """The directory that commands work in, as it is called outside."""
+        self.exceeded: str | None = None
+        """The bound for whose sake the room ended a command, in words; None if none was broken."""
 
     @abstractmethod
-    def command(self, command: Command) -> Command:
-        """The command that runs this one inside. Its `directory` is the workspace or lies in it."""
+    def command(self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS) -> Command:
+        """The command that runs this one inside. Its `directory` is the workspace or lies in it.
+
+        `mounts` are directories that it, and no other command of the room, sees at these absolute paths, writable.
+        """
 
     def inside(self, path: Path) -> str:
         """What a path in the workspace is called inside."""
@@ -42,6 +58,11 @@ class Room(ABC):
     def reachable(self, url: str) -> str:
         """What to call a URL inside that commands may reach."""
         return url
+
+
+    def failed(self, completion: Completion) -> bool:
+        """Whether the last command never began, since the room could not be set up. Its stderr says why."""
+        return False
 
 
 class Sandbox(ABC):
@@ -56,15 +77,26 @@ class Sandbox(ABC):
         self.bounds = bounds
 
     @abstractmethod
-    def room(self, workspace: Path, *, reach: tuple[str, ...] = ()) -> AbstractAsyncContextManager[Room]:
-        """A room over this directory; of the network only these URLs can be reached from it."""
+    def room(
+        self,
+        workspace: Path,
+        *,
+        reach: tuple[str, ...] = (),
+        at: str | None = None,
+        hide: tuple[Path, ...] = (),
+    ) -> AbstractAsyncContextManager[Room]:
+        """A room over this directory; of the network only these URLs can be reached from it.
+
+        `at` is what the workspace is called inside, such as /app; without it, what it is called outside.
+        The directories to `hide`, such as a task's with its tests and solution, are empty inside.
+        """
 
     def check(self) -> None:
         """SandboxError, with the next move, if there can be no rooms here; called before anything starts."""
 
 
 class _Open(Room):
-    def command(self, command: Command) -> Command:
+    def command(self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS) -> Command:
         return command
 
 
@@ -72,12 +104,26 @@ class NoSandbox(Sandbox):
     """No walls: for agents that are trusted as the user is."""
 
     @asynccontextmanager
-    async def room(self, workspace: Path, *, reach: tuple[str, ...] = ()) -> AsyncIterator[Room]:
+    async def room(
+        self,
+        workspace: Path,
+        *,
+        reach: tuple[str, ...] = (),
+        at: str | None = None,
+        hide: tuple[Path, ...] = (),
+    ) -> AsyncIterator[Room]:
         yield _Open(workspace)
 
 
-def sandbox_of(name: str, bounds: Bounds = Bounds()) -> Sandbox:  # noqa: B008  frozen
-    """The sandbox of this name."""
+def sandbox_of(name: str, bounds: Bounds = Bounds(), readable: tuple[Path, ...] = ()) -> Sandbox:  # noqa: B008  frozen
+    """The sandbox of this name. `readable` is what its rooms show besides the system, such as where an agent lives."""
+    from loopwright.execution.sandbox.bubblewrap import Bubblewrap
+    from loopwright.execution.sandbox.docker import Docker
+
     if name == "none":
         return NoSandbox(bounds)
-    raise SandboxError(f"there is no sandbox {name!r}. Known: none.")
+    if name == "bwrap":
+        return Bubblewrap(bounds, readable)
+    if name == "docker":
+        return Docker(bounds, readable)
+    raise SandboxError(f"there is no sandbox {name!r}. Known: none, bwrap, docker.")

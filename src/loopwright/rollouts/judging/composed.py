@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from loopwright.core.errors import Problem, did_you_mean, sentence
 from loopwright.core.reward import Reward
+from loopwright.core.task import Task
 from loopwright.rollouts.judger import JudgeFailed, Judger, JudgerConfig, Payload, Verdict
 from loopwright.rollouts.judging.guard import Guard, Guarded, judge_all
 from loopwright.rollouts.judging.handler import Handler
@@ -87,6 +88,14 @@ class ComposedJudgerConfig(JudgerConfig):
         return [
             Problem("routes", f"no route for data_source {n!r}. {did_you_mean(n, list(self.routes))}") for n in names
         ]
+
+    def evidence(self) -> set[str]:
+        return {name for part in self.members() for name in part.evidence()}
+
+    def lacks(self, task: Task) -> str:
+        mine = self.routes.get(task.data_source) or self.routes.get(OTHERWISE)
+        judging = self.parts if not self.routes else (mine,) if mine is not None else ()
+        return next((lack for part in judging if (lack := part.lacks(task))), "")
 
     def patience_s(self) -> float:
         own_s = super().patience_s() if self.merge is not None else 0.0

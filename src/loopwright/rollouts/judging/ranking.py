@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from loopwright.core.errors import Problem, sentence
 from loopwright.core.reward import Reward
+from loopwright.core.task import Task
 from loopwright.rollouts.judger import JudgeFailed, Judger, JudgerConfig, Payload, Verdict
 from loopwright.rollouts.judging.batch import one_each
 from loopwright.rollouts.judging.guard import judge_all
@@ -52,6 +53,12 @@ class RankingJudgerConfig(JudgerConfig):
     def unjudged(self, data_sources: Iterable[str]) -> list[Problem]:
         found = self.of.unjudged(data_sources) if self.of is not None else []
         return [Problem(f"of.{problem.key}", problem.message) for problem in found]
+
+    def evidence(self) -> set[str]:
+        return self.of.evidence() if self.of is not None else set()
+
+    def lacks(self, task: Task) -> str:
+        return self.of.lacks(task) if self.of is not None else ""
 
     def patience_s(self) -> float:
         return super().patience_s() if self.of is None else self.of.patience_s()

@@ -1,0 +1,246 @@
+"""Hops between an agent and its engine, each in a process of its own: none, a bare one, LiteLLM's, and ours.
+
+`python -m benchmarks.hops NAME …` serves one until it is told to end.
+"""
+
+import asyncio
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from benchmarks.load import SAID
+from loopwright.core.eventloop import run
+from loopwright.cli.gateway import app
+from loopwright.engines.base import Chunk, Engine, EngineConfig, Sampling, engines
+from loopwright.engines.named import NAMED
+
+LITELLM = "litellm[proxy]==1.106.2"
+_HOME = Path(__file__).resolve().parent.parent / ".venvs" / "litellm"
+_BLOCK = 10
+_EVENTS = {"content-type": "text/event-stream"}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Quads:
+    """A tokenizer whose tokens are four bytes each: quick, exact, and as many to a page as a real one makes."""
+
+    specials: Mapping[str, int] = {"<|im_start|>": 2**33, "<|im_end|>": 2**33 + 1}
+
+    def __init__(self) -> None:
+        self._names = {number: name.encode() for name, number in self.specials.items()}
+
+    def encode(self, text: str) -> list[int]:
+        """Four bytes to a token; those at the end that make no four are tokens each."""
+        data = text.encode("utf-8", "replace")
+        whole = len(data) & ~3
+        return [*memoryview(data[:whole]).cast("I"), *(2**32 + byte for byte in data[whole:])]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids."""
+        return b"".join(map(self._of, ids)).decode("utf-8", "replace")
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """What each stands for."""
+        return [self._of(token).decode("utf-8", "replace") for token in ids]
+
+    def _of(self, token: int) -> bytes:
+        if token < 2**32:
+            return token.to_bytes(4, sys.byteorder)
+        return self._names.get(token) or bytes((token - 2**32,))
+
+
+class MockConfig(EngineConfig):
+    """An engine that takes no time."""
+
+    type: Literal["mock"] = "mock"
+    block: int = 200
+    """Tokens that come at once."""
+
+
+class MockEngine(Engine):
+    """Says 200 tokens, each with a logprob."""
+
+    Config: ClassVar[type[EngineConfig]] = MockConfig
+
+    def __init__(self, config: MockConfig, home: Path) -> None:
+        super().__init__(config, home)
+        self.tokenizer = Quads()
+        ids = (*self.tokenizer.encode(SAID), self.tokenizer.specials["<|im_end|>"])
+        logprobs = tuple(-number / 300 for number in range(len(ids)))
+        block = config.block
+        last = len(ids) - block
+        self._chunks = [
+            Chunk(ids[at : at + block], logprobs[at : at + block], 0, "stop" if at >= last else None)
+            for at in range(0, len(ids), block)
+        ]
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
+        for chunk in self._chunks:
+            yield chunk
+            if chunk.finish is None:
+                await asyncio.sleep(0)
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+
+# -- what each process does -------------------------------------------------------------------------------------------
+
+
+async def direct() -> None:
+    """Answers with a chat completion as ours is, whole or in 20 events."""
+    head = {"id": "chatcmpl-0", "object": "chat.completion", "created": 0, "model": "policy"}
+    message = {"role": "assistant", "content": SAID, "refusal": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 8000, "completion_tokens": 200, "total_tokens": 8200}
+    whole = orjson.dumps({**head, "choices": [choice], "usage": usage})
+    events = []
+    for at in range(0, len(SAID), 4 * _BLOCK):
+        delta = {"index": 0, "delta": {"content": SAID[at : at + 4 * _BLOCK]}, "finish_reason": None}
+        events.append(b"data: %b\n\n" % orjson.dumps({**head, "object": "chat.completion.chunk", "choices": [delta]}))
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        if not body.endswith(b'"stream":true}'):
+            return web.Response(body=whole, content_type="application/json")
+        response = web.StreamResponse(headers=_EVENTS)
+        await response.prepare(request)
+        for event in events:
+            await response.write(event)
+            await asyncio.sleep(0)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    await _served(answer)
+
+
+async def raw(upstream: str) -> None:
+    """Hands on what it gets, and what comes back."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False) as client:
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            body = await request.read()
+            headers = {"content-type": "application/json", "authorization": request.headers["authorization"]}
+            async with client.post(upstream + request.path, data=body, headers=headers) as said:
+                if said.headers.get("content-type") != "text/event-stream":
+                    return web.Response(body=await said.read(), status=said.status, content_type=said.content_type)
+                response = web.StreamResponse(headers=_EVENTS)
+                await response.prepare(request)
+                async for data in said.content.iter_any():
+                    await response.write(data)
+                return response
+
+        await _served(answer)
+
+
+async def _served(answer: Handler) -> None:
+    app = web.Application(client_max_size=2**26)
+    app.router.add_post("/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    print(f"serving at http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
+    await asyncio.Event().wait()
+
+
+def ours(*options: str) -> None:
+    """`loopwright gateway serve`, with an engine that takes no time."""
+    engines.add("mock", MockEngine)
+    NAMED["mock"] = MockConfig
+    app(["serve", "--engine", "mock", "--port", "0", *options])
+
+
+# -- starting and ending them -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A process that serves."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of processor time that it has used."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def hop(name: str, *options: str) -> Iterator[Hop]:
+    """One of ours, while it is needed."""
+    command = [sys.executable, "-m", "benchmarks.hops", name, *options]
+    with _running(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        if (found := re.search(r"http://[\d.:]+", said)) is None:
+            raise RuntimeError(f"{name} does not serve: {said}")
+        yield Hop(found[0], process)
+
+
+@contextmanager
+def litellm(upstream: str, directory: Path) -> Iterator[Hop | None]:
+    """LiteLLM's proxy in a virtual environment of its own, which is made if there is none; None if it cannot be had."""
+    program = _HOME / "bin" / "litellm"
+    if not program.exists():
+        print(f"installing {LITELLM} into {_HOME}, which takes a minute", flush=True)
+        made = subprocess.run([sys.executable, "-m", "venv", str(_HOME)], check=False).returncode
+        if made or subprocess.run([_HOME / "bin" / "pip", "install", "-qq", LITELLM], check=False).returncode:
+            print(f"{LITELLM} cannot be installed: measured without it", flush=True)
+            yield None
+            return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    params = {"model": "openai/policy", "api_base": f"{upstream}/v1", "api_key": "sk-none"}
+    (directory / "litellm.json").write_text(json.dumps({"model_list": [{"model_name": "policy", "litellm_params": params}]}))
+    command = [str(program), "--config", str(directory / "litellm.json"), "--host", "127.0.0.1", "--port", str(port)]
+    # Its prices are those it came with: it is not to ask the network for newer ones.
+    settings = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}
+    with (directory / "litellm.log").open("w") as log, _running(command, stdout=log, stderr=log, env=settings) as process:
+        for _ in range(600):
+            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health/liveliness"):
+                break
+            if process.poll() is not None:
+                raise RuntimeError(f"LiteLLM does not serve: {(directory / 'litellm.log').read_text()[-2000:]}")
+            time.sleep(0.2)
+        yield Hop(f"http://127.0.0.1:{port}", process)
+
+
+@contextmanager
+def _running(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(command, text=True, **options)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    match sys.argv[1]:
+        case "direct":
+            run(direct())
+        case "raw":
+            run(raw(sys.argv[2]))
+        case _:
+            ours(*sys.argv[2:])

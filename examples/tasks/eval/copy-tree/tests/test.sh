@@ -1,0 +1,9 @@
+#!/bin/bash
+# Harbor mounts these places; where nothing can be mounted, the variables say where they are.
+logs="${LOOPWRIGHT_VERIFIER_DIR:-/logs/verifier}"
+
+passed() {
+    [ -d config ] && diff -r config backup > /dev/null
+}
+
+if passed; then echo 1; else echo 0; fi > "$logs/reward.txt"

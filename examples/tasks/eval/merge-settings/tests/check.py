@@ -1,0 +1,13 @@
+"""Whether the file holds the right data, however it is written."""
+
+import json
+import os
+from pathlib import Path
+
+WANTED = {"name": "site", "port": 9000, "log": {"level": "debug", "file": {"path": "/var/log", "keep": 7}}, "tags": ["x"]}
+
+try:
+    good = json.loads(Path("settings.json").read_text()) == WANTED
+except (OSError, ValueError):
+    good = False
+(Path(os.environ["LOOPWRIGHT_VERIFIER_DIR"]) / "reward.json").write_text(json.dumps({"reward": float(good)}))

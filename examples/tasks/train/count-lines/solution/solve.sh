@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+wc -l < access.log > count.txt

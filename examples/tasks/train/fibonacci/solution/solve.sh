@@ -1,0 +1,9 @@
+#!/bin/bash
+set -e
+cat > fib.py <<'END'
+def fib(n):
+    a, b = 0, 1
+    for _ in range(n):
+        a, b = b, a + b
+    return a
+END

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+chmod u+x tool.sh

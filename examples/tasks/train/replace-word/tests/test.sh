@@ -1,0 +1,10 @@
+#!/bin/bash
+# Harbor mounts these places; where nothing can be mounted, the variables say where they are.
+logs="${LOOPWRIGHT_VERIFIER_DIR:-/logs/verifier}"
+
+passed() {
+    [ "$(cat docs/a.md)" = 'The color red, the color blue; many colours.' ] && [ "$(cat docs/deep/er/b.md)" = color ] &&
+        [ "$(cat docs/c.txt)" = 'colour stays' ]
+}
+
+if passed; then echo 1; else echo 0; fi > "$logs/reward.txt"

@@ -1,0 +1,319 @@
+"""Rooms by bubblewrap: a bare system to read, places of its own to write to, and no network but the doors of its gate.
+
+What is not named here is not there: the root holds the system's programs, our own interpreter, and nothing else. Its
+writable places lie in a scratch directory that lives as long as the room, so that tests find what the agent left.
+"""
+
+import math
+import os
+import pwd
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import ClassVar
+
+from loopwright.execution.base import Command, Completion
+from loopwright.execution.processes import start_ticks
+from loopwright.execution.sandbox.base import NO_MOUNTS, Bounds, Room, Sandbox, SandboxError
+from loopwright.execution.sandbox.files import remove
+from loopwright.execution.sandbox.gate import Gate, explain
+from loopwright.execution.sandbox.watch import Watch, Watched
+
+_SYSTEM = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
+_KERNEL = ("/proc/sys", "/proc/sysrq-trigger", "/proc/fs", "/proc/scsi", "/proc/acpi")
+"""What root might still write to, for the kernel asks only who owns it."""
+_LAYERED = ("usr", "etc")
+_PREFIX = "loopwright-room-"
+_ISOLATION = (
+    *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", "--disable-userns"),
+    *("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--hostname", "room", "--clearenv"),
+)
+
+# Outside. SIGTERM is for the command, which gets it too; and an end by signal is reported as what it was. A shell,
+# because it starts in a millisecond. File 3 holds bubblewrap's arguments, file 4 takes its report.
+_OUTSIDE = """
+trap '' TERM
+exec 5>&2 2>/dev/null
+"$@" 2>&5 3<"$0" 4>"$0.status" 5>&-
+code=$?
+if [ $code -gt 128 ] && [ $code -le 192 ]; then
+    ulimit -c 0
+    trap - TERM
+    kill -$((code - 128)) $$
+fi
+exit $code
+"""
+# Inside, as process 1: when it ends, the kernel ends all others of the room before anybody is told.
+_INSIDE = """
+exec 3>&2 2>/dev/null
+"$@" 2>&3 3>&-
+exit $?
+"""
+
+
+class Bubblewrap(Sandbox):
+    """Makes rooms by bubblewrap, for any user of a Linux that allows user namespaces."""
+
+    def __init__(self, bounds: Bounds = Bounds(), readable: tuple[Path, ...] = ()) -> None:  # noqa: B008  frozen
+        super().__init__(bounds)
+        self._readable = (*dict.fromkeys((Path(sys.base_prefix), Path(sys.prefix), *readable)),)
+        self._watch = Watch()
+
+    def check(self) -> None:
+        """See `Sandbox.check`."""
+        if shutil.which("bwrap") is None:
+            raise SandboxError('sandbox = "bwrap" needs bubblewrap. Run: apt-get install bubblewrap')
+        if missing := [path for path in self._readable if not path.exists()]:
+            raise SandboxError(f"{missing[0]} is to be readable in rooms, but it does not exist. Check its path.")
+        argv = ["bwrap", *_ISOLATION, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--", "true"]
+        done = subprocess.run(argv, capture_output=True, text=True, env={"PATH": os.defpath}, check=False)
+        if "Unknown option" in done.stderr:
+            raise SandboxError(f"{done.stderr.strip()}: this bubblewrap is too old. Install version 0.8 or newer.")
+        if done.returncode:
+            raise SandboxError(explain(done.stderr))
+
+    @asynccontextmanager
+    async def room(
+        self,
+        workspace: Path,
+        *,
+        reach: tuple[str, ...] = (),
+        at: str | None = None,
+        hide: tuple[Path, ...] = (),
+    ) -> AsyncIterator[Room]:
+        """See `Sandbox.room`."""
+        _checked(self)
+        _remove_stale()
+        gate = Gate(reach)
+        scratch = _Scratch.make(gate.hosts())
+        try:
+            await gate.open(scratch.path, _LAYERED if os.access("/usr", os.W_OK) else ())
+            room = _Room(workspace.absolute(), at, gate, scratch, self.bounds, (*_visible(self._readable),), hide)
+            watched = Watched(gate.net, self.bounds, (workspace, scratch.path), room.break_)
+            self._watch.add(watched)
+            try:
+                yield room
+            finally:
+                await self._watch.drop(watched)
+        finally:
+            await gate.close()
+            remove(scratch.path)
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    """What a room writes to, outside its workspace."""
+
+    path: Path
+    private: Mapping[str, Path]
+    """Its writable places: what they are called inside, and where they are."""
+
+    @classmethod
+    def make(cls, hosts: str) -> "_Scratch":
+        own = os.getpid()
+        path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{own}-{start_ticks(own)}-"))
+        private = {name: path / "private" / name.strip("/").replace("/", "-") for name in _private()}
+        for place in private.values():
+            place.mkdir(parents=True)
+        for layered in _LAYERED:
+            for part in ("upper", "work", "root"):
+                (path / part / layered).mkdir(parents=True)
+            (path / "upper" / layered).chmod(0o755)
+        (path / "empty").touch(mode=0o444)
+        (path / "nothing").mkdir(mode=0o555)
+        # Into the layer rather than over it: the agent may move things in there, and a mount would follow a link.
+        for hidden in _secrets():
+            place = path / "upper" / hidden.relative_to("/")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.touch(mode=0o000)
+        for file in (path / "hosts", path / "upper/etc/hosts"):
+            file.write_text(hosts)
+            file.chmod(0o644)
+        return cls(path, private)
+
+    def clear(self, inside: str) -> None:
+        """Make way for something that is to be mounted here: what the agent put in its place must not lead it astray."""
+        for name, place in self.private.items():
+            if PurePosixPath(inside).is_relative_to(name):
+                for part in PurePosixPath(inside).relative_to(name).parts:
+                    place /= part
+                    if place.is_symlink() or (place.exists() and not place.is_dir()):
+                        place.unlink()
+                    place.mkdir(exist_ok=True)
+
+
+class _Room(Room):
+    mounts: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        workspace: Path,
+        at: str | None,
+        gate: Gate,
+        scratch: _Scratch,
+        bounds: Bounds,
+        readable: tuple[Path, ...],
+        hide: tuple[Path, ...],
+    ) -> None:
+        super().__init__(workspace)
+        self._at = at or str(workspace)
+        self._gate, self._scratch, self._bounds = gate, scratch, bounds
+        self._readable, self._hide = readable, hide
+        self._commands = 0
+
+    def break_(self, reason: str) -> None:
+        """Take note of a bound that was broken."""
+        self.exceeded = self.exceeded or reason
+
+    def inside(self, path: Path) -> str:
+        """See `Room.inside`."""
+        return str(PurePosixPath(self._at) / path.absolute().relative_to(self.workspace))
+
+    def reachable(self, url: str) -> str:
+        """See `Room.reachable`."""
+        return self._gate.reachable(url)
+
+    def command(self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS) -> Command:
+        """See `Room.command`."""
+        self._commands += 1
+        # In a file, and not on the command line, which everybody on this machine may read.
+        arguments = self._scratch.path / f"arguments-{self._commands}"
+        arguments.touch(mode=0o600)
+        arguments.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in self._arguments(command, mounts)))
+        outside = ("/bin/sh", "-c", _OUTSIDE, str(arguments), *self._gate.enter(), "bwrap", "--args", "3", "--")
+        inside = ("/bin/sh", "-c", _INSIDE, "sh", *_limits(self._bounds), "env", "--default-signal=TERM", "--")
+        # The command's own environment is for the inside alone: it could make our own tools load its code.
+        return replace(command, argv=(*outside, *inside, *command.argv), environment={"PATH": os.defpath})
+
+    def failed(self, completion: Completion) -> bool:
+        """See `Room.failed`."""
+        status = self._scratch.path / f"arguments-{self._commands}.status"
+        return completion.exit_code is not None and not (status.exists() and b"exit-code" in status.read_bytes())
+
+    def _arguments(self, command: Command, mounts: Mapping[str, Path]) -> Iterator[str]:
+        yield from (*_ISOLATION, "--uid", str(os.getuid()), "--gid", str(os.getgid()), "--json-status-fd", "4")
+        yield from self._system()
+        for inside, place in self._scratch.private.items():
+            yield from ("--bind", str(place), inside)
+        yield from ("--symlink", "../run", "/var/run")
+        for path in self._readable:
+            self._scratch.clear(str(path))
+            yield from ("--ro-bind", str(path), str(path))
+        for path in self._hide:
+            if _lies_in(path, (*self._readable, *map(Path, _SYSTEM))):
+                yield from ("--ro-bind", str(self._scratch.path / "nothing"), str(path))
+        for inside, path in {self._at: self.workspace, **mounts}.items():
+            self._scratch.clear(inside)
+            yield from ("--bind", str(path), inside)
+        yield from ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self.inside(command.directory))
+        for name, value in _environment(command.environment).items():
+            yield from ("--setenv", name, value)
+
+    def _system(self) -> Iterator[str]:
+        scratch, laid = self._scratch.path, self._gate.laid
+        for name in _SYSTEM:
+            path = Path(name)
+            if path.is_symlink():
+                yield from ("--symlink", str(path.readlink()), name)
+            elif path.name in laid:
+                yield from ("--bind", str(scratch / "root" / path.name), name)
+            elif path.exists():
+                yield from ("--ro-bind", name, name)
+        if "etc" not in laid:
+            for hidden in _secrets():
+                yield from ("--ro-bind", str(scratch / ("nothing" if hidden.is_dir() else "empty")), str(hidden))
+            if Path("/etc/hosts").exists():
+                yield from ("--ro-bind", str(scratch / "hosts"), "/etc/hosts")
+        yield from ("--proc", "/proc", "--dev", "/dev")
+        for name in _KERNEL:
+            if Path(name).exists():
+                yield from ("--ro-bind", name, name)
+
+
+def _private() -> tuple[str, ...]:
+    """The places that each room has for itself."""
+    return (_home(), "/tmp", "/var/tmp", "/run", "/dev/shm")  # noqa: S108  These are the room's own.
+
+
+@cache
+def _home() -> str:
+    """The home directory: called as outside, and empty."""
+    try:
+        home = pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        home = "/"
+    return home if home.count("/") > 1 or home == "/root" else "/home/room"
+
+
+@cache
+def _secrets() -> tuple[Path, ...]:
+    """What in /etc is not for everybody. Root is no longer root inside, but still the owner of these."""
+    found = []
+    for place, folders, files in os.walk("/etc"):
+        for name in (*folders, *files):
+            path = Path(place, name)
+            with suppress(OSError):
+                mode = path.lstat().st_mode
+                if not stat.S_ISLNK(mode) and not mode & stat.S_IROTH:
+                    found.append(path)
+        folders[:] = [name for name in folders if Path(place, name) not in found]
+    return tuple(found)
+
+
+def _visible(readable: tuple[Path, ...]) -> Iterator[Path]:
+    """Those that are not part of another one, or of the system, which is visible anyhow."""
+    paths = sorted({path.absolute() for path in readable if path.exists()})
+    for number, path in enumerate(paths):
+        if not _lies_in(path, (*map(Path, _SYSTEM), *paths[:number])):
+            yield path
+
+
+def _lies_in(path: Path, places: tuple[Path, ...]) -> bool:
+    return any(path.absolute().is_relative_to(place) for place in places)
+
+
+def _environment(given: Mapping[str, str]) -> dict[str, str]:
+    """The command's own, with the room's home, and our interpreter as the last resort."""
+    path = given.get("PATH", os.defpath)
+    return {"HOME": _home(), **given, "PATH": f"{path}:{Path(sys.base_prefix) / 'bin'}"}
+
+
+def _limits(bounds: Bounds) -> tuple[str, ...]:
+    """What the kernel sees to by itself, for each process; the watch sees to their sum."""
+    limits = ["prlimit", "--core=0"]
+    if bounds.cpu_s is not None:
+        limits.append(f"--cpu={math.ceil(bounds.cpu_s)}:{math.ceil(bounds.cpu_s) + 1}")
+    if bounds.memory_bytes is not None:
+        limits.append(f"--data={bounds.memory_bytes}")
+    if bounds.processes is not None:
+        limits.append(f"--nproc={bounds.processes}")
+    if bounds.disk_bytes is not None:
+        limits.append(f"--fsize={bounds.disk_bytes}")
+    return (*limits, "--")
+
+
+_checks: set[tuple[Path, ...]] = set()
+
+
+def _checked(sandbox: Bubblewrap) -> None:
+    """Once is enough: what it looks at does not change."""
+    if sandbox._readable not in _checks:
+        sandbox.check()
+        _checks.add(sandbox._readable)
+
+
+@cache
+def _remove_stale() -> None:
+    """Remove what a killed process of ours left; once."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(ValueError, OSError):
+            pid, ticks = path.name.removeprefix(_PREFIX).split("-")[:2]
+            if start_ticks(int(pid)) != int(ticks) and path.stat().st_uid == os.getuid():
+                remove(path)

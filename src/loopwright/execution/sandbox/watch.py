@@ -1,0 +1,152 @@
+"""The watch: what the processes of a room use together, looked up again and again, and an end to what uses too much.
+
+The kernel's own limits count each process by itself, and do not count root's processes at all.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from loopwright.execution.processes import all_pids, send
+from loopwright.execution.sandbox.base import Bounds
+from loopwright.execution.sandbox.files import size_bytes
+
+POLL_S = 0.2
+_DISK_SHARE = 0.05
+"""How much of the time may go into measuring a room's disk."""
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Used:
+    """What the processes of a room use at one moment."""
+
+    pids: list[int] = field(default_factory=list)
+    cpu_s: float = 0.0
+    memory_bytes: int = 0
+
+    def exceeds(self, bounds: Bounds) -> str | None:
+        """The first bound that is broken, in words."""
+        if bounds.processes is not None and len(self.pids) > bounds.processes:
+            return f"processes: more than {bounds.processes} at a time"
+        if bounds.memory_bytes is not None and self.memory_bytes > bounds.memory_bytes:
+            return f"memory: {self.memory_bytes} bytes of {bounds.memory_bytes}"
+        if bounds.cpu_s is not None and self.cpu_s > bounds.cpu_s:
+            return f"CPU: {self.cpu_s:.1f} s of {bounds.cpu_s:g}"
+        return None
+
+
+@dataclass(eq=False)
+class Watched:
+    """One room under watch."""
+
+    net: int
+    bounds: Bounds
+    places: tuple[Path, ...]
+    exceeded: Callable[[str], None]
+    next_disk_s: float = 0.0
+
+    def disk(self) -> str | None:
+        """Whether its files have become too many; measured rarely if that takes long."""
+        limit = self.bounds.disk_bytes
+        start_s = time.monotonic()
+        if limit is None or start_s < self.next_disk_s:
+            return None
+        size = size_bytes(*self.places)
+        now_s = time.monotonic()
+        self.next_disk_s = now_s + max(POLL_S, (now_s - start_s) / _DISK_SHARE)
+        if size is None:
+            return "disk: a directory that may not be looked into, so that it cannot be measured"
+        return f"disk: {size} bytes of {limit}" if size > limit else None
+
+
+class Watch:
+    """Looks after the rooms of a sandbox, all with one look at the process table."""
+
+    def __init__(self) -> None:
+        self._rooms: set[Watched] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, room: Watched) -> None:
+        """Look after this room."""
+        if room.bounds == Bounds():
+            return
+        self._rooms.add(room)
+        if self._task is None or self._task.done() or self._task.get_loop().is_closed():
+            self._task = asyncio.ensure_future(self._look())
+
+    async def drop(self, room: Watched) -> None:
+        """Look after it no more."""
+        self._rooms.discard(room)
+        if not self._rooms and (task := self._task) is not None:
+            self._task = None
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            for room, reason in await asyncio.to_thread(broken, tuple(self._rooms)):
+                room.exceeded(reason)
+
+
+def broken(rooms: tuple[Watched, ...]) -> list[tuple[Watched, str]]:
+    """End what is in the rooms that broke a bound; which ones, and what bound."""
+    used = usage()
+    found = []
+    for room in rooms:
+        now = used.get(room.net)
+        if now is not None and (reason := now.exceeds(room.bounds) or room.disk()):
+            end(room.net, now.pids)
+            found.append((room, reason))
+    return found
+
+
+def end(net: int, pids: list[int]) -> None:
+    """SIGKILL those that are in this namespace; among them is the first of their process ids, with which all end."""
+    for pid in pids:
+        with suppress(OSError):
+            # Looked up again once it is held, for its id may have been given to another.
+            held = os.pidfd_open(pid)
+            try:
+                if _net(pid) == net:
+                    send(held, signal.SIGKILL)
+            finally:
+                os.close(held)
+
+
+def usage() -> dict[int, Used]:
+    """What is used in each network namespace that we may look into."""
+    own = _net(os.getpid())
+    found: dict[int, Used] = defaultdict(Used)
+    for pid in all_pids():
+        with suppress(OSError, ValueError, IndexError):
+            if (net := _net(pid)) != own:
+                used = found[net]
+                used.pids.append(pid)
+                used.cpu_s += _cpu_s(pid)
+                used.memory_bytes += _memory_bytes(pid)
+    return found
+
+
+def _net(pid: int) -> int:
+    return os.stat(f"/proc/{pid}/ns/net").st_ino  # noqa: PTH116  Path.stat costs twice as much.
+
+
+def _cpu_s(pid: int) -> float:
+    text = Path(f"/proc/{pid}/stat").read_bytes()
+    # Its own and that of children it waited for; those that live are counted by themselves.
+    return sum(map(int, text[text.rfind(b")") + 2 :].split()[11:15])) / _TICKS_PER_S
+
+
+def _memory_bytes(pid: int) -> int:
+    """What is its own: not the pages of files, which all processes of a program share."""
+    lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith((b"RssAnon", b"RssShmem")))

@@ -1,0 +1,80 @@
+"""Evaluation: how the policy does at tasks that it is not trained on, with intervals that say how sure that is."""
+
+from collections.abc import Sequence
+from math import comb
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator
+
+from loopwright.core.chosen import chosen
+from loopwright.core.config import Config
+from loopwright.core.errors import Problem
+from loopwright.engines.base import Sampling
+from loopwright.rollouts.tasks import TasksConfig, task_sources
+
+_source = chosen(task_sources)
+_DRAWS = 1000
+
+
+class EvalConfig(Config):
+    """Tasks that the policy is measured at, and never trained on."""
+
+    tasks: tuple[Annotated[SerializeAsAny[TasksConfig], BeforeValidator(_source)], ...] = Field(
+        examples=['{ type = "jsonl", path = "held-out.jsonl" }']
+    )
+    """Where they come from, one source or a list, each chosen by `type`."""
+    every: int = Field(default=10, ge=1)
+    """Steps of training between two evaluations; there is one before the first and one after the last, too."""
+    samples: int = Field(default=1, ge=1)
+    """How many rollouts attempt each task; pass@k is told for k up to this."""
+    sampling: Sampling | None = None
+    """How the policy is sampled; as in training by default."""
+    solved: float = 1.0
+    """The reward from which on a task counts as solved."""
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return value if isinstance(value, list | tuple) else (_source(value),)
+
+    def problems(self, home: Path) -> list[Problem]:
+        """What is wrong with it; found before anything starts."""
+        return [Problem(f"tasks, {p.key}", p.message) for source in self.tasks for p in source.problems(home)]
+
+    def due(self, step: int, last: int) -> bool:
+        """Whether there is an evaluation after this step."""
+        return step % self.every == 0 or step == last
+
+
+def summary(by_task: Sequence[Sequence[float]], config: EvalConfig, *, seed: str) -> dict[str, Any]:
+    """Mean reward and pass@k over tasks, from the rewards at each, with the bounds of their 95 % intervals."""
+    scored = [rewards for rewards in by_task if rewards]
+    told: dict[str, Any] = {
+        "tasks": len(by_task),
+        "rollouts": sum(map(len, scored)),
+        "faults": len(by_task) * config.samples - sum(map(len, scored)),
+    }
+    if not scored:
+        return told
+    told["reward"], told["reward_low"], told["reward_high"] = _interval([fmean(rewards) for rewards in scored], seed)
+    for k in dict.fromkeys((1, *(2**n for n in range(1, 16) if 2**n < config.samples), config.samples)):
+        chances = [_pass(rewards, k, config.solved) for rewards in scored if len(rewards) >= k]
+        if chances:
+            told[f"pass@{k}"], told[f"pass@{k}_low"], told[f"pass@{k}_high"] = _interval(chances, seed)
+    return told
+
+
+def _pass(rewards: Sequence[float], k: int, solved: float) -> float:
+    """The chance that one of k rollouts solves the task, without bias, from all that there are."""
+    wrong = sum(reward < solved for reward in rewards)
+    return 1.0 - comb(wrong, k) / comb(len(rewards), k)
+
+
+def _interval(values: Sequence[float], seed: str) -> tuple[float, float, float]:
+    """The mean, and the bounds of 95 % of the means that as many tasks drawn anew would have (bootstrap)."""
+    random = Random(seed)
+    means = sorted(fmean(random.choices(values, k=len(values))) for _ in range(_DRAWS))
+    return fmean(values), means[int(0.025 * _DRAWS)], means[int(0.975 * _DRAWS) - 1]

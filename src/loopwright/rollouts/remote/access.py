@@ -1,0 +1,11 @@
+"""How a gateway is reached by whoever opens sessions there."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The address of a gateway and, if it has one, its token."""
+
+    url: str
+    token: str | None = field(default=None, repr=False)

@@ -1,0 +1,42 @@
+"""Whose fault it is: what became of a rollout, told from how its agent ended and what its session had recorded.
+
+Only what the policy cannot have caused may be discarded. An agent that spoke with the policy and then broke may have
+broken over what it was told, so it is scored; one that broke before its first call cannot have.
+"""
+
+from loopwright.core.outcome import Fault, Outcome
+from loopwright.gateway.client import Captured
+from loopwright.gateway.session import Limits
+from loopwright.rollouts.remote.agent import Ended
+from loopwright.rollouts.worker import STALLED_S
+
+Verdict = tuple[Outcome, Fault | None, str]
+
+
+def verdict(ended: Ended | None, captured: Captured, limits: Limits, deadline_s: float) -> Verdict:
+    """The outcome, who caused it, and the reason; `ended` is None for an agent whose time was up."""
+    episode = captured.episode
+    if captured.broken:
+        return Outcome.LOST, Fault.INFRA, captured.broken
+    if limits.tokens is not None and episode.sampled >= limits.tokens:
+        return Outcome.TRUNCATED, Fault.POLICY, f"all {limits.tokens} tokens are used up"
+    if ended is None:
+        return _late(captured, deadline_s)
+    if not ended.failure:
+        return Outcome.OK, None, "" if episode.turns else "the agent never called the model"
+    if ended.infra:
+        return Outcome.LOST, Fault.INFRA, ended.failure
+    if not episode.turns:
+        return Outcome.CRASHED, Fault.WORKLOAD, f"{ended.failure}, without a word from the model"
+    if limits.turns is not None and episode.turns >= limits.turns:
+        return Outcome.TRUNCATED, Fault.POLICY, f"all {limits.turns} turns are used up; {ended.failure}"
+    return Outcome.TRUNCATED, Fault.POLICY, f"{ended.failure}, after {episode.turns} turns"
+
+
+def _late(captured: Captured, deadline_s: float) -> Verdict:
+    reason = f"not done within {deadline_s:g} s"
+    if captured.silent_s >= min(STALLED_S, deadline_s / 2):
+        return Outcome.LOST, Fault.INFRA, f"{reason}; the engine gave no token for {captured.silent_s:.3g} s"
+    if not captured.episode.turns:
+        return Outcome.TIMEOUT, Fault.WORKLOAD, f"{reason}; the agent never called the model"
+    return Outcome.TRUNCATED, Fault.POLICY, f"{reason}; the agent was still at work"

@@ -1,0 +1,85 @@
+"""The remote worker: starts agents for the trials it is given, and never leaves one behind."""
+
+import asyncio
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from loopwright.core.episode import Episode
+from loopwright.core.outcome import Fault, Outcome
+from loopwright.execution import Keeper, LocalExecutor
+from loopwright.execution.sandbox import sandbox_of
+from loopwright.gateway.client import GatewayClient, GatewayLost
+from loopwright.rollouts.harbor import Places
+from loopwright.rollouts.loop import words_of
+from loopwright.rollouts.pool import Worker
+from loopwright.rollouts.remote.access import Access
+from loopwright.rollouts.remote.agent import CommandAgent, FunctionAgent
+from loopwright.rollouts.remote.config import RemoteConfig
+from loopwright.rollouts.remote.trial import Means, Trial
+from loopwright.rollouts.worker import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A rollout to be made, and the gateway that it is made at."""
+
+    access: Access
+    request: Request
+
+
+class RemoteWorker(Worker):
+    """Answers an order with an episode. Processes and files of a trial are gone with it, also if we are killed."""
+
+    def __init__(
+        self,
+        config: RemoteConfig,
+        home: Path,
+        *,
+        run: str = "",
+        passed: Mapping[str, str] | None = None,
+        verifies: bool = False,
+    ) -> None:
+        self._config, self._closed = config, False
+        self._executor = LocalExecutor(parallel=config.concurrency, output_bytes=config.output)
+        self._keeper, self._numbers = Keeper("agent"), count(1)
+        self._clients: dict[Access, GatewayClient] = {}
+        sandbox = sandbox_of(config.sandbox, config.bounds.bounds())
+        sandbox.check()
+        agent = (
+            CommandAgent(config, home, passed or {}, self._executor)
+            if config.command is not None
+            else FunctionAgent(config, home)
+        )
+        places = Places(home, config.task_root, config.task_template)
+        self._means = Means(config, run, agent, sandbox, self._executor, places, verifies)
+
+    async def handle(self, order: Order) -> Episode:
+        if self._closed:
+            raise GatewayLost("the worker was closed")
+        self._keeper.keep()
+        directory = Path(tempfile.mkdtemp(dir=self._keeper.directory, prefix="trial-"))
+        marker = f"{self._keeper.marker}.{next(self._numbers)}"
+        trial = Trial(self._means, await self._client(order.access), order.request, directory, marker)
+        try:
+            return await trial.run()
+        except GatewayLost:
+            raise
+        except Exception as error:  # noqa: BLE001  an agent of the user's own may do anything
+            return Episode(order.request.task).failed(Outcome.CRASHED, Fault.WORKLOAD, words_of(error))
+
+    async def _client(self, access: Access) -> GatewayClient:
+        """The client of a gateway: one, for as long as the gateway stays where it is."""
+        if access not in self._clients:
+            former, self._clients = self._clients, {}
+            self._clients[access] = GatewayClient(access.url, access.token, connections=2 * self._config.concurrency)
+            await asyncio.gather(*(client.close() for client in former.values()))
+        return self._clients[access]
+
+    async def close(self) -> None:
+        self._closed = True
+        await self._executor.close()
+        await asyncio.gather(*(client.close() for client in self._clients.values()))
+        await asyncio.to_thread(self._keeper.close)

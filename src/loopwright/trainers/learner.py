@@ -1,0 +1,310 @@
+"""The learner: samples in, better weights out. The same one alone and as a worker of Ray Train."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loopwright.trainers.config import TrainConfig
+from loopwright.trainers.model import Policy, said
+from loopwright.trainers.rule import Rule, Said, Tokens
+from loopwright.trainers.sample import Sample, micro_batches, scale_of, shares, split
+
+_SMALL = 1e-8
+
+
+class Team(Protocol):
+    """Those who train together. Alone, or the workers of Ray Train: each has a share, and all end with one gradient."""
+
+    rank: int
+    size: int
+
+    def join(self, module: Any) -> Any:
+        """A module whose gradients are the mean of everyone's."""
+        ...
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        """The sums of what everyone has."""
+        ...
+
+
+class Alone:
+    """A team of one."""
+
+    rank, size = 0, 1
+
+    def join(self, module: Any) -> Any:
+        return module
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        return list(numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a sample before the first step of an update, token by token."""
+
+    old: Tensor | None
+    advantages: Tensor
+    reference: Tensor | None = None
+    returns: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a learner is made of; plain data, so that it can be made anywhere."""
+
+    config: TrainConfig
+    rule: type[Rule]
+    model: str
+    home: Path
+    model_seed: int = 0
+    temperature: float = 1.0
+    longest: int = 256
+    """Tokens of the longest turn, which a `constant` length divides by."""
+    device: str = "cpu"
+
+
+class Learner:
+    """Holds the policy, and improves it by one batch at a time."""
+
+    def __init__(self, setting: Setting, team: Team | None = None) -> None:
+        self.setting, self.config = setting, setting.config
+        self.rule, self.team = setting.rule(setting.config), team or Alone()
+        self.policy = Policy(
+            setting.config, setting.model, setting.home, critic=self.rule.critic, seed=setting.model_seed
+        )
+        self.policy.scored.to(setting.device)
+        self._scored = self.team.join(self.policy.scored)
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(),
+            lr=self.config.lr,
+            betas=self.config.betas,
+            weight_decay=self.config.weight_decay,
+            fused=True,
+        )
+
+    def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
+        """Improve the policy by these samples; what there is to tell of it. A step that would break it is skipped."""
+        numbers = _Numbers()
+        longest = self.rule.constant or self.setting.longest
+        parts = [
+            (part, scale_of(part, self.rule.length, int(longest)))
+            for epoch in range(self.config.epochs)
+            for part in split(samples, self.config.minibatches, f"{self.config.seed}:{step}:{epoch}")
+        ]
+        mine = {id(sample): sample for part, _ in parts for sample in self._share(part)}
+        known = self._known(list(mine.values()), several=len(parts) > 1)
+        rate = self._rate(step)
+        skipped = 0
+        for part, scale in parts:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            skipped += not self._descend(part, scale, known, numbers)
+        told = numbers.means(self.team)
+        return {**told, "lr": rate, "skipped": float(skipped), "updates": float(len(parts) - skipped)}
+
+    # -- one step of the optimizer --------------------------------------------------------------------------------
+
+    def _descend(
+        self, samples: Sequence[Sample], scale: float, known: Mapping[int, Known], numbers: "_Numbers"
+    ) -> bool:
+        """Sum up the gradients of everyone's share, and take a step; False if there is none to take."""
+        self.optimizer.zero_grad(set_to_none=True)
+        # Everyone takes part, also with nothing in hand.
+        batches = micro_batches(self._share(samples), self.config.micro_tokens) or [[_idle(samples[0])]]
+        total = 0.0
+        for index, batch in enumerate(batches):
+            last = index == len(batches) - 1
+            with nullcontext() if last or self.team.size == 1 else self._scored.no_sync():
+                loss = self._loss(batch, known, numbers) * scale
+                # What is averaged over the team is meant to be summed up.
+                torch.autograd.backward(loss * self.team.size)
+                total += float(loss.detach())
+        norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm))
+        (total,) = self.team.total([total])
+        if not (math.isfinite(norm) and math.isfinite(total)):
+            self.optimizer.zero_grad(set_to_none=True)
+            return False
+        self.optimizer.step()
+        numbers.once(loss=total, grad_norm=norm)
+        return True
+
+    def _loss(self, batch: Sequence[Sample], known: Mapping[int, Known], numbers: "_Numbers") -> Tensor:
+        """The weighed sum of what the tokens of a micro-batch cost."""
+        config, now = self.config, self._said(batch)
+        facts = [known[id(sample)] if id(sample) in known else _unknown(sample) for sample in batch]
+        recorded = _flat([torch.from_numpy(sample.recorded[sample.mask]) for sample in batch], self.setting.device)
+        old = now.logprobs.detach() if facts[0].old is None else _joined([fact.old for fact in facts])
+        tokens = Tokens(
+            old=old,
+            recorded=recorded,
+            advantages=_flat([fact.advantages for fact in facts], self.setting.device),
+            returns=None if facts[0].returns is None else _joined([fact.returns for fact in facts]),
+            values=None if facts[0].values is None else _joined([fact.values for fact in facts]),
+        )
+        cost, told = self.rule.loss(now, tokens)
+        drift = old - recorded
+        if config.importance:
+            importance = drift.exp().clamp(max=config.importance)
+            cost = cost * importance
+            told = {**told, "importance": importance}
+        if config.kl:
+            away = _joined([fact.reference for fact in facts]) - now.logprobs
+            distance = away.exp() - away - 1
+            cost = cost + config.kl * distance
+            told = {**told, "kl": distance.detach()}
+        else:
+            told = {**told, "kl": (-drift).exp() + drift - 1}
+        if config.entropy:
+            cost = cost - config.entropy * now.entropy
+        weights = [torch.full((sample.tokens,), sample.weight) for sample in batch]
+        numbers.add(entropy=now.entropy.detach(), **told)
+        return (cost * _flat(weights, self.setting.device)).sum()
+
+    def _share(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Those of the samples that this learner computes."""
+        return shares([sample for sample in samples if self._counts(sample)], self.team.size)[self.team.rank]
+
+    def _counts(self, sample: Sample) -> bool:
+        """Whether anything would change by it: with no advantage, only what does not depend on it."""
+        return bool(sample.advantage or self.config.kl or self.config.entropy or self.rule.critic)
+
+    def _rate(self, step: int) -> float:
+        config = self.config
+        if step <= config.warmup:
+            return config.lr * step / config.warmup
+        done = (step - 1 - config.warmup) / max(1, config.steps - config.warmup)
+        if config.schedule == "linear":
+            return config.lr * (1 - done)
+        return config.lr * (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else config.lr
+
+    # -- the model ------------------------------------------------------------------------------------------------
+
+    def _said(self, batch: Sequence[Sample], *, apart: bool = False) -> Said:
+        """What the policy thinks of the tokens of a micro-batch; `apart` from the team, which then need not follow."""
+        longest = max(len(sample.ids) for sample in batch)
+        ids = np.zeros((len(batch), longest), dtype=np.int64)
+        mask = np.zeros((len(batch), longest), dtype=np.bool_)
+        for row, sample in enumerate(batch):
+            ids[row, : len(sample.ids)], mask[row, : len(sample.mask)] = sample.ids, sample.mask
+        device, module = self.setting.device, self.policy.scored if apart else self._scored
+        rough = self.config.dtype == "bfloat16"
+        with torch.autocast(torch.device(device).type, torch.bfloat16) if rough else nullcontext():
+            return said(
+                module,
+                torch.from_numpy(ids).to(device),
+                torch.from_numpy(mask).to(device),
+                self.setting.temperature,
+                undecided=self.config.entropy > 0,
+            )
+
+    @torch.no_grad()
+    def _known(self, samples: Sequence[Sample], *, several: bool) -> dict[int, Known]:
+        """What must be known before the first step: nothing, where there is only one and no critic or reference."""
+        if not (several or self.rule.critic or self.config.kl):
+            return {}
+        found: dict[int, Known] = {}
+        for batch in micro_batches(samples, self.config.micro_tokens):
+            before = self._said(batch, apart=True)
+            first: Said | None = None
+            if self.config.kl:
+                with self.policy.beginning():
+                    first = self._said(batch, apart=True)
+            begun = 0
+            for sample in batch:
+                own = slice(begun, begun := begun + sample.tokens)
+                values = None if before.values is None else before.values[own]
+                start = torch.full((sample.tokens,), sample.advantage, device=self.setting.device)
+                advantages, returns = self.rule.credit(start, sample.reward, values)
+                reference = None if first is None else first.logprobs[own]
+                found[id(sample)] = Known(before.logprobs[own], advantages, reference, returns, values)
+        return self._normalised(found) if self.rule.critic else found
+
+    def _normalised(self, known: Mapping[int, Known]) -> dict[int, Known]:
+        """Advantages with mean 0 and variance 1 over the batch, so that the step size means the same for any reward."""
+        mine = torch.cat([torch.zeros(0), *(one.advantages for one in known.values())]).double()
+        count, total, squares = self.team.total([float(len(mine)), float(mine.sum()), float(mine.square().sum())])
+        mean = total / count
+        spread = math.sqrt(max(0.0, squares / count - mean * mean)) + _SMALL
+        return {key: replace(one, advantages=(one.advantages - mean) / spread) for key, one in known.items()}
+
+    # -- in and out -----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """All that training goes on from: what was learned, and what the optimizer remembers."""
+        found = {f"policy/{name}": value for name, value in self.policy.learned().items()}
+        names = [name for name, p in self.policy.scored.named_parameters() if p.requires_grad]
+        for index, memory in self.optimizer.state_dict()["state"].items():
+            found |= {f"optimizer/{names[index]}/{key}": torch.as_tensor(value) for key, value in memory.items()}
+        return found
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from there."""
+        self.policy.load(_below(state, "policy/"))
+        names = [name for name, p in self.policy.scored.named_parameters() if p.requires_grad]
+        kept = self.optimizer.state_dict()
+        kept["state"] = {
+            index: memory for index, name in enumerate(names) if (memory := _below(state, f"optimizer/{name}/"))
+        }
+        self.optimizer.load_state_dict(kept)
+
+
+class _Numbers:
+    """Means over tokens and steps, also over those of a team."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = defaultdict(float)
+        self._counts: dict[str, int] = defaultdict(int)
+        self._once: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, **tokens: Tensor) -> None:
+        for name, values in tokens.items():
+            self._sums[name] += float(values.sum())
+            self._counts[name] += values.numel()
+
+    def once(self, **numbers: float) -> None:
+        for name, value in numbers.items():
+            self._once[name].append(value)
+
+    def means(self, team: Team) -> dict[str, float]:
+        names = sorted(self._sums)
+        totals = team.total([*(self._sums[name] for name in names), *(float(self._counts[name]) for name in names)])
+        sums, counts = totals[: len(names)], totals[len(names) :]
+        found = {name: sums[i] / counts[i] for i, name in enumerate(names) if counts[i]}
+        return found | {name: sum(values) / len(values) for name, values in self._once.items()}
+
+
+def _idle(sample: Sample) -> Sample:
+    """A sample that changes nothing."""
+    first = int(np.argmax(sample.mask)) + 1
+    one = np.zeros(first, dtype=np.bool_)
+    one[-1] = True
+    return Sample(sample.ids[:first], one, sample.recorded[:first], 0.0, 0.0, 0.0, sample.episode)
+
+
+def _unknown(sample: Sample) -> Known:
+    advantages = torch.full((sample.tokens,), sample.advantage)
+    zeros = torch.zeros(sample.tokens)
+    # Only the sample that changes nothing may be of a kind with what is known.
+    return Known(None, advantages, zeros, zeros, zeros)
+
+
+def _flat(parts: Sequence[Tensor], device: str) -> Tensor:
+    return torch.cat(list(parts)).to(device)
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor:
+    return torch.cat([part for part in parts if part is not None])
+
+
+def _below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

@@ -1,0 +1,177 @@
+"""The policy as a learner has it: a model whose weights can change, all of them, the last layers, or adapters."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from loopwright.engines.models import causal_model
+from loopwright.trainers.config import LoraConfig, TrainConfig
+from loopwright.trainers.rule import Said
+
+_TOLERANCE = 1e-3
+
+
+class Scored(nn.Module):
+    """A model that tells what it thinks of tokens that were sampled. The one module that is trained, here or on Ray."""
+
+    def __init__(self, model: Any, *, critic: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.critic = nn.Linear(model.config.get_text_config().hidden_size, 1) if critic else None
+        if self.critic is not None:
+            nn.init.zeros_(self.critic.weight)
+            nn.init.zeros_(self.critic.bias)
+
+    def forward(self, ids: Tensor, mask: Tensor, temperature: float, undecided: bool) -> tuple[Tensor, ...]:
+        """Logprob, entropy and, with a critic, value of each token that `mask` picks, row by row.
+
+        Rows are padded at their end, which nothing before it attends to: no attention mask is needed.
+        """
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        before = hidden[mask[:, 1:]]  # where each of them was decided on
+        logits = self.model.get_output_embeddings()(before).float()
+        if temperature != 1.0:
+            logits = logits / temperature
+        total = logits.logsumexp(-1)
+        logprobs = logits.gather(-1, ids[:, 1:][mask[:, 1:]][:, None])[:, 0] - total
+        with torch.set_grad_enabled(undecided and torch.is_grad_enabled()):
+            entropy = total - ((logits - total[:, None]).exp() * logits).sum(-1)
+        return (logprobs, entropy) if self.critic is None else (logprobs, entropy, self.critic(before.float())[:, 0])
+
+
+class Policy:
+    """What is trained, and the ways in and out of it."""
+
+    def __init__(self, config: TrainConfig, model: str, home: Path, *, critic: bool, seed: int = 0) -> None:
+        self.config = config
+        self.hub: Any = causal_model(model, home, seed=seed, attention="sdpa").float().train()
+        _check(self.hub, model)
+        for parameter in self.hub.parameters():
+            parameter.requires_grad_(config.lora is None and config.layers is None)
+        if config.lora is not None:
+            _adapt(self.hub, config.lora, config.seed)
+        elif config.layers is not None:
+            _unfreeze(self.hub, config.layers)
+        self.scored = Scored(self.hub, critic=critic)
+        self._first: dict[str, Tensor] | None = None
+        if config.kl and config.lora is None:
+            self._first = {name: p.detach().clone() for name, p in self.hub.named_parameters() if p.requires_grad}
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What learns."""
+        return [parameter for parameter in self.scored.parameters() if parameter.requires_grad]
+
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Within, the policy is as it was before training."""
+        if self._first is None:
+            adapters = [module for module in self.hub.modules() if hasattr(module, "enable_adapters")]
+            for module in adapters:
+                module.enable_adapters(False)
+            try:
+                yield
+            finally:
+                for module in adapters:
+                    module.enable_adapters(True)
+            return
+        now = {name: p for name, p in self.hub.named_parameters() if name in self._first}
+        kept = {name: p.data for name, p in now.items()}
+        for name, parameter in now.items():
+            parameter.data = self._first[name]
+        try:
+            yield
+        finally:
+            for name, parameter in now.items():
+                parameter.data = kept[name]
+
+    def learned(self) -> dict[str, Tensor]:
+        """What has changed by training, by name; with `load` the policy is as it was."""
+        learns = {name for name, parameter in self.scored.named_parameters() if parameter.requires_grad}
+        return {name: value for name, value in self.scored.state_dict().items() if name in learns}
+
+    def load(self, learned: Mapping[str, Tensor]) -> None:
+        """Take on what was learned before."""
+        places = dict(self.scored.named_parameters())
+        if places.keys() & learned.keys() != {name for name, p in places.items() if p.requires_grad}:
+            raise ValueError("the checkpoint is of another model, or of other adapters")
+        with torch.no_grad():
+            for name, value in learned.items():
+                places[name].copy_(value)
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, Tensor]:
+        """All weights under the model's own names, adapters folded in: what an engine takes. They are not copied."""
+        found = {}
+        for name, value in self.hub.state_dict(keep_vars=True).items():
+            plain = name.replace(".base_layer.", ".")
+            if ".lora_" in name:
+                continue
+            if plain != name and name.endswith(".weight"):
+                adapted = self.hub.get_submodule(name.removesuffix(".base_layer.weight"))
+                value = value + adapted.get_delta_weight("default")
+            found[plain] = value.detach()
+        return found
+
+    def save(self, directory: Path) -> None:
+        """The whole model as transformers writes and loads it, adapters folded in."""
+        tied = set(getattr(self.hub, "_tied_weights_keys", None) or ()) if _is_tied(self.hub) else set()
+        weights = {name: value.contiguous() for name, value in self.weights().items() if name not in tied}
+        from safetensors.torch import save_file
+
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        self.hub.config.save_pretrained(directory)
+        self.hub.generation_config.save_pretrained(directory)
+
+
+def said(scored: Any, ids: Tensor, mask: Tensor, temperature: float, *, undecided: bool) -> Said:
+    """What a module thinks of the tokens that `mask` picks."""
+    return Said(*scored(ids, mask, temperature, undecided))
+
+
+def _is_tied(model: Any) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def _adapt(model: Any, config: LoraConfig, seed: int) -> None:
+    """Put adapters beside the matrices; at first they change nothing."""
+    import peft
+
+    layers = model.config.get_text_config().num_hidden_layers
+    known = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if missing := [name for name in config.targets if name not in known]:
+        raise ValueError(f"lora targets: the model has no matrix {missing[0]!r}; it has {', '.join(sorted(known))}")
+    chosen = None if config.layers is None else list(range(max(0, layers - config.layers), layers))
+    lora = peft.LoraConfig(
+        r=config.r,
+        lora_alpha=config.scale * config.r,  # type: ignore[arg-type]  peft multiplies with it
+        target_modules=list(config.targets),
+        layers_to_transform=chosen,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(lora, model)
+
+
+def _unfreeze(model: Any, layers: int) -> None:
+    for name, module in model.base_model.named_children():
+        if isinstance(module, nn.ModuleList):
+            for layer in module[-layers:]:
+                layer.requires_grad_(True)
+        elif "norm" in name:
+            module.requires_grad_(True)
+
+
+@torch.no_grad()
+def _check(model: Any, name: str) -> None:
+    """Models that do more to their logits than the last matrix would be trained on the wrong ones."""
+    ids = torch.arange(1, 9)[None]
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    ours, theirs = model.get_output_embeddings()(hidden), model(input_ids=ids, use_cache=False).logits
+    if not (ours - theirs).abs().max().item() < _TOLERANCE:
+        raise ValueError(f"model {name!r} changes its logits after the last matrix, and cannot be trained here")

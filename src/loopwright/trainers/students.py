@@ -1,0 +1,125 @@
+"""Students: the learner of a run, in this process or shared out over the workers of Ray Train."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from loopwright.engines.models import BYTES, place
+from loopwright.engines.tokenizer import ByteTokenizer
+from loopwright.rollouts.env import RolloutEnv, Source
+from loopwright.trainers.config import TrainConfig
+from loopwright.trainers.learner import Learner, Setting
+from loopwright.trainers.rule import Rule
+from loopwright.trainers.sample import Sample
+
+
+class Student(Protocol):
+    """Whoever learns."""
+
+    restored: bool
+    """Whether it knows more than the model that it began with."""
+
+    def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
+        """Improve the policy by these samples."""
+        ...
+
+    def weights(self) -> Any:
+        """All weights, in a form that the run's engines take."""
+        ...
+
+    def state(self) -> Mapping[str, Tensor]:
+        """All that learning goes on from."""
+        ...
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from there."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """The policy as transformers loads it."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+class LocalStudent:
+    """A learner in this process. Engines here are handed its weights; engines elsewhere, a directory with them."""
+
+    def __init__(self, setting: Setting, directory: Path, *, near: bool) -> None:
+        self.learner = Learner(setting)
+        self._setting, self._directory, self._near = setting, directory, near
+        self._published = 0
+        self.restored = False
+
+    def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
+        return self.learner.update(samples, step)
+
+    def weights(self) -> Any:
+        if self._near:
+            return self.learner.policy.weights()
+        # In turns, so that an engine that still reads the one before is not disturbed.
+        self._published += 1
+        directory = self._directory / "weights" / str(self._published % 2)
+        self.save(directory)
+        return str(directory)
+
+    def state(self) -> Mapping[str, Tensor]:
+        return self.learner.state()
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.learner.restore(state)
+        self.restored = True
+
+    def save(self, directory: Path) -> None:
+        self.learner.policy.save(directory)
+        add_tokenizer(self._setting, directory)
+
+    def close(self) -> None:
+        """Nothing is held that does not go by itself."""
+
+
+def student_of(config: TrainConfig, rule: type[Rule], env: RolloutEnv) -> Student:
+    """The student of a run."""
+    setting = setting_of(config, rule, env)
+    if config.workers:
+        from loopwright.trainers.students_ray import RayStudent
+
+        return RayStudent(setting, env.run.directory, workers=config.workers, gpus=config.gpus)
+    return LocalStudent(setting, env.run.directory, near=source_of(env).near)
+
+
+def setting_of(config: TrainConfig, rule: type[Rule], env: RolloutEnv) -> Setting:
+    """What the learner of a run is made of."""
+    source = source_of(env)
+    engine, sampling = source.engine, source.sampling
+    model = config.model or getattr(engine, "model", None) or getattr(engine, "tokenizer", "tiny")
+    return Setting(
+        config=config,
+        rule=rule,
+        model=model,
+        home=source.home,
+        model_seed=getattr(engine, "seed", 0),
+        temperature=sampling.temperature,
+        longest=sampling.max_tokens,
+    )
+
+
+def source_of(env: RolloutEnv) -> Source:
+    """Where the run's tokens come from."""
+    if env.source is None:
+        raise ValueError("a trainer needs to know which engine samples: give its environment a `source`")
+    return env.source
+
+
+def add_tokenizer(setting: Setting, directory: Path) -> None:
+    """A model is of use only with its tokenizer."""
+    if setting.model == "tiny" or (setting.home / setting.model / BYTES).is_file():
+        (directory / BYTES).write_text(f"{ByteTokenizer.size}\n")
+        return
+    source = Path(place(setting.model, setting.home))
+    for file in source.glob("*token*.json") if source.is_dir() else ():
+        (directory / file.name).write_bytes(file.read_bytes())

@@ -1,0 +1,289 @@
+"""The base of all trainers: produce, learn, publish, write down; again until the steps are done."""
+
+import asyncio
+import logging
+import time
+import traceback
+from abc import ABC
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from loopwright.core.agent import Agent
+from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, sentence
+from loopwright.core.eventloop import run
+from loopwright.core.steps import Step, Steps
+from loopwright.core.trial import Action, Observation
+from loopwright.engines.base import Sampling
+from loopwright.rollouts.config import RolloutConfig
+from loopwright.rollouts.env import RolloutEnv
+from loopwright.rollouts.evaluation import summary
+from loopwright.rollouts.group import Group
+from loopwright.rollouts.producer import Producer
+from loopwright.trainers.checkpoint import Checkpoints
+from loopwright.trainers.config import TrainConfig
+from loopwright.trainers.curves import Curves, uninstalled
+from loopwright.trainers.rule import Rule
+from loopwright.trainers.sample import Sample, samples_of
+
+if TYPE_CHECKING:
+    from loopwright.trainers.students import Student
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class TrainingFailed(LoopwrightError, RuntimeError):
+    """Training cannot go on; nothing that was recorded is lost."""
+
+
+class Trainer(Agent, ABC):
+    """Trains a policy on its own rollouts. What it learned is in its checkpoints, what it learned from in the ledger.
+
+    A step is whole or has not happened: rollouts are taken for it, the weights change, the checkpoint is on disk, and
+    only then do they count as trained on. A run that was killed repeats what came after its last checkpoint, from the
+    rollouts that were recorded for it.
+    """
+
+    rolls_out: ClassVar[bool] = True
+    rule: ClassVar[type[Rule]]
+    env: RolloutEnv
+    config: TrainConfig
+
+    @classmethod
+    def problems(cls, config: TrainConfig, space: Any, home: Path) -> list[Problem]:
+        needed = {"torch": "train", "transformers": "train", **({"peft": "train"} if config.lora else {})}
+        if config.workers:
+            needed["ray"] = "ray"
+        missing = [(name, extra) for name, extra in needed.items() if find_spec(name) is None]
+        found = [
+            Problem("type", str(MissingExtra(f"agent {config.type!r} ({name})", extra))) for name, extra in missing
+        ]
+        found += [Problem("log", f"needs: pip install {package}") for package in uninstalled(config.log)]
+        if isinstance(space, RolloutConfig):
+            found += _narrowed(space.loop.sampling)
+        return found
+
+    def select_action(self, observation: Observation) -> Action | None:
+        """Not asked: the producer draws the tasks."""
+        return None
+
+    def run(self) -> int:
+        """Train; 1 if that failed, which leaves the other runs of the scenario unharmed."""
+        ledger = self.env.run.ledger
+        ledger.set_state("failure", None)
+        try:
+            run(self._stoppable())
+        except StorageError:
+            raise
+        except LoopwrightError as error:
+            log.error("%s Then go on with `loopwright resume`: nothing that was recorded is lost.", sentence(error))
+            ledger.set_state("failure", str(error))
+            return 1
+        except Exception as error:
+            log.exception("the training of run %r failed; go on with `loopwright resume`", self.env.run.name)
+            ledger.set_state("failure", "".join(traceback.format_exception(error)))
+            return 1
+        return 0
+
+    async def _stoppable(self) -> None:
+        loop = asyncio.get_running_loop()
+        work = asyncio.ensure_future(_Training(self).run())
+        self.env.run.when_stopped(lambda: loop.call_soon_threadsafe(work.cancel))
+        try:
+            await work
+        except asyncio.CancelledError:
+            if not self.env.run.stopping:
+                raise
+        finally:
+            self.env.run.when_stopped(None)
+
+
+def _narrowed(sampling: Sampling) -> list[Problem]:
+    """What cannot be trained on: the logprobs of a distribution that the policy alone does not have."""
+    narrow = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
+    found = [name for name, is_narrow in narrow.items() if is_narrow]
+    if sampling.temperature == 0:
+        return [Problem("type", "temperature 0 tries nothing, so nothing can be learned; set it above 0 in the loop.")]
+    said = "leaves tokens out that the policy would have sampled, and training would be wrong by that; remove it"
+    return [Problem("type", f"the loop's sampling: {', '.join(found)} {said}.")] if found else []
+
+
+class _Training:
+    """One training under way."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.env, self.config, self.rule = trainer.env, trainer.config, trainer.rule(trainer.config)
+        self._rule_class = trainer.rule
+        self.directory = self.env.run.directory
+        self.checkpoints = Checkpoints(self.directory / "checkpoints", self.config.keep)
+        self.steps, self.curves = Steps(self.env.run.ledger), Curves(self.config.log, self.directory)
+        # Torch computes in a thread of its own, so that rollouts go on meanwhile.
+        self._thread = ThreadPoolExecutor(1, "learner")
+        self._bad = 0
+
+    async def run(self) -> None:
+        try:
+            async with self.env.running():
+                student = await self._in_thread(self._student)
+                try:
+                    await self._train(student)
+                finally:
+                    await self._in_thread(student.close)
+        finally:
+            self.curves.close()
+            self._thread.shutdown(wait=True)
+
+    async def _train(self, student: "Student") -> None:
+        config, produce = self.config, self.env.produce
+        if getattr(config, "dynamic_sampling", False):
+            produce = produce.model_copy(update={"filter": "equal_rewards"})
+        producer = Producer(self.env, produce, group_size=config.group_size)
+        step = await self._restored(student)
+        try:
+            await self._publish(producer, student, step)
+            producer.restore(step)  # which begins to sample
+            await self._evaluated(step)
+            while step < config.steps:
+                begun = time.monotonic()
+                groups = await producer.batch(config.prompts_per_step, step + 1)
+                if not groups:
+                    break  # all trials are used up
+                step += 1
+                waited = time.monotonic() - begun
+                numbers = await self._learn(student, groups, step, producer.in_flight)
+                await self._publish(producer, student, step)
+                self._note(step, {**numbers, "rollout_s": waited})
+                if step % config.checkpoint_every == 0 or step == config.steps:
+                    await self._checkpoint(student, step)
+                await self._evaluated(step)
+            await self._checkpoint(student, step)
+            await self._in_thread(student.save, self.directory / "policy")
+        finally:
+            await producer.pause(0)
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    async def _learn(self, student: "Student", groups: Sequence[Group], step: int, flying: int = 0) -> dict[str, float]:
+        """Train on these groups; what there is to tell of it."""
+        begun = time.monotonic()
+        samples = self._samples(groups, step)
+        told: dict[str, float] = {}
+        if samples:
+            told = await self._in_thread(partial(student.update, samples, step))
+        else:
+            log.warning("step %d is skipped: there is nothing to train on in its %d groups", step, len(groups))
+        self._check(step, told)
+        return {**_seen(groups, samples, step), **told, "train_s": time.monotonic() - begun, "in_flight": float(flying)}
+
+    def _samples(self, groups: Sequence[Group], step: int) -> list[Sample]:
+        version = step - 1
+        oldest = version - self.env.produce.max_staleness if self.env.produce.staleness == "token" else None
+        advantages = []
+        for group in groups:
+            rewards = {n: e.reward.value for n, e in group.episodes.items() if e.reward is not None}
+            counted = frozenset(n for n in rewards if group.episodes[n].in_baseline)
+            advantages.append(self.rule.advantages(rewards, counted))
+        episodes = [group.episodes for group in groups]
+        return samples_of(episodes, advantages, version=version, oldest=oldest, length=self.rule.length)
+
+    def _check(self, step: int, told: dict[str, float]) -> None:
+        """Steps that came to nothing are said; too many in a row end the training."""
+        if not told.get("skipped"):
+            self._bad = 0
+            return
+        self._bad += 1
+        log.warning("step %d: a loss or gradient was no finite number; the policy was left as it was", step)
+        if self._bad >= self.config.bad_steps:
+            raise TrainingFailed(
+                f"{self._bad} steps in a row had a loss or gradient that is no finite number, the last one {step}. "
+                "Lower `lr`, or look for rewards that are too large."
+            )
+
+    async def _publish(self, producer: Producer, student: "Student", step: int) -> None:
+        """Let the engines have the weights of this step, under its number."""
+        weights = await self._in_thread(student.weights) if step or student.restored else None
+        await producer.update(step, weights)
+
+    def _note(self, step: int, numbers: dict[str, float]) -> None:
+        self.steps.add("train", Step(step, time.time(), numbers))
+        self.curves.add(step, {f"train/{name}": value for name, value in numbers.items()})
+
+    async def _evaluated(self, step: int) -> None:
+        config = self.env.evaluation
+        if config is None or not config.due(step, self.config.steps):
+            return
+        groups = self.env.examine(step, config.samples, config.sampling)
+        rollouts = [self.env.roll(group, trial) for group in groups for trial in list(group.flying.values())]
+        await asyncio.gather(*rollouts)
+        self.env.run.ledger.flush()
+        rewards = [[e.reward.value for e in group.episodes.values() if e.reward is not None] for group in groups]
+        numbers = summary(rewards, config, seed=f"{self.config.seed}:{step}")
+        self.steps.add("eval", Step(step, time.time(), numbers))
+        self.curves.add(step, {f"eval/{name}": value for name, value in numbers.items()})
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    async def _checkpoint(self, student: "Student", step: int) -> None:
+        """Have the weights on disk, and then the rollouts that they were learned from count as trained on."""
+        state = await self._in_thread(student.state)
+        await self._in_thread(partial(self.checkpoints.save, step, state, {"bad": self._bad}))
+        self.env.buffer.settle(step)
+
+    async def _restored(self, student: "Student") -> int:
+        """The step that training goes on after. Steps since the last checkpoint are repeated from what was recorded."""
+        found = self.checkpoints.latest()
+        step = 0
+        if found is not None:
+            tensors = await self._in_thread(found.tensors)
+            await self._in_thread(partial(student.restore, tensors))
+            step, self._bad = found.step, int(found.notes.get("bad", 0))
+        self.steps.forget(step)
+        first = step
+        while numbers := self.env.buffer.taken(step + 1):
+            step += 1
+            groups = [self.env.recorded(number, self.config.group_size) for number in numbers]
+            self._note(step, await self._learn(student, groups, step))
+        if step > first:
+            await self._checkpoint(student, step)
+        return step
+
+    def _student(self) -> "Student":
+        from loopwright.trainers.students import student_of
+
+        return student_of(self.config, self._rule_class, self.env)
+
+    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        """Run it where torch computes. A cancelled caller, too, waits for its end: two must never run at once."""
+        running = asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait({running})
+            raise
+
+
+def _seen(groups: Sequence[Group], samples: Sequence[Sample], step: int) -> dict[str, float]:
+    """What the batch itself has to tell."""
+    episodes = [episode for group in groups for episode in group.episodes.values()]
+    rewards = [episode.reward.value for episode in episodes if episode.reward is not None]
+    if not rewards:
+        return {"episodes": float(len(episodes))}
+    wanted = sum(group.trials for group in groups)
+    mean = fmean(rewards)
+    return {
+        "reward": mean,
+        "reward_std": fmean((reward - mean) ** 2 for reward in rewards) ** 0.5,
+        "episodes": float(len(episodes)),
+        "trained_episodes": float(len({sample.episode for sample in samples})),
+        "tokens": float(sum(sample.tokens for sample in samples)),
+        "length": fmean(episode.sampled for episode in episodes),
+        "turns": fmean(episode.turns for episode in episodes),
+        "staleness": fmean(sample.staleness for sample in samples) if samples else 0.0,
+        "faults": (wanted - len(episodes)) / wanted if wanted else 0.0,
+        "version": float(step - 1),
+    }
