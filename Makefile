@@ -1,9 +1,10 @@
 # Everything a newcomer needs; each target sets up what it uses.
 PYTHON ?= python3.11
+PYTHON_HARBOR ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python) python3.12)
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup demo test test-slow test-engines check bench docs clean
+.PHONY: setup demo test test-slow test-engines test-harbor check bench docs clean
 
 setup: .venv/.ready  ## a virtual environment with Loopwright, all its extras and tools
 
@@ -24,6 +25,7 @@ setup: .venv/.ready  ## a virtual environment with Loopwright, all its extras an
 .venv/.system: .venv/.ready .venv/.compiler  # what the tests use
 	@command -v chromium >/dev/null || $(call install,chromium)
 	@command -v node >/dev/null || $(call install,nodejs)
+	@command -v bwrap >/dev/null || $(call install,bubblewrap)
 	@touch $@
 
 # Debian packages, where we may install them; otherwise say which are missing.
@@ -48,6 +50,16 @@ test-slow: .venv/.system .venv/.models  ## the long proofs: kill -9 at many mome
 
 test-engines: .venv/.models  ## engines with real models; the first time, a minute to get and convert them
 	$(BIN)/pytest -m slow tests/engines
+
+.venvs/harbor/.ready: constraints.txt  # Harbor, which needs Python 3.12: never in our own interpreter
+	@$(PYTHON_HARBOR) --version >/dev/null 2>&1 || { echo "Harbor needs Python 3.12; say which one: make test-harbor PYTHON_HARBOR=/path/to/python3.12"; exit 1; }
+	test -x .venvs/harbor/bin/python || $(PYTHON_HARBOR) -m venv .venvs/harbor
+	.venvs/harbor/bin/pip install -qq harbor==0.24.0
+	@touch $@
+
+test-harbor: .venv/.ready .venvs/harbor/.ready  ## the real Harbor runs our tasks, in a virtual environment of its own
+	@command -v bwrap >/dev/null || $(call install,bubblewrap)
+	$(BIN)/pytest -m slow tests/integrations/test_harbor.py
 
 check: setup  ## style, types, layers, dead code, generated docs
 	$(BIN)/ruff check .

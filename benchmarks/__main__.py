@@ -19,6 +19,7 @@ NAMES = (
     "tcp",
     "pools",
     "rollouts",
+    "sandbox",
     "engines",
 )
 

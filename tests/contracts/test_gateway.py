@@ -8,7 +8,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-from concurrent.futures import Future
 
 import aiohttp
 import openai
@@ -363,11 +362,10 @@ def test_t04_the_end_is_told_once_the_turn_is_committed(tmp_path, stream, monkey
             def slow(store, statements):
                 if not any("UPDATE calls" in query for query, _ in statements):
                     return write(store, statements)
-                done = asyncio.run_coroutine_threadsafe(gate.wait(), loop)
+                done = asyncio.ensure_future(gate.wait())
                 done.add_done_callback(lambda _: write(store, statements))
                 return done
 
-            loop = asyncio.get_running_loop()
             monkeypatch.setattr(DiskStore, "write", slow)
             async with client_of(session) as client:
                 heard = []
@@ -496,7 +494,7 @@ def test_t04_a_turn_that_cannot_be_recorded_is_not_told(tmp_path, monkeypatch):
             def full(store, statements):
                 if not any("UPDATE calls" in query for query, _ in statements):
                     return write(store, statements)
-                done = Future()
+                done = asyncio.get_running_loop().create_future()
                 done.set_exception(StorageError("the disk is full"))
                 return done
 

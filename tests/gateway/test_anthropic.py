@@ -138,11 +138,16 @@ def test_unknown_fields_are_accepted():
     assert parse(**more, tool_choice={"type": "auto"}, context_management={}) == parse()
 
 
-def test_what_is_to_be_counted_may_end_anywhere():
-    said = [*ASKED["messages"], {"role": "assistant", "content": "yes"}]
-    assert DIALECT.parse({"model": "any", "messages": said}, {}).messages[-1]["role"] == "assistant"
-    with pytest.raises(BadRequest, match="prefilled"):
-        parse(messages=said)
+def test_what_is_prefilled_is_no_message_but_the_beginning_of_one():
+    ask = parse(messages=[*ASKED["messages"], {"role": "assistant", "content": "yes,"}])
+    assert (ask.messages, ask.wish.prefill) == (parse().messages, "yes,")
+    called = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    for content, words in (("yes ", "white space"), ([called], "only text"), ([thought, text("yes")], "only text")):
+        with pytest.raises(BadRequest, match=words):
+            parse(messages=[*ASKED["messages"], {"role": "assistant", "content": content}])
+    with pytest.raises(BadRequest, match="nothing to answer"):
+        parse(messages=[{"role": "assistant", "content": "yes"}])
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
@@ -277,8 +282,9 @@ def test_reasoning_ends_with_a_signature():
     ask = parse(stream=True)
     turn = Turn({"role": "assistant", "content": "yes", "reasoning_content": "hm"}, "stop", 1, 5, 7)
     writer = DIALECT.stream(ask, "7")
-    sent = read_events(writer.begin(5) + writer.piece(0, Piece("yes")) + writer.end([turn]))
-    assert outline(sent)[4:8] == [
+    pieces = writer.piece(0, Piece(thought="hm")) + writer.piece(0, Piece("yes"))
+    sent = read_events(writer.begin(5) + pieces + writer.end([turn]))
+    assert outline(sent)[1:5] == [
         "content_block_start thinking",
         "content_block_delta thinking_delta",
         "content_block_delta signature_delta",

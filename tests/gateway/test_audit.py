@@ -60,7 +60,7 @@ async def talked(engine, output, *, weights=None):
             await engine.load_weights(weights, 5)
             await engine.resume()
             async with client_of(session) as client:
-                await ask(model="m", messages=[*said, user("after the update")])
+                await client.chat.completions.create(model="m", messages=[*said, user("after the update")])
     await engine.close()
 
 
@@ -104,7 +104,7 @@ def test_what_was_captured_is_what_was_sampled(captured):
 
 
 def test_turns_whose_weights_are_not_at_hand_are_left_out_and_counted(captured):
-    turns, result = reported(captured / "gw", "--engine", "tiny")
+    _, result = reported(captured / "gw", "--engine", "tiny")
     assert result["left_out"] == {"5": 1}
     assert result["turns"] == len(SAMPLINGS) * 4
     assert result["good"]

@@ -1,6 +1,7 @@
 """The shipped judgers keep the contract that a plug-in's judger must keep."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from loopwright.rollouts.judging.length import LengthJudgerConfig
 from loopwright.rollouts.judging.llm import LlmJudgerConfig
 from loopwright.rollouts.judging.python import PythonJudgerConfig
 from loopwright.rollouts.judging.ranking import RankingJudgerConfig
+from loopwright.rollouts.judging.verifier import VerifierJudgerConfig
 from loopwright.testing import JudgerContract
 from tests.rollouts.judge_servers import serving
 
@@ -117,6 +119,17 @@ class TestComposedOfAGroup(JudgerContract):
         group = {"score": "shortest", "fail": "fail_group", "hang": "hang_group"}[story]
         ranking = {"type": "ranking", "handler": f"{HANDLERS}:{group}"}
         return ComposedJudgerConfig(parts=(ranking, {"type": "length", "weight": -0.01}), **settings)
+
+
+class TestVerifier(JudgerContract):
+    def make_config(self, home, story, **settings):
+        if story == "hang":
+            return None
+        return VerifierJudgerConfig(reward={"score": "correct", "fail": "missing"}[story], **settings)
+
+    def make_episode(self, answer="4"):
+        rewards = {"correct": float(answer == "4"), "lines": 3}
+        return replace(super().make_episode(answer), evidence={"verifier": {"rewards": rewards}})
 
 
 def test_every_shipped_judger_is_held_to_it():

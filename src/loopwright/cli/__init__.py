@@ -19,6 +19,7 @@ from loopwright.cli import (
     resume,
     run,
     serve_env,
+    tasks,
     verify,
 )
 
@@ -34,6 +35,7 @@ app = typer.Typer(
 for _verb in (run, resume, verify, dry_run, listing, report, export, episodes, rejudge, audit, serve_env, act):
     app.command(_verb.NAME)(_verb.command)
 app.add_typer(gateway.app, name=gateway.NAME)
+app.add_typer(tasks.app, name=tasks.NAME)
 
 
 @app.callback(invoke_without_command=True)

@@ -74,6 +74,7 @@ def serve(
     words |= {} if access_log is None else {"access_log": access_log, "log_prompts": log_prompts}
     given = _given(settings or [], words)
     config = _checked(GatewayConfig, given["gateway"])
+    config.address(config.port)  # before the engine, which takes its time to load
     token = None if token_file is None else _token(token_file)
     if relay == bool(engine):
         raise typer.BadParameter("say what serves: --engine NAME, or --relay and not both.", param_hint="--engine")
@@ -84,7 +85,6 @@ def serve(
             f"{config.host} lets other machines in. Say who may open sessions with --token-file, or say --public.",
             param_hint="--host",
         )
-    config.address(config.port)  # before the engine, which takes its time to load
     made = _relay(tokenizer, given) if relay else _loaded(engine or [], tokenizer, given)
     raise typer.Exit(128 + run(_serve(made, config, output, token)))
 
@@ -105,7 +105,8 @@ async def _serve(engine: "Engine", config: "GatewayConfig", output: Path | None,
             if isinstance(engine, Relay):
                 typer.echo(f"workers connect to {gateway.address.replace('http', 'ws', 1)}/ws/worker", err=True)
             number = await ended
-            typer.echo("ending: calls under way have a moment; once more ends them at once", err=True)
+            if calls := gateway.counted()[1]:
+                _say(f"ending: {calls} calls have {config.drain_s:g} s to come to their end; once more ends them now")
             _die_next_time()
             return number
     finally:
@@ -151,28 +152,28 @@ async def _work(engine: "Engine", url: str, token: str, name: str | None, drain_
 
     ended = _signal()
     made = Worker(engine, url, token, name=name, drain_s=drain_s, say=_say)
-    working = asyncio.create_task(made.run())
+    working: asyncio.Future[Any] = asyncio.ensure_future(made.run())
     try:
-        await asyncio.wait([working, ended], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
         if not ended.done():
             await working  # which says why the gateway does not want it
         again = _signal()
         made.end()
-        await asyncio.wait([working, again], return_when=asyncio.FIRST_COMPLETED)
-        return await ended
+        await asyncio.wait({working, again}, return_when=asyncio.FIRST_COMPLETED)
+        return int(await ended)
     finally:
         working.cancel()
         await asyncio.wait([working])
         await engine.close()
 
 
-def _signal() -> "asyncio.Future[int]":
+def _signal() -> "asyncio.Future[Any]":
     """The next signal to end."""
     import asyncio
     import signal
 
     loop = asyncio.get_running_loop()
-    ended: asyncio.Future[int] = loop.create_future()
+    ended: asyncio.Future[Any] = loop.create_future()
 
     def end(number: int) -> None:
         if not ended.done():

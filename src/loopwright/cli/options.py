@@ -13,6 +13,11 @@ RunOption = Annotated[
     str | None, typer.Option("--run", metavar="NAME", help="The run, where several of the output made rollouts.")
 ]
 
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="loop.KEY=VALUE or gateway.KEY=VALUE, for remote loops."),
+]
+
 
 def assignment(text: str, option: str) -> tuple[str, Any]:
     """NAME=VALUE of an option; the value is JSON, or text."""

@@ -20,7 +20,9 @@
     ├── BudgetSpent      (RuntimeError)     a rollout's turns or tokens are used up        gateway/session.py
     ├── BadRequest       (ValueError)       a request that its API does not allow          gateway/dialect.py
     ├── Refused          (PermissionError)  a call that the gateway turns away             gateway/refusal.py
+    ├── TemplateError    (ValueError)       a tokenizer lacks a template's special tokens  gateway/template.py
     ├── AdvertiseError   (ValueError)       an address at which no agent could reach us    gateway/gateway.py
+    ├── GatewayLost      (ConnectionError)  a gateway elsewhere that cannot be reached     gateway/client.py
     ├── TasksError       (ValueError)       a source gives no tasks, or no proper ones     rollouts/tasks.py
     │   └── TaskChanged                     a task's directory changed during a run        rollouts/harbor_task.py
     ├── JudgeFailed      (RuntimeError)     a judger gave no verdict, which is no zero     rollouts/judger.py
@@ -31,6 +33,7 @@
     ├── WorkerLost       (ConnectionError)  a worker died with a call in it, twice         rollouts/pool.py
     │   └── PoolDown                        no worker is left, and none can be made        rollouts/pool.py
     ├── ResourcesError   (RuntimeError)     a cluster does not have what was asked for     rollouts/resources.py
+    ├── TrainingFailed   (RuntimeError)     training cannot go on, but can be resumed      trainers/failure.py
     └── ParcelError      (TypeError)        something that cannot be sent to a process     rollouts/pool.py
 
 Each message says what happened, where, and the next move.

@@ -13,6 +13,7 @@ from loopwright.core.errors import LoopwrightError, Problem
 from loopwright.core.registry import Registry
 from loopwright.engines.tokenizer import Tokenizer
 
+Reasoning = Literal["preserve", "fork"]
 Finish = Literal["stop", "length", "abort"]
 """Why a stream ended: a stop token, the budget of tokens, or a pause, after which it can be continued."""
 
@@ -78,6 +79,11 @@ class EngineConfig(Config):
     """What every engine can be told."""
 
     type: str
+    template: Literal["auto", "chatml", "llama3", "json"] = "auto"
+    """How conversations and tool calls are written; `auto` asks the tokenizer's special tokens."""
+    reasoning: Reasoning = "preserve"
+    """What the policy thought before the user last spoke: `preserve` keeps it in the context as it was sampled, `fork`
+    leaves it out, as many chat templates do, on a branch of its own."""
 
     def problems(self, home: Path) -> list[Problem]:
         """What is wrong with it; found before anything starts."""
@@ -133,4 +139,7 @@ class Engine(ABC):
 engines: Registry[type[Engine]] = Registry("engine", "loopwright.engines", Engine)
 engines.add_lazily("scripted", "loopwright.engines.scripted:ScriptedEngine")
 engines.add_lazily("transformers", "loopwright.engines.inprocess:TransformersEngine")
+engines.add_lazily("vllm", "loopwright.engines.vllm:VllmEngine")
+engines.add_lazily("llamacpp", "loopwright.engines.llamacpp:LlamaCppEngine")
+engines.add_lazily("sglang", "loopwright.engines.sglang:SglangEngine")
 engines.add_lazily("fleet", "loopwright.engines.fleet:Fleet")

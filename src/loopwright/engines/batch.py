@@ -17,7 +17,8 @@ from torch import Tensor
 from loopwright.engines.base import Chunk, Finish, Sampling
 from loopwright.engines.prefixes import Ids, Prefixes, common
 from loopwright.engines.rows import Rows, Shape
-from loopwright.engines.sampler import Draw, sample
+from loopwright.engines.sampler import Draw, likeliest, sample
+from loopwright.engines.stops import stopped
 from loopwright.engines.tokenizer import Tokenizer
 
 _PROMPT_TOKENS = 512
@@ -189,11 +190,12 @@ class Batch:
 
     def _sampled(self, requests: Sequence[Request], logits: Tensor, version: int) -> list[tuple[Request, Chunk]]:
         """Give each request its next token."""
-        found = []
-        for request, (token, logprob) in zip(requests, sample(logits, [r.draw() for r in requests]), strict=True):
+        found, draws = [], [request.draw() for request in requests]
+        sampled = zip(requests, sample(logits, draws), likeliest(logits, draws), strict=True)
+        for request, (token, logprob), tops in sampled:
             request.said.append(token)
             finish = self._finish(request)
-            found.append((request, Chunk((token,), (logprob,), version, finish)))
+            found.append((request, Chunk((token,), (logprob,), version, finish, tops)))
             request.gone = request.gone or finish is not None
         self._part()
         return found
@@ -201,13 +203,8 @@ class Batch:
     def _finish(self, request: Request) -> Finish | None:
         """Why it ends here, if it does."""
         said, sampling = request.said, request.sampling
-        if said[-1] in self.stop_ids:
+        if said[-1] in self.stop_ids or stopped(self._tokenizer, said, sampling.stop):
             return "stop"
-        if sampling.stop:
-            # A text spans as many tokens as it has bytes, at most.
-            tail = self._tokenizer.decode(said[-max(len(text.encode("utf-8", "replace")) for text in sampling.stop) :])
-            if any(text in tail for text in sampling.stop):
-                return "stop"
         full = len(request.prompt) + len(said) >= self._max_context
         return "length" if full or len(said) >= sampling.max_tokens else None
 

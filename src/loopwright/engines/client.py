@@ -54,7 +54,7 @@ class Client:
                     if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
                         event = self._parsed(data, path)
                         if event.get("error"):
-                            raise self._refusal(f"{self.url}{path} failed in mid-stream", data, prompt)
+                            raise self.refusal(f"{self.url}{path} failed in mid-stream", data, prompt)
                         yield event
 
     async def close(self) -> None:
@@ -73,7 +73,7 @@ class Client:
         try:
             if response.status != 200:
                 said = await response.content.read(_MOST_BYTES)
-                raise self._refusal(f"{where} answered {response.status}", said, prompt, status=response.status)
+                raise self.refusal(f"{where} answered {response.status}", said, prompt, status=response.status)
             yield response
         except LoopwrightError:
             raise
@@ -116,7 +116,7 @@ class Client:
             except ModuleNotFoundError as error:
                 raise MissingExtra("an engine behind HTTP", "gateway") from error
 
-            async def reused(session: Any, context: Any, params: Any) -> None:
+            async def reused(_: Any, context: Any, __: Any) -> None:
                 context.trace_request_ctx.reused = True
 
             trace = TraceConfig()
@@ -146,7 +146,8 @@ class Client:
             raise EngineError(f"{self.url}{path} sent something else than an object: {_shown(data)}")
         return found
 
-    def _refusal(self, what: str, said: bytes, prompt: int, *, status: int = 400) -> EngineError:
+    def refusal(self, what: str, said: bytes, prompt: int, *, status: int = 400) -> EngineError:
+        """What the server's refusal means."""
         text = _shown(said)
         limit = _LIMIT.search(said[:10_000].decode(errors="replace")) if status == 400 and prompt else None
         return ContextFull(int(limit[1]), prompt) if limit else EngineError(f"{what}: {text}")

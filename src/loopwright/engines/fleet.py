@@ -19,6 +19,7 @@ from loopwright.engines.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 _PAUSE_S = 60.0
+_AnyEngine = Annotated[SerializeAsAny[EngineConfig], BeforeValidator(chosen(engines))]
 _Work = Callable[[Engine], Awaitable[None]]
 
 
@@ -43,7 +44,7 @@ class FleetConfig(FleetSettings):
     """Several engines that serve as one."""
 
     type: Literal["fleet"] = "fleet"
-    engines: tuple[Annotated[SerializeAsAny[EngineConfig], BeforeValidator(chosen(engines))], ...] = Field(min_length=1)
+    engines: tuple[_AnyEngine, ...] = Field(min_length=1)
     """The engines, each chosen by its `type`; all of the same model."""
 
     def problems(self, home: Path) -> list[Problem]:
@@ -83,7 +84,7 @@ class Fleet(Engine):
         """Take in an engine. EngineError if its tokens are not those of the others."""
         if not self._members and not hasattr(self, "tokenizer"):
             self.tokenizer: Tokenizer = engine.tokenizer
-        elif fingerprint(engine.tokenizer) != fingerprint(self.tokenizer):
+        elif engine.tokenizer is not self.tokenizer and fingerprint(engine.tokenizer) != fingerprint(self.tokenizer):
             raise EngineError(f"engine {name}: its tokenizer is not the one that the others have; serve it apart")
         return self._join(name, engine)
 

@@ -5,7 +5,7 @@ import math
 import os
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,8 @@ from loopwright.engines.client import Client
 from loopwright.engines.named_tokenizer import ends_in, place, stop_ids, tokenizer_of
 from loopwright.engines.smollm2 import package_problem
 from loopwright.engines.stops import stopped
+
+_FAREWELL_S = 1.0
 
 
 class HttpConfig(EngineConfig):
@@ -136,6 +138,8 @@ class HttpEngine(Engine):
             async with aclosing(self.sample(ids, sampling, int.from_bytes(digest) >> 1)) as pieces:
                 async for piece in pieces:
                     chunk = self._chunk(piece, said, sampling, version)
+                    if piece.finish is not None:
+                        await _to_the_end(pieces)
                     chunks.put_nowait(chunk)
                     if chunk.finish is not None:
                         return
@@ -211,6 +215,14 @@ class HttpEngine(Engine):
         await self.pause()
         self._open.set()  # so that those who wait for it hear that it is over
         await self.client.close()
+
+
+async def _to_the_end(pieces: AsyncGenerator[Piece, None]) -> None:
+    """Hear a server out that has said its last token, so that its connection can be used again."""
+    with suppress(LoopwrightError, TimeoutError):
+        async with asyncio.timeout(_FAREWELL_S):
+            async for _ in pieces:
+                pass
 
 
 def greedy(sampling: Sampling) -> bool:

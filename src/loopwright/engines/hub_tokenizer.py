@@ -59,7 +59,7 @@ class HubTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Bytes that are no UTF-8, and ids that are no tokens, become replacement characters."""
-        return b"".join(map(self._of, ids)).decode("utf-8", "replace")
+        return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """A character that several tokens share stands at the first of them."""
@@ -69,15 +69,16 @@ class HubTokenizer:
             if token in self._special_ids:
                 found[begun] += decoder.decode(b"", final=True)
                 begun = index
-            found[begun] += decoder.decode(self._of(token))
+            found[begun] += decoder.decode(self.bytes_of(token))
             pending = len(decoder.getstate()[0])
-            if pending <= len(self._of(token)):  # what is open now began in this token, if anything is
+            if pending <= len(self.bytes_of(token)):  # what is open now began in this token, if anything is
                 begun = index if pending else index + 1
         if begun < len(ids):
             found[begun] += decoder.decode(b"", final=True)
         return found
 
-    def _of(self, token: int) -> bytes:
+    def bytes_of(self, token: int) -> bytes:
+        """What a token stands for; an id that is no token, for a replacement character."""
         return self._bytes.get(token, "\N{REPLACEMENT CHARACTER}".encode())
 
 

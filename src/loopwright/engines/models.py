@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from loopwright.engines import smollm2
 from loopwright.engines.base import EngineError
 from loopwright.engines.batch import Batch
+from loopwright.engines.named_tokenizer import place, stop_ids, tokenizer_of
 from loopwright.engines.packing import pack
 from loopwright.engines.rows import ATTENTION, Rows, Shape, register
 from loopwright.engines.tokenizer import ByteTokenizer, Tokenizer
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from loopwright.engines.inprocess import TransformersConfig
 
 _CHECKED_TOKENS = 8
-BYTES = "byte_tokenizer"
-"""A file that says that a model reads bytes, and has no tokenizer of its own."""
-_ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>")
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ def load(config: "TransformersConfig", home: Path) -> Loaded:
         model,
         shape,
         tokenizer,
-        stop_ids=_stop_ids(model, tokenizer),
+        stop_ids=stop_ids(tokenizer, model.generation_config.eos_token_id),
         max_batch=config.max_batch,
         max_tokens=config.batch_bytes // shape.token_bytes,
         max_context=max_context,
@@ -59,7 +56,6 @@ def load(config: "TransformersConfig", home: Path) -> Loaded:
 
 def bare(config: "TransformersConfig", home: Path) -> tuple[Any, Tokenizer]:
     """The model and its tokenizer, as they come. EngineError if they cannot be had."""
-    register()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     model = causal_model(config.model, home, seed=config.seed)
@@ -92,6 +88,7 @@ def tiny(seed: int = 0, attention: str = ATTENTION) -> Any:
 
 def causal_model(name: str, home: Path, *, seed: int = 0, attention: str = ATTENTION) -> Any:
     """The model of a name, as an engine runs it or a learner trains it. EngineError if it cannot be had."""
+    register()
     if name == "tiny":
         return tiny(seed, attention)
     from transformers import AutoModelForCausalLM
@@ -103,23 +100,6 @@ def causal_model(name: str, home: Path, *, seed: int = 0, attention: str = ATTEN
         return AutoModelForCausalLM.from_pretrained(place(name, home), attn_implementation=attention, dtype="auto")
     except (OSError, ValueError, ImportError) as error:
         raise EngineError(f"model {name!r} cannot be loaded: {error}") from error
-
-
-def tokenizer_of(name: str, home: Path) -> Tokenizer:
-    """The tokenizer that belongs to a model. EngineError if it cannot be had."""
-    if name == "tiny" or (home / name / BYTES).is_file():
-        return ByteTokenizer()
-    from loopwright.engines.hub_tokenizer import HubTokenizer
-
-    try:
-        return HubTokenizer.of(place(name, home))
-    except (OSError, ValueError, ImportError) as error:
-        raise EngineError(f"the tokenizer of model {name!r} cannot be loaded: {error}") from error
-
-
-def place(name: str, home: Path) -> str:
-    """Where transformers finds a model: a directory, or its name on the hub."""
-    return str(smollm2.directory()) if name == "smollm2" else str(home / name) if (home / name).is_dir() else name
 
 
 def _shape(model: Any, text: Any, max_context: int) -> Shape:
@@ -134,13 +114,6 @@ def _shape(model: Any, text: Any, max_context: int) -> Shape:
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     weight = next(model.parameters())
     return Shape(text.num_hidden_layers, heads, width, weight.dtype, weight.device)
-
-
-def _stop_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end a turn: those that the model names, and the ends of messages and texts."""
-    ends = model.generation_config.eos_token_id
-    found = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
-    return frozenset(found | {number for name, number in tokenizer.specials.items() if name in _ENDS})
 
 
 @torch.inference_mode()

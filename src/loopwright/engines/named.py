@@ -5,7 +5,10 @@ from collections.abc import Callable
 from loopwright.core.errors import did_you_mean
 from loopwright.engines.base import EngineConfig
 from loopwright.engines.inprocess import TransformersConfig
+from loopwright.engines.llamacpp import LlamaCppConfig
 from loopwright.engines.scripted import ScriptedConfig
+from loopwright.engines.sglang import SglangConfig
+from loopwright.engines.vllm import VllmConfig
 
 NAMED: dict[str, Callable[[], EngineConfig]] = {
     "scripted": ScriptedConfig,
@@ -16,6 +19,10 @@ NAMED: dict[str, Callable[[], EngineConfig]] = {
 
 ADDRESSED: dict[str, Callable[[str], EngineConfig]] = {
     "transformers": lambda model: TransformersConfig(model=model),
+    # Not yet checked: what else they need, such as a tokenizer, is said elsewhere.
+    "vllm": lambda url: VllmConfig.model_construct({"url"}, url=url),
+    "llamacpp": lambda url: LlamaCppConfig.model_construct({"url"}, url=url),
+    "sglang": lambda url: SglangConfig.model_construct({"url"}, url=url),
 }
 """Kinds that take what follows their colon: a URL, or a model."""
 

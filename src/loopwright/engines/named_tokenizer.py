@@ -1,4 +1,4 @@
-"""Tokenizers by name: `smollm2`, `tiny`, a directory, or a name on the hub; and the tokens that end a turn."""
+"""Tokenizers by name: `smollm2`, `bytes` (which `tiny` reads), a directory, or a name on the hub; and the tokens that end a turn."""
 
 import json
 from contextlib import suppress
@@ -21,7 +21,7 @@ def place(name: str, home: Path) -> str:
 
 def tokenizer_of(name: str, home: Path) -> Tokenizer:
     """The tokenizer that belongs to a model. EngineError if it cannot be had."""
-    if name == "tiny" or (home / name / BYTES).is_file():
+    if name in ("bytes", "tiny") or (home / name / BYTES).is_file():
         return ByteTokenizer()
     from loopwright.engines.hub_tokenizer import HubTokenizer
 

@@ -5,6 +5,7 @@ exact sampling. The delays depend on the seed and the position alone. So a token
 batch, or on where a stream was interrupted, and rounding errors change it only where two would have won at once.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from loopwright.engines.base import Sampling
+from loopwright.engines.base import Sampling, Tops
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,21 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
     chosen = logprobs.gather(-1, winners[:, None])[:, 0].clamp(max=0.0)
     for row, token, logprob in zip(rows, winners.tolist(), chosen.tolist(), strict=True):
         found[row] = token, logprob
+    return found
+
+
+def likeliest(logits: Tensor, draws: Sequence[Draw]) -> list[Tops | None]:
+    """The likeliest tokens of each row and their logprobs, as many as it asks for; None where it asks for none."""
+    found: list[Tops | None] = [None] * len(draws)
+    for row, draw in enumerate(draws):
+        if not (count := draw.sampling.top_logprobs):
+            continue
+        if draw.sampling.temperature == 0 or draw.sampling.top_k == 1:
+            found[row] = (((int(logits[row].argmax()), 0.0),),)  # nothing else was possible
+            continue
+        best, tokens = reshaped(logits[row][None], [draw.sampling])[0].topk(min(count, logits.shape[-1]))
+        pairs = zip(tokens.tolist(), best.clamp(max=0.0).tolist(), strict=True)
+        found[row] = (tuple((token, logprob) for token, logprob in pairs if logprob > -math.inf),)
     return found
 
 

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from loopwright.core.errors import Problem
 from loopwright.core.imports import import_function
-from loopwright.engines.base import Chunk, Engine, EngineConfig, EngineError, Finish, Sampling
+from loopwright.engines.base import Chunk, Engine, EngineConfig, EngineError, Finish, Sampling, Tops
 from loopwright.engines.tokenizer import ByteTokenizer
 
 _PRINTABLE = range(32, 127)
@@ -83,13 +83,13 @@ class ScriptedEngine(Engine):
                 return
             block = min(left, _BLOCK) if config.token_s else left
             version = self.version  # which may change while we sleep
-            tokens, logprobs, finish = self._sample(script, block, sampling, random)
+            tokens, logprobs, tops, finish = self._sample(script, block, sampling, random)
             left -= len(tokens)
             if config.token_s:
                 await asyncio.sleep(config.token_s * len(tokens))
             if finish is None and not left:
                 finish = "length"
-            yield Chunk(tokens, logprobs, version, finish)
+            yield Chunk(tokens, logprobs, version, finish, tops)
 
     def _reply(self, ids: Sequence[int], seed: str) -> list[int]:
         """What the script says here. A turn that goes on after a pause goes on in the same reply."""
@@ -111,15 +111,20 @@ class ScriptedEngine(Engine):
 
     def _sample(
         self, script: Iterator[int], most: int, sampling: Sampling, random: Random
-    ) -> tuple[tuple[int, ...], tuple[float, ...], Finish | None]:
-        tokens, logprobs = [], []
+    ) -> tuple[tuple[int, ...], tuple[float, ...], Tops | None, Finish | None]:
+        tokens, logprobs, tops, slip = [], [], [], self.config.slip
+        finish: Finish | None = None
         for _ in range(most):
-            token, logprob = sample(next(script, self._end), self.config.slip, sampling, random)
+            meant = next(script, self._end)
+            token, logprob = sample(meant, slip, sampling, random)
             tokens.append(token)
             logprobs.append(logprob)
+            if sampling.top_logprobs:
+                tops.append(likeliest(meant, slip, sampling))
             if token == self._end:
-                return tuple(tokens), tuple(logprobs), "stop"
-        return tuple(tokens), tuple(logprobs), None
+                finish = "stop"
+                break
+        return tuple(tokens), tuple(logprobs), tuple(tops) if sampling.top_logprobs else None, finish
 
     async def pause(self) -> None:
         self._pauses += 1
@@ -134,20 +139,42 @@ def sample(meant: int, slip: float, sampling: Sampling, random: Random) -> tuple
 
     Temperature, top-k, top-p and min-p reshape that distribution first: the logprob is of what was sampled from.
     """
-    if slip == 0 or sampling.temperature == 0 or sampling.top_k == 1:
+    kept, share = _spread(meant, slip, sampling)
+    if not kept or not share:
         return meant, 0.0
+    total = 1.0 + kept * share
+    point = random.random() * total - 1.0
+    if point < 0:
+        return meant, -math.log(total)
+    return _other(meant, min(kept - 1, int(point / share))), math.log(share) - math.log(total)
+
+
+def likeliest(meant: int, slip: float, sampling: Sampling) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens and their logprobs, as many as were asked for."""
+    kept, share = _spread(meant, slip, sampling)
+    if not kept or not share:
+        return ((meant, 0.0),)
+    total = math.log(1.0 + kept * share)
+    others = [(_other(meant, index), math.log(share) - total) for index in range(min(kept, sampling.top_logprobs - 1))]
+    return (meant, -total), *others
+
+
+def _spread(meant: int, slip: float, sampling: Sampling) -> tuple[int, float]:
+    """How many other tokens may be sampled, and how likely each of them is relative to `meant`."""
+    if slip == 0 or sampling.temperature == 0 or sampling.top_k == 1:
+        return 0, 0.0
     others = len(_PRINTABLE) - (meant in _PRINTABLE)
-    # How likely each of the others is relative to `meant`, so that no temperature makes both vanish.
+    # Relative, so that no temperature makes both vanish.
     share = (slip / others / (1.0 - slip)) ** (1.0 / sampling.temperature)
     if share < sampling.min_p:
-        return meant, 0.0
+        return 0, 0.0
     kept = others if not sampling.top_k else min(others, sampling.top_k - 1)
     if sampling.top_p < 1.0 and share:
         wanted = sampling.top_p * (1.0 + kept * share) - 1.0
         kept = min(kept, math.ceil(wanted / share)) if wanted > 0 else 0
-    total = 1.0 + kept * share
-    point = random.random() * total - 1.0
-    if point < 0 or not kept or not share:
-        return meant, -math.log(total)
-    token = _PRINTABLE[min(kept - 1, int(point / share))]
-    return token + (meant in _PRINTABLE and token >= meant), math.log(share) - math.log(total)
+    return kept, share
+
+
+def _other(meant: int, index: int) -> int:
+    token = _PRINTABLE[index]
+    return token + (meant in _PRINTABLE and token >= meant)

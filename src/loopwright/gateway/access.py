@@ -11,10 +11,12 @@ from aiohttp import web
 
 from loopwright.core.errors import StorageError
 from loopwright.engines.base import ContextFull, EngineError
+from loopwright.gateway.answer import ASKED
 from loopwright.gateway.metrics import CONTENT_TYPE, Metrics
 
 if TYPE_CHECKING:
     from loopwright.gateway.call import Call
+    from loopwright.gateway.dialect import Ask
     from loopwright.gateway.gateway import Gateway
 
 log = logging.getLogger(__name__)
@@ -85,11 +87,11 @@ class Watch:
         resource = request.match_info.route.resource
         route = "other" if resource is None else resource.canonical
         self.metrics.answered(route, status, seconds)
-        call: Call | None = request.get("call")
-        if call is not None:
-            self._called(call)
+        asked = request.get(ASKED)
+        if asked is not None:
+            self._called(asked[1])
         if self._log is not None and route not in _SILENT:
-            self._log.write(self._entry(request, route, status, seconds, call))
+            self._log.write(self._entry(request, route, status, seconds, asked))
 
     def _called(self, call: "Call") -> None:
         """Count what a call sampled, once, however often it is followed."""
@@ -104,7 +106,7 @@ class Watch:
             self.metrics.engine_errors += 1
 
     def _entry(
-        self, request: web.Request, route: str, status: int, seconds: float, call: "Call | None"
+        self, request: web.Request, route: str, status: int, seconds: float, asked: "tuple[Ask, Call] | None"
     ) -> dict[str, Any]:
         id = request.match_info.get("id")
         entry = {
@@ -116,8 +118,9 @@ class Watch:
             "status": status,
             "duration_s": round(seconds, 6),
         }
-        if call is None:
+        if asked is None:
             return entry
+        ask, call = asked
         verdicts = call.live.session.verdicts
         entry |= {
             "dialect": call.dialect,
@@ -129,6 +132,6 @@ class Watch:
             "error": None if call.error is None else type(call.error).__name__,
         }
         if self._gateway.config.log_prompts:
-            entry["messages"] = request["ask"].messages
+            entry["messages"] = ask.messages
             entry["said"] = [call.live.session.graph.nodes[draft.node].message for draft in call.drafts]
         return entry

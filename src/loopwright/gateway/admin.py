@@ -8,7 +8,8 @@ from aiohttp import web
 
 from loopwright.engines.fleet import Fleet
 from loopwright.engines.news import News
-from loopwright.gateway.answer import answered, body_of
+from loopwright.gateway.answer import answered
+from loopwright.gateway.body import body_of
 from loopwright.gateway.refusal import Refused
 
 if TYPE_CHECKING:

@@ -1,17 +1,17 @@
 """One request of an agent: parsed, answered by a call, and written as a whole or as a stream."""
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping
 from contextlib import aclosing
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
 
 from loopwright.gateway.call import Call
-from loopwright.gateway.dialect import Ask, BadRequest, Dialect, StreamWriter
+from loopwright.gateway.dialect import Ask, Dialect, StreamWriter
 from loopwright.gateway.live import Live
 from loopwright.gateway.refusal import refusal_of
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+ASKED = web.RequestKey("asked", tuple[Ask, Call])
+"""What a request came to, for whoever watches."""
 
 
 class Answer:
@@ -31,11 +34,10 @@ class Answer:
     async def give(self) -> web.StreamResponse:
         """Answer, and end the call with the connection."""
         request, dialect = self._request, self._dialect
-        body = await request.read()
-        ask = dialect.parse(body_of(body), request.headers)
-        digest = blake2b(body, digest_size=16, person=dialect.name.encode()[:16]).digest()
+        body, digest = self._live.read(dialect.name, await request.read())
+        ask = dialect.parse(body, request.headers)
         call = self._live.call(dialect.name, ask, digest, retried=_is_retry(request))
-        request["ask"], request["call"] = ask, call  # for the access log
+        request[ASKED] = ask, call
         call.join()
         try:
             if ask.stream:
@@ -84,20 +86,11 @@ class Answer:
 
 def answered(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """Data as JSON."""
-    return web.Response(body=orjson.dumps(data), status=status, content_type="application/json", headers=headers)
-
-
-def body_of(body: bytes, *, empty: bool = False) -> dict[str, Any]:
-    """The JSON object that a request brings; `empty` if it may bring none."""
-    if empty and not body.strip():
-        return {}
     try:
-        read = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise BadRequest(f"the body is no JSON: {error}") from error
-    if not isinstance(read, dict):
-        raise BadRequest("the body is no JSON object")
-    return read
+        body = orjson.dumps(data)
+    except TypeError:  # an integer of more than 64 bits, in the arguments of a call
+        body = json.dumps(data).encode()
+    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
 
 
 def _is_retry(request: web.Request) -> bool:

@@ -95,6 +95,16 @@ def _text(block: Mapping[str, Any], where: str) -> str:
     return fields.text(block.get("text"), f"{where}.text")
 
 
+def prefill(message: Message) -> str:
+    """The text with which the assistant's next turn begins, if the last message is its."""
+    if message.get("tool_calls") or message.get("reasoning_content"):
+        raise BadRequest("messages: only text can be prefilled; end with a user's message", "messages")
+    said = str(message["content"])
+    if said != said.rstrip():
+        raise BadRequest("messages: what is prefilled cannot end with white space", "messages")
+    return said
+
+
 def tool(tool: Mapping[str, Any], where: str) -> Tool:
     """A tool as a function; those that only Anthropic's own models know are refused."""
     if tool.get("type") not in (None, "custom"):

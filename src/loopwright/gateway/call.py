@@ -74,7 +74,9 @@ class Call:
         """The turns, once they are committed."""
         task = self._task
         if self.turns is None and task is not None:
-            await asyncio.wait([task])
+            ended = asyncio.get_running_loop().create_future()
+            task.add_done_callback(lambda _: ended.done() or ended.set_result(None))
+            await ended
             self._raise(task)
         return self.turns or ()
 
@@ -136,9 +138,7 @@ class Call:
         finally:
             # Whatever was sampled is kept, also when nobody waits any more.
             done = store.write(self._results())
-        if not done.done():
-            await asyncio.shield(asyncio.wrap_future(done))
-        done.result()
+        await done
         return turns
 
     async def _speak(self) -> list["Turn"]:
@@ -176,7 +176,7 @@ class Call:
             verdict = draft.verdict
             values = (live.id, draft.node, self.id, choice, self.digest, self.dialect)
             more = (draft.sampling.model_dump_json(), draft.seed, now, verdict.kind, verdict.reason, verdict.token)
-            statements.append((INTENT, (*values, *more)))
+            statements.append((INTENT, (*values, *more, draft.manner.written)))
         return statements
 
     def _results(self) -> list[Statement]:

@@ -242,13 +242,18 @@ def whole(text: str) -> tuple[str, str] | None:
         read = json.loads(text)
         if not isinstance(read, dict) or not isinstance(read.get("name"), str):
             return None
-        arguments = next((read[key] for key in _ARGUMENTS if key in read), {})
+        arguments: Any = next((read[key] for key in _ARGUMENTS if key in read), {})
         if not isinstance(arguments, dict):
             return None
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         (read["name"] + written).encode()
     except (ValueError, RecursionError):
         return None
+    return (read["name"], written) if is_object(written) else None
+
+
+def is_object(text: str) -> bool:
+    """Whether this is a JSON object that everybody can read: neither too deep nor beyond all numbers."""
     scanned = Object()
-    scanned.take(written)
-    return (read["name"], written) if scanned.ended else None
+    scanned.take(text.strip())
+    return scanned.ended and not scanned.rest

@@ -18,8 +18,10 @@ from loopwright.gateway.openai import (
     sampling_of,
     stop_of,
     usage,
+    with_tops,
 )
 from loopwright.gateway.template import Tool
+from loopwright.gateway.wish import form, openai_wish
 
 if TYPE_CHECKING:
     from loopwright.engines.tokenizer import Tokenizer
@@ -43,18 +45,20 @@ class ChatCompletions(Dialect):
         if body.get("audio") or "audio" in (body.get("modalities") or ()):
             raise BadRequest("audio: only text can be sampled", "audio")
         tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(objects(body.get("tools"), "tools"))]
+        top = integer(body, "top_logprobs", 0, 20) or 0
         return Ask(
             messages,
-            sampling_of(self.defaults, body, "max_completion_tokens", "max_tokens"),
-            tools=() if body.get("tool_choice") == "none" else tools,
+            with_tops(sampling_of(self.defaults, body, "max_completion_tokens", "max_tokens"), top),
+            tools=tools,
             stop=stop_of(body),
             n=integer(body, "n", 1, MOST_CHOICES) or 1,
             stream=flag(body, "stream"),
             logprobs=flag(body, "logprobs"),
-            top_logprobs=integer(body, "top_logprobs", 0, 20) or 0,
+            top_logprobs=top,
             include_usage=includes_usage(body),
             model=model(body),
             seed=integer(body, "seed"),
+            wish=openai_wish(body, tools, form(body.get("response_format"), "response_format")),
         )
 
     def render(self, ask: Ask, call_id: str, turns: Sequence["Turn"]) -> dict[str, Any]:
@@ -62,7 +66,7 @@ class ChatCompletions(Dialect):
             {
                 "index": index,
                 "message": {**turn.message, "content": turn.text or (None if turn.calls else ""), "refusal": None},
-                "logprobs": content_logprobs(self.tokenizer, turn.ids, turn.logprobs, ask.top_logprobs)
+                "logprobs": content_logprobs(self.tokenizer, turn.ids, turn.logprobs, ask.top_logprobs, turn.tops)
                 if ask.logprobs
                 else None,
                 "finish_reason": _finish(turn),
@@ -103,6 +107,8 @@ class _Stream(StreamWriter):
             delta = {"tool_calls": [called]}
         elif piece.text:
             delta = {"content": piece.text}
+        elif piece.thought:
+            delta = {"reasoning_content": piece.thought}
         if not delta and not (self._ask.logprobs and piece.ids):
             return b""
         return self._chunk(choice, delta, piece)
@@ -112,7 +118,7 @@ class _Stream(StreamWriter):
     ) -> bytes:
         logprobs = None
         if self._ask.logprobs and piece is not None and piece.ids:
-            logprobs = content_logprobs(self._tokenizer, piece.ids, piece.logprobs, self._ask.top_logprobs)
+            logprobs = content_logprobs(self._tokenizer, piece.ids, piece.logprobs, self._ask.top_logprobs, piece.tops)
         made = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return event({**self._head, "choices": [made], **self._no_usage})
 
@@ -147,10 +153,12 @@ def _finish(turn: "Turn") -> str:
 def _message(message: Mapping[str, Any], where: str) -> Message:
     """A message with what we show of it; text parts may be a list."""
     role, content = message.get("role"), message.get("content")
-    if role in _PLAIN and type(content) is str and not message.get("tool_calls"):
-        return (
-            message if len(message) == 2 else {"role": role, "content": content}
-        )  # as nearly all are; a long history passes here in every turn
+    plain = role in _PLAIN and type(content) is str
+    if plain and len(message) == 2:
+        return message  # as nearly all are; a long history passes here in every turn
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if plain and not thought and not message.get("tool_calls"):
+        return {"role": role, "content": content}
     role = _ROLES.get(str(role))
     if role is None:
         raise BadRequest(f"{where}.role: expected one of {', '.join(_ROLES)}", f"{where}.role")
@@ -159,8 +167,8 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
         made["tool_calls"] = calls
     if message.get("tool_call_id") is not None:
         made["tool_call_id"] = text(message["tool_call_id"], f"{where}.tool_call_id")
-    if isinstance(message.get("reasoning_content"), str):
-        made["reasoning_content"] = message["reasoning_content"]
+    if thought and role == "assistant":
+        made["reasoning_content"] = text(thought, f"{where}.reasoning_content")
     return made
 
 

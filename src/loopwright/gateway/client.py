@@ -80,7 +80,9 @@ class RemoteSession:
             broken = next((turn["reason"] for turn in data["turns"] if turn["verdict"] == "broken"), "")
             return Captured(Episode.from_json(data["episode"]), broken, float(data.get("silent_s", 0.0)))
         except (KeyError, TypeError, ValueError) as error:
-            raise GatewayLost(f"{self.client.url} answered no session: {error!r}. Is it a Loopwright gateway?") from error
+            raise GatewayLost(
+                f"{self.client.url} answered no session: {error!r}. Is it a Loopwright gateway?"
+            ) from error
 
     async def close(self, outcome: Outcome = Outcome.OK, reason: str = "") -> Episode:
         """End the session; its episode, yet to be judged."""
@@ -110,7 +112,9 @@ class GatewayClient:
             names = ("id", "key", "openai_base_url", "anthropic_base_url")
             return RemoteSession(self, *(str(data[name]) for name in names))
         except KeyError as error:
-            raise GatewayLost(f"{self.url} opened no session: {error} is missing. Is it a Loopwright gateway?") from error
+            raise GatewayLost(
+                f"{self.url} opened no session: {error} is missing. Is it a Loopwright gateway?"
+            ) from error
 
     async def tell(self, news: News) -> int:
         """Have its engine take in news of the policy; the version that it is at then."""
@@ -167,8 +171,8 @@ class GatewayClient:
             read = orjson.loads(answer)
             if status == 200 and isinstance(read, dict):
                 return read
-            error = read["error"]
-            raise Refused(status, str(error.get("code") or error.get("type")), str(error["message"]), retry=False)
+            said = read["error"]
+            raise Refused(status, str(said.get("code") or said.get("type")), str(said["message"]), retry=False)
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
             shown = answer[:_SHOWN].decode(errors="replace")
             raise GatewayLost(f"{self.url} answered {status}: {shown} Is it a Loopwright gateway?") from None

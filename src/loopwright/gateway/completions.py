@@ -9,6 +9,7 @@ from loopwright.gateway.graph import RAW
 from loopwright.gateway.openai import (
     DONE,
     MOST_CHOICES,
+    alternatives,
     error_body,
     event,
     includes_usage,
@@ -17,6 +18,7 @@ from loopwright.gateway.openai import (
     sampling_of,
     stop_of,
     usage,
+    with_tops,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ class Completions(Dialect):
         logprobs = integer(body, "logprobs", 0, 20)
         return Ask(
             [{"role": RAW, "content": _prompt(body.get("prompt"))}],
-            sampling_of(self.defaults, body, "max_tokens"),
+            with_tops(sampling_of(self.defaults, body, "max_tokens"), logprobs or 0),
             stop=stop_of(body),
             n=integer(body, "n", 1, MOST_CHOICES) or 1,
             stream=flag(body, "stream"),
@@ -54,7 +56,7 @@ class Completions(Dialect):
             {
                 "index": index,
                 "text": turn.text,
-                "logprobs": _logprobs(self.tokenizer, turn.ids, turn.logprobs, ask) if ask.logprobs else None,
+                "logprobs": _logprobs(self.tokenizer, turn, ask) if ask.logprobs else None,
                 "finish_reason": "length" if turn.finish == "length" else "stop",
             }
             for index, turn in enumerate(turns)
@@ -83,7 +85,7 @@ class _Stream(StreamWriter):
             return b""
         logprobs = None
         if self._ask.logprobs:
-            logprobs = _logprobs(self._tokenizer, piece.ids, piece.logprobs, self._ask, self._said[choice])
+            logprobs = _logprobs(self._tokenizer, piece, self._ask, self._said[choice])
             self._said[choice] += len("".join(logprobs["tokens"]))
         return self._chunk(choice, piece.text, logprobs)
 
@@ -117,13 +119,16 @@ def _prompt(prompt: Any) -> str | list[int]:
     raise BadRequest("prompt: expected a text or a list of token ids, and one of them only", "prompt")
 
 
-def _logprobs(
-    tokenizer: "Tokenizer", ids: Sequence[int], logprobs: Sequence[float], ask: Ask, start: int = 0
-) -> dict[str, Any]:
-    texts = tokenizer.pieces(ids)
+def _logprobs(tokenizer: "Tokenizer", said: "Turn | Piece", ask: Ask, start: int = 0) -> dict[str, Any]:
+    texts, top = tokenizer.pieces(said.ids), None
     offsets = []
     for text in texts:
         offsets.append(start)
         start += len(text)
-    top = [{text: logprob} for text, logprob in zip(texts, logprobs, strict=True)] if ask.top_logprobs else None
-    return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": top, "text_offset": offsets}
+    if ask.top_logprobs:
+        # The token that was sampled is always among them, as OpenAI has it.
+        top = [
+            {**dict(alternatives(tokenizer, said.tops, index, ask.top_logprobs)), text: logprob}
+            for index, (text, logprob) in enumerate(zip(texts, said.logprobs, strict=True))
+        ]
+    return {"tokens": texts, "token_logprobs": list(said.logprobs), "top_logprobs": top, "text_offset": offsets}

@@ -12,11 +12,14 @@ from loopwright.core.errors import LoopwrightError
 from loopwright.core.task import Message
 from loopwright.engines.base import Sampling
 from loopwright.engines.tokenizer import Tokenizer
+from loopwright.gateway.calls import Grammar
+from loopwright.gateway.manner import PLAIN, Manner
 from loopwright.gateway.reader import Piece as Piece
 from loopwright.gateway.template import Tool
 
 if TYPE_CHECKING:
     from loopwright.gateway.session import Turn
+    from loopwright.gateway.wish import Wish
 
 ROUTES = {
     "v1/chat/completions": "loopwright.gateway.chat:ChatCompletions",
@@ -55,6 +58,12 @@ class Ask:
     include_usage: bool = False
     model: str = ""
     seed: int | None = None
+    wish: "Wish | None" = None
+    """What it wishes of the turn beyond that."""
+
+    def manner(self, grammar: Grammar) -> Manner:
+        """How to open and read the turn."""
+        return PLAIN if self.wish is None else self.wish.manner(grammar)
 
 
 class StreamWriter(ABC):

@@ -7,6 +7,7 @@ from itertools import filterfalse
 from loopwright.core.episode import Node, Span
 from loopwright.core.task import Message
 from loopwright.engines.base import Chunk, EngineError, Sampling
+from loopwright.gateway.manner import PLAIN, Manner
 from loopwright.gateway.verdict import Verdict
 
 
@@ -25,10 +26,13 @@ class Draft:
     seed: str
     verdict: Verdict = Verdict()  # noqa: RUF009  frozen
     """What its prompt is worth, if the turn comes to its end."""
+    manner: Manner = PLAIN
     reserved: int = 0
     """Tokens of the session's budget that it holds."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: list[tuple[tuple[int, float], ...]] | None = None
+    """What else was likely at each token; a restart forgets it."""
     spans: list[Span] = field(default_factory=list)
 
     def add(self, chunk: Chunk, kept: int) -> None:
@@ -39,6 +43,8 @@ class Draft:
             start = self.spans.pop().start
         if start < stop:
             self.spans.append(Span(start, stop, chunk.version))
+        if chunk.tops is not None or self.tops is not None:
+            self.tops = [*(self.tops or [()] * len(self.ids)), *(chunk.tops or [()] * kept)[:kept]]
         self.ids += chunk.ids[:kept]
         self.logprobs += chunk.logprobs[:kept]
 
@@ -53,6 +59,8 @@ def check(chunk: Chunk) -> None:
     """EngineError unless there is a number for every token: short by one, a row would train on the wrong tokens."""
     if len(chunk.ids) != len(chunk.logprobs):
         raise EngineError(f"the engine gave {len(chunk.ids)} ids but {len(chunk.logprobs)} logprobs")
+    if chunk.tops is not None and len(chunk.tops) != len(chunk.ids):
+        raise EngineError(f"the engine gave {len(chunk.ids)} ids but {len(chunk.tops)} lists of alternatives")
     try:
         sound = all(map(math.isfinite, chunk.logprobs))
     except TypeError:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -60,11 +61,20 @@ def sampling(defaults: Sampling, body: Mapping[str, Any], fields: Mapping[str, s
         if isinstance(said.get(ours), bool | str):  # which pydantic would take for numbers
             raise BadRequest(f"{theirs}: expected a number, got {_shown(said[ours])}", theirs)
     try:
-        return Sampling.model_validate({**defaults.model_dump(), **said, "stop": ()})
+        return _laid(defaults, tuple(said.items()))
+    except TypeError as error:  # a list or an object
+        wrong = next(theirs for theirs, ours in fields.items() if isinstance(said.get(ours), list | dict))
+        raise BadRequest(f"{wrong}: expected a number, got {_shown(body[wrong])}", wrong) from error
     except ValidationError as error:
         first = error.errors()[0]
         where = {ours: theirs for theirs, ours in fields.items()}.get(str(first["loc"][0]), str(first["loc"][0]))
         raise BadRequest(f"{where}: {first['msg']}", where) from error
+
+
+@lru_cache(maxsize=256)
+def _laid(defaults: Sampling, said: tuple[tuple[str, Any], ...]) -> Sampling:
+    """One value for all requests that say the same, as those of an agent do: checking it costs more than finding it."""
+    return Sampling.model_validate({**defaults.model_dump(), **dict(said), "stop": ()})
 
 
 def function(called: Any, described: Any, parameters: Any, where: str) -> Tool:
@@ -104,11 +114,6 @@ def refusal(kind: str, where: str) -> BadRequest:
 def event(kind: str, data: Mapping[str, Any]) -> bytes:
     """A server-sent event with its name."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(data))
-
-
-def thought(message: Message) -> str:
-    """The reasoning of a message, where it has some."""
-    return str(message.get("reasoning_content") or "")
 
 
 def joined(texts: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -24,11 +24,12 @@ from loopwright.core.config import Config
 from loopwright.core.episode import Episode
 from loopwright.core.errors import LoopwrightError, MissingExtra, StorageError
 from loopwright.core.outcome import Outcome
-from loopwright.engines.base import Engine
+from loopwright.engines.base import Engine, Reasoning
 from loopwright.engines.news import News, take_in
 from loopwright.gateway.live import Live
 from loopwright.gateway.refusal import Refused
 from loopwright.gateway.store import DiskStore, NoStore, Store, written
+from loopwright.gateway.template import template_of
 from loopwright.gateway.terms import Terms, is_id
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ class GatewayConfig(Config):
     """The host name or address that agents are given, with the port at which the gateway listens."""
     model: str = "policy"
     """What `models` lists; requests may name any."""
+    template: Literal["auto", "chatml", "llama3", "json"] = "auto"
+    """How conversations and tool calls are written; `auto` does as the engine's own setting says."""
+    reasoning: Reasoning | None = None
+    """What the policy thought before the user last spoke: `preserve` keeps it, `fork` leaves it out; as the engine's
+    own setting says where this says nothing."""
     ttl_s: float = Field(default=3600.0, gt=0)
     """Seconds without a call after which a session expires, unless its opener says otherwise."""
     body_bytes: int = Field(default=32 * 2**20, ge=1024)
@@ -64,7 +70,7 @@ class GatewayConfig(Config):
     """Seconds of silence in a stream before a comment is sent."""
     write_s: float = Field(default=60.0, gt=0)
     """Seconds that a client may take to read what it was sent."""
-    drain_s: float = Field(default=10.0, ge=0)
+    drain_s: float = Field(default=5.0, ge=0)
     """Seconds that calls under way have to come to their end, once the gateway is told to end."""
     access_log: str | None = None
     """A file with a line of JSON for every request, `-` for standard output; without what was said, and without keys."""
@@ -86,7 +92,7 @@ class GatewayConfig(Config):
                 f"host: {host} means all addresses, and agents can be given none of them. "
                 "Say where they reach the gateway: --advertise http://gpu-box:8400."
             )
-        if not self.public and not _is_loopback(host):
+        if not self.public and not is_loopback(host):
             raise AdvertiseError(
                 f"advertise_host: agents would look for the gateway at {host}, but it listens at {self.host} alone. "
                 'Have it listen there too: host = "0.0.0.0".'
@@ -96,10 +102,11 @@ class GatewayConfig(Config):
     @property
     def public(self) -> bool:
         """Whether other machines reach it."""
-        return not _is_loopback(self.host)
+        return not is_loopback(self.host)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -172,6 +179,8 @@ class Gateway:
         clock: Callable[[], float] = time.time,
     ) -> None:
         config.address(config.port)  # before anything starts
+        if config.template != "auto" and hasattr(engine, "tokenizer"):
+            template_of(config.template, engine.tokenizer)
         self.engine, self.config, self.token, self.clock = engine, config, token, clock
         self._output = output
         self._store: Store = NoStore()
@@ -262,7 +271,7 @@ class Gateway:
         try:
             live = self.find(id)
         except Refused:
-            live = self._sessions[id] = Live(self.engine.for_session(id), self._store, self.clock, id, terms)
+            live = self._sessions[id] = self._live(id, terms)
             await live.save()
             return OpenSession(live, self.address)
         if (live.terms.run, live.terms.trial) != (terms.run, terms.trial):
@@ -291,6 +300,11 @@ class Gateway:
         tables = (("sessions", "id"), ("nodes", "session"), ("calls", "session"))
         await written(self._store, [(f"DELETE FROM {table} WHERE {column} = ?", (id,)) for table, column in tables])
 
+    def _live(self, id: str, terms: Terms, key: str | None = None) -> Live:
+        engine, config = self.engine.for_session(id), self.config
+        template = None if config.template == "auto" else template_of(config.template, engine.tokenizer)
+        return Live(engine, self._store, self.clock, id, terms, key, template=template, reasoning=config.reasoning)
+
     def _recover_open(self) -> None:
         if not self._recovered and hasattr(self.engine, "tokenizer"):  # a relay learns it from its first worker
             self._recovered = True
@@ -301,8 +315,7 @@ class Gateway:
         for id, key, terms, *row in self._store.rows(query + which, values):
             if id in self._sessions:
                 continue
-            engine = self.engine.for_session(id)
-            live = Live(engine, self._store, self.clock, id, Terms.model_validate_json(terms), key)
+            live = self._live(id, Terms.model_validate_json(terms), key)
             live.restore(tuple(row))
             self._sessions[id] = live
 

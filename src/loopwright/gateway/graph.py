@@ -56,7 +56,7 @@ class Graph:
         sent, nodes = self._recalled(messages, tools)
         # Plain data of our own, whatever their sender does to them later.
         more = [copied(message) for message in messages[len(sent) :]]
-        keys = [_key(message) for message in more]
+        keys = [key_of(message) for message in more]
         if tools and not sent:
             # The first message is rendered with the tools: with other tools it is another message.
             role, text, calls, thought = keys[0]
@@ -131,7 +131,7 @@ class Graph:
     def know(self, number: int, key: Key | None = None) -> None:
         """Let a node be found by its message from now on."""
         node = self.nodes[number]
-        role, text, calls, thought = _key(node.message) if key is None else key
+        role, text, calls, thought = key_of(node.message) if key is None else key
         self.keys[number] = key = role, text, calls, "" if thought == _ANY else thought
         parent = node.parent or 0
         self._children.setdefault((parent, key), []).append(number)
@@ -222,7 +222,7 @@ def _forgotten(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _key(message: Mapping[str, Any]) -> Key:
+def key_of(message: Mapping[str, Any]) -> Key:
     """Equal for messages that say the same, whatever the white space and key order of their arguments.
 
     Every message of a conversation comes by here in every turn: what is plain text is not written anew.

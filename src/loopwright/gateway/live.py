@@ -6,17 +6,20 @@ import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from hashlib import blake2b
 from typing import Any
 
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Outcome
-from loopwright.engines.base import Engine, Sampling
+from loopwright.engines.base import Engine, Reasoning, Sampling
+from loopwright.gateway.body import Bodies
 from loopwright.gateway.call import Call
 from loopwright.gateway.dialect import Ask, Dialect
+from loopwright.gateway.manner import Manner
 from loopwright.gateway.refusal import Refused
 from loopwright.gateway.session import Limits, Session
+from loopwright.gateway.snapshot import snapshot_of
 from loopwright.gateway.store import Statement, Store, node_statement, nodes_of, written
+from loopwright.gateway.template import Template
 from loopwright.gateway.terms import Terms
 from loopwright.gateway.verdict import Kind, Verdict
 
@@ -31,15 +34,26 @@ _LOST = "the gateway ended before this turn did: what was sampled is not known"
 
 
 class Live:
-    """One agent's session on the wire. `status` is `open`, `complete`, or `expired`."""
+    """One agent's session on the wire. `status` is `open`, `frozen`, `complete`, or `expired`."""
 
     def __init__(
-        self, engine: Engine, store: Store, clock: Callable[[], float], id: str, terms: Terms, key: str | None = None
+        self,
+        engine: Engine,
+        store: Store,
+        clock: Callable[[], float],
+        id: str,
+        terms: Terms,
+        key: str | None = None,
+        *,
+        template: Template | None = None,
+        reasoning: Reasoning | None = None,
     ) -> None:
         self.id, self.terms, self.store, self.clock = id, terms, store, clock
         self.key = key or f"sk-{secrets.token_urlsafe(24)}"
         limits = Limits(terms.calls, terms.tokens)
-        self.session = Session(engine, terms.defaults, seed=terms.seed or id, limits=limits)
+        self.session = Session(
+            engine, terms.defaults, seed=terms.seed or id, limits=limits, template=template, reasoning=reasoning
+        )
         self.status, self.reason, self.snapshot = "open", "", ""
         self.outcome = Outcome.OK
         self.opened_at = self._used_at = clock()
@@ -49,6 +63,8 @@ class Live:
         self._calls: OrderedDict[bytes, Call] = OrderedDict()
         self._running: set[Call] = set()
         self._dialects: dict[int, str] = {}
+        self._bodies: dict[str, Bodies] = {}
+        self._pinned: tuple[Sampling | None, tuple[str, ...], Sampling] = (None, (), terms.defaults)
         self.voices: dict[str, Dialect] = {}
         """The dialects that it is spoken to in, by path."""
         self._saved = 1
@@ -60,6 +76,13 @@ class Live:
         return hmac.compare_digest(key.encode("utf-8", "replace"), self.key.encode())
 
     # -- calls --------------------------------------------------------------------------------------------------
+
+    def read(self, dialect: str, body: bytes) -> tuple[dict[str, Any], bytes]:
+        """What a request says, and its digest."""
+        bodies = self._bodies.get(dialect)
+        if bodies is None:
+            bodies = self._bodies[dialect] = Bodies(dialect)
+        return bodies.read(body)
 
     def call(self, dialect: str, ask: Ask, digest: bytes, *, retried: bool) -> Call:
         """The call that a request stands for: an SDK's retry is the one that it retries."""
@@ -73,16 +96,24 @@ class Live:
         if self._waiting >= _WAITING:
             raise Refused(429, "quota", f"{self._waiting} calls of this session wait already")
         self._used_at = now
-        sampling = self.terms.pinned(ask.sampling, ask.stop)
-        drafts = []
+        sampling = self._sampling(ask)
+        drafts, manner = [], ask.manner(self.session.template.grammar)
         for choice in range(ask.n):
             seed = None if ask.seed is None else f"{ask.seed}:{choice}"
-            draft = self.session.draft(ask.messages, ask.tools, sampling=sampling, seed=seed)
+            draft = self.session.draft(ask.messages, ask.tools, sampling=sampling, seed=seed, manner=manner)
             drafts.append(draft)
             draft.verdict = self.session.verdicts[draft.node] = drafts[0].verdict  # choices share their prompt
         call = Call(self, secrets.token_hex(12), digest, dialect, drafts, ask.stream)
         self._remember(call)
         return call
+
+    def _sampling(self, ask: Ask) -> Sampling:
+        """How a call is sampled; mostly as the one before it."""
+        asked, stop, pinned = self._pinned
+        if ask.sampling is not asked or ask.stop != stop:
+            pinned = self.terms.pinned(ask.sampling, ask.stop)
+            self._pinned = ask.sampling, ask.stop, pinned
+        return pinned
 
     def _remember(self, call: Call) -> None:
         self._calls[call.digest] = call
@@ -149,14 +180,30 @@ class Live:
 
     async def close(self, status: str = "complete", outcome: Outcome = Outcome.OK, reason: str = "") -> Episode:
         """End it: calls under way are given up, and what was recorded changes no more."""
-        if self.status == "open":
+        if self.status in ("open", "frozen"):
             waiting = bool(self._running)
             self.status, self.outcome, self.reason, self.closed_at = status, outcome, reason, self.clock()
             await self.rest()
             self.silent_s = self.session.silent_s() if waiting else 0.0
-            self.snapshot = blake2b(self.episode().to_bytes(), digest_size=16).hexdigest()
+            self.snapshot = self.snapshot or snapshot_of(self.described())
             await self.save()
         return self.episode()
+
+    async def freeze(self) -> None:
+        """Take no more calls, and give what was recorded an id; how it went is told later, by closing it."""
+        if self.status == "open":
+            await self.close("frozen")
+
+    def checked(self, snapshot: str | None = None) -> dict[str, Any]:
+        """The session for whoever opened it; refused if it is not what was frozen, or not that snapshot."""
+        shown = self.described()
+        if snapshot is not None and snapshot != self.snapshot:
+            told = f"is at snapshot {self.snapshot}" if self.snapshot else "is not frozen: it has no snapshot yet"
+            raise Refused(409, "closed", f"session {self.id!r} {told}", param="snapshot", retry=False)
+        if self.snapshot and snapshot_of(shown) != self.snapshot:
+            told = "what is stored is not what was frozen; its store is damaged, or was changed"
+            raise Refused(409, "internal", f"session {self.id!r}: {told}", retry=False)
+        return shown
 
     async def rest(self) -> None:
         """Give up calls under way, as the gateway ends; the session itself goes on with the next one."""
@@ -214,8 +261,8 @@ class Live:
         self.opened_at, self.status, self.closed_at, outcome, self.reason, self.snapshot = row
         self.outcome = Outcome(outcome)
         query = (
-            "SELECT node, call, choice, digest, dialect, sampling, seed, ended_at, verdict, reason, token FROM calls "
-            "WHERE session = ? ORDER BY begun_at, choice"
+            "SELECT node, call, choice, digest, dialect, sampling, seed, manner, ended_at, verdict, reason, token "
+            "FROM calls WHERE session = ? ORDER BY begun_at, choice"
         )
         rows = self.store.rows(query, (self.id,))
         prompts, verdicts = {}, {}
@@ -231,8 +278,9 @@ class Live:
             calls.setdefault(each[1], []).append(each)
         for id, parts in list(calls.items())[-_RETRIED:]:
             drafts = []
-            for node, _, _, _, _, sampling, seed, *_ in parts:
-                drafts.append(self.session.redraft(node, Sampling.model_validate_json(sampling), seed, prompts[node]))
+            for node, _, _, _, _, sampling, seed, manner, *_ in parts:
+                read, how = Sampling.model_validate_json(sampling), Manner.model_validate_json(manner)
+                drafts.append(self.session.redraft(node, read, seed, prompts[node], how))
             call = Call(self, id, parts[0][3], parts[0][4], drafts, True)
             if all(map(self.session.ended, drafts)):
                 call.turns = [self.session.said(draft) for draft in drafts]

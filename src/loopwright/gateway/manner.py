@@ -17,5 +17,10 @@ class Manner(Config):
     single: bool = False
     """Whether the turn ends where a second call would begin."""
 
+    @property
+    def written(self) -> str:
+        """As JSON, as it is stored; most turns are plain."""
+        return "{}" if self is PLAIN else self.model_dump_json(exclude_defaults=True)
+
 
 PLAIN = Manner()

@@ -1,17 +1,19 @@
 """Anthropic Messages: content blocks on the wire, OpenAI's chat format within.
 
-A message of tool results becomes one `tool` message each; thinking is kept beside the text. The last message cannot be
-the assistant's (a prefill): to go on in mid-message is nothing that a chat template can write.
+A message of tool results becomes one `tool` message each; thinking is kept beside the text. If the last message is the
+assistant's (a prefill), its text is given to the policy as the beginning of the turn; the answer is what follows.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import orjson
+from pydantic_core import from_json
 
-from loopwright.core.task import Message
 from loopwright.gateway import blocks, fields
+from loopwright.gateway.calls import is_object
 from loopwright.gateway.dialect import Ask, BadRequest, Dialect, Piece, StreamWriter
+from loopwright.gateway.template import Tool
+from loopwright.gateway.wish import Wish, form, wish
 
 if TYPE_CHECKING:
     from loopwright.gateway.session import Turn
@@ -48,30 +50,31 @@ class Messages(Dialect):
     name = "messages"
 
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Ask:
-        given, choice = fields.objects(body.get("tools"), "tools"), body.get("tool_choice")
+        given = fields.objects(body.get("tools"), "tools")
         tools = [blocks.tool(tool, f"tools.{index}") for index, tool in enumerate(given)]
         messages = list(blocks.system(body.get("system"), "system"))
         for index, message in enumerate(fields.objects(body.get("messages"), "messages")):
             messages += blocks.said(message, f"messages.{index}")
         if not messages:
             raise BadRequest("messages: at least one message is required", "messages")
-        # Only what is to be answered says how long the answer may be; what is to be counted may end anywhere.
-        if messages[-1]["role"] == "assistant" and body.get("max_tokens") is not None:
-            raise BadRequest("messages: the assistant's message cannot be prefilled; end with a user's", "messages")
+        prefill = blocks.prefill(messages.pop()) if messages[-1]["role"] == "assistant" else ""
+        if not messages:
+            raise BadRequest("messages: there is nothing to answer before the assistant's message", "messages")
         return Ask(
             messages,
             fields.sampling(self.defaults, body, _SAMPLING),
-            tools=() if isinstance(choice, dict) and choice.get("type") == "none" else tools,
+            tools=tools,
             stop=blocks.stop(body.get("stop_sequences")),
             stream=fields.flag(body, "stream"),
             model=fields.model(body),
+            wish=_wish(body, tools, prefill),
         )
 
     def render(self, ask: Ask, call_id: str, turns: Sequence["Turn"]) -> dict[str, Any]:
         (turn,) = turns
         return {
             **_opened(ask, call_id, turn.prompt_tokens),
-            "content": list(_blocks(turn.message)),
+            "content": list(_blocks(turn)),
             **_ended(turn),
             "usage": _usage(turn.prompt_tokens, turn.sampled_tokens),
         }
@@ -93,6 +96,20 @@ class Messages(Dialect):
         ]
         first, last = (names[0], names[-1]) if names else (None, None)
         return {"data": data, "has_more": False, "first_id": first, "last_id": last}
+
+
+def _wish(body: Mapping[str, Any], tools: Sequence[Tool], prefill: str) -> Wish:
+    choice = body.get("tool_choice")
+    if choice is not None and not isinstance(choice, dict):
+        raise BadRequest("tool_choice: expected an object", "tool_choice")
+    choice, output = choice or {}, body.get("output_config")
+    wanted = output.get("format") if isinstance(output, Mapping) else body.get("output_format")
+    single = choice.get("disable_parallel_tool_use") is True
+    more = {"single": single, "prefill": prefill, "form": form(wanted, "output_config.format")}
+    made = wish(choice.get("type"), choice.get("name"), tools, "tool_choice", **more)
+    if prefill and made.tool is not None:
+        raise BadRequest("tool_choice: a turn whose text is prefilled cannot begin with a call", "tool_choice")
+    return made
 
 
 def _opened(ask: Ask, call_id: str, prompt_tokens: int) -> dict[str, Any]:
@@ -120,18 +137,21 @@ def _usage(prompt_tokens: int, sampled_tokens: int) -> dict[str, Any]:
 def _ended(turn: "Turn") -> dict[str, Any]:
     if turn.stopped_by is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": turn.stopped_by}
-    reason = "max_tokens" if turn.finish == "length" else "tool_use" if turn.calls else "end_turn"
+    called = any(is_object(call["function"]["arguments"]) for call in turn.calls)
+    reason = "max_tokens" if turn.finish == "length" else "tool_use" if called else "end_turn"
     return {"stop_reason": reason, "stop_sequence": None}
 
 
-def _blocks(message: Message) -> Iterator[dict[str, Any]]:
-    if thinking := fields.thought(message):
-        yield {"type": "thinking", "thinking": thinking, "signature": _SIGNATURE}
-    if said := message["content"]:
-        yield {"type": "text", "text": said}
-    for made in message.get("tool_calls") or ():
+def _blocks(turn: "Turn") -> Iterator[dict[str, Any]]:
+    if turn.thought:
+        yield {"type": "thinking", "thinking": turn.thought, "signature": _SIGNATURE}
+    if turn.text:
+        yield {"type": "text", "text": turn.text}
+    for made in turn.calls:
         called = made["function"]
-        yield {"type": "tool_use", "id": made["id"], "name": called["name"], "input": orjson.loads(called["arguments"])}
+        # Of arguments that break off, what the SDK makes of them when they are streamed: an object as far as they go.
+        given = from_json(called["arguments"] or "{}", allow_partial=True)
+        yield {"type": "tool_use", "id": made["id"], "name": called["name"], "input": given}
 
 
 def _error(kind: str, message: str) -> dict[str, Any]:
@@ -160,6 +180,9 @@ class _Stream(StreamWriter):
             if piece.arguments:
                 events += self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
             return events
+        if piece.thought:
+            opened = self._at("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            return opened + self._delta({"type": "thinking_delta", "thinking": piece.thought})
         if not piece.text:
             return b""
         return self._at("text", {"type": "text", "text": ""}) + self._delta({"type": "text_delta", "text": piece.text})
@@ -168,18 +191,10 @@ class _Stream(StreamWriter):
         (turn,) = turns
         usage = _usage(turn.prompt_tokens, turn.sampled_tokens)
         ended = {"type": "message_delta", "delta": _ended(turn), "usage": usage}
-        return self._close() + self._thought(turn) + _sent(ended) + _sent({"type": "message_stop"})
+        return self._close() + _sent(ended) + _sent({"type": "message_stop"})
 
     def fail(self, status: int, message: str) -> bytes:
         return fields.event("error", _error(_STATUSES.get(status, "api_error"), message))
-
-    def _thought(self, turn: "Turn") -> bytes:
-        """A block of reasoning, which is known only now: no piece tells of it."""
-        if not (thinking := fields.thought(turn.message)):
-            return b""
-        opened = self._at("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-        said = self._delta({"type": "thinking_delta", "thinking": thinking})
-        return opened + said + self._delta({"type": "signature_delta", "signature": _SIGNATURE}) + self._close()
 
     def _at(self, place: int | str, block: Mapping[str, Any]) -> bytes:
         """Open a block, unless it is the one that is open."""
@@ -196,8 +211,11 @@ class _Stream(StreamWriter):
     def _close(self) -> bytes:
         if self._open is None:
             return b""
+        signed = b""
+        if self._open == "thinking":
+            signed = self._delta({"type": "signature_delta", "signature": _SIGNATURE})
         self._open = None
-        return _sent({"type": "content_block_stop", "index": self._index})
+        return signed + _sent({"type": "content_block_stop", "index": self._index})
 
 
 def _sent(data: Mapping[str, Any]) -> bytes:

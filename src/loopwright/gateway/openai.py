@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from loopwright.engines.base import Sampling
+from loopwright.engines.base import Sampling, Tops
 from loopwright.engines.tokenizer import Tokenizer
 from loopwright.gateway.dialect import BadRequest
 from loopwright.gateway.fields import sampling
@@ -52,6 +52,11 @@ def sampling_of(defaults: Sampling, body: Mapping[str, Any], *limits: str) -> Sa
     return sampling(defaults, body, {**_FIELDS, limit: "max_tokens"})
 
 
+def with_tops(sampling: Sampling, top: int) -> Sampling:
+    """The same, with what else was likely told at each token."""
+    return sampling.model_copy(update={"top_logprobs": top}) if top else sampling
+
+
 def stop_of(body: Mapping[str, Any]) -> tuple[str, ...]:
     """The stop strings: one, several, or none."""
     given = body.get("stop")
@@ -87,13 +92,26 @@ def usage(turns: Sequence["Turn"]) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def content_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float], top: int) -> dict[str, Any]:
+def content_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float], top: int, tops: Tops | None = None
+) -> dict[str, Any]:
     """`logprobs` of a chat completion: an entry for every token that was sampled, its end included.
 
-    The engine tells the logprob of what it sampled and of nothing else, so that is all there is to `top_logprobs`.
+    Where the engine does not tell what else was likely, `top_logprobs` holds the token that was sampled.
     """
     content = []
-    for text, logprob in zip(tokenizer.pieces(ids), logprobs, strict=True):
-        entry = {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}
-        content.append({**entry, "top_logprobs": [entry] if top else []})
+    for index, (text, logprob) in enumerate(zip(tokenizer.pieces(ids), logprobs, strict=True)):
+        entry = _entry(text, logprob)
+        others = [_entry(*other) for other in alternatives(tokenizer, tops, index, top)]
+        content.append({**entry, "top_logprobs": (others or [entry]) if top else []})
     return {"content": content, "refusal": None}
+
+
+def alternatives(tokenizer: Tokenizer, tops: Tops | None, index: int, top: int) -> list[tuple[str, float]]:
+    """The likeliest tokens at a position, as text; none where the engine does not tell."""
+    found = tops[index][:top] if tops is not None else ()
+    return [(tokenizer.pieces([token])[0], logprob) for token, logprob in found]
+
+
+def _entry(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}

@@ -121,7 +121,7 @@ class Reader:
             self._pieces = []
             self.unshown = len("".join(self._thoughts)), len("".join(self._content))
 
-    def feed(self, ids: Sequence[int], logprobs: Sequence[float], tops: Tops | None = None) -> list[Piece]:
+    def feed(self, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Any] | None = None) -> list[Piece]:
         """Take in tokens; the pieces that can be told by now."""
         if tops is not None or self._tops is not None:
             self._tops = [*(self._tops or [()] * len(self._tokens)), *(tops or [()] * len(ids))]
@@ -304,16 +304,20 @@ class Reader:
                 self._buffer, self._state = after, self._talking
                 self._called(before, close)
             return bool(closed)
-        # Without marks nobody knows where it would end but itself.
+        if not found:  # which is known before anybody knows how far it goes
+            self._state = self._talking
+            if self._marked:
+                self._uncalled("")
+            self._buffer = "[" * self._listed + self._buffer
+            return True
+        # Where no mark closes it, nobody knows where it ends but itself.
         self._object.take(self._buffer[self._scanned :])
         self._scanned = len(self._buffer)
-        if found and not self._object.ended and not self._object.broken:
+        if not self._object.ended and not self._object.broken:
             return False
-        rest = self._object.rest if found else ""
+        rest = self._object.rest
         text, self._buffer = self._buffer.removesuffix(rest) if rest else self._buffer, rest
-        self._state = self._closing if found and self._called(text) else self._talking
-        if not found:
-            self._uncalled(text)
+        self._state = self._closing if self._called(text) else self._talking
         return True
 
     def _called(self, text: str, close: str = "") -> bool:
@@ -328,7 +332,7 @@ class Reader:
 
     def _uncalled(self, text: str, close: str = "") -> None:
         if self._marked:
-            self._malformed.append(text.strip())
+            self._malformed.append(text.strip() or self._grammar.open)
         self._say((self._grammar.open if self._marked else "[" * self._listed) + text + close)
 
     def _break_off(self) -> None:
@@ -340,9 +344,9 @@ class Reader:
 
     def _name(self, name: str) -> None:
         index = len(self._calls)
-        call = {"id": f"{self._call_id}_{index}", "type": "function", "function": {"name": name, "arguments": ""}}
-        self._calls.append(call)
-        self._show(Piece(index=index, id=call["id"], name=name))
+        id = f"{self._call_id}_{index}"
+        self._calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": ""}})
+        self._show(Piece(index=index, id=id, name=name))
 
     def _argue(self, text: str) -> None:
         if text:

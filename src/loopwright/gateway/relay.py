@@ -104,8 +104,9 @@ class RelayedEngine(Engine):
                 case "failed":
                     answer = _failure(message)
                 case "done":
+                    version = int(message["version"])
                     if number in self._asked and not self._asked[number].done():
-                        self._asked[number].set_result(int(message["version"]))
+                        self._asked[number].set_result(version)
                     return
                 case other:
                     raise EngineError(f"{other!r} is nothing that a worker says")

@@ -8,14 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopwright.gateway import fields, items
+from loopwright.gateway.calls import is_object
 from loopwright.gateway.dialect import Ask, BadRequest, Dialect, Piece, StreamWriter
-from loopwright.gateway.openai import content_logprobs, error_body, integer, now, sampling_of
+from loopwright.gateway.openai import content_logprobs, error_body, integer, now, sampling_of, with_tops
+from loopwright.gateway.wish import form, openai_wish
 
 if TYPE_CHECKING:
     from loopwright.engines.tokenizer import Tokenizer
     from loopwright.gateway.session import Turn
 
 _LOGPROBS = "message.output_text.logprobs"
+_THOUGHT, _TEXT = "reasoning", "text"
 _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
@@ -31,19 +34,22 @@ class Responses(Dialect):
             raise BadRequest("input: at least one item is required", "input")
         given = fields.objects(body.get("tools"), "tools")
         tools = [items.tool(tool, f"tools.{index}") for index, tool in enumerate(given)]
+        told, top = body.get("text"), integer(body, "top_logprobs", 0, 20) or 0
+        wanted = form(told.get("format") if isinstance(told, Mapping) else None, "text.format")
         return Ask(
             messages,
-            sampling_of(self.defaults, body, "max_output_tokens"),
-            tools=() if body.get("tool_choice") == "none" else tools,
+            with_tops(sampling_of(self.defaults, body, "max_output_tokens"), top),
+            tools=tools,
             stream=fields.flag(body, "stream"),
             logprobs=isinstance(include := body.get("include"), list) and _LOGPROBS in include,
-            top_logprobs=integer(body, "top_logprobs", 0, 20) or 0,
+            top_logprobs=top,
             model=fields.model(body),
+            wish=openai_wish(body, tools, wanted),
         )
 
     def render(self, ask: Ask, call_id: str, turns: Sequence["Turn"]) -> dict[str, Any]:
         (turn,) = turns
-        scores = _scores(self.tokenizer, ask, turn.ids, turn.logprobs)
+        scores = _scores(self.tokenizer, ask, turn)
         return {**_opened(ask, call_id), **_ended(turn), "output": list(_output(turn, call_id, scores))}
 
     def stream(self, ask: Ask, call_id: str) -> StreamWriter:
@@ -94,10 +100,11 @@ def _ended(turn: "Turn") -> dict[str, Any]:
     }
 
 
-def _scores(tokenizer: "Tokenizer", ask: Ask, ids: Sequence[int], logprobs: Sequence[float]) -> list[dict[str, Any]]:
+def _scores(tokenizer: "Tokenizer", ask: Ask, said: "Turn | Piece") -> list[dict[str, Any]]:
     if not ask.logprobs:
         return []
-    scores: list[dict[str, Any]] = content_logprobs(tokenizer, ids, logprobs, ask.top_logprobs)["content"]
+    told = content_logprobs(tokenizer, said.ids, said.logprobs, ask.top_logprobs, said.tops)
+    scores: list[dict[str, Any]] = told["content"]
     return scores
 
 
@@ -106,20 +113,33 @@ def _status(turn: "Turn") -> str:
 
 
 def _output(turn: "Turn", call_id: str, scores: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    if thought := fields.thought(turn.message):
-        content = [{"type": "reasoning_text", "text": thought}]
-        yield {"id": f"rs_{call_id}", "type": "reasoning", "summary": [], "content": content}
+    if turn.thought:
+        yield {**_reasoning(f"rs_{call_id}"), "status": "completed", "content": [_thought(turn.thought)]}
     # A turn that says nothing is an item too: an agent that sends items back would lose it otherwise.
     if turn.text or not turn.calls:
         part = {**_part(), "text": turn.text, "logprobs": scores}
         yield {**_message(f"msg_{call_id}_0"), "status": _status(turn), "content": [part]}
     for index, call in enumerate(turn.calls):
         made = _call(f"fc_{call_id}_{index}", call["id"], call["function"]["name"])
-        yield {**made, "status": "completed", "arguments": call["function"]["arguments"]}
+        arguments = call["function"]["arguments"]
+        yield {**made, "status": _called(arguments), "arguments": arguments}
 
 
 def _message(id: str) -> dict[str, Any]:
     return {"id": id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+
+
+def _reasoning(id: str) -> dict[str, Any]:
+    return {"id": id, "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+
+
+def _thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
+
+
+def _called(arguments: str) -> str:
+    """The status of a call, whose arguments may break off."""
+    return "completed" if is_object(arguments) else "incomplete"
 
 
 def _part() -> dict[str, Any]:
@@ -139,7 +159,7 @@ class _Stream(StreamWriter):
         self._response = _opened(ask, call_id)
         self._done: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
-        self._place: int | None = None  # the tool call that the open item stands for
+        self._place: int | str = ""  # what the open item stands for: a tool call, reasoning or text
         self._said: list[str] = []
         self._scores: list[dict[str, Any]] = []
         self._sequence = 0
@@ -157,19 +177,27 @@ class _Stream(StreamWriter):
                 item = _call(f"fc_{self._call_id}_{piece.index}", piece.id, piece.name)
                 events += self._add(item, piece.index)
             return events + self._delta("response.function_call_arguments", piece.arguments)
-        scores = _scores(self._tokenizer, self._ask, piece.ids, piece.logprobs)
+        if piece.thought:
+            events = b""
+            if self._open is None or self._place != _THOUGHT:
+                events = self._close("completed") + self._add(_reasoning(f"rs_{self._call_id}"), _THOUGHT)
+                events += self._item_event("response.content_part.added", content_index=0, part=_thought(""))
+            return events + self._delta("response.reasoning_text", piece.thought, content_index=0)
+        scores = _scores(self._tokenizer, self._ask, piece)
         if not piece.text:
             self._scores += scores
             return b""
         events = b""
-        if self._open is None or self._place is not None:
+        if self._open is None or self._place != _TEXT:
             events = self._close("completed") + self._speak()
         self._scores += scores
         return events + self._delta("response.output_text", piece.text, content_index=0, logprobs=scores)
 
     def end(self, turns: Sequence["Turn"]) -> bytes:
         (turn,) = turns
-        events = b"" if self._open is not None or self._done else self._speak()
+        events = b""
+        if not turn.text and not turn.calls and self._place != _TEXT:
+            events = self._close("completed") + self._speak()
         events += self._close(_status(turn))
         self._response.update(_ended(turn), output=self._done)
         return events + self._event(f"response.{_status(turn)}", response=self._response)
@@ -184,12 +212,12 @@ class _Stream(StreamWriter):
 
     # -- items --------------------------------------------------------------------------------------------------
 
-    def _add(self, item: dict[str, Any], place: int | None) -> bytes:
+    def _add(self, item: dict[str, Any], place: int | str) -> bytes:
         self._open, self._place, self._said, self._scores = item, place, [], []
         return self._event("response.output_item.added", output_index=len(self._done), item=item)
 
     def _speak(self) -> bytes:
-        added = self._add(_message(f"msg_{self._call_id}_{len(self._done)}"), None)
+        added = self._add(_message(f"msg_{self._call_id}_{len(self._done)}"), _TEXT)
         return added + self._item_event("response.content_part.added", content_index=0, part=_part())
 
     def _delta(self, kind: str, delta: str, **more: Any) -> bytes:
@@ -203,13 +231,18 @@ class _Stream(StreamWriter):
         if (item := self._open) is None:
             return b""
         said = "".join(self._said)
-        if self._place is None:
+        if self._place == _THOUGHT:
+            part = _thought(said)
+            events = self._item_event("response.reasoning_text.done", content_index=0, text=said)
+            events += self._item_event("response.content_part.done", content_index=0, part=part)
+            item["content"] = [part]
+        elif self._place == _TEXT:
             part = {**_part(), "text": said, "logprobs": self._scores}
             events = self._item_event("response.output_text.done", content_index=0, text=said, logprobs=self._scores)
             events += self._item_event("response.content_part.done", content_index=0, part=part)
             item["content"] = [part]
         else:
-            status = "completed"  # a call that was cut off is none
+            status = _called(said)
             item["arguments"] = said
             events = self._item_event("response.function_call_arguments.done", name=item["name"], arguments=said)
         item["status"] = status

@@ -13,9 +13,10 @@ from pydantic import ValidationError
 from loopwright.core.config import explain
 from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Sampling
-from loopwright.gateway.admin import Admin
 from loopwright.gateway.access import Watch
-from loopwright.gateway.answer import Answer, answered, body_of
+from loopwright.gateway.admin import Admin
+from loopwright.gateway.answer import Answer, answered
+from loopwright.gateway.body import body_of
 from loopwright.gateway.chat import ChatCompletions
 from loopwright.gateway.dialect import ROUTES, Dialect
 from loopwright.gateway.live import Live
@@ -42,7 +43,8 @@ class Server:
         # Each dialect speaks for itself where there is no session to speak of.
         self._voices = {path: made(tokenizer, Sampling()) for path, made in self._dialects.items()}
         self._watch = watch = Watch(gateway)
-        self._app = web.Application(client_max_size=self._config.body_bytes, middlewares=[watch.middleware, self._refusals])
+        around = [watch.middleware, self._refusals]
+        self._app = web.Application(client_max_size=self._config.body_bytes, middlewares=around)
         self._runner = web.AppRunner(
             self._app,
             handler_cancellation=True,
@@ -58,6 +60,7 @@ class Server:
         add("GET", "/sessions/{id}", self._show)
         add("DELETE", "/sessions/{id}", self._delete)
         add("POST", "/sessions/{id}/complete", self._complete)
+        add("POST", "/sessions/{id}/freeze", self._freeze)
         Admin(gateway, lambda request: self._is_admin(_key(request))).mount(self._app)
         add("GET", "/{id}/v1/models", self._models)
         add("GET", "/{id}/v1/models/{model:.+}", self._models)
@@ -95,7 +98,9 @@ class Server:
         async def count(request: web.Request) -> web.StreamResponse:
             dialect, live = self._heard(request, path)
             ask = dialect.parse(body_of(await request.read()), request.headers)
-            return answered(dialect.counted(live.session.count(ask.messages, ask.tools)))
+            session = live.session
+            tokens = session.count(ask.messages, ask.tools, ask.manner(session.template.grammar))
+            return answered(dialect.counted(tokens))
 
         return count
 
@@ -138,7 +143,12 @@ class Server:
         return answered((await self._gateway.open(request.match_info.get("id"), terms)).as_json())
 
     async def _show(self, request: web.Request) -> web.StreamResponse:
-        return answered(self._session(request, admin=True).described())
+        return answered(self._session(request, admin=True).checked(request.query.get("snapshot")))
+
+    async def _freeze(self, request: web.Request) -> web.StreamResponse:
+        live = self._session(request, admin=True)
+        await live.freeze()
+        return answered({"id": live.id, "status": live.status, "snapshot": live.snapshot})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         live = self._session(request, admin=True)

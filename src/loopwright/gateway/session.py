@@ -4,16 +4,18 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from loopwright.core.episode import Attempt, Episode, Node
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.outcome import FAULT_OF, Fault, Outcome
 from loopwright.core.task import Message, Task
-from loopwright.engines.base import ContextFull, Engine, EngineError, Sampling
+from loopwright.engines.base import ContextFull, Engine, EngineError, Reasoning, Sampling
 from loopwright.gateway.draft import Draft, check
 from loopwright.gateway.graph import RAW, Graph, Key, copied
+from loopwright.gateway.manner import PLAIN, Manner
 from loopwright.gateway.reader import Heard, Piece, Reader
-from loopwright.gateway.template import ChatML, Template, Tool
+from loopwright.gateway.template import Template, Tool, template_of
 from loopwright.gateway.turn import Turn as Turn
 from loopwright.gateway.verdict import Kind, Verdict
 
@@ -46,10 +48,13 @@ class Session:
         seed: str,
         limits: Limits = Limits(),  # noqa: B008  frozen
         template: Template | None = None,
+        reasoning: Reasoning | None = None,
     ) -> None:
         self.engine, self.sampling, self.limits = engine, sampling, limits
-        self._seed, self._template = seed, template or ChatML(engine.tokenizer)
-        self.graph = Graph(self._template)
+        self._seed, config = seed, engine.config
+        self.template = template or template_of(getattr(config, "template", "auto"), engine.tokenizer)
+        self._forks = (reasoning or getattr(config, "reasoning", "preserve")) == "fork"
+        self.graph = Graph(self.template, forks=self._forks)
         self.verdicts: dict[int, Verdict] = {}
         """What each turn is worth, by its node."""
         self._drafts: dict[int, Draft] = {}
@@ -74,16 +79,20 @@ class Session:
         *,
         sampling: Sampling | None = None,
         seed: str | None = None,
+        manner: Manner = PLAIN,
     ) -> Draft:
         """The place of a turn after these messages, before anything is sampled."""
         if not messages:
             raise ValueError("a turn needs at least one message")
         sampling = self._within(sampling or self.sampling)
         parent, verdict = self.graph.place(messages, tools)
-        opening = self.graph.opening(parent)
+        if self.template.grammar.bare and not tools:  # without marks, only who has tools can mean a call
+            manner = manner.model_copy(update={"calls": False})
+        opening = self.graph.opening(parent, manner)
         prompt = [*self.graph.ids(parent), *opening]
         node = len(self.graph.nodes)
-        draft = Draft(node, parent, prompt, len(prompt), opening, sampling, seed or f"{self._seed}:{node}", verdict)
+        seed = seed or f"{self._seed}:{node}"
+        draft = Draft(node, parent, prompt, len(prompt), opening, sampling, seed, verdict, manner)
         self.graph.add(draft.as_node(_SILENCE, "cut"))  # its place, whatever comes meanwhile
         self.verdicts[node] = verdict
         self._turns += 1
@@ -106,11 +115,11 @@ class Session:
         node, before = draft.node, len(draft.ids)
         self._drafts[node] = draft
         self._reserve(draft)
-        live = heard is not None or bool(draft.sampling.stop)
         finish, reader = "cut", self._reader(draft)
+        live = heard is not None or reader.stops
         show = _shown(heard)
         if before and live:  # a turn that goes on is told from its beginning
-            show(reader, draft.ids, draft.logprobs)
+            show(reader, draft.ids, draft.logprobs, draft.tops)
         try:
             with self.phase("generate"):
                 finish = await self._sample(draft, reader if live else None, show)
@@ -138,11 +147,11 @@ class Session:
         draft.prompt = []
         return self._turn(draft, reader, finish)
 
-    def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+    def count(self, messages: Sequence[Message], tools: Sequence[Tool] = (), manner: Manner = PLAIN) -> int:
         """How many tokens the prompt of a turn after these messages would have."""
-        apart = Graph(self._template)
+        apart = Graph(self.template, forks=self._forks)
         parent, _ = apart.place(messages, tools)
-        return len(apart.ids(parent)) + len(apart.opening(parent))
+        return len(apart.ids(parent)) + len(apart.opening(parent, manner))
 
     def ended(self, draft: Draft) -> bool:
         """Whether a turn has come to its end."""
@@ -151,7 +160,7 @@ class Session:
     def retold(self, draft: Draft) -> list[Piece]:
         """The pieces of a turn that has come to its end."""
         reader = self._reader(draft)
-        return [*reader.feed(draft.ids, draft.logprobs), *reader.finish()]
+        return [*reader.feed(draft.ids, draft.logprobs, draft.tops), *reader.finish()]
 
     def said(self, draft: Draft) -> Turn:
         """A turn that has come to its end, once more."""
@@ -170,11 +179,14 @@ class Session:
             tuple(draft.ids),
             tuple(draft.logprobs),
             reader.stopped_by,
+            None if draft.tops is None else tuple(draft.tops),
+            reader.unshown,
         )
 
     def _reader(self, draft: Draft) -> Reader:
         raw = self.graph.nodes[draft.parent].message.get("role") == RAW
-        return self._template.reader(call_id=f"call_{draft.node}", stop=draft.sampling.stop, raw=raw)
+        stop, manner = draft.sampling.stop, draft.manner
+        return self.template.reader(call_id=f"call_{draft.node}", stop=stop, raw=raw, manner=manner)
 
     def restore(self, nodes: Sequence[tuple[Node, Key | None]], verdicts: Mapping[int, Verdict]) -> None:
         """Go on from what was recorded: nodes with the keys of those that can be found again."""
@@ -184,13 +196,15 @@ class Session:
             self._spent += node.sampled
         self.verdicts.update(verdicts)
 
-    def redraft(self, node: int, sampling: Sampling, seed: str, verdict: Verdict) -> Draft:
+    def redraft(
+        self, node: int, sampling: Sampling, seed: str, verdict: Verdict, manner: Manner = PLAIN
+    ) -> Draft:
         """The draft of a turn that was restored, to be told again or to go on."""
         found = self.graph.nodes[node]
         begun = len(found.ids) - found.sampled
         opening, parent = found.ids[:begun], found.parent or 0
         prompt = [*self.graph.ids(parent), *opening]
-        draft = Draft(node, parent, prompt, len(prompt), opening, sampling, seed, verdict)
+        draft = Draft(node, parent, prompt, len(prompt), opening, sampling, seed, verdict, manner)
         draft.ids, draft.logprobs = list(found.ids[begun:]), list(found.logprobs[begun:])
         draft.spans = list(found.spans)
         if self.ended(draft):
@@ -252,12 +266,12 @@ class Session:
             async with aclosing(self.engine.generate(ids, rest, seed=draft.seed)) as stream:
                 async for chunk in stream:
                     check(chunk)
-                    kept = len(chunk.ids) if reader is None else show(reader, chunk.ids, chunk.logprobs)
+                    kept = len(chunk.ids) if reader is None else show(reader, chunk.ids, chunk.logprobs, chunk.tops)
                     draft.add(chunk, kept)
                     if chunk.ids:
                         self.last_token_at = clock()
                     finish = chunk.finish
-                    if reader is not None and reader.stopped_by is not None:
+                    if reader is not None and reader.ended:
                         return "stop"
             if finish is None:
                 raise EngineError("the engine ended a turn without saying why")
@@ -267,20 +281,23 @@ class Session:
 
 
 _SILENCE: Message = {"role": "assistant", "content": ""}
-_Show = Callable[[Reader, Sequence[int], Sequence[float]], int]
+_Show = Callable[[Reader, Sequence[int], Sequence[float], Sequence[Any] | None], int]
 
 
 def _shown(heard: Heard | None) -> _Show:
     """Reads tokens, lets them be heard, and tells how many there are up to the end of a stop string."""
 
-    def show(reader: Reader, ids: Sequence[int], logprobs: Sequence[float]) -> int:
+    def show(
+        reader: Reader, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Any] | None = None
+    ) -> int:
         # Where a text may end the turn it must be known which token did: nobody is shown what came after it.
         step = 1 if reader.stops else len(ids) or 1
         for start in range(0, len(ids), step):
-            for piece in reader.feed(ids[start : start + step], logprobs[start : start + step]):
+            end = start + step
+            for piece in reader.feed(ids[start:end], logprobs[start:end], None if tops is None else tops[start:end]):
                 if heard is not None:
                     heard(piece)
-            if reader.stopped_by is not None:
+            if reader.ended:
                 return start + step
         return len(ids)
 

@@ -11,7 +11,6 @@ import queue
 import threading
 from array import array
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -23,9 +22,9 @@ from loopwright.core.episode import Node, Span
 from loopwright.core.errors import LedgerError, OutputBusy, storage
 from loopwright.core.sqlite import Transaction, connect, explained
 from loopwright.engines.base import Sampling
-from loopwright.gateway.graph import Key
+from loopwright.gateway.graph import Key, key_of
 
-VERSION = 1
+VERSION = 2
 _SCHEMA = """
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY, key TEXT NOT NULL, terms TEXT NOT NULL, opened_at REAL NOT NULL, status TEXT NOT NULL,
@@ -38,13 +37,13 @@ CREATE TABLE nodes (
 CREATE TABLE calls (
     session TEXT NOT NULL, node INTEGER NOT NULL, call TEXT NOT NULL, choice INTEGER NOT NULL, digest BLOB NOT NULL,
     dialect TEXT NOT NULL, sampling TEXT NOT NULL, seed TEXT NOT NULL, begun_at REAL NOT NULL, ended_at REAL,
-    verdict TEXT NOT NULL, reason TEXT NOT NULL, token INTEGER, PRIMARY KEY (session, node)
+    verdict TEXT NOT NULL, reason TEXT NOT NULL, token INTEGER, manner TEXT NOT NULL, PRIMARY KEY (session, node)
 ) STRICT;
 """
 
 # Each with one row; `_grouped` makes one statement of several rows.
 NODE = "INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-INTENT = "INSERT OR REPLACE INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, ?, ?, ?)"
+INTENT = "INSERT OR REPLACE INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, ?, ?, ?, ?)"
 RESULT = (
     "UPDATE calls SET ended_at = told.column1, verdict = told.column2, reason = told.column3, token = told.column4 "
     "FROM (VALUES (?, ?, ?, ?, ?, ?)) AS told WHERE session = told.column5 AND node = told.column6"
@@ -72,8 +71,8 @@ class Source(Protocol):
 class Store(Source, Protocol):
     """Where sessions are kept."""
 
-    def write(self, statements: Sequence[Statement]) -> Future[None]:
-        """Write all of it or nothing; done once it is safe. StorageError if it cannot be."""
+    def write(self, statements: Sequence[Statement]) -> asyncio.Future[None]:
+        """Write all of it or nothing, whoever still waits; done once it is safe. StorageError if it cannot be."""
         ...
 
     def close(self) -> None:
@@ -89,8 +88,8 @@ class Store(Source, Protocol):
 class NoStore:
     """Keeps nothing: sessions live as long as the gateway."""
 
-    def write(self, statements: Sequence[Statement]) -> Future[None]:
-        done: Future[None] = Future()
+    def write(self, statements: Sequence[Statement]) -> asyncio.Future[None]:
+        done = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
 
@@ -123,12 +122,13 @@ class DiskStore:
                     f"{self.path} has format {version}, and this Loopwright reads {VERSION}. Choose another --output."
                 )
         self._transaction = Transaction(self.path, self._connection)
-        self._queue: queue.SimpleQueue[tuple[Sequence[Statement], Future[None]] | None] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._queue: queue.SimpleQueue[tuple[Sequence[Statement], asyncio.Future[None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="gateway-store", daemon=True)
         self._thread.start()
 
-    def write(self, statements: Sequence[Statement]) -> Future[None]:
-        done: Future[None] = Future()
+    def write(self, statements: Sequence[Statement]) -> asyncio.Future[None]:
+        done = self._loop.create_future()
         self._queue.put((statements, done))
         return done
 
@@ -153,16 +153,26 @@ class DiskStore:
                 batch.append(self._queue.get())
             more = None not in batch
             jobs = [job for job in batch if job is not None]
+            failed: Exception | None = None
             try:
                 with self._transaction as connection:
                     for query, values in _grouped([each for statements, _ in jobs for each in statements]):
                         connection.execute(query, values)
             except Exception as error:  # noqa: BLE001  whoever waits is told
-                for _, done in jobs:
-                    done.set_exception(error)
-            else:
-                for _, done in jobs:
-                    done.set_result(None)
+                failed = error
+            # Once for all of them: waking the event loop costs more than telling one of them.
+            self._loop.call_soon_threadsafe(_settle, [done for _, done in jobs], failed)
+
+
+def _settle(waiting: Sequence[asyncio.Future[None]], failed: Exception | None) -> None:
+    for done in waiting:
+        if done.done():  # nobody waits any more
+            continue
+        if failed is None:
+            done.set_result(None)
+        else:
+            done.set_exception(failed)
+            done.exception()  # asyncio is not to complain if nobody asks
 
 
 def _grouped(statements: Sequence[Statement]) -> Iterable[Statement]:
@@ -171,9 +181,13 @@ def _grouped(statements: Sequence[Statement]) -> Iterable[Statement]:
     After every statement the thread has to wait for its turn to run Python, which costs more than writing the row.
     """
     groups: dict[str, list[tuple[Any, ...]]] = {query: [] for query in (NODE, INTENT, RESULT)}
+    ended = set()
     for query, values in statements:
-        if query not in groups:
+        # A call that was given up, and has begun again, has not ended.
+        if query not in groups or (query is INTENT and values[:2] in ended):
             return statements
+        if query is RESULT:
+            ended.add(values[4:])
         groups[query].append(values)
     return [made for query, rows in groups.items() for made in _merged(query, rows)]
 
@@ -195,11 +209,7 @@ def _query(query: str, count: int) -> str:
 
 async def written(store: Store, statements: Sequence[Statement]) -> None:
     """Wait until it is safe. Being cancelled meanwhile does not undo it."""
-    done = store.write(statements)
-    if done.done():
-        done.result()
-    else:
-        await asyncio.shield(asyncio.wrap_future(done))
+    await store.write(statements)
 
 
 def _locked(output: Path) -> int:
@@ -216,12 +226,12 @@ def _locked(output: Path) -> int:
 
 
 def node_statement(session: str, number: int, node: Node, key: Key | None) -> Statement:
-    """How a node is written; one that has grown is written anew."""
+    """How a node is written; one that has grown is written anew. A key that its message tells is left empty."""
     return NODE, (
         session,
         number,
         node.parent or 0,
-        None if key is None else json.dumps(key),
+        None if key is None else json.dumps(key) if key[2] else "",
         orjson.dumps(node.message).decode(),
         array("q", node.ids).tobytes(),
         array("d", node.logprobs).tobytes(),
@@ -240,12 +250,13 @@ def nodes_of(store: Source, session: str) -> list[tuple[Node, Key | None]]:
 
 
 def _node(row: Iterable[Any]) -> tuple[Node, Key | None]:
-    parent, key, message, ids, logprobs, spans, finish, sampling = row
-    read = tuple(Span(*span) for span in orjson.loads(spans))
+    parent, key, text, ids, logprobs, spans, finish, sampling = row
+    message, read = orjson.loads(text), tuple(Span(*span) for span in orjson.loads(spans))
     reshapes = {} if sampling is None else Sampling.model_validate_json(sampling).reshapes
-    return Node(
-        parent, orjson.loads(message), _numbers("q", ids), _numbers("d", logprobs), read, finish, reshapes
-    ), key and tuple(json.loads(key))
+    node = Node(parent, message, _numbers("q", ids), _numbers("d", logprobs), read, finish, reshapes)
+    if key is None:
+        return node, None
+    return node, tuple(json.loads(key)) if key else key_of(message)
 
 
 def _numbers(kind: str, data: bytes) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ import orjson
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.task import Message
 from loopwright.engines.tokenizer import Tokenizer
-from loopwright.gateway.calls import HERMES, JSON, LLAMA3, Grammar, Object
+from loopwright.gateway.calls import HERMES, JSON, LLAMA3, Grammar, is_object
 from loopwright.gateway.manner import PLAIN, Manner
 from loopwright.gateway.reader import THINK, THOUGHT, Reader
 
@@ -233,14 +233,7 @@ def calls_of(message: Message) -> list[tuple[str, Any]]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError("a tool call needs a `function` with its `name` and `arguments`")
         arguments = function.get("arguments") or {}
-        if isinstance(arguments, str) and _is_object(arguments):
+        if isinstance(arguments, str) and is_object(arguments):
             arguments = json.loads(arguments)
         found.append((function["name"], arguments))
     return found
-
-
-def _is_object(text: str) -> bool:
-    """Whether this is a JSON object that everybody can read: neither too deep nor beyond all numbers."""
-    scanned = Object()
-    scanned.take(text.strip())
-    return scanned.ended and not scanned.rest

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loopwright.core.task import Message
+from loopwright.engines.base import Tops
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,10 @@ class Turn:
     logprobs: tuple[float, ...] = ()
     stopped_by: str | None = None
     """The stop string that ended it."""
+    tops: Tops | None = None
+    """What else was likely at each token, where the engine was asked."""
+    unshown: tuple[int, int] = (0, 0)
+    """Characters of reasoning and of text that the client gave itself."""
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
@@ -31,5 +36,10 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """The text of the message."""
-        return str(self.message["content"] or "")
+        """The text of the message, without what the client gave itself."""
+        return str(self.message["content"] or "")[self.unshown[1] :]
+
+    @property
+    def thought(self) -> str:
+        """The reasoning of the message, likewise."""
+        return str(self.message.get("reasoning_content") or "")[self.unshown[0] :]

@@ -89,6 +89,8 @@ class Place:
     start_bundle: int
     max_concurrency: int
     path: tuple[str, ...]
+    named: str | None = None
+    """What its actors are called, each with its number; others on the cluster find them by that."""
 
     def member(self, index: int) -> Member:
         """A new actor in the bundle of this number; it has no worker yet."""
@@ -100,6 +102,7 @@ class Place:
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy=bundle,
+            name=None if self.named is None else f"{self.named}-{index}",
         )
         return Member(index, options.remote(list(self.path)))
 

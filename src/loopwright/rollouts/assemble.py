@@ -1,7 +1,8 @@
 """Putting a rollout environment together: which pools there are, and where their workers live."""
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,11 @@ from loopwright.rollouts.judger import JudgerConfig
 from loopwright.rollouts.judging import JudgeWorker, Verdicts
 from loopwright.rollouts.pool import Build, Pool
 from loopwright.rollouts.pool_local import LocalPool
+from loopwright.rollouts.remote.config import RemoteConfig
+from loopwright.rollouts.remote.home import EmbeddedConfig, HomeConfig, home_of
+from loopwright.rollouts.remote.housed import Housed
+from loopwright.rollouts.remote.worker import RemoteWorker
+from loopwright.rollouts.resources import Ask
 from loopwright.rollouts.tasks import TaskMix
 from loopwright.rollouts.worker import LoopWorker
 from loopwright.workloads.base import fingerprint_of
@@ -52,32 +58,49 @@ def rollout_env(
     *,
     home: Path,
     seed: int,
+    gateway: HomeConfig | None = None,
     evaluation: EvalConfig | None = None,
 ) -> RolloutEnv:
     """The environment of a rollout run."""
     loop = config.loop
+    gateway = (gateway or EmbeddedConfig()) if isinstance(loop, RemoteConfig) else None
+    here = not loop.workers if gateway is None else isinstance(gateway, EmbeddedConfig)
     return RolloutEnv(
         run,
         terms,
         observers,
         tasks=tasks,
-        loop=pool_of("loop", partial(LoopWorker.build, loop, engine, home), loop, home, most=loop.concurrency),
+        loop=_loop(run, config, engine, gateway, home),
         judge=verdicts_of(config.judger, home),
         buffer=Groups(run.ledger),
         produce=config.produce,
         seed=seed,
         concurrency=loop.concurrency,
         deadline_s=loop.deadline_s,
-        source=Source(engine, loop.sampling, home, near=engine.type == "transformers" and not loop.workers),
+        source=Source(engine, loop.sampling, home, near=engine.type == "transformers" and here),
         evaluation=evaluation,
-        cluster=partial(_cluster, config),
+        cluster=partial(_cluster, [*config.asks(), *(() if gateway is None else gateway.asks())]),
     )
 
 
+def _loop(
+    run: Run, config: RolloutConfig, engine: EngineConfig, gateway: HomeConfig | None, home: Path
+) -> Pool:
+    """The loop's workers: each with an engine, or all of them with a gateway that has one."""
+    loop = config.loop
+    if isinstance(loop, RemoteConfig) and gateway is not None:
+        # Read here, where the run was started: a worker may be on a machine that knows nothing of them.
+        passed = {name: os.environ[name] for name in loop.pass_env if name in os.environ}
+        verifies = "verifier" in config.judger.evidence()
+        build: Build = partial(RemoteWorker, loop, home, run=run.name, passed=passed, verifies=verifies)
+        workers = pool_of("loop", build, loop, home, most=loop.concurrency)
+        return Housed(home_of(gateway, engine, home, run.name), workers, far=bool(loop.workers))
+    return pool_of("loop", partial(LoopWorker.build, loop, engine, home), loop, home, most=loop.concurrency)
+
+
 @contextmanager
-def _cluster(config: RolloutConfig) -> Iterator[None]:
+def _cluster(asks: Sequence[Ask]) -> Iterator[None]:
     """Ray, where a pool is on it, once it is clear that all pools fit: together, and before any is launched."""
-    asks = config.asks()
     if not asks:
         yield
         return

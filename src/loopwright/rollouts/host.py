@@ -2,6 +2,8 @@
 
 import asyncio
 import sys
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from loopwright.rollouts.parcel import failure_of, packed, unpacked
@@ -33,6 +35,17 @@ class Host:
     async def handle(self, parcel: bytes) -> bytes:
         """Answer one request; the parcel holds what is left of its time, all of its time, and the request."""
         return await self._do("handle", parcel)
+
+    async def stream(self, parcel: bytes) -> AsyncGenerator[bytes, None]:
+        """Answer one request piece by piece; what goes wrong is the last piece. A parcel holds nothing but it."""
+        try:
+            if self._worker is None:
+                raise RuntimeError("the host was asked before it began")
+            async with aclosing(self._worker.stream(unpacked(parcel))) as pieces:
+                async for piece in pieces:
+                    yield packed((None, piece), "an answer")
+        except Exception as error:  # noqa: BLE001  Everything is carried to the caller.
+            yield packed((failure_of(error), None))
 
     async def tell(self, parcel: bytes) -> bytes:
         """Pass on news, packed like a request."""

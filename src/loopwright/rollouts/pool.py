@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from loopwright.core.errors import LoopwrightError
@@ -31,6 +31,10 @@ class Worker(ABC):
     @abstractmethod
     async def handle(self, request: Any) -> Any:
         """Answer one request; many are in flight at a time."""
+
+    def stream(self, request: Any) -> AsyncGenerator[Any, None]:
+        """Answer one request piece by piece, where that is what a worker does."""
+        raise TypeError(f"{type(self).__name__} gives its answers whole")
 
     async def tell(self, news: Any) -> Any:
         """Take in something that concerns every worker, such as a weight update.

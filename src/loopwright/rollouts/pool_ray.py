@@ -38,6 +38,7 @@ class RayPool(Pool):
         cpus: float = 1.0,
         memory_bytes: int | None = None,
         name: str = "loop",
+        named: str | None = None,
         home: Path | None = None,
         placement_group: PlacementGroup | None = None,
         start_bundle: int = 0,
@@ -47,7 +48,7 @@ class RayPool(Pool):
         start_timeout_s: float = 120.0,
     ) -> None:
         self._ask = Ask(name, workers, cpus, memory_bytes)
-        self._build, self._name, self._home = build, name, home
+        self._build, self._name, self._named, self._home = build, name, named, home
         self._given, self._start_bundle, self._strategy = placement_group, start_bundle, strategy
         self._max_concurrency, self._grace_s, self._start_timeout_s = max_concurrency, grace_s, start_timeout_s
         self._place: Place | None = None
@@ -73,7 +74,8 @@ class RayPool(Pool):
         self._own_node = own_node()
         try:
             path = () if self._home is None else (str(self._home.absolute()),)
-            self._place = Place(self._ask, await self._group(), self._start_bundle, self._max_concurrency, path)
+            group = await self._group()
+            self._place = Place(self._ask, group, self._start_bundle, self._max_concurrency, path, self._named)
             self._open = True
             self._slots = [asyncio.create_task(self._begin(index)) for index in range(self._ask.workers)]
             await asyncio.gather(*self._slots)

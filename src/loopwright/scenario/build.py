@@ -124,6 +124,7 @@ def build_env(
             tasks,
             home=loaded.home,
             seed=agent.seed,
+            gateway=config.gateway,
             evaluation=config.eval,
         )
     if config.live is not None:

@@ -1,7 +1,8 @@
 """Loading a scenario: every check that can be made before anything runs, and every problem at once."""
 
+import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,9 @@ from loopwright.engines.base import EngineConfig, engines
 from loopwright.envs.live import LiveConfig
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
+from loopwright.rollouts.remote.home import ELSEWHERE, HOMES, ExternalConfig, HomeConfig
 from loopwright.scenario.schema import PenaltiesConfig, RunBasics, RunConfig, Scenario, SystemConfig
+from loopwright.scenario.settings import is_remote, resolved
 from loopwright.spaces.draws import EnvParamConfig, problem_with
 from loopwright.spaces.space import Space
 from loopwright.workloads.base import WorkloadConfig, workloads
@@ -47,17 +50,22 @@ class Loaded:
     text: str
     path: Path
     home: Path
+    settings: tuple[str, ...] = ()
+    """What the command line set, each `table.key=value`."""
 
 
-def load(path: Path, *, home: Path | None = None) -> Loaded:
-    """Read and check a scenario; a ScenarioError lists everything that is wrong with it."""
+def load(path: Path, *, home: Path | None = None, settings: Sequence[str] = ()) -> Loaded:
+    """Read and check a scenario; a ScenarioError lists everything that is wrong with it.
+
+    `settings` come over the environment, and both over what the file says of remote loops and gateways.
+    """
     text, raw = _read(path)
     home = (home or path.parent / str(raw.get("home", ""))).absolute()
-    checker = _Checker(home)
+    checker = _Checker(home, settings)
     scenario = checker.scenario(raw)
     if checker.problems or scenario is None:
         raise ScenarioError(path, checker.problems)
-    return Loaded(scenario, raw, text, path.absolute(), home)
+    return Loaded(scenario, raw, text, path.absolute(), home, tuple(settings))
 
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
@@ -80,8 +88,8 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
 class _Checker:
     """Collects problems while it turns tables into configurations; a broken part does not hide the next one."""
 
-    def __init__(self, home: Path) -> None:
-        self.home = home
+    def __init__(self, home: Path, settings: Sequence[str] = ()) -> None:
+        self.home, self._settings = home, settings
         self.problems: list[Problem] = []
         self._suffix = ""
         self._parallel = 1
@@ -99,7 +107,9 @@ class _Checker:
         if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
             self._say("[[run]]", "is missing; a scenario has at least one [[run]].")
             return None
-        runs = [self._run(table, several=len(tables) > 1) for table in tables]
+        if self._settings and not any(map(is_remote, tables)):
+            self._say("--set", "there is no run with a remote loop whose settings it could change.")
+        runs = [self._run(self._resolved(table), several=len(tables) > 1) for table in tables]
         self._across(tables)
         if self.problems or system is None:
             return None
@@ -121,6 +131,13 @@ class _Checker:
                 "[[run]]", f"runs with and without an agent are mixed; {', '.join(plain)} has none. Split the file."
             )
 
+    def _resolved(self, table: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return resolved(table, self._settings, os.environ)
+        except ValueError as error:
+            self._say("", f"{error}.")
+            return table
+
     # -- one run ------------------------------------------------------------------------------------------------
 
     def _run(self, raw: dict[str, Any], *, several: bool) -> RunConfig | None:
@@ -136,6 +153,9 @@ class _Checker:
         rollout = self._model("[run.rollout]", raw["rollout"], RolloutConfig) if "rollout" in raw else None
         parts["workload"], parts["live"], parts["rollout"] = workload, live, rollout
         parts["engine"] = self._engine(raw["engine"]) if "engine" in raw else None
+        parts["gateway"] = self._gateway(raw["gateway"]) if "gateway" in raw else None
+        if isinstance(parts["gateway"], ExternalConfig):
+            parts["engine"] = ELSEWHERE
         parts["eval"] = self._model("[run.eval]", raw["eval"], EvalConfig) if "eval" in raw else None
         parts["env_params"] = self._env_params(raw.get("env_params", {}))
         parts["rewards"] = self._model("[run.rewards]", raw.get("rewards", {}), PenaltiesConfig)
@@ -202,6 +222,16 @@ class _Checker:
                 self._say(f"[run.engine] {problem.key}", problem.message)
         return config
 
+    def _gateway(self, raw: Any) -> HomeConfig | None:
+        kind = str(raw.get("type", "embedded")) if isinstance(raw, dict) else "embedded"
+        if kind not in HOMES:
+            self._say("[run.gateway] type", f"unknown gateway {kind!r}. {did_you_mean(kind, list(HOMES))}")
+            return None
+        config: HomeConfig | None = self._model("[run.gateway]", raw, HOMES[kind])
+        for problem in config.problems(self.home) if config is not None else ():
+            self._say(f"[run.gateway] {problem.key}", problem.message)
+        return config
+
     def _env_params(self, raw: Any) -> dict[str, EnvParamConfig] | None:
         if not isinstance(raw, dict):
             self._say("[run.env_params]", "must be a table of tables, such as [run.env_params.size].")
@@ -242,7 +272,12 @@ class _Checker:
         for key, instead in _NOT_WITH_ROLLOUTS.items():
             if key in raw:
                 self._say(f"[[run]] {key}", f"has no meaning in a run with [run.rollout]: {instead}.")
-        if "engine" not in raw:
+        if "gateway" in raw and not is_remote(raw):
+            self._say("[run.gateway]", 'has no meaning without loop = { type = "remote" }.')
+        if isinstance(run.gateway, ExternalConfig):
+            if "engine" in raw:
+                self._say("[run.engine]", "has no meaning with an external gateway, which has engines of its own.")
+        elif "engine" not in raw:
             self._say("[run.engine]", 'is missing; it says what the policy runs on, such as type = "scripted".')
         for problem in run.eval.problems(self.home) if run.eval is not None else ():
             self._say(f"[run.eval] {problem.key}", problem.message)
@@ -256,8 +291,9 @@ class _Checker:
         self._observers(run)
 
     def _not_a_rollout(self, run: RunConfig, raw: dict[str, Any]) -> None:
-        if "engine" in raw:
-            self._say("[run.engine]", "has no meaning without [run.rollout].")
+        for key in ("engine", "gateway"):
+            if key in raw:
+                self._say(f"[run.{key}]", "has no meaning without [run.rollout].")
         if run.agent is not None and agent_of(run.agent).rolls_out:
             self._say("[run.rollout]", f"is missing; agent {run.agent.type!r} works on rollouts.")
 

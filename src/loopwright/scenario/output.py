@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,17 +53,20 @@ def begin(loaded: Loaded, output: Path) -> None:
     with replacing(output / "scenario.toml") as file:
         file.write(loaded.text)
     facts = {"scenario": str(loaded.path), "home": str(loaded.home), "started_at": time.time()}
+    if loaded.settings:
+        facts["settings"] = list(loaded.settings)
     with replacing(output / "campaign.json") as file:
         json.dump(facts, file, indent=2)
 
 
-def reopen(output: Path) -> Loaded:
-    """The scenario of an earlier campaign, as it was then, with paths relative to where it stood."""
+def reopen(output: Path, settings: Sequence[str] = ()) -> Loaded:
+    """The scenario of an earlier campaign, as it was then, with paths relative to where it stood; new settings last."""
     facts = output / "campaign.json"
     if not facts.is_file():
         raise LedgerError(f"{output} holds no campaign. Give the --output directory of an earlier `loopwright run`.")
     try:
-        home = Path(json.loads(facts.read_text())["home"])
+        told = json.loads(facts.read_text())
+        home, settings = Path(told["home"]), [*told.get("settings", ()), *settings]
     except (ValueError, KeyError, TypeError) as error:
         raise LedgerError(f'{facts} is damaged ({error!r}); its "home" is the scenario\'s directory.') from error
-    return load(output / "scenario.toml", home=home)
+    return load(output / "scenario.toml", home=home, settings=settings)

@@ -24,7 +24,6 @@ from loopwright.core.chosen import chosen
 from loopwright.engines.base import Chunk, Engine, Sampling, engines
 
 T = TypeVar("T")
-_DEADLINE_S = 60.0
 _LONG = 64
 
 
@@ -35,6 +34,8 @@ class EngineContract(ABC):
     """What the engine is asked, special tokens by their names; the answer is longer than a few tokens, and ends."""
     tolerance = 1e-3
     """How far logprobs may be off from those of `logprobs_of`."""
+    deadline_s = 60.0
+    """Seconds that a test may take."""
 
     @abstractmethod
     def make_engine(self, home: Path, *, slow: bool = False) -> Engine:
@@ -44,13 +45,17 @@ class EngineContract(ABC):
         """The logprobs of ids after a prompt at temperature 1, found otherwise; None if there is no other way."""
         return None
 
+    def gaps_of(self, engine: Engine, prompt: Sequence[int], ids: Sequence[int]) -> Sequence[float] | None:
+        """How much less likely each of the ids is than the likeliest in its place, as a logprob, found otherwise."""
+        return None
+
     def use(self, home: Path, story: Callable[[Engine], Awaitable[T]], *, slow: bool = False) -> T:
         """Run `story` with an engine in an event loop, and close it."""
 
         async def main() -> T:
             engine = self.make_engine(home, slow=slow)
             try:
-                return await asyncio.wait_for(story(engine), _DEADLINE_S)
+                return await asyncio.wait_for(story(engine), self.deadline_s)
             finally:
                 await engine.close()
 
@@ -108,6 +113,16 @@ class EngineContract(ABC):
             greedy = [await self.said(engine, "a", temperature=0), await self.said(engine, "a", top_k=1)]
             assert ids_of(greedy[0]) == ids_of(greedy[1])
             assert ids_of(greedy[0]) == ids_of(await self.said(engine, "a", temperature=0))
+
+        self.use(tmp_path, story)
+
+    def test_greedy_sampling_takes_the_likeliest_tokens(self, tmp_path: Path) -> None:
+        """The same as every other engine with these weights, up to ties."""
+
+        async def story(engine: Engine) -> None:
+            chunks = await self.said(engine, temperature=0)
+            gaps = self.gaps_of(engine, self.asked(engine), ids_of(chunks))
+            assert max(gaps or [0.0]) <= self.tolerance
 
         self.use(tmp_path, story)
 

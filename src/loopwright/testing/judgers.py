@@ -49,6 +49,10 @@ class JudgerContract(ABC):
     def make_config(self, home: Path, story: Story, **settings: Any) -> JudgerConfig | None:
         """The config of a judger that does what `story` says, with these settings."""
 
+    def make_episode(self, answer: str = "4") -> Episode:
+        """An episode for it to judge; override it for a judger that goes by what a loop brings home."""
+        return episode(answer)
+
     def config(self, home: Path, story: Story, **settings: Any) -> JudgerConfig:
         """The same, or the test is skipped."""
         config = self.make_config(home, story, **settings)
@@ -71,7 +75,9 @@ class JudgerContract(ABC):
     def test_a_verdict_is_a_finite_reward_with_named_parts(self, tmp_path: Path) -> None:
         """Whatever it returned is a number that can be trained on, and says where it came from."""
         config = self.config(tmp_path, "score")
-        for verdict in self.use(config, tmp_path, lambda judger: verdicts(judger, episode(), episode("5"))):
+        for verdict in self.use(
+            config, tmp_path, lambda judger: verdicts(judger, self.make_episode(), self.make_episode("5"))
+        ):
             assert isinstance(verdict, Reward), verdict
             assert math.isfinite(verdict.value)
             assert verdict.parts
@@ -82,7 +88,7 @@ class JudgerContract(ABC):
 
         async def story(judger: Judger) -> list[Verdict]:
             assert set(judger.needs) <= set(FACTS)
-            sent = [pickle.loads(pickle.dumps(Payload.of(episode(), judger.needs))) for _ in range(2)]  # noqa: S301
+            sent = [pickle.loads(pickle.dumps(Payload.of(self.make_episode(), judger.needs))) for _ in range(2)]  # noqa: S301
             return await judge_all(judger, sent)
 
         found = self.use(self.config(tmp_path, "score"), tmp_path, story)
@@ -92,7 +98,9 @@ class JudgerContract(ABC):
         """Twice the weight is twice the reward."""
         once, twice = (
             self.use(
-                self.config(tmp_path, "score", weight=weight), tmp_path, lambda j: verdicts(j, episode(), episode("5"))
+                self.config(tmp_path, "score", weight=weight),
+                tmp_path,
+                lambda j: verdicts(j, self.make_episode(), self.make_episode("5")),
             )
             for weight in (1.0, 2.0)
         )
@@ -109,7 +117,7 @@ class JudgerContract(ABC):
 
     def test_many_at_a_time(self, tmp_path: Path) -> None:
         """Each gets its own verdict."""
-        many = [episode("4" if index % 2 else "5") for index in range(12)]
+        many = [self.make_episode("4" if index % 2 else "5") for index in range(12)]
 
         async def story(judger: Judger) -> tuple[list[Verdict], list[Verdict]]:
             return await verdicts(judger, *many), await verdicts(judger, *many[:2])
@@ -123,7 +131,9 @@ class JudgerContract(ABC):
     def test_a_failure_is_no_reward(self, tmp_path: Path) -> None:
         """It is never a zero, and it says which judger it was."""
         config = self.config(tmp_path, "fail", retries=1, pause_s=0.0)
-        for verdict in self.use(config, tmp_path, lambda judger: verdicts(judger, episode(), episode())):
+        for verdict in self.use(
+            config, tmp_path, lambda judger: verdicts(judger, self.make_episode(), self.make_episode())
+        ):
             assert isinstance(verdict, JudgeFailed)
             assert str(verdict)
 
@@ -131,7 +141,7 @@ class JudgerContract(ABC):
         """The event loop goes on meanwhile, and the verdict fails at the timeout."""
 
         async def story(judger: Judger) -> tuple[list[Verdict], int]:
-            flight = asyncio.ensure_future(verdicts(judger, episode(), episode()))
+            flight = asyncio.ensure_future(verdicts(judger, self.make_episode(), self.make_episode()))
             turns = 0
             while not flight.done():
                 await asyncio.sleep(0.001)
@@ -147,7 +157,7 @@ class JudgerContract(ABC):
         """Whoever cancels gets a cancellation, and the judger can be closed at once."""
 
         async def story(judger: Judger) -> None:
-            flight = asyncio.ensure_future(verdicts(judger, episode(), episode()))
+            flight = asyncio.ensure_future(verdicts(judger, self.make_episode(), self.make_episode()))
             await asyncio.sleep(0.05)
             flight.cancel()
             with pytest.raises(asyncio.CancelledError):

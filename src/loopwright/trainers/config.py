@@ -70,6 +70,8 @@ class TrainConfig(AgentConfig):
     """The precision of the computation; weights are kept in float32."""
     workers: int = Field(default=0, ge=0)
     """0: train in this process; otherwise so many workers of Ray Train, which share each batch."""
+    cpus: float = Field(default=1.0, gt=0)
+    """CPUs of each of these workers."""
     gpus: float = Field(default=0, ge=0)
     """GPUs of each of these workers."""
     checkpoint_every: int = Field(default=1, ge=1)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class Policy:
     def beginning(self) -> Iterator[None]:
         """Within, the policy is as it was before training."""
         if self._first is None:
-            adapters = [module for module in self.hub.modules() if hasattr(module, "enable_adapters")]
+            adapters = [module for module in self.hub.modules() if hasattr(module, "lora_A")]
             for module in adapters:
                 module.enable_adapters(False)
             try:
@@ -149,7 +149,7 @@ def _adapt(model: Any, config: LoraConfig, seed: int) -> None:
     chosen = None if config.layers is None else list(range(max(0, layers - config.layers), layers))
     lora = peft.LoraConfig(
         r=config.r,
-        lora_alpha=config.scale * config.r,  # type: ignore[arg-type]  peft multiplies with it
+        lora_alpha=cast("int", config.scale * config.r),  # it is multiplied with
         target_modules=list(config.targets),
         layers_to_transform=chosen,
     )

@@ -6,10 +6,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from loopwright.engines.models import BYTES, place
+from loopwright.engines.named_tokenizer import BYTES, place
 from loopwright.engines.tokenizer import ByteTokenizer
 from loopwright.rollouts.env import RolloutEnv, Source
 from loopwright.trainers.config import TrainConfig
+from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.learner import Learner, Setting
 from loopwright.trainers.rule import Rule
 from loopwright.trainers.sample import Sample
@@ -49,8 +50,8 @@ class Student(Protocol):
 class LocalStudent:
     """A learner in this process. Engines here are handed its weights; engines elsewhere, a directory with them."""
 
-    def __init__(self, setting: Setting, directory: Path, *, near: bool) -> None:
-        self.learner = Learner(setting)
+    def __init__(self, setting: Setting, directory: Path, *, near: bool, learner: Learner | None = None) -> None:
+        self.learner = learner or Learner(setting)
         self._setting, self._directory, self._near = setting, directory, near
         self._published = 0
         self.restored = False
@@ -88,7 +89,8 @@ def student_of(config: TrainConfig, rule: type[Rule], env: RolloutEnv) -> Studen
     if config.workers:
         from loopwright.trainers.students_ray import RayStudent
 
-        return RayStudent(setting, env.run.directory, workers=config.workers, gpus=config.gpus)
+        directory = env.run.directory.absolute()
+        return RayStudent(setting, directory, workers=config.workers, cpus=config.cpus, gpus=config.gpus)
     return LocalStudent(setting, env.run.directory, near=source_of(env).near)
 
 
@@ -96,7 +98,9 @@ def setting_of(config: TrainConfig, rule: type[Rule], env: RolloutEnv) -> Settin
     """What the learner of a run is made of."""
     source = source_of(env)
     engine, sampling = source.engine, source.sampling
-    model = config.model or getattr(engine, "model", None) or getattr(engine, "tokenizer", "tiny")
+    model = config.model or getattr(engine, "model", None) or getattr(engine, "tokenizer", None)
+    if model is None:
+        raise TrainingFailed(f"engine {engine.type!r} does not say which model it has: set `model` of the agent.")
     return Setting(
         config=config,
         rule=rule,

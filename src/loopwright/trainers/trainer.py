@@ -27,6 +27,7 @@ from loopwright.rollouts.producer import Producer
 from loopwright.trainers.checkpoint import Checkpoints
 from loopwright.trainers.config import TrainConfig
 from loopwright.trainers.curves import Curves, uninstalled
+from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.rule import Rule
 from loopwright.trainers.sample import Sample, samples_of
 
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class TrainingFailed(LoopwrightError, RuntimeError):
-    """Training cannot go on; nothing that was recorded is lost."""
 
 
 class Trainer(Agent, ABC):

@@ -59,7 +59,6 @@ class Room(ABC):
         """What to call a URL inside that commands may reach."""
         return url
 
-
     def failed(self, completion: Completion) -> bool:
         """Whether the last command never began, since the room could not be set up. Its stderr says why."""
         return False

@@ -4,6 +4,7 @@ What is not named here is not there: the root holds the system's programs, our o
 writable places lie in a scratch directory that lives as long as the room, so that tests find what the agent left.
 """
 
+import asyncio
 import math
 import os
 import pwd
@@ -23,7 +24,8 @@ from loopwright.execution.base import Command, Completion
 from loopwright.execution.processes import start_ticks
 from loopwright.execution.sandbox.base import NO_MOUNTS, Bounds, Room, Sandbox, SandboxError
 from loopwright.execution.sandbox.files import remove
-from loopwright.execution.sandbox.gate import Gate, explain
+from loopwright.execution.sandbox.gate import Gate, explain, plain_environment
+from loopwright.execution.sandbox.status import TRUE_STATUS
 from loopwright.execution.sandbox.watch import Watch, Watched
 
 _SYSTEM = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
@@ -36,20 +38,6 @@ _ISOLATION = (
     *("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--hostname", "room", "--clearenv"),
 )
 
-# Outside. SIGTERM is for the command, which gets it too; and an end by signal is reported as what it was. A shell,
-# because it starts in a millisecond. File 3 holds bubblewrap's arguments, file 4 takes its report.
-_OUTSIDE = """
-trap '' TERM
-exec 5>&2 2>/dev/null
-"$@" 2>&5 3<"$0" 4>"$0.status" 5>&-
-code=$?
-if [ $code -gt 128 ] && [ $code -le 192 ]; then
-    ulimit -c 0
-    trap - TERM
-    kill -$((code - 128)) $$
-fi
-exit $code
-"""
 # Inside, as process 1: when it ends, the kernel ends all others of the room before anybody is told.
 _INSIDE = """
 exec 3>&2 2>/dev/null
@@ -72,8 +60,8 @@ class Bubblewrap(Sandbox):
             raise SandboxError('sandbox = "bwrap" needs bubblewrap. Run: apt-get install bubblewrap')
         if missing := [path for path in self._readable if not path.exists()]:
             raise SandboxError(f"{missing[0]} is to be readable in rooms, but it does not exist. Check its path.")
-        argv = ["bwrap", *_ISOLATION, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--", "true"]
-        done = subprocess.run(argv, capture_output=True, text=True, env={"PATH": os.defpath}, check=False)
+        argv = ("bwrap", *_ISOLATION, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--", "true")
+        done = subprocess.run(argv, capture_output=True, text=True, env=plain_environment(), check=False)
         if "Unknown option" in done.stderr:
             raise SandboxError(f"{done.stderr.strip()}: this bubblewrap is too old. Install version 0.8 or newer.")
         if done.returncode:
@@ -90,12 +78,12 @@ class Bubblewrap(Sandbox):
     ) -> AsyncIterator[Room]:
         """See `Sandbox.room`."""
         _checked(self)
-        _remove_stale()
+        remove_stale()
         gate = Gate(reach)
         scratch = _Scratch.make(gate.hosts())
         try:
             await gate.open(scratch.path, _LAYERED if os.access("/usr", os.W_OK) else ())
-            room = _Room(workspace.absolute(), at, gate, scratch, self.bounds, (*_visible(self._readable),), hide)
+            room = _Room(workspace, at, gate, scratch, self.bounds, (*_visible(self._readable),), hide)
             watched = Watched(gate.net, self.bounds, (workspace, scratch.path), room.break_)
             self._watch.add(watched)
             try:
@@ -104,7 +92,7 @@ class Bubblewrap(Sandbox):
                 await self._watch.drop(watched)
         finally:
             await gate.close()
-            remove(scratch.path)
+            await asyncio.to_thread(remove, scratch.path)
 
 
 @dataclass(frozen=True)
@@ -139,7 +127,7 @@ class _Scratch:
         return cls(path, private)
 
     def clear(self, inside: str) -> None:
-        """Make way for something that is to be mounted here: what the agent put in its place must not lead it astray."""
+        """Make way for a mount: a link that the agent put in its place must not lead it astray."""
         for name, place in self.private.items():
             if PurePosixPath(inside).is_relative_to(name):
                 for part in PurePosixPath(inside).relative_to(name).parts:
@@ -162,8 +150,8 @@ class _Room(Room):
         readable: tuple[Path, ...],
         hide: tuple[Path, ...],
     ) -> None:
-        super().__init__(workspace)
-        self._at = at or str(workspace)
+        super().__init__(workspace.absolute())
+        self._at = at or str(self.workspace)
         self._gate, self._scratch, self._bounds = gate, scratch, bounds
         self._readable, self._hide = readable, hide
         self._commands = 0
@@ -187,10 +175,10 @@ class _Room(Room):
         arguments = self._scratch.path / f"arguments-{self._commands}"
         arguments.touch(mode=0o600)
         arguments.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in self._arguments(command, mounts)))
-        outside = ("/bin/sh", "-c", _OUTSIDE, str(arguments), *self._gate.enter(), "bwrap", "--args", "3", "--")
+        outside = ("/bin/sh", "-c", TRUE_STATUS, str(arguments), *self._gate.enter(), "bwrap", "--args", "3", "--")
         inside = ("/bin/sh", "-c", _INSIDE, "sh", *_limits(self._bounds), "env", "--default-signal=TERM", "--")
         # The command's own environment is for the inside alone: it could make our own tools load its code.
-        return replace(command, argv=(*outside, *inside, *command.argv), environment={"PATH": os.defpath})
+        return replace(command, argv=(*outside, *inside, *command.argv), environment=plain_environment())
 
     def failed(self, completion: Completion) -> bool:
         """See `Room.failed`."""
@@ -281,8 +269,9 @@ def _lies_in(path: Path, places: tuple[Path, ...]) -> bool:
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
     """The command's own, with the room's home, and our interpreter as the last resort."""
-    path = given.get("PATH", os.defpath)
-    return {"HOME": _home(), **given, "PATH": f"{path}:{Path(sys.base_prefix) / 'bin'}"}
+    resort = f"{Path(sys.base_prefix) / 'bin'}"
+    path = given.get("PATH", os.defpath).split(":")
+    return {"HOME": _home(), **given, "PATH": ":".join(path if resort in path else [*path, resort])}
 
 
 def _limits(bounds: Bounds) -> tuple[str, ...]:
@@ -310,7 +299,7 @@ def _checked(sandbox: Bubblewrap) -> None:
 
 
 @cache
-def _remove_stale() -> None:
+def remove_stale() -> None:
     """Remove what a killed process of ours left; once."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(ValueError, OSError):

@@ -32,10 +32,13 @@ def read_inside(root: Path, name: str, limit_bytes: int) -> bytes:
         file = _open(last, os.O_NONBLOCK, place, root / name)
     finally:
         os.close(place)
-    with os.fdopen(file, "rb") as opened:
+    try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise FileNotFoundError(f"{root / name} is no plain file")
-        return opened.read(limit_bytes)
+        with os.fdopen(file, "rb", closefd=False) as opened:
+            return opened.read(limit_bytes)
+    finally:
+        os.close(file)
 
 
 def _open(name: str, flags: int, place: int, path: Path) -> int:
@@ -48,7 +51,8 @@ def _open(name: str, flags: int, place: int, path: Path) -> int:
 def size_bytes(*roots: Path) -> int | None:
     """What all below these directories takes on the disk; None if somebody forbids to look."""
     # A program of its own: it does not stumble over directories that lie thousands deep in one another.
-    done = subprocess.run(["du", "-sxB1", "--", *roots], capture_output=True, env=_PLAIN, check=False)
+    argv = ("du", "-sxB1", "--", *map(str, roots))
+    done = subprocess.run(argv, capture_output=True, env=_PLAIN, check=False)
     if b"Permission denied" in done.stderr:
         return None
     return sum(int(line.split()[0]) for line in done.stdout.splitlines())

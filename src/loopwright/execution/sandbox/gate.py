@@ -72,9 +72,13 @@ class Gate:
 
     async def open(self, scratch: Path, lowers: tuple[str, ...]) -> None:
         """Make the namespaces, lay writable layers over these directories of the root if it can be done, and listen."""
-        doors = list(self.doors.values())
-        sockets = await asyncio.to_thread(self._make, scratch, lowers, [f"{d.address}:{d.port}" for d in doors])
-        for door, listening in zip(doors, sockets, strict=True):
+        addresses = [f"{door.address}:{door.port}" for door in self.doors.values()]
+        sockets = await asyncio.to_thread(self._make, scratch, lowers, addresses)
+        await self.serve(sockets)
+
+    async def serve(self, sockets: list[socket.socket]) -> None:
+        """Carry connections from these listening sockets, one for each door."""
+        for door, listening in zip(self.doors.values(), sockets, strict=True):
             await self._stack.enter_async_context(_Forwarder(door, listening))
 
     async def close(self) -> None:
@@ -111,9 +115,14 @@ class Gate:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.settimeout(_TIMEOUT_S)
-            argv = [*_MAKE, str(scratch), ",".join(lowers), *addresses]
+            argv = (*_MAKE, str(scratch), ",".join(lowers), *addresses)
             done = subprocess.run(
-                argv, stdin=theirs, capture_output=True, env={"PATH": os.defpath}, timeout=_TIMEOUT_S, check=False
+                argv,
+                stdin=theirs.fileno(),
+                capture_output=True,
+                env=plain_environment(),
+                timeout=_TIMEOUT_S,
+                check=False,
             )
             theirs.close()
             message, files, _, _ = socket.recv_fds(ours, 256, len(addresses) + len(_WAYS))
@@ -141,9 +150,8 @@ class _Forwarder:
         await asyncio.gather(*self._open, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._open.add(task)
+        if (task := asyncio.current_task()) is not None:
+            self._open.add(task)
         try:
             with suppress(OSError):
                 there = await asyncio.open_connection(self._door.host, self._door.port)
@@ -154,7 +162,8 @@ class _Forwarder:
         except asyncio.CancelledError:
             pass  # The room is closed; the server that waits for this task has nothing to learn from it.
         finally:
-            self._open.discard(task)
+            if task is not None:
+                self._open.discard(task)
             writer.close()
 
 
@@ -184,6 +193,11 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def plain_environment() -> dict[str, str]:
+    """What our own tools run with: where they are found, and nothing that a task could have given."""
+    return {"PATH": os.environ.get("PATH", os.defpath)}
 
 
 def explain(message: str) -> str:

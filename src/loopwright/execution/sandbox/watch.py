@@ -93,20 +93,18 @@ class Watch:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(POLL_S)
-            for room, reason in await asyncio.to_thread(broken, tuple(self._rooms)):
-                room.exceeded(reason)
+            await asyncio.to_thread(end_excess, tuple(self._rooms))
 
 
-def broken(rooms: tuple[Watched, ...]) -> list[tuple[Watched, str]]:
-    """End what is in the rooms that broke a bound; which ones, and what bound."""
+def end_excess(rooms: tuple[Watched, ...]) -> None:
+    """End what is in the rooms that broke a bound."""
     used = usage()
-    found = []
     for room in rooms:
         now = used.get(room.net)
         if now is not None and (reason := now.exceeds(room.bounds) or room.disk()):
+            # First, for whoever waits for the end wants to know the reason.
+            room.exceeded(reason)
             end(room.net, now.pids)
-            found.append((room, reason))
-    return found
 
 
 def end(net: int, pids: list[int]) -> None:

@@ -139,7 +139,7 @@ class CommandAgent(Agent):
             "ANTHROPIC_API_KEY": key,
             "LOOPWRIGHT_HOME": str(self._home),
             "LOOPWRIGHT_SESSION": job.session.id,
-            "LOOPWRIGHT_TRIAL": "" if job.trial is None else str(job.trial),
+            "LOOPWRIGHT_TRIAL_NUMBER": "" if job.trial is None else str(job.trial),
             "LOOPWRIGHT_TASK": job.task.id,
             "LOOPWRIGHT_WORKSPACE": workspace,
             "LOOPWRIGHT_ARGS": orjson.dumps(dict(self._config.args)).decode(),
@@ -182,8 +182,9 @@ class FunctionAgent(Agent):
 def _plain(returned: Any) -> dict[str, Any]:
     """What a function returned, as evidence: nothing where it is no plain data, or too much of it."""
     with suppress(TypeError):
-        if returned is not None and len(orjson.dumps(returned)) <= _MOST_RETURNED:
-            return {"returned": returned}
+        data = orjson.dumps(returned)
+        if returned is not None and len(data) <= _MOST_RETURNED:
+            return {"returned": orjson.loads(data)}
     return {}
 
 

@@ -73,7 +73,7 @@ class RemoteConfig(LoopConfig):
     verify_s: float | None = Field(default=None, gt=0)
     """Seconds of the deadline that are kept for the task's tests, where it has any; without it, a quarter."""
     task_root: str | None = None
-    """Where the directories of Harbor tasks are looked for by their instance id, where a task's own path is not there."""
+    """Where a Harbor task is looked for by its instance id, if it is not at the path that its row names."""
     task_template: str | None = None
     """And after that: a path with `{instance_id}` in it."""
     concurrency: int = Field(default=8, ge=1)
@@ -112,10 +112,9 @@ class RemoteConfig(LoopConfig):
         except SandboxError as error:
             found.append(Problem("sandbox", str(error)))
         if self.command and not self.workers and self.sandbox == "none":
-            program = self.command[0]
+            program = self.command[0].replace("{home}", str(home))
             if "{" not in program and shutil.which(program, path=self.env.get("PATH")) is None:
-                if not (home / program).is_file():
-                    found.append(Problem("command", f"there is no program {program!r}. Install it, or give its path."))
+                found.append(Problem("command", f"there is no program {program!r}. Install it or give its path."))
         return found
 
 

@@ -5,18 +5,16 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator
+from pydantic import Field, field_validator
 
-from loopwright.core.chosen import chosen
 from loopwright.core.config import Config, size_bytes
 from loopwright.core.errors import MissingExtra, Problem
-from loopwright.core.registry import Registry
 from loopwright.engines.base import Engine, EngineConfig, engines
 from loopwright.engines.news import News
 from loopwright.gateway.client import GatewayClient, GatewayLost, RemoteSession, endpoint
-from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig
+from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig, is_loopback
 from loopwright.gateway.refusal import Refused
 from loopwright.gateway.terms import Terms
 from loopwright.rollouts.remote.access import Access
@@ -78,7 +76,7 @@ class EmbeddedConfig(GatewayConfig):
 
     type: Literal["embedded"] = "embedded"
 
-    def problems(self, *, workers: int) -> list[Problem]:
+    def problems(self, home: Path) -> list[Problem]:
         """What is wrong with it; found before anything starts."""
         return _address_of(self)
 
@@ -105,7 +103,7 @@ class RayConfig(GatewayConfig):
     def _bytes(cls, value: Any) -> Any:
         return size_bytes(value)
 
-    def problems(self, *, workers: int) -> list[Problem]:
+    def problems(self, home: Path) -> list[Problem]:
         """What is wrong with it; all addresses are fine, since an actor knows the address of its node."""
         everywhere = self.host in ("0.0.0.0", "::") and self.advertise is None and self.advertise_host is None  # noqa: S104
         return [] if everywhere else _address_of(self)
@@ -148,8 +146,12 @@ class ExternalConfig(Config):
             raise ValueError(f"{file} holds no token of {_LEAST_TOKEN} characters or more")
         return token
 
-    def problems(self, *, workers: int) -> list[Problem]:
-        """Nothing that could be told before it is asked."""
+    def problems(self, home: Path) -> list[Problem]:
+        """What is wrong with it; found before anything starts."""
+        try:
+            self.token(home)
+        except ValueError as error:
+            return [Problem("token_file", f"{error}.")]
         return []
 
     def asks(self) -> list[Ask]:
@@ -158,10 +160,7 @@ class ExternalConfig(Config):
 
 
 HomeConfig = EmbeddedConfig | RayConfig | ExternalConfig
-homes: Registry[type[Config]] = Registry("gateway", "loopwright.gateways")
-for _kind in (EmbeddedConfig, RayConfig, ExternalConfig):
-    homes.add(_kind.model_fields["type"].default, _kind)
-AnyHome = Annotated[SerializeAsAny[Config], BeforeValidator(chosen(homes))]
+HOMES: dict[str, type[HomeConfig]] = {"embedded": EmbeddedConfig, "ray": RayConfig, "external": ExternalConfig}
 
 
 def _address_of(config: GatewayConfig) -> list[Problem]:
@@ -171,6 +170,17 @@ def _address_of(config: GatewayConfig) -> list[Problem]:
         key, _, said = str(error).partition(": ")
         return [Problem(key, said)]
     return []
+
+
+def check_reach(url: str) -> None:
+    """AdvertiseError if a gateway is on loopback, and the Ray cluster has machines beside this one."""
+    from loopwright.rollouts.launch_ray import nodes
+
+    if is_loopback(endpoint(url)[0]) and len(nodes()) > 1:
+        raise AdvertiseError(
+            f"the gateway is at {url}, which agents on the other nodes of the cluster cannot reach. Have it listen "
+            'elsewhere, and say where: [run.gateway] host = "0.0.0.0", advertise_host = "10.0.0.1".'
+        )
 
 
 class EmbeddedHome(Home):
@@ -245,12 +255,14 @@ class ExternalHome(Home):
         return await (await self._connected()).tell(news)
 
 
-def home_of(config: HomeConfig, engine: EngineConfig | None, home: Path, name: str) -> Home:
+ELSEWHERE = EngineConfig(type="external")
+"""The engine of a gateway elsewhere, of which we know nothing."""
+
+
+def home_of(config: HomeConfig, engine: EngineConfig, home: Path, name: str) -> Home:
     """The home that a config describes."""
     if isinstance(config, ExternalConfig):
         return ExternalHome(Access(config.url, config.token(home)))
-    if engine is None:
-        raise ValueError("a gateway of our own needs an engine")
     if isinstance(config, EmbeddedConfig):
         return EmbeddedHome(config, lambda: engines.get(engine.type)(engine, home))
     try:

@@ -1,4 +1,4 @@
-"""A pool of remote workers with the gateway that they work through: opened together, told of news in the right place."""
+"""A pool of remote workers with the gateway that they work through: they come and go together."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from loopwright.gateway.client import GatewayLost
 from loopwright.gateway.gateway import AdvertiseError
 from loopwright.gateway.refusal import Refused
 from loopwright.rollouts.pool import Pool, PoolDown, WorkerLost
-from loopwright.rollouts.remote.home import Home
+from loopwright.rollouts.remote.home import Home, check_reach
 from loopwright.rollouts.remote.worker import Order
 from loopwright.rollouts.worker import Request
 
@@ -19,13 +19,16 @@ _MOST_LOST = 8
 class Housed(Pool):
     """Remote workers and their gateway. A rollout whose gateway is lost is lost; when it stays away, all ends."""
 
-    def __init__(self, home: Home, workers: Pool) -> None:
-        self._home, self._workers = home, workers
+    def __init__(self, home: Home, workers: Pool, *, far: bool = False) -> None:
+        self._home, self._workers, self._far = home, workers, far
+        """Whether workers may be on other machines than this."""
         self._lost = 0
 
     async def start(self) -> None:
         try:
             await self._home.start()
+            if self._far:
+                check_reach((await self._home.access()).url)
         except (GatewayLost, AdvertiseError) as error:
             await self._home.aclose()
             raise PoolDown(str(error)) from error

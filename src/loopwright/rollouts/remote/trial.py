@@ -11,6 +11,7 @@ from typing import Any
 from loopwright.core.episode import Attempt, Episode
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.outcome import Fault, Outcome
+from loopwright.engines.base import Sampling
 from loopwright.execution import Executor
 from loopwright.execution.sandbox import Room, Sandbox
 from loopwright.gateway.client import Captured, GatewayClient, GatewayLost, RemoteSession
@@ -78,8 +79,8 @@ class Trial:
                 async with asyncio.timeout_at(self._begun + self._config.deadline_s):
                     job, prepared = await self._boot(stack)
             except TimeoutError:
-                said = f"not begun within {self._config.deadline_s:g} s"
-                return self._episode(None, (Outcome.LOST, Fault.INFRA, said), {})
+                reason = f"not begun within {self._config.deadline_s:g} s"
+                return self._episode(None, (Outcome.LOST, Fault.INFRA, reason), {})
         ended, said = await self._work(job, prepared)
         captured = await self._collected(ended)
         found = verdict(ended, captured, self._config.limits(), self._config.deadline_s)
@@ -119,7 +120,7 @@ class Trial:
         return Terms(
             run=self._means.run,
             trial=request.trial,
-            sampling=request.sampling or config.sampling,
+            sampling=_pinned(request.sampling or config.sampling),
             seed=request.seed,
             calls=config.max_turns,
             tokens=config.max_tokens,
@@ -195,9 +196,7 @@ class Trial:
             late = f"not done within {self._config.deadline_s:g} s"
             reason = late if ended is None else ended.failure
             with self._phase("collect"):
-                self._captured = await self._session.captured(
-                    Outcome.TRUNCATED if reason else Outcome.OK, reason
-                )
+                self._captured = await self._session.captured(Outcome.TRUNCATED if reason else Outcome.OK, reason)
         return self._captured
 
     async def _let_go(self, stack: AsyncExitStack) -> None:
@@ -231,9 +230,13 @@ class Trial:
             self._phases.update(attempt.phases_s)
         # The same mapping: what teardown takes is known only once the episode is made.
         attempt = Attempt(0.0, self._phases, outcome, reason)
-        return replace(
-            episode, outcome=outcome, fault=fault, reason=reason, attempts=(attempt,), evidence=evidence
-        )
+        return replace(episode, outcome=outcome, fault=fault, reason=reason, attempts=(attempt,), evidence=evidence)
+
+
+def _pinned(sampling: Sampling) -> Sampling:
+    """What an agent cannot change: how tokens are drawn, always; the rest where the config says something."""
+    given = sampling.model_dump(include=sampling.model_fields_set)
+    return Sampling(**{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **given})
 
 
 def _blamed(error: Exception) -> tuple[Outcome, Fault]:

@@ -4,7 +4,12 @@ import json
 import os
 from pathlib import Path
 
-WANTED = {"name": "site", "port": 9000, "log": {"level": "debug", "file": {"path": "/var/log", "keep": 7}}, "tags": ["x"]}
+WANTED = {
+    "name": "site",
+    "port": 9000,
+    "log": {"level": "debug", "file": {"path": "/var/log", "keep": 7}},
+    "tags": ["x"],
+}
 
 try:
     good = json.loads(Path("settings.json").read_text()) == WANTED

@@ -36,5 +36,5 @@ def passed(arguments, wanted):
 
 
 good = sum(passed(arguments, wanted) for arguments, wanted in CASES)
-reward = {"reward": good / len(CASES), "cases": good}
-(Path(os.environ["LOOPWRIGHT_VERIFIER_DIR"]) / "reward.json").write_text(json.dumps(reward))
+reward = good / len(CASES)
+(Path(os.environ["LOOPWRIGHT_VERIFIER_DIR"]) / "reward.json").write_text(json.dumps({"reward": reward}))

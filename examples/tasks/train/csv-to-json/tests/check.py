@@ -4,7 +4,11 @@ import json
 import os
 from pathlib import Path
 
-WANTED = [{"name": "Ada", "age": 36, "city": "London"}, {"name": "Grace, Rear Admiral", "age": None, "city": "New York"}, {"name": "Alan", "age": 41, "city": ""}]
+WANTED = [
+    {"name": "Ada", "age": 36, "city": "London"},
+    {"name": "Grace, Rear Admiral", "age": None, "city": "New York"},
+    {"name": "Alan", "age": 41, "city": ""},
+]
 
 try:
     good = json.loads(Path("people.json").read_text()) == WANTED

@@ -1,0 +1,62 @@
+"""Sandbox: what a room and a command in it cost, against the same command without one."""
+
+import asyncio
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.measure import Ratio
+from loopwright.execution import Command, LocalExecutor
+from loopwright.execution.sandbox import Bounds, Sandbox, sandbox_of
+
+ROUNDS = 30
+TRIAL_MS, COMMAND_MS = 150, 50
+"""Of the 300 ms that a trial may cost, half are for the session and for collecting."""
+BOUNDS = Bounds(cpu_s=600, memory_bytes=8 << 30, processes=512, disk_bytes=8 << 30)
+
+
+async def once(sandbox: Sandbox, executor: LocalExecutor, root: Path, number: int) -> tuple[float, float]:
+    """The milliseconds of a whole room with one command in it, and those of the command."""
+    workspace = root / f"{type(sandbox).__name__}-{number}"
+    workspace.mkdir()
+    command = Command(
+        argv=("/bin/true",),
+        directory=workspace,
+        environment={"PATH": os.defpath},
+        stdout=root / "stdout",
+        stderr=root / "stderr",
+        marker=f"bench-{os.getpid()}-{workspace.name}",
+    )
+    start_s = time.perf_counter()
+    async with sandbox.room(workspace, reach=("http://127.0.0.1:8400",)) as room:
+        inside_s = time.perf_counter()
+        done = await executor.run(room.command(command), lambda pid, ticks: None)
+        taken_s = time.perf_counter() - inside_s
+        if done.exit_code != 0:
+            raise RuntimeError((root / "stderr").read_text())
+    return (time.perf_counter() - start_s) * 1000, taken_s * 1000
+
+
+async def measure() -> dict[str, tuple[float, float]]:
+    """The best room and the best command of each, taken in turns."""
+    sandboxes = {name: sandbox_of(name, BOUNDS) for name in ("none", "bwrap")}
+    executor = LocalExecutor()
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in sandboxes}
+    with tempfile.TemporaryDirectory() as root:
+        for number in range(ROUNDS):
+            for name, sandbox in sandboxes.items():
+                taken[name].append(await once(sandbox, executor, Path(root), number))
+    await executor.close()
+    return {name: (min(room for room, _ in times), min(ran for _, ran in times)) for name, times in taken.items()}
+
+
+def run() -> list[Ratio]:
+    """A room by bubblewrap, in milliseconds that it adds."""
+    best = asyncio.run(measure())
+    (bare_ms, bare_command_ms), (room_ms, command_ms) = best["none"], best["bwrap"]
+    detail = f"bare {bare_ms:.1f} ms"
+    return [
+        Ratio("sandbox: a bwrap room with one command", room_ms, TRIAL_MS, "ms", detail=detail),
+        Ratio("sandbox: one command in it", command_ms, COMMAND_MS, "ms", detail=f"bare {bare_command_ms:.1f} ms"),
+    ]

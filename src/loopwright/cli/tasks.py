@@ -1,0 +1,143 @@
+"""`loopwright tasks`: what is in directories of Harbor tasks, and whether it can be trusted."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from loopwright.rollouts.harbor import Found
+    from loopwright.rollouts.harbor_check import Checked
+
+NAME = "tasks"
+app = typer.Typer(help="Look through directories of tasks.", no_args_is_help=True)
+_SUFFIXES = (".parquet", ".jsonl")
+
+
+@app.callback()
+def _tasks() -> None:
+    """So that `scan` is a word of its own."""
+
+
+@app.command("scan")
+def scan(
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Harbor tasks, at any depth below it.")],
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the good ones as a dataset: tasks.parquet or tasks.jsonl."),
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Their data_source; by default the directory's.")] = None,
+    split: Annotated[
+        str | None, typer.Option("--split", help="`train`, `validation`; by default as the directory's name says.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run the tests on the untouched state, and on what solution/solve.sh does.")
+    ] = False,
+    sandbox: Annotated[str, typer.Option("--sandbox", help="For --check: none, bwrap or docker.")] = "none",
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="For --check: how many tasks at a time.")] = 4,
+) -> None:
+    """List the tasks, and everything that is wrong with them. Exit code 2 if something is."""
+    from loopwright.rollouts.harbor import scan as scan_directory
+
+    if output is not None and output.suffix not in _SUFFIXES:
+        raise typer.BadParameter(f"{output}: a dataset ends in {' or '.join(_SUFFIXES)}.", param_hint="--output")
+    found = list(scan_directory(directory))
+    checked = _checked([each for each in found if each.task is not None], sandbox, jobs) if check else {}
+    _show(found, checked)
+    problems = [each.problem for each in found if each.task is None]
+    problems += [f"{id}: {problem}" for id, done in checked.items() for problem in done.problems]
+    for problem in problems:
+        typer.echo(problem, err=True)
+    good = [each for each in found if each.task is not None and not (each.id in checked and checked[each.id].problems)]
+    if output is not None and good:
+        _write(good, directory, name, split, output)
+        typer.echo(f"wrote {len(good)} tasks to {output}")
+    if not found:
+        typer.echo(
+            f"there is no task in {directory}: a task is a directory with task.toml and instruction.md", err=True
+        )
+    raise typer.Exit(2 if problems or not found else 0)
+
+
+def _checked(found: Sequence["Found"], sandbox: str, jobs: int) -> "Mapping[str, Checked]":
+    import asyncio
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from loopwright.execution.sandbox import sandbox_of
+    from loopwright.rollouts.harbor_check import check
+
+    async def main() -> "dict[str, Checked]":
+        done = {}
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            bar = progress.add_task("running tests", total=len(found))
+            async for each in check(found, place, jobs=jobs):
+                done[each.found.id] = each
+                progress.advance(bar)
+        return {each.id: done[each.id] for each in found}
+
+    console, place = Console(stderr=True), sandbox_of(sandbox)
+    place.check()
+    return asyncio.run(main())
+
+
+def _show(found: Sequence["Found"], checked: "Mapping[str, Checked]") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    columns = ("task", "difficulty", "steps", "tests", "solution", *(("untouched", "solved") if checked else ()))
+    table = Table(*columns, box=None, padding=(0, 1), pad_edge=False)
+    for each in found:
+        task = each.task
+        if task is None:
+            table.add_row(escape(each.id), "[red]unusable[/red]")
+            continue
+        solved = task.solution(task.steps[0]) is not None
+        facts = [str(task.metadata.get("difficulty", "")), str(len(task.steps)), _yes(task.tested), _yes(solved)]
+        if done := checked.get(each.id):
+            facts += [_reward(done.untouched), _reward(done.solved)]
+        table.add_row(escape(each.id), *map(escape, facts))
+    if found:
+        Console(highlight=False).print(table)
+        good = sum(each.task is not None for each in found)
+        typer.echo(
+            f"{len(found)} tasks, {len(found) - good} of them unusable" if good < len(found) else f"{good} tasks"
+        )
+
+
+def _yes(there: bool) -> str:
+    return "yes" if there else "no"
+
+
+def _reward(said: Mapping[str, Any] | None) -> str:
+    if said is None:
+        return ""
+    if "error" in said:
+        return "broken"
+    rewards = said["rewards"]
+    return ", ".join(f"{value:g}" if list(rewards) == ["reward"] else f"{n} {value:g}" for n, value in rewards.items())
+
+
+def _write(found: Sequence["Found"], root: Path, name: str | None, split: str | None, output: Path) -> None:
+    import orjson
+
+    from loopwright.core.errors import MissingExtra, storage
+    from loopwright.rollouts.harbor import row_of, split_of
+    from loopwright.rollouts.harbor_cache import write_parquet
+
+    label, part = name or root.resolve().name, split or split_of(root)
+    tasks = [(each, each.task) for each in found if each.task is not None]
+    rows = [row_of(each, task, index, label, part) for index, (each, task) in enumerate(tasks)]
+    with storage(output, then="nothing was written"):
+        if output.suffix == ".jsonl":
+            output.write_bytes(b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
+            return
+        try:
+            import pyarrow
+        except ModuleNotFoundError as error:
+            raise MissingExtra("writing Parquet", "parquet") from error
+        write_parquet(pyarrow.Table.from_pylist(rows), output)

@@ -1,0 +1,1 @@
+"""Loopwright inside other people's programs, one file each."""

@@ -1,0 +1,159 @@
+"""A student on Ray Train: several workers, each with a share of every batch, that take the same steps together.
+
+Ray's `TorchTrainer` keeps the workers and their process group: gloo on CPUs, NCCL on GPUs. What is to be done next lies
+at a desk, an actor where they look for work; the first of them says how it went.
+"""
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import TimeoutError as NotYet
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray import train
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer, prepare_model
+from torch import Tensor
+from torch import distributed as dist
+
+from loopwright.rollouts.launch_ray import Connection, check
+from loopwright.rollouts.resources import Ask
+from loopwright.trainers.failure import TrainingFailed
+from loopwright.trainers.learner import Learner, Setting
+from loopwright.trainers.sample import Sample
+from loopwright.trainers.students import LocalStudent
+
+_POLL_S = 0.5
+
+
+class _Desk:
+    """Where work lies. Every worker takes every job, in order; answers come from the first worker."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Any] = []
+        self._answers: dict[int, Any] = {}
+        self._news = asyncio.Condition()
+
+    async def put(self, job: Any) -> int:
+        async with self._news:
+            self._jobs.append(job)
+            self._news.notify_all()
+        return len(self._jobs) - 1
+
+    async def job(self, number: int) -> Any:
+        async with self._news:
+            await self._news.wait_for(lambda: number < len(self._jobs))
+        return self._jobs[number]
+
+    async def answer(self, number: int, value: Any) -> None:
+        async with self._news:
+            self._answers[number] = value
+            self._jobs[: number + 1] = [None] * (number + 1)  # all of them have it by now
+            self._news.notify_all()
+
+    async def answered(self, number: int) -> Any:
+        async with self._news:
+            await self._news.wait_for(lambda: number in self._answers)
+        return self._answers.pop(number)
+
+
+class _RayTeam:
+    """The workers of Ray Train."""
+
+    def __init__(self) -> None:
+        context = train.get_context()
+        self.rank, self.size = context.get_world_rank(), context.get_world_size()
+
+    def join(self, module: Any) -> Any:
+        return prepare_model(module, parallel_strategy_kwargs={"find_unused_parameters": False})
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(sums)
+        return [float(number) for number in sums]
+
+
+def _work(config: dict[str, Any]) -> None:
+    """What each worker does: one job after another, until there is none."""
+    setting, desk = config["setting"], config["desk"]
+    team = _RayTeam()
+    student = LocalStudent(setting, config["directory"], near=False, learner=Learner(setting, team))
+    number = 0
+    while (job := _got(desk.job.remote(number))) is not None:
+        what, args = job
+        # Everyone learns and restores; what is told or written, the first one tells and writes.
+        if what in ("update", "restore") or team.rank == 0:
+            answer = getattr(student, what)(*args)
+        dist.barrier()  # nobody is still reading the job when its place is cleared
+        if team.rank == 0:
+            _got(desk.answer.remote(number, answer))
+        number += 1
+
+
+def _got(reference: Any) -> Any:
+    return reference.future().result()
+
+
+class RayStudent:
+    """Workers of Ray Train, which learn as one."""
+
+    def __init__(self, setting: Setting, directory: Path, *, workers: int, cpus: float, gpus: float) -> None:
+        self._connection = Connection()
+        check([Ask("trainer", workers, cpus)])
+        self._desk: Any = ray.remote(_Desk).options(num_cpus=0.01).remote()
+        resources = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
+        self._trainer = TorchTrainer(
+            _work,
+            train_loop_config={"setting": setting, "desk": self._desk, "directory": directory},
+            scaling_config=ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=resources),
+            run_config=RunConfig(storage_path=str(directory / "ray-train"), name="learner"),
+        )
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._fit, name="ray-train", daemon=True)
+        self._thread.start()
+        self.restored = False
+
+    def _fit(self) -> None:
+        try:
+            self._trainer.fit()
+        except BaseException as error:  # noqa: BLE001  whoever waits for an answer is told
+            self._failure = error
+
+    def _asked(self, what: str, *args: Any) -> Any:
+        number = _got(self._desk.put.remote((what, args)))
+        answer = self._desk.answered.remote(number).future()
+        while True:
+            try:
+                return answer.result(timeout=_POLL_S)
+            except (NotYet, TimeoutError):
+                if not self._thread.is_alive():
+                    said = f"{type(self._failure).__name__}: {self._failure}" if self._failure else "it ended early"
+                    raise TrainingFailed(f"the workers of Ray Train are gone: {said}.") from self._failure
+
+    def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
+        told: dict[str, float] = self._asked("update", list(samples), step)
+        return told
+
+    def weights(self) -> Any:
+        return self._asked("weights")
+
+    def state(self) -> Mapping[str, Tensor]:
+        found: Mapping[str, Tensor] = self._asked("state")
+        return found
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self._asked("restore", dict(state))
+        self.restored = True
+
+    def save(self, directory: Path) -> None:
+        self._asked("save", directory)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            _got(self._desk.put.remote(None))
+            self._thread.join(timeout=30)
+        ray.kill(self._desk)
+        self._connection.close()

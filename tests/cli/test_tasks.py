@@ -1,0 +1,61 @@
+"""`loopwright tasks scan`: what was found, what is wrong with it, and the dataset."""
+
+import json
+
+from tests.rollouts.harbor import write
+
+WANTED = (
+    '[ -e done ] && echo 1 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt" || echo 0 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"'
+)
+
+
+def test_a_table_and_a_dataset(loopwright, tmp_path):
+    write(tmp_path / "eval/a")
+    write(tmp_path / "eval/deep/b", test=None)
+    done = loopwright("tasks", "scan", "eval", "-o", "tasks.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert [line.split() for line in done.stdout.splitlines()] == [
+        ["task", "difficulty", "steps", "tests", "solution"],
+        ["a", "easy", "1", "yes", "no"],
+        ["deep/b", "easy", "1", "no", "no"],
+        ["2", "tasks"],
+        ["wrote", "2", "tasks", "to", "tasks.jsonl"],
+    ]
+    rows = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
+    assert [(row["instance_id"], row["data_source"], row["extra_info"]["split"]) for row in rows] == [
+        ("a", "eval", "validation"),
+        ("deep/b", "eval", "validation"),
+    ]
+
+
+def test_every_problem_is_listed_and_the_good_ones_are_written(loopwright, tmp_path):
+    write(tmp_path / "set/good")
+    write(tmp_path / "set/bad", toml="[agent]\ntimeout_sec = 'x'")
+    write(tmp_path / "set/worse", instruction="")
+    done = loopwright("tasks", "scan", "set", "-o", "tasks.jsonl")
+    assert done.returncode == 2
+    assert "3 tasks, 2 of them unusable" in done.stdout
+    assert "bad/task.toml, agent.timeout_sec: " in done.stderr
+    assert "worse/instruction.md is empty" in done.stderr
+    assert len((tmp_path / "tasks.jsonl").read_text().splitlines()) == 1
+
+
+def test_check_runs_the_tests_before_and_after_the_solution(loopwright, tmp_path):
+    write(tmp_path / "set/good", test=WANTED, **{"solution__solve.sh": "touch done"})
+    write(tmp_path / "set/free", **{"solution__solve.sh": "true"})
+    write(tmp_path / "set/lazy", test=WANTED, **{"solution__solve.sh": "echo no idea; exit 3"})
+    done = loopwright("tasks", "scan", "set", "--check", "-o", "tasks.jsonl")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "free: the untouched state scores 1, not 0",
+        "lazy: its solution: solve.sh ended with code 3: no idea",
+    ]
+    assert [json.loads(line)["id"] for line in (tmp_path / "tasks.jsonl").read_text().splitlines()] == ["good"]
+
+
+def test_nothing_there_is_an_error(loopwright, tmp_path):
+    done = loopwright("tasks", "scan", ".")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there is no task in ." in done.stderr
+    assert loopwright("tasks", "scan", "nowhere").returncode == 1
+    assert "ends in .parquet or .jsonl" in loopwright("tasks", "scan", ".", "-o", "x.csv").stderr

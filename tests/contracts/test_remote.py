@@ -1,0 +1,591 @@
+"""Contracts of remote agents and of a run's gateway: A01, A03, T09, T11 and T12, with programs that misbehave."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+from loopwright.core.episode import Episode
+from loopwright.core.errors import ScenarioError
+from loopwright.core.ledger import Ledger
+from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.reward import Reward
+from loopwright.engines.base import Sampling, engines
+from loopwright.engines.scripted import ScriptedConfig
+from loopwright.gateway.client import GatewayClient, GatewayLost, endpoint
+from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig
+from loopwright.rollouts.loop import loops
+from loopwright.rollouts.pool import PoolDown, WorkerLost
+from loopwright.rollouts.remote.access import Access
+from loopwright.rollouts.remote.config import RemoteConfig
+from loopwright.rollouts.remote.home import EmbeddedConfig, EmbeddedHome, ExternalHome, RayConfig, home_of
+from loopwright.scenario.load import load
+from loopwright.testing import GatewayContract, LoopContract
+from loopwright.testing.loops import RecordingEngine
+from tests.gateway.serving import Teller, until
+from tests.rollouts.rays import cluster  # noqa: F401
+from tests.rollouts.remotes import CHAT, TASK, Stage, alive, program, rolled, running, staged
+from tests.survival.campaign import Campaign, end_of, wait_for
+
+SCRIPTED = ScriptedConfig(replies=("yes", "no"), slip=0.0)
+
+
+# -- A01: an agent from its start to its end -----------------------------------------------------------------------
+
+
+def test_a01_an_agent_is_started_with_its_base_urls_and_its_episode_comes_home(tmp_path):
+    told = rolled(
+        tmp_path,
+        "print(json.dumps({**os.environ, 'cwd': os.getcwd(), 'argv': sys.argv, 'said': chat(sys.argv[1])}))",
+        arguments=("{instruction}", "{id}", "{workspace}", "{openai_base_url}", "{key}", "{{}}"),
+        env={"MORE": "1"},
+    )
+
+    assert (told.outcome, told.fault, told.turns, told.answer) == (Outcome.OK, None, 1, "an answer")
+    assert told.task == TASK
+    assert told.evidence["agent"]["exit_code"] == 0
+    seen = json.loads(told.evidence["agent"]["stdout"])
+    assert seen["said"] == "an answer"
+    url, key = seen["OPENAI_BASE_URL"], seen["OPENAI_API_KEY"]
+    assert seen["argv"][1:] == ["What is it?", "t", seen["cwd"], url, key, "{}"]
+    assert (seen["OPENAI_API_BASE"], seen["ANTHROPIC_API_KEY"]) == (url, key)
+    assert seen["ANTHROPIC_BASE_URL"] == url.removesuffix("/v1")
+    assert (seen["LOOPWRIGHT_TRIAL_NUMBER"], seen["LOOPWRIGHT_WORKSPACE"], seen["MORE"]) == ("1", seen["cwd"], "1")
+    assert seen["LOOPWRIGHT_SESSION"] in url
+    assert "PYTEST_CURRENT_TEST" not in seen, "little of our own environment"
+    phases = told.attempts[-1].phases_s
+    assert set(phases) == {"boot", "agent", "generate", "collect", "teardown"}
+    assert phases["agent"] >= phases["generate"]
+    assert "secret label" not in json.dumps(seen)
+
+
+def test_a01_an_agent_that_hangs_after_it_spoke_is_truncated_and_scored(tmp_path):
+    episode = rolled(tmp_path, "chat(); time.sleep(1000)", deadline_s=2.0)
+    assert (episode.outcome, episode.fault, episode.turns) == (Outcome.TRUNCATED, Fault.POLICY, 1)
+    assert "not done within 2 s" in episode.reason
+    assert running(str(tmp_path / "agent.py")) == []
+
+
+def test_a01_an_agent_that_hangs_without_a_word_is_no_fault_of_the_policy(tmp_path):
+    episode = rolled(tmp_path, "time.sleep(1000)", deadline_s=1.0)
+    assert (episode.outcome, episode.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
+
+
+def test_a01_what_an_agent_forked_away_is_gone_with_it(tmp_path):
+    text = """
+chat()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(1000)", "forked-away"])
+    os._exit(0)
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", "left-behind"]).pid, flush=True)
+time.sleep(0.3)
+"""
+    episode = rolled(tmp_path, text)
+    assert episode.outcome is Outcome.OK
+    assert not alive(int(episode.evidence["agent"]["stdout"]))
+    assert running("forked-away") == []
+
+
+def test_a01_an_agent_that_crashes_without_a_word_is_a_fault_of_the_workload(tmp_path):
+    episode = rolled(tmp_path, "raise SystemExit('no config')")
+    assert (episode.outcome, episode.fault) == (Outcome.CRASHED, Fault.WORKLOAD)
+    assert "exited with 1" in episode.reason
+    assert "no config" in episode.evidence["agent"]["stderr"]
+
+
+def test_a01_an_agent_that_breaks_over_what_the_policy_said_is_scored(tmp_path):
+    episode = rolled(tmp_path, "int(chat())")
+    assert (episode.outcome, episode.fault, episode.turns) == (Outcome.TRUNCATED, Fault.POLICY, 1)
+    assert "exited with 1, after 1 turns" in episode.reason
+    assert episode.judged(Reward(0.0)).trainable
+
+
+def test_a01_an_agent_that_is_ended_by_a_signal_says_so(tmp_path):
+    episode = rolled(tmp_path, "chat(); os.kill(os.getpid(), 9)")
+    assert (episode.fault, episode.evidence["agent"]["signal"]) == (Fault.POLICY, "SIGKILL")
+
+
+def test_a01_an_agent_that_never_calls_is_scored_and_not_trained_on(tmp_path):
+    episode = rolled(tmp_path, "print('42')")
+    assert (episode.outcome, episode.fault, episode.sampled) == (Outcome.OK, None, 0)
+    assert episode.reason == "the agent never called the model"
+    judged = episode.judged(Reward(1.0))
+    assert judged.in_baseline
+    assert not judged.trainable
+
+
+def test_a01_an_agent_that_prints_without_end_leaves_the_end_of_it(tmp_path):
+    episode = rolled(tmp_path, "chat()\nwhile True: print('x' * 1000)", deadline_s=2.0, output=8192)
+    assert episode.outcome is Outcome.TRUNCATED
+    assert 0 < len(episode.evidence["agent"]["stdout"]) <= 16 * 1024
+
+
+def test_a01_a_program_that_is_not_there_is_found_at_load_time_or_costs_one_rollout(tmp_path):
+    config = RemoteConfig(command=("no-such-agent",))
+    (problem,) = config.problems(tmp_path)
+    assert problem.key == "command"
+    assert "no-such-agent" in problem.message
+
+    async def story():
+        async with staged(tmp_path, command=("no-such-agent",)) as stage:
+            return await stage.roll()
+
+    episode = asyncio.run(story())
+    assert (episode.outcome, episode.fault) == (Outcome.CRASHED, Fault.WORKLOAD)
+    assert "not found" in episode.reason
+
+
+def test_a01_a_call_after_the_end_is_refused(tmp_path):
+    async def story():
+        text = "chat(); print(os.environ['OPENAI_BASE_URL'], os.environ['OPENAI_API_KEY'])"
+        async with staged(tmp_path, command=program(tmp_path, text)) as stage:
+            episode = await stage.roll()
+            url, key = episode.evidence["agent"]["stdout"].split()
+            body = {"model": "m", "messages": [{"role": "user", "content": "one more"}]}
+            async with aiohttp.ClientSession(headers={"authorization": f"Bearer {key}"}) as client:
+                async with client.post(f"{url}/chat/completions", json=body) as response:
+                    assert response.status == 409
+            assert len(stage.engine.calls) == 1
+
+    asyncio.run(story())
+
+
+def test_a01_an_engine_that_fails_or_stalls_is_no_fault_of_the_policy(tmp_path):
+    lost = rolled(tmp_path, "chat()", Teller(fail_at=2))
+    assert (lost.outcome, lost.fault) == (Outcome.LOST, Fault.INFRA)
+    assert "out of memory" in lost.reason
+    stalled = rolled(tmp_path, "chat()", Teller(hold_at=2), deadline_s=2.0)
+    assert (stalled.outcome, stalled.fault) == (Outcome.LOST, Fault.INFRA)
+    assert "the engine gave no token" in stalled.reason
+
+
+def test_a01_budgets_and_sampling_are_the_loops_to_set(tmp_path):
+    engine = Teller("a long answer")
+    cut = rolled(tmp_path, "chat()", engine, max_tokens=3)
+    assert (cut.outcome, cut.fault, cut.sampled) == (Outcome.TRUNCATED, Fault.POLICY, 3)
+    spent = rolled(tmp_path, "[chat(str(n)) for n in range(3)]", engine, max_turns=2)
+    assert (spent.outcome, spent.fault, spent.turns) == (Outcome.TRUNCATED, Fault.POLICY, 2)
+    assert "all 2 turns are used up" in spent.reason
+    rolled(tmp_path, "chat()", engine, sampling=Sampling(temperature=0.5, max_tokens=7))
+    assert (engine.calls[-1][2].temperature, engine.calls[-1][2].max_tokens) == (0.5, 7)
+
+
+def test_a01_cancelling_releases_session_process_and_workspace(tmp_path):
+    async def story():
+        command = program(tmp_path, "chat(); time.sleep(1000)")
+        async with staged(tmp_path, command=command) as stage:
+            flight = asyncio.ensure_future(stage.roll())
+            await until(lambda: stage.sessions and len(stage.engine.calls) == 1, 20.0)
+            assert running(str(tmp_path / "agent.py"))
+            flight.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await flight
+            await until(lambda: not running(str(tmp_path / "agent.py")), 20.0)
+            await until(lambda: [live.status for live in stage.sessions] == ["complete"], 20.0)
+            assert stage.sessions[0].outcome is Outcome.ABORTED
+            await until(lambda: list(stage.directory.iterdir()) == [], 20.0)
+
+    asyncio.run(story())
+
+
+def test_a01_a_gateway_that_is_gone_costs_rollouts_and_then_ends_the_run(tmp_path):
+    async def story():
+        async with staged(tmp_path, command=program(tmp_path, "chat()")) as stage:
+            await stage.home._gateway.__aexit__(None, None, None)
+            found = await asyncio.gather(*(stage.roll(trial=n) for n in range(8)), return_exceptions=True)
+            assert [type(error) for error in found].count(WorkerLost) == 7
+            assert [type(error) for error in found].count(PoolDown) == 1
+            assert "cannot reach the gateway" in str(found[0])
+
+    asyncio.run(story())
+
+
+REMOTE = """
+name = "remote"
+[[run]]
+name = "work"
+agent = {{ type = "collect", trials = 6, group_size = 2 }}
+[run.rollout]
+tasks = {{ type = "jsonl", path = "tasks.jsonl" }}
+loop = {{ type = "remote", command = {command}, deadline_s = 60, concurrency = 2{loop} }}
+judger = {{ type = "python", handler = "judge:exact" }}
+{more}
+"""
+ENGINE = '[run.engine]\ntype = "scripted"\nreplies = ["yes"]\nslip = 0.0\n'
+
+
+def scenario(home, text, *, loop="", more=ENGINE):
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "tasks.jsonl").write_text('{"prompt": "is it?", "label": "yes"}\n' * 3)
+    (home / "judge.py").write_text("def exact(answer, label):\n    return float(answer == label)\n")
+    command = json.dumps(list(program(home, text, "{instruction}")))
+    return REMOTE.format(command=command, loop=loop, more=more)
+
+
+def test_a01_a_run_that_is_killed_leaves_nothing_and_goes_on(tmp_path):
+    text = f"""
+chat(sys.argv[1])
+if not os.path.exists({str(tmp_path / "go")!r}):
+    open({str(tmp_path)!r} + "/pid-" + str(os.getpid()), "w").close()
+    time.sleep(1000)
+"""
+    campaign = Campaign(tmp_path, scenario(tmp_path, text))
+    process = campaign.start()
+    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    wait_for(lambda: not running(str(tmp_path / "agent.py")))
+    (tmp_path / "go").touch()
+
+    ended = campaign.call("resume")
+
+    assert ended.code == 0, ended.err
+    with Ledger.read(campaign.ledger) as ledger:
+        trials = list(ledger.trials())
+        assert [trial.number for trial in trials] == [1, 2, 3, 4, 5, 6]
+        assert all(trial.outcome is Outcome.OK for trial in trials)
+        episodes = [Episode.from_bytes(ledger.payload(trial.number, "rollout")) for trial in trials]
+        assert [episode.turns for episode in episodes] == [1] * 6, "nothing of the killed attempts is in them"
+
+
+# -- A03: arguments ------------------------------------------------------------------------------------------------
+
+AGENT = """
+import aiohttp
+
+async def solve(task, base_url, api_key, seen, more=()):
+    assert seen == {"trials": []}, seen
+    seen["trials"].append(task.id)
+    headers = {"authorization": f"Bearer {api_key}"}
+    body = {"model": "m", "messages": list(task.messages)}
+    async with aiohttp.ClientSession(headers=headers) as client:
+        async with client.post(f"{base_url}/chat/completions", json=body) as response:
+            response.raise_for_status()
+            return {"said": (await response.json())["choices"][0]["message"]["content"], "more": more}
+
+async def ask_for_the_moon(task, moon):
+    ...
+
+async def deaf():
+    import asyncio
+    try:
+        await asyncio.sleep(1000)
+    except asyncio.CancelledError:
+        await asyncio.sleep(1000)  # until the event loop itself ends
+
+def not_async(task):
+    ...
+"""
+
+
+def with_agents(home):
+    name = f"my_agents_{home.name.replace('-', '_')}"
+    (home / f"{name}.py").write_text(AGENT)
+    return name
+
+
+def test_a03_arguments_are_copied_for_each_trial(tmp_path):
+    async def story():
+        args = {"seen": {"trials": []}, "more": [1]}
+        name = with_agents(tmp_path)
+        async with staged(tmp_path, function=f"{name}:solve", args=args) as stage:
+            episodes = await asyncio.gather(*(stage.roll(trial=n) for n in range(4)))
+        assert [episode.reason for episode in episodes] == [""] * 4
+        assert episodes[0].evidence["agent"]["returned"] == {"said": "an answer", "more": [1]}
+        assert stage.config.args == {"seen": {"trials": []}, "more": [1]}
+
+    asyncio.run(story())
+
+
+def test_a03_a_command_finds_its_arguments_as_json(tmp_path):
+    episode = rolled(tmp_path, "print(json.loads(os.environ['LOOPWRIGHT_ARGS'])['depth'])", args={"depth": 3})
+    assert episode.evidence["agent"]["stdout"] == "3\n"
+
+
+def test_a03_a_function_that_raises_after_a_call_or_never_ends(tmp_path):
+    async def story():
+        name = with_agents(tmp_path)
+        async with staged(tmp_path, function=f"{name}:solve", args={"seen": {}}) as stage:
+            crashed = await stage.roll()
+        async with staged(tmp_path, function=f"{name}:deaf", deadline_s=0.5) as stage:
+            late = await stage.roll()
+            assert stage.sessions[0].status == "complete"
+        return crashed, late
+
+    crashed, late = asyncio.run(story())
+    assert (crashed.outcome, crashed.fault) == (Outcome.CRASHED, Fault.WORKLOAD)
+    assert "AssertionError" in crashed.reason
+    assert (late.outcome, late.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
+
+
+def test_a03_what_a_function_takes_is_checked_before_anything_starts(tmp_path):
+    name = with_agents(tmp_path)
+
+    def said(function, **more):
+        return "; ".join(map(str, RemoteConfig(function=f"{name}:{function}", **more).problems(tmp_path)))
+
+    assert said("solve", args={"seen": {}}) == ""
+    assert "asks for 'moon', which nobody gives it" in said("ask_for_the_moon")
+    assert "does not take 'depth' of `args`" in said("solve", args={"seen": {}, "depth": 3})
+    assert "no async function" in said("not_async")
+    assert "no sandbox can hold" in said("deaf", sandbox="bwrap")
+    with pytest.raises(ValueError, match=r"nothing is called \{instructions\}.*Did you mean 'instruction'"):
+        RemoteConfig(command=("agent", "{instructions}"))
+    with pytest.raises(ValueError, match="either `command` or `function`"):
+        RemoteConfig()
+
+
+class TestRemoteFunction(LoopContract):
+    """A remote loop keeps the contract of all loops."""
+
+    def make_config(self, home, **settings):
+        return RemoteConfig(function=f"{with_agents(home)}:solve", args={"seen": {"trials": []}}, **settings)
+
+    def use(self, home, story, *, engine=None, **settings):
+        async def main():
+            config = self.make_config(home, **settings)
+            policy = RecordingEngine(ScriptedConfig(replies=self.replies, **(engine or {})), home)
+            stage = Stage(home, policy, **config.model_dump(exclude_unset=True))
+            await stage.pool.start()
+            stage.pool.handle = stage.pool.call
+            try:
+                return await asyncio.wait_for(story(stage.pool, policy), 60)
+            finally:
+                await stage.pool.close()
+
+        return asyncio.run(main())
+
+
+# -- T09: settings -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loaded(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("REMOTE_", "LLM_PROXY", "PROXY_SERVER"))]:
+        monkeypatch.delenv(name)
+    file = tmp_path / "s.toml"
+
+    def of(*settings, more=ENGINE, environ=None, loop=""):
+        file.write_text(scenario(tmp_path, "chat()", more=more, loop=loop))
+        with monkeypatch.context() as patched:
+            for name, value in (environ or {}).items():
+                patched.setenv(name, value)
+            return load(file, settings=settings).scenario.run[0]
+
+    return of
+
+
+def test_t09_the_command_line_comes_over_the_environment_over_the_file(loaded):
+    gateway = ENGINE + "[run.gateway]\nport = 1111\nttl_s = 5\n"
+    assert loaded(more=gateway).gateway == EmbeddedConfig(port=1111, ttl_s=5)
+    environ = {"REMOTE_GATEWAY_PORT": "2222", "REMOTE_DEADLINE_S": "30", "REMOTE_ENV": '{"A": "1"}'}
+    run = loaded(more=gateway, environ=environ)
+    assert run.gateway == EmbeddedConfig(port=2222, ttl_s=5)
+    assert (run.rollout.loop.deadline_s, run.rollout.loop.env) == (30.0, {"A": "1"})
+    run = loaded("gateway.port=3333", "loop.deadline_s=7", more=gateway, environ=environ)
+    assert (run.gateway.port, run.rollout.loop.deadline_s) == (3333, 7.0)
+    assert run.rollout.loop.env == {"A": "1"}
+
+
+def test_t09_an_external_gateway_by_its_url(loaded):
+    run = loaded(environ={"PROXY_SERVER_URL": "https://gateway.example", "REMOTE_GATEWAY_TOKEN": "0123456789abcdef"})
+    assert (run.gateway.type, run.gateway.url, run.engine.type) == ("external", "https://gateway.example", "external")
+    assert "0123456789abcdef" not in run.model_dump_json()
+    assert endpoint(run.gateway.url) == ("gateway.example", 443)
+    assert endpoint("http://gpu-box/proxy/") == ("gpu-box", 80)
+    assert endpoint("http://gpu-box:8400") == ("gpu-box", 8400)
+    for bad in ("gpu-box:8400", "http://gpu-box:port", "ftp://gpu-box", "http://"):
+        with pytest.raises(ValueError, match="no URL of a gateway"):
+            endpoint(bad)
+
+
+def test_t09_the_address_that_agents_are_given(loaded):
+    environ = {"LLM_PROXY_IP": "10.0.0.7"}
+    with pytest.raises(ScenarioError, match=r"advertise_host: agents would look for the gateway at 10.0.0.7, but it"):
+        loaded(environ=environ)
+    gateway = loaded("gateway.host=0.0.0.0", environ=environ).gateway
+    assert gateway.address(8400) == "http://10.0.0.7:8400"
+
+
+def test_t09_what_is_wrong_is_named(loaded):
+    with pytest.raises(ScenarioError, match=r"environment variable REMOTE_ARGS is broken JSON"):
+        loaded(environ={"REMOTE_ARGS": '{"a": '})
+    with pytest.raises(ScenarioError, match=r"environment variable REMOTE_GATEWAY_PORT is broken JSON"):
+        loaded(environ={"REMOTE_GATEWAY_PORT": "[84"})
+    with pytest.raises(ScenarioError, match=r"\[run.gateway\]: unknown key 'prot'. Known: .* Did you mean 'port'"):
+        loaded("gateway.prot=1")
+    with pytest.raises(ScenarioError, match=r"--set 'port=1': write loop.KEY=VALUE or gateway.KEY=VALUE"):
+        loaded("port=1")
+    with pytest.raises(ScenarioError, match=r"unknown gateway 'rai'. Known: embedded, ray, external. Did you mean 'ray'"):
+        loaded(environ={"REMOTE_GATEWAY_TYPE": "rai"})
+    with pytest.raises(ScenarioError, match=r"\[run.engine\]: has no meaning with an external gateway"):
+        loaded(more=ENGINE + '[run.gateway]\ntype = "external"\nurl = "http://g"\n')
+
+
+def test_t09_settings_of_a_run_are_those_of_its_resume(tmp_path):
+    campaign = Campaign(tmp_path, scenario(tmp_path, "chat(); print(os.environ['FLAVOUR'])"))
+    process = campaign.start(verb="run")
+    end_of(process)  # without the variable its agents break, and are scored
+    again = Campaign(tmp_path / "b", scenario(tmp_path / "b", "chat(); print(os.environ['FLAVOUR'])"))
+    command = [sys.executable, "-m", "loopwright", "run", str(again.scenario), "--output", str(again.output)]
+    import subprocess
+
+    ended = subprocess.run(
+        [*command, "--set", 'loop.env={"FLAVOUR": "set"}'], capture_output=True, text=True, timeout=90
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert again.call("resume").code == 0, "the same settings, so the same inputs"
+    with Ledger.read(again.ledger) as ledger:
+        episode = Episode.from_bytes(ledger.payload(1, "rollout"))
+    assert episode.evidence["agent"]["stdout"] == "set\n"
+    with Ledger.read(campaign.ledger) as ledger:
+        assert Episode.from_bytes(ledger.payload(1, "rollout")).outcome is Outcome.TRUNCATED
+
+
+# -- T10, T11: where the gateway lives -----------------------------------------------------------------------------
+
+
+def test_t10_a_remote_agent_without_an_address_is_an_error_before_anything_starts(loaded, tmp_path):
+    with pytest.raises(ScenarioError, match=r"\[run.gateway\] host: 0.0.0.0 means all addresses"):
+        loaded("gateway.host=0.0.0.0")
+    assert RayConfig(host="0.0.0.0").problems(tmp_path) == [], "an actor knows the address of its node"
+
+    async def story():
+        with pytest.raises(AdvertiseError):
+            await EmbeddedHome(GatewayConfig(host="0.0.0.0"), pytest.fail).start()
+        with pytest.raises(GatewayLost, match="cannot reach the gateway at http://127.0.0.1:9"):
+            await ExternalHome(Access("http://127.0.0.1:9")).start()
+
+    asyncio.run(story())
+
+
+class TestT11Embedded(GatewayContract):
+    def make_home(self, home):
+        return home_of(EmbeddedConfig(), SCRIPTED, home, "r")
+
+
+class TestT11External(GatewayContract):
+    """A gateway that somebody else started."""
+
+    token = "a-token-of-the-test"
+
+    @asynccontextmanager
+    async def around(self, home):
+        engine = engines.get("scripted")(SCRIPTED, home)
+        async with Gateway(engine, token=self.token, output=home / "gw") as gateway:
+            self.url = gateway.address
+            yield
+
+    def make_home(self, home):
+        return ExternalHome(Access(self.url, self.token))
+
+    def test_a_wrong_token_is_known_before_anything_starts(self, tmp_path):
+        async def story():
+            async with self.around(tmp_path):
+                home = ExternalHome(Access(self.url, "not-the-token-at-all"))
+                with pytest.raises(GatewayLost, match=r"opens no session.*token_file"):
+                    await home.start()
+                await home.aclose()
+
+        asyncio.run(story())
+
+
+@pytest.mark.usefixtures("cluster")
+class TestT11Ray(GatewayContract):
+    def make_home(self, home):
+        return home_of(RayConfig(cpus=0.1, engine_cpus=0.1, engines=2), SCRIPTED, home, "r")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_t11_a_gateway_actor_that_dies_is_replaced(tmp_path):
+    async def story():
+        home = home_of(RayConfig(cpus=0.1, engine_cpus=0.1), SCRIPTED, tmp_path, "r")
+        await home.start()
+        try:
+            before = await home.access()
+            await home.tell(__import__("loopwright.rollouts.worker", fromlist=["News"]).News(4))
+            import ray
+
+            ray.kill(home._gateway._router.seats[0].actor)
+            async with asyncio.timeout(60):
+                while (after := await home.access()).url == before.url:
+                    await asyncio.sleep(0.1)
+            from loopwright.testing.gateways import said
+
+            session = await home.open("after")
+            assert (await said(session))[0] == 200
+            assert (await session.close()).oldest_version == 4, "it was told the latest news"
+            assert after.token == before.token
+        finally:
+            await home.aclose()
+
+    asyncio.run(story())
+
+
+def test_t11_a_run_with_its_gateway_and_agents_on_ray(tmp_path):
+    """Also T09: what is resolved in the driver reaches the agents of workers that know nothing of it."""
+    more = ENGINE + '[run.gateway]\ntype = "ray"\ncpus = 0.1\nengine_cpus = 0.1\n'
+    text = "chat(); print(os.environ['FLAVOUR'], os.environ['PASSED'])"
+    loop = ', workers = 2, cpus = 0.1, pass_env = ["PASSED"]'
+    campaign = Campaign(tmp_path, scenario(tmp_path, text, more=more, loop=loop))
+    environ = {**os.environ, "REMOTE_ENV": '{"FLAVOUR": "sweet"}', "PASSED": "on"}
+    ended = end_of(campaign.start(env=environ))
+    assert ended.code == 0, ended.err
+    with Ledger.read(campaign.ledger) as ledger:
+        episodes = [Episode.from_bytes(ledger.payload(trial.number, "rollout")) for trial in ledger.trials()]
+    assert {episode.evidence["agent"]["stdout"] for episode in episodes} == {"sweet on\n"}
+    assert {episode.outcome for episode in episodes} == {Outcome.OK}
+
+
+# -- T12: one client -----------------------------------------------------------------------------------------------
+
+
+def test_t12_one_http_session_is_reused_and_closed(tmp_path):
+    async def story():
+        async with staged(tmp_path, function=f"{with_agents(tmp_path)}:solve", args={"seen": {"trials": []}}) as stage:
+            await stage.roll(trial=1)
+            (client,) = stage.worker._clients.values()
+            session = client._session
+            await asyncio.gather(*(stage.roll(trial=n) for n in range(2, 5)))
+            assert stage.worker._clients == {await stage.home.access(): client}
+            assert client._session is session
+        assert session.closed
+        with pytest.raises(GatewayLost, match="was closed"):
+            await client.open()
+
+    asyncio.run(story())
+
+
+def test_t12_a_client_tells_a_gateway_from_something_else(tmp_path):
+    async def story():
+        async def not_found(_):
+            return aiohttp.web.Response(text="<html>hello</html>")
+
+        app = aiohttp.web.Application()
+        app.router.add_route("*", "/{path:.*}", not_found)
+        runner = aiohttp.web.AppRunner(app)
+        await runner.setup()
+        site = aiohttp.web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            async with GatewayClient(f"http://127.0.0.1:{runner.addresses[0][1]}") as client:
+                with pytest.raises(GatewayLost, match="Is it a Loopwright gateway"):
+                    await client.check()
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(story())
+
+
+def test_the_registry_has_it():
+    assert loops.get("remote").Config is RemoteConfig
+    assert CHAT
+    assert time

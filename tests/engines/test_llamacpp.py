@@ -1,0 +1,30 @@
+"""The real server of llama.cpp; it runs in a virtual environment of its own: `make test-engines`."""
+
+import pytest
+from benchmarks.servers import llamacpp, missing
+
+from loopwright.engines.base import ContextFull, Sampling
+from tests.engines.real import RealServer
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing("llamacpp") is not None, reason=str(missing("llamacpp")))]
+
+
+@pytest.fixture(scope="module")
+def url():
+    with llamacpp() as found:
+        yield found
+
+
+class TestLlamaCpp(RealServer):
+    wire = "llamacpp"
+
+    @pytest.fixture(autouse=True)
+    def _url(self, url):
+        self.url = url
+
+    def test_a_prompt_that_is_too_long_says_so(self, tmp_path):
+        async def story(engine):
+            with pytest.raises(ContextFull, match="maximum context length is 2048 tokens"):
+                [c async for c in engine.generate([5] * 3000, Sampling(), seed="s")]
+
+        self.use(tmp_path, story)

@@ -1,0 +1,85 @@
+"""The real server of vLLM, new weights included; it runs in a virtual environment of its own: `make test-engines`."""
+
+import asyncio
+import shutil
+
+import pytest
+from benchmarks.servers import missing, vllm
+
+from loopwright.engines import smollm2
+from loopwright.engines.base import ContextFull, Sampling
+from loopwright.testing.engines import ids_of, logprobs_of
+from tests.engines.real import RealServer, forward
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing("vllm") is not None, reason=str(missing("vllm")))]
+
+
+@pytest.fixture(scope="module")
+def url():
+    with vllm() as found:
+        yield found
+
+
+class TestVllm(RealServer):
+    wire = "vllm"
+
+    @pytest.fixture(autouse=True)
+    def _url(self, url):
+        self.url = url
+
+    def test_a_prompt_that_is_too_long_says_so(self, tmp_path):
+        async def story(engine):
+            for length in (4096, 5000):
+                with pytest.raises(ContextFull, match="maximum context length is 4096 tokens"):
+                    [c async for c in engine.generate([5] * length, Sampling(max_tokens=1), seed="s")]
+
+        self.use(tmp_path, story)
+
+    def test_t06_new_weights_under_a_running_stream(self, tmp_path):
+        """Hold, load, resume: what was said before carries the old version, what comes after the new one, and the
+        logprobs are those of the weights that sampled."""
+        changed = other_weights(tmp_path / "changed")
+
+        async def story(engine):
+            prompt = self.asked(engine)
+            running = asyncio.ensure_future(self.said(engine))
+            await asyncio.sleep(1.5)
+            await engine.pause()
+            begun = await running
+            assert begun[-1].finish == "abort"
+            assert ids_of(begun)
+            held = asyncio.ensure_future(self.said(engine, ids=ids_of(begun), max_tokens=12))
+            await engine.load_weights(changed.name_or_path, 1)
+            assert not held.done()
+            await engine.resume()
+            rest = await held
+            assert {chunk.version for chunk in begun} == {0}
+            assert {chunk.version for chunk in rest} == {1}
+            assert logprobs_of(begun) == pytest.approx(self.logprobs_of(engine, prompt, ids_of(begun)), abs=1e-3)
+            whole = [*prompt, *ids_of(begun)]
+            assert logprobs_of(rest) == pytest.approx(forward(changed, whole, ids_of(rest)), abs=1e-3)
+            before = self.logprobs_of(engine, whole, ids_of(rest))
+            assert logprobs_of(rest) != pytest.approx(before, abs=0.01), "the weights do differ"
+
+            await engine.pause()
+            await engine.load_weights(smollm2.directory(), 2)
+            await engine.resume()
+            again = await self.said(engine, max_tokens=12)
+            assert logprobs_of(again) == pytest.approx(self.logprobs_of(engine, prompt, ids_of(again)), abs=1e-3)
+
+        self.use(tmp_path, story)
+
+
+def other_weights(directory):
+    """SmolLM2 after some training, as it were."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(smollm2.directory(), dtype="auto")
+    with torch.no_grad():
+        for layer in model.model.layers[-4:]:
+            layer.mlp.down_proj.weight.mul_(1.1)
+    model.save_pretrained(directory)
+    shutil.copy(smollm2.directory() / "tokenizer.json", directory)
+    model.name_or_path = str(directory)
+    return model

@@ -1,0 +1,272 @@
+"""Sandboxes keep their promises, escapes are tried, and what strangers left is read and removed with care."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loopwright.execution.processes import start_ticks
+from loopwright.execution.sandbox import Bounds, SandboxError, sandbox_of
+from loopwright.execution.sandbox.bubblewrap import remove_stale
+from loopwright.execution.sandbox.files import read_inside, remove, size_bytes
+from loopwright.execution.sandbox.gate import Gate
+from loopwright.testing import SandboxContract, WallsContract
+from loopwright.testing.sandboxes import Place
+
+NO_BOUNDS = Bounds()
+FAKE_DOCKER = """
+import json, os, subprocess, sys
+words, [log, pids] = sys.argv[3:], sys.argv[1:3]
+with open(log, "a") as file:
+    file.write(json.dumps(words) + chr(10))
+if words[0] != "run":
+    sys.exit(0)
+argv = words[words.index("python:3.11-slim") + 1 :]
+if "--detach" in words:
+    mounts = [dict(part.partition("=")[::2] for part in word.split(",")) for word in words if "--mount=" in word]
+    places = {mount["target"]: mount["source"] for mount in mounts}
+    argv = [sys.executable, *(places.get(word, word) for word in argv[1:])]
+    with open(pids, "a") as file:
+        print(subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid, file=file)
+    sys.exit(0)
+done = subprocess.run(argv)
+sys.exit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
+"""
+
+
+def tool(path, script):
+    """A program that is this shell script."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+class TestNone(SandboxContract):
+    def make_sandbox(self, bounds=NO_BOUNDS):
+        return sandbox_of("none", bounds)
+
+
+class TestBubblewrap(WallsContract):
+    def make_sandbox(self, bounds=NO_BOUNDS):
+        return sandbox_of("bwrap", bounds)
+
+
+class TestWhatStrangersLeave:
+    def test_a_plain_file_is_read_up_to_its_limit(self, tmp_path):
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs/reward.txt").write_text("0.75")
+        assert read_inside(tmp_path, "logs/reward.txt", 100) == b"0.75"
+        assert read_inside(tmp_path, "logs/reward.txt", 3) == b"0.7"
+
+    @pytest.mark.parametrize(
+        "name", ["link", "folder/secret", "pipe", "logs", "missing", "../secret", "/etc/passwd", ""]
+    )
+    def test_nothing_leads_out(self, tmp_path, name):
+        """Given links out of the workspace, a pipe that nobody writes to, and odd names, then there is no such file."""
+        inside = tmp_path / "workspace"
+        inside.mkdir()
+        (tmp_path / "secret").write_text("key")
+        (inside / "link").symlink_to(tmp_path / "secret")
+        (inside / "folder").symlink_to(tmp_path)
+        (inside / "logs").mkdir()
+        os.mkfifo(inside / "pipe")
+        with pytest.raises(FileNotFoundError):
+            read_inside(inside, name, 100)
+
+    def test_a_device_is_no_plain_file(self):
+        with pytest.raises(FileNotFoundError, match="no plain file"):
+            read_inside(Path("/dev"), "zero", 100)
+
+    def test_what_forbids_to_be_opened_is_removed(self, tmp_path):
+        root = tmp_path / "room"
+        (root / "a/b").mkdir(parents=True)
+        (root / "a/b/file").touch()
+        (root / "a/b").chmod(0)
+        (root / "a").chmod(0o500)
+        remove(root)
+        assert not root.exists()
+
+    def test_what_lies_thousands_deep_is_measured_and_removed(self, tmp_path):
+        root = tmp_path / "room"
+        root.mkdir()
+        place = os.open(root, os.O_RDONLY)
+        for _ in range(3000):
+            os.mkdir("d", dir_fd=place)
+            inner = os.open("d", os.O_RDONLY, dir_fd=place)
+            os.close(place)
+            place = inner
+        os.close(place)
+        assert size_bytes(root) is not None
+        remove(root)
+        assert not root.exists()
+
+    def test_links_are_removed_and_what_they_point_to_is_not(self, tmp_path):
+        root = tmp_path / "room"
+        root.mkdir()
+        (tmp_path / "kept").mkdir()
+        (root / "link").symlink_to(tmp_path / "kept")
+        remove(root)
+        assert (tmp_path / "kept").exists()
+
+
+class TestDoors:
+    def test_names_and_loopback_stay_and_other_addresses_become_loopback(self):
+        """Given several places, each has an address of its own inside; a name stays, so that certificates fit."""
+        reach = ("https://models.example/v1", "http://10.0.0.5:8400", "http://10.0.0.6:8400", "http://localhost:9/x")
+        gate = Gate(reach)
+        assert gate.reachable("https://models.example/v1/chat") == "https://models.example/v1/chat"
+        assert gate.reachable("http://10.0.0.5:8400/a?b=c") == "http://127.77.0.2:8400/a?b=c"
+        assert gate.reachable("http://10.0.0.6:8400") == "http://127.77.0.3:8400"
+        assert gate.reachable("http://localhost:9/y") == "http://localhost:9/y"
+        assert gate.hosts() == "127.0.0.1\tlocalhost\n127.77.0.1\tmodels.example\n"
+
+    def test_what_was_not_named_has_no_door(self):
+        with pytest.raises(SandboxError, match="reach"):
+            Gate(("http://127.0.0.1:8400",)).reachable("http://127.0.0.1:8401")
+
+    @pytest.mark.parametrize("url", ["127.0.0.1:8400", "http://", "file:///etc", "http://a:port"])
+    def test_what_is_no_place_is_refused(self, url):
+        with pytest.raises(SandboxError, match="http://host:port"):
+            Gate((url,))
+
+
+class TestNotToBeHad:
+    def test_an_unknown_name(self):
+        with pytest.raises(SandboxError, match="Known: none, bwrap, docker"):
+            sandbox_of("chroot")
+
+    def test_without_bubblewrap_it_says_what_to_install(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
+            sandbox_of("bwrap").check()
+
+    @pytest.mark.parametrize(
+        ("said", "advice"),
+        [
+            ("bwrap: No permissions to create new namespace", "user.max_user_namespaces"),
+            ("bwrap: Unknown option --disable-userns", "0.8 or newer"),
+        ],
+    )
+    def test_without_user_namespaces_it_says_so(self, tmp_path, monkeypatch, said, advice):
+        tool(tmp_path / "bwrap", f"echo '{said}' >&2; exit 1")
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        with pytest.raises(SandboxError, match=said) as caught:
+            sandbox_of("bwrap").check()
+        assert advice in str(caught.value)
+
+    def test_what_is_to_be_readable_must_exist(self, tmp_path):
+        with pytest.raises(SandboxError, match="no-such-place"):
+            sandbox_of("bwrap", readable=(tmp_path / "no-such-place",)).check()
+
+    def test_without_a_daemon_docker_says_so(self, tmp_path, monkeypatch):
+        tool(tmp_path / "docker", "echo 'Cannot connect to the Docker daemon' >&2; exit 1")
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        with pytest.raises(SandboxError, match=r"Cannot connect to the Docker daemon.*systemctl start docker"):
+            sandbox_of("docker").check()
+
+    def test_without_docker_it_says_so(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(SandboxError, match="needs Docker"):
+            sandbox_of("docker").check()
+
+
+class TestReadable:
+    def test_what_is_named_can_be_read_and_not_written(self, tmp_path):
+        """Given an agent that lives in a directory of its own, then its rooms show that, and nothing beside it."""
+        agent = tmp_path / "agents" / "mine"
+        agent.mkdir(parents=True)
+        tool(agent / "agent", "echo working")
+        (tmp_path / "agents" / "other").write_text("hidden")
+        (tmp_path / "trial").mkdir()
+        place = Place(tmp_path / "trial", sandbox_of("bwrap", readable=(agent,)))
+        said = place.says(place.command('"$1"/agent; touch "$1"/x; ls "$1"/..; exit 0', str(agent)))
+        assert said == "working\nmine\n"
+        assert not (agent / "x").exists()
+
+
+class TestStale:
+    def test_what_a_killed_process_left_is_removed(self, tmp_path, monkeypatch):
+        """Given the scratch of a process that is gone and one of ours, only the first is removed."""
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        gone = tmp_path / "loopwright-room-999999999-1-abc"
+        ours = tmp_path / f"loopwright-room-{os.getpid()}-{start_ticks(os.getpid())}-abc"
+        gone.mkdir()
+        ours.mkdir()
+        remove_stale.__wrapped__()
+        assert (gone.exists(), ours.exists()) == (False, True)
+
+
+class TestDocker:
+    """Against a `docker` that writes down what it was asked, and runs the command by itself."""
+
+    @pytest.fixture
+    def docker(self, tmp_path, monkeypatch):
+        fake = tmp_path / "bin"
+        fake.mkdir()
+        (fake / "docker.py").write_text(FAKE_DOCKER)
+        log, pids = tmp_path / "log", tmp_path / "pids"
+        tool(fake / "docker", f'exec {sys.executable} -I {fake}/docker.py {log} {pids} "$@"')
+        monkeypatch.setenv("PATH", f"{fake}:{os.environ['PATH']}")
+        (tmp_path / "trial").mkdir()
+        yield lambda: [json.loads(line) for line in log.read_text().splitlines()]
+        for pid in pids.read_text().split() if pids.exists() else ():
+            os.kill(int(pid), signal.SIGKILL)
+
+    def test_a_command_is_a_container_without_powers_or_network(self, docker, tmp_path):
+        bounds = Bounds(cpu_s=9.5, memory_bytes=1000, processes=7, disk_bytes=5000)
+        place = Place(tmp_path / "trial", sandbox_of("docker", bounds))
+        place.at = "/app"
+        [done] = place.runs(place.command("exit 3"))
+        version, run, removed = docker()
+        assert done.exit_code == 3
+        assert version[0] == "version"
+        options = run[: run.index("python:3.11-slim")]
+        assert run[len(options) + 1 :] == ["/bin/sh", "-c", "exit 3", "script"]
+        assert options[options.index("--network") + 1] == "none"
+        assert options[options.index("--workdir") + 1] == "/app"
+        assert {
+            *("--cap-drop=ALL", "--security-opt=no-new-privileges", f"--user={os.getuid()}:{os.getgid()}"),
+            *("--pids-limit=7", "--memory=1000", "--memory-swap=1000", "--ulimit=cpu=10", "--ulimit=fsize=5000"),
+            f"--mount=type=bind,source={place.workspace},target=/app",
+        } <= set(options)
+        assert removed[:2] == ["rm", "--force"]
+        assert run[run.index("--name") + 1] in removed
+
+    def test_secrets_go_by_file_and_the_file_is_gone(self, docker, tmp_path):
+        place = Place(tmp_path / "trial", sandbox_of("docker"))
+        command = place.command("true")
+        place.runs(replace(command, environment={"SESSION_KEY": "sk-1", "LONG": "a\nb"}))
+        run = docker()[1]
+        assert not [word for word in run if "sk-1" in word]
+        assert "--env=LONG=a\nb" in run
+        assert not Path(run[run.index("--env-file") + 1]).exists()
+
+    def test_its_doors_are_opened_in_a_container_and_lead_to_us(self, docker, tmp_path):
+        """Given a room that may reach a URL, a container without network opens the door, and the command shares it."""
+
+        async def main():
+            async def answer(reader, writer):
+                writer.write(b"hello")
+                writer.close()
+
+            server = await asyncio.start_server(answer, "127.0.0.1", 0)
+            port = server.sockets[0].getsockname()[1]
+            # The fake shares our network, so the door must not be the place itself; this is 127.0.0.1, as a name.
+            url = f"http://127.1:{port}"
+            sandbox = sandbox_of("docker")
+            async with server, sandbox.room(tmp_path / "trial", reach=(url,)) as room:
+                assert room.reachable(url) == url
+                reader, writer = await asyncio.open_connection("127.77.0.1", port)
+                assert await reader.read() == b"hello"
+                writer.close()
+                return room.command(Place(tmp_path / "trial", sandbox).command("true")).argv, docker()[1]
+
+        argv, gate = asyncio.run(main())
+        assert gate[gate.index("--network") + 1] == "none"
+        assert "--add-host=127.1:127.77.0.1" in gate
+        assert argv[argv.index("--network") + 1] == f"container:{gate[gate.index('--name') + 1]}"

@@ -1,0 +1,341 @@
+"""What whoever runs a gateway sees of it: health, metrics, the access log, its routes; and how it ends."""
+
+import asyncio
+import re
+import threading
+from contextlib import contextmanager
+from datetime import timedelta
+
+import aiohttp
+import orjson
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import load_all_checks
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from loopwright.engines.base import EngineError
+from loopwright.gateway import openapi
+from loopwright.gateway.gateway import Gateway
+from loopwright.gateway.server import Server
+from loopwright.gateway.terms import Terms
+from tests.gateway.serving import Teller, client_of, run, served, until, user
+
+TOKEN = "a token of the opener"
+AUTH = {"authorization": f"Bearer {TOKEN}"}
+
+
+async def got(gateway, path, headers=None):
+    async with aiohttp.ClientSession() as http, http.get(gateway.address + path, headers=headers) as answer:
+        return answer.status, await answer.read()
+
+
+async def measured(gateway, headers=None):
+    """The metrics by their names and labels; every line is one that Prometheus reads."""
+    _, text = await got(gateway, "/metrics", headers)
+    found = {}
+    for line in text.decode().splitlines():
+        if not line.startswith("#"):
+            name, value = re.fullmatch(r"loopwright_gateway_([a-z_]+(?:\{[^{}]*\})?) ([0-9.e+-]+)", line).groups()
+            found[name] = float(value)
+    return found
+
+
+# -- health ---------------------------------------------------------------------------------------------------------
+
+
+def test_health_is_that_of_engine_and_store(tmp_path, caplog):
+    async def story():
+        engine = Teller()
+        async with served(engine, output=tmp_path) as gateway:
+            assert await got(gateway, "/healthz") == (200, b'{"status":"ok","version":0,"failing":[]}')
+
+            async def gone():
+                raise EngineError("no route to gpu-box")
+
+            engine.check = gone
+            status, said = await got(gateway, "/healthz")
+            assert (status, orjson.loads(said)["failing"]) == (503, ["engine"])
+            assert b"gpu-box" not in said, "strangers may ask, too"
+            del engine.check
+            # Closed for writing under its feet, as a disk that is remounted read-only.
+            gateway.store._connection.execute("PRAGMA query_only = 1")
+            status, said = await got(gateway, "/healthz")
+            assert (status, orjson.loads(said)["failing"]) == (503, ["store"])
+            gateway.store._connection.execute("PRAGMA query_only = 0")
+            assert (await got(gateway, "/healthz"))[0] == 200
+            assert gateway.store.rows("SELECT * FROM sessions") == []
+
+    run(story)
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("health:")]
+    assert [("gpu-box" in line, "readonly" in line, "well again" in line) for line in said] == [
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+    ]
+
+
+# -- metrics --------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_count_what_happened():
+    async def story():
+        engine = Teller("hello", hold_at=2)
+        async with served(engine) as gateway:
+            session = await gateway.open()
+            async with client_of(session) as client:
+                talk = client.chat.completions.create
+                first = asyncio.create_task(talk(model="m", messages=[user("a")]))
+                await engine.held.wait()
+                now = await measured(gateway)
+                assert (now["sessions_open"], now["calls_in_flight"], now["store_queue"]) == (1, 1, 0)
+                engine.go.set()
+                await first
+                async for _ in await talk(model="m", messages=[user("b")], stream=True, max_tokens=3):
+                    pass
+                engine.fail_at = 1
+                with pytest.raises(Exception, match="out of memory"):
+                    await talk(model="m", messages=[user("c")])
+                with pytest.raises(Exception, match="messages"):
+                    await talk(model="m", messages=[])
+            async with client_of(session, api_key="wrong") as client:
+                with pytest.raises(Exception, match="API key"):
+                    await client.chat.completions.create(model="m", messages=[user("d")])
+            await session.close()
+            now = await measured(gateway)
+            route = 'route="/{id}/v1/chat/completions"'
+            counts = {status: now.get(f'requests_total{{{route},status="{status}"}}') for status in (200, 400, 401, 503)}
+            assert counts == {200: 2, 400: 1, 401: 1, 503: 1}
+            assert now["sampled_tokens_total"] == 6 + 3 + 1
+            assert now['turns_total{verdict="exact"}'] == 1
+            assert now['turns_total{verdict="forked"}'] == 1
+            assert (now["engine_errors_total"], now["sessions_open"], now["calls_in_flight"]) == (1, 0, 0)
+            assert now[f"request_seconds_count{{{route}}}"] == now[f'request_seconds_bucket{{{route},le="+Inf"}}'] == 5
+            buckets = [value for name, value in now.items() if name.startswith(f"request_seconds_bucket{{{route}")]
+            assert buckets == sorted(buckets)
+
+    run(story)
+
+
+def test_a_retry_is_not_counted_twice_and_strangers_make_no_labels():
+    async def story():
+        engine = Teller("hello", hold_at=3)
+        async with served(engine) as gateway:
+            session = await gateway.open()
+            async with client_of(session) as client:
+                talk = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("a")]))
+                await engine.held.wait()
+                talk.cancel()
+                await until(lambda: engine.closed == 1)
+                engine.hold_at = None
+                for _ in range(3):
+                    await client.chat.completions.create(
+                        model="m", messages=[user("a")], extra_headers={"x-stainless-retry-count": "1"}
+                    )
+            for path in ("/nowhere", "/a/b/c", "/x/v1/chat/completions"):
+                await got(gateway, path)
+            now = await measured(gateway)
+            assert now["sampled_tokens_total"] == 6
+            assert now['turns_total{verdict="exact"}'] == 1
+            assert now['requests_total{route="/{id}/v1/chat/completions",status="499"}'] == 1
+            assert not [name for name in now if "nowhere" in name or '"/a' in name or "/x" in name]
+
+    run(story)
+
+
+def test_metrics_are_for_whoever_has_the_token():
+    async def story():
+        async with served(token=TOKEN) as gateway:
+            assert (await got(gateway, "/metrics"))[0] == 401
+            assert (await got(gateway, "/metrics", {"authorization": "Bearer x"}))[0] == 401
+            assert "sessions_open" in await measured(gateway, AUTH)
+            assert (await got(gateway, "/healthz"))[0] == 200
+
+    run(story)
+
+
+# -- the access log -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+def test_the_access_log_has_a_line_per_request_and_no_secrets(tmp_path, prompts):
+    async def story():
+        where = {"access_log": str(tmp_path / "access.jsonl"), "log_prompts": prompts}
+        async with served(Teller("a secret answer"), token=TOKEN, **where) as gateway:
+            session = await gateway.open("s")
+            async with client_of(session) as client:
+                await client.chat.completions.create(model="m", messages=[user("my secret plan")])
+                async for _ in await client.completions.create(model="m", prompt="my secret plan", stream=True):
+                    pass
+            await got(gateway, "/healthz")
+            await got(gateway, "/metrics", AUTH)
+            await got(gateway, f"/{session.key}/v1/models", {"x-api-key": session.key})
+            return session.key
+
+    key = run(story)
+    text = (tmp_path / "access.jsonl").read_text()
+    lines = [orjson.loads(line) for line in text.splitlines()]
+    assert key not in text
+    assert TOKEN not in text
+    assert (text.count("my secret plan") > 0, text.count("a secret answer") > 0) == (prompts, prompts)
+    assert [(line["route"], line["session"], line["status"]) for line in lines] == [
+        ("/{id}/v1/chat/completions", "s", 200),
+        ("/{id}/v1/completions", "s", 200),
+        ("/{id}/v1/models", None, 404),
+    ]
+    chat, raw, _ = lines
+    assert (chat["dialect"], chat["verdict"], chat["sampled_tokens"], chat["streamed"]) == (
+        "chat.completions",
+        "exact",
+        16,
+        False,
+    )
+    assert raw["streamed"]
+    assert chat["duration_s"] > 0
+    assert (tmp_path / "access.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def test_an_access_log_that_cannot_be_written_is_said_at_once_and_costs_no_answers(tmp_path, caplog):
+    async def broken():
+        async with served(access_log=str(tmp_path / "none" / "access.jsonl")):
+            pass
+
+    with pytest.raises(OSError, match="access log"):
+        run(broken)
+
+    async def full():
+        async with served(access_log="/dev/full") as gateway:
+            assert (await got(gateway, "/sessions/x"))[0] == 404
+            assert (await got(gateway, "/sessions/x"))[0] == 404
+
+    run(full)
+    assert len([record for record in caplog.records if "access log /dev/full" in record.getMessage()]) == 1
+
+
+# -- the description of its routes ----------------------------------------------------------------------------------
+
+
+def test_every_route_is_described_and_every_description_is_of_a_route():
+    async def story():
+        router = Server(Gateway(Teller()))._app.router
+        routes = {(route.method, route.resource.canonical) for route in router.routes()}
+        return routes, openapi.described(router)
+
+    routes, description = run(story)
+    assert not [route for route in routes if openapi.about(*route) is None]
+    assert {(method.upper(), path) for path, each in description["paths"].items() for method in each} == routes
+    ours = {tuple(name.split(" ")) for name in openapi._ROUTES} - {("GET", "/ws/worker")}
+    assert ours <= routes, "what is described is there"
+    assert {"/{id}/" + path for path in openapi._DIALECTS} <= {path for _, path in routes}
+
+
+@contextmanager
+def in_thread():
+    """A gateway with a session, served by a thread of its own."""
+    ready, done, found = threading.Event(), asyncio.Event(), {}
+
+    async def main():
+        async with served(Teller("hello"), token=TOKEN, body_bytes=100_000) as gateway:
+            session = await gateway.open("known", Terms(max_tokens=8))
+            found.update(url=gateway.address, key=session.key, loop=asyncio.get_running_loop())
+            ready.set()
+            await done.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    try:
+        assert ready.wait(30)
+        yield found
+    finally:
+        found["loop"].call_soon_threadsafe(done.set)
+        thread.join()
+
+
+def test_whatever_fits_the_description_is_answered_as_it_says():
+    load_all_checks()
+    with in_thread() as server:
+        schema = schemathesis.openapi.from_url(f"{server['url']}/openapi.json")
+        checks = [
+            schemathesis.checks.not_a_server_error,
+            status_code_conformance,
+            content_type_conformance,
+            response_schema_conformance,
+        ]
+        seen = set()
+
+        def check(case):
+            # Most requests are of a session that there is, by whom may make them.
+            if "id" in (case.path_parameters or {}) and len(str(case.body)) % 4:
+                case.path_parameters["id"] = "known"
+            case.headers = {**(case.headers or {}), **AUTH}
+            if not case.path.startswith(("/sessions", "/engines", "/weights", "/pause", "/resume", "/metrics")):
+                case.headers["authorization"] = f"Bearer {server['key']}"
+            if case.path in ("/weights", "/pause", "/sessions/{id}/complete") or case.method == "DELETE":
+                case.headers.pop("authorization")  # the session and the engine are still needed
+            response = case.call(timeout=10)
+            seen.add((case.method, case.path, response.status_code))
+            case.validate_response(response, checks=checks)
+
+        quick = settings(
+            max_examples=15,
+            deadline=timedelta(seconds=20),
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=True,
+            phases=[Phase.explicit, Phase.generate],
+            report_multiple_bugs=False,
+        )
+        operations = [operation.ok() for operation in schema.get_all_operations()]
+        assert len(operations) > 20
+        for operation in operations:
+            quick(given(case=operation.as_strategy())(check))()
+        for path in ("v1/chat/completions", "v1/completions", "v1/responses", "v1/messages"):
+            assert ("POST", f"/{{id}}/{path}", 200) in seen, sorted(seen)
+
+
+# -- how it ends ----------------------------------------------------------------------------------------------------
+
+
+def test_a_gateway_that_ends_lets_streams_come_to_their_end_and_takes_no_new_ones(tmp_path):
+    async def story():
+        engine = Teller("hello", hold_at=2)
+        async with served(engine, output=tmp_path, drain_s=30) as gateway:
+            session = await gateway.open("t")
+            async with client_of(session) as client:
+                stream = await client.chat.completions.create(model="m", messages=[user("a")], stream=True)
+                await engine.held.wait()
+                ending = asyncio.create_task(gateway._server.stop())
+                await asyncio.sleep(0.05)
+                async with client_of(session) as late:
+                    with pytest.raises(Exception, match="Connection"):
+                        await late.chat.completions.create(model="m", messages=[user("b")])
+                engine.go.set()
+                text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+                assert text == "hello"
+                await ending
+        async with served(output=tmp_path) as gateway:
+            (turn,) = gateway.find("t").described()["turns"]
+            assert (turn["finish"], turn["verdict"]) == ("stop", "exact")
+
+    run(story)
+
+
+def test_a_stream_that_does_not_end_in_time_is_cut_and_what_it_said_is_kept(tmp_path):
+    async def story():
+        engine = Teller("hello", hold_at=2)
+        async with served(engine, output=tmp_path, drain_s=0.1) as gateway:
+            session = await gateway.open("t")
+            async with client_of(session) as client:
+                talk = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("a")]))
+                await engine.held.wait()
+        with pytest.raises(Exception, match=r"Connection|takes no more"):
+            await talk
+        async with served(output=tmp_path) as gateway:
+            (turn,) = gateway.find("t").described()["turns"]
+            assert (turn["finish"], turn["sampled_tokens"]) == ("cut", 2)
+
+    run(story)

@@ -1,0 +1,304 @@
+"""Engines that connect out to the gateway: the contract of all engines holds over the wire, whatever becomes of it."""
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import aiohttp
+import orjson
+import pytest
+
+from loopwright.engines.base import ContextFull, EngineError, Sampling
+from loopwright.engines.fingerprint import fingerprint
+from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
+from loopwright.engines.tokenizer import ByteTokenizer
+from loopwright.gateway.gateway import Gateway, GatewayConfig
+from loopwright.gateway.link import PROTOCOL
+from loopwright.gateway.relay import Relay, RelayConfig
+from loopwright.gateway.worker import Worker, WorkerRefused
+from loopwright.testing import EngineContract
+from tests.gateway.serving import END, Teller, client_of, run, until, user
+
+TOKEN = "a-token-of-the-gateway"
+
+
+@asynccontextmanager
+async def relayed(*engines, tokenizer=None, port=0, output=None, **settings):
+    """A gateway with a relay, and a worker for each engine."""
+    relay = Relay(RelayConfig(**{"heartbeat_s": 0.5, "wait_s": 20.0, "rest_s": 0.02, **settings}), tokenizer)
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(
+            Gateway(relay, GatewayConfig(keepalive_s=0.05, port=port), token=TOKEN, output=output)
+        )
+        for number, engine in enumerate(engines):
+            await stack.enter_async_context(working(gateway, engine, f"w{number}"))
+        await until(lambda: len(relay.described()) == len(engines))
+        try:
+            yield gateway
+        finally:
+            await relay.close()
+
+
+def door(gateway):
+    return f"{gateway.address.replace('http', 'ws', 1)}/ws/worker"
+
+
+@asynccontextmanager
+async def working(gateway, engine, name="w", token=TOKEN):
+    worker = Worker(engine, door(gateway), token, name=name, drain_s=5.0)
+    task = asyncio.create_task(worker.run())
+    try:
+        yield worker
+    finally:
+        worker.end()
+        await asyncio.wait([task], timeout=10)
+        if task.cancel():
+            await asyncio.wait([task])
+        await engine.close()
+
+
+async def said(engine, text="hi", most=64):
+    ids = ByteTokenizer().encode(text)
+    return [chunk async for chunk in engine.generate(ids, Sampling(max_tokens=most), seed="s")]
+
+
+def ids_of(chunks):
+    return [token for chunk in chunks for token in chunk.ids]
+
+
+class TestContract(EngineContract):
+    def make_engine(self, home, *, slow=False):
+        replies = ("one two three four five six seven eight nine ten", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16")
+        return ScriptedEngine(ScriptedConfig(replies=replies, slip=0.1, token_s=0.005 if slow else 0.0), home)
+
+    def use(self, home, story, *, slow=False):
+        async def main():
+            workers = [self.make_engine(home, slow=slow) for _ in range(2)]
+            async with relayed(*workers) as gateway:
+                return await asyncio.wait_for(story(gateway.engine), 60)
+
+        return asyncio.run(main())
+
+    def test_its_config_travels(self):
+        pytest.skip("a relay is made by its gateway, from settings that need not travel")
+
+
+def test_logprobs_and_errors_come_over_as_they_are():
+    async def story():
+        class Exact(Teller):
+            async def generate(self, ids, sampling, *, seed):
+                async for chunk in super().generate(ids, sampling, seed=seed):
+                    yield chunk.__class__(chunk.ids, (-0.1 - 1e-16,), 7, chunk.finish)
+
+        engine = Exact("abc", room=9)
+        engine.version = 7
+        async with relayed(engine) as gateway:
+            chunks = await said(gateway.engine)
+            assert ids_of(chunks) == [*b"abc", END]
+            assert {c.logprobs for c in chunks} == {(-0.1 - 1e-16,)}
+            assert {c.version for c in chunks} == {7}
+            with pytest.raises(ContextFull) as full:
+                await said(gateway.engine, "far too long")
+            assert (full.value.limit, full.value.length) == (9, 12)
+
+    run(story)
+
+
+def test_a_worker_that_is_told_to_end_ends_its_streams_first():
+    async def story():
+        first, other = Teller("hello", hold_at=2), Teller("hello")
+        async with relayed() as gateway, working(gateway, first, "first") as worker:
+            relay = gateway.engine
+            stream = asyncio.create_task(said(relay))
+            await first.held.wait()
+            async with working(gateway, other, "other"):
+                await until(lambda: len(relay.described()) == 2)
+                worker.end()
+                await until(lambda: relay.described()[0]["state"] == "leaving")
+                assert ids_of(await said(relay)) == [*b"hello", END]
+                assert len(first.calls) == 1, "nothing new"
+                first.go.set()
+                assert ids_of(await stream) == [*b"hello", END]
+                assert len(other.calls) == 1, "what was begun was ended where it was begun"
+                await until(lambda: [each["name"] for each in relay.described()] == ["other"])
+
+    run(story)
+
+
+def test_who_has_no_token_is_not_let_in_and_gives_up():
+    async def story():
+        async with relayed() as gateway:
+            for token in ("wrong-token-of-the-gateway", "", TOKEN + "x"):
+                with pytest.raises(WorkerRefused, match="does not know this token"):
+                    await Worker(Teller(), door(gateway), token).run()
+            assert gateway.engine.described() == []
+        async with Gateway(Teller(), token=TOKEN) as plain:
+            with pytest.raises(WorkerRefused, match="start the gateway with --relay"):
+                await Worker(Teller(), door(plain), TOKEN).run()
+
+    run(story)
+
+
+def test_a_worker_with_other_tokens_is_refused_with_the_reason():
+    class Other(ByteTokenizer):
+        specials = {"<|im_start|>": 256, "<|eot|>": 257}
+
+    async def story():
+        other = Teller()
+        other.tokenizer = Other()
+        async with relayed(Teller()) as gateway:
+            with pytest.raises(WorkerRefused, match="all workers must serve the same model"):
+                await Worker(other, door(gateway), TOKEN).run()
+        async with relayed(tokenizer=Other()) as gateway:
+            with pytest.raises(WorkerRefused, match="all workers must serve the same model"):
+                await Worker(Teller(), door(gateway), TOKEN).run()
+
+    run(story)
+
+
+def test_the_tokenizer_of_a_hub_s_model_is_sent():
+    tokenizers = pytest.importorskip("tokenizers")
+    from loopwright.engines.hub_tokenizer import HubTokenizer
+
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE())
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    raw.train_from_iterator(["hello hello world, hello there"] * 9, trainer)
+
+    async def story():
+        engine = Teller("x")
+        engine.tokenizer = HubTokenizer(raw)
+        async with relayed(engine) as gateway:
+            mine = gateway.engine.tokenizer
+            assert isinstance(mine, HubTokenizer)
+            assert fingerprint(mine) == fingerprint(engine.tokenizer) != fingerprint(ByteTokenizer())
+            assert mine.encode("hello <|im_end|>") == engine.tokenizer.encode("hello <|im_end|>")
+
+    run(story)
+
+
+async def spoken(gateway, *messages):
+    """What the gateway answers to a worker that says this after the greeting."""
+    answers = []
+    async with (
+        aiohttp.ClientSession() as http,
+        http.ws_connect(door(gateway), headers={"authorization": f"Bearer {TOKEN}"}) as socket,
+    ):
+        await socket.receive()
+        for message in messages:
+            await socket.send_bytes(message if isinstance(message, bytes) else orjson.dumps(message))
+        async for got in socket:
+            answers.append(orjson.loads(got.data))
+            if len(answers) == 9:
+                break
+    return answers
+
+
+ANNOUNCED = {"t": "announce", "protocol": PROTOCOL, "name": "n", "version": 0, "tokenizer": "bytes"}
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({**ANNOUNCED, "protocol": 99}, "protocol"),
+        ({**ANNOUNCED, "name": None}, "name and version"),
+        ({**ANNOUNCED, "version": "1"}, "name and version"),
+        ({**ANNOUNCED, "fingerprint": "0"}, "not the one that it has"),
+        ({**ANNOUNCED, "tokenizer": "other"}, "--tokenizer"),
+        ({**ANNOUNCED, "tokenizer": "other", "tokenizer_json": "{}"}, "cannot be read"),
+        (b"\x80\x04", "no JSON"),
+        (b"[]", "said not what it is"),
+    ],
+)
+def test_who_announces_nonsense_is_refused(message, said):
+    async def story():
+        async with relayed() as gateway:
+            (answer,) = await spoken(gateway, message)
+            assert answer["t"] == "refused"
+            assert said in answer["reason"]
+            assert gateway.engine.described() == []
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"t": "chunk", "id": 1},
+        {"t": "chunk", "id": 1, "ids": ["a"], "logprobs": [0], "version": 0, "finish": None},
+        {"t": "chunk", "id": 1, "ids": [1], "logprobs": [0], "version": 0, "finish": "gone"},
+        {"t": "chunk", "id": 1, "ids": 1, "logprobs": [0], "version": 0, "finish": None},
+        {"t": "done", "id": 1},
+        {"t": "failed", "id": 1, "kind": "context", "limit": None, "length": 1},
+        {"t": "nonsense", "id": 1},
+        {"t": "chunk", "id": [1], "ids": [], "logprobs": [], "version": 0, "finish": None},
+    ],
+)
+def test_a_worker_that_says_nonsense_is_lost_and_nobody_else_is_hurt(message):
+    async def story():
+        async with relayed(Teller("hello")) as gateway:
+            await spoken(gateway, {**ANNOUNCED, "fingerprint": fingerprint(ByteTokenizer())}, message)
+            await until(lambda: len(gateway.engine.described()) == 1)
+            assert ids_of(await said(gateway.engine)) == [*b"hello", END]
+
+    run(story)
+
+
+def test_before_the_first_worker_whoever_opens_a_session_waits():
+    async def story():
+        async with relayed() as gateway, aiohttp.ClientSession() as http:
+            auth = {"authorization": f"Bearer {TOKEN}"}
+            opening = asyncio.create_task(http.post(f"{gateway.address}/sessions", headers=auth))
+            await asyncio.sleep(0.1)
+            async with http.get(f"{gateway.address}/healthz") as answer:
+                assert answer.status == 200
+            assert not opening.done()
+            async with working(gateway, Teller("hello")):
+                async with await opening as answer:
+                    assert answer.status == 200
+        async with relayed(wait_s=0.1) as gateway, aiohttp.ClientSession() as http:
+            async with http.post(f"{gateway.address}/sessions", headers=auth) as answer:
+                assert answer.status == 503
+                assert "no worker has connected yet" in await answer.text()
+
+    run(story)
+
+
+def test_a_worker_that_comes_late_is_given_the_weights_that_it_missed():
+    async def story():
+        async with relayed(Teller("hello")) as gateway:
+            await gateway.update(4, "w4")
+            late = Teller("hello")
+            async with working(gateway, late, "late"):
+                await until(lambda: late.version == 4)
+                await until(lambda: [e["state"] for e in gateway.engine.described()] == ["serving"] * 2)
+
+    run(story)
+
+
+def test_weights_that_are_no_path_are_refused():
+    async def story():
+        async with relayed(Teller("hello")) as gateway:
+            with pytest.raises(EngineError, match="by a path or a URL"):
+                await gateway.update(1, {"w": [1.0]})
+            assert ids_of(await said(gateway.engine)) == [*b"hello", END], "it serves what it has"
+
+    run(story)
+
+
+def test_a_relay_that_begins_again_reads_its_sessions_once_it_knows_the_tokens(tmp_path):
+    async def story():
+        async with relayed(Teller("hello"), output=tmp_path) as gateway:
+            session = await gateway.open("s")
+            async with client_of(session) as client:
+                await client.chat.completions.create(model="m", messages=[user("a")])
+        async with relayed(Teller("hello"), output=tmp_path) as gateway:
+            again = await gateway.open("s")
+            assert again.key == session.key
+            assert again.episode().sampled == 6
+
+    run(story)

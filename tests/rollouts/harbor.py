@@ -1,0 +1,48 @@
+"""Harbor task directories for tests."""
+
+from pathlib import Path
+
+from loopwright.core.task import Task
+from loopwright.execution import LocalExecutor
+from loopwright.execution.sandbox import NoSandbox
+from loopwright.rollouts.harbor import Places
+from loopwright.rollouts.remote.verify import combined, prepare, stage, verify
+
+TOML = """
+[metadata]
+difficulty = "easy"
+"""
+PASS = 'echo 1 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"'
+
+
+def write(root: Path, *, toml: str = TOML, instruction: str = "Do it.", test: str | None = PASS, **files: str) -> Path:
+    """A task directory; `files` are its other files, with `__` for a slash."""
+    texts = {"task.toml": toml, "instruction.md": instruction, **{n.replace("__", "/"): t for n, t in files.items()}}
+    if test is not None:
+        texts["tests/test.sh"] = f"#!/bin/bash\n{test}\n"
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def task_at(path: Path, **extra: object) -> Task:
+    return Task("t", ({"role": "user", "content": "Do it."},), extra={"local_task_path": str(path), **extra})
+
+
+async def verified(path: Path, home: Path, work=lambda workspace: None, sandbox=None):
+    """What the tests of the task say after `work` was done to the workspace."""
+    (home / "workspace").mkdir()
+    prepared = prepare(task_at(path), home / "workspace", Places(home))
+    executor, said = LocalExecutor(), []
+    try:
+        async with (sandbox or NoSandbox()).room(home / "workspace", at=prepared.workdir, hide=prepared.hide) as room:
+            for step in prepared.steps:
+                stage(prepared, step, home / "workspace")
+                work(home / "workspace")
+                said.append(await verify(prepared, step, room, executor, home, marker="m"))
+                if not step.goes_on(said[-1]):
+                    break
+    finally:
+        await executor.close()
+    return combined(prepared, said)

@@ -1,0 +1,259 @@
+"""Harbor task directories: what is read from them, what is refused, and how a workspace begins."""
+
+import os
+from pathlib import PurePosixPath
+
+import pytest
+
+from loopwright.rollouts import harbor_cache
+from loopwright.rollouts.config import RolloutConfig
+from loopwright.rollouts.dockerfile import layout_of
+from loopwright.rollouts.harbor import HarborTasks, Places, scan
+from loopwright.rollouts.harbor_task import HarborTask, digest_of
+from loopwright.rollouts.tasks import TaskMix, TasksError
+from tests.rollouts.harbor import task_at, write
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """As if nobody had touched any file for a while; the clock that says so cannot be set."""
+    monkeypatch.setattr(harbor_cache, "_SETTLED_NS", -(10**12))
+
+
+def test_two_files_are_a_task(tmp_path):
+    task = HarborTask.read(write(tmp_path / "t", toml="", instruction="  Do it.\n", test=None))
+    (step,) = task.steps
+    assert (step.instruction, step.agent_timeout_s, step.verifier_timeout_s) == ("Do it.", None, 600.0)
+    assert not task.tested
+
+
+def test_limits_variables_and_places(tmp_path):
+    toml = """
+    [agent]
+    timeout_sec = 5
+    [verifier]
+    timeout_sec = 7.5
+    env = { A = "1" }
+    [environment]
+    workdir = "/work"
+    env = { B = "2" }
+    docker_image = "python:3.12-slim"
+    something_new = ["that we do not know"]
+    """
+    task = HarborTask.read(write(tmp_path / "t", toml=toml))
+    (step,) = task.steps
+    assert (step.agent_timeout_s, step.verifier_timeout_s, step.verifier_env) == (5.0, 7.5, {"A": "1"})
+    assert (task.workdir, task.env, task.tested) == ("/work", {"B": "2"}, True)
+
+
+@pytest.mark.parametrize(
+    ("toml", "says"),
+    [
+        ("[agent\n", "task.toml: "),
+        ('[agent]\ntimeout_sec = "long"', "task.toml, agent.timeout_sec: "),
+        ("[verifier]\ntimeout_sec = -1", "task.toml, verifier.timeout_sec: "),
+        ("[verifier]\ntimeout_sec = nan", "task.toml, verifier.timeout_sec: "),
+        ("[verifier.env]\nA = 1", "task.toml, verifier.env.A: "),
+        ('[environment]\nworkdir = "relative"', "task.toml, environment.workdir: "),
+        ('[environment]\nos = "windows"', "task.toml, environment.os: 'windows' cannot be run here"),
+        ('[verifier]\nenvironment_mode = "separate"', "need Harbor itself"),
+        ('[[steps]]\nname = "../up"', "task.toml, steps[0].name: "),
+        ('[[steps]]\nname = "one"', "one/instruction.md cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_named_with_file_and_key(tmp_path, toml, says):
+    with pytest.raises(TasksError) as caught:
+        HarborTask.read(write(tmp_path / "t", toml=toml))
+    assert says in str(caught.value)
+
+
+def test_an_empty_instruction_is_none(tmp_path):
+    with pytest.raises(TasksError, match=r"instruction\.md is empty"):
+        HarborTask.read(write(tmp_path / "t", instruction=" \n"))
+
+
+@pytest.mark.parametrize("name", ["task.toml", "tests/test.sh", "environment/deep/data", "solution/solve.sh"])
+def test_the_hash_is_over_every_file(tmp_path, name):
+    files = {"environment__deep__data": "a", "solution__solve.sh": "b"}
+    first, second = write(tmp_path / "a", **files), write(tmp_path / "b", **files)
+    assert digest_of(first) == digest_of(second)
+    (second / name).write_text((second / name).read_text() + "\n")
+    assert digest_of(first) != digest_of(second)
+    (first / "tests/test.sh").chmod(0o755)
+    executable = digest_of(first)
+    (first / "tests/test.sh").chmod(0o644)
+    assert digest_of(first) != executable
+
+
+def test_tasks_are_found_at_any_depth_and_each_bad_one_is_told(tmp_path):
+    write(tmp_path / "set/easy/a")
+    write(tmp_path / "set/b")
+    write(tmp_path / "set/hard/deep/bad", toml="[agent\n")
+    (tmp_path / "set/notes").mkdir()
+    found = list(scan(tmp_path / "set"))
+    assert [(each.id, each.task is not None) for each in found] == [
+        ("b", True),
+        ("easy/a", True),
+        ("hard/deep/bad", False),
+    ]
+    (problem,) = HarborTasks(path="set").problems(tmp_path)
+    assert "hard/deep/bad/task.toml" in problem.message
+    (only,) = scan(tmp_path / "set/b")
+    assert only.id == "b"
+
+
+@pytest.mark.parametrize(("path", "says"), [("nowhere", "there is no directory"), (".", "there is no task in")])
+def test_a_directory_without_tasks_is_a_problem(tmp_path, path, says):
+    (problem,) = HarborTasks(path=path).problems(tmp_path)
+    assert says in problem.message
+
+
+@pytest.mark.usefixtures("settled")
+def test_the_dataset_is_kept_until_a_file_changes(tmp_path):
+    write(tmp_path / "set/a")
+    source = HarborTasks(path="set")
+    fresh = source.load(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HarborTasks, "_scanned", lambda *_: pytest.fail("it was read again"))
+        kept = source.load(tmp_path)
+    assert kept == fresh
+    mixes = [TaskMix({"set": tasks}, {"set": 1.0}, seed=0) for tasks in (fresh, kept)]
+    assert mixes[0].fingerprint() == mixes[1].fingerprint(), "a run can be resumed from the cache"
+    before = (tmp_path / "set/a/tests/test.sh").stat()
+    (tmp_path / "set/a/tests/test.sh").write_text("X" * before.st_size)
+    os.utime(tmp_path / "set/a/tests/test.sh", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert source.load(tmp_path)[0].extra["task_hash"] != fresh[0].extra["task_hash"]
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_damaged_cache_costs_nothing_but_time(tmp_path):
+    write(tmp_path / "set/a")
+    source = HarborTasks(path="set")
+    fresh = source.load(tmp_path)
+    (file,) = harbor_cache.directory().iterdir()
+    file.write_bytes(b"no Parquet")
+    assert source.load(tmp_path) == fresh
+
+
+def test_files_just_written_are_not_trusted_to_stay(tmp_path):
+    write(tmp_path / "set/a")
+    HarborTasks(path="set").load(tmp_path)
+    assert not harbor_cache.directory().exists()
+
+
+# -- the workspace -------------------------------------------------------------------------------------------------
+
+
+def laid_out(tmp_path, dockerfile=None, toml="", **files):
+    more = {} if dockerfile is None else {"environment__Dockerfile": dockerfile}
+    layout = layout_of(HarborTask.read(write(tmp_path / "t", toml=toml, **files, **more)))
+    layout.lay_out(tmp_path / "workspace")
+    found = (tmp_path / "workspace").rglob("*")
+    return layout, sorted(str(p.relative_to(tmp_path / "workspace")) for p in found if p.is_file())
+
+
+def test_files_beside_a_prebuilt_image_go_into_the_working_directory(tmp_path):
+    layout, files = laid_out(tmp_path, **{"environment__a.txt": "a", "environment__sub__b.txt": "b"})
+    assert (layout.workdir, files) == ("/app", ["a.txt", "sub/b.txt"])
+
+
+def test_a_dockerfile_that_copies_is_done_without_docker(tmp_path):
+    dockerfile = """
+    # A comment
+    FROM python:3.12-slim
+    ENV A=1 B="two words"
+    ENV C three words
+    WORKDIR /work
+    COPY files/ ./
+    COPY --chown=me one.txt two.txt more/
+    COPY ["one.txt", "renamed.txt"]
+    WORKDIR inner
+    COPY *.txt \\
+        /work/inner/
+    WORKDIR /work
+    CMD ["bash"]
+    """
+    names = ("files__f.txt", "files__deep__g.txt", "one.txt", "two.txt")
+    layout, files = laid_out(tmp_path, dockerfile, **{f"environment__{name}": name for name in names})
+    assert layout.workdir == "/work"
+    assert layout.env == {"A": "1", "B": "two words", "C": "three words"}
+    assert files == [
+        *("deep/g.txt", "f.txt", "inner/one.txt", "inner/two.txt", "more/one.txt", "more/two.txt", "renamed.txt"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("RUN apt-get install -y gcc", "line 2: RUN needs Docker"),
+        ("COPY --from=build /x /app/x", "line 2: only files beside the Dockerfile"),
+        ("COPY missing.txt .", "line 2: there is no 'missing.txt'"),
+        ("COPY ../task.toml .", "line 2: there is no '../task.toml'"),
+        ("COPY a.txt /etc/a.txt", "line 2: /etc/a.txt lies outside of the working directory"),
+        ("USER me", "line 2: USER needs Docker"),
+    ],
+)
+def test_what_only_docker_can_do_is_said_with_its_line(tmp_path, line, says):
+    with pytest.raises(TasksError) as caught:
+        laid_out(tmp_path, f"FROM x\n{line}\nWORKDIR /app\n", **{"environment__a.txt": "a"})
+    assert says in str(caught.value)
+
+
+def test_the_task_says_where_it_works(tmp_path):
+    toml = '[environment]\nworkdir = "/here"\n'
+    layout, _ = laid_out(
+        tmp_path, "FROM x\nWORKDIR /there\nCOPY a.txt /here/sub/\n", toml, **{"environment__a.txt": "a"}
+    )
+    assert (layout.workdir, layout.copies[0][1]) == ("/here", PurePosixPath("sub/a.txt"))
+
+
+# -- where a task's directory is ----------------------------------------------------------------------------------
+
+
+def test_an_instance_id_cannot_leave_its_root(tmp_path):
+    task = task_at("", instance_id="../elsewhere")
+    with pytest.raises(TasksError, match="would leave the directory"):
+        Places(tmp_path, root="tasks").find(task)
+
+
+def test_a_task_that_is_nowhere_says_where_it_was_looked_for(tmp_path):
+    with pytest.raises(TasksError, match=r"no task\.toml in .*/gone, nor in .*/tasks/x"):
+        Places(tmp_path, root="tasks").find(task_at("gone", instance_id="x"))
+
+
+# -- at load time --------------------------------------------------------------------------------------------------
+
+
+def rollout(**parts):
+    return RolloutConfig.model_validate(
+        {"tasks": {"type": "harbor", "path": "set"}, "judger": {"type": "verifier"}, **parts}
+    )
+
+
+def test_a_loop_that_runs_no_tests_is_refused(tmp_path):
+    write(tmp_path / "set/a")
+    (problem,) = rollout(loop={"type": "single_turn"}).problems(tmp_path)
+    assert "verifier, which loop type 'single_turn' does not bring home" in problem.message
+
+
+def test_tasks_without_tests_are_refused(tmp_path):
+    write(tmp_path / "set/a")
+    remote = {"type": "remote", "command": ["true"]}
+    assert rollout(loop=remote).problems(tmp_path) == []
+    write(tmp_path / "set/b", test=None)
+    (problem,) = rollout(loop=remote).problems(tmp_path)
+    assert "task b cannot be judged: its directory has no tests/test.sh" in problem.message
+
+
+def test_rows_of_other_sources_can_be_tested_too(tmp_path):
+    path = write(tmp_path / "a")
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Do it.", "instance_id": "a", "local_task_path": "a"}\n')
+    config = rollout(tasks={"type": "jsonl", "path": "tasks.jsonl"}, loop={"type": "remote", "command": ["true"]})
+    assert config.problems(tmp_path) == []
+    (task,) = config.tasks[0].load(tmp_path)
+    assert Places(tmp_path).read(task).path == path

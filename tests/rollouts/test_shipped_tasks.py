@@ -1,0 +1,38 @@
+"""The shipped tasks: each one's solution scores 1, the state it begins with 0, by the way that real runs take."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from loopwright.execution.sandbox import sandbox_of
+from loopwright.rollouts.harbor import scan
+from loopwright.rollouts.harbor_check import check
+
+TASKS = Path(__file__).parents[2] / "examples" / "tasks"
+
+
+def test_there_are_enough_of_every_kind():
+    found = list(scan(TASKS))
+    assert [each.problem for each in found if each.task is None] == []
+    assert len(found) >= 20
+    by_split = Counter(each.id.partition("/")[0] for each in found)
+    assert set(by_split) == {"train", "eval"}
+    assert min(by_split.values()) >= 5
+    for split in by_split:
+        graded = {each.task.metadata["difficulty"] for each in found if each.id.startswith(split)}
+        assert graded == {"easy", "medium", "hard"}
+    assert {each.task.metadata["category"] for each in found} == {"shell", "python"}
+
+
+@pytest.mark.parametrize("sandbox", ["none", pytest.param("bwrap", marks=pytest.mark.slow)])
+def test_solutions_score_one_and_the_untouched_state_scores_zero(sandbox):
+    async def main():
+        return [each async for each in check(list(scan(TASKS)), sandbox_of(sandbox), jobs=4)]
+
+    checked = asyncio.run(main())
+    assert {each.found.id: each.problems for each in checked if each.problems} == {}
+    assert all(each.solved is not None for each in checked)
+    assert {each.untouched["rewards"]["reward"] for each in checked} == {0.0}
+    assert {each.solved["rewards"]["reward"] for each in checked} == {1.0}

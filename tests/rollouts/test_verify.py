@@ -1,0 +1,191 @@
+"""The verifier: what a task's tests say, and that broken tests say nothing."""
+
+import asyncio
+import shutil
+
+import pytest
+
+from loopwright.core.episode import Episode
+from loopwright.core.reward import Reward
+from loopwright.rollouts.harbor import Places
+from loopwright.rollouts.harbor_task import TaskChanged
+from loopwright.rollouts.judger import JudgeFailed, Payload
+from loopwright.rollouts.judging.composed import ComposedJudgerConfig
+from loopwright.rollouts.judging.ranking import RankingJudgerConfig
+from loopwright.rollouts.judging.verifier import VerifierJudger, VerifierJudgerConfig
+from loopwright.rollouts.remote.verify import prepare
+from loopwright.rollouts.tasks import TasksError
+from loopwright.testing.executors import alive
+from tests.rollouts.harbor import task_at, verified, write
+
+REWARD = 'cat > "$LOOPWRIGHT_VERIFIER_DIR/reward.json" <<< '
+
+
+def judged(said, **settings):
+    config = VerifierJudgerConfig(**settings)
+    payload = Payload.of(Episode(task_at("x"), evidence={"verifier": said} if said else {}), ("evidence",))
+    return asyncio.run(VerifierJudger(config, None).judge(payload))
+
+
+def story(tmp_path, test, **files):
+    return asyncio.run(verified(write(tmp_path / "task", test=test, **files), tmp_path))
+
+
+def test_reward_txt_is_one_number(tmp_path):
+    said = story(tmp_path, 'echo checking; echo 0.25 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"')
+    assert (said["rewards"], said["exit_code"], said["output"]) == ({"reward": 0.25}, 0, "checking")
+    assert said["seconds"] >= 0
+    assert judged(said) == Reward(0.25, {"reward": 0.25})
+
+
+def test_reward_json_is_named_numbers_and_comes_first(tmp_path):
+    said = story(
+        tmp_path, f"""{REWARD} '{{"style": 0.5, "tests": 2}}'; echo 7 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt" """
+    )
+    assert said["rewards"] == {"style": 0.5, "tests": 2.0}
+    assert judged(said) == Reward(2.5, {"style": 0.5, "tests": 2.0})
+    assert judged(said, reward="tests").value == 2.0
+    with pytest.raises(JudgeFailed, match="no 'speed', only style, tests"):
+        judged(said, reward="speed")
+
+
+def test_a_part_called_reward_is_the_reward(tmp_path):
+    assert judged(story(tmp_path, f"""{REWARD} '{{"reward": 1, "lines": 40}}'""")).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("test", "says"),
+    [
+        (f"{REWARD} '{{\"reward\": NaN}}'", "no JSON"),
+        (f"{REWARD} '{{\"reward\": 1e999}}'", "no JSON|no finite number"),
+        (f"{REWARD} '{{\"reward\": true}}'", "no finite number"),
+        (f'{REWARD} \'{{"reward": "1"}}\'', "no finite number"),
+        (f'{REWARD} \'{{"reward": {{"a": 1}}}}\'', "no finite number"),
+        (f"{REWARD} '{{}}'", "without named numbers"),
+        (f"{REWARD} '1'", "without named numbers"),
+        (f"{REWARD} '{{\"reward\": 1'", "no JSON"),
+        ('echo nan > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"', "no finite number"),
+        ('echo inf > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"', "no finite number"),
+        ('echo good > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"', "no number"),
+        ('touch "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"', "no number"),
+        ('yes | head -c 100000 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"', "too large"),
+        ('mkfifo "$LOOPWRIGHT_VERIFIER_DIR/reward.json"', "no file"),
+        ('ln -s /etc/hostname "$LOOPWRIGHT_VERIFIER_DIR/reward.json"', "cannot be read"),
+        ("echo oops >&2; exit 3", "neither reward.json nor reward.txt"),
+        ("kill -SEGV $$", "SIGSEGV"),
+    ],
+)
+def test_broken_tests_are_no_verdict_and_never_a_zero(tmp_path, test, says):
+    said = story(tmp_path, test)
+    assert "rewards" not in said
+    with pytest.raises(JudgeFailed, match=says):
+        judged(said)
+
+
+def test_a_reward_counts_whatever_the_exit_code(tmp_path):
+    said = story(tmp_path, 'echo 0 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"; exit 1')
+    assert (said["rewards"], said["exit_code"]) == ({"reward": 0.0}, 1)
+
+
+def test_tests_that_never_end_are_ended_with_all_that_they_started(tmp_path):
+    toml = "[verifier]\ntimeout_sec = 0.5\n"
+    test = 'echo 1 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"; setsid sleep 1000 & echo $! > ../pid; sleep 1000'
+    said = asyncio.run(verified(write(tmp_path / "task", toml=toml, test=test), tmp_path))
+    assert said["error"] == "test.sh was ended after 0.5 s"
+    assert not alive(int((tmp_path / "pid").read_text()))
+    with pytest.raises(JudgeFailed, match=r"ended after 0\.5 s"):
+        judged(said)
+    assert judged(said, broken=0.0) == Reward(0.0, {"verifier": 0.0})
+
+
+def test_broken_is_for_tests_that_were_stopped_alone(tmp_path):
+    with pytest.raises(JudgeFailed, match="neither"):
+        judged(story(tmp_path, "exit 1"), broken=0.0)
+
+
+def test_no_tests_at_all_are_no_verdict():
+    with pytest.raises(JudgeFailed, match="no tests were run"):
+        judged(None)
+
+
+def test_the_workspace_begins_with_the_files_of_the_environment(tmp_path):
+    test = '[ "$(cat sub/data.txt)" = hello ] && echo 1 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"'
+    assert story(tmp_path, test, environment__sub__data=".", **{"environment__sub__data.txt": "hello\n"})["rewards"]
+
+
+def test_tests_see_copies_of_themselves_and_none_is_left(tmp_path):
+    test = 'echo spoiled > "$LOOPWRIGHT_TESTS_DIR/helper.txt"; cat "$LOOPWRIGHT_TESTS_DIR/helper.txt"; exit 1'
+    said = story(tmp_path, test, **{"tests__helper.txt": "as it was"})
+    assert said["output"] == "spoiled"
+    assert (tmp_path / "task/tests/helper.txt").read_text() == "as it was"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["task", "workspace"]
+
+
+def test_nothing_of_the_tests_is_in_the_workspace_while_the_agent_works(tmp_path):
+    seen = []
+    path = write(tmp_path / "task", **{"environment__a.txt": "a", "solution__solve.sh": "echo"})
+    asyncio.run(verified(path, tmp_path, lambda workspace: seen.extend(workspace.rglob("*"))))
+    assert [file.name for file in seen] == ["a.txt"]
+
+
+def test_variables_of_the_environment_and_of_the_verifier(tmp_path, monkeypatch):
+    monkeypatch.setenv("OWN", "ours")
+    monkeypatch.setenv("SECRET", "hidden")
+    toml = '[environment.env]\nA = "1"\nB = "${OWN}"\n[verifier.env]\nC = "${NONE:-c}"\n'
+    said = asyncio.run(verified(write(tmp_path / "task", toml=toml, test='echo "$A $B $C [$SECRET]"'), tmp_path))
+    assert said["output"] == "1 ours c []"
+
+
+def test_a_variable_that_is_not_set_is_named(tmp_path):
+    path = write(tmp_path / "task", toml='[environment.env]\nA = "${NOWHERE}"\n')
+    with pytest.raises(TasksError, match=r"task\.toml, environment\.env needs the environment variable NOWHERE"):
+        prepare(task_at(path), tmp_path, Places(tmp_path))
+
+
+def test_a_task_that_changed_since_it_was_loaded_is_refused(tmp_path):
+    path = write(tmp_path / "task")
+    prepared = prepare(task_at(path), tmp_path, Places(tmp_path))
+    known = task_at(path, task_hash=prepared.task.digest)
+    assert prepare(known, tmp_path, Places(tmp_path)) == prepared
+    (path / "tests/test.sh").write_text("exit 0")
+    with pytest.raises(TaskChanged, match="has changed since the run began"):
+        prepare(known, tmp_path, Places(tmp_path))
+
+
+def test_a_task_that_changes_while_the_agent_works_gives_no_verdict(tmp_path):
+    path = write(tmp_path / "task")
+    said = asyncio.run(verified(path, tmp_path, lambda _: (path / "tests/more.sh").write_text("echo")))
+    assert "has changed since the run began" in said["error"]
+
+
+def test_steps_are_tested_one_by_one_and_their_mean_is_the_reward(tmp_path):
+    toml = '[[steps]]\nname = "one"\n[[steps]]\nname = "two"\nmin_reward = 0.5\n[[steps]]\nname = "three"\n'
+    steps = {f"steps__{name}__instruction.md": f"Step {name}." for name in ("one", "two", "three")}
+    test = 'cat amount.txt > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"'
+    amounts = {"steps__one__workdir__amount.txt": "1", "steps__two__workdir__amount.txt": "0.25"}
+    said = asyncio.run(verified(write(tmp_path / "task", toml=toml, test=test, **steps, **amounts), tmp_path))
+    assert list(said["steps"]) == ["one", "two"], "the third is not begun after a second that is not good enough"
+    assert said["rewards"] == {"reward": 0.625}
+
+
+def test_only_what_can_be_tested_is_judged():
+    verifier = VerifierJudgerConfig()
+    routed = ComposedJudgerConfig(routes={"a": verifier, "*": {"type": "length"}})
+    untested = task_at("x", tested=False)
+    assert verifier.lacks(task_at("x")) == ""
+    for config in (verifier, ComposedJudgerConfig(parts=(verifier,)), RankingJudgerConfig(of=verifier)):
+        assert config.evidence() == {"verifier"}
+        assert config.lacks(untested) == "its directory has no tests/test.sh"
+    assert routed.evidence() == {"verifier"}
+    assert routed.lacks(untested) == ""
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+def test_in_a_room_with_walls_tests_find_harbors_own_paths(tmp_path):
+    from loopwright.execution.sandbox.bubblewrap import Bubblewrap
+
+    test = 'pwd; ls /tests; [ -z "$(ls -A ' + str(tmp_path) + ' 2>/dev/null)" ] && echo 1 > /logs/verifier/reward.txt'
+    toml = '[environment]\nworkdir = "/somewhere/else"\n'
+    said = asyncio.run(verified(write(tmp_path / "task", toml=toml, test=test), tmp_path, sandbox=Bubblewrap()))
+    assert said["output"].split() == ["/somewhere/else", "test.sh"]
+    assert said["rewards"] == {"reward": 1.0}

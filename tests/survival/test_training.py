@@ -1,0 +1,106 @@
+"""Training that outlives its process: killed and resumed, it ends where it would have ended."""
+
+import sqlite3
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from loopwright.core.ledger import Ledger
+from loopwright.core.steps import steps
+from tests.survival.campaign import Campaign, kill_again_and_again
+
+SCENARIO = """
+name = "survivor"
+[[run]]
+name = "work"
+agent = {{ {agent} }}
+[run.engine]
+type = "transformers"
+model = "tiny"
+threads = 1
+[run.rollout]
+tasks = {{ type = "python", factory = "letters:tasks" }}
+loop = {{ type = "single_turn", sampling = {{ max_tokens = 6 }} }}
+judger = {{ type = "python", handler = "letters:vowels" }}
+produce = {{ {produce} }}
+[run.eval]
+every = 4
+tasks = {{ type = "python", factory = "letters:held_out" }}
+"""
+LETTERS = """
+def tasks():
+    return [{"prompt": letter} for letter in "abcdefgh"]
+
+def held_out():
+    return [{"prompt": letter} for letter in "xyz"]
+
+def vowels(answer):
+    return sum(letter in "aeiou" for letter in answer) / 6
+"""
+GRPO = 'type = "grpo", steps = 8, prompts_per_step = 3, group_size = 4, lr = 1e-3, seed = 3'
+
+
+def campaign(directory, agent=GRPO, produce='type = "sync"'):
+    made = Campaign(directory, SCENARIO.format(agent=agent, produce=produce))
+    (directory / "letters.py").write_text(LETTERS)
+    return made
+
+
+def policy(made):
+    return load_file(made.output / "work" / "policy" / "model.safetensors")
+
+
+def statuses(made):
+    connection = sqlite3.connect(made.ledger)
+    found = dict(connection.execute("SELECT status, count(*) FROM groups GROUP BY 1"))
+    connection.close()
+    return found
+
+
+def ends_alike(tmp_path, agent, kills, seed):
+    calm, stormy = campaign(tmp_path / "calm", agent), campaign(tmp_path / "stormy", agent)
+    assert calm.call().code == 0
+    hits = kill_again_and_again(stormy, kills, within_s=6.0, seed=seed)
+    assert stormy.result() == calm.result()
+    assert statuses(stormy) == statuses(calm) == {"trained": 24}
+    mine, theirs = policy(stormy), policy(calm)
+    assert mine.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        # To rounding: what was in the engine's batch beside a rollout decides its logprobs' last digits.
+        torch.testing.assert_close(mine[name], weight, atol=2e-5, rtol=1e-4)
+    with Ledger.read(calm.ledger) as one, Ledger.read(stormy.ledger) as other:
+        for kind, expected in (("train", list(range(1, 9))), ("eval", [0, 4, 8])):
+            assert [step.step for step in steps(one, kind)] == [step.step for step in steps(other, kind)] == expected
+    return hits
+
+
+@pytest.mark.timeout(300)
+def test_l09_a_killed_training_ends_with_the_same_weights(tmp_path):
+    assert ends_alike(tmp_path, GRPO, kills=3, seed=1) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "agent",
+    [
+        GRPO + ", checkpoint_every = 3",
+        GRPO + ", lora = { r = 4 }, epochs = 2, minibatches = 2, kl = 0.01",
+        GRPO.replace("grpo", "ppo"),
+        GRPO.replace("grpo", "rloo") + ", checkpoint_every = 100",
+    ],
+)
+def test_l09_every_kind_of_training_ends_with_the_same_weights(tmp_path, agent):
+    assert ends_alike(tmp_path, agent, kills=8, seed=2) >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_l09_a_killed_asynchronous_training_trains_on_no_group_twice(tmp_path):
+    made = campaign(tmp_path, produce='type = "async", max_staleness = 2')
+    kill_again_and_again(made, 6, within_s=6.0, seed=4)
+    connection = sqlite3.connect(made.ledger)
+    trained = connection.execute("SELECT step, count(*) FROM groups WHERE status = 'trained' GROUP BY 1").fetchall()
+    connection.close()
+    assert trained == [(step, 3) for step in range(1, 9)]

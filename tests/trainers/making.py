@@ -1,0 +1,63 @@
+"""Samples and learners for tests: a tiny model, and rows as episodes give them."""
+
+import numpy as np
+import torch
+
+from loopwright.trainers.grpo import GrpoConfig, GrpoRule
+from loopwright.trainers.learner import Learner, Setting
+from loopwright.trainers.ppo import PpoRule, PpoTrainConfig
+from loopwright.trainers.rloo import RlooConfig, RlooRule
+from loopwright.trainers.sample import Sample
+
+RULES = {"grpo": (GrpoConfig, GrpoRule), "rloo": (RlooConfig, RlooRule), "ppo": (PpoTrainConfig, PpoRule)}
+
+
+def learner_of(kind, home, *, temperature=1.0, longest=8, team=None, **options):
+    config_class, rule = RULES[kind]
+    config = config_class(**{"steps": 100, "lr": 1e-3, "max_grad_norm": 1e9, **options})
+    return Learner(Setting(config, rule, "tiny", home, temperature=temperature, longest=longest), team)
+
+
+def samples(count=6, *, seed=0, rows=1, weight=None):
+    """Random rows: a prompt, sampled tokens with a given one among them, and logprobs near the truth."""
+    random = np.random.default_rng(seed)
+    found = []
+    for episode in range(count):
+        advantage, reward = float(random.normal()), float(random.random())
+        for _ in range(rows):
+            given, said = int(random.integers(2, 6)), int(random.integers(2, 7))
+            ids = random.integers(1, 250, given + said)
+            mask = np.zeros(given + said, dtype=np.bool_)
+            mask[given:] = True
+            mask[given + said // 2] = said < 3  # a token in between that was given
+            if not mask.any():
+                mask[-1] = True
+            found.append(
+                Sample(
+                    ids=ids.astype(np.int64),
+                    mask=mask,
+                    recorded=np.where(mask, random.normal(-5.5, 0.3, len(ids)), 0).astype(np.float32),
+                    advantage=advantage,
+                    reward=reward,
+                    weight=1.0 / (int(mask.sum()) * rows) if weight is None else weight,
+                    episode=episode,
+                )
+            )
+    return found
+
+
+def gradients(learner, batch, step=1):
+    """The gradient that an update would take a step along."""
+    learner.optimizer.step = lambda: None
+    learner.update(batch, step)
+    return [None if p.grad is None else p.grad.clone() for p in learner.policy.parameters()]
+
+
+def logprobs_of(model, sample, temperature=1.0):
+    """The logprobs of a sample's sampled tokens by the model's own forward pass, one sample at a time."""
+    logits = model(input_ids=torch.from_numpy(sample.ids)[None]).logits[0].float() / temperature
+    every = torch.log_softmax(logits, -1)
+    places = [place for place in range(len(sample.ids)) if sample.mask[place]]
+    return torch.stack([every[place - 1, int(sample.ids[place])] for place in places]), torch.stack(
+        [-(every[place - 1].exp() * every[place - 1]).sum() for place in places]
+    )

@@ -1,0 +1,41 @@
+"""Who gets the credit in a group."""
+
+import pytest
+
+from loopwright.trainers.grpo import GrpoConfig, GrpoRule
+from loopwright.trainers.rloo import RlooConfig, RlooRule
+
+REWARDS = {1: 1.0, 2: 0.0, 3: 0.5}
+
+
+def grpo(**options):
+    return GrpoRule(GrpoConfig(steps=1, **options))
+
+
+def test_grpo_compares_with_the_mean_in_units_of_the_spread():
+    found = grpo().advantages(REWARDS, frozenset(REWARDS))
+    assert found == pytest.approx({1: 1.0, 2: -1.0, 3: 0.0}, abs=1e-5)
+    assert grpo(std=False).advantages(REWARDS, frozenset(REWARDS)) == {1: 0.5, 2: -0.5, 3: 0.0}
+
+
+def test_the_baseline_is_over_those_that_count():
+    """One that is trained on but does not count has an advantage over the others' mean."""
+    found = grpo(std=False).advantages(REWARDS, frozenset({1, 2}))
+    assert found == {1: 0.5, 2: -0.5, 3: 0.0}
+    found = RlooRule(RlooConfig(steps=1)).advantages(REWARDS, frozenset({1, 2}))
+    assert found == {1: 1.0, 2: -1.0, 3: 0.0}
+
+
+def test_rloo_leaves_one_out():
+    found = RlooRule(RlooConfig(steps=1)).advantages(REWARDS, frozenset(REWARDS))
+    assert found == {1: 0.75, 2: -0.75, 3: 0.0}
+
+
+@pytest.mark.parametrize("rule", [grpo(), RlooRule(RlooConfig(steps=1))])
+def test_nobody_to_compare_with_is_no_advantage_and_no_error(rule):
+    assert dict(rule.advantages({1: 1.0}, frozenset({1}))) == {}
+    assert dict(rule.advantages({}, frozenset())) == {}
+
+
+def test_equal_rewards_are_no_advantage():
+    assert set(grpo().advantages({1: 0.3, 2: 0.3}, frozenset({1, 2})).values()) == {0.0}

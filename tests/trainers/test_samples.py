@@ -1,0 +1,74 @@
+"""What a learner sees of episodes: every sampled token once, and nothing that nobody sampled."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loopwright.core.episode import ROOT, Episode, Node, Span
+from loopwright.core.reward import Reward
+from loopwright.core.task import Task
+from loopwright.trainers.sample import micro_batches, samples_of, scale_of, shares, split
+from tests.trainers.making import samples
+
+TASK = Task("t", ({"role": "user", "content": "?"},))
+
+
+def node(parent, ids, sampled=False, version=0):
+    logprobs = tuple(-0.1 * (1 + i) if sampled else 0.0 for i in range(len(ids)))
+    spans = (Span(0, len(ids), version),) if sampled else ()
+    return Node(parent, {"role": "assistant" if sampled else "user", "content": ""}, tuple(ids), logprobs, spans)
+
+
+def forked(versions=(0, 0, 0)):
+    """A prompt, a turn, and two ways on from it."""
+    nodes = (
+        ROOT,
+        node(0, [1, 2]),
+        node(1, [3, 4], True, versions[0]),
+        node(2, [5, 6, 7], True, versions[1]),
+        node(2, [8], True, versions[2]),
+    )
+    return Episode(TASK, nodes).judged(Reward(1.0))
+
+
+def test_every_sampled_token_is_in_one_sample():
+    found = samples_of([{7: forked()}], [{7: 2.0}], version=0, oldest=None)
+    trained = [int(i) for sample in found for i in sample.ids[sample.mask]]
+    assert sorted(trained) == [3, 4, 5, 6, 7, 8]
+    assert {sample.advantage for sample in found} == {2.0}
+    assert [float(v) for v in found[1].recorded[found[1].mask]] == pytest.approx([-0.1])
+
+
+def test_branches_of_an_episode_weigh_as_one():
+    found = samples_of([{7: forked()}], [{7: 2.0}], version=0, oldest=None)
+    assert sum(sample.weight * sample.tokens for sample in found) == pytest.approx(1.0)
+    assert scale_of(found, "episode", 10) == 1.0
+    assert scale_of(found, "token", 10) == 1 / 6
+    assert scale_of(found, "constant", 10) == 1 / 10
+
+
+def test_tokens_that_are_too_old_stay_and_are_not_trained_on():
+    found = samples_of([{7: forked((3, 5, 5))}], [{7: 2.0}], version=6, oldest=5)
+    assert sorted(int(i) for sample in found for i in sample.ids[sample.mask]) == [5, 6, 7, 8]
+    assert {sample.staleness for sample in found} == {1}
+
+
+def test_what_may_not_be_trained_on_is_left_out():
+    episode = replace(forked(), trainable=False)
+    assert samples_of([{7: episode, 8: forked()}], [{7: 1.0, 8: 1.0}], version=0, oldest=None)[0].episode == 1
+    assert samples_of([{7: forked()}], [{}], version=0, oldest=None) == []
+
+
+@settings(deadline=None)
+@given(st.integers(1, 20), st.integers(1, 6), st.integers(1, 40), st.integers(1, 4))
+def test_dividing_up_loses_nothing(count, parts, most_tokens, workers):
+    batch = samples(count, rows=2)
+    for found in (split(batch, parts, "seed"), micro_batches(batch, most_tokens), shares(batch, workers)):
+        assert sorted(map(id, batch)) == sorted(id(sample) for part in found for sample in part)
+    for part in split(batch, parts, "seed"):
+        whole = {sample.episode for sample in part}
+        assert sum(sample.episode in whole for sample in batch) == len(part)
+    for micro in micro_batches(batch, most_tokens):
+        assert len(micro) == 1 or len(micro) * max(len(sample.ids) for sample in micro) <= most_tokens
