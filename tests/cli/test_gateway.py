@@ -1,8 +1,12 @@
 """`loopwright gateway serve`: what it refuses before anything starts, and how it ends."""
 
+import json
 import signal
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -17,6 +21,10 @@ import pytest
         (["--engine", "scripted", "--set", "engine.slip=2"], "slip"),
         (["--engine", "scripted", "--set", "nonsense"], "NAME=VALUE"),
         (["--engine", "scripted", "--token-file", "none"], "cannot read none"),
+        ([], "--engine NAME, or --relay"),
+        (["--relay"], "workers need a token"),
+        (["--engine", "scripted", "--set", "fleet.wait_s=1"], "for several engines, or --relay"),
+        (["--engine", "scripted", "-e", "scripted", "--set", "fleet.wait=1"], "wait_s"),
     ],
 )
 def test_what_cannot_work_is_said_at_once(loopwright, words, said):
@@ -24,6 +32,42 @@ def test_what_cannot_work_is_said_at_once(loopwright, words, said):
     assert done.returncode in (1, 2)
     assert said in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--connect", "http://box:1"], "ws://gateway:8400/ws/worker"),
+        (["--connect", "ws://127.0.0.1:9/ws/worker", "--set", "port=1"], "engine.NAME=VALUE"),
+    ],
+)
+def test_a_worker_that_cannot_work_is_told_at_once(loopwright, tmp_path, words, said):
+    token = tmp_path / "token"
+    token.write_text("a-token-of-the-gateway")
+    done = loopwright("gateway", "worker", "--engine", "scripted", "--token-file", str(token), *words)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
+
+
+def test_several_engines_and_a_worker_with_another_token(tmp_path, loopwright):
+    """Two engines serve as one; a worker that comes to a gateway without a relay is told what is missing."""
+    token = tmp_path / "token"
+    token.write_text("a-token-of-the-gateway")
+    words = ["gateway", "serve", "--engine", "scripted", "--engine", "scripted", "--port", "0", "--token-file", token]
+    with subprocess.Popen(
+        [sys.executable, "-m", "loopwright", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        url = process.stdout.readline().split()[3].rstrip(";")
+        headers = {"authorization": f"Bearer {token.read_text()}"}
+        with urlopen(Request(f"{url}/engines", headers=headers)) as answer:
+            names = [each["name"] for each in json.load(answer)["engines"]]
+        assert names == ["scripted", "scripted#2"]
+        door = f"{url.replace('http', 'ws')}/ws/worker"
+        done = loopwright("gateway", "worker", "--connect", door, "--engine", "scripted", "--token-file", str(token))
+        assert done.returncode == 1
+        assert "start the gateway with --relay" in done.stderr
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
 
 
 def test_it_serves_until_it_is_told_to_end(tmp_path):
@@ -37,3 +81,24 @@ def test_it_serves_until_it_is_told_to_end(tmp_path):
         assert process.wait(10) == 130
         assert process.stderr.read() == "loading engine 'scripted'\n"
     assert oct((tmp_path / "gw" / "gateway.db").stat().st_mode)[-3:] == "600"
+
+
+def test_the_server_of_an_engine_is_asked_for_its_tokenizer(loopwright, tmp_path):
+    """A model that nobody has, so that it is known which one was looked for; without a server the option is missing."""
+
+    class Models(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = json.dumps({"data": [{"id": "policy", "root": str(tmp_path / "no-such-model")}]}).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_): ...
+
+    with HTTPServer(("127.0.0.1", 0), Models) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        asked = loopwright("gateway", "serve", "--engine", f"vllm:http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    gone = loopwright("gateway", "serve", "--engine", f"vllm:http://127.0.0.1:{server.server_port}")
+    assert "no-such-model" in asked.stderr
+    assert "say which tokenizer" in gone.stderr

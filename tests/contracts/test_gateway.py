@@ -1,4 +1,4 @@
-"""Contracts of the gateway: T01 to T05, T07 and T10, through the official SDKs as they are."""
+"""Contracts of the gateway: T01 to T08 and T10, through the official SDKs as they are."""
 
 import asyncio
 import json
@@ -8,16 +8,22 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import aiohttp
 import openai
 import pytest
 
 from loopwright.core.errors import StorageError
-from loopwright.engines.base import Sampling
+from loopwright.engines.base import EngineError, Sampling
+from loopwright.engines.fleet import Fleet, FleetSettings
+from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
+from loopwright.engines.tokenizer import ByteTokenizer
 from loopwright.gateway.gateway import AdvertiseError, GatewayConfig
 from loopwright.gateway.store import DiskStore
 from loopwright.gateway.terms import Terms
+from tests.gateway.relaying import TOKEN, door, relayed, working
 from tests.gateway.serving import ADD, END, Teller, call, claude_of, client_of, run, served, until, user
 
 
@@ -648,6 +654,150 @@ def test_t05_calls_beyond_the_concurrency_wait():
     run(story)
 
 
+# -- T06: weights ---------------------------------------------------------------------------------------------------
+
+
+COUNTED = " ".join(map(str, range(100)))
+
+
+def slow_engine(said=COUNTED):
+    return ScriptedEngine(ScriptedConfig(replies=(said,), slip=0.0, token_s=0.005), Path())
+
+
+def spans_of(episode):
+    return [(span.stop - span.start, span.version) for node in episode.nodes for span in node.spans]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_t06_running_calls_are_held_kept_alive_and_go_on_under_the_new_version(count):
+    async def story():
+        engines = [slow_engine() for _ in range(count)]
+        engine = engines[0]
+        if count > 1:
+            engine = Fleet(FleetSettings(type="fleet"), Path())
+            for number, each in enumerate(engines):
+                engine._put(str(number), each)
+        async with served(engine, token=TOKEN, keepalive_s=0.05) as gateway, aiohttp.ClientSession() as http:
+            admin = {"authorization": f"Bearer {TOKEN}"}
+            session = await gateway.open()
+            auth = {"authorization": f"Bearer {session.key}"}
+            url = f"{session.openai_base_url}/chat/completions"
+            body = {"model": "m", "messages": [user("count")], "stream": True}
+            async with client_of(session) as client, http.post(url, json=body, headers=auth) as stream:
+                whole = asyncio.create_task(chat(client, [user("count, please")]))
+                lines = []
+                while sum(line.startswith(b"data: ") for line in lines) < 4:
+                    lines.append(await stream.content.readline())
+                async with http.post(f"{gateway.address}/pause", headers=admin) as answer:
+                    assert (await answer.json())["version"] == 0
+                while lines.count(b": keepalive\n") < 3:
+                    lines.append(await stream.content.readline())
+                assert not whole.done()
+                async with http.post(
+                    f"{gateway.address}/weights", json={"source": None, "version": 5}, headers=admin
+                ) as answer:
+                    told = await answer.json()
+                assert told["version"] == 5
+                assert [each["state"] for each in told.get("engines", [])] == ["serving"] * (count if count > 1 else 0)
+                lines += [line async for line in stream.content]
+                assert (await whole).choices[0].message.content == COUNTED
+            data = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+            assert "".join(each["choices"][0]["delta"].get("content") or "" for each in data) == COUNTED
+            for spans in (spans_of(session.episode())[:2], spans_of(session.episode())[2:]):
+                (old, zero), (new, five) = spans
+                assert (zero, five, old + new) == (0, 5, len(COUNTED) + 1)
+            assert session.live.described()["trainable"]
+
+    run(story)
+
+
+def test_t06_in_python_and_without_anybody_there():
+    async def story():
+        async with served(slow_engine("hi")) as gateway:
+            session = await gateway.open()
+            await gateway.pause()
+            await gateway.pause()
+            async with client_of(session) as client:
+                held = asyncio.create_task(chat(client, [user("a")]))
+                await asyncio.sleep(0.1)
+                assert not held.done()
+                await gateway.update(1)
+                await held
+                await gateway.update(2)
+                await chat(client, [user("b")])
+            assert spans_of(session.episode()) == [(3, 1), (3, 2)]
+
+    run(story)
+
+
+def test_t06_who_has_not_the_token_changes_nothing():
+    async def story():
+        for token in (TOKEN, None):
+            async with served(token=token) as gateway, aiohttp.ClientSession() as http:
+                session = await gateway.open()
+                for key in ("", session.key, TOKEN[:-1]):
+                    headers = {"authorization": f"Bearer {key}"}
+                    for method, path in (
+                        ("POST", "weights"),
+                        ("POST", "pause"),
+                        ("POST", "resume"),
+                        ("GET", "engines"),
+                    ):
+                        async with http.request(method, f"{gateway.address}/{path}", headers=headers) as answer:
+                            assert answer.status == 401
+                assert gateway.engine.version == 0
+                if token is None:
+                    continue
+                for body in ({}, {"version": "1"}, {"version": -1}, {"version": True}, {"version": 1, "paused": 1}):
+                    headers = {"authorization": f"Bearer {TOKEN}"}
+                    async with http.post(f"{gateway.address}/weights", json=body, headers=headers) as answer:
+                        assert answer.status == 400
+
+    run(story)
+
+
+def test_t06_an_engine_that_cannot_take_the_weights_is_left_out_and_weights_that_none_can_take_are_refused():
+    class Picky(Teller):
+        async def load_weights(self, source, version):
+            if source != "good":
+                raise EngineError(f"{source}: no such file")
+            self.version = version
+
+    async def story():
+        fleet = Fleet(FleetSettings(type="fleet", check_s=60), Path())
+        for name, engine in (("any", Teller()), ("picky", Picky())):
+            fleet._put(name, engine)
+        async with served(fleet, token=TOKEN) as gateway, aiohttp.ClientSession() as http:
+            headers = {"authorization": f"Bearer {TOKEN}"}
+
+            async def update(source, version):
+                body = {"source": source, "version": version}
+                async with http.post(f"{gateway.address}/weights", json=body, headers=headers) as answer:
+                    return answer.status, await answer.json()
+
+            status, told = await update("bad", 1)
+            assert status == 200
+            states = {each["name"]: each["state"] for each in told["engines"]}
+            assert states["any"] == "serving"
+            assert "version 0, not 1 (bad: no such file)" in states["picky"]
+            session = await gateway.open()
+            async with client_of(session) as client:
+                for text in "abcdef":
+                    await chat(client, [user(text)])
+            assert {version for _, version in spans_of(session.episode())} == {1}
+            status, told = await update("good", 2)
+            assert [each["version"] for each in told["engines"]] == [2, 2]
+        async with served(Picky(), token=TOKEN) as gateway, aiohttp.ClientSession() as http:
+            status, told = await update("bad", 1)
+            assert (status, gateway.engine.version) == (503, 0)
+            assert "no such file" in told["error"]["message"]
+            async with client_of(await gateway.open()) as client:
+                await chat(client, [user("still there")])
+        await fleet.close()
+
+    run(story)
+
+
 # -- T07: clients that leave, and come back ------------------------------------------------------------------------
 
 
@@ -757,6 +907,197 @@ def test_t07_a_client_that_leaves_while_it_waits_costs_nothing():
                 await first
                 assert (await chat(client, [user("c")])).usage.completion_tokens == 6
                 assert (await chat(client, [user("d")])).usage.completion_tokens == 6
+
+    run(story)
+
+
+# -- T08: the relay -------------------------------------------------------------------------------------------------
+
+
+def worker_process(gateway, tmp_path, name, **engine):
+    """A worker of its own process: its engine counts, slowly."""
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    settings = {"replies": json.dumps([COUNTED]), "slip": 0, "token_s": 0.005, **engine}
+    words = ["--connect", door(gateway), "--token-file", str(token), "--engine", "scripted", "--name", name]
+    words += [word for key, value in settings.items() for word in ("--set", f"engine.{key}={value}")]
+    return subprocess.Popen(
+        [sys.executable, "-m", "loopwright", "gateway", "worker", *words], stderr=subprocess.PIPE, text=True
+    )
+
+
+def exact_count(session, turns):
+    told, episode = session.live.described(), session.episode()
+    assert (len(told["turns"]), told["verdicts"]["broken"], told["trainable"]) == (turns, 0, True)
+    assert spans_of(episode) == [(len(COUNTED) + 1, 0)] * turns
+
+
+def test_t08_workers_that_freeze_or_are_killed_lose_nothing(tmp_path):
+    """In mid-stream: another one goes on from the ids so far. One that thaws comes back; Ctrl-C ends it in order."""
+
+    async def story():
+        async with relayed() as gateway:
+            relay = gateway.engine
+            processes = {name: worker_process(gateway, tmp_path, name) for name in "ab"}
+            try:
+                await until(lambda: len(relay.described()) == 2, 40)
+                session = await gateway.open()
+                async with client_of(session) as client:
+                    for turn, sent in enumerate((signal.SIGSTOP, signal.SIGKILL), 1):
+                        heard = []
+                        stream = asyncio.create_task(followed(client, [user(f"{sent}")], heard))
+                        await until(lambda: len(text_of(heard)) > 20, 20)  # noqa: B023
+                        (busy,) = [each["name"] for each in relay.described() if each["running"]]
+                        processes[busy].send_signal(sent)
+                        await stream
+                        assert text_of(heard) == COUNTED
+                        exact_count(session, turn)
+                        assert [each["name"] for each in relay.described()] == [n for n in "ab" if n != busy]
+                        if sent == signal.SIGSTOP:
+                            processes[busy].send_signal(signal.SIGCONT)
+                            await until(lambda: len(relay.described()) == 2, 20)
+                (left,) = [each["name"] for each in relay.described()]
+                processes[left].send_signal(signal.SIGINT)
+                assert await asyncio.to_thread(processes[left].wait, 20) == 130
+                await until(lambda: not relay.described())
+            finally:
+                for process in processes.values():
+                    process.kill()
+                    process.wait()
+                    process.stderr.close()
+
+    run(story)
+
+
+@asynccontextmanager
+async def proxied(gateway):
+    """A way to the gateway that can be cut, or go silent."""
+    writers, way = [], {"open": True}
+
+    async def pump(reader, writer):
+        while data := await reader.read(65536):
+            if way["open"]:
+                writer.write(data)
+        writer.close()
+
+    async def accept(reader, writer):
+        there = await asyncio.open_connection("127.0.0.1", gateway._server.port)
+        writers.extend((writer, there[1]))
+        with suppress(OSError):
+            await asyncio.gather(pump(reader, there[1]), pump(there[0], writer))
+
+    def cut():
+        for writer in writers:
+            writer.transport.abort()
+        writers.clear()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    try:
+        yield f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}/ws/worker", way, cut
+    finally:
+        cut()
+        server.close()
+        await server.wait_closed()
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["cut", "silent"])
+def test_t08_a_connection_that_is_lost_is_made_anew_and_the_stream_waits_for_it(silent):
+    """There is no other worker: the stream is kept alive until this one is back, and goes on where it was."""
+
+    async def story():
+        engine = slow_engine()
+        async with (
+            relayed(tokenizer=ByteTokenizer()) as gateway,
+            proxied(gateway) as (url, way, cut),
+            working(gateway, engine, url=url),
+        ):
+            session = await gateway.open()
+            async with client_of(session) as client:
+                heard = []
+                stream = asyncio.create_task(followed(client, [user("count")], heard))
+                await until(lambda: len(text_of(heard)) > 20)
+                if silent:
+                    way["open"] = False
+                    await until(lambda: not gateway.engine.described())
+                    way["open"] = True
+                cut()
+                await stream
+                assert text_of(heard) == COUNTED
+            exact_count(session, 1)
+
+    run(story)
+
+
+def test_t08_while_no_worker_is_there_requests_wait_up_to_a_limit():
+    async def story():
+        async with relayed(tokenizer=ByteTokenizer()) as gateway:
+            session = await gateway.open()
+            auth = {"authorization": f"Bearer {session.key}"}
+            body = {"model": "m", "messages": [user("a")], "stream": True}
+            async with aiohttp.ClientSession() as http, client_of(session) as client:
+                whole = asyncio.create_task(chat(client, [user("b")]))
+                async with http.post(f"{session.openai_base_url}/chat/completions", json=body, headers=auth) as stream:
+                    lines = []
+                    while lines.count(b": keepalive\n") < 2:
+                        lines.append(await stream.content.readline())
+                    async with working(gateway, Teller("hello")):
+                        assert b"data: [DONE]" in await stream.content.read()
+                        assert (await whole).choices[0].message.content == "hello"
+        async with relayed(tokenizer=ByteTokenizer(), wait_s=0.2) as gateway, client_of(await gateway.open()) as client:
+            with pytest.raises(openai.APIStatusError, match="no worker is connected") as refused:
+                await chat(client, [user("a")])
+            assert refused.value.status_code == 503
+
+    run(story)
+
+
+def test_t08_workers_find_a_gateway_that_was_killed_and_began_again(tmp_path):
+    """Sessions and what was committed are there; the turn that was under way is retried and comes to its end."""
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+
+    def start(port):
+        words = ["--relay", "--token-file", str(token), "--port", str(port), "--output", str(tmp_path / "out")]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "loopwright", "gateway", "serve", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        return process, process.stdout.readline().split()[3].rstrip(";")
+
+    async def story():
+        process, url = await asyncio.to_thread(start, 0)
+        try:
+            admin = {"authorization": f"Bearer {TOKEN}"}
+            async with (
+                working(None, slow_engine(), url=f"{url.replace('http', 'ws')}/ws/worker"),
+                aiohttp.ClientSession() as http,
+            ):
+                async with http.post(f"{url}/sessions/s", headers=admin) as answer:
+                    opened = await answer.json()
+                session = type("S", (), {"openai_base_url": opened["openai_base_url"], "key": opened["key"]})
+                async with client_of(session) as client:
+                    assert (await chat(client, [user("a")])).choices[0].message.content == COUNTED
+                    heard = []
+                    stream = asyncio.create_task(followed(client, [user("b")], heard))
+                    await until(lambda: len(text_of(heard)) > 20)
+                    process.kill()
+                    with pytest.raises((openai.APIError, aiohttp.ClientError)):
+                        await stream
+                    process.wait()
+                    process.stdout.close()
+                    process, _ = await asyncio.to_thread(start, int(url.rpartition(":")[2]))
+                    retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
+                    assert text_of(await streamed(client, [user("b")], **retry)) == COUNTED
+                async with http.get(f"{url}/sessions/s", headers=admin) as answer:
+                    told = await answer.json()
+                assert (told["trainable"], told["verdicts"]["broken"]) == (True, 0)
+                assert [turn["sampled_tokens"] for turn in told["turns"]] == [len(COUNTED) + 1] * 2
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
 
     run(story)
 

@@ -4,33 +4,37 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
-import time
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import aiohttp
+import aiohttp.web
 import pytest
+import ray
 
 from loopwright.core.episode import Episode
 from loopwright.core.errors import ScenarioError
 from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Reward
+from loopwright.core.task import Task
 from loopwright.engines.base import Sampling, engines
+from loopwright.engines.news import News
 from loopwright.engines.scripted import ScriptedConfig
 from loopwright.gateway.client import GatewayClient, GatewayLost, endpoint
 from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig
-from loopwright.rollouts.loop import loops
 from loopwright.rollouts.pool import PoolDown, WorkerLost
 from loopwright.rollouts.remote.access import Access
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.home import EmbeddedConfig, EmbeddedHome, ExternalHome, RayConfig, home_of
 from loopwright.scenario.load import load
 from loopwright.testing import GatewayContract, LoopContract
+from loopwright.testing.gateways import said
 from loopwright.testing.loops import RecordingEngine
 from tests.gateway.serving import Teller, until
 from tests.rollouts.rays import cluster  # noqa: F401
-from tests.rollouts.remotes import CHAT, TASK, Stage, alive, program, rolled, running, staged
+from tests.rollouts.remotes import TASK, Stage, alive, program, rolled, running, staged
 from tests.survival.campaign import Campaign, end_of, wait_for
 
 SCRIPTED = ScriptedConfig(replies=("yes", "no"), slip=0.0)
@@ -104,13 +108,13 @@ def test_a01_an_agent_that_crashes_without_a_word_is_a_fault_of_the_workload(tmp
 def test_a01_an_agent_that_breaks_over_what_the_policy_said_is_scored(tmp_path):
     episode = rolled(tmp_path, "int(chat())")
     assert (episode.outcome, episode.fault, episode.turns) == (Outcome.TRUNCATED, Fault.POLICY, 1)
-    assert "exited with 1, after 1 turns" in episode.reason
+    assert "exited with 1, after 1 turn" in episode.reason
     assert episode.judged(Reward(0.0)).trainable
 
 
 def test_a01_an_agent_that_is_ended_by_a_signal_says_so(tmp_path):
     episode = rolled(tmp_path, "chat(); os.kill(os.getpid(), 9)")
-    assert (episode.fault, episode.evidence["agent"]["signal"]) == (Fault.POLICY, "SIGKILL")
+    assert (episode.fault, episode.evidence["agent"]["signal"]) == (Fault.POLICY, signal.SIGKILL)
 
 
 def test_a01_an_agent_that_never_calls_is_scored_and_not_trained_on(tmp_path):
@@ -150,9 +154,12 @@ def test_a01_a_call_after_the_end_is_refused(tmp_path):
             episode = await stage.roll()
             url, key = episode.evidence["agent"]["stdout"].split()
             body = {"model": "m", "messages": [{"role": "user", "content": "one more"}]}
-            async with aiohttp.ClientSession(headers={"authorization": f"Bearer {key}"}) as client:
-                async with client.post(f"{url}/chat/completions", json=body) as response:
-                    assert response.status == 409
+            headers = {"authorization": f"Bearer {key}"}
+            async with (
+                aiohttp.ClientSession(headers=headers) as client,
+                client.post(f"{url}/chat/completions", json=body) as response,
+            ):
+                assert response.status == 409
             assert len(stage.engine.calls) == 1
 
     asyncio.run(story())
@@ -206,6 +213,49 @@ def test_a01_a_gateway_that_is_gone_costs_rollouts_and_then_ends_the_run(tmp_pat
             assert "cannot reach the gateway" in str(found[0])
 
     asyncio.run(story())
+
+
+def harbor(home, test):
+    """A task with a file to be changed, and tests for it."""
+    task = home / "task"
+    for name, text in {
+        "task.toml": "[environment]\n[verifier]\ntimeout_sec = 30\n",
+        "instruction.md": "Say yes in answer.txt.",
+        "environment/Dockerfile": "FROM scratch\nWORKDIR /app\nCOPY answer.txt /app/answer.txt\n",
+        "environment/answer.txt": "no\n",
+        "tests/test.sh": f"#!/bin/bash\n{test}\n",
+    }.items():
+        (task / name).parent.mkdir(parents=True, exist_ok=True)
+        (task / name).write_text(text)
+    message = {"role": "user", "content": "Say yes in answer.txt."}
+    return Task("task", (message,), extra={"local_task_path": str(task), "instance_id": "task"})
+
+
+def verified(home, text, test, **config):
+    async def story():
+        command = program(home, text, "{instruction}")
+        async with staged(home, command=command, verifies=True, **config) as stage:
+            return await stage.roll(harbor(home, test))
+
+    return asyncio.run(story())
+
+
+def test_a01_the_tasks_tests_are_run_once_the_agent_is_gone(tmp_path):
+    text = "chat(sys.argv[1]); print(open('answer.txt').read()); open('answer.txt', 'w').write('yes')"
+    test = 'grep -q yes answer.txt && echo 1 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"'
+    episode = verified(tmp_path, text, test)
+    assert episode.outcome is Outcome.OK, episode.reason
+    assert episode.evidence["agent"]["stdout"] == "no\n\n", "the task's own files were laid out for it"
+    assert episode.evidence["verifier"]["rewards"] == {"reward": 1.0}
+    assert "verify" in episode.attempts[-1].phases_s
+
+
+def test_a01_one_deadline_is_over_the_agent_and_the_tests(tmp_path):
+    hangs = verified(tmp_path, "chat(sys.argv[1]); time.sleep(1000)", "sleep 1000", deadline_s=4.0, verify_s=1.0)
+    assert (hangs.outcome, hangs.fault) == (Outcome.TRUNCATED, Fault.POLICY)
+    assert "deadline of 4 s" in hangs.evidence["verifier"]["error"]
+    assert hangs.evidence["verifier"]["stopped"]
+    assert running(str(tmp_path / "agent.py")) == []
 
 
 REMOTE = """
@@ -329,14 +379,14 @@ def test_a03_a_function_that_raises_after_a_call_or_never_ends(tmp_path):
 def test_a03_what_a_function_takes_is_checked_before_anything_starts(tmp_path):
     name = with_agents(tmp_path)
 
-    def said(function, **more):
+    def problems(function, **more):
         return "; ".join(map(str, RemoteConfig(function=f"{name}:{function}", **more).problems(tmp_path)))
 
-    assert said("solve", args={"seen": {}}) == ""
-    assert "asks for 'moon', which nobody gives it" in said("ask_for_the_moon")
-    assert "does not take 'depth' of `args`" in said("solve", args={"seen": {}, "depth": 3})
-    assert "no async function" in said("not_async")
-    assert "no sandbox can hold" in said("deaf", sandbox="bwrap")
+    assert problems("solve", args={"seen": {}}) == ""
+    assert "asks for 'moon', which nobody gives it" in problems("ask_for_the_moon")
+    assert "does not take 'depth' of `args`" in problems("solve", args={"seen": {}, "depth": 3})
+    assert "no async function" in problems("not_async")
+    assert "no sandbox can hold" in problems("deaf", sandbox="bwrap")
     with pytest.raises(ValueError, match=r"nothing is called \{instructions\}.*Did you mean 'instruction'"):
         RemoteConfig(command=("agent", "{instructions}"))
     with pytest.raises(ValueError, match="either `command` or `function`"):
@@ -424,7 +474,9 @@ def test_t09_what_is_wrong_is_named(loaded):
         loaded("gateway.prot=1")
     with pytest.raises(ScenarioError, match=r"--set 'port=1': write loop.KEY=VALUE or gateway.KEY=VALUE"):
         loaded("port=1")
-    with pytest.raises(ScenarioError, match=r"unknown gateway 'rai'. Known: embedded, ray, external. Did you mean 'ray'"):
+    with pytest.raises(
+        ScenarioError, match=r"unknown gateway 'rai'. Known: embedded, ray, external. Did you mean 'ray'"
+    ):
         loaded(environ={"REMOTE_GATEWAY_TYPE": "rai"})
     with pytest.raises(ScenarioError, match=r"\[run.engine\]: has no meaning with an external gateway"):
         loaded(more=ENGINE + '[run.gateway]\ntype = "external"\nurl = "http://g"\n')
@@ -432,22 +484,15 @@ def test_t09_what_is_wrong_is_named(loaded):
 
 def test_t09_settings_of_a_run_are_those_of_its_resume(tmp_path):
     campaign = Campaign(tmp_path, scenario(tmp_path, "chat(); print(os.environ['FLAVOUR'])"))
-    process = campaign.start(verb="run")
-    end_of(process)  # without the variable its agents break, and are scored
-    again = Campaign(tmp_path / "b", scenario(tmp_path / "b", "chat(); print(os.environ['FLAVOUR'])"))
-    command = [sys.executable, "-m", "loopwright", "run", str(again.scenario), "--output", str(again.output)]
-    import subprocess
-
+    command = [sys.executable, "-m", "loopwright", "run", str(campaign.scenario), "--output", str(campaign.output)]
     ended = subprocess.run(
         [*command, "--set", 'loop.env={"FLAVOUR": "set"}'], capture_output=True, text=True, timeout=90
     )
     assert ended.returncode == 0, ended.stderr
-    assert again.call("resume").code == 0, "the same settings, so the same inputs"
-    with Ledger.read(again.ledger) as ledger:
+    assert campaign.call("resume").code == 0, "the same settings, so the same inputs"
+    with Ledger.read(campaign.ledger) as ledger:
         episode = Episode.from_bytes(ledger.payload(1, "rollout"))
     assert episode.evidence["agent"]["stdout"] == "set\n"
-    with Ledger.read(campaign.ledger) as ledger:
-        assert Episode.from_bytes(ledger.payload(1, "rollout")).outcome is Outcome.TRUNCATED
 
 
 # -- T10, T11: where the gateway lives -----------------------------------------------------------------------------
@@ -461,8 +506,9 @@ def test_t10_a_remote_agent_without_an_address_is_an_error_before_anything_start
     async def story():
         with pytest.raises(AdvertiseError):
             await EmbeddedHome(GatewayConfig(host="0.0.0.0"), pytest.fail).start()
-        with pytest.raises(GatewayLost, match="cannot reach the gateway at http://127.0.0.1:9"):
-            await ExternalHome(Access("http://127.0.0.1:9")).start()
+        async with aclosing(ExternalHome(Access("http://127.0.0.1:9"))) as home:
+            with pytest.raises(GatewayLost, match=r"cannot reach the gateway at http://127\.0\.0\.1:9"):
+                await home.start()
 
     asyncio.run(story())
 
@@ -489,19 +535,36 @@ class TestT11External(GatewayContract):
 
     def test_a_wrong_token_is_known_before_anything_starts(self, tmp_path):
         async def story():
-            async with self.around(tmp_path):
-                home = ExternalHome(Access(self.url, "not-the-token-at-all"))
+            async with (
+                self.around(tmp_path),
+                aclosing(ExternalHome(Access(self.url, "not-the-token-at-all"))) as home,
+            ):
                 with pytest.raises(GatewayLost, match=r"opens no session.*token_file"):
                     await home.start()
-                await home.aclose()
 
         asyncio.run(story())
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.fixture(scope="class")
+def on_ray(cluster, tmp_path_factory):  # noqa: F811
+    """One home for all tests of a class: actors take seconds to come."""
+    home = home_of(RayConfig(cpus=0.1, engine_cpus=0.1, engines=2), SCRIPTED, tmp_path_factory.mktemp("ray"), "r")
+    with asyncio.Runner() as runner:
+        runner.run(home.start())
+        yield runner, home
+        runner.run(home.aclose())
+
+
 class TestT11Ray(GatewayContract):
+    @pytest.fixture(autouse=True)
+    def _there(self, on_ray):
+        self.runner, self.home = on_ray
+
     def make_home(self, home):
-        return home_of(RayConfig(cpus=0.1, engine_cpus=0.1, engines=2), SCRIPTED, home, "r")
+        return self.home
+
+    def use(self, home, story):
+        return self.runner.run(asyncio.wait_for(story(self.home), 60))
 
 
 @pytest.mark.usefixtures("cluster")
@@ -511,15 +574,11 @@ def test_t11_a_gateway_actor_that_dies_is_replaced(tmp_path):
         await home.start()
         try:
             before = await home.access()
-            await home.tell(__import__("loopwright.rollouts.worker", fromlist=["News"]).News(4))
-            import ray
-
+            await home.tell(News(4))
             ray.kill(home._gateway._router.seats[0].actor)
             async with asyncio.timeout(60):
                 while (after := await home.access()).url == before.url:
                     await asyncio.sleep(0.1)
-            from loopwright.testing.gateways import said
-
             session = await home.open("after")
             assert (await said(session))[0] == 200
             assert (await session.close()).oldest_version == 4, "it was told the latest news"
@@ -583,9 +642,3 @@ def test_t12_a_client_tells_a_gateway_from_something_else(tmp_path):
             await runner.cleanup()
 
     asyncio.run(story())
-
-
-def test_the_registry_has_it():
-    assert loops.get("remote").Config is RemoteConfig
-    assert CHAT
-    assert time

@@ -4,12 +4,13 @@ import asyncio
 from collections import Counter
 from contextlib import aclosing
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopwright.engines.base import Chunk, ContextFull, Engine, EngineConfig, EngineError, Sampling
+from loopwright.engines.base import BadSampling, Chunk, ContextFull, Engine, EngineConfig, EngineError, Sampling
 from loopwright.engines.fingerprint import fingerprint
 from loopwright.engines.fleet import Fleet, FleetConfig, FleetSettings
 from loopwright.engines.member import Member
@@ -213,11 +214,21 @@ def test_what_is_the_request_s_own_fault_is_not_the_engine_s():
             raise ContextFull(5, len(ids))
             yield
 
+    class Picky(Counting):
+        async def generate(self, ids, sampling, *, seed):
+            raise BadSampling("no top-p here")
+            yield
+
     async def story():
         fleet = fleet_of(Full())
         with pytest.raises(ContextFull):
             await said(fleet)
         assert fleet.described()[0]["state"] == "serving"
+        picky = fleet_of(Picky())
+        with pytest.raises(BadSampling):
+            await said(picky)
+        assert picky.described()[0]["state"] == "serving"
+        await picky.close()
         first = Counting()
         first.fails_at = 3
         fleet = fleet_of(first, Full())
@@ -336,7 +347,7 @@ def test_a_stream_goes_on_under_the_fleet_s_version_never_under_an_older_one():
 
 def test_engines_of_different_tokens_are_refused():
     class Other(ByteTokenizer):
-        specials = {"<|im_start|>": 256, "<|eot|>": 257}
+        specials: ClassVar = {"<|im_start|>": 256, "<|eot|>": 257}
 
     other = Counting()
     other.tokenizer = Other()

@@ -8,12 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
+from typer.testing import CliRunner
 
+from loopwright.cli import app
 from loopwright.engines.base import ContextFull, EngineError, Sampling, engines
-from loopwright.engines.sampler import reshaped
 from loopwright.testing import EngineContract
 from loopwright.testing.engines import ids_of, logprobs_of
+from tests.engines.real import forward, gaps
 from tests.engines.wires import CONTEXT, TROUBLES, served
 
 WIRES = ("vllm", "llamacpp", "sglang")
@@ -28,16 +29,6 @@ def server():
 def engine_of(server, wire, *, speed="fast", home=None, **config):
     kind = engines.get(wire)
     return kind(kind.Config(url=f"{server.url}/{speed}/{wire}", tokenizer="tiny", **config), home or Path())
-
-
-def logits_of(model, prompt, ids):
-    with torch.inference_mode():
-        return model(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-
-
-def forward(model, prompt, ids, sampling=None):
-    logprobs = reshaped(logits_of(model, prompt, ids), [sampling or Sampling()] * len(ids))
-    return logprobs.gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
 
 
 class _Wire(EngineContract):
@@ -55,8 +46,7 @@ class _Wire(EngineContract):
         return forward(self.server.model, prompt, ids)
 
     def gaps_of(self, engine, prompt, ids):
-        logprobs = logits_of(self.server.model, prompt, ids).log_softmax(-1)
-        return (logprobs.amax(-1) - logprobs.gather(-1, torch.tensor(ids)[:, None])[:, 0]).tolist()
+        return gaps(self.server.model, prompt, ids)
 
 
 class TestVllm(_Wire):
@@ -186,13 +176,14 @@ SAYS = {
 
 @pytest.mark.parametrize("kind", TROUBLES)
 @pytest.mark.parametrize("wire", WIRES)
-def test_what_no_server_should_do_is_an_engine_that_failed(server, wire, kind):
+def test_t02_what_no_server_should_do_is_an_engine_that_failed(server, wire, kind):
     async def story(engine):
         with pytest.raises(EngineError, match=SAYS[kind]):
             await said(engine, [0, TROUBLES.index(kind)])
-        assert ids_of(await said(engine)), "and the next one is served"
+        if kind != "silent":
+            assert ids_of(await said(engine)), "and the next one is served"
 
-    run(server, wire, story, timeout_s=0.3 if kind == "silent" else 20)
+    run(server, wire, story, timeout_s=0.3 if kind == "silent" else 60)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -214,7 +205,7 @@ def test_a_server_that_is_not_there_is_named(wire):
     asyncio.run(main())
 
 
-def test_connections_are_reused_and_stale_ones_are_replaced(server):
+def test_t12_connections_are_reused_and_stale_ones_are_replaced(server):
     async def story(engine):
         server.connections.clear()
         for _ in range(3):
@@ -251,7 +242,8 @@ def test_the_key_is_sent_and_never_told(server, wire, tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize(
     ("config", "match"),
-    [({"url": "localhost:8000"}, "is no URL"), ({"api_key_env": "NOT_THERE"}, "NOT_THERE holds no API key"),
+    [({"url": "localhost:8000"}, "is no URL"), ({"url": "http://me:secret@there"}, "belongs into api_key_env"),
+     ({"api_key_env": "NOT_THERE"}, "NOT_THERE holds no API key"),
      ({"api_key_file": "nowhere"}, "API key cannot be read"), ({"tokenizer": "nowhere/at/all"}, "cannot be loaded")],
 )  # fmt: skip
 def test_what_is_wrong_with_a_config_is_found_before_anything_starts(config, match, tmp_path, monkeypatch):
@@ -266,7 +258,7 @@ def test_what_is_wrong_with_a_config_is_found_before_anything_starts(config, mat
     [("vllm", ["pause?mode=abort&clear_cache=true", "collective_rpc", "resume"]),
      ("sglang", ["pause_generation", "update_weights_from_disk", "continue_generation"])],
 )  # fmt: skip
-def test_new_weights_are_loaded_while_the_server_holds(server, wire, routes, tmp_path):
+def test_t06_new_weights_are_loaded_while_the_server_holds(server, wire, routes, tmp_path):
     (tmp_path / "model.safetensors").touch()
 
     async def story(engine):
@@ -342,3 +334,29 @@ def test_a_closed_engine_says_so(server):
             await held
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_scenario_runs_on_a_server(server, wire, tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "say something"}\n{"prompt": "say more"}\n')
+    (tmp_path / "study.toml").write_text(
+        f"""
+name = "study"
+[[run]]
+name = "roll"
+agent = {{ type = "collect", trials = 8, group_size = 4 }}
+[run.rollout]
+tasks = {{ type = "jsonl", path = "tasks.jsonl" }}
+loop = {{ type = "single_turn", sampling = {{ max_tokens = 12 }} }}
+judger = {{ type = "length" }}
+[run.engine]
+type = "{wire}"
+url = "{server.url}/fast/{wire}"
+tokenizer = "bytes"
+"""
+    )
+    done = CliRunner().invoke(app, ["run", str(tmp_path / "study.toml"), "-o", str(tmp_path / "out"), "-q"])
+    assert done.exit_code == 0, done.output
+    rows = (tmp_path / "out" / "roll" / "trajectory.csv").read_text().splitlines()
+    outcomes = [row.rpartition(",")[2] for row in rows[1:]]
+    assert (len(outcomes), set(outcomes) - {"ok", "truncated"}) == (8, set())

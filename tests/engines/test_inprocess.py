@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 
 from loopwright.engines.base import ContextFull, EngineError, Sampling
 from loopwright.engines.inprocess import TransformersConfig, TransformersEngine
@@ -15,15 +14,10 @@ from loopwright.engines.models import tiny
 from loopwright.gateway.template import ChatML
 from loopwright.testing import EngineContract
 from loopwright.testing.engines import ids_of, logprobs_of
+from tests.engines.real import forward, gaps
 
 WEIGHTS = 5
 """A seed whose model happens to end its greedy answer to the contract's prompt."""
-
-
-def forward(model, prompt, ids):
-    with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-        return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
 
 
 def byte_level():
@@ -51,6 +45,9 @@ class TestTiny(EngineContract):
     def logprobs_of(self, engine, prompt, ids):
         return forward(engine.model, prompt, ids)
 
+    def gaps_of(self, engine, prompt, ids):
+        return gaps(engine.model, prompt, ids)
+
 
 class TestSmolLM2(EngineContract):
     pytestmark = pytest.mark.slow  # needs a package of 93 MB: `make test-engines`
@@ -60,6 +57,9 @@ class TestSmolLM2(EngineContract):
 
     def logprobs_of(self, engine, prompt, ids):
         return forward(engine.model, prompt, ids)
+
+    def gaps_of(self, engine, prompt, ids):
+        return gaps(engine.model, prompt, ids)
 
     def test_it_knows_the_capital_of_france(self, tmp_path):
         async def story(engine):
@@ -105,6 +105,20 @@ def test_a_stream_does_not_depend_on_who_else_is_in_the_batch():
             assert logprobs_of(chunks) == pytest.approx(forward(engine.model, prompt, ids_of(chunks)), abs=1e-4)
 
     run(story, prefix_bytes=0)
+
+
+def test_each_token_comes_with_what_else_was_likely_if_it_is_asked_for():
+    async def story(engine):
+        prompt = prompt_of(1, 20)
+        asked, plain = await asyncio.gather(said(engine, prompt, top_logprobs=4), said(engine, prompt))
+        assert (ids_of(asked), {chunk.tops for chunk in plain}) == (ids_of(plain), {None})
+        for chunk in asked:
+            (tops,) = chunk.tops
+            assert len(tops) == 4
+            assert [logprob for _, logprob in tops] == sorted((logprob for _, logprob in tops), reverse=True)
+            assert dict(tops).get(chunk.ids[0], chunk.logprobs[0]) == pytest.approx(chunk.logprobs[0], abs=1e-6)
+
+    run(story)
 
 
 def test_streams_join_and_leave_a_running_batch():

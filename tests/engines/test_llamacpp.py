@@ -6,7 +6,11 @@ from benchmarks.servers import llamacpp, missing
 from loopwright.engines.base import ContextFull, Sampling
 from tests.engines.real import RealServer
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing("llamacpp") is not None, reason=str(missing("llamacpp")))]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(missing("llamacpp") is not None, reason=str(missing("llamacpp"))),
+]
 
 
 @pytest.fixture(scope="module")

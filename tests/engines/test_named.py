@@ -16,6 +16,14 @@ def test_names_stand_for_configs():
     assert len(NAMED) == 3
 
 
+@pytest.mark.parametrize("kind", ["vllm", "llamacpp", "sglang"])
+def test_a_server_is_named_by_its_address_and_needs_a_tokenizer(kind):
+    config = engine_config(f"{kind}:http://gpu-box:8000")
+    assert (config.type, config.model_dump(exclude_unset=True)) == (kind, {"url": "http://gpu-box:8000"})
+    with pytest.raises(ValueError, match="tokenizer"):
+        type(config).model_validate(config.model_dump(exclude_unset=True))
+
+
 @pytest.mark.parametrize("name", ["smolm2", "", "tiny:", "vlm:http://x", "transformers:"])
 def test_an_unknown_name_says_what_there_is(name):
     with pytest.raises(ValueError, match=r"unknown engine .* Known: scripted, tiny, smollm2"):

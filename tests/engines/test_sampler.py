@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopwright.engines.base import Sampling
-from loopwright.engines.sampler import Draw, reshaped, sample
+from loopwright.engines.sampler import Draw, likeliest, reshaped, sample
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.5, -1.0, -3.0, -40.0, -torch.inf])
 
@@ -35,6 +35,20 @@ def test_tokens_come_as_often_as_their_logprobs_say(sampling):
     for token, chance in enumerate(expected):
         deviation = math.sqrt(draws * chance * (1 - chance)) + 1e-9
         assert abs(counts[token] - draws * chance) < 5 * deviation
+
+
+def test_what_else_was_likely_is_told_of_the_distribution_that_was_sampled_from():
+    asked = [{}, {"top_logprobs": 3}, {"top_logprobs": 5, "top_k": 2}, {"top_logprobs": 2, "temperature": 0}]
+    draws = [Draw(Sampling(**each), "s", 0) for each in asked]
+    nothing, three, two, one = likeliest(LOGITS.expand(4, -1), draws)
+    assert nothing is None
+    assert [token for token, _ in three[0]][:2] == [0, 1]
+    assert [math.exp(logprob) for _, logprob in three[0]] == pytest.approx(sorted(chances(), reverse=True)[:3])
+    assert [(token, math.exp(logprob)) for token, logprob in two[0]] == [
+        (0, pytest.approx(chances(top_k=2)[0])),
+        (1, pytest.approx(chances(top_k=2)[1])),
+    ]
+    assert one == (((0, 0.0),),)
 
 
 def test_each_rule_leaves_what_it_says():

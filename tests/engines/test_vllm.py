@@ -9,9 +9,14 @@ from benchmarks.servers import missing, vllm
 from loopwright.engines import smollm2
 from loopwright.engines.base import ContextFull, Sampling
 from loopwright.testing.engines import ids_of, logprobs_of
-from tests.engines.real import RealServer, forward
+from tests.engines.real import RealServer, engine_at, forward
+from tests.gateway.test_audit import reported, talked
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing("vllm") is not None, reason=str(missing("vllm")))]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(missing("vllm") is not None, reason=str(missing("vllm"))),
+]
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +73,14 @@ class TestVllm(RealServer):
             assert logprobs_of(again) == pytest.approx(self.logprobs_of(engine, prompt, ids_of(again)), abs=1e-3)
 
         self.use(tmp_path, story)
+
+
+def test_what_is_captured_from_it_passes_the_audit(url, tmp_path):
+    asyncio.run(talked(engine_at(url, "vllm"), tmp_path / "gw"))
+    turns, result = reported(tmp_path / "gw", "--engine", "smollm2")
+    print(result)
+    assert turns
+    assert result["mean"] <= 1e-3
 
 
 def other_weights(directory):

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from loopwright.execution.processes import start_ticks
-from loopwright.execution.sandbox import Bounds, SandboxError, sandbox_of
+from loopwright.execution.sandbox import Bounds, SandboxError, cgroup, sandbox_of
 from loopwright.execution.sandbox.bubblewrap import remove_stale
+from loopwright.execution.sandbox.cgroup import Group
 from loopwright.execution.sandbox.files import read_inside, remove, size_bytes
 from loopwright.execution.sandbox.gate import Gate
 from loopwright.testing import SandboxContract, WallsContract
@@ -187,6 +188,27 @@ class TestReadable:
         said = place.says(place.command('"$1"/agent; touch "$1"/x; ls "$1"/..; exit 0', str(agent)))
         assert said == "working\nmine\n"
         assert not (agent / "x").exists()
+
+
+class TestGroup:
+    def test_version_2_groups_are_made_beside_our_own(self, tmp_path, monkeypatch):
+        """Given a slice that was delegated to us, then a room's group is made in it, and gone with the room."""
+        (tmp_path / "user.slice/ours.scope").mkdir(parents=True)
+        monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
+        monkeypatch.setattr(cgroup, "_own_groups", lambda: "0::/user.slice/ours.scope\n")
+        group = Group.make("room-1", 40)
+        assert (tmp_path / "user.slice/room-1/pids.max").read_text() == "40"
+        assert group.entry == str(tmp_path / "user.slice/room-1/cgroup.procs")
+        # The kernel's own files go with their directory.
+        (tmp_path / "user.slice/room-1/pids.max").unlink()
+        asyncio.run(group.close())
+        assert not (tmp_path / "user.slice/room-1").exists()
+
+    def test_where_there_can_be_none_there_is_none(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(cgroup, "_ROOT", tmp_path / "nowhere")
+        group = Group.make("room-1", 40)
+        assert group.entry == ""
+        asyncio.run(group.close())
 
 
 class TestStale:

@@ -6,6 +6,7 @@ What the engine was given and gave is what is recorded (T02); text and ids agree
 import asyncio
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +28,7 @@ TOOLS = [{"type": "function", "function": {"name": "add"}}]
 class LlamaBytes(ByteTokenizer):
     """A token per byte, and Llama 3's special ones."""
 
-    specials = {
+    specials: ClassVar = {
         name: 256 + index
         for index, name in enumerate(
             ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
@@ -39,7 +40,7 @@ class LlamaBytes(ByteTokenizer):
 class PlainBytes(ByteTokenizer):
     """A token per byte, and one for the end of everything."""
 
-    specials = {"<|endoftext|>": 256}
+    specials: ClassVar = {"<|endoftext|>": 256}
 
 
 FAMILIES = {
@@ -114,13 +115,20 @@ def calls(draw, grammar):
 
 
 def speech(grammar):
-    odd = [grammar.open, grammar.close, f'{grammar.open}{{"name": "f", "arguments": {{"x": tru', '{"name": "g"}', "<thi",
-           '{"name": "f", "arguments": {"x": "\\ud800"}}', '[{"name": "f"}, {"name": "g"}]', "</think>", grammar.open[:4]]  # fmt: skip
+    odd = [
+        grammar.open,
+        grammar.close,
+        f'{grammar.open}{{"name": "f", "arguments": {{"x": tru',
+        '{"name": "g"}',
+        "<thi",
+        '{"name": "f", "arguments": {"x": "\\ud800"}}',
+        '[{"name": "f"}, {"name": "g"}]',
+        "</think>",
+        grammar.open[:4],
+    ]
     part = st.one_of(PLAIN, calls(grammar), st.sampled_from(odd))
-    thought = st.one_of(
-        st.just(""), PLAIN.map(lambda text: f"<think>{text}</think>"), st.just("<think>\nhm\n</think>\n\n")
-    )
-    return st.tuples(thought, st.lists(part, max_size=4).map("".join)).map("".join)
+    thoughts = st.sampled_from(["", "<think>\nhm\n</think>\n\n"]) | PLAIN.map(lambda text: f"<think>{text}</think>")
+    return st.tuples(thoughts, st.lists(part, max_size=4).map("".join)).map("".join)
 
 
 def joined(pieces):
@@ -231,8 +239,7 @@ def test_t02_any_conversation_of_any_family(family, policy, data):
             before = (*ids, *gave)
             sent = {key: value for key, value in turn.message.items() if keeps or key != "reasoning_content"}
             history.append(sent)
-            for call in turn.calls:
-                history.append({"role": "tool", "tool_call_id": call["id"], "content": "7"})
+            history += [{"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in turn.calls]
             fork = False
             if not turn.calls:
                 history.append({"role": "user", "content": f"go on {number}"})
@@ -267,8 +274,8 @@ def test_llama3_writes_headers_one_beginning_and_the_role_of_its_tools():
     assert prompts[0].endswith("<|start_header_id|>assistant<|end_header_id|>\n\n")
     assert '{"name": "…", "parameters": {…}}' in prompts[0]
     assert prompts[1].endswith(
-        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n7'
-        "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}<|eot_id|>'
+        "<|start_header_id|>ipython<|end_header_id|>\n\n7<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     )
     assert history[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
     assert {str(verdict.kind) for verdict in session.verdicts.values()} == {"exact"}

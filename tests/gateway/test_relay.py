@@ -1,7 +1,7 @@
 """Engines that connect out to the gateway: the contract of all engines holds over the wire, whatever becomes of it."""
 
 import asyncio
-from contextlib import AsyncExitStack, asynccontextmanager
+from typing import ClassVar
 
 import aiohttp
 import orjson
@@ -11,49 +11,12 @@ from loopwright.engines.base import ContextFull, EngineError, Sampling
 from loopwright.engines.fingerprint import fingerprint
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.engines.tokenizer import ByteTokenizer
-from loopwright.gateway.gateway import Gateway, GatewayConfig
+from loopwright.gateway.gateway import Gateway
 from loopwright.gateway.link import PROTOCOL
-from loopwright.gateway.relay import Relay, RelayConfig
 from loopwright.gateway.worker import Worker, WorkerRefused
 from loopwright.testing import EngineContract
+from tests.gateway.relaying import TOKEN, door, relayed, working
 from tests.gateway.serving import END, Teller, client_of, run, until, user
-
-TOKEN = "a-token-of-the-gateway"
-
-
-@asynccontextmanager
-async def relayed(*engines, tokenizer=None, port=0, output=None, **settings):
-    """A gateway with a relay, and a worker for each engine."""
-    relay = Relay(RelayConfig(**{"heartbeat_s": 0.5, "wait_s": 20.0, "rest_s": 0.02, **settings}), tokenizer)
-    async with AsyncExitStack() as stack:
-        gateway = await stack.enter_async_context(
-            Gateway(relay, GatewayConfig(keepalive_s=0.05, port=port), token=TOKEN, output=output)
-        )
-        for number, engine in enumerate(engines):
-            await stack.enter_async_context(working(gateway, engine, f"w{number}"))
-        await until(lambda: len(relay.described()) == len(engines))
-        try:
-            yield gateway
-        finally:
-            await relay.close()
-
-
-def door(gateway):
-    return f"{gateway.address.replace('http', 'ws', 1)}/ws/worker"
-
-
-@asynccontextmanager
-async def working(gateway, engine, name="w", token=TOKEN):
-    worker = Worker(engine, door(gateway), token, name=name, drain_s=5.0)
-    task = asyncio.create_task(worker.run())
-    try:
-        yield worker
-    finally:
-        worker.end()
-        await asyncio.wait([task], timeout=10)
-        if task.cancel():
-            await asyncio.wait([task])
-        await engine.close()
 
 
 async def said(engine, text="hi", most=64):
@@ -140,7 +103,7 @@ def test_who_has_no_token_is_not_let_in_and_gives_up():
 
 def test_a_worker_with_other_tokens_is_refused_with_the_reason():
     class Other(ByteTokenizer):
-        specials = {"<|im_start|>": 256, "<|eot|>": 257}
+        specials: ClassVar = {"<|im_start|>": 256, "<|eot|>": 257}
 
     async def story():
         other = Teller()
@@ -257,13 +220,28 @@ def test_before_the_first_worker_whoever_opens_a_session_waits():
             async with http.get(f"{gateway.address}/healthz") as answer:
                 assert answer.status == 200
             assert not opening.done()
-            async with working(gateway, Teller("hello")):
-                async with await opening as answer:
-                    assert answer.status == 200
+            async with working(gateway, Teller("hello")), await opening as answer:
+                assert answer.status == 200
         async with relayed(wait_s=0.1) as gateway, aiohttp.ClientSession() as http:
-            async with http.post(f"{gateway.address}/sessions", headers=auth) as answer:
-                assert answer.status == 503
-                assert "no worker has connected yet" in await answer.text()
+            answer = await http.post(f"{gateway.address}/sessions", headers=auth)
+            assert answer.status == 503
+            assert "no worker has connected yet" in await answer.text()
+
+    run(story)
+
+
+def test_a_session_keeps_to_its_worker():
+    async def story():
+        engines = [Teller("hello") for _ in range(3)]
+        async with relayed(*engines) as gateway:
+            for number in range(6):
+                async with client_of(await gateway.open(f"s{number}")) as client:
+                    before = [len(engine.calls) for engine in engines]
+                    for text in "abcd":
+                        await client.chat.completions.create(model="m", messages=[user(text)])
+                    grown = [len(engine.calls) - was for engine, was in zip(engines, before, strict=True)]
+                    assert sorted(grown) == [0, 0, 4]
+            assert sum(bool(engine.calls) for engine in engines) > 1
 
     run(story)
 

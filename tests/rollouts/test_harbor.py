@@ -63,12 +63,13 @@ def test_limits_variables_and_places(tmp_path):
         ('[environment]\nos = "windows"', "task.toml, environment.os: 'windows' cannot be run here"),
         ('[verifier]\nenvironment_mode = "separate"', "need Harbor itself"),
         ('[[steps]]\nname = "../up"', "task.toml, steps[0].name: "),
+        ('[[steps]]\nname = "set up"', "set up/workdir/setup.sh: steps with a setup script need Harbor itself"),
         ('[[steps]]\nname = "one"', "one/instruction.md cannot be read"),
     ],
 )
 def test_what_is_wrong_is_named_with_file_and_key(tmp_path, toml, says):
     with pytest.raises(TasksError) as caught:
-        HarborTask.read(write(tmp_path / "t", toml=toml))
+        HarborTask.read(write(tmp_path / "t", toml=toml, **{"steps__set up__workdir__setup.sh": ""}))
     assert says in str(caught.value)
 
 
@@ -257,3 +258,21 @@ def test_rows_of_other_sources_can_be_tested_too(tmp_path):
     assert config.problems(tmp_path) == []
     (task,) = config.tasks[0].load(tmp_path)
     assert Places(tmp_path).read(task).path == path
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ('"instance_id": "a"', "nor `task_root` or `task_template` says where its tests are"),
+        ('"local_task_path": "gone"', "there is no task.toml in"),
+        ('"local_task_path": "bare"', "has no tests/test.sh"),
+        ('"local_task_path": "a", "task_hash": "0"', "has changed since its tasks were loaded"),
+    ],
+)
+def test_rows_whose_tests_are_not_there_are_refused_before_anything_starts(tmp_path, row, says):
+    write(tmp_path / "a")
+    write(tmp_path / "bare", test=None)
+    (tmp_path / "tasks.jsonl").write_text(f'{{"prompt": "Do it.", {row}}}\n')
+    config = rollout(tasks={"type": "jsonl", "path": "tasks.jsonl"}, loop={"type": "remote", "command": ["true"]})
+    (problem,) = config.problems(tmp_path)
+    assert says in problem.message

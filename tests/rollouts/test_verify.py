@@ -148,14 +148,14 @@ def test_a_task_that_changed_since_it_was_loaded_is_refused(tmp_path):
     known = task_at(path, task_hash=prepared.task.digest)
     assert prepare(known, tmp_path, Places(tmp_path)) == prepared
     (path / "tests/test.sh").write_text("exit 0")
-    with pytest.raises(TaskChanged, match="has changed since the run began"):
+    with pytest.raises(TaskChanged, match="has changed since its tasks were loaded"):
         prepare(known, tmp_path, Places(tmp_path))
 
 
 def test_a_task_that_changes_while_the_agent_works_gives_no_verdict(tmp_path):
     path = write(tmp_path / "task")
     said = asyncio.run(verified(path, tmp_path, lambda _: (path / "tests/more.sh").write_text("echo")))
-    assert "has changed since the run began" in said["error"]
+    assert "has changed during a rollout" in said["error"]
 
 
 def test_steps_are_tested_one_by_one_and_their_mean_is_the_reward(tmp_path):
@@ -166,6 +166,26 @@ def test_steps_are_tested_one_by_one_and_their_mean_is_the_reward(tmp_path):
     said = asyncio.run(verified(write(tmp_path / "task", toml=toml, test=test, **steps, **amounts), tmp_path))
     assert list(said["steps"]) == ["one", "two"], "the third is not begun after a second that is not good enough"
     assert said["rewards"] == {"reward": 0.625}
+
+
+def test_files_of_a_later_step_do_not_follow_links_of_the_agent(tmp_path):
+    toml = '[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n'
+    files = {"steps__two__workdir__sub__a.txt": "new", "steps__two__workdir__b.txt": "new"}
+    steps = {f"steps__{name}__instruction.md": f"Step {name}." for name in ("one", "two")}
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "b.txt").write_text("old")
+
+    def lure(workspace):
+        if not (workspace / "sub").exists():
+            (workspace / "sub").symlink_to(outside)
+            (workspace / "b.txt").symlink_to(outside / "b.txt")
+
+    said = asyncio.run(verified(write(tmp_path / "task", toml=toml, **files, **steps), tmp_path, lure))
+    assert said["rewards"] == {"reward": 1.0}
+    assert [file.name for file in outside.iterdir()] == ["b.txt"]
+    assert (outside / "b.txt").read_text() == "old"
+    assert (tmp_path / "workspace/sub/a.txt").read_text() == (tmp_path / "workspace/b.txt").read_text() == "new"
 
 
 def test_only_what_can_be_tested_is_judged():

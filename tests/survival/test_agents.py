@@ -52,7 +52,7 @@ def mini(home, session, *words):
     command = [MINI, "-m", "openai/any", "-t", "fix add in calc.py", "-y", "--exit-immediately", *words]
     (home / "project").mkdir(exist_ok=True)
     return subprocess.run(
-        command, cwd=home / "project", env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600
+        command, cwd=home / "project", env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=800
     )
 
 
@@ -62,8 +62,10 @@ def exact(told):
         parts = ("response_ids", "response_mask", "logprobs", "versions")
         assert len({len(row[part]) for part in parts}) == 1
     sampled = sum(stop - start for node in told["episode"]["nodes"] for start, stop, _ in node["spans"])
-    assert sum(sum(row["response_mask"]) for row in told["rows"]) == sampled == sum(
-        turn["sampled_tokens"] for turn in told["turns"]
+    assert (
+        sum(sum(row["response_mask"]) for row in told["rows"])
+        == sampled
+        == sum(turn["sampled_tokens"] for turn in told["turns"])
     )
     assert told["trainable"]
 
@@ -79,7 +81,7 @@ def test_mini_swe_agent_edits_a_file(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         told = gateway.shown(session)
     assert "return a + b" in (tmp_path / "project" / "calc.py").read_text()
-    assert "23" in told["episode"]["nodes"][-3]["message"]["content"], "what its commands said is in the episode"
+    assert "23" in told["episode"]["nodes"][-2]["message"]["content"], "what its commands said is in the episode"
     # It drops a turn that it cannot use: a branch of its own, and exported; all that follow it go on exactly.
     assert [turn["verdict"] for turn in told["turns"]] == ["exact", "forked", "exact", "exact", "exact"]
     assert told["turns"][1]["reason"]
@@ -90,11 +92,11 @@ def test_mini_swe_agent_edits_a_file(tmp_path):
 
 def test_mini_swe_agent_with_a_real_model(tmp_path):
     with serving(tmp_path, "--engine", "smollm2", "--port", 0, "--output", "gw") as gateway:
-        session = gateway.open("mini", sampling={"max_tokens": 40, "temperature": 0.7})
-        done = mini(tmp_path, session, "-c", "mini.yaml", "-c", "agent.step_limit=4")
+        session = gateway.open("mini", sampling={"max_tokens": 16, "temperature": 0.7})
+        done = mini(tmp_path, session, "-c", "mini.yaml", "-c", "agent.step_limit=3")
         assert "LimitsExceeded" in done.stdout + done.stderr, done.stdout + done.stderr
         told = gateway.shown(session)
-    assert len(told["turns"]) == 4
+    assert len(told["turns"]) == 3
     # The model cannot use tools, so mini drops what it says; each turn is exact, or it is said why it is not.
     assert told["verdicts"]["broken"] == 0
     assert all(turn["reason"] for turn in told["turns"] if turn["verdict"] != "exact")

@@ -1,5 +1,8 @@
 """`loopwright gateway`: put engines on the wire, and capture what agents do with them."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -13,7 +16,6 @@ if TYPE_CHECKING:
 
     from loopwright.engines.base import Engine, EngineConfig
     from loopwright.gateway.gateway import GatewayConfig
-    from loopwright.gateway.relay import Relay
 
 M = TypeVar("M", bound=BaseModel)
 NAME = "gateway"
@@ -38,8 +40,13 @@ def serve(
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", help="A directory, a name on the hub, or `bytes`.")
     ] = None,
-    port: Annotated[int, typer.Option("--port", "-p", help="Where to listen; 0 for any that is free.")] = 8400,
-    host: Annotated[str, typer.Option("--host", help="By default only this machine is let in.")] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option("--port", "-p", envvar="REMOTE_GATEWAY_PORT", help="Where to listen; 0 for any that is free."),
+    ] = 8400,
+    host: Annotated[
+        str, typer.Option("--host", envvar="REMOTE_GATEWAY_HOST", help="By default only this machine is let in.")
+    ] = "127.0.0.1",
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Where sessions are kept; without it they end with the process."),
@@ -68,14 +75,15 @@ def serve(
     """Serve sessions until Ctrl-C. POST /sessions opens one; its agent gets the base URL and the key."""
     from loopwright.core.eventloop import run
     from loopwright.gateway.gateway import GatewayConfig
+    from loopwright.gateway.settings import TOKEN
 
-    words: dict[str, Any] = {"host": host, "port": port}
+    words: dict[str, Any] = {**_environment(), "host": host, "port": port}
     words |= {} if advertise is None else {"advertise": advertise}
     words |= {} if access_log is None else {"access_log": access_log, "log_prompts": log_prompts}
     given = _given(settings or [], words)
     config = _checked(GatewayConfig, given["gateway"])
     config.address(config.port)  # before the engine, which takes its time to load
-    token = None if token_file is None else _token(token_file)
+    token = os.environ.get(TOKEN) or None if token_file is None else _token(token_file)
     if relay == bool(engine):
         raise typer.BadParameter("say what serves: --engine NAME, or --relay and not both.", param_hint="--engine")
     if relay and token is None:
@@ -93,7 +101,6 @@ async def _serve(engine: "Engine", config: "GatewayConfig", output: Path | None,
     import gc
 
     from loopwright.gateway.gateway import Gateway
-    from loopwright.gateway.relay import Relay
 
     ended = _signal()
     try:
@@ -102,9 +109,9 @@ async def _serve(engine: "Engine", config: "GatewayConfig", output: Path | None,
             gc.freeze()
             gc.set_threshold(100_000, 20, 100)
             typer.echo(f"serving sessions at {gateway.address}; open one with POST {gateway.address}/sessions")
-            if isinstance(engine, Relay):
+            if engine.config.type == "relay":
                 typer.echo(f"workers connect to {gateway.address.replace('http', 'ws', 1)}/ws/worker", err=True)
-            number = await ended
+            number: int = await ended
             if calls := gateway.counted()[1]:
                 _say(f"ending: {calls} calls have {config.drain_s:g} s to come to their end; once more ends them now")
             _die_next_time()
@@ -148,8 +155,8 @@ def worker(
 async def _work(engine: "Engine", url: str, token: str, name: str | None, drain_s: float) -> int:
     import asyncio
 
-    from loopwright.gateway.worker import Worker
-
+    with _gateway_extra():
+        from loopwright.gateway.worker import Worker
     ended = _signal()
     made = Worker(engine, url, token, name=name, drain_s=drain_s, say=_say)
     working: asyncio.Future[Any] = asyncio.ensure_future(made.run())
@@ -211,6 +218,17 @@ def _given(settings: list[str], words: dict[str, Any]) -> dict[str, dict[str, An
     return given
 
 
+def _environment() -> dict[str, Any]:
+    """What the environment says of the gateway; options and --set come over it."""
+    from loopwright.gateway.gateway import GatewayConfig
+    from loopwright.gateway.settings import GATEWAY, from_environment
+
+    try:
+        return from_environment(GATEWAY, GatewayConfig)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}.") from error
+
+
 def _loaded(names: list[str], tokenizer: str | None, given: dict[str, dict[str, Any]]) -> "Engine":
     """The engine of a name; of several, a fleet of them."""
     from loopwright.engines.base import engines
@@ -239,26 +257,47 @@ def _engine(name: str, tokenizer: str | None, more: dict[str, Any]) -> "EngineCo
         if "tokenizer" not in type(chosen).model_fields:
             raise typer.BadParameter(f"engine {name!r} brings a tokenizer of its own.", param_hint="--tokenizer")
         more = {"tokenizer": tokenizer, **more}
+    elif "tokenizer" not in more and (field := type(chosen).model_fields.get("tokenizer")) and field.is_required():
+        served = _served_model(getattr(chosen, "url", ""))
+        if served is None:
+            raise typer.BadParameter(f"say which tokenizer the model behind {name!r} has.", param_hint="--tokenizer")
+        more = {"tokenizer": served, **more}
     return _checked(type(chosen), {**chosen.model_dump(exclude_unset=True), **more})
 
 
-def _relay(tokenizer: str | None, given: dict[str, dict[str, Any]]) -> "Relay":
-    from loopwright.core.errors import MissingExtra
+def _served_model(url: str) -> str | None:
+    """What a server of OpenAI's kind says that it serves, if it is there: its tokenizer has the same name."""
+    from contextlib import suppress
+    from urllib.request import urlopen
 
-    try:
+    import orjson
+
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        with urlopen(f"{url.rstrip('/')}/v1/models", timeout=10.0) as answer:  # noqa: S310  the config checks the URL
+            model = orjson.loads(answer.read(2**20))["data"][0]
+        return str(model.get("root") or model["id"])
+    return None
+
+
+def _relay(tokenizer: str | None, given: dict[str, dict[str, Any]]) -> "Engine":
+    from loopwright.engines.named_tokenizer import tokenizer_of
+
+    with _gateway_extra():
         from loopwright.gateway.relay import Relay, RelayConfig
-    except ImportError as error:
-        raise MissingExtra("the gateway", "gateway") from error
-    from loopwright.engines.hub_tokenizer import named_tokenizer
-
     if given["engine"]:
         raise typer.BadParameter("engine.NAME is said to the workers.", param_hint="--set")
     config = _checked(RelayConfig, given["fleet"])
+    return Relay(config, None if tokenizer is None else tokenizer_of(tokenizer, Path.cwd()), say=_say)
+
+
+@contextmanager
+def _gateway_extra() -> Iterator[None]:
+    from loopwright.core.errors import MissingExtra
+
     try:
-        known = None if tokenizer is None else named_tokenizer(tokenizer, Path.cwd())
-    except Exception as error:  # whatever the hub's library raises
-        raise typer.BadParameter(f"{tokenizer!r} cannot be loaded: {error}", param_hint="--tokenizer") from error
-    return Relay(config, known, say=_say)
+        yield
+    except ImportError as error:
+        raise MissingExtra("the gateway", "gateway") from error
 
 
 def _checked(model: type[M], words: dict[str, Any]) -> M:

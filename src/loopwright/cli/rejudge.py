@@ -1,7 +1,7 @@
 """`loopwright rejudge`: score stored rollouts again with another judger, and see what that changes."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 

@@ -16,10 +16,12 @@
     ├── WireError        (ValueError)       bytes that are not of the live protocol        envs/wire.py
     │   └── Unsendable                      what the live protocol has no words for        envs/wire.py
     ├── EngineError      (ConnectionError)  an engine failed or is gone                    engines/base.py
-    │   └── ContextFull  (ValueError)       a conversation is longer than an engine takes  engines/base.py
+    │   ├── ContextFull  (ValueError)       a conversation is longer than an engine takes  engines/base.py
+    │   └── BadSampling  (ValueError)       what an engine has no true logprobs of         engines/base.py
     ├── BudgetSpent      (RuntimeError)     a rollout's turns or tokens are used up        gateway/session.py
     ├── BadRequest       (ValueError)       a request that its API does not allow          gateway/dialect.py
     ├── Refused          (PermissionError)  a call that the gateway turns away             gateway/refusal.py
+    ├── WorkerRefused    (PermissionError)  an engine that a relay will not have           gateway/worker.py
     ├── TemplateError    (ValueError)       a tokenizer lacks a template's special tokens  gateway/template.py
     ├── AdvertiseError   (ValueError)       an address at which no agent could reach us    gateway/gateway.py
     ├── GatewayLost      (ConnectionError)  a gateway elsewhere that cannot be reached     gateway/client.py

@@ -30,6 +30,10 @@ class ContextFull(EngineError, ValueError):
         self.limit, self.length = limit, length
 
 
+class BadSampling(EngineError, ValueError):
+    """A way to sample of which this engine cannot tell true logprobs: the request is at fault, not the engine."""
+
+
 _RESHAPING = "temperature", "top_p", "top_k", "min_p"
 _PLAIN = 1.0, 1.0, 0, 0.0
 

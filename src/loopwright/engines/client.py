@@ -69,7 +69,7 @@ class Client:
         from aiohttp import ClientError
 
         where = f"{self.url}{path}"
-        response = await self._connected(method, where, None if body is None else orjson.dumps(body))
+        response: ClientResponse = await self._connected(method, where, None if body is None else orjson.dumps(body))
         try:
             if response.status != 200:
                 said = await response.content.read(_MOST_BYTES)

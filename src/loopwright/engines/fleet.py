@@ -191,6 +191,8 @@ class Fleet(Engine):
             except ContextFull:
                 if not said:
                     raise
+            except ValueError:  # the request's own fault
+                raise
             except OSError as error:  # EngineError is one
                 failures = 1 if len(said) > begun else failures + 1
                 self._failed(member, str(error) or type(error).__name__)

@@ -43,6 +43,10 @@ class HttpConfig(EngineConfig):
         found = []
         if not self.url.startswith(("http://", "https://")) or not self.url.partition("://")[2].strip("/"):
             found.append(Problem("url", f"{self.url!r} is no URL; write for example 'http://localhost:8000'."))
+        if "@" in self.url:
+            found.append(
+                Problem("url", "a URL is recorded and shown: the key belongs into api_key_env or api_key_file.")
+            )
         if missing := [name for name in ("aiohttp", "tokenizers") if find_spec(name) is None]:
             found.append(Problem("type", str(MissingExtra(f"engine {self.type!r} ({missing[0]})", "gateway"))))
         if self.tokenizer == "smollm2" and (problem := package_problem()):

@@ -7,9 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopwright.engines.smollm2 import directory
-from loopwright.engines.tokenizer import ByteTokenizer, Tokenizer
-
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -80,15 +77,6 @@ class HubTokenizer:
     def bytes_of(self, token: int) -> bytes:
         """What a token stands for; an id that is no token, for a replacement character."""
         return self._bytes.get(token, "\N{REPLACEMENT CHARACTER}".encode())
-
-
-def named_tokenizer(name: str, home: Path) -> Tokenizer:
-    """The tokenizer that a name stands for: `bytes`, `smollm2`, a directory, or a name on the hub."""
-    if name == "bytes":
-        return ByteTokenizer()
-    if name == "smollm2":
-        return HubTokenizer.of(str(directory()))
-    return HubTokenizer.of(str(home / name) if (home / name).is_dir() else name)
 
 
 def _gpt2_alphabet() -> dict[str, int]:

@@ -20,9 +20,9 @@ NAMED: dict[str, Callable[[], EngineConfig]] = {
 ADDRESSED: dict[str, Callable[[str], EngineConfig]] = {
     "transformers": lambda model: TransformersConfig(model=model),
     # Not yet checked: what else they need, such as a tokenizer, is said elsewhere.
-    "vllm": lambda url: VllmConfig.model_construct({"url"}, url=url),
-    "llamacpp": lambda url: LlamaCppConfig.model_construct({"url"}, url=url),
-    "sglang": lambda url: SglangConfig.model_construct({"url"}, url=url),
+    "vllm": lambda url: VllmConfig.model_construct({"url"}, url=url, tokenizer=""),
+    "llamacpp": lambda url: LlamaCppConfig.model_construct({"url"}, url=url, tokenizer=""),
+    "sglang": lambda url: SglangConfig.model_construct({"url"}, url=url, tokenizer=""),
 }
 """Kinds that take what follows their colon: a URL, or a model."""
 

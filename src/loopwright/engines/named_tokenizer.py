@@ -1,4 +1,4 @@
-"""Tokenizers by name: `smollm2`, `bytes` (which `tiny` reads), a directory, or a name on the hub; and the tokens that end a turn."""
+"""Tokenizers by name, `smollm2`, `bytes`, a directory or a name on the hub, and the tokens that end a turn."""
 
 import json
 from contextlib import suppress

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from loopwright.engines.base import ContextFull, EngineConfig, EngineError, Sampling
+from loopwright.engines.base import BadSampling, ContextFull, EngineConfig, EngineError, Sampling
 from loopwright.engines.http import HttpConfig, HttpEngine, Piece, greedy, truncates
 
 _FINISHES = ("stop", "length", "abort")
@@ -29,7 +29,7 @@ class SglangEngine(HttpEngine):
 
     async def sample(self, ids: Sequence[int], sampling: Sampling, seed: int) -> AsyncGenerator[Piece, None]:
         if truncates(sampling):
-            raise EngineError(
+            raise BadSampling(
                 f"{self.client.url}: SGLang tells logprobs from before top-p, top-k and min-p. Sample without them"
             )
         most = sampling.max_tokens

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from loopwright.engines.base import ContextFull, EngineConfig, EngineError, Sampling
+from loopwright.engines.base import BadSampling, ContextFull, EngineConfig, EngineError, Sampling
 from loopwright.engines.http import HttpConfig, HttpEngine, Piece, greedy
 
 _PROBED_TOKENS = 4
@@ -94,7 +94,7 @@ class VllmEngine(HttpEngine):
             told = await self.client.post("/v1/completions", {**body, "temperature": 1.0, "top_k": 1, "logprobs": 0})
             self._processed = all(each > -1e-6 for each in told["choices"][0]["logprobs"]["token_logprobs"])
         if not self._processed:
-            raise EngineError(
+            raise BadSampling(
                 f"{self.client.url} tells logprobs from before temperature, top-p, top-k and min-p. "
                 "Start it with --logprobs-mode processed_logprobs, or sample with temperature 1 and nothing else"
             )

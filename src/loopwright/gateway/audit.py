@@ -137,7 +137,7 @@ def weights_in(place: Path) -> dict[int, Path]:
     """The checkpoints below a directory by version: those whose names end in a number."""
     found = {}
     for path in sorted(place.iterdir()) if place.is_dir() else []:
-        if (match := _VERSION.search(path.name)) and (path.is_file() or any(path.glob("*.safetensors"))):
+        if (match := _VERSION.search(path.name)) and (path.is_file() or any(path.glob("model*.safetensors"))):
             found[int(match[1])] = path
     return found
 

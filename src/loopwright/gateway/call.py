@@ -40,7 +40,7 @@ class Call:
     told: bool = False
     _task: asyncio.Task[None] | None = None
     _followers: int = 0
-    _next: asyncio.Future[None] | None = None
+    _waiting: set[asyncio.Future[bool]] = field(default_factory=set)
 
     def join(self) -> None:
         """Begin to follow; the call runs as long as somebody does."""
@@ -48,7 +48,7 @@ class Call:
         if self.turns is None and (self._task is None or self._task.done()):
             self.pieces = []
             self._task = asyncio.create_task(self._run(self._task))
-            self._task.add_done_callback(_noted)
+            self._task.add_done_callback(self._ended)
 
     def leave(self) -> None:
         """Follow it no more. An answer that nobody waits for is not sampled to its end."""
@@ -74,9 +74,8 @@ class Call:
         """The turns, once they are committed."""
         task = self._task
         if self.turns is None and task is not None:
-            ended = asyncio.get_running_loop().create_future()
-            task.add_done_callback(lambda _: ended.done() or ended.set_result(None))
-            await ended
+            while not task.done():
+                await self._news()
             self._raise(task)
         return self.turns or ()
 
@@ -95,15 +94,26 @@ class Call:
             elif task.done():
                 self._raise(task)
                 return
-            elif await self._silent(task, patience_s):
+            elif not await self._news(patience_s):
                 yield []
 
-    async def _silent(self, task: asyncio.Task[None], patience_s: float) -> bool:
-        """Wait for news; whether there were none."""
-        if self._next is None or self._next.done():
-            self._next = asyncio.get_running_loop().create_future()
-        done, _ = await asyncio.wait([task, self._next], timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-        return not done
+    async def _news(self, patience_s: float | None = None) -> bool:
+        """Wait for a piece or the end; False if neither came for so long."""
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        self._waiting.add(waiter)
+        timer = None if patience_s is None else loop.call_later(patience_s, _tell, waiter, False)
+        try:
+            return bool(await waiter)
+        finally:
+            self._waiting.discard(waiter)
+            if timer is not None:
+                timer.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            task.exception()  # whoever follows is told; that nobody does is no error of its own
+        self._wake()
 
     def _raise(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
@@ -166,8 +176,8 @@ class Call:
         self._wake()
 
     def _wake(self) -> None:
-        if self._next is not None and not self._next.done():
-            self._next.set_result(None)
+        for waiter in self._waiting:
+            _tell(waiter, True)
 
     def _intents(self) -> list[Statement]:
         live, now = self.live, self.live.clock()
@@ -190,7 +200,6 @@ class Call:
         return statements
 
 
-def _noted(task: asyncio.Task[None]) -> None:
-    """Whoever follows is told of an error; that nobody does is none of its own."""
-    if not task.cancelled():
-        task.exception()
+def _tell(waiter: asyncio.Future[bool], news: bool) -> None:
+    if not waiter.done():
+        waiter.set_result(news)

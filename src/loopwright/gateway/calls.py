@@ -19,7 +19,7 @@ _LONGEST_NAME = 512
 _SPACE = re.compile(r"[ \t\n\r]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _SCALAR = re.compile(r"[-+.\w]*")
-_STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
+_STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.){0,512}+"')
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 _ESCAPE = re.compile(
     r'\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})'
@@ -221,10 +221,10 @@ def _string(text: str, at: int) -> str | bool:
     """The string that stands here; True if it may yet end, False if none begins here."""
     if at == len(text):
         return True
-    match = _STRING.match(text, at)
-    if len(match[0] if match else text) - (0 if match else at) > _LONGEST_NAME:
-        return False
-    return match[0] if match else text[at] == '"' and not any(character < " " for character in text[at:])
+    if match := _STRING.match(text, at):
+        return match[0] if len(match[0]) <= _LONGEST_NAME else False
+    rest = text[at : at + _LONGEST_NAME]
+    return rest[0] == '"' and len(rest) < _LONGEST_NAME and not any(character < " " for character in rest)
 
 
 def _text(string: str) -> str | None:

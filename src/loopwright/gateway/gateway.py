@@ -73,7 +73,7 @@ class GatewayConfig(Config):
     drain_s: float = Field(default=5.0, ge=0)
     """Seconds that calls under way have to come to their end, once the gateway is told to end."""
     access_log: str | None = None
-    """A file with a line of JSON for every request, `-` for standard output; without what was said, and without keys."""
+    """A file with a line of JSON for every request, `-` for standard output; without keys and what was said."""
     log_prompts: bool = False
     """Whether the access log has what was said, too."""
 

@@ -18,7 +18,7 @@ from loopwright.gateway.manner import Manner
 from loopwright.gateway.refusal import Refused
 from loopwright.gateway.session import Limits, Session
 from loopwright.gateway.snapshot import snapshot_of
-from loopwright.gateway.store import Statement, Store, node_statement, nodes_of, written
+from loopwright.gateway.store import GAP, Statement, Store, node_statement, nodes_of, written
 from loopwright.gateway.template import Template
 from loopwright.gateway.terms import Terms
 from loopwright.gateway.verdict import Kind, Verdict
@@ -67,7 +67,7 @@ class Live:
         self._pinned: tuple[Sampling | None, tuple[str, ...], Sampling] = (None, (), terms.defaults)
         self.voices: dict[str, Dialect] = {}
         """The dialects that it is spoken to in, by path."""
-        self._saved = 1
+        self._saved, self._failures = 1, store.failures
         self._slots = None if terms.concurrency is None else asyncio.Semaphore(terms.concurrency)
         self._waiting = 0
 
@@ -152,6 +152,8 @@ class Live:
     def unsaved(self) -> list[Statement]:
         """The nodes that the store does not have yet."""
         graph, since = self.session.graph, self._saved
+        if self._failures != self.store.failures:  # some of it may not be there after all
+            self._failures, since = self.store.failures, 1
         self._saved = len(graph.nodes)
         return [
             node_statement(self.id, number, graph.nodes[number], graph.keys.get(number))
@@ -176,7 +178,7 @@ class Live:
         """Write down what is known of the session itself."""
         terms = self.terms.model_dump_json(exclude_unset=True)
         state = (self.opened_at, self.status, self.closed_at, str(self.outcome), self.reason, self.snapshot)
-        await written(self.store, [(_SESSION, (self.id, self.key, terms, *state))])
+        await written(self.store, [*self.unsaved(), (_SESSION, (self.id, self.key, terms, *state))])
 
     async def close(self, status: str = "complete", outcome: Outcome = Outcome.OK, reason: str = "") -> Episode:
         """End it: calls under way are given up, and what was recorded changes no more."""
@@ -270,12 +272,18 @@ class Live:
             prompts[node] = verdicts[node] = Verdict(Kind(kind), reason, token)
             if ended_at is None:
                 verdicts[node] = Verdict(Kind.BROKEN, _LOST, None)
-        self.session.restore(nodes_of(self.store, self.id), verdicts)
+        nodes, lost = nodes_of(self.store, self.id), set[int | None]()
+        for number, (found, _) in enumerate(nodes, 1):
+            if found is GAP or found.parent in lost:
+                lost.add(number)
+        verdicts |= {node: Verdict(Kind.BROKEN, _LOST, None) for node in verdicts if node in lost}
+        self.session.restore(nodes, verdicts)
         self._saved = len(self.session.graph.nodes)
         calls: dict[str, list[Any]] = {}
         for each in rows:
             self._dialects[each[0]] = each[4]
-            calls.setdefault(each[1], []).append(each)
+            if each[0] not in lost:
+                calls.setdefault(each[1], []).append(each)
         for id, parts in list(calls.items())[-_RETRIED:]:
             drafts = []
             for node, _, _, _, _, sampling, seed, manner, *_ in parts:

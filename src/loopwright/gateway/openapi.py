@@ -70,7 +70,7 @@ _ROLE: Schema = {"enum": ["system", "developer", "user", "assistant", "tool"]}
 _MESSAGES: Schema = {
     "type": "array",
     "minItems": 1,
-    "items": _object("role content", role=_ROLE, content=_TEXT, tool_calls=_LIST, tool_call_id=_TEXT),
+    "items": _object("role content", role=_ROLE, content=_TEXT),
 }
 _STOP: Schema = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}, {"type": "null"}]}
 _CALL_ERRORS = (400, 401, 404, 409, 413, 429, 500, 503)

@@ -6,7 +6,7 @@ name is known it is a call, whose arguments are told as they come; if they break
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from loopwright.core.task import Message
@@ -104,7 +104,7 @@ class Reader:
         self._malformed: list[str] = []
         self._marked = self._listed = False  # how the call that is being read began
         self._object, self._scanned, self._named, self._arguing = Object(), 0, False, False
-        self._written = ""
+        self._written, self._hopeful = "", True
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._tops: list[Any] | None = None
@@ -268,6 +268,7 @@ class Reader:
         self._listed = not marked and text.startswith("[")
         self._buffer, self._marked, self._state = text[self._listed :], marked, self._calling
         self._object, self._scanned, self._named, self._written = Object(), 0, False, ""
+        self._hopeful = True
         return True
 
     def _calling(self) -> bool:
@@ -292,13 +293,14 @@ class Reader:
         """A call of which the name is not known yet."""
         close = self._grammar.close
         before, closed, after = self._buffer.partition(close) if close else (self._buffer, "", "")
-        found = head(before)
+        found = self._hopeful and head(before)
         if isinstance(found, Head):
             self._written, self._buffer = self._buffer[: found.at], self._buffer[found.at :]
             self._object, self._named, self._arguing = Object(), True, True
             self._object.take(self._written)
             self._name(found.name)
             return True
+        self._hopeful = found
         if close:
             if closed:
                 self._buffer, self._state = after, self._talking
@@ -380,8 +382,18 @@ class Reader:
 
     def _show(self, piece: Piece) -> None:
         if self._tokens:
-            tops = None if self._tops is None else tuple(self._tops)
-            piece = replace(piece, ids=tuple(self._tokens), logprobs=tuple(self._logprobs), tops=tops)
+            # Not by `replace`, which takes as long as all the rest: this is done for every token.
+            piece = Piece(
+                piece.text,
+                piece.index,
+                piece.id,
+                piece.name,
+                piece.arguments,
+                piece.thought,
+                tuple(self._tokens),
+                tuple(self._logprobs),
+                None if self._tops is None else tuple(self._tops),
+            )
             self._tokens, self._logprobs, self._tops = [], [], None
         self._pieces.append(piece)
 

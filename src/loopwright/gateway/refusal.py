@@ -1,7 +1,7 @@
 """Refusals: what the gateway will not do for whoever asks, as an HTTP status and one of our kinds."""
 
 from loopwright.core.errors import LoopwrightError, StorageError
-from loopwright.engines.base import ContextFull, EngineError
+from loopwright.engines.base import BadSampling, ContextFull, EngineError
 from loopwright.gateway.dialect import BadRequest
 from loopwright.gateway.session import BudgetSpent
 
@@ -43,6 +43,8 @@ def refusal_of(error: Exception) -> Refused:
             return Refused(400, "invalid", str(error), param=error.param, retry=False)
         case ContextFull():
             return Refused(400, "context", str(error), param="messages", retry=False)
+        case BadSampling():
+            return Refused(400, "invalid", str(error), retry=False)
         case EngineError():
             return Refused(503, "engine", f"the engine failed: {error}")
         case BudgetSpent():

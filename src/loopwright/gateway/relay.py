@@ -254,7 +254,7 @@ class Relay(Fleet):
             self._lost(old.engine, f"worker {name} has connected anew")
             self._leave(old, "it has connected anew")
         engine = RelayedEngine(link, self.tokenizer, announced["version"])
-        link.send("welcome", heartbeat_s=self.config.heartbeat_s)
+        link.send("welcome")
         # Whoever was its gateway before may have paused it and gone.
         link.send("resume", id=0)
         member = self._join(name, engine)

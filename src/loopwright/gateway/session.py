@@ -51,7 +51,7 @@ class Session:
         reasoning: Reasoning | None = None,
     ) -> None:
         self.engine, self.sampling, self.limits = engine, sampling, limits
-        self._seed, config = seed, engine.config
+        self._seed, config = seed, getattr(engine, "config", None)
         self.template = template or template_of(getattr(config, "template", "auto"), engine.tokenizer)
         self._forks = (reasoning or getattr(config, "reasoning", "preserve")) == "fork"
         self.graph = Graph(self.template, forks=self._forks)
@@ -196,9 +196,7 @@ class Session:
             self._spent += node.sampled
         self.verdicts.update(verdicts)
 
-    def redraft(
-        self, node: int, sampling: Sampling, seed: str, verdict: Verdict, manner: Manner = PLAIN
-    ) -> Draft:
+    def redraft(self, node: int, sampling: Sampling, seed: str, verdict: Verdict, manner: Manner = PLAIN) -> Draft:
         """The draft of a turn that was restored, to be told again or to go on."""
         found = self.graph.nodes[node]
         begun = len(found.ids) - found.sampled
@@ -287,9 +285,7 @@ _Show = Callable[[Reader, Sequence[int], Sequence[float], Sequence[Any] | None],
 def _shown(heard: Heard | None) -> _Show:
     """Reads tokens, lets them be heard, and tells how many there are up to the end of a stop string."""
 
-    def show(
-        reader: Reader, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Any] | None = None
-    ) -> int:
+    def show(reader: Reader, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Any] | None = None) -> int:
         # Where a text may end the turn it must be known which token did: nobody is shown what came after it.
         step = 1 if reader.stops else len(ids) or 1
         for start in range(0, len(ids), step):

@@ -19,6 +19,7 @@ import orjson
 from pydantic import BaseModel
 
 LOOP, GATEWAY = "REMOTE_", "REMOTE_GATEWAY_"
+TOKEN = "REMOTE_GATEWAY_TOKEN"  # noqa: S105  the name of a variable
 _BEGINS = ("{", "[", '"')
 
 

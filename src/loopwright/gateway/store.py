@@ -84,6 +84,11 @@ class Store(Source, Protocol):
         """How many writes wait."""
         ...
 
+    @property
+    def failures(self) -> int:
+        """How many writes could not be made: whoever had some of them under way writes once more what there is."""
+        ...
+
 
 class NoStore:
     """Keeps nothing: sessions live as long as the gateway."""
@@ -98,9 +103,7 @@ class NoStore:
 
     def close(self) -> None: ...
 
-    @property
-    def waiting(self) -> int:
-        return 0
+    waiting = failures = 0
 
 
 class DiskStore:
@@ -114,6 +117,8 @@ class DiskStore:
             os.close(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         with explained(self.path):
             self._connection = connect(self.path, "NORMAL")
+            # Moving the log into the file waits for the disk, and all calls with it: so rather seldom (16 MB).
+            self._connection.execute("PRAGMA wal_autocheckpoint = 4096")
             (version,) = self._connection.execute("PRAGMA user_version").fetchone()
             if version == 0:
                 self._connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
@@ -122,6 +127,7 @@ class DiskStore:
                     f"{self.path} has format {version}, and this Loopwright reads {VERSION}. Choose another --output."
                 )
         self._transaction = Transaction(self.path, self._connection)
+        self.failures = 0
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[tuple[Sequence[Statement], asyncio.Future[None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="gateway-store", daemon=True)
@@ -160,6 +166,7 @@ class DiskStore:
                         connection.execute(query, values)
             except Exception as error:  # noqa: BLE001  whoever waits is told
                 failed = error
+                self.failures += 1
             # Once for all of them: waking the event loop costs more than telling one of them.
             self._loop.call_soon_threadsafe(_settle, [done for _, done in jobs], failed)
 
@@ -240,13 +247,21 @@ def node_statement(session: str, number: int, node: Node, key: Key | None) -> St
     )
 
 
+GAP = Node(0, {"role": "lost", "content": ""})
+"""A node that could not be written, where later ones could."""
+
+
 def nodes_of(store: Source, session: str) -> list[tuple[Node, Key | None]]:
     """The nodes of a session below the root, in order, and the keys of those that can be found again."""
     query = (
-        "SELECT parent, key, message, ids, logprobs, spans, finish, sampling FROM nodes LEFT JOIN calls "
+        "SELECT number, parent, key, message, ids, logprobs, spans, finish, sampling FROM nodes LEFT JOIN calls "
         "ON calls.session = nodes.session AND node = number WHERE nodes.session = ? ORDER BY number"
     )
-    return [_node(row) for row in store.rows(query, (session,))]
+    found: list[tuple[Node, Key | None]] = []
+    for number, *row in store.rows(query, (session,)):
+        found += [(GAP, None)] * (number - 1 - len(found))
+        found.append(_node(row))
+    return found
 
 
 def _node(row: Iterable[Any]) -> tuple[Node, Key | None]:

@@ -107,14 +107,15 @@ class Framed:
         self.end_id, self._ends = ends[0], frozenset(ends)
         self._begin = [specials[self.begins]] if self.begins in specials else []
         self._after = self._encode(self.after) if self.after else []
-        self._opened = self._open("assistant")
+        begun, lead = self._open("assistant")
+        self._opened = [*begun, *self._encode(lead)]
 
     own = HERMES
     after = ""
     """Text after the end of each message."""
 
-    def _open(self, role: str) -> list[int]:
-        """The ids before the text of a message."""
+    def _open(self, role: str) -> tuple[list[int], str]:
+        """The ids before a message, and the text before its own: both texts are tokenised as one."""
         raise NotImplementedError
 
     def render(self, message: Message, *, first: bool, tools: Sequence[Tool]) -> list[int]:
@@ -129,7 +130,8 @@ class Framed:
         return ids + self._wrapped(str(message["role"]), self._written(message))
 
     def _wrapped(self, role: str, text: str) -> list[int]:
-        return [*self._open(self.roles.get(role, role)), *self._encode(text), self.end_id, *self._after]
+        begun, lead = self._open(self.roles.get(role, role))
+        return [*begun, *self._encode(lead + text), self.end_id, *self._after]
 
     def _written(self, message: Message) -> str:
         text = text_of(message)
@@ -168,8 +170,8 @@ class ChatML(Framed):
     name, needs, ends = "chatml", ("<|im_start|>", "<|im_end|>"), ("<|im_end|>",)
     after = "\n"
 
-    def _open(self, role: str) -> list[int]:
-        return [self._tokenizer.specials["<|im_start|>"], *self._encode(f"{role}\n")]
+    def _open(self, role: str) -> tuple[list[int], str]:
+        return [self._tokenizer.specials["<|im_start|>"]], f"{role}\n"
 
 
 class Llama3(Framed):
@@ -179,10 +181,9 @@ class Llama3(Framed):
     ends, begins = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"), "<|begin_of_text|>"
     own, roles = LLAMA3, {"tool": "ipython"}
 
-    def _open(self, role: str) -> list[int]:
+    def _open(self, role: str) -> tuple[list[int], str]:
         specials = self._tokenizer.specials
-        name = [specials["<|start_header_id|>"], *self._encode(role), specials["<|end_header_id|>"]]
-        return [*name, *self._encode("\n\n")]
+        return [specials["<|start_header_id|>"], *self._encode(role), specials["<|end_header_id|>"]], "\n\n"
 
 
 class Unframed(Framed):
@@ -196,8 +197,8 @@ class Unframed(Framed):
         self.begins = next((name for name in ("<s>", "<bos>") if name in tokenizer.specials), "")
         super().__init__(tokenizer, grammar)
 
-    def _open(self, role: str) -> list[int]:
-        return self._encode(f"### {role}\n")
+    def _open(self, role: str) -> tuple[list[int], str]:
+        return [], f"### {role}\n"
 
 
 def template_of(name: str, tokenizer: Tokenizer) -> Template:

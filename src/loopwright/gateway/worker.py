@@ -159,10 +159,10 @@ class Worker:
             await work(link, message)
         except ContextFull as error:
             link.send("failed", id=number, kind="context", limit=error.limit, length=error.length, reason=str(error))
-        except EngineError as error:
-            link.send("failed", id=number, kind="engine", reason=str(error))
         except (ValueError, KeyError) as error:
             link.send("failed", id=number, kind="invalid", reason=str(error))
+        except EngineError as error:
+            link.send("failed", id=number, kind="engine", reason=str(error))
         except Exception as error:
             log.exception("a request failed")
             link.send("failed", id=number, kind="engine", reason=f"{type(error).__name__}: {error}")

@@ -45,6 +45,7 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]
             raise ValueError(f"{self.environment_dir / 'Dockerfile'} needs an environment that can build images")
 
     async def start(self, force_build: bool) -> None:
+        self.logger.debug(f"nothing is built here (force_build={force_build}): the programs are this machine's")
         for place in (self._workdir, "/tmp", "/root", "/logs", "/tests", "/solution"):  # noqa: S108  These are inside.
             self._outside(place).mkdir(parents=True, exist_ok=True)
         await self.ensure_dirs(self._mount_targets(writable_only=True))
@@ -77,6 +78,8 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]
         timeout_sec: int | None = None,
         user: str | int | None = None,
     ) -> ExecResult:
+        if self._resolve_user(user) not in (None, "root", 0):
+            raise ValueError(f"there is one user in here, and it is not {user!r}")
         process = await asyncio.create_subprocess_exec(
             *self._bwrap(cwd or self._workdir),
             *("bash", "-c", command),

@@ -64,7 +64,8 @@ class RolloutConfig(Config):
             said = f"goes by {', '.join(sorted(missing))}, which loop type {self.loop.type!r} does not bring home"
             return [Problem("judger", f'{said}; use loop = {{ type = "remote", ... }}.')]
         tasks = [task for source in self.tasks for task in source.load(home)] if wanted else []
-        lacking = [f"task {task.id} cannot be judged: {lack}" for task in tasks if (lack := self.judger.lacks(task))]
+        lacks = ((task.id, self.judger.lacks(task) or self.loop.lacks(task, home)) for task in tasks)
+        lacking = [f"task {name} cannot be judged: {lack}" for name, lack in lacks if lack]
         more = f"; and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         return [Problem("judger", f"{lacking[0]}{more}.")] if lacking else []
 

@@ -163,8 +163,8 @@ class Places:
         known = task.extra.get("task_hash")
         if known and known != found.digest:
             raise TaskChanged(
-                f"{path} has changed since the run began: it is no longer the task that the other rollouts had. "
-                "Restore it, or start a run of its own"
+                f"{path} has changed since its tasks were loaded: it is no longer the task that other rollouts had. "
+                "Restore it; or scan it again, and start a run of its own"
             )
         return found
 

@@ -169,6 +169,9 @@ def _refuse(toml: _Toml, file: Path) -> None:
                 f"{file}, {where}verifier.environment: tests in a container of their own need Harbor itself"
             )
     names = [step.name for step in toml.steps]
+    for setup in (file.parent / "steps" / name / "workdir" / "setup.sh" for name in names):
+        if setup.exists():
+            raise TasksError(f"{setup}: steps with a setup script need Harbor itself")
     if twice := {name for name in names if names.count(name) > 1}:
         raise TasksError(f"{file}, steps: two are called {twice.pop()!r}; each needs a name of its own")
 

@@ -41,6 +41,10 @@ class LoopConfig(PlacementConfig):
         """What is wrong with it; found before anything starts."""
         return []
 
+    def lacks(self, task: Task, home: Path) -> str:
+        """What a task lacks for this loop to bring evidence home; nothing if it can. Asked where a judger needs it."""
+        return ""
+
 
 class Loop:
     """How one task becomes one episode: a config of its own, chosen by its `type`."""

@@ -46,7 +46,8 @@ class LoopWorker(Worker):
 
     async def handle(self, request: Request) -> Episode:
         config = self._loop.config
-        session = Session(self._engine, request.sampling or config.sampling, seed=request.seed, limits=config.limits())
+        engine, sampling = self._engine.for_session(request.seed), request.sampling or config.sampling
+        session = Session(engine, sampling, seed=request.seed, limits=config.limits())
         deadline = asyncio.timeout(config.deadline_s)
         try:
             async with deadline:

@@ -101,8 +101,11 @@ class Learner:
             for epoch in range(self.config.epochs)
             for part in split(samples, self.config.minibatches, f"{self.config.seed}:{step}:{epoch}")
         ]
-        mine = {id(sample): sample for part, _ in parts for sample in self._share(part)}
+        own = self._share(samples)
+        mine = {id(sample): sample for share in (own, *(self._share(part) for part, _ in parts)) for sample in share}
         known = self._known(list(mine.values()), several=len(parts) > 1)
+        if self.rule.critic:
+            known = self._normalised(known, own)
         rate = self._rate(step)
         skipped = 0
         for part, scale in parts:
@@ -227,12 +230,16 @@ class Learner:
                 advantages, returns = self.rule.credit(start, sample.reward, values)
                 reference = None if first is None else first.logprobs[own]
                 found[id(sample)] = Known(before.logprobs[own], advantages, reference, returns, values)
-        return self._normalised(found) if self.rule.critic else found
+        return found
 
-    def _normalised(self, known: Mapping[int, Known]) -> dict[int, Known]:
-        """Advantages with mean 0 and variance 1 over the batch, so that the step size means the same for any reward."""
-        mine = torch.cat([torch.zeros(0), *(one.advantages for one in known.values())]).double()
-        count, total, squares = self.team.total([float(len(mine)), float(mine.sum()), float(mine.square().sum())])
+    def _normalised(self, known: Mapping[int, Known], own: Sequence[Sample]) -> dict[int, Known]:
+        """Advantages with mean 0 and variance 1 over the batch, so that the step size means the same for any reward.
+
+        Parts may be dealt out otherwise than the batch, so only what is `own` in the batch is counted here.
+        """
+        mine = [known[id(sample)].advantages.double() for sample in own]
+        sizes, sums = sum(map(len, mine)), sum(float(one.sum()) for one in mine)
+        count, total, squares = self.team.total([sizes, sums, sum(float(one.square().sum()) for one in mine)])
         mean = total / count
         spread = math.sqrt(max(0.0, squares / count - mean * mean)) + _SMALL
         return {key: replace(one, advantages=(one.advantages - mean) / spread) for key, one in known.items()}

@@ -115,14 +115,18 @@ class NoSandbox(Sandbox):
 
 
 def sandbox_of(name: str, bounds: Bounds = Bounds(), readable: tuple[Path, ...] = ()) -> Sandbox:  # noqa: B008  frozen
-    """The sandbox of this name. `readable` is what its rooms show besides the system, such as where an agent lives."""
+    """The sandbox of this name; `docker:IMAGE` names the image too.
+
+    `readable` is what its rooms show besides the system, such as where an agent lives.
+    """
     from loopwright.execution.sandbox.bubblewrap import Bubblewrap
-    from loopwright.execution.sandbox.docker import Docker
+    from loopwright.execution.sandbox.docker import IMAGE, Docker
 
     if name == "none":
         return NoSandbox(bounds)
     if name == "bwrap":
         return Bubblewrap(bounds, readable)
-    if name == "docker":
-        return Docker(bounds, readable)
+    kind, _, image = name.partition(":")
+    if kind == "docker":
+        return Docker(bounds, readable, image or IMAGE)
     raise SandboxError(f"there is no sandbox {name!r}. Known: none, bwrap, docker.")

@@ -23,10 +23,11 @@ from typing import ClassVar
 from loopwright.execution.base import Command, Completion
 from loopwright.execution.processes import start_ticks
 from loopwright.execution.sandbox.base import NO_MOUNTS, Bounds, Room, Sandbox, SandboxError
+from loopwright.execution.sandbox.cgroup import Group
 from loopwright.execution.sandbox.files import remove
-from loopwright.execution.sandbox.gate import Gate, explain, plain_environment
+from loopwright.execution.sandbox.gate import TOOLS, Gate, explain, plain_environment
 from loopwright.execution.sandbox.status import TRUE_STATUS
-from loopwright.execution.sandbox.watch import Watch, Watched
+from loopwright.execution.sandbox.watch import OWN_PROCESSES, Watch, Watched
 
 _SYSTEM = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
 _KERNEL = ("/proc/sys", "/proc/sysrq-trigger", "/proc/fs", "/proc/scsi", "/proc/acpi")
@@ -58,6 +59,8 @@ class Bubblewrap(Sandbox):
         """See `Sandbox.check`."""
         if shutil.which("bwrap") is None:
             raise SandboxError('sandbox = "bwrap" needs bubblewrap. Run: apt-get install bubblewrap')
+        if missing_tool := [tool for tool in TOOLS if shutil.which(tool) is None]:
+            raise SandboxError(explain(f"there is no {missing_tool[0]}"))
         if missing := [path for path in self._readable if not path.exists()]:
             raise SandboxError(f"{missing[0]} is to be readable in rooms, but it does not exist. Check its path.")
         argv = ("bwrap", *_ISOLATION, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--", "true")
@@ -80,10 +83,13 @@ class Bubblewrap(Sandbox):
         _checked(self)
         remove_stale()
         gate = Gate(reach)
-        scratch = _Scratch.make(gate.hosts())
+        group = Group(None)
+        scratch = _Scratch.make(gate.hosts(), hide)
         try:
             await gate.open(scratch.path, _LAYERED if os.access("/usr", os.W_OK) else ())
-            room = _Room(workspace, at, gate, scratch, self.bounds, (*_visible(self._readable),), hide)
+            if self.bounds.processes is not None:
+                group = Group.make(scratch.path.name, self.bounds.processes + OWN_PROCESSES)
+            room = _Room(workspace, at, gate, group, scratch, self.bounds, (*_visible(self._readable),), hide)
             watched = Watched(gate.net, self.bounds, (workspace, scratch.path), room.break_)
             self._watch.add(watched)
             try:
@@ -92,6 +98,7 @@ class Bubblewrap(Sandbox):
                 await self._watch.drop(watched)
         finally:
             await gate.close()
+            await group.close()
             await asyncio.to_thread(remove, scratch.path)
 
 
@@ -104,7 +111,7 @@ class _Scratch:
     """Its writable places: what they are called inside, and where they are."""
 
     @classmethod
-    def make(cls, hosts: str) -> "_Scratch":
+    def make(cls, hosts: str, hide: tuple[Path, ...]) -> "_Scratch":
         own = os.getpid()
         path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{own}-{start_ticks(own)}-"))
         private = {name: path / "private" / name.strip("/").replace("/", "-") for name in _private()}
@@ -117,7 +124,7 @@ class _Scratch:
         (path / "empty").touch(mode=0o444)
         (path / "nothing").mkdir(mode=0o555)
         # Into the layer rather than over it: the agent may move things in there, and a mount would follow a link.
-        for hidden in _secrets():
+        for hidden in (*_secrets(), *(path.absolute() for path in hide if _lies_in(path, _layered()))):
             place = path / "upper" / hidden.relative_to("/")
             place.parent.mkdir(parents=True, exist_ok=True)
             place.touch(mode=0o000)
@@ -128,9 +135,14 @@ class _Scratch:
 
     def clear(self, inside: str) -> None:
         """Make way for a mount: a link that the agent put in its place must not lead it astray."""
+        if _lies_in(Path(inside), _layered()):
+            upper = self.path / "upper" / inside.lstrip("/")
+            if any(place.is_symlink() for place in (upper, *upper.parents) if place.is_relative_to(self.path)):
+                raise SandboxError(f"somebody put a link in the way to {inside}, where the room is to mount something.")
         for name, place in self.private.items():
             if PurePosixPath(inside).is_relative_to(name):
                 for part in PurePosixPath(inside).relative_to(name).parts:
+                    place.chmod(0o700)
                     place /= part
                     if place.is_symlink() or (place.exists() and not place.is_dir()):
                         place.unlink()
@@ -145,6 +157,7 @@ class _Room(Room):
         workspace: Path,
         at: str | None,
         gate: Gate,
+        group: Group,
         scratch: _Scratch,
         bounds: Bounds,
         readable: tuple[Path, ...],
@@ -152,9 +165,11 @@ class _Room(Room):
     ) -> None:
         super().__init__(workspace.absolute())
         self._at = at or str(self.workspace)
-        self._gate, self._scratch, self._bounds = gate, scratch, bounds
+        self._gate, self._group, self._scratch, self._bounds = gate, group, scratch, bounds
         self._readable, self._hide = readable, hide
         self._commands = 0
+        if _lies_in(Path(self._at), _fixed(gate.laid)) and not Path(self._at).is_dir():
+            raise SandboxError(f"the workspace cannot be {at} here, where the system is read-only. Choose /app.")
 
     def break_(self, reason: str) -> None:
         """Take note of a bound that was broken."""
@@ -178,7 +193,8 @@ class _Room(Room):
         outside = ("/bin/sh", "-c", TRUE_STATUS, str(arguments), *self._gate.enter(), "bwrap", "--args", "3", "--")
         inside = ("/bin/sh", "-c", _INSIDE, "sh", *_limits(self._bounds), "env", "--default-signal=TERM", "--")
         # The command's own environment is for the inside alone: it could make our own tools load its code.
-        return replace(command, argv=(*outside, *inside, *command.argv), environment=plain_environment())
+        environment = {**plain_environment(), "LOOPWRIGHT_GROUP": self._group.entry}
+        return replace(command, argv=(*outside, *inside, *command.argv), environment=environment)
 
     def failed(self, completion: Completion) -> bool:
         """See `Room.failed`."""
@@ -195,7 +211,8 @@ class _Room(Room):
             self._scratch.clear(str(path))
             yield from ("--ro-bind", str(path), str(path))
         for path in self._hide:
-            if _lies_in(path, (*self._readable, *map(Path, _SYSTEM))):
+            layered = tuple(Path("/", name) for name in self._gate.laid)
+            if not _lies_in(path, layered) and _lies_in(path, (*self._readable, *map(Path, _SYSTEM))):
                 yield from ("--ro-bind", str(self._scratch.path / "nothing"), str(path))
         for inside, path in {self._at: self.workspace, **mounts}.items():
             self._scratch.clear(inside)
@@ -225,6 +242,10 @@ class _Room(Room):
                 yield from ("--ro-bind", name, name)
 
 
+def _layered() -> tuple[Path, ...]:
+    return tuple(Path("/", name) for name in _LAYERED)
+
+
 def _private() -> tuple[str, ...]:
     """The places that each room has for itself."""
     return (_home(), "/tmp", "/var/tmp", "/run", "/dev/shm")  # noqa: S108  These are the room's own.
@@ -237,7 +258,8 @@ def _home() -> str:
         home = pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:
         home = "/"
-    return home if home.count("/") > 1 or home == "/root" else "/home/room"
+    own = home.count("/") > 1 or home == "/root"
+    return home if own and not _lies_in(Path(home), tuple(map(Path, _SYSTEM))) else "/home/room"
 
 
 @cache
@@ -261,6 +283,11 @@ def _visible(readable: tuple[Path, ...]) -> Iterator[Path]:
     for number, path in enumerate(paths):
         if not _lies_in(path, (*map(Path, _SYSTEM), *paths[:number])):
             yield path
+
+
+def _fixed(laid: tuple[str, ...]) -> tuple[Path, ...]:
+    """The part of the system that no layer lies over."""
+    return tuple(Path(name) for name in _SYSTEM if name.strip("/") not in laid)
 
 
 def _lies_in(path: Path, places: tuple[Path, ...]) -> bool:

@@ -19,6 +19,8 @@ from urllib.parse import SplitResult, urlsplit
 from loopwright.execution.sandbox import gate_main
 from loopwright.execution.sandbox.base import SandboxError
 
+TOOLS = ("unshare", "nsenter", "prlimit")
+"""What a room is made with, besides bubblewrap."""
 _TIMEOUT_S = 30.0
 _MOST_DOORS = 200
 _CHUNK_BYTES = 1 << 16
@@ -73,7 +75,15 @@ class Gate:
     async def open(self, scratch: Path, lowers: tuple[str, ...]) -> None:
         """Make the namespaces, lay writable layers over these directories of the root if it can be done, and listen."""
         addresses = [f"{door.address}:{door.port}" for door in self.doors.values()]
-        sockets = await asyncio.to_thread(self._make, scratch, lowers, addresses)
+        making = asyncio.ensure_future(asyncio.to_thread(self._make, scratch, lowers, addresses))
+        try:
+            sockets = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            # What it makes must be closed, so it is waited for.
+            with suppress(SandboxError):
+                for made in await making:
+                    made.close()
+            raise
         await self.serve(sockets)
 
     async def serve(self, sockets: list[socket.socket]) -> None:
@@ -116,14 +126,17 @@ class Gate:
         with ours, theirs:
             ours.settimeout(_TIMEOUT_S)
             argv = (*_MAKE, str(scratch), ",".join(lowers), *addresses)
-            done = subprocess.run(
-                argv,
-                stdin=theirs.fileno(),
-                capture_output=True,
-                env=plain_environment(),
-                timeout=_TIMEOUT_S,
-                check=False,
-            )
+            try:
+                done = subprocess.run(
+                    argv,
+                    stdin=theirs.fileno(),
+                    capture_output=True,
+                    env=plain_environment(),
+                    timeout=_TIMEOUT_S,
+                    check=False,
+                )
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise SandboxError(explain(str(error))) from error
             theirs.close()
             message, files, _, _ = socket.recv_fds(ours, 256, len(addresses) + len(_WAYS))
         if not message:
@@ -208,7 +221,7 @@ def explain(message: str) -> str:
         "in a container, start it with --security-opt seccomp=unconfined --security-opt apparmor=unconfined; "
         'or choose sandbox = "docker" or, for agents that you trust, "none".'
     )
-    missing = [tool for tool in ("unshare", "nsenter", "prlimit") if shutil.which(tool) is None]
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         advice = f"Install what has {', '.join(missing)}: apt-get install util-linux"
     return f"a bwrap room cannot be made here: {message.strip() or 'no answer'}. {advice}"

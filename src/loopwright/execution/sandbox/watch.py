@@ -18,6 +18,8 @@ from loopwright.execution.sandbox.base import Bounds
 from loopwright.execution.sandbox.files import size_bytes
 
 POLL_S = 0.2
+OWN_PROCESSES = 4
+"""What a room has besides those of its command: two shells, and bubblewrap, which for a moment is two."""
 _DISK_SHARE = 0.05
 """How much of the time may go into measuring a room's disk."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -33,7 +35,7 @@ class Used:
 
     def exceeds(self, bounds: Bounds) -> str | None:
         """The first bound that is broken, in words."""
-        if bounds.processes is not None and len(self.pids) > bounds.processes:
+        if bounds.processes is not None and len(self.pids) > bounds.processes + OWN_PROCESSES:
             return f"processes: more than {bounds.processes} at a time"
         if bounds.memory_bytes is not None and self.memory_bytes > bounds.memory_bytes:
             return f"memory: {self.memory_bytes} bytes of {bounds.memory_bytes}"

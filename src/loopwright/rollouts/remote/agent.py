@@ -61,6 +61,11 @@ class Job:
     marker: str
     """By it all processes of the trial are found again."""
 
+    @property
+    def home(self) -> Path:
+        """A home for its agent, where the room has none."""
+        return self.directory / "home"
+
     def places(self, home: Path) -> dict[str, str]:
         """What its agent is told, by the names that a command has for it."""
         room, session = self.room, self.session
@@ -119,8 +124,8 @@ class CommandAgent(Agent):
         except LaunchError as error:
             return Ended(str(error), error.infra)
         if completion.signal is not None:
-            name = signal_name(completion.signal)
-            return Ended(f"the agent was ended by {name}", seen={"signal": name})
+            name, seen = signal_name(completion.signal), {"signal": completion.signal}
+            return Ended(f"the agent was ended by {name}", seen=seen)
         code = completion.exit_code
         return Ended(f"the agent exited with {code}" if code else "", seen={"exit_code": code})
 
@@ -128,10 +133,11 @@ class CommandAgent(Agent):
         """All that its process is told: little of ours, and how to reach the policy in both dialects."""
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         workspace, openai, key = places["workspace"], places["openai_base_url"], places["key"]
+        # Not the workspace: what programs leave in their home is nothing for the task's tests.
+        home = {} if job.room.mounts else {"HOME": str(job.home), "TMPDIR": str(job.home)}
         return {
             **kept,
-            "HOME": workspace,
-            "TMPDIR": workspace,
+            **home,
             "OPENAI_BASE_URL": openai,
             "OPENAI_API_BASE": openai,
             "OPENAI_API_KEY": key,

@@ -11,8 +11,11 @@ from pydantic import Field, field_validator, model_validator
 from loopwright.core.config import FUNCTION, Config, size_bytes
 from loopwright.core.errors import Problem, did_you_mean
 from loopwright.core.imports import import_function
-from loopwright.execution.sandbox import Bounds, SandboxError, sandbox_of
+from loopwright.core.task import Task
+from loopwright.execution.sandbox import Bounds, Sandbox, SandboxError, sandbox_of
+from loopwright.rollouts.harbor import Places
 from loopwright.rollouts.loop import Loop, LoopConfig
+from loopwright.rollouts.tasks import TasksError
 from loopwright.workloads.template import Template
 
 PLACES = ("instruction", "id", "task_path", "workspace", "home", "openai_base_url", "anthropic_base_url", "key")
@@ -63,7 +66,9 @@ class RemoteConfig(LoopConfig):
     pass_env: tuple[str, ...] = ()
     """Variables of our own environment that the command gets too, for example ["HOME"]."""
     sandbox: str = "none"
-    """What the command may see and reach: `none`, `bwrap` or `docker`."""
+    """What the command may see and reach: `none`, `bwrap`, `docker` or `docker:IMAGE`."""
+    readable: tuple[str, ...] = ()
+    """Directories, relative to the scenario, that it may read in a sandbox, such as the agent's own."""
     bounds: BoundsConfig = BoundsConfig()
     """What the processes of one trial may use."""
     output: int = Field(default=2**20, ge=4096)
@@ -99,6 +104,10 @@ class RemoteConfig(LoopConfig):
             raise ValueError(f"`verify_s` leaves the agent no time: `deadline_s` is {self.deadline_s:g}")
         return self
 
+    def walls(self, home: Path) -> Sandbox:
+        """The sandbox that it asks for; SandboxError if there is none of that name."""
+        return sandbox_of(self.sandbox, self.bounds.bounds(), tuple(home / name for name in self.readable))
+
     def problems(self, home: Path) -> list[Problem]:
         found = []
         if self.function is not None:
@@ -106,16 +115,29 @@ class RemoteConfig(LoopConfig):
             if self.sandbox != "none":
                 found.append(Problem("sandbox", "a function runs in our own process, which no sandbox can hold."))
         try:
-            sandbox = sandbox_of(self.sandbox, self.bounds.bounds())
+            sandbox = self.walls(home)
             if not self.workers:  # workers may be on machines that have it
                 sandbox.check()
         except SandboxError as error:
             found.append(Problem("sandbox", str(error)))
+        missing = [] if self.workers else [name for name in self.readable if not (home / name).is_dir()]
+        found += [Problem("readable", f"there is no directory {name!r} in {home}.") for name in missing]
         if self.command and not self.workers and self.sandbox == "none":
             program = self.command[0].replace("{home}", str(home))
             if "{" not in program and shutil.which(program, path=self.env.get("PATH")) is None:
                 found.append(Problem("command", f"there is no program {program!r}. Install it or give its path."))
         return found
+
+    def lacks(self, task: Task, home: Path) -> str:
+        if self.workers:
+            return ""  # they may be on machines that have it
+        try:
+            found = Places(home, self.task_root, self.task_template).read(task)
+        except TasksError as error:
+            return str(error)
+        if found is None:
+            return "neither its local_task_path nor `task_root` or `task_template` says where its tests are"
+        return "" if found.tested else f"{found.path} has no tests/test.sh"
 
 
 def _refusals(config: RemoteConfig, home: Path) -> list[str]:

@@ -30,7 +30,8 @@ def verdict(ended: Ended | None, captured: Captured, limits: Limits, deadline_s:
         return Outcome.CRASHED, Fault.WORKLOAD, f"{ended.failure}, without a word from the model"
     if limits.turns is not None and episode.turns >= limits.turns:
         return Outcome.TRUNCATED, Fault.POLICY, f"all {limits.turns} turns are used up; {ended.failure}"
-    return Outcome.TRUNCATED, Fault.POLICY, f"{ended.failure}, after {episode.turns} turns"
+    turns = "1 turn" if episode.turns == 1 else f"{episode.turns} turns"
+    return Outcome.TRUNCATED, Fault.POLICY, f"{ended.failure}, after {turns}"
 
 
 def _late(captured: Captured, deadline_s: float) -> Verdict:

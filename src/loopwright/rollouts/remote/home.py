@@ -16,11 +16,11 @@ from loopwright.engines.news import News
 from loopwright.gateway.client import GatewayClient, GatewayLost, RemoteSession, endpoint
 from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig, is_loopback
 from loopwright.gateway.refusal import Refused
+from loopwright.gateway.settings import TOKEN
 from loopwright.gateway.terms import Terms
 from loopwright.rollouts.remote.access import Access
 from loopwright.rollouts.resources import Ask
 
-TOKEN = "REMOTE_GATEWAY_TOKEN"  # noqa: S105  the name of a variable
 _LEAST_TOKEN = 16
 
 

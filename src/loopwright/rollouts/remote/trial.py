@@ -112,6 +112,7 @@ class Trial:
 
     def _laid_out(self, workspace: Path) -> Prepared | None:
         workspace.mkdir(parents=True)
+        (self._directory / "home").mkdir()
         return prepare(self._request.task, workspace, self._means.places)
 
     def _terms(self) -> Terms:

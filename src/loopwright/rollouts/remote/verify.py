@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from loopwright.core.task import Task
 from loopwright.execution import Command, Completion, Executor
 from loopwright.execution.base import Started
@@ -22,15 +20,14 @@ from loopwright.execution.sandbox import Room, SandboxError
 from loopwright.execution.tree import signal_name
 from loopwright.rollouts.dockerfile import Layout, layout_of
 from loopwright.rollouts.harbor import Places
-from loopwright.rollouts.harbor_task import TEST, HarborTask, Step, TaskChanged, digest_of, resolved
+from loopwright.rollouts.harbor_reward import NoVerdict, rewards_in
+from loopwright.rollouts.harbor_task import TEST, HarborTask, Step, TaskChanged, digest_of, resolved, tree
 from loopwright.rollouts.judging.scratch import remove
 from loopwright.rollouts.tasks import TasksError
 
 Said = dict[str, Any]
 """What tests said, as plain data: `rewards` by name or an `error`, and `exit_code`, `seconds`, `output`."""
 _KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", VARIABLE)
-_MOST_BYTES = 2**16
-_MOST_PARTS = 64
 _TAIL_BYTES = 2000
 _TESTS, _VERIFIER, _SOLUTION = "/tests", "/logs/verifier", "/solution"
 _VARIABLES = {
@@ -39,10 +36,6 @@ _VARIABLES = {
     _SOLUTION: "LOOPWRIGHT_SOLUTION_DIR",
 }
 """Harbor's places, and the variables that say where they are where nothing can be mounted."""
-
-
-class _NoVerdict(Exception):
-    """The tests are broken; says how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +86,18 @@ def prepare(task: Task, workspace: Path, places: Places) -> Prepared | None:
 def stage(prepared: Prepared, step: Step, workspace: Path) -> None:
     """Add a step's own files to the workspace."""
     files = prepared.task.files(step)
-    if files is not None:
-        if (files / "setup.sh").exists():
-            raise TasksError(f"{files / 'setup.sh'}: steps with a setup script need Harbor itself")
-        shutil.copytree(files, workspace, symlinks=True, dirs_exist_ok=True)
+    for name, source, found in tree(files) if files is not None else ():
+        target = workspace / name
+        # The agent of an earlier step may have put a link here that leads out of its room.
+        if stat.S_ISDIR(found.st_mode):
+            if target.is_symlink() or not target.is_dir():
+                target.unlink(missing_ok=True)
+                target.mkdir()
+            continue
+        if target.is_dir() and not target.is_symlink():
+            remove(target)
+        target.unlink(missing_ok=True)
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 async def verify(
@@ -181,7 +182,7 @@ async def solve(
         completion = await executor.run(script.command(room, directory, marker), lambda _pid, _ticks: None)
         try:
             _ended(completion, step.agent_timeout_s)
-        except _NoVerdict as error:
+        except NoVerdict as error:
             return f"solve.sh {error}: {_tail(directory)}"
         return (
             "" if completion.exit_code == 0 else f"solve.sh ended with code {completion.exit_code}: {_tail(directory)}"
@@ -207,7 +208,7 @@ def combined(prepared: Prepared, said: Sequence[Said]) -> Said:
 def _unchanged(task: HarborTask) -> None:
     """Also while it was copied."""
     if digest_of(task.path) != task.digest:
-        raise TaskChanged(f"{task.path} has changed since the run began; restore it, or start a run of its own")
+        raise TaskChanged(f"{task.path} has changed during a rollout; restore it, or start a run of its own")
 
 
 def _copy_tests(task: HarborTask, step: Step, directory: Path) -> None:
@@ -233,67 +234,19 @@ def _said(directory: Path, completion: Completion, timeout_s: float, exceeded: s
     }
     try:
         if exceeded is not None:
-            raise _NoVerdict(f"was ended: {exceeded}")
+            raise NoVerdict(f"was ended: {exceeded}")
         _ended(completion, timeout_s)
         return {"rewards": rewards_in(directory / "verifier"), **said}
-    except _NoVerdict as error:
+    except NoVerdict as error:
         stopped = completion.timed_out or completion.signal is not None or exceeded is not None
         return {"error": f"{TEST} {error}", **said, **({"stopped": True} if stopped else {})}
 
 
 def _ended(completion: Completion, timeout_s: float | None) -> None:
     if completion.timed_out:
-        raise _NoVerdict(f"was ended after {timeout_s:g} s")
+        raise NoVerdict(f"was ended after {timeout_s:g} s")
     if completion.signal is not None:
-        raise _NoVerdict(f"was ended by {signal_name(completion.signal)}")
-
-
-def rewards_in(directory: Path) -> dict[str, float]:
-    """What reward.json, or else reward.txt, holds."""
-    try:
-        data = _read(directory / "reward.json")
-        if data is not None:
-            return _named(data)
-        data = _read(directory / "reward.txt")
-    except OSError as error:
-        raise _NoVerdict(f"left a reward that cannot be read: {error}") from error
-    if data is None:
-        raise _NoVerdict("left neither reward.json nor reward.txt")
-    try:
-        return {"reward": _finite(float(data.decode()), "reward.txt")}
-    except ValueError as error:
-        raise _NoVerdict(f"left a reward.txt that is no number: {data[:80]!r}") from error
-
-
-def _named(data: bytes) -> dict[str, float]:
-    try:
-        value = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise _NoVerdict(f"left a reward.json that is no JSON: {error}") from error
-    if not isinstance(value, dict) or not value or len(value) > _MOST_PARTS:
-        raise _NoVerdict(f"left a reward.json without named numbers: {data[:80]!r}")
-    return {name: _finite(number, f"reward.json, {name}") for name, number in value.items()}
-
-
-def _finite(number: Any, where: str) -> float:
-    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-        raise _NoVerdict(f"left a reward that is no finite number: {where} is {number!r}")
-    return float(number)
-
-
-def _read(file: Path) -> bytes | None:
-    """A small file that is one: code under test may have put a pipe or a link in its place."""
-    try:
-        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    with os.fdopen(handle, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise _NoVerdict(f"left a {file.name} that is no file")
-        data = opened.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise _NoVerdict(f"left a {file.name} that is too large for a reward")
-    return data
+        raise NoVerdict(f"was ended by {signal_name(completion.signal)}")
 
 
 def _tail(directory: Path) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.execution import Keeper, LocalExecutor
-from loopwright.execution.sandbox import sandbox_of
 from loopwright.gateway.client import GatewayClient, GatewayLost
 from loopwright.rollouts.harbor import Places
 from loopwright.rollouts.loop import words_of
@@ -46,7 +45,7 @@ class RemoteWorker(Worker):
         self._executor = LocalExecutor(parallel=config.concurrency, output_bytes=config.output)
         self._keeper, self._numbers = Keeper("agent"), count(1)
         self._clients: dict[Access, GatewayClient] = {}
-        sandbox = sandbox_of(config.sandbox, config.bounds.bounds())
+        sandbox = config.walls(home)
         sandbox.check()
         agent = (
             CommandAgent(config, home, passed or {}, self._executor)

@@ -1,0 +1,119 @@
+"""One side of the training benchmark, in a process of its own: `python -m benchmarks.updates ours|trl`.
+
+The same model, the same sequences: 16 answers of 20 to 170 tokens to two prompts. Prints the best seconds of a step, the
+peak memory in bytes, and the gradient's norm in the first step.
+"""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from loopwright.engines import smollm2
+
+ROUNDS = 4
+PROMPTS, ANSWERS, PROMPT_TOKENS = 2, 8, 64
+
+
+def sequences() -> list[tuple[list[int], list[int], float]]:
+    """(prompt, answer, advantage)."""
+    random = np.random.default_rng(0)
+    found = []
+    for _ in range(PROMPTS):
+        prompt = random.integers(100, 40_000, PROMPT_TOKENS).tolist()
+        for length in random.integers(20, 170, ANSWERS):
+            found.append((prompt, random.integers(100, 40_000, length).tolist(), float(random.normal())))
+    return found
+
+
+def ours(home: Path) -> Callable[[], float]:
+    from loopwright.trainers.grpo import GrpoConfig, GrpoRule
+    from loopwright.trainers.learner import Learner, Setting
+    from loopwright.trainers.sample import Sample
+
+    config = GrpoConfig(steps=100, lr=1e-6, micro_tokens=4096)
+    learner = Learner(Setting(config, GrpoRule, "smollm2", home))
+    batch = []
+    for number, (prompt, answer, advantage) in enumerate(sequences()):
+        ids = np.array([*prompt, *answer], dtype=np.int64)
+        mask = np.arange(len(ids)) >= len(prompt)
+        recorded = np.full(len(ids), -11.0, dtype=np.float32)
+        batch.append(Sample(ids, mask, recorded, advantage, 0.0, 1.0 / len(answer), number))
+    # Theirs has no recorded logprobs here, and corrects nothing by them.
+    object.__setattr__(learner, "config", config.model_copy(update={"importance": 0.0}))
+    return lambda: learner.update(batch, 1)["grad_norm"]
+
+
+def trl(home: Path) -> Callable[[], float]:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    place = smollm2.directory()
+    model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    count = PROMPTS * ANSWERS
+    config = GRPOConfig(
+        output_dir=str(home),
+        per_device_train_batch_size=count,
+        num_generations=ANSWERS,
+        learning_rate=1e-6,
+        loss_type="grpo",
+        beta=0.0,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+    )
+    trainer: Any = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": ["?"] * count}),
+        processing_class=AutoTokenizer.from_pretrained(place),
+    )
+    rows = sequences()
+    longest = max(len(answer) for _, answer, _ in rows)
+    inputs = {
+        "prompt_ids": torch.tensor([prompt for prompt, _, _ in rows]),
+        "prompt_mask": torch.ones(count, PROMPT_TOKENS, dtype=torch.long),
+        "completion_ids": torch.tensor([answer + [0] * (longest - len(answer)) for _, answer, _ in rows]),
+        "completion_mask": torch.tensor([[1] * len(a) + [0] * (longest - len(a)) for _, a, _ in rows]),
+        "advantages": torch.tensor([advantage for _, _, advantage in rows]),
+        "num_items_in_batch": torch.tensor(sum(len(answer) for _, answer, _ in rows)),
+    }
+    trainer._prepare_inputs = lambda _: inputs
+    trainer.create_optimizer()
+    trainer.model.train()
+
+    def step() -> float:
+        trainer.optimizer.zero_grad()
+        trainer.training_step(trainer.model, inputs, inputs["num_items_in_batch"])
+        norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        trainer.optimizer.step()
+        return float(norm)
+
+    return step
+
+
+def main() -> None:
+    with TemporaryDirectory() as home:
+        step = {"ours": ours, "trl": trl}[sys.argv[1]](Path(home))
+        norm = step()
+        taken = []
+        for _ in range(ROUNDS):
+            start_s = time.perf_counter()
+            step()
+            taken.append(time.perf_counter() - start_s)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"seconds": min(taken), "peak_bytes": peak, "norm": norm}))
+
+
+if __name__ == "__main__":
+    main()

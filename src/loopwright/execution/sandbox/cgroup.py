@@ -1,0 +1,67 @@
+"""A control group for a room's processes, where we may have one: then the kernel itself refuses one process too many.
+
+It matters most for root, whose processes no other limit counts. Version 2 groups are made beside our own, where
+somebody delegated that to us (systemd does, below a user's slice); version 1 groups, which only root can have, inside.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+_TRIES = 50
+_PAUSE_S = 0.02
+
+
+class Group:
+    """One group, or none where there can be none."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    @classmethod
+    def make(cls, name: str, processes: int) -> "Group":
+        """A group of this name for so many processes."""
+        for parent in _parents():
+            path = parent / name
+            with suppress(OSError):
+                path.mkdir()
+                try:
+                    (path / "pids.max").write_text(str(processes))
+                except OSError:
+                    path.rmdir()
+                    raise
+                return cls(path)
+        return cls(None)
+
+    @property
+    def entry(self) -> str:
+        """The file that a process writes its id to in order to join; empty where there is none."""
+        return str(self._path / "cgroup.procs") if self._path else ""
+
+    async def close(self) -> None:
+        """Remove it, once the last of its processes is gone."""
+        path = self._path
+        for _ in range(_TRIES):
+            with suppress(OSError):
+                if path is not None:
+                    path.rmdir()
+                return
+            await asyncio.sleep(_PAUSE_S)
+
+
+def _own_groups() -> str:
+    return Path("/proc/self/cgroup").read_text()
+
+
+def _parents() -> Iterator[Path]:
+    """Where a group that counts processes could be made."""
+    with suppress(OSError):
+        for line in _own_groups().splitlines():
+            _, controllers, place = line.split(":", 2)
+            if "pids" in controllers.split(","):
+                yield _ROOT / "pids" / place.lstrip("/")
+            elif not controllers and place != "/":
+                # Beside our own and not in it: a group that has processes cannot have groups that are counted.
+                yield (_ROOT / place.lstrip("/")).parent

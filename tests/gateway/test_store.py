@@ -1,0 +1,110 @@
+"""The store: rows of many calls in few statements, in an order that means the same."""
+
+import asyncio
+from contextlib import contextmanager
+
+import pytest
+
+from loopwright.core.episode import Node
+from loopwright.core.errors import StorageError
+from loopwright.gateway.graph import key_of
+from loopwright.gateway.store import INTENT, NODE, RESULT, DiskStore, node_statement, nodes_of
+from tests.gateway.serving import ADD, run, served, user
+
+
+@contextmanager
+def opened(path):
+    store = DiskStore(path)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def intent(session, node, begun_at=1.0):
+    return INTENT, (session, node, "call", 0, b"digest", "chat", "{}", "seed", begun_at, "exact", "", None, "{}")
+
+
+def result(session, node, ended_at=2.0, verdict="exact"):
+    return RESULT, (ended_at, verdict, "", None, session, node)
+
+
+def calls_of(store):
+    return store.rows("SELECT session, node, begun_at, ended_at, verdict FROM calls ORDER BY session, node")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 31, 32, 33, 71])
+def test_t04_many_calls_at_once_are_all_written(tmp_path, count):
+    async def story():
+        with opened(tmp_path) as store:
+            nodes = [Node(0, user(f"{n}"), (n, 2**40 + n), (0.0, -0.5)) for n in range(count)]
+            done = [
+                store.write([node_statement(f"s{n:03}", 1, node, key_of(node.message)), intent(f"s{n:03}", 1)])
+                for n, node in enumerate(nodes)
+            ]
+            await asyncio.gather(*done)
+            await asyncio.gather(*(store.write([result(f"s{n:03}", 1, 2.0 + n)]) for n in range(count) if n % 2))
+            assert calls_of(store) == [(f"s{n:03}", 1, 1.0, 2.0 + n if n % 2 else None, "exact") for n in range(count)]
+            assert [nodes_of(store, f"s{n:03}") for n in range(count)] == [
+                [(each, key_of(each.message))] for each in nodes
+            ]
+
+    run(story)
+
+
+def test_t04_a_call_that_was_given_up_and_begins_again_has_not_ended(tmp_path):
+    """Both may be written together: which came last counts."""
+
+    async def story():
+        with opened(tmp_path) as store:
+            await store.write([intent("s", 1), intent("t", 1)])
+            await store.write([result("s", 1), result("t", 1), intent("s", 1, begun_at=3.0)])
+            assert calls_of(store) == [("s", 1, 3.0, None, "exact"), ("t", 1, 1.0, 2.0, "exact")]
+
+    run(story)
+
+
+def test_a_write_that_fails_is_told_to_all_that_it_was_written_with(tmp_path):
+    async def story():
+        with opened(tmp_path) as store:
+            written = await asyncio.gather(
+                store.write([intent("s", 1)]), store.write([(NODE, ("s", None) + (0,) * 7)]), return_exceptions=True
+            )
+            assert any(isinstance(each, StorageError) for each in written)
+            kept = [("s", 1, 1.0, None, "exact")] if written[0] is None else []
+            assert calls_of(store) == kept
+            await store.write([intent("s", 2)])
+
+    run(story)
+
+
+def test_t04_a_write_goes_on_when_nobody_waits_any_more(tmp_path):
+    async def story():
+        with opened(tmp_path) as store:
+            waiting = asyncio.ensure_future(store.write([intent("s", 1)]))
+            waiting.cancel()
+            await store.write([intent("t", 1)])
+            assert [session for session, *_ in calls_of(store)] == ["s", "t"]
+
+    run(story)
+
+
+def test_t04_tools_and_calls_are_found_again_after_a_restart(tmp_path):
+    said = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": {}}]}
+    said["tool_calls"][0]["function"] = {"name": "add", "arguments": '{"a": 1}'}
+    told = [user("hi"), said, {"role": "tool", "tool_call_id": "a", "content": "2"}]
+
+    async def story():
+        async with served(output=tmp_path) as gateway:
+            session = await gateway.open("s")
+            await session.live.session.turn(told, [ADD])
+            await gateway._store.write(session.live.unsaved())
+            before = len(session.live.session.graph.nodes)
+        async with served(output=tmp_path) as gateway:
+            session = (await gateway.open("s")).live.session
+            assert len(session.graph.nodes) == before
+            turn = await session.turn(told, [ADD])
+            assert session.graph.nodes[turn.node].parent == before - 2, "all messages are known"
+            assert len(session.graph.nodes) == before + 1
+
+    run(story)

@@ -1,0 +1,375 @@
+"""A gateway that is killed, starved of disk, misused and spoken to badly: what it committed is there, and no more."""
+
+import asyncio
+import json
+import random
+import socket
+import sqlite3
+import threading
+import urllib.error
+from contextlib import closing, suppress
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from loopwright.core.errors import StorageError
+from loopwright.gateway.terms import Terms
+from tests.gateway.serving import Teller, client_of, run, served, until, user
+from tests.survival.serving import serving
+
+SLOWLY = ("--engine", "scripted", "--set", "engine.token_s=0.0005", "--port", 0, "--output", "gw")
+
+
+# -- kill -9 --------------------------------------------------------------------------------------------------------
+
+
+class Talker(threading.Thread):
+    """An agent that talks as long as anybody answers, and remembers each turn that it saw come to its end."""
+
+    def __init__(self, gateway, session):
+        super().__init__(daemon=True)
+        self.gateway, self.session, self.seen = gateway, session, []
+
+    def run(self):
+        path, said = f"/{self.session['id']}/v1/chat/completions", [user("begin")]
+        while True:
+            body = {"model": "m", "messages": said, "logprobs": True, "max_tokens": 40}
+            try:
+                answer = self.gateway.ask("POST", path, body, self.session["key"])
+            except (OSError, ValueError, EOFError):
+                return
+            choice = answer["choices"][0]
+            self.seen.append([each["logprob"] for each in choice["logprobs"]["content"]])
+            said = [*said, choice["message"], user("go on")]
+            if len(said) > 20:
+                said = [user("begin anew")]
+
+
+def checked(told, seen):
+    """That the turns which an agent saw are there, token by token, and that no turn claims what it does not have."""
+    nodes = [None, *told["episode"]["nodes"]]
+    committed = []
+    for turn in told["turns"]:
+        node = nodes[turn["node"]]
+        sampled = [at for start, stop, _ in node["spans"] for at in range(start, stop)]
+        assert len(node["ids"]) == len(node["logprobs"])
+        assert len(sampled) == turn["sampled_tokens"]
+        if turn["verdict"] == "broken":
+            assert turn["sampled_tokens"] == 0
+            assert "is not known" in turn["reason"]
+        else:
+            assert turn["finish"] in ("stop", "length")
+            committed.append([node["logprobs"][at] for at in sampled])
+    for turn in seen:
+        committed.remove(turn)
+    assert len(committed) <= 1, "at most the last one was committed before anybody saw it"
+    assert told["trainable"] == (not told["verdicts"]["broken"] and bool(told["rows"]))
+    assert sum(sum(row["response_mask"]) for row in told["rows"]) == sum(t["sampled_tokens"] for t in told["turns"])
+
+
+def killed_and_restarted(tmp_path, kills, agents, seconds):
+    chance, seen = random.Random(7), {}
+    for _ in range(kills):
+        with serving(tmp_path, *SLOWLY) as gateway:
+            sessions = [gateway.open(f"agent-{number}") for number in range(agents)]
+            talkers = [Talker(gateway, session) for session in sessions]
+            for talker in talkers:
+                talker.start()
+            for talker in talkers:
+                talker.join(seconds * chance.uniform(0.2, 1.0) / agents)
+            threading.Event().wait(seconds * chance.uniform(0.2, 1.0))
+            gateway.kill()
+            for talker in talkers:
+                talker.join(60)
+                seen.setdefault(talker.session["id"], []).extend(talker.seen)
+    assert sum(map(len, seen.values())) > kills, "there was a load to be killed under"
+    with serving(tmp_path, *SLOWLY) as gateway:
+        for id, turns in seen.items():
+            told = gateway.shown(gateway.open(id))
+            left_open = told["verdicts"]["broken"]
+            assert left_open <= kills, "one call of an agent was under way at each kill, at most"
+            committed = [turn for turn in told["turns"] if turn["verdict"] != "broken"]
+            assert 0 <= len(committed) - len(turns) <= kills
+            if kills == 1:
+                checked(told, turns)
+        assert gateway.end() == 143
+    with closing(sqlite3.connect(tmp_path / "gw" / "gateway.db")) as store:
+        assert store.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_killed_under_load_every_committed_turn_is_there(tmp_path):
+    killed_and_restarted(tmp_path, kills=1, agents=4, seconds=2.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_again_and_again_no_turn_is_lost_and_none_made_up(tmp_path):
+    killed_and_restarted(tmp_path, kills=8, agents=8, seconds=4.0)
+
+
+# -- the disk -------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_refuses_calls_keeps_what_there_is_and_is_got_over(tmp_path):
+    async def story():
+        async with served(Teller("hello"), output=tmp_path) as gateway:
+            session = await gateway.open("t")
+            async with client_of(session) as client, aiohttp.ClientSession() as http:
+                talk = client.chat.completions.create
+                await talk(model="m", messages=[user("before")])
+                connection = gateway.store._connection
+                (pages,) = connection.execute("PRAGMA page_count").fetchone()
+                connection.execute(f"PRAGMA max_page_count = {pages}")  # not a byte more, as on a full disk
+                for number in range(3):
+                    with pytest.raises(Exception, match="cannot be recorded"):
+                        await talk(model="m", messages=[user(f"full {number} " + "x" * 200_000)])
+                with pytest.raises(StorageError):
+                    await gateway.open("another", Terms(run="x" * 200_000))
+                async with http.get(f"{gateway.address}/healthz") as answer:
+                    assert answer.status in (200, 503), "it answers"
+                connection.execute("PRAGMA max_page_count = 1073741823")
+                await talk(model="m", messages=[user("after")])
+                async with http.get(f"{gateway.address}/healthz") as answer:
+                    assert answer.status == 200
+        async with served(output=tmp_path) as gateway:
+            told = gateway.find("t").described()
+            sampled = [turn["sampled_tokens"] for turn in told["turns"]]
+            asked = [node["message"]["content"][:5] for node in told["episode"]["nodes"] if not node["spans"]]
+            assert "befor" in asked
+            assert "after" in asked
+            assert sampled == [6, 6], "what was refused is no turn"
+            assert told["verdicts"]["broken"] == 0
+            assert told["trainable"]
+
+    run(story)
+
+
+# -- clients --------------------------------------------------------------------------------------------------------
+
+
+def raw_request(session, gateway, body):
+    data = orjson.dumps(body)
+    head = f"POST /{session.id}/v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {session.key}\r\n"
+    connection = socket.create_connection(("127.0.0.1", urlsplit(gateway.address).port))
+    connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
+
+
+def test_clients_that_vanish_in_mid_stream_cost_only_their_own_turns():
+    async def story():
+        engine = Teller("x" * 2000)
+        async with served(engine) as gateway:
+            session = await gateway.open(terms=Terms(max_tokens=4000))
+            body = {"model": "m", "stream": True, "messages": [user("a")]}
+            sockets = [raw_request(session, gateway, {**body, "messages": [user(str(n))]}) for n in range(30)]
+            await until(lambda: session.live.running, 30)
+            for number, one in enumerate(sockets):
+                if number % 2:  # a reset, and not even a goodbye
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                one.close()
+            async with client_of(session) as client:
+                answer = await client.chat.completions.create(model="m", messages=[user("b")], max_tokens=5)
+                assert answer.choices[0].message.content == "xxxxx"
+            await until(lambda: not session.live.running and not engine.running, 30)
+            told = session.live.described()
+            assert sum(sum(row["response_mask"]) for row in told["rows"]) == sum(
+                turn["sampled_tokens"] for turn in told["turns"]
+            )
+
+    run(story)
+
+
+@pytest.mark.slow
+def test_a_client_that_reads_a_byte_a_second_holds_nobody_up():
+    async def story():
+        engine = Teller("x" * 20_000)
+        async with served(engine, write_s=3.0) as gateway:
+            session = await gateway.open(terms=Terms(max_tokens=100_000))
+            body = {"model": "m", "stream": True, "logprobs": True, "messages": [user("a")]}
+            slow = raw_request(session, gateway, body)
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            slow.setblocking(False)
+            async with client_of(session) as client:
+                for number in range(10):
+                    await asyncio.sleep(1.0)
+                    with suppress(BlockingIOError, ConnectionError):
+                        slow.recv(1)
+                    heard = await client.chat.completions.create(model="m", messages=[user(str(number))], max_tokens=5)
+                    assert heard.choices[0].message.content == "xxxxx"
+            await until(lambda: not session.live.running, 40)
+            slow.close()
+
+    run(story)
+
+
+TRICKS = [
+    "/sessions/../sessions/{other}",
+    "/sessions/..%2f..%2fgateway.db",
+    "/sessions/%2e%2e/{other}",
+    "//sessions//{other}",
+    "/{mine}/../{other}/v1/models",
+    "/{mine}%2f..%2f{other}/v1/models",
+    "/{mine}/v1/../../{other}/v1/models",
+    "/{mine}/v1/models/../../../sessions/{other}",
+    "/{other}%00/v1/models",
+    "/{other}%20/v1/models",
+    "/{other}./v1/models",
+    "/{other}/v1/models",
+    "/{OTHER}/v1/models",
+    "/ｏther/v1/models",
+    "/%c0%ae%c0%ae/v1/models",
+    "/other%0d%0ax-api-key:%20x/v1/models",
+    "/sessions/{other};{mine}",
+    "/sessions/{other}?id={mine}",
+    "/sessions/{other}#/{mine}",
+]
+
+
+def raw_get(gateway, path, key):
+    """As it is: no client would send some of these paths."""
+    with socket.create_connection(("127.0.0.1", urlsplit(gateway.address).port)) as connection:
+        head = f"GET {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\nconnection: close\r\n\r\n"
+        connection.sendall(head.encode())
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+def test_no_path_leads_from_one_session_to_another(tmp_path, trick):
+    async def story():
+        async with served(Teller("the other's secret"), output=tmp_path) as gateway:
+            mine, other = await gateway.open("mine"), await gateway.open("other")
+            async with client_of(other) as client:
+                await client.chat.completions.create(model="m", messages=[user("what the other asked")])
+            path = trick.format(mine="mine", other="other", OTHER="OTHER")
+            said = await asyncio.to_thread(raw_get, gateway, path, mine.key)
+            status = int(said.split(b" ", 2)[1])
+            echoed = b'"id":"../../../sessions/other"' in said  # a model may have any name
+            assert status in (400, 401, 404, 405) or echoed, said
+            for secret in (b"secret", b"what the other asked", other.key.encode(), mine.key.encode(), b"SQLite"):
+                assert secret not in said
+            assert sorted(gateway._sessions) == ["mine", "other"], "nothing is made by asking for it"
+            assert {entry.name for entry in tmp_path.iterdir()} <= {
+                "gateway.db", "gateway.db-wal", "gateway.db-shm", "gateway.lock",
+            }  # fmt: skip
+
+    run(story)
+
+
+def test_no_key_but_its_own_opens_a_session(tmp_path):
+    async def story():
+        token = "the gateway's own token"
+        async with served(Teller("secret"), output=tmp_path, token=token) as gateway, aiohttp.ClientSession() as http:
+            mine, other = await gateway.open("mine"), await gateway.open("other")
+            keys = ["", " ", other.key, other.key[:-1], other.key + "x", other.key.upper(), "null", "é", token + "x"]
+            keys += [mine.key + other.key, f"{mine.key},{other.key}", mine.key[::-1]]
+            routes = [("GET", "/sessions/mine"), ("DELETE", "/sessions/mine"), ("POST", "/sessions/mine/complete")]
+            routes += [("POST", f"/mine/v1/{path}") for path in ("chat/completions", "completions", "messages")]
+            routes += [("GET", "/mine/v1/models"), ("POST", "/mine/v1/messages/count_tokens")]
+            for key in keys:
+                for method, path in routes:
+                    for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
+                        async with http.request(method, gateway.address + path, headers=headers, data=b"{}") as answer:
+                            said = await answer.text()
+                            assert answer.status == 401, (method, path, key, said)
+                            assert mine.key not in said
+            # The token reads sessions, and is no key for speaking in one.
+            async with http.get(f"{gateway.address}/sessions/mine", headers={"x-api-key": token}) as answer:
+                assert answer.status == 200
+            async with http.post(f"{gateway.address}/mine/v1/completions", headers={"x-api-key": token}) as answer:
+                assert answer.status == 401
+
+    run(story)
+
+
+# -- bodies ---------------------------------------------------------------------------------------------------------
+
+WEIRD = st.one_of(
+    st.binary(max_size=60),
+    st.text(max_size=40).map(lambda text: text.encode("utf-8", "surrogatepass")),
+    st.sampled_from([b"[" * 3000, b'{"a":' * 3000, b"1e999", b'{"n": NaN}', b"\xef\xbb\xbf{}", b'{"a": 1, "a": 2}']),
+)
+HUGE = st.sampled_from([10**30, -(10**30), 1e308, -1e308, 2**63, -1, 0, 0.5, True, "9" * 400, [], {}, None])
+FIELD = st.sampled_from(
+    [
+        "max_tokens",
+        "n",
+        "seed",
+        "temperature",
+        "top_p",
+        "stop",
+        "modalities",
+        "audio",
+        "thinking",
+        "reasoning_effort",
+        "response_format",
+        "tool_choice",
+        "parallel_tool_calls",
+        "stream_options",
+        "text",
+        "include",
+        "metadata",
+        "user",
+    ]
+)
+PATHS = st.sampled_from(
+    ["v1/chat/completions", "v1/completions", "v1/responses", "v1/messages", "v1/messages/count_tokens", "v1/models"]
+)
+SOUND = {"messages": [user("hi")], "prompt": "hi", "input": "hi", "max_tokens": 3, "model": "m"}
+BODY = WEIRD | st.dictionaries(FIELD, HUGE, max_size=3).map(lambda more: json.dumps({**SOUND, **more}).encode())
+
+
+@pytest.mark.parametrize(
+    "examples", [150, pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])], ids=["some", "many"]
+)
+def test_no_bytes_make_it_fail(examples):
+    async def story():
+        async with served(body_bytes=100_000) as gateway, aiohttp.ClientSession() as http:
+            session = await gateway.open(terms=Terms(max_tokens=8))
+            loop, auth = asyncio.get_running_loop(), {"authorization": f"Bearer {session.key}"}
+
+            async def send(path, body, kind):
+                headers = {**auth, "content-type": kind}
+                async with http.post(f"{gateway.address}/{session.id}/{path}", data=body, headers=headers) as answer:
+                    return answer.status, await answer.read()
+
+            def check(path, body, kind):
+                status, said = asyncio.run_coroutine_threadsafe(send(path, body, kind), loop).result(60)
+                assert status in (200, 400, 405, 413), (path, body, said)
+
+            kinds = st.sampled_from(
+                ["application/json", "text/plain", "multipart/form-data", "x", "application/x-gzip"]
+            )
+            quick = settings(
+                max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+            )
+            await asyncio.to_thread(quick(given(PATHS, BODY, kinds)(check)))
+            assert not session.live.running
+
+    run(story) if examples < 1000 else asyncio.run(story())
+
+
+# -- SIGTERM --------------------------------------------------------------------------------------------------------
+
+
+def test_told_to_end_it_lets_calls_end_and_refuses_new_ones(tmp_path):
+    slow = ("--engine", "scripted", "--set", "engine.token_s=0.05", "--set", "engine.slip=0", "--port", 0)
+    with serving(tmp_path, *slow, "--set", "drain_s=50", "--output", "gw") as gateway:
+        session = gateway.open("t")
+        path, body = "/t/v1/chat/completions", {"model": "m", "messages": [user("a")]}
+        answers = []
+        talk = threading.Thread(target=lambda: answers.append(gateway.ask("POST", path, body, session["key"])))
+        talk.start()
+        while not gateway.shown(session)["running"]:
+            pass
+        assert gateway.end() == 143
+        talk.join(60)
+        assert answers[0]["choices"][0]["finish_reason"] == "stop"
+        with pytest.raises(urllib.error.URLError):
+            gateway.open("late")
+    with serving(tmp_path, *slow, "--output", "gw") as gateway:
+        told = gateway.shown(session)
+        assert [(turn["verdict"], turn["finish"]) for turn in told["turns"]] == [("exact", "stop")]
