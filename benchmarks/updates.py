@@ -38,7 +38,7 @@ def ours(home: Path) -> Callable[[], float]:
     from loopwright.trainers.learner import Learner, Setting
     from loopwright.trainers.sample import Sample
 
-    config = GrpoConfig(steps=100, lr=1e-6, micro_tokens=4096)
+    config = GrpoConfig(steps=100, lr=1e-6, micro_tokens=2048)
     learner = Learner(Setting(config, GrpoRule, "smollm2", home))
     batch = []
     for number, (prompt, answer, advantage) in enumerate(sequences()):

@@ -22,20 +22,22 @@ from loopwright.core.task import Task
 from loopwright.engines.base import Sampling, engines
 from loopwright.engines.news import News
 from loopwright.engines.scripted import ScriptedConfig
+from loopwright.execution.sandbox import SandboxError, sandbox_of
 from loopwright.gateway.client import GatewayClient, GatewayLost, endpoint
 from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig
 from loopwright.rollouts.pool import PoolDown, WorkerLost
 from loopwright.rollouts.remote.access import Access
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.home import EmbeddedConfig, EmbeddedHome, ExternalHome, RayConfig, home_of
+from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
 from loopwright.testing import GatewayContract, LoopContract
 from loopwright.testing.gateways import said
 from loopwright.testing.loops import RecordingEngine
 from tests.gateway.serving import Teller, until
 from tests.rollouts.rays import cluster  # noqa: F401
-from tests.rollouts.remotes import TASK, Stage, alive, program, rolled, running, staged
-from tests.survival.campaign import Campaign, end_of, wait_for
+from tests.rollouts.remotes import CHAT, TASK, Stage, alive, program, rolled, running, staged
+from tests.survival.campaign import Campaign, wait_for
 
 SCRIPTED = ScriptedConfig(replies=("yes", "no"), slip=0.0)
 
@@ -256,6 +258,27 @@ def test_a01_one_deadline_is_over_the_agent_and_the_tests(tmp_path):
     assert "deadline of 4 s" in hangs.evidence["verifier"]["error"]
     assert hangs.evidence["verifier"]["stopped"]
     assert running(str(tmp_path / "agent.py")) == []
+
+
+def test_a01_a_sandboxed_agent_reaches_the_gateway_and_little_else(tmp_path):
+    try:
+        sandbox_of("bwrap").check()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    (tmp_path / "secret.txt").write_text("the labels")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "agent.py").write_text(
+        f"{CHAT}\nprint(chat(), os.path.exists({str(tmp_path)!r} + '/secret.txt'))"
+    )
+
+    async def story():
+        command = (sys.executable, "{home}/bin/agent.py")
+        async with staged(tmp_path, command=command, sandbox="bwrap", readable=["bin"]) as stage:
+            return await stage.roll()
+
+    episode = asyncio.run(story())
+    assert episode.evidence["agent"].get("stdout") == "an answer False\n", episode.evidence
+    assert (episode.outcome, episode.turns) == (Outcome.OK, 1)
 
 
 REMOTE = """
@@ -589,19 +612,35 @@ def test_t11_a_gateway_actor_that_dies_is_replaced(tmp_path):
     asyncio.run(story())
 
 
-def test_t11_a_run_with_its_gateway_and_agents_on_ray(tmp_path):
+@pytest.mark.usefixtures("cluster")
+def test_t11_a_run_with_its_gateway_and_agents_on_ray(tmp_path, monkeypatch):
     """Also T09: what is resolved in the driver reaches the agents of workers that know nothing of it."""
     more = ENGINE + '[run.gateway]\ntype = "ray"\ncpus = 0.1\nengine_cpus = 0.1\n'
     text = "chat(); print(os.environ['FLAVOUR'], os.environ['PASSED'])"
     loop = ', workers = 2, cpus = 0.1, pass_env = ["PASSED"]'
-    campaign = Campaign(tmp_path, scenario(tmp_path, text, more=more, loop=loop))
-    environ = {**os.environ, "REMOTE_ENV": '{"FLAVOUR": "sweet"}', "PASSED": "on"}
-    ended = end_of(campaign.start(env=environ))
-    assert ended.code == 0, ended.err
-    with Ledger.read(campaign.ledger) as ledger:
+    file = tmp_path / "s.toml"
+    file.write_text(scenario(tmp_path, text, more=more, loop=loop))
+    monkeypatch.setenv("REMOTE_ENV", '{"FLAVOUR": "sweet"}')
+    monkeypatch.setenv("PASSED", "on")
+
+    assert dispatch(load(file), tmp_path / "out") == 0
+
+    with Ledger.read(tmp_path / "out" / "work" / "ledger.db") as ledger:
         episodes = [Episode.from_bytes(ledger.payload(trial.number, "rollout")) for trial in ledger.trials()]
     assert {episode.evidence["agent"]["stdout"] for episode in episodes} == {"sweet on\n"}
     assert {episode.outcome for episode in episodes} == {Outcome.OK}
+
+
+def test_t11_a_runs_gateway_lets_go_of_sessions_that_have_ended():
+    async def story():
+        now = 0.0
+        async with Gateway(Teller(), clock=lambda: now, forgets=True) as gateway:
+            ended, other = await gateway.open("ended"), await gateway.open("open")
+            await ended.close()
+            now = 100.0
+            await until(lambda: list(gateway._sessions) == [other.id])
+
+    asyncio.run(story())
 
 
 # -- T12: one client -----------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ async def talked(engine, output, *, weights=None):
 def captured(tmp_path_factory):
     """A gateway's output, with a checkpoint of the weights that it had last; nobody may change it."""
     directory = tmp_path_factory.mktemp("audit")
-    engine = TransformersEngine(TransformersConfig(model="tiny"), directory)
+    engine = TransformersEngine(TransformersConfig(model="tiny", threads=1), directory)
     (directory / "weights").mkdir()
     save_file(tiny(seed=9).state_dict(), directory / "weights" / "policy-5.safetensors")
     asyncio.run(talked(engine, directory / "gw", weights=Path("weights/policy-5.safetensors")))
@@ -150,7 +150,7 @@ def test_what_cannot_be_looked_at_is_said(captured, tmp_path):
 
 
 async def _nobody_came(output):
-    async with Gateway(TransformersEngine(TransformersConfig(model="tiny"), Path()), output=output) as gateway:
+    async with Gateway(TransformersEngine(TransformersConfig(model="tiny", threads=1), Path()), output=output) as gateway:
         await gateway.open()
 
 

@@ -18,6 +18,7 @@ from loopwright.core.observer import Observer, Observers
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Objectives, Reward
 from loopwright.core.run import Run
+from loopwright.core.steps import Kind, Step
 from loopwright.core.trial import Action, Feedback, Observation, Proposal, Regime, Result, Trial
 
 
@@ -273,6 +274,10 @@ class Env(ABC):
     def watch(self, observers: Sequence[Observer]) -> None:
         """Add observers to those that the run has already."""
         self._observers = Observers([*self._observers, *observers])
+
+    def stepped(self, kind: Kind, step: Step) -> None:
+        """Tell the observers what a step of training came to."""
+        self._observers.after_step(kind, step)
 
     # -- budget and resume --------------------------------------------------------------------------------------
 

@@ -2,20 +2,25 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from loopwright.core.steps import Kind, Step
 from loopwright.core.trial import Trial
 
 log = logging.getLogger(__name__)
 
 
 class Observer:
-    """Override either hook. Both run for every trial: cached, infeasible, invalid and failed ones too."""
+    """Override any hook. The first two run for every trial: cached, infeasible, invalid and failed ones too."""
 
     def before(self, trial: Trial) -> None:
         """The trial has its number and its action, and is about to start."""
 
     def after(self, trial: Trial) -> None:
         """The trial has ended and is in the ledger."""
+
+    def after_step(self, kind: Kind, step: Step) -> None:
+        """A training has taken a step, or measured how good the policy is now, and it is in the ledger."""
 
 
 class Observers:
@@ -29,17 +34,21 @@ class Observers:
 
     def before(self, trial: Trial) -> None:
         """Tell all that a trial starts."""
-        self._tell("before", trial)
+        self._tell("before", f"trial {trial.number}", trial)
 
     def after(self, trial: Trial) -> None:
         """Tell all that a trial has ended."""
-        self._tell("after", trial)
+        self._tell("after", f"trial {trial.number}", trial)
 
-    def _tell(self, hook: str, trial: Trial) -> None:
+    def after_step(self, kind: Kind, step: Step) -> None:
+        """Tell all what a step of training came to."""
+        self._tell("after_step", f"step {step.step}", kind, step)
+
+    def _tell(self, hook: str, where: str, *news: Any) -> None:
         for observer in tuple(self._observers):
             try:
-                getattr(observer, hook)(trial)
+                getattr(observer, hook)(*news)
             except Exception:
                 self._observers.remove(observer)
                 name = f"{type(observer).__name__}.{hook}"
-                log.exception("observer %s failed on trial %d and is off from now on", name, trial.number)
+                log.exception("observer %s failed on %s and is off from now on", name, where)

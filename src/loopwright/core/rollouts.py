@@ -15,6 +15,8 @@ KIND = "rollout"
 """The payload that holds an episode."""
 REJUDGED = "rejudged"
 """The payload that holds later verdicts on it, oldest first; the reward that it was given first is never changed."""
+EVALUATED = "json_extract(action, '$.evaluated')"
+"""In a query of trials: the step of training that an evaluation came after; NULL for all other trials."""
 _PAGE = 32
 
 
@@ -24,15 +26,17 @@ class Rollout:
 
     number: int
     episode: Episode
+    evaluated: int | None = None
+    """The step of training after which it measured the policy; None for what may be trained on."""
 
     @classmethod
-    def of(cls, number: int, data: bytes, outcome: str | None) -> Self:
+    def of(cls, number: int, data: bytes, outcome: str | None, evaluated: int | None = None) -> Self:
         """From what the ledger holds. What has expired is too old to be trained on."""
         episode = Episode.from_bytes(data)
         if outcome in (Outcome.FILTERED, Outcome.EXPIRED):
             kept = episode.trainable and outcome != Outcome.EXPIRED
             episode = replace(episode, outcome=Outcome(outcome), trainable=kept)
-        return cls(number, episode)
+        return cls(number, episode, evaluated)
 
     @property
     def judgeable(self) -> bool:
@@ -41,7 +45,8 @@ class Rollout:
 
     def as_json(self) -> dict[str, Any]:
         """A line of JSONL."""
-        return {"trial": self.number, **self.episode.as_json()}
+        told = {} if self.evaluated is None else {"evaluated": self.evaluated}
+        return {"trial": self.number, **told, **self.episode.as_json()}
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ def rollouts(ledger: Ledger, numbers: Sequence[int] | None = None) -> Iterator[R
         return
     after = 0
     query = (
-        "SELECT trial, data, outcome FROM payloads JOIN trials ON number = trial "
+        f"SELECT trial, data, outcome, {EVALUATED} FROM payloads JOIN trials ON number = trial "
         f"WHERE kind = '{KIND}' AND trial > ? ORDER BY trial LIMIT {_PAGE}"
     )
     while rows := ledger.transaction.rows(query, (after,)):
@@ -84,8 +89,8 @@ def rollout(ledger: Ledger, number: int) -> Rollout | None:
     data = ledger.payload(number, KIND)
     if data is None:
         return None
-    ((outcome,),) = ledger.transaction.rows("SELECT outcome FROM trials WHERE number = ?", (number,))
-    return Rollout.of(number, data, outcome)
+    query = f"SELECT outcome, {EVALUATED} FROM trials WHERE number = ?"
+    return Rollout.of(number, data, *ledger.transaction.rows(query, (number,))[0])
 
 
 def groups_of(ledger: Ledger) -> Iterator[list[Rollout]]:
@@ -93,7 +98,7 @@ def groups_of(ledger: Ledger) -> Iterator[list[Rollout]]:
     after = 0
     query = "SELECT min(grp) FROM trials WHERE grp > ?"
     members = (
-        f"SELECT trial, data, outcome FROM payloads JOIN trials ON number = trial AND kind = '{KIND}' "
+        f"SELECT trial, data, outcome, {EVALUATED} FROM payloads JOIN trials ON number = trial AND kind = '{KIND}' "
         "WHERE grp = ? ORDER BY number"
     )
     while (group := ledger.transaction.rows(query, (after,))[0][0]) is not None:

@@ -167,7 +167,10 @@ class OpenSession:
 
 
 class Gateway:
-    """Serves sessions. With an `output` directory they survive the process; without one they end with it."""
+    """Serves sessions. With an `output` directory they survive the process; without one they end with it.
+
+    One that `forgets` lets go of sessions a while after they have ended: whoever opened them has their episodes.
+    """
 
     def __init__(
         self,
@@ -176,6 +179,7 @@ class Gateway:
         *,
         output: Path | None = None,
         token: str | None = None,
+        forgets: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         config.address(config.port)  # before anything starts
@@ -187,6 +191,7 @@ class Gateway:
         self._sessions: dict[str, Live] = {}
         self._server: Server | None = None
         self._telling = asyncio.Lock()
+        self._forgets = forgets or output is not None
         self._recovered = False
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -328,7 +333,5 @@ class Gateway:
                 if live.expires():
                     with suppress(StorageError):  # it will be told to whoever asks next
                         await live.close("expired", Outcome.EXPIRED, f"no call came for {live.terms.ttl_s:g} s")
-                elif (
-                    self._output is not None and live.closed_at is not None and self.clock() - live.closed_at > _KEPT_S
-                ):
+                elif self._forgets and live.closed_at is not None and self.clock() - live.closed_at > _KEPT_S:
                     self._sessions.pop(live.id, None)

@@ -22,12 +22,12 @@ def write_episodes(ledger: Ledger, directory: Path) -> Path:
 
 def write_rows(ledger: Ledger, directory: Path) -> Path:
     """`rows.jsonl`: a row per branch, to train on."""
-    return _write_lines(directory / "rows.jsonl", (row for rollout in rollouts(ledger) for row in rows_of(rollout)))
+    return _write_lines(directory / "rows.jsonl", (row for rollout in _trained(ledger) for row in rows_of(rollout)))
 
 
 def write_verl(ledger: Ledger, directory: Path) -> Path:
     """`verl.jsonl`: the same rows under the names of verl's AgentLoopOutput."""
-    return _write_lines(directory / "verl.jsonl", (row for rollout in rollouts(ledger) for row in verl_of(rollout)))
+    return _write_lines(directory / "verl.jsonl", (row for rollout in _trained(ledger) for row in verl_of(rollout)))
 
 
 def write_parquet_rows(ledger: Ledger, directory: Path) -> Path:
@@ -52,7 +52,7 @@ def write_parquet_rows(ledger: Ledger, directory: Path) -> Path:
     schema = pa.schema(fields)
     path = directory / "rows.parquet"
     part = path.with_name(f".{path.name}.part")
-    every = (row for rollout in rollouts(ledger) for row in rows_of(rollout))
+    every = (row for rollout in _trained(ledger) for row in rows_of(rollout))
     with storage(path):
         try:
             with pq.ParquetWriter(part, schema, compression="zstd") as writer:
@@ -63,6 +63,11 @@ def write_parquet_rows(ledger: Ledger, directory: Path) -> Path:
         finally:
             part.unlink(missing_ok=True)
     return path
+
+
+def _trained(ledger: Ledger) -> Iterator[Rollout]:
+    """All but evaluations: whoever trained on these would no longer know how good the policy is."""
+    return (rollout for rollout in rollouts(ledger) if rollout.evaluated is None)
 
 
 def rows_of(rollout: Rollout) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ import orjson
 
 from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Outcome
-from loopwright.core.rollouts import KIND
+from loopwright.core.rollouts import EVALUATED, KIND
 from loopwright.reports.digest import Digest, Failure, basics, grouped_failures
 from loopwright.reports.markup import number
 
@@ -81,7 +81,7 @@ class Point:
 
 @dataclass
 class Rollouts:
-    """All rollouts of a run, told one by one."""
+    """All rollouts of a run but those of evaluations, told one by one."""
 
     total: Tally = field(default_factory=Tally)
     sources: dict[str, Tally] = field(default_factory=dict)
@@ -211,25 +211,35 @@ class RolloutDigest(Digest):
 
 
 def read_rollouts(ledger: Ledger) -> RolloutDigest:
-    """The digest of a rollout run; reads the table of trials once, in pages."""
-    rows, rolled = ledger.transaction.rows, Rollouts()
+    """The digest of a rollout run."""
+    return RolloutDigest(**rollout_basics(ledger))
+
+
+def rollout_basics(ledger: Ledger) -> dict[str, Any]:
+    """What the digest of every rollout run has; reads the table of trials once, in pages."""
+    rolled = Rollouts()
     for row in _ended(ledger):
         rolled.add(row)
-    left_out = ", ".join(f"'{outcome}'" for outcome in (Outcome.OK, Outcome.ABORTED, *_LEFT_OUT))
-    ends = rows("SELECT min(reserved_at), max(finished_at) FROM trials")[0]
-    return RolloutDigest(
+    ends = ledger.transaction.rows("SELECT min(reserved_at), max(finished_at) FROM trials")[0]
+    return {
         **basics(ledger),
-        trials=(),
-        trouble="",
-        counted=ledger.counts(),
-        bad=rows(
-            "SELECT number, outcome, ifnull(fault, 'unknown'), reason FROM trials "
-            f"WHERE outcome NOT IN ({left_out}) ORDER BY number LIMIT {_FAILURES}"
-        ),
-        rolled=rolled,
-        groups=_groups(ledger),
-        retried=_retried(ledger),
-        span_s=None if None in ends else max(0.0, ends[1] - ends[0]),
+        "trials": (),
+        "trouble": "",
+        "counted": ledger.counts(),
+        "bad": bad_rollouts(ledger, f"{EVALUATED} IS NULL"),
+        "rolled": rolled,
+        "groups": _groups(ledger),
+        "retried": _retried(ledger),
+        "span_s": None if None in ends else max(0.0, ends[1] - ends[0]),
+    }
+
+
+def bad_rollouts(ledger: Ledger, which: str) -> list[tuple[int, str, str, str]]:
+    """The first of these that ended badly: number, outcome, fault, reason."""
+    left_out = ", ".join(f"'{outcome}'" for outcome in (Outcome.OK, Outcome.ABORTED, *_LEFT_OUT))
+    return ledger.transaction.rows(
+        "SELECT number, outcome, ifnull(fault, 'unknown'), reason FROM trials "
+        f"WHERE outcome NOT IN ({left_out}) AND {which} ORDER BY number LIMIT {_FAILURES}"
     )
 
 
@@ -237,7 +247,8 @@ def _ended(ledger: Ledger) -> Iterator[Sequence[Any]]:
     after = 0
     query = (
         "SELECT number, grp, action, fault, reward, reward_detail, metrics, usage FROM trials "
-        "WHERE number > ? AND outcome IS NOT NULL AND outcome <> 'aborted' ORDER BY number LIMIT 5000"
+        f"WHERE number > ? AND outcome IS NOT NULL AND outcome <> 'aborted' AND {EVALUATED} IS NULL "
+        "ORDER BY number LIMIT 5000"
     )
     while found := ledger.transaction.rows(query, (after,)):
         yield from found
@@ -248,14 +259,14 @@ def _groups(ledger: Ledger) -> GroupRewards:
     rows = ledger.transaction.rows
     found = rows(
         "SELECT grp, avg(reward), min(reward), max(reward), count(reward) FROM trials "
-        "WHERE reward IS NOT NULL GROUP BY grp ORDER BY grp"
+        f"WHERE reward IS NOT NULL AND {EVALUATED} IS NULL GROUP BY grp ORDER BY grp"
     )
     several = [row for row in found if row[4] > 1]
     known = rows("SELECT 1 FROM sqlite_schema WHERE name = 'groups'")
     return GroupRewards(
         rows=[row[:4] for row in found],
         statuses=dict(rows("SELECT status, count(*) FROM groups GROUP BY status")) if known else {},
-        count=rows("SELECT count(DISTINCT grp) FROM trials")[0][0],
+        count=rows(f"SELECT count(DISTINCT grp) FROM trials WHERE {EVALUATED} IS NULL")[0][0],
         level=sum(row[2] == row[3] for row in several),
         several=len(several),
     )

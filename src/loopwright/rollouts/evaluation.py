@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from math import comb
 from pathlib import Path
-from random import Random
 from statistics import fmean
 from typing import Annotated, Any
 
@@ -12,11 +11,11 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator
 from loopwright.core.chosen import chosen
 from loopwright.core.config import Config
 from loopwright.core.errors import Problem
+from loopwright.core.interval import interval
 from loopwright.engines.base import Sampling
 from loopwright.rollouts.tasks import TasksConfig, task_sources
 
 _source = chosen(task_sources)
-_DRAWS = 1000
 
 
 class EvalConfig(Config):
@@ -59,11 +58,11 @@ def summary(by_task: Sequence[Sequence[float]], config: EvalConfig, *, seed: str
     }
     if not scored:
         return told
-    told["reward"], told["reward_low"], told["reward_high"] = _interval([fmean(rewards) for rewards in scored], seed)
+    told["reward"], told["reward_low"], told["reward_high"] = interval([fmean(rewards) for rewards in scored], seed)
     for k in dict.fromkeys((1, *(2**n for n in range(1, 16) if 2**n < config.samples), config.samples)):
         chances = [_pass(rewards, k, config.solved) for rewards in scored if len(rewards) >= k]
         if chances:
-            told[f"pass@{k}"], told[f"pass@{k}_low"], told[f"pass@{k}_high"] = _interval(chances, seed)
+            told[f"pass@{k}"], told[f"pass@{k}_low"], told[f"pass@{k}_high"] = interval(chances, seed)
     return told
 
 
@@ -71,10 +70,3 @@ def _pass(rewards: Sequence[float], k: int, solved: float) -> float:
     """The chance that one of k rollouts solves the task, without bias, from all that there are."""
     wrong = sum(reward < solved for reward in rewards)
     return 1.0 - comb(wrong, k) / comb(len(rewards), k)
-
-
-def _interval(values: Sequence[float], seed: str) -> tuple[float, float, float]:
-    """The mean, and the bounds of 95 % of the means that as many tasks drawn anew would have (bootstrap)."""
-    random = Random(seed)
-    means = sorted(fmean(random.choices(values, k=len(values))) for _ in range(_DRAWS))
-    return fmean(values), means[int(0.025 * _DRAWS)], means[int(0.975 * _DRAWS) - 1]

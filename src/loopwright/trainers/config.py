@@ -51,7 +51,7 @@ class TrainConfig(AgentConfig):
     """How often a batch is gone through."""
     minibatches: int = Field(default=1, ge=1)
     """Into how many parts a batch is split; the weights change after each."""
-    micro_tokens: int = Field(default=4096, ge=1)
+    micro_tokens: int = Field(default=2048, ge=1)
     """Tokens, padding included, that go through the model at a time; gradients are summed up. Bounds the memory."""
     kl: float = Field(default=0.0, ge=0)
     """How much moving away from the policy of the beginning costs."""

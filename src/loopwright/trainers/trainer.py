@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from loopwright.core.agent import Agent
 from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, sentence
 from loopwright.core.eventloop import run
-from loopwright.core.steps import Step, Steps
+from loopwright.core.steps import Kind, Step, Steps
 from loopwright.core.trial import Action, Observation
 from loopwright.engines.base import Sampling
 from loopwright.rollouts.config import RolloutConfig
@@ -207,8 +207,7 @@ class _Training:
         await producer.update(step, weights)
 
     def _note(self, step: int, numbers: dict[str, float]) -> None:
-        self.steps.add("train", Step(step, time.time(), numbers))
-        self.curves.add(step, {f"train/{name}": value for name, value in numbers.items()})
+        self._write("train", Step(step, time.time(), numbers))
 
     async def _evaluated(self, step: int) -> None:
         config = self.env.evaluation
@@ -220,8 +219,12 @@ class _Training:
         self.env.run.ledger.flush()
         rewards = [[e.reward.value for e in group.episodes.values() if e.reward is not None] for group in groups]
         numbers = summary(rewards, config, seed=f"{self.config.seed}:{step}")
-        self.steps.add("eval", Step(step, time.time(), numbers))
-        self.curves.add(step, {f"eval/{name}": value for name, value in numbers.items()})
+        self._write("eval", Step(step, time.time(), numbers))
+
+    def _write(self, kind: Kind, step: Step) -> None:
+        self.steps.add(kind, step)
+        self.curves.add(step.step, {f"{kind}/{name}": value for name, value in step.numbers.items()})
+        self.env.stepped(kind, step)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

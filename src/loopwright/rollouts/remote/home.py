@@ -202,7 +202,7 @@ class EmbeddedHome(Home):
     async def start(self) -> None:
         self._config.address(self._config.port)  # before the engine, which takes its time to load
         self._engine = self._make()
-        gateway = Gateway(self._engine, self._config, token=self._token)
+        gateway = Gateway(self._engine, self._config, token=self._token, forgets=True)
         await gateway.__aenter__()
         self._gateway = gateway
 

@@ -160,7 +160,7 @@ class GatewayWorker(Worker):
             if self._gateway is None:
                 found = [NamedEngine(name) for name in self._names]
                 await asyncio.gather(*(engine.connect() for engine in found))
-                gateway = Gateway(NamedFleet(found), self._here(), token=self._token)
+                gateway = Gateway(NamedFleet(found), self._here(), token=self._token, forgets=True)
                 await gateway.__aenter__()
                 self._gateway = gateway
             return self._gateway
