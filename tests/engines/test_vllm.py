@@ -47,12 +47,18 @@ class TestVllm(RealServer):
 
         async def story(engine):
             prompt = self.asked(engine)
-            running = asyncio.ensure_future(self.said(engine))
-            await asyncio.sleep(1.5)
+            begun = []
+
+            async def listen():
+                async for chunk in engine.generate(prompt, Sampling(max_tokens=512), seed="s"):
+                    begun.append(chunk)
+
+            running = asyncio.ensure_future(listen())
+            while len(begun) < 4:
+                await asyncio.sleep(0.05)
             await engine.pause()
-            begun = await running
+            await running
             assert begun[-1].finish == "abort"
-            assert ids_of(begun)
             held = asyncio.ensure_future(self.said(engine, ids=ids_of(begun), max_tokens=12))
             await engine.load_weights(changed.name_or_path, 1)
             assert not held.done()

@@ -19,7 +19,7 @@ from loopwright.engines.inprocess import TransformersConfig, TransformersEngine
 from loopwright.engines.models import tiny
 from loopwright.gateway.gateway import Gateway
 from loopwright.gateway.terms import Terms
-from tests.gateway.serving import client_of, user
+from tests.gateway.serving import Teller, client_of, user
 
 SAMPLINGS = [
     {},
@@ -150,7 +150,7 @@ def test_what_cannot_be_looked_at_is_said(captured, tmp_path):
 
 
 async def _nobody_came(output):
-    async with Gateway(TransformersEngine(TransformersConfig(model="tiny", threads=1), Path()), output=output) as gateway:
+    async with Gateway(Teller(), output=output) as gateway:
         await gateway.open()
 
 

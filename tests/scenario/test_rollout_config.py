@@ -144,8 +144,8 @@ R = "[run.rollout]"
         # tasks
         ({"tasks": ""}, f"{R} tasks", 'is missing; for example tasks = { type = "jsonl"'),
         (tasks("[]"), f"{R} tasks", "is empty; name at least one source of tasks"),
-        (tasks('{ type = "json", path = "sums.jsonl" }'), f"{R} tasks", "unknown task source 'json'. Known: jsonl"),
-        (tasks('"sums.jsonl"'), f"{R} tasks", "must be a table with a `type`. Known: jsonl"),
+        (tasks('{ type = "json", path = "sums.jsonl" }'), f"{R} tasks", "unknown task source 'json'. Known: harbor, jsonl"),
+        (tasks('"sums.jsonl"'), f"{R} tasks", "must be a table with a `type`. Known: harbor, jsonl"),
         (tasks('{ type = "jsonl" }'), f"{R} tasks.path", "is missing"),
         (tasks('{ type = "jsonl", path = "gone.jsonl" }'), f"{R} tasks, gone", "relative to the scenario?"),
         (tasks('{ type = "jsonl", path = "empty.jsonl" }'), f"{R} tasks, empty", "there is no task in it"),
@@ -179,7 +179,7 @@ R = "[run.rollout]"
         (
             agent('{ type = "random", trials = 4 }'),
             "[run.agent] type",
-            "needs an agent that works on rollouts: collect",
+            "needs an agent that works on rollouts: ppo, collect, grpo, rloo",
         ),
         (agent('{ type = "colect", trials = 4 }'), "[run.agent] type", "Did you mean 'collect'?"),
         (agent('{ type = "collect" }'), "[run.agent] trials", "is missing"),

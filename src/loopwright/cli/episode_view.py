@@ -23,7 +23,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def show(ledger: Ledger, numbers: Sequence[int], engine: Mapping[str, Any] | None) -> None:
     """Print these episodes; with an `engine`, token by token."""
     console = Console(highlight=False, emoji=False)
-    tokenizer = None if engine is None else tokenizer_of(engine)
+    tokenizer = None if engine is None else tokenizer_of(engine, ledger.path.parent)
     if engine is not None:
         console.print(_legend())
     for rollout in rollouts(ledger, numbers):
@@ -42,6 +42,7 @@ def show(ledger: Ledger, numbers: Sequence[int], engine: Mapping[str, Any] | Non
 def _title(rollout: Rollout) -> Text:
     episode = rollout.episode
     source = f" ({episode.task.data_source})" if episode.task.data_source else ""
+    source += "" if rollout.evaluated is None else f" · evaluation after step {rollout.evaluated}"
     return Text.assemble(
         (f"trial {rollout.number}", "bold"), f" · group {episode.group} · {_safe(episode.task.id)}{source}"
     )

@@ -14,6 +14,7 @@ from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Regime
 from loopwright.reports.digest import Digest, Failure, basics, grouped_failures, read
 from loopwright.reports.rollouts import read_rollouts
+from loopwright.reports.training import read_training, trains
 
 WINDOW = 100
 """So many episodes make a mean worth saying."""
@@ -194,7 +195,7 @@ def read_run(folder: Path) -> Digest:
     with Ledger.read(folder / "ledger.db") as ledger:
         about = basics(ledger)["about"]
         if about.get("rollout"):
-            return read_rollouts(ledger)
+            return read_training(ledger) if trains(about) else read_rollouts(ledger)
         return read_live(ledger) if about.get("live") is True else read(ledger)
 
 

@@ -20,7 +20,10 @@ from loopwright.reports.live import live_chart, live_headline
 from loopwright.reports.markup import Html, html, join, number, table
 from loopwright.reports.rollout_page import rollout_chart, rollout_headline
 from loopwright.reports.rollouts import RolloutDigest
-from loopwright.reports.sections import live_section, rollout_section, run_section, status
+from loopwright.reports.sections import live_section, rollout_section, run_section, status, training_section
+from loopwright.reports.training import TrainingDigest
+from loopwright.reports.training import headline as training_headline
+from loopwright.reports.training_page import training_chart
 
 _STATIC = Path(__file__).parent / "static"
 _TRACES = ("ledger.db", "trials", "trajectory.csv", "best.toml")
@@ -70,7 +73,10 @@ def _page(output: Path, digests: list[Digest], notes: list[Html]) -> str:
 def _shown(output: Path, digest: Digest, charts: list[dict[str, Any]]) -> tuple[Html, Sequence[object]]:
     """A run's part of the page, and its row in the list of runs."""
     try:
-        if isinstance(digest, RolloutDigest):
+        if isinstance(digest, TrainingDigest):
+            chart, told = training_chart(digest), training_headline(digest)
+            section = training_section(digest, len(charts), chart, output)
+        elif isinstance(digest, RolloutDigest):
             chart, told = rollout_chart(digest), rollout_headline(digest)
             section = rollout_section(digest, len(charts), chart, output)
         elif isinstance(digest, LiveDigest):

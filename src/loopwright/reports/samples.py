@@ -21,11 +21,11 @@ def samples(folder: Path, engine: Mapping[str, Any]) -> Html:
     with Ledger.read(folder / "ledger.db") as ledger:
         chosen = _chosen(ledger)
         found = {rollout.number: rollout for rollout in rollouts(ledger, list(chosen.values()))}
-    tokenizer = tokenizer_of(engine)
-    shown = [_sample(title, found[trial], tokenizer) for title, trial in chosen.items() if trial in found]
+    tokenizer = tokenizer_of(engine, folder)
+    shown = [sample(title, found[trial], tokenizer) for title, trial in chosen.items() if trial in found]
     if not shown:
         return Html("")
-    return html("<h3>Samples</h3>{}{}", _key(), join(shown))
+    return html("<h3>Samples</h3>{}{}", shades(), join(shown))
 
 
 def _chosen(ledger: Ledger) -> dict[str, int]:
@@ -44,7 +44,8 @@ def _chosen(ledger: Ledger) -> dict[str, int]:
     return chosen | ({"without a reward": without[0][0]} if without else {})
 
 
-def _key() -> Html:
+def shades() -> Html:
+    """What the shades of tokens mean."""
     names = [*(f"p ≥ {least:g}" for least in LEVELS), f"p < {LEVELS[-1]:g}"]
     marks = [html("<span><i class='shade p{}'></i>{}</span>", place, name) for place, name in enumerate(names)]
     return html(
@@ -54,7 +55,10 @@ def _key() -> Html:
     )
 
 
-def _sample(title: str, rollout: Rollout, tokenizer: Tokenizer | None) -> Html:
+def sample(
+    title: str, rollout: Rollout, tokenizer: Tokenizer | None, *, note: str = "", css: str = "", most: int = _TOKENS
+) -> Html:
+    """An episode to read: what came of it and the conversation, of which up to `most` sampled tokens."""
     episode = rollout.episode
     reward = "no reward" if episode.reward is None else f"reward {number(episode.reward.value)}"
     head = html(
@@ -66,24 +70,25 @@ def _sample(title: str, rollout: Rollout, tokenizer: Tokenizer | None) -> Html:
         number(episode.sampled),
         "1 turn" if episode.turns == 1 else f"{number(episode.turns)} turns",
     )
-    facts = [f"{name} {number(value)}" for name, value in episode.rewards.items()]
+    facts = [note] if note else []
+    facts += [f"{name} {number(value)}" for name, value in episode.rewards.items()]
     facts += [f"outcome {episode.outcome}"] + ([f"fault {episode.fault}"] if episode.fault else [])
     facts += [short(episode.reason)] if episode.reason else []
     facts += [] if episode.task.label is None else [f"label {short(exact(episode.task.label), 120)}"]
     return html(
-        "<details class='sample' open>{}<p class='muted'>{}</p>{}</details>",
+        "<details class='sample {}' open>{}<p class='muted'>{}</p>{}</details>",
+        css,
         head,
         " · ".join(facts),
-        _conversation(episode, tokenizer),
+        _conversation(episode, tokenizer, most),
     )
 
 
-def _conversation(episode: Episode, tokenizer: Tokenizer | None) -> Html:
+def _conversation(episode: Episode, tokenizer: Tokenizer | None, left: int) -> Html:
     """All branches, each without what an earlier one has shown."""
     seen: set[int] = set()
     paths = list(episode.branches())
     parts: list[Html] = []
-    left = _TOKENS
     for place, path in enumerate(paths, 1):
         if len(paths) > 1:
             parts.append(html("<p class='muted'>branch {} of {}</p>", place, number(len(paths))))

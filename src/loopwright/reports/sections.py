@@ -9,6 +9,7 @@ from typing import Any
 from loopwright.core.outcome import Outcome
 from loopwright.reports.answer import answer, regime_table
 from loopwright.reports.background import part, provenance, resources
+from loopwright.reports.before_after import before_after
 from loopwright.reports.charts import COLOURED, DRAWN
 from loopwright.reports.digest import Digest, Failure
 from loopwright.reports.episodes import LiveDigest
@@ -28,6 +29,15 @@ from loopwright.reports.rollout_page import (
 )
 from loopwright.reports.rollouts import RolloutDigest
 from loopwright.reports.samples import samples
+from loopwright.reports.training import TrainingDigest
+from loopwright.reports.training_page import (
+    training_answer,
+    training_evaluations,
+    training_facts,
+    training_key,
+    training_level,
+    training_settings,
+)
 
 _PARAMETERS = 24
 _REASONS = 4
@@ -84,6 +94,29 @@ def rollout_section(digest: RolloutDigest, place: int, chart: dict[str, Any], ou
         rollout_phases(digest),
         rollout_tasks(digest),
         samples(digest.folder, part(digest.rollout, "engine")),
+        provenance(digest),
+    ]
+    return html("<section class='run' id='run-{}'>{}</section>", place + 1, join(parts, "\n"))
+
+
+def training_section(digest: TrainingDigest, place: int, chart: dict[str, Any], output: Path) -> Html:
+    """Everything about one training run, in the order of a lab notebook: verdict, curves, episodes, settings."""
+    parts = [
+        html("<div class='title'><h2>{}</h2>{}</div>", digest.name, status(digest)),
+        _what_rolls(digest),
+        _trouble(digest, output),
+        training_answer(digest),
+        training_facts(digest),
+        _curves(place, chart),
+        training_evaluations(digest),
+        before_after(digest, place),
+        html("<h2 class='part'>Rollouts trained on</h2>") if digest.rolled.total.ended else Html(""),
+        rollout_sources(digest),
+        rollout_faults(digest),
+        rollout_groups(digest),
+        rollout_phases(digest),
+        rollout_tasks(digest),
+        training_settings(digest),
         provenance(digest),
     ]
     return html("<section class='run' id='run-{}'>{}</section>", place + 1, join(parts, "\n"))
@@ -236,6 +269,23 @@ def _rewards(digest: RolloutDigest, place: int, chart: dict[str, Any]) -> Html:
     ]
     parts.append(html("<h3>Distributions</h3><div class='grid'>{}</div>", join(figures)))
     return join(parts)
+
+
+def _curves(place: int, chart: dict[str, Any]) -> Html:
+    if not chart["curves"]:
+        return Html("")
+    first, *more = [
+        _figure(
+            "curve",
+            place,
+            html("{} <small>{}</small>", curve["title"], curve["meaning"]),
+            "" if index else "large",
+            which=index,
+        )
+        for index, curve in enumerate(chart["curves"])
+    ]
+    text = "<h3>Curves</h3>{}{}<div class='grid'>{}</div>{}"
+    return html(text, training_key(chart), first, join(more), training_level(chart))
 
 
 def _thinned(digest: Digest, chart: Mapping[str, Any]) -> Html:

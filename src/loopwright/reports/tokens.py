@@ -2,10 +2,15 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from loopwright.core.episode import Node
+from loopwright.engines.base import EngineError
+from loopwright.engines.named_tokenizer import BYTES
+from loopwright.engines.named_tokenizer import tokenizer_of as named_tokenizer
 from loopwright.engines.tokenizer import ByteTokenizer, Tokenizer
 
 LEVELS = (0.9, 0.5, 0.1, 0.01)
@@ -28,9 +33,17 @@ class Piece:
         return next((place for place, least in enumerate(LEVELS) if probability >= least), len(LEVELS))
 
 
-def tokenizer_of(engine: Mapping[str, Any]) -> Tokenizer | None:
-    """The tokenizer of a run's engine, where its tokens can be read without it."""
-    return ByteTokenizer() if engine.get("type") == "scripted" else None
+def tokenizer_of(engine: Mapping[str, Any], folder: Path | None = None) -> Tokenizer | None:
+    """The tokenizer of a run's engine, where its tokens can be read without it; what a run has trained has one, too."""
+    if engine.get("type") == "scripted":
+        return ByteTokenizer()
+    places = [str(name) for part in ("model", "tokenizer") if (name := engine.get(part))]
+    for place in [*([] if folder is None else [str(folder / "policy")]), *places]:
+        # Nothing is fetched for a report: a name on the hub is not asked for.
+        if place in ("tiny", "bytes") or any(Path(place, file).is_file() for file in (BYTES, "tokenizer.json")):
+            with suppress(EngineError, OSError):
+                return named_tokenizer(place, Path())
+    return None
 
 
 def pieces(node: Node, tokenizer: Tokenizer | None) -> Iterator[Piece]:

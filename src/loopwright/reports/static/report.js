@@ -150,6 +150,37 @@ const charts = {
       ],
     });
   },
+  // Numbers of a training by step. A band is an interval where points are marked, otherwise from lowest to highest.
+  curve(run, figure) {
+    const found = run.curves[Number(figure.dataset.which)], large = figure.classList.contains("large");
+    const tip = (line, [first, mean, low, high, last]) => card(
+      `${first === last ? `Step ${first}` : `Steps ${first}–${last}`}${line.name ? `, ${line.name}` : ""}`,
+      [[line.name && !large ? line.name : found.title, mean], ...(low === high ? [] : [[line.marked ? "95 %" : "range", `${write(low)} … ${write(high)}`]])],
+    );
+    const series = found.lines.flatMap((line, place) => {
+      const own = colour(`c${place}`), band = { type: "line", symbol: "none", silent: true, lineStyle: { width: 0 }, stack: `band${place}`, stackStrategy: "all" };
+      const wide = line.rows.some((row) => row[2] !== row[3]);
+      return [
+        ...(wide ? [
+          { ...band, data: line.rows.map((row) => [row[0], row[2]]) },
+          { ...band, data: line.rows.map((row) => [row[0], row[3] - row[2]]), areaStyle: { color: own, opacity: 0.18 } },
+        ] : []),
+        { type: "line", data: line.rows.map((row) => [row[0], row[1]]), symbol: "none", silent: true, z: 3, lineStyle: { width: line.marked ? 2.2 : 1.5, color: own } },
+        {
+          type: "scatter", z: 4, symbolSize: line.marked && line.rows.length < 60 ? 7 : 6,
+          itemStyle: { color: own, opacity: line.marked && line.rows.length < 60 || line.rows.length === 1 ? 1 : 0 },
+          emphasis: { itemStyle: { opacity: 1 } }, data: line.rows.map((row) => ({ value: [row[0], row[1]], tip: () => tip(line, row) })),
+        },
+      ];
+    });
+    const ticks = large ? run.skipped.map((step) => ({ value: [step, 0], tip: () => card(`Step ${step}`, [["", "changed nothing"]]) })) : [];
+    return base({
+      grid: { left: 6, right: 14, top: 12, bottom: large ? 28 : 6, outerBoundsMode: "same", outerBoundsContain: "axisLabel" },
+      xAxis: axis({ type: "value", min: 0, max: Math.max(run.steps, 1), minInterval: 1, ...(large ? { ...named("step"), nameGap: 26 } : {}) }),
+      yAxis: [axis({ type: "value", scale: true, splitNumber: large ? 5 : 3, axisLine: { show: false }, splitLine: { show: true, lineStyle: { color: colour("rule"), opacity: 0.6 } } }), edge],
+      series: [...series, { type: "scatter", data: ticks, symbol: "rect", symbolSize: [1.6, 11], symbolOffset: [0, -5.5], yAxisIndex: 1, itemStyle: { color: colour("ink"), opacity: 0.75 }, z: 1 }],
+    });
+  },
   histogram(run, figure) {
     const found = run.histograms[Number(figure.dataset.which)];
     return base({

@@ -1,0 +1,190 @@
+"""The runner: takes trials from the queue, so many at a time, and never leaves one behind."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from loopwright.core.errors import StorageError
+from loopwright.gateway.client import GatewayLost
+from loopwright.rollouts.loop import words_of
+from loopwright.rollouts.remote.access import Access
+from loopwright.rollouts.remote.home import Home
+from loopwright.rollouts.remote.worker import Order, RemoteWorker
+from loopwright.rollouts.trials.artifacts import Artifacts
+from loopwright.rollouts.trials.queue import Entry, Queue
+from loopwright.rollouts.trials.result import result_of
+from loopwright.rollouts.trials.submission import Submission
+
+log = logging.getLogger(__name__)
+_IDLE = 4
+"""Workers without a trial that are kept for the next one of their kind."""
+_AGAIN_S = 5.0
+"""Seconds until a disk that takes nothing is tried again."""
+
+_Made = tuple[str, str, bytes | None, Mapping[str, bytes]]
+"""How a trial ended: status, reason, result, artifacts."""
+
+
+class Runner:
+    """Runs what is queued. Whoever waits for a trial is told whenever its status changes."""
+
+    def __init__(
+        self, queue: Queue, home: Path, *, concurrency: int, artifact_bytes: int, own: Home | None = None
+    ) -> None:
+        self.queue, self.own = queue, own
+        self._concurrency, self._artifact_bytes = concurrency, artifact_bytes
+        self._workers = _Workers(home, concurrency)
+        self._running: dict[str, tuple[asyncio.Future[_Made], asyncio.Future[None]]] = {}
+        """Each trial twice: what can be cancelled, and what then writes down how it ended."""
+        self._changes: dict[str, asyncio.Event] = {}
+        self._closing = False
+
+    def fill(self) -> None:
+        """Begin what there is room for."""
+        try:
+            while not self._closing and len(self._running) < self._concurrency and (claimed := self.queue.claim()):
+                entry, body = claimed
+                making = asyncio.ensure_future(self._made(entry, body))
+                running = asyncio.ensure_future(self._run(entry.id, making))
+                self._running[entry.id] = (making, running)
+                running.add_done_callback(lambda _, id=entry.id: self._ended(id))
+                self._changed(entry.id)
+        except StorageError as error:
+            log.warning("no trial can be begun, and it is tried again: %s", error)
+            asyncio.get_running_loop().call_later(_AGAIN_S, self.fill)
+
+    def _ended(self, id: str) -> None:
+        del self._running[id]
+        self._changed(id)
+        self.fill()
+
+    # -- waiting and cancelling ---------------------------------------------------------------------------------
+
+    async def wait(self, id: str, wait_s: float, seen: str | None = None) -> Entry:
+        """How a trial is, once it is over or no longer as it was `seen`, or when the time is up."""
+        until = asyncio.get_running_loop().time() + wait_s
+        while True:
+            change = self._changes.setdefault(id, asyncio.Event())
+            entry = self.queue.find(id)
+            if entry.over or (seen is not None and entry.status != seen):
+                self._changes.pop(id, None)
+                return entry
+            try:
+                async with asyncio.timeout_at(until):
+                    await change.wait()
+            except TimeoutError:
+                return entry
+
+    async def cancel(self, id: str) -> Entry:
+        """End a trial with all its processes. One that is over stays as it is."""
+        if id in self._running:
+            making, running = self._running[id]
+            making.cancel()
+            await asyncio.wait({running})
+        elif self.queue.find(id).status == "queued":
+            self.queue.finish(id, "cancelled", "it was cancelled before it began")
+            self._changed(id)
+        return self.queue.find(id)
+
+    def _changed(self, id: str) -> None:
+        change = self._changes.pop(id, None)
+        if change is not None:
+            change.set()
+
+    # -- one trial ----------------------------------------------------------------------------------------------
+
+    async def _run(self, id: str, making: "asyncio.Future[_Made]") -> None:
+        await asyncio.wait({making})
+        if not making.cancelled():
+            await self._finish(id, *making.result())
+        elif self._closing:
+            self.queue.give_back(id)
+        else:
+            await self._finish(id, "cancelled", "it was cancelled", None, {})
+
+    async def _made(self, entry: Entry, body: bytes) -> _Made:
+        try:
+            submission = Submission.model_validate(orjson.loads(body))
+            artifacts = Artifacts(submission.artifacts, self._artifact_bytes)
+            access = await self._access(submission)
+            worker = self._workers.take(submission, access)
+            try:
+                episode = await worker.handle(Order(access, submission.request(), artifacts.keep))
+            finally:
+                await self._workers.give(worker)
+            told: dict[str, Any] = result_of(entry, submission, episode, time.time())
+            told["artifacts"] = {"kept": {n: len(d) for n, d in artifacts.kept.items()}, "left_off": artifacts.left_off}
+            return "ended", episode.reason, orjson.dumps(told), artifacts.kept
+        except GatewayLost as error:
+            return "lost", str(error), None, {}
+        except Exception as error:
+            log.exception("trial %s failed", entry.id)
+            return "lost", words_of(error), None, {}
+
+    async def _access(self, submission: Submission) -> Access:
+        if submission.gateway is not None:
+            return submission.gateway.access()
+        if self.own is None:
+            raise GatewayLost("it names no gateway, and this trial server has no engine any more")
+        return await self.own.access()
+
+    async def _finish(
+        self, id: str, status: str, reason: str, result: bytes | None, artifacts: Mapping[str, bytes]
+    ) -> None:
+        while True:
+            try:
+                return await asyncio.to_thread(self.queue.finish, id, status, reason, result, artifacts)
+            except StorageError as error:
+                log.warning("how trial %s ended cannot be written, and is tried again: %s", id, error)
+                await asyncio.sleep(_AGAIN_S)
+
+    async def close(self) -> None:
+        """End what runs; it is queued again for the next server in this place."""
+        self._closing = True
+        for making, _ in self._running.values():
+            making.cancel()
+        if self._running:
+            await asyncio.wait([running for _, running in self._running.values()])
+        await self._workers.close()
+
+
+class _Workers:
+    """Remote workers, one for all trials with the same agent, run and gateway."""
+
+    def __init__(self, home: Path, concurrency: int) -> None:
+        self._home, self._concurrency = home, concurrency
+        self._known: dict[bytes, RemoteWorker] = {}
+        self._users: dict[RemoteWorker, int] = {}
+
+    def take(self, submission: Submission, access: Access) -> RemoteWorker:
+        """The worker for a trial; SandboxError if there can be none here."""
+        shared = submission.model_dump_json(include={"loop", "run", "verify", "passed"})
+        key = orjson.dumps([shared, access.url, access.token])
+        worker = self._known.pop(key, None)
+        if worker is None:
+            loop = submission.loop.model_copy(update={"concurrency": self._concurrency})
+            worker = RemoteWorker(
+                loop, self._home, run=submission.run, passed=submission.passed, verifies=submission.verify
+            )
+        self._known[key] = worker  # the latest is last
+        self._users[worker] = self._users.get(worker, 0) + 1
+        return worker
+
+    async def give(self, worker: RemoteWorker) -> None:
+        """A trial is done with it."""
+        self._users[worker] -= 1
+        idle = [(key, each) for key, each in self._known.items() if not self._users[each]]
+        for key, each in idle[: max(0, len(idle) - _IDLE)]:
+            del self._known[key], self._users[each]
+            await each.close()
+
+    async def close(self) -> None:
+        """Let go of all of them."""
+        for worker in self._known.values():
+            await worker.close()
+        self._known.clear()
