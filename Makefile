@@ -4,7 +4,7 @@ PYTHON_HARBOR ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup demo test test-slow test-engines test-harbor test-agents check bench docs clean
+.PHONY: setup demo demo-train test test-slow test-engines test-harbor test-agents check bench docs clean
 
 setup: .venv/.ready  ## a virtual environment with Loopwright, all its extras and tools
 
@@ -37,6 +37,12 @@ demo: .venv/.compiler  ## tune a matrix product: a minute from nothing to a repo
 	rm -rf out/demo
 	$(BIN)/loopwright run examples/quickstart.toml --output out/demo
 	@echo "Open out/demo/report.html in a browser; the best configuration is out/demo/matmul/best.toml."
+
+demo-train: .venv/.models  ## train a small model through an agent that knows nothing of it: minutes, and a report
+	@command -v bwrap >/dev/null || $(call install,bubblewrap)
+	rm -rf out/demo-train
+	$(BIN)/loopwright run examples/train/shell.toml --output out/demo-train
+	@echo "Open out/demo-train/report.html in a browser; the trained policy is out/demo-train/shell/policy."
 
 test: .venv/.system  ## all tests but the slow proofs
 	$(BIN)/pytest -n 2
@@ -77,7 +83,12 @@ test-harbor: .venv/.ready .venvs/harbor/.ready  ## the real Harbor runs our task
 	.venvs/mini/bin/pip install -qq mini-swe-agent==2.4.6 'litellm[mcp]==1.106.2'
 	@touch $@
 
-test-agents: .venv/.ready .venv/.models .venvs/mini/.ready  ## other people's agents against the gateway, in a virtual environment of their own
+.venvs/apps/.ready:  # LangGraph and OpenAI's Agents SDK, which want newer packages than we do
+	test -x .venvs/apps/bin/python || $(PYTHON) -m venv .venvs/apps
+	.venvs/apps/bin/pip install -qq langgraph==1.2.20 langchain-openai==1.7.3 openai-agents==0.24.0
+	@touch $@
+
+test-agents: .venv/.ready .venv/.models .venvs/mini/.ready .venvs/apps/.ready  ## other people's agents against the gateway, in virtual environments of their own
 	$(BIN)/pytest -m slow tests/survival/test_agents.py
 
 check: setup  ## style, types, layers, dead code, generated docs

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from loopwright.envs.adapter import GymnasiumAdapter
     from loopwright.envs.observation import ObsLeafDescriptor, StructuredObservation
     from loopwright.envs.server import GymServer
+    from loopwright.engines.named import engine_of
+    from loopwright.gateway.gateway import Gateway
     from loopwright.scenario.dispatch import dispatch
     from loopwright.scenario.load import load
     from loopwright.scenario.make import make
@@ -39,6 +41,7 @@ _HOMES = {
     "Env": "core.env",
     "Fault": "core.outcome",
     "Feedback": "core.trial",
+    "Gateway": "gateway.gateway",
     "GymServer": "envs.server",
     "GymnasiumAdapter": "envs.adapter",
     "Job": "workloads.base",
@@ -58,6 +61,7 @@ _HOMES = {
     "Workload": "workloads.base",
     "WorkloadConfig": "workloads.base",
     "dispatch": "scenario.dispatch",
+    "engine_of": "engines.named",
     "load": "scenario.load",
     "make": "scenario.make",
 }
@@ -69,6 +73,7 @@ __all__ = [
     "Env",
     "Fault",
     "Feedback",
+    "Gateway",
     "GymServer",
     "GymnasiumAdapter",
     "Job",
@@ -88,6 +93,7 @@ __all__ = [
     "Workload",
     "WorkloadConfig",
     "dispatch",
+    "engine_of",
     "load",
     "make",
 ]

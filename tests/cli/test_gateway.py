@@ -20,6 +20,8 @@ import pytest
         (["--engine", "scripted", "--set", "keepalive=1"], "keepalive_s"),
         (["--engine", "scripted", "--set", "engine.slip=2"], "slip"),
         (["--engine", "scripted", "--set", "nonsense"], "NAME=VALUE"),
+        (["--engine", "scripted", "--set", "gatway.port=0"], "gatway.port"),
+        (["--engine", "scripted", "--log-prompts"], "--access-log"),
         (["--engine", "scripted", "--token-file", "none"], "cannot read none"),
         ([], "--engine NAME, or --relay"),
         (["--relay"], "workers need a token"),

@@ -1,5 +1,7 @@
 """`loopwright verify` and `dry-run`: everything about a scenario without running it."""
 
+from pathlib import Path
+
 
 def test_a_good_scenario_is_0(loopwright, scenario):
     done = loopwright("verify", scenario())
@@ -63,3 +65,13 @@ def test_a_dry_run_runs_nothing(loopwright, scenario, tmp_path):
 
 def test_a_dry_run_of_a_bad_scenario_is_2(loopwright, scenario):
     assert loopwright("dry-run", scenario(agent='{ type = "random" }')).returncode == 2
+
+
+def test_settings_of_remote_loops_are_checked_and_shown_as_a_run_would_have_them(loopwright):
+    remote = Path(__file__).parents[2] / "examples" / "rollouts" / "remote.toml"
+    done = loopwright("verify", remote, "--set", "gateway.port=eighty")
+    assert done.returncode == 2
+    assert "[run.gateway] port" in done.stderr
+    done = loopwright("dry-run", remote, "--set", "loop.concurrency=3")
+    assert done.returncode == 0, done.stderr
+    assert "remote, 3 rollouts at a time" in done.stdout

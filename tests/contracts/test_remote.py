@@ -25,6 +25,7 @@ from loopwright.engines.scripted import ScriptedConfig
 from loopwright.execution.sandbox import SandboxError, sandbox_of
 from loopwright.gateway.client import GatewayClient, GatewayLost, endpoint
 from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig
+from loopwright.gateway.terms import Terms
 from loopwright.rollouts.pool import PoolDown, WorkerLost
 from loopwright.rollouts.remote.access import Access
 from loopwright.rollouts.remote.config import RemoteConfig
@@ -34,6 +35,8 @@ from loopwright.scenario.load import load
 from loopwright.testing import GatewayContract, LoopContract
 from loopwright.testing.gateways import said
 from loopwright.testing.loops import RecordingEngine
+from tests.gateway import relaying
+from tests.gateway.relaying import relayed
 from tests.gateway.serving import Teller, until
 from tests.rollouts.rays import cluster  # noqa: F401
 from tests.rollouts.remotes import CHAT, TASK, Stage, alive, program, rolled, running, staged
@@ -279,6 +282,32 @@ def test_a01_a_sandboxed_agent_reaches_the_gateway_and_little_else(tmp_path):
     episode = asyncio.run(story())
     assert episode.evidence["agent"].get("stdout") == "an answer False\n", episode.evidence
     assert (episode.outcome, episode.turns) == (Outcome.OK, 1)
+
+
+def test_a01_what_a_trial_may_use_is_bounded_and_the_bound_is_named(tmp_path):
+    try:
+        sandbox_of("bwrap").check()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "agent.py").write_text(
+        f"{CHAT}\nchat(); os.fork(); os.fork(); held = b'x' * (80 << 20); time.sleep(50)"
+    )
+
+    async def story():
+        command = (sys.executable, "{home}/bin/agent.py")
+        walls = {"sandbox": "bwrap", "readable": ["bin"], "bounds": {"memory": "200MiB"}}
+        async with staged(tmp_path, command=command, **walls) as stage:
+            return await stage.roll()
+
+    episode = asyncio.run(story())
+    assert (episode.outcome, episode.fault, episode.turns) == (Outcome.TRUNCATED, Fault.POLICY, 1)
+    assert "the agent was ended: memory" in episode.reason
+
+
+def test_a01_bounds_that_nothing_would_hold_are_refused():
+    with pytest.raises(ValueError, match=r"`bounds` need walls.*bwrap"):
+        RemoteConfig(command=("agent",), bounds={"memory": "1GiB"})
 
 
 REMOTE = """
@@ -568,6 +597,16 @@ class TestT11External(GatewayContract):
         asyncio.run(story())
 
 
+class TestT11Relay(TestT11External):
+    """A gateway elsewhere whose engine has connected out to it."""
+
+    @asynccontextmanager
+    async def around(self, home):
+        async with relayed(engines.get("scripted")(SCRIPTED, home), output=home / "gw") as gateway:
+            self.url, self.token = gateway.address, relaying.TOKEN
+            yield
+
+
 @pytest.fixture(scope="class")
 def on_ray(cluster, tmp_path_factory):  # noqa: F811
     """One home for all tests of a class: actors take seconds to come."""
@@ -610,6 +649,25 @@ def test_t11_a_gateway_actor_that_dies_is_replaced(tmp_path):
             await home.aclose()
 
     asyncio.run(story())
+
+
+@pytest.mark.usefixtures("cluster")
+def test_t11_an_engine_actor_that_dies_is_replaced_and_given_the_latest_weights(tmp_path):
+    async def story():
+        home = home_of(RayConfig(cpus=0.1, engine_cpus=0.1), SCRIPTED, tmp_path, "r")
+        await home.start()
+        try:
+            await home.tell(News(4))
+            session = await home.open("s", Terms(sampling=Sampling(max_tokens=4)))
+            assert (await said(session))[0] == 200
+            ray.kill(home._engines._router.seats[0].actor)
+            assert (await said(session, "still there?"))[0] == 200, "the call waits for the one that takes its place"
+            episode = await session.close()
+            assert [span.version for node in episode.nodes for span in node.spans] == [4, 4]
+        finally:
+            await home.aclose()
+
+    asyncio.run(asyncio.wait_for(story(), 100))
 
 
 @pytest.mark.usefixtures("cluster")

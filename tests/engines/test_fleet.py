@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopwright.engines.base import BadSampling, Chunk, ContextFull, Engine, EngineConfig, EngineError, Sampling
+from loopwright.engines.base import (
+    BadSampling,
+    Chunk,
+    ContextFull,
+    Engine,
+    EngineAway,
+    EngineConfig,
+    EngineError,
+    Sampling,
+)
 from loopwright.engines.fingerprint import fingerprint
 from loopwright.engines.fleet import Fleet, FleetConfig, FleetSettings
 from loopwright.engines.member import Member
@@ -269,6 +278,27 @@ def test_while_there_is_none_requests_wait_and_then_fail_with_the_reason():
         await fleet.close()
 
     simulate(story())
+
+
+def test_an_engine_that_is_away_has_failed_nothing_and_is_waited_for():
+    class Away(Counting):
+        away = 7  # more than may fail a request
+
+        async def generate(self, ids, sampling, *, seed):
+            self.away -= 1
+            if self.away >= 0:
+                raise EngineAway("nobody is there")
+            async for chunk in super().generate(ids, sampling, seed=seed):
+                yield chunk
+
+    async def story():
+        engine = Away()
+        assert ids_of(await said(fleet_of(engine), most=3)) == [1, 2, 3]
+        engine.away = 10**6
+        with pytest.raises(EngineAway, match="nobody is there"):
+            await said(fleet_of(engine, wait_s=0.1))
+
+    run(story)
 
 
 def test_closing_a_stream_frees_its_engine():

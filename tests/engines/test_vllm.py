@@ -51,7 +51,7 @@ class TestVllm(RealServer):
 
             async def listen():
                 async for chunk in engine.generate(prompt, Sampling(max_tokens=512), seed="s"):
-                    begun.append(chunk)
+                    begun.append(chunk)  # noqa: PERF401  one by one: somebody waits for them
 
             running = asyncio.ensure_future(listen())
             while len(begun) < 4:

@@ -180,6 +180,45 @@ seed = 7
     assert not reported(tmp_path / "out", "--engine", "tiny")[1]["good"], "another seed has other weights"
 
 
+TRAINING = """
+name = "study"
+[[run]]
+name = "train"
+agent = {{ type = "grpo", steps = 4, prompts_per_step = 2, group_size = 4, lr = 1e-2, seed = 1, {agent} }}
+engine = {{ type = "transformers", model = "tiny", threads = 1 }}
+eval = {{ every = 4, tasks = {{ type = "jsonl", path = "tasks.jsonl" }} }}
+[run.rollout]
+tasks = {{ type = "jsonl", path = "tasks.jsonl" }}
+loop = {{ type = "single_turn", sampling = {{ max_tokens = 8 }} }}
+judger = {{ type = "python", handler = "judge:vowels" }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("agent", "left_out"),
+    [
+        ("keep = 4", []),
+        ("keep = 1", ["1", "2", "3"]),
+        # Adapters are not the whole of a policy.
+        ("keep = 4, lora = { r = 2 }", ["1", "2", "3"]),
+    ],
+)
+def test_a_training_is_audited_version_by_version(tmp_path, agent, left_out):
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "say something"}\n{"prompt": "say more"}\n')
+    (tmp_path / "judge.py").write_text("def vowels(answer):\n    return sum(a in 'aeiou' for a in answer) / 8\n")
+    (tmp_path / "study.toml").write_text(TRAINING.format(agent=agent))
+    done = CliRunner().invoke(app, ["run", str(tmp_path / "study.toml"), "-o", str(tmp_path / "out"), "-q"])
+    assert done.exit_code == 0, done.output
+    turns, result = reported(tmp_path / "out")
+    assert sorted(result["left_out"]) == left_out
+    assert {turn["version"] for turn in turns} == {0, 1, 2, 3, 4} - {int(version) for version in left_out}
+    assert result["mean"] < 1e-5
+    assert result["good"]
+    if not left_out:
+        _, result = reported(tmp_path / "out", "--weights", f"2={tmp_path / 'out/train/checkpoints/step-000004'}")
+        assert not result["good"], "each version was sampled with weights of its own"
+
+
 def test_off_by_knows_the_edge_of_top_p():
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
     at_edge = Sampling(top_p=0.8 + 1e-6)

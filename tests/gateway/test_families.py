@@ -125,8 +125,10 @@ def speech(grammar):
         '[{"name": "f"}, {"name": "g"}]',
         "</think>",
         grammar.open[:4],
+        "```",
+        "```json\n[1]",
     ]
-    part = st.one_of(PLAIN, calls(grammar), st.sampled_from(odd))
+    part = st.one_of(PLAIN, calls(grammar), calls(grammar).map("```json\n{}\n```".format), st.sampled_from(odd))
     thoughts = st.sampled_from(["", "<think>\nhm\n</think>\n\n"]) | PLAIN.map(lambda text: f"<think>{text}</think>")
     return st.tuples(thoughts, st.lists(part, max_size=4).map("".join)).map("".join)
 
@@ -292,6 +294,10 @@ def test_llama3_writes_headers_one_beginning_and_the_role_of_its_tools():
         ("json", '{"answer": {"name": "f", "arguments": {}}}', [], '{"answer": {"name": "f", "arguments": {}}}'),
         ("json", 'it is {"name": "f", "arguments": {}}', [], 'it is {"name": "f", "arguments": {}}'),
         ("json", '{"name": "Bob", "age": 7}', [], '{"name": "Bob", "age": 7}'),
+        ("json", '```json\n{"name": "f", "arguments": {}}\n```', ["f"], ""),
+        ("json", '```\n[{"name": "f", "arguments": {}}, {"name": "g"}]\n```\n`so`', ["f", "g"], "`so`"),
+        ("json", '```json\n{"answer": 7}\n```', [], '```json\n{"answer": 7}\n```'),
+        ("json", "``json", [], "``json"),
         ("chatml", '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>', ["f"], ""),
         ("chatml", '<tool_call>{"name": "f", "arguments": {}}\n<tool_call>{"name": "g"}</tool_call>', ["f", "g"], ""),
         ("chatml", "a <tool_cal of b", [], "a <tool_cal of b"),

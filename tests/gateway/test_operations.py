@@ -302,7 +302,7 @@ def _explored(examples):
         for operation in (found.ok() for found in schema.get_all_operations()):
             if operation.path not in ALIASES:
                 quick(given(case=operation.as_strategy())(check))()
-    assert not wrong
+    assert not wrong, "\n\n".join(map(str, wrong))
     for path in ("chat/completions", "completions", "responses", "messages", "messages/count_tokens"):
         assert (f"/{{id}}/v1/{path}", 200) in seen, sorted(seen)
 

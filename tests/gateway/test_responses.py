@@ -237,9 +237,11 @@ def test_each_logprob_is_told_when_asked_for():
 
 
 def test_reasoning_is_an_item_of_its_own():
-    turn = Turn({"role": "assistant", "content": "yes", "reasoning_content": "hm"}, "stop", 1, 5, 7)
+    ids = ByteTokenizer().encode("<think>hm</think>yes")
+    turn = Turn({"role": "assistant", "content": "yes", "reasoning_content": "hm"}, "stop", 1, 5, 20, ids=tuple(ids))
     response = Response.model_validate(DIALECT.render(parse(), "7", [turn]))
     assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert response.usage.output_tokens_details.reasoning_tokens == len("<think>hm</think>")
     assert response.output[0].content[0].text == "hm"
 
 

@@ -13,7 +13,7 @@ from loopwright.core.ledger import Ledger
 from loopwright.core.trial import Trial
 
 COMMAND = (str(Path(sys.executable).with_name("loopwright")),)
-_PATIENCE_S = 60.0
+_PATIENCE_S = 300.0
 
 WORK = """#!/bin/sh
 # A child that would outlive its trial, a point that fails, some time in which to be killed, and an answer.

@@ -15,12 +15,14 @@ COMMAND = (str(Path(sys.executable).with_name("loopwright")), "gateway", "serve"
 class Gateway:
     """One process that serves."""
 
+    command, said = COMMAND, r"serving sessions at (http://\S+);"
+
     def __init__(self, home, *words):
         self.home, self._log = Path(home), (Path(home) / "gateway.log").open("ab")
-        command = [*COMMAND, *map(str, words)]
+        command = [*self.command, *map(str, words)]
         self.process = subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, stderr=self._log, text=True)
         said = self.process.stdout.readline()
-        found = re.search(r"serving sessions at (http://\S+);", said)
+        found = re.search(self.said, said)
         if found is None:
             self.kill()
             raise AssertionError(said + (self.home / "gateway.log").read_text())

@@ -1,8 +1,9 @@
-"""Agents of other people, run for real against `loopwright gateway serve`: every turn of theirs is captured.
+"""Agents of other people, run for real against a gateway: every turn of theirs is captured.
 
 `make test-agents` puts them into virtual environments of their own.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -10,13 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from loopwright.core.ledger import Ledger
+from loopwright.core.outcome import Outcome
+from loopwright.core.rollouts import rollouts
+from tests.rollouts.harbor import write
 from tests.survival.serving import COMMAND, serving
 
-MINI = Path(__file__).parents[2] / ".venvs" / "mini" / "bin" / "mini"
+ENVIRONMENTS = Path(__file__).parents[2] / ".venvs"
+MINI, APPS = ENVIRONMENTS / "mini" / "bin" / "mini", ENVIRONMENTS / "apps" / "bin" / "python"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not MINI.exists(), reason="run `make test-agents`"),
+    pytest.mark.skipif(not (MINI.exists() and APPS.exists()), reason="run `make test-agents`"),
 ]
 POLICY = '''
 import json
@@ -30,9 +36,12 @@ STEPS = [
 
 def policy(prompt, random):
     """Forgets to call a tool at first, and then solves the task in the format that mini expects."""
-    if "Tool call error" not in prompt:
+    if "calc.py" not in prompt:
+        said, command = STEPS[-1]
+    elif "Tool call error" not in prompt:
         return "I would add the numbers."
-    said, command = STEPS[prompt.count("<|im_start|>tool")]
+    else:
+        said, command = STEPS[prompt.count("<|im_start|>tool")]
     call = json.dumps({"name": "bash", "arguments": {"command": command}})
     return f"{said}\\n<tool_call>\\n{call}\\n</tool_call>"
 '''
@@ -105,3 +114,112 @@ def test_mini_swe_agent_with_a_real_model(tmp_path):
     audited = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     print(audited.stdout, file=sys.stderr)
     assert audited.returncode == 0, audited.stdout + audited.stderr
+
+
+# -- as the agent of a run ------------------------------------------------------------------------------------------
+
+SCENARIO = """
+name = "study"
+[[run]]
+name = "work"
+agent = {{ type = "collect", trials = 4, group_size = 2, seed = 1 }}
+[run.rollout]
+tasks = {tasks}
+loop = {{ type = "remote", command = {command}, deadline_s = 600, concurrency = 2, env = {env} }}
+judger = {judger}
+[run.gateway]
+type = "embedded"
+[run.engine]
+type = "scripted"
+script = "parts:policy"
+slip = 0.0
+"""
+
+
+def episodes_of(home, **parts):
+    """The episodes of a run, by task and in the order of their trials."""
+    (home / "study.toml").write_text(SCENARIO.format(**{"env": "{}", **parts}))
+    command = [COMMAND[0], "run", "study.toml", "--output", "out"]
+    done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {}
+    with Ledger.read(home / "out" / "work" / "ledger.db") as ledger:
+        assert [trial.number for trial in ledger.trials()] == [1, 2, 3, 4]
+        for rollout in rollouts(ledger):
+            found.setdefault(rollout.episode.task.id, []).append(rollout.episode)
+    for episode in (episode for several in found.values() for episode in several):
+        assert (episode.outcome, episode.fault) == (Outcome.OK, None), (episode.reason, episode.evidence)
+        assert episode.trainable
+        assert sum(sum(row.response_mask) for row in episode.rows()) == episode.sampled > 0
+        assert {row.reward for row in episode.rows()} == {episode.reward.value}
+    return found
+
+
+def test_mini_swe_agent_is_the_agent_of_a_run(tmp_path):
+    """Two tasks with tests: one that the policy solves, and one of which it only says that it is solved."""
+    (tmp_path / "parts.py").write_text(POLICY)
+    for name in ("calc", "other"):
+        right = f"python3 -c 'import {name}; print(int({name}.add(20, 3) == 23))'"
+        test = f'{right} > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"'
+        files = {f"environment__{name}.py": "def add(a, b):\n    return a - b\n"}
+        write(tmp_path / "tasks" / name, instruction=f"fix add in {name}.py", test=test, **files)
+    path = f"{MINI.parent}:{os.environ['PATH']}"
+    found = episodes_of(
+        tmp_path,
+        tasks='{ type = "harbor", path = "tasks" }',
+        command='["mini", "-m", "openai/policy", "-t", "{instruction}", "-y", "--exit-immediately"]',
+        env=f'{{ MSWEA_COST_TRACKING = "ignore_errors", MSWEA_CONFIGURED = "true", PATH = "{path}" }}',
+        judger='{ type = "verifier" }',
+    )
+    # What it says without a tool its agent drops: a branch of its own.
+    seen = {name: [(e.reward.value, e.turns, len(e.rows())) for e in several] for name, several in found.items()}
+    assert seen == {"calc": [(1.0, 5, 2)] * 2, "other": [(0.0, 1, 1)] * 2}
+    assert "23" in json.dumps(found["calc"][0].messages()), "what its commands said is in the episode"
+
+
+SHOP = '''
+import json
+import re
+
+ITEMS = ("tea", "cake")
+
+def policy(prompt, random):
+    """Hands over if it is told to, then asks for all prices at once, and adds them up."""
+    if "You hand over" in prompt:
+        return called("transfer_to_cashier")
+    wanted = [item for item in ITEMS if item in prompt.partition("<|im_start|>user")[2].partition("<|im_end|>")[0]]
+    prices = re.findall(r"<\\|im_start\\|>tool\\n(\\d+)", prompt)
+    if not prices:
+        return "I look it up.\\n" + "\\n".join(called("price", item=item) for item in wanted)
+    return f"That is {sum(map(int, prices))}, for all of what you wanted: " + " and ".join(wanted) + "."
+
+def called(name, **arguments):
+    return "<tool_call>\\n" + json.dumps({"name": name, "arguments": arguments}) + "\\n</tool_call>"
+
+def judge(answer, label):
+    return float(f"That is {label}," in answer)
+'''
+
+
+@pytest.mark.parametrize(
+    ("app", "turns", "rows"), [("langgraph_app", 2, 1), ("agents_sdk_app", 3, 2)], ids=["langgraph", "agents_sdk"]
+)
+def test_an_app_with_tools_is_the_agent_of_a_run(tmp_path, app, turns, rows):
+    """LangGraph, in chat completions; and OpenAI's Agents SDK, in Responses, whose second agent begins a branch."""
+    (tmp_path / "parts.py").write_text(SHOP)
+    tasks = [("both", "What do tea and cake cost?", 7), ("wrong", "What does the cake cost?", 5)]
+    lines = [json.dumps({"id": id, "prompt": prompt, "label": label}) for id, prompt, label in tasks]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(lines))
+    found = episodes_of(
+        tmp_path,
+        tasks='{ type = "jsonl", path = "tasks.jsonl" }',
+        command=json.dumps([str(APPS), str(Path(__file__).parent / "apps" / f"{app}.py"), "{instruction}"]),
+        judger='{ type = "python", handler = "parts:judge" }',
+    )
+    seen = {name: [(e.reward.value, e.turns, len(e.rows())) for e in several] for name, several in found.items()}
+    assert seen == {"both": [(1.0, turns, rows)] * 2, "wrong": [(0.0, turns, rows)] * 2}
+    heard, pieces = found["both"][0].evidence["agent"]["stdout"].splitlines()
+    assert heard == "I look it up." + found["both"][0].answer
+    assert int(pieces.split()[0]) > 1, "it was streamed"
+    results = [message for message in found["both"][0].messages() if message["role"] == "tool"]
+    assert [message["content"] for message in results][-2:] == ["3", "4"], "two calls in one turn, both answered"

@@ -12,10 +12,10 @@ from loopwright.trainers.sample import Sample
 RULES = {"grpo": (GrpoConfig, GrpoRule), "rloo": (RlooConfig, RlooRule), "ppo": (PpoTrainConfig, PpoRule)}
 
 
-def learner_of(kind, home, *, temperature=1.0, longest=8, team=None, **options):
+def learner_of(kind, home, *, model_name="tiny", temperature=1.0, longest=8, team=None, **options):
     config_class, rule = RULES[kind]
     config = config_class(**{"steps": 100, "lr": 1e-3, "max_grad_norm": 1e9, **options})
-    return Learner(Setting(config, rule, "tiny", home, temperature=temperature, longest=longest), team)
+    return Learner(Setting(config, rule, model_name, home, temperature=temperature, longest=longest), team)
 
 
 def samples(count=6, *, seed=0, rows=1, weight=None):

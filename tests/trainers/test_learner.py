@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from loopwright.engines.models import causal_model
+from loopwright.trainers.learner import Alone
 from loopwright.trainers.sample import Sample
 from tests.trainers.making import learner_of, samples
 
@@ -113,13 +114,27 @@ def test_going_on_from_a_state_is_as_if_never_stopped(tmp_path, kind, options):
     for step in (1, 2):
         whole.update(samples(seed=step), step)
         parts.update(samples(seed=step), step)
+    parts.write(tmp_path)
     again = learner_of(kind, tmp_path, **options)
-    again.restore({name: value.clone() for name, value in parts.state().items()})
+    again.read(tmp_path)
     for step in (3, 4):
         whole.update(samples(seed=step), step)
         again.update(samples(seed=step), step)
     for name, value in whole.policy.learned().items():
         assert torch.equal(value, again.policy.learned()[name]), name
+
+
+def test_transformers_loads_a_checkpoint_of_adapters(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    causal_model("tiny", tmp_path).save_pretrained(tmp_path / "base")
+    learner = learner_of("grpo", tmp_path, model_name=str(tmp_path / "base"), lora={"r": 2}, lr=0.05)
+    learner.update(samples(), 1)
+    (tmp_path / "step").mkdir()
+    learner.write(tmp_path / "step")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "step")
+    torch.testing.assert_close(again(input_ids=ids).logits, learner.policy.hub(input_ids=ids).logits)
 
 
 def test_adapters_start_from_the_policy_as_it_is(tmp_path):
@@ -145,3 +160,15 @@ def test_an_adapter_for_a_matrix_that_is_not_there_is_refused_with_those_that_ar
 def test_the_step_size_rises_and_falls(tmp_path, schedule, expected):
     learner = learner_of("grpo", tmp_path, lr=1.0, steps=5, warmup=2, schedule=schedule)
     assert [learner._rate(step) for step in (1, 2, 3, 4)] == pytest.approx(expected)
+
+
+class Second(Alone):
+    """The second of a team of two, of which the first one says nothing."""
+
+    rank, size = 1, 2
+
+
+def test_what_a_worker_computes_for_want_of_a_sample_is_not_counted(tmp_path):
+    told = learner_of("grpo", tmp_path, team=Second(), epochs=2, kl=0.1).update(samples(1), 1)
+    assert not told.keys() & {"entropy", "kl"}
+    assert told["loss"] == 0.0

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.students import LocalStudent
@@ -9,7 +10,11 @@ from loopwright.trainers.students_ray import RayStudent
 from tests.rollouts.rays import cluster as cluster
 from tests.trainers.making import learner_of, samples
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # Ray warns of itself
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Ray warns of itself
+]
 
 
 def setting_of(kind, home, **options):
@@ -30,7 +35,10 @@ def test_two_workers_learn_what_one_learns(tmp_path):
             batch = samples(count, seed=step, weight=1.0)
             one, two = alone.update(batch, step), together.update(batch, step)
             assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
-        expected, found = alone.state(), together.state()
+        for student, place in ((alone, tmp_path / "one"), (together, tmp_path / "two")):
+            place.mkdir()
+            student.write(place)
+        expected, found = (load_file(tmp_path / place / "trainer.safetensors") for place in ("one", "two"))
         assert expected.keys() == found.keys()
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4)
@@ -38,7 +46,8 @@ def test_two_workers_learn_what_one_learns(tmp_path):
         assert (tmp_path / "policy" / "model.safetensors").is_file()
         # Going on from the state of one.
         alone.update(samples(5, seed=9, weight=1.0), 3)
-        together.restore(dict(alone.state()))
+        alone.write(tmp_path / "one")
+        together.read(tmp_path / "one")
         again, other = (
             alone.update(samples(5, seed=3, weight=1.0), 4),
             together.update(samples(5, seed=3, weight=1.0), 4),
@@ -54,6 +63,6 @@ def test_workers_that_fail_are_said_and_end_nothing_else(tmp_path):
     together = RayStudent(setting, tmp_path, workers=1, cpus=0.5, gpus=0)
     try:
         with pytest.raises(TrainingFailed, match="workers of Ray Train are gone"):
-            together.restore({"policy/none": torch.zeros(1)})
+            together.read(tmp_path / "nowhere")
     finally:
         together.close()

@@ -20,6 +20,7 @@ from loopwright.cli import (
     run,
     serve_env,
     tasks,
+    trials,
     verify,
 )
 
@@ -36,6 +37,7 @@ for _verb in (run, resume, verify, dry_run, listing, report, export, episodes, r
     app.command(_verb.NAME)(_verb.command)
 app.add_typer(gateway.app, name=gateway.NAME)
 app.add_typer(tasks.app, name=tasks.NAME)
+app.add_typer(trials.app, name=trials.NAME)
 
 
 @app.callback(invoke_without_command=True)

@@ -45,10 +45,10 @@ def command(
     """
     from loopwright.gateway.audit import Summary, audit, versions_of
 
-    with _captured(output, run) as (captured, about, home, scenario):
+    with _captured(output, run) as (captured, about, kept, scenario):
         model = _model(engine, about)
         counts = versions_of(captured)
-        places: dict[int, Path | None] = {0: None, **_weights(weights or [], home, counts)}
+        places: dict[int, Path | None] = {0: None, **kept, **_weights(weights or [], counts)}
         at_hand = {version: place for version, place in places.items() if version in counts}
         summary = Summary(left_out={v: count for v, count in counts.items() if v not in at_hand})
         if at_hand:
@@ -71,22 +71,29 @@ def command(
 
 
 @contextmanager
-def _captured(output: Path, run: str | None) -> "Iterator[tuple[Captured, dict[str, Any] | None, Path, Path]]":
-    """The episodes, what the run says of its engine, where its checkpoints are, and its scenario."""
+def _captured(
+    output: Path, run: str | None
+) -> "Iterator[tuple[Captured, dict[str, Any] | None, dict[int, Path], Path]]":
+    """The episodes, what the run says of its engine, the weights of versions that it kept, and its scenario."""
     from loopwright.cli.rollout_run import rollout_run
     from loopwright.core.ledger import Ledger
-    from loopwright.gateway.audit import STORE, in_gateway, in_ledger
+    from loopwright.core.steps import steps
+    from loopwright.gateway.audit import STORE, in_gateway, in_ledger, weights_in
 
     if (output / STORE).is_file():
         with in_gateway(output / STORE) as captured:
-            yield captured, None, output, Path.cwd()
+            yield captured, None, {}, Path.cwd()
         return
     path = rollout_run(output, run)
     with Ledger.read(path) as ledger:
         about = ledger.state("run")["rollout"]["engine"]
         scenario = Path(ledger.state("provenance", {}).get("scenario", "")).parent
+        trained = [step.step for step in steps(ledger, "train")]
+    kept, policy = weights_in(path.parent / "checkpoints"), path.parent / "policy"
+    if trained and policy.is_dir():  # written once the last step is done
+        kept[trained[-1]] = policy
     with in_ledger(path) as captured:
-        yield captured, about, path.parent, scenario
+        yield captured, about, kept, scenario
 
 
 def _model(name: str | None, about: "dict[str, Any] | None") -> "TransformersConfig":
@@ -110,11 +117,11 @@ def _model(name: str | None, about: "dict[str, Any] | None") -> "TransformersCon
     return found
 
 
-def _weights(given: list[str], home: Path, counts: dict[int, int]) -> dict[int, Path]:
-    """Checkpoints by version: those of the run, and those that are given."""
+def _weights(given: list[str], counts: dict[int, int]) -> dict[int, Path]:
+    """The checkpoints that are given, by version."""
     from loopwright.gateway.audit import weights_in
 
-    found = weights_in(home / "checkpoints")
+    found: dict[int, Path] = {}
     for text in given:
         version, equals, name = text.partition("=")
         place = Path(name if equals else text)
@@ -158,11 +165,14 @@ def _show(summary: "Summary", tolerance: float) -> None:
     from loopwright.reports.markup import number
 
     console = Console(highlight=False, emoji=False)
-    for version, count in summary.left_out.items():
+    if left_out := summary.left_out:
+        first, last = min(left_out), max(left_out)
         console.print(
-            f"{number(count)} turns of version {version} left out: its weights are not at hand "
-            f"(--weights {version}=DIR)",
+            f"{number(sum(left_out.values()))} turns left out: the weights of version"
+            f"{f' {first}' if first == last else f's {first} to {last}'} are not at hand (--weights {first}=DIR; a "
+            "training keeps as many checkpoints as its `keep` says)",
             markup=False,
+            soft_wrap=True,
         )
     if summary.mean is None or summary.largest is None:
         console.print("nothing was looked at", markup=False)

@@ -4,20 +4,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import BaseModel
 
 from loopwright.cli.options import assignment
+from loopwright.cli.serving import checked, die_next_time, say, signalled, token_of
 
 if TYPE_CHECKING:
-    import asyncio
-
     from loopwright.engines.base import Engine, EngineConfig
     from loopwright.gateway.gateway import GatewayConfig
 
-M = TypeVar("M", bound=BaseModel)
 NAME = "gateway"
 app = typer.Typer(help="Serve an engine to any agent, and capture it token by token.", no_args_is_help=True)
 _ENGINE = "scripted, tiny, smollm2, or `kind:address`"
@@ -79,11 +76,14 @@ def serve(
 
     words: dict[str, Any] = {**_environment(), "host": host, "port": port}
     words |= {} if advertise is None else {"advertise": advertise}
-    words |= {} if access_log is None else {"access_log": access_log, "log_prompts": log_prompts}
+    words |= {} if access_log is None else {"access_log": access_log}
+    words |= {"log_prompts": True} if log_prompts else {}
     given = _given(settings or [], words)
-    config = _checked(GatewayConfig, given["gateway"])
+    config = checked(GatewayConfig, given["gateway"])
     config.address(config.port)  # before the engine, which takes its time to load
-    token = os.environ.get(TOKEN) or None if token_file is None else _token(token_file)
+    if config.log_prompts and config.access_log is None:
+        raise typer.BadParameter("there is no access log: say where with --access-log.", param_hint="--log-prompts")
+    token = os.environ.get(TOKEN) or None if token_file is None else token_of(token_file)
     if relay == bool(engine):
         raise typer.BadParameter("say what serves: --engine NAME, or --relay and not both.", param_hint="--engine")
     if relay and token is None:
@@ -93,7 +93,7 @@ def serve(
             f"{config.host} lets other machines in. Say who may open sessions with --token-file, or say --public.",
             param_hint="--host",
         )
-    made = _relay(tokenizer, given) if relay else _loaded(engine or [], tokenizer, given)
+    made = _relay(tokenizer, given) if relay else loaded(engine or [], tokenizer, given)
     raise typer.Exit(128 + run(_serve(made, config, output, token)))
 
 
@@ -102,7 +102,7 @@ async def _serve(engine: "Engine", config: "GatewayConfig", output: Path | None,
 
     from loopwright.gateway.gateway import Gateway
 
-    ended = _signal()
+    ended = signalled()
     try:
         async with Gateway(engine, config, output=output, token=token) as gateway:
             # Requests are short-lived data without cycles: looking for some after every 700 of them costs a fifth.
@@ -113,8 +113,8 @@ async def _serve(engine: "Engine", config: "GatewayConfig", output: Path | None,
                 typer.echo(f"workers connect to {gateway.address.replace('http', 'ws', 1)}/ws/worker", err=True)
             number: int = await ended
             if calls := gateway.counted()[1]:
-                _say(f"ending: {calls} calls have {config.drain_s:g} s to come to their end; once more ends them now")
-            _die_next_time()
+                say(f"ending: {calls} calls have {config.drain_s:g} s to come to their end; once more ends them now")
+            die_next_time()
             return number
     finally:
         await engine.close()
@@ -144,11 +144,11 @@ def worker(
 
     if urlsplit(connect).scheme not in ("ws", "wss") or not urlsplit(connect).hostname:
         raise typer.BadParameter(f"{connect!r} is no address like ws://gateway:8400/ws/worker.", param_hint="--connect")
-    token = _token(token_file)
+    token = token_of(token_file)
     given = _given(settings or [], {})
     if given["gateway"] or given["fleet"]:
         raise typer.BadParameter("a worker has settings of its engine only: engine.NAME=VALUE.", param_hint="--set")
-    made = _loaded([engine], tokenizer, given)
+    made = loaded([engine], tokenizer, given)
     raise typer.Exit(128 + run(_work(made, connect, token, name, drain_s)))
 
 
@@ -157,14 +157,14 @@ async def _work(engine: "Engine", url: str, token: str, name: str | None, drain_
 
     with _gateway_extra():
         from loopwright.gateway.worker import Worker
-    ended = _signal()
-    made = Worker(engine, url, token, name=name, drain_s=drain_s, say=_say)
+    ended = signalled()
+    made = Worker(engine, url, token, name=name, drain_s=drain_s, say=say)
     working: asyncio.Future[Any] = asyncio.ensure_future(made.run())
     try:
         await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
         if not ended.done():
             await working  # which says why the gateway does not want it
-        again = _signal()
+        again = signalled()
         made.end()
         await asyncio.wait({working, again}, return_when=asyncio.FIRST_COMPLETED)
         return int(await ended)
@@ -172,37 +172,6 @@ async def _work(engine: "Engine", url: str, token: str, name: str | None, drain_
         working.cancel()
         await asyncio.wait([working])
         await engine.close()
-
-
-def _signal() -> "asyncio.Future[Any]":
-    """The next signal to end."""
-    import asyncio
-    import signal
-
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[Any] = loop.create_future()
-
-    def end(number: int) -> None:
-        if not ended.done():
-            ended.set_result(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end, number)
-    return ended
-
-
-def _die_next_time() -> None:
-    """Have the next signal end the process where it stands: what is committed is on disk."""
-    import asyncio
-    import signal
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().remove_signal_handler(number)
-        signal.signal(number, signal.SIG_DFL)
-
-
-def _say(text: str) -> None:
-    typer.echo(text, err=True)
 
 
 # -- what is served ------------------------------------------------------------------------------------------------
@@ -214,7 +183,9 @@ def _given(settings: list[str], words: dict[str, Any]) -> dict[str, dict[str, An
     for text in settings:
         key, value = assignment(text, "--set")
         of, dot, name = key.partition(".")
-        given[of if dot and of in ("engine", "fleet") else "gateway"][name if dot else key] = value
+        # A name that nobody knows is left whole: whoever checks it says so.
+        table, name = (of, name) if dot and of in given else ("gateway", key)
+        given[table][name] = value
     return given
 
 
@@ -229,7 +200,7 @@ def _environment() -> dict[str, Any]:
         raise typer.BadParameter(f"{error}.") from error
 
 
-def _loaded(names: list[str], tokenizer: str | None, given: dict[str, dict[str, Any]]) -> "Engine":
+def loaded(names: list[str], tokenizer: str | None, given: dict[str, dict[str, Any]]) -> "Engine":
     """The engine of a name; of several, a fleet of them."""
     from loopwright.engines.base import engines
     from loopwright.engines.fleet import FleetConfig
@@ -237,7 +208,7 @@ def _loaded(names: list[str], tokenizer: str | None, given: dict[str, dict[str, 
     configs = [_engine(name, tokenizer, given["engine"]) for name in names]
     chosen = configs[0]
     if len(configs) > 1:
-        chosen = _checked(FleetConfig, {**given["fleet"], "engines": configs})
+        chosen = checked(FleetConfig, {**given["fleet"], "engines": configs})
     elif given["fleet"]:
         raise typer.BadParameter("fleet.NAME is for several engines, or --relay.", param_hint="--set")
     if problems := chosen.problems(Path.cwd()):
@@ -262,7 +233,7 @@ def _engine(name: str, tokenizer: str | None, more: dict[str, Any]) -> "EngineCo
         if served is None:
             raise typer.BadParameter(f"say which tokenizer the model behind {name!r} has.", param_hint="--tokenizer")
         more = {"tokenizer": served, **more}
-    return _checked(type(chosen), {**chosen.model_dump(exclude_unset=True), **more})
+    return checked(type(chosen), {**chosen.model_dump(exclude_unset=True), **more})
 
 
 def _served_model(url: str) -> str | None:
@@ -286,8 +257,8 @@ def _relay(tokenizer: str | None, given: dict[str, dict[str, Any]]) -> "Engine":
         from loopwright.gateway.relay import Relay, RelayConfig
     if given["engine"]:
         raise typer.BadParameter("engine.NAME is said to the workers.", param_hint="--set")
-    config = _checked(RelayConfig, given["fleet"])
-    return Relay(config, None if tokenizer is None else tokenizer_of(tokenizer, Path.cwd()), say=_say)
+    config = checked(RelayConfig, given["fleet"])
+    return Relay(config, None if tokenizer is None else tokenizer_of(tokenizer, Path.cwd()), say=say)
 
 
 @contextmanager
@@ -298,25 +269,3 @@ def _gateway_extra() -> Iterator[None]:
         yield
     except ImportError as error:
         raise MissingExtra("the gateway", "gateway") from error
-
-
-def _checked(model: type[M], words: dict[str, Any]) -> M:
-    """The settings as a config; what is wrong with them is told as that of an option."""
-    from pydantic import ValidationError
-
-    from loopwright.core.config import explain
-
-    try:
-        return model.model_validate(words)
-    except ValidationError as error:
-        raise typer.BadParameter("; ".join(f"{key}: {said}" for key, said in explain(error, model))) from error
-
-
-def _token(file: Path) -> str:
-    try:
-        token = file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"cannot read {file}: {error}", param_hint="--token-file") from error
-    if len(token) < 16:
-        raise typer.BadParameter(f"{file} holds no token of 16 characters or more.", param_hint="--token-file")
-    return token

@@ -1,4 +1,4 @@
-"""Progress: done, failed, cached, best so far and time left; for a terminal, for a log, or as JSON lines."""
+"""Progress: done, failed, cached, best so far, curves and time left; for a terminal, for a log, or as JSON lines."""
 
 import sys
 import time
@@ -9,16 +9,19 @@ from typing import Any
 
 import orjson
 
+from loopwright.cli.course import Course
 from loopwright.core.env import Env
 from loopwright.core.ledger import Ledger
 from loopwright.core.observer import Observer
 from loopwright.core.outcome import Outcome
+from loopwright.core.steps import Kind, Step
 from loopwright.core.trial import Trial
 from loopwright.reports.best import best_of
 from loopwright.reports.episodes import read_live
 from loopwright.reports.markup import number
 from loopwright.reports.policy import comparison, verdict
 from loopwright.reports.rollouts import read_rollouts, rollout_result
+from loopwright.reports.training import read_training, training_result, trains
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.scenario.build import planned
 from loopwright.scenario.dispatch import dispatch
@@ -37,6 +40,7 @@ class Tally(Observer):
         self.label = (*env.terms.objectives.labels, "")[0]
         self.free = not env.terms.count_cached
         self.rolls = isinstance(env, RolloutEnv)
+        self.course = Course.of(env.run.ledger)
         self.scored, self.rewarded = 0, 0.0
         counts = env.run.ledger.counts()
         self.cached, self.failed, self.done = counts["cached"], 0, 0
@@ -52,6 +56,11 @@ class Tally(Observer):
             self._count(trial)
         self.show(trial)
 
+    def after_step(self, kind: Kind, step: Step) -> None:
+        if self.course is not None:
+            self.course.add(kind, step)
+        self.show_step(kind, step)
+
     def _count(self, trial: Trial) -> None:
         self.done += 1
         self.failed += trial.outcome is not Outcome.OK
@@ -66,12 +75,17 @@ class Tally(Observer):
     def show(self, trial: Trial) -> None:
         """Let the user see it."""
 
+    def show_step(self, kind: Kind, step: Step) -> None:
+        """Let the user see a step of a training."""
+
     def finish(self) -> None:
         """The run has ended."""
 
     @property
     def seconds_left(self) -> float | None:
         """How long the rest will take at the speed so far."""
+        if self.course is not None:
+            return self.course.seconds_left
         fresh = self.done - self.before_now
         if not self.total or not fresh:
             return None
@@ -79,12 +93,19 @@ class Tally(Observer):
 
     def line(self) -> str:
         """The state of the run in one line."""
-        counted = self.done - (self.cached if self.free else 0)
-        parts = self._rollouts() if self.rolls else self._trials(counted)
+        counted, total = self.done - (self.cached if self.free else 0), self.total
+        if self.course is not None:
+            parts, counted, total = [*self.course.parts(), *self._lost()], self.course.done, self.course.total
+        else:
+            parts = self._rollouts() if self.rolls else self._trials(counted)
         left = self.seconds_left
-        if left is not None and counted < (self.total or 0):
+        if left is not None and counted < (total or 0):
             parts.append(f"{_duration(left)} left")
         return f"{self.name}: {', '.join(parts)}"
+
+    def _lost(self) -> list[str]:
+        lost = self.done - self.scored
+        return [f"{number(self.done)} rollouts" + (f", {number(lost)} without a reward" if lost else "")]
 
     def _trials(self, counted: int) -> list[str]:
         parts = [f"{counted}/{self.total or '?'} done", f"{self.failed} failed", f"{self.cached} cached"]
@@ -100,13 +121,18 @@ class Tally(Observer):
 
 
 class LogLines(Tally):
-    """A line now and then, for terminals that are none."""
+    """A line now and then, for terminals that are none; of a training also one for every evaluation."""
 
     def __init__(self, env: Env) -> None:
         super().__init__(env)
         self._next = time.monotonic()
 
-    def show(self, trial: Trial) -> None:
+    def show_step(self, kind: Kind, step: Step) -> None:
+        if kind == "eval":
+            self._next = 0.0
+        self.show()
+
+    def show(self, trial: Trial | None = None) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + _EVERY_S
             print(self.line(), flush=True)
@@ -116,32 +142,60 @@ class LogLines(Tally):
 
 
 class Bar(Tally):
-    """A live line with a bar, for people."""
+    """A live line with a bar, for people; of a training also its curves."""
 
     def __init__(self, env: Env) -> None:
+        from rich.live import Live
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
         super().__init__(env)
         self._progress = Progress(
             SpinnerColumn(), BarColumn(bar_width=30), TextColumn("{task.fields[line]}", markup=False)
         )
-        self._task = self._progress.add_task("", total=self.total, completed=self.done, line=self.line())
-        self._progress.start()
+        total = self.total if self.course is None else self.course.total
+        self._task = self._progress.add_task("", total=total, completed=self.completed, line=self.line())
+        self._live = Live(get_renderable=self._drawn)
+        self._live.start()
 
-    def show(self, trial: Trial) -> None:
+    @property
+    def completed(self) -> int:
+        """How far the bar is."""
+        return self.done if self.course is None else self.course.done
+
+    def line(self) -> str:
+        if self.course is None:
+            return super().line()
+        left = self.seconds_left
+        going = self.course.done < self.course.total and left is not None
+        parts = [f"step {self.course.done}/{self.course.total}", *self._lost(), *self.course.speed()]
+        return f"{self.name}: {', '.join([*parts, *([f'{_duration(left)} left'] if left and going else [])])}"
+
+    def _drawn(self) -> Any:
+        from rich.console import Group
+
+        return self._progress if self.course is None else Group(self._progress, self.course.curves())
+
+    def show_step(self, kind: Kind, step: Step) -> None:
+        self.show()
+
+    def show(self, trial: Trial | None = None) -> None:
         # The text is made only as often as the screen is drawn, or it would cost more than small trials do.
         now = time.monotonic()
         if now - getattr(self, "_shown", 0.0) > 0.1:
             self._shown = now
-            self._progress.update(self._task, completed=self.done, line=self.line())
+            self._progress.update(self._task, completed=self.completed, line=self.line())
 
     def finish(self) -> None:
-        self._progress.update(self._task, completed=self.done, line=self.line())
-        self._progress.stop()
+        self._progress.update(self._task, completed=self.completed, line=self.line())
+        self._live.stop()
 
 
 class JsonEvents(Tally):
-    """One JSON object per trial."""
+    """One JSON object per trial, and per step of a training."""
+
+    def show_step(self, kind: Kind, step: Step) -> None:
+        of = {} if self.course is None else {"done": self.course.done, "total": self.course.total}
+        _emit({"event": "step", "run": self.name, "kind": kind, "step": step.step, "numbers": dict(step.numbers), **of})
 
     def show(self, trial: Trial) -> None:
         event = {
@@ -209,7 +263,7 @@ def _told(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
     """What came of a run, for scripts and for people."""
     about = ledger.state("run", {})
     if about.get("rollout"):
-        return rollout_result(read_rollouts(ledger))
+        return training_result(read_training(ledger)) if trains(about) else rollout_result(read_rollouts(ledger))
     return _live_result(ledger) if about.get("live") else _result(ledger)
 
 

@@ -5,11 +5,15 @@ from typing import Annotated
 
 import typer
 
+from loopwright.cli.options import Settings
+
 NAME = "verify"
 
 
 def command(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Scenarios, or directories of them.")],
+    *,
+    settings: Settings = None,
 ) -> None:
     """Check scenarios: every problem is listed, with file, key and what to do."""
     from loopwright.core.errors import ScenarioError
@@ -19,7 +23,7 @@ def command(
     files = [file for path in paths for file in (sorted(path.rglob("*.toml")) if path.is_dir() else [path])]
     for file in files:
         try:
-            loaded = load(file)
+            loaded = load(file, settings=settings or ())
         except ScenarioError as error:
             broken += 1
             typer.echo(f"{error}", err=True)

@@ -16,6 +16,7 @@
     ├── WireError        (ValueError)       bytes that are not of the live protocol        envs/wire.py
     │   └── Unsendable                      what the live protocol has no words for        envs/wire.py
     ├── EngineError      (ConnectionError)  an engine failed or is gone                    engines/base.py
+    │   ├── EngineAway                      nobody is there to be asked, for now           engines/base.py
     │   ├── ContextFull  (ValueError)       a conversation is longer than an engine takes  engines/base.py
     │   └── BadSampling  (ValueError)       what an engine has no true logprobs of         engines/base.py
     ├── BudgetSpent      (RuntimeError)     a rollout's turns or tokens are used up        gateway/session.py
@@ -25,6 +26,7 @@
     ├── TemplateError    (ValueError)       a tokenizer lacks a template's special tokens  gateway/template.py
     ├── AdvertiseError   (ValueError)       an address at which no agent could reach us    gateway/gateway.py
     ├── GatewayLost      (ConnectionError)  a gateway elsewhere that cannot be reached     gateway/client.py
+    │   └── TrialServerLost                 a trial server that is gone, or lost a trial   rollouts/trials/client.py
     ├── TasksError       (ValueError)       a source gives no tasks, or no proper ones     rollouts/tasks.py
     │   └── TaskChanged                     a task's directory changed during a run        rollouts/harbor_task.py
     ├── JudgeFailed      (RuntimeError)     a judger gave no verdict, which is no zero     rollouts/judger.py
@@ -36,6 +38,8 @@
     │   └── PoolDown                        no worker is left, and none can be made        rollouts/pool.py
     ├── ResourcesError   (RuntimeError)     a cluster does not have what was asked for     rollouts/resources.py
     ├── TrainingFailed   (RuntimeError)     training cannot go on, but can be resumed      trainers/failure.py
+    ├── SeveralRows      (ValueError)       a rollout of which a trainer takes one branch  integrations/branch.py
+    ├── NoReward         (RuntimeError)     a rollout that a trainer needs a reward of     integrations/branch.py
     └── ParcelError      (TypeError)        something that cannot be sent to a process     rollouts/pool.py
 
 Each message says what happened, where, and the next move.

@@ -22,6 +22,10 @@ class EngineError(LoopwrightError, ConnectionError):
     """An engine failed or is gone; nothing that the policy did."""
 
 
+class EngineAway(EngineError):
+    """Nobody is there to be asked, for now: nothing that a request could have caused."""
+
+
 class ContextFull(EngineError, ValueError):
     """What the engine was asked to go on from leaves no room for a token; `limit` is what it can hold."""
 

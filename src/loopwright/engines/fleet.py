@@ -12,7 +12,16 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from loopwright.core.chosen import chosen
 from loopwright.core.errors import Problem
-from loopwright.engines.base import Chunk, ContextFull, Engine, EngineConfig, EngineError, Sampling, engines
+from loopwright.engines.base import (
+    Chunk,
+    ContextFull,
+    Engine,
+    EngineAway,
+    EngineConfig,
+    EngineError,
+    Sampling,
+    engines,
+)
 from loopwright.engines.fingerprint import fingerprint
 from loopwright.engines.member import Member
 from loopwright.engines.tokenizer import Tokenizer
@@ -173,7 +182,8 @@ class Fleet(Engine):
     ) -> AsyncGenerator[Chunk, None]:
         """A stream of a session's. What an engine has given before it failed is what the next one goes on from."""
         said: list[int] = []
-        failures = 0
+        clock = asyncio.get_running_loop().time
+        failures, since = 0, clock()
         while True:
             member = await self._placed(key)
             begun, rest = len(said), sampling
@@ -194,8 +204,11 @@ class Fleet(Engine):
             except ValueError:  # the request's own fault
                 raise
             except OSError as error:  # EngineError is one
-                failures = 1 if len(said) > begun else failures + 1
-                self._failed(member, str(error) or type(error).__name__)
+                if len(said) > begun:
+                    failures, since = 0, clock()
+                # One that is away has not failed the request; there is time for it to come back.
+                failures += not isinstance(error, EngineAway) or clock() - since >= self.config.wait_s
+                self._failed(member, error)
                 if failures >= self.config.tries:
                     raise
                 if len(said) < sampling.max_tokens:
@@ -203,9 +216,11 @@ class Fleet(Engine):
             yield Chunk((), (), member.engine.version, "length")  # nothing is left to say
             return
 
-    def _failed(self, member: Member, reason: str) -> None:
+    def _failed(self, member: Member, error: Exception, reason: str = "") -> None:
+        reason = reason or str(error) or type(error).__name__
         log.warning("engine %s failed and is left alone for a while: %s", member.name, reason)
-        member.rest(reason, asyncio.get_running_loop().time(), self.config.rest_s)
+        now, away = asyncio.get_running_loop().time(), isinstance(error, EngineAway)
+        member.rest(reason, now, self.config.rest_s, away=away)
 
     # -- health -------------------------------------------------------------------------------------------------
 
@@ -226,9 +241,8 @@ class Fleet(Engine):
             async with asyncio.timeout(self.config.check_s):
                 await member.engine.check()
         except OSError as error:
-            self._failed(
-                member, f"its health check failed: {error}" if str(error) else "its health check took too long"
-            )
+            said = f"its health check failed: {error}" if str(error) else "its health check took too long"
+            self._failed(member, error, said)
             return False
         return True
 
@@ -269,7 +283,7 @@ class Fleet(Engine):
                 await do(member.engine)
         except (OSError, ValueError) as error:
             reason = str(error) or f"it took longer than {within_s:g} s"
-            self._failed(member, reason)
+            self._failed(member, error, reason)
             return reason
         return None
 

@@ -29,11 +29,12 @@ class Member:
         """How much it wants a session: it gets those that it wants most, whoever else comes or goes."""
         return blake2b(f"{key}\0{self.name}".encode(), digest_size=8).digest()
 
-    def rest(self, reason: str, now: float, rest_s: float) -> None:
-        """Leave it alone for a while, twice as long each time in a row."""
+    def rest(self, reason: str, now: float, rest_s: float, *, away: bool = False) -> None:
+        """Leave it alone for a while, twice as long each time in a row; one that is `away` may be back at any time."""
         self.reason = reason
         self.rests_until = now + min(_LONGEST_REST_S, rest_s * 2**self._failures)
-        self._failures = min(self._failures + 1, 16)
+        if not away:
+            self._failures = min(self._failures + 1, 16)
 
     def served(self) -> None:
         """It has proved to work."""

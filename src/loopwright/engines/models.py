@@ -152,7 +152,9 @@ def _read(path: Path) -> dict[str, Tensor]:
     """The weights in a file of safetensors or torch, or in a directory as transformers writes it."""
     from safetensors.torch import load_file
 
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():  # a checkpoint has the memory of an optimizer beside its model
+        files = sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
     found: dict[str, Tensor] = {}
     try:
         for file in files:

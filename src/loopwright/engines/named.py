@@ -1,9 +1,10 @@
 """Engines by short names, as the command line takes them: `scripted`, `tiny`, `smollm2`, or `kind:address`."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from loopwright.core.errors import did_you_mean
-from loopwright.engines.base import EngineConfig
+from loopwright.engines.base import Engine, EngineConfig, engines
 from loopwright.engines.inprocess import TransformersConfig
 from loopwright.engines.llamacpp import LlamaCppConfig
 from loopwright.engines.scripted import ScriptedConfig
@@ -36,3 +37,13 @@ def engine_config(name: str) -> EngineConfig:
         return NAMED[name]()
     known = [*NAMED, *(f"{each}:…" for each in ADDRESSED)]
     raise ValueError(f"unknown engine {name!r}. {did_you_mean(name, known)}")
+
+
+def engine_of(name: str, home: Path = Path()) -> Engine:
+    """The engine that a name stands for, such as "tiny" or "smollm2"; close it when it is done with.
+
+    One behind a server has to be told its tokenizer, too: ValueError. Make it of its config.
+    """
+    named = engine_config(name)
+    config = type(named).model_validate(named.model_dump(exclude_unset=True))
+    return engines.get(config.type)(config, home)

@@ -45,6 +45,8 @@ class Admin:
         if type(version) is not int or version < 0 or not isinstance(paused, bool):
             raise Refused(400, "invalid", "version: a whole number; paused: true or false", retry=False)
         source = body.get("source", body.get("weights"))
+        if not isinstance(source, str | None):
+            raise Refused(400, "invalid", "source: a path or a URL, as the engines see it", retry=False)
         await self._done(News(version, paused, source))
         return self._told()
 

@@ -42,8 +42,8 @@ class ChatCompletions(Dialect):
         ]
         if not messages:
             raise BadRequest("messages: at least one message is required", "messages")
-        if body.get("audio") or "audio" in (body.get("modalities") or ()):
-            raise BadRequest("audio: only text can be sampled", "audio")
+        if body.get("audio") or body.get("modalities") not in (None, [], ["text"]):
+            raise BadRequest("modalities: only text can be sampled", "modalities")
         tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(objects(body.get("tools"), "tools"))]
         top = integer(body, "top_logprobs", 0, 20) or 0
         return Ask(

@@ -36,7 +36,7 @@ class GatewayLost(LoopwrightError, ConnectionError):
     """A gateway that cannot be reached, or that answers nothing that a gateway would."""
 
 
-def endpoint(url: str) -> tuple[str, int]:
+def endpoint(url: str, kind: str = "gateway", port: int = 8400) -> tuple[str, int]:
     """Host and port of a URL; without a port, the one of its scheme. ValueError if it is none."""
     try:
         parts = urlsplit(url)
@@ -44,7 +44,7 @@ def endpoint(url: str) -> tuple[str, int]:
             return parts.hostname, parts.port or _PORTS[parts.scheme]
     except ValueError:
         pass  # a port that is no number
-    raise ValueError(f"{url!r} is no URL of a gateway; write for example 'http://gpu-box:8400'")
+    raise ValueError(f"{url!r} is no URL of a {kind}; write for example 'http://gpu-box:{port}'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,9 @@ class RemoteSession:
 
 class GatewayClient:
     """A gateway elsewhere. Every request that is made here can be made twice, so those that fail on the way are."""
+
+    kind = "gateway"
+    """What its errors call the server."""
 
     def __init__(self, url: str, token: str | None = None, *, timeout_s: float = 60.0, connections: int = 100) -> None:
         endpoint(url)
@@ -152,9 +155,9 @@ class GatewayClient:
                     raise
                 if not tries_left:
                     said = str(error) or type(error).__name__
-                    raise GatewayLost(f"cannot reach the gateway at {self.url}: {said}. Is it running?") from error
+                    raise GatewayLost(f"cannot reach the {self.kind} at {self.url}: {said}. Is it running?") from error
             await asyncio.sleep(_PAUSE_S * 2 ** (_TRIES - tries_left))
-        raise GatewayLost(f"cannot reach the gateway at {self.url}.")  # not reached: the last try raises
+        raise GatewayLost(f"cannot reach the {self.kind} at {self.url}.")  # not reached: the last try raises
 
     async def _asked(self, method: str, path: str, data: bytes | None, key: str | None) -> dict[str, Any]:
         from aiohttp import ClientError
@@ -175,11 +178,11 @@ class GatewayClient:
             raise Refused(status, str(said.get("code") or said.get("type")), str(said["message"]), retry=False)
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
             shown = answer[:_SHOWN].decode(errors="replace")
-            raise GatewayLost(f"{self.url} answered {status}: {shown} Is it a Loopwright gateway?") from None
+            raise GatewayLost(f"{self.url} answered {status}: {shown} Is it a Loopwright {self.kind}?") from None
 
     def _opened(self) -> "ClientSession":
         if self._closed:
-            raise GatewayLost("this client of a gateway was closed")
+            raise GatewayLost(f"this client of a {self.kind} was closed")
         if self._session is None:
             try:
                 from aiohttp import ClientSession, ClientTimeout, TCPConnector

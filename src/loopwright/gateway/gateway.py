@@ -7,7 +7,6 @@ async with Gateway(engine) as gateway:
 """
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,7 +29,7 @@ from loopwright.gateway.live import Live
 from loopwright.gateway.refusal import Refused
 from loopwright.gateway.store import DiskStore, NoStore, Store, written
 from loopwright.gateway.template import template_of
-from loopwright.gateway.terms import Terms, is_id
+from loopwright.gateway.terms import Terms, is_id, new_id
 
 if TYPE_CHECKING:
     from loopwright.gateway.server import Server
@@ -183,6 +182,8 @@ class Gateway:
         clock: Callable[[], float] = time.time,
     ) -> None:
         config.address(config.port)  # before anything starts
+        if token == "":
+            raise ValueError("the gateway's token is empty: whoever brings no key would have it. Say None for no token.")
         if config.template != "auto" and hasattr(engine, "tokenizer"):
             template_of(config.template, engine.tokenizer)
         self.engine, self.config, self.token, self.clock = engine, config, token, clock
@@ -269,7 +270,7 @@ class Gateway:
         if "ttl_s" not in terms.model_fields_set:
             terms = terms.model_copy(update={"ttl_s": self.config.ttl_s})
         if id is None:
-            id = secrets.token_hex(8)
+            id = new_id()
         elif not is_id(id):
             said = "letters, digits, '.', '_' and '-', and begins with a letter or digit"
             raise Refused(400, "invalid", f"{id[:80]!r} is no id of a session: it has up to 128 {said}", retry=False)
@@ -301,7 +302,7 @@ class Gateway:
         """Forget a session and all that was recorded of it."""
         live = self.find(id)
         await live.close("deleted", Outcome.ABORTED, "deleted")
-        del self._sessions[id]
+        self._sessions.pop(id, None)  # whoever deletes it at the same time may have been first
         tables = (("sessions", "id"), ("nodes", "session"), ("calls", "session"))
         await written(self._store, [(f"DELETE FROM {table} WHERE {column} = ?", (id,)) for table, column in tables])
 

@@ -222,9 +222,8 @@ def _spoken(path: str) -> str:
 
 def _operation(method: str, path: str) -> Schema:
     route = about(method, path) or Route("", _ANYBODY, {})
-    given = {
-        kind: {"schema": route.gives if kind == route.kind else _TEXT} for kind in (route.kind, route.more) if kind
-    }
+    # Of a stream nothing is said: whether a schema is of all of it or of each event, readers do not agree.
+    given = {route.kind: {"schema": route.gives}} | ({route.more: {}} if route.more else {})
     answers: Schema = {
         str(route.status): {"description": "Done.", **({"content": given} if route.status == 200 else {})}
     }

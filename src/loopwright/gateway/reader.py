@@ -5,6 +5,7 @@ something else: half a character, half a stop string, white space before a tool 
 name is known it is a call, whose arguments are told as they come; if they break off, what was told of them stays.
 """
 
+import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ from loopwright.gateway.manner import PLAIN, Manner
 THINK, THOUGHT = "<think>", "</think>"
 _BETWEEN = " \t\r\n;,]"
 """What may stand between calls that have no marks."""
+_FENCE = re.compile(r"```(?:json)?\s*(?=[\[{])")
+"""What some put before a call that has no mark, though nobody asked them to."""
+_FENCE_BEGUN = re.compile(r"`{1,3}|```(?:j|js|jso|json)?\s*")
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -102,7 +106,7 @@ class Reader:
         self._thought = False
         self._calls: list[dict[str, Any]] = []
         self._malformed: list[str] = []
-        self._marked = self._listed = False  # how the call that is being read began
+        self._marked, self._fenced, self._lead = False, False, ""  # how the call that is being read began
         self._object, self._scanned, self._named, self._arguing = Object(), 0, False, False
         self._written, self._hopeful = "", True
         self._tokens: list[int] = []
@@ -215,9 +219,13 @@ class Reader:
             return True
         if not text or (not self._thought and THINK.startswith(text)):
             return False
-        if self._grammar.bare and self._manner.calls and text[0] in "{[":
-            self._space = "" if self._thought else self._buffer[: -len(text)]
-            return self._call(text, marked=False)
+        if self._grammar.bare and self._manner.calls and text[0] in "{[`":
+            if text[0] == "`" and _FENCE_BEGUN.fullmatch(text):
+                return False
+            fence = _FENCE.match(text)
+            if fence or text[0] != "`":
+                self._space, self._fenced = "" if self._thought else self._buffer[: -len(text)], fence is not None
+                return self._call(text, marked=False, lead=fence[0] if fence else "")
         self._buffer, self._state = text if self._thought else self._buffer, self._talking
         return True
 
@@ -247,6 +255,12 @@ class Reader:
         """After a call: its closing mark, or another call that has none."""
         close = self._grammar.close
         text = self._buffer.lstrip() if close else self._buffer.lstrip(_BETWEEN)
+        if self._fenced and text:
+            if text != "```" and "```".startswith(text):
+                return False
+            if text.startswith("```"):
+                self._fenced, self._buffer = False, text[3:]
+                return True
         if not text or (text != close and close.startswith(text)):
             return False
         if close:
@@ -260,13 +274,14 @@ class Reader:
 
     # -- calls --------------------------------------------------------------------------------------------------
 
-    def _call(self, text: str, *, marked: bool) -> bool:
+    def _call(self, text: str, *, marked: bool, lead: str = "") -> bool:
         """A call begins here, unless it is one more than was asked for."""
         if self._calls and self._manner.single:
             self.ended, self._buffer = True, ""
             return False
-        self._listed = not marked and text.startswith("[")
-        self._buffer, self._marked, self._state = text[self._listed :], marked, self._calling
+        start = len(lead) + (not marked and text[len(lead) : len(lead) + 1] == "[")
+        self._lead = text[:start]
+        self._buffer, self._marked, self._state = text[start:], marked, self._calling
         self._object, self._scanned, self._named, self._written = Object(), 0, False, ""
         self._hopeful = True
         return True
@@ -310,7 +325,7 @@ class Reader:
             self._state = self._talking
             if self._marked:
                 self._uncalled("")
-            self._buffer = "[" * self._listed + self._buffer
+            self._buffer = self._lead + self._buffer
             return True
         # Where no mark closes it, nobody knows where it ends but itself.
         self._object.take(self._buffer[self._scanned :])
@@ -335,7 +350,7 @@ class Reader:
     def _uncalled(self, text: str, close: str = "") -> None:
         if self._marked:
             self._malformed.append(text.strip() or self._grammar.open)
-        self._say((self._grammar.open if self._marked else "[" * self._listed) + text + close)
+        self._say((self._grammar.open if self._marked else self._lead) + text + close)
 
     def _break_off(self) -> None:
         """The turn ended within a call."""

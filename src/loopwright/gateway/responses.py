@@ -4,6 +4,7 @@ Nothing is kept between requests: `previous_response_id` and its like are refuse
 the history that it believes to be there.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from loopwright.gateway import fields, items
 from loopwright.gateway.calls import is_object
 from loopwright.gateway.dialect import Ask, BadRequest, Dialect, Piece, StreamWriter
 from loopwright.gateway.openai import content_logprobs, error_body, integer, now, sampling_of, with_tops
+from loopwright.gateway.reader import THOUGHT
 from loopwright.gateway.wish import form, openai_wish
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ class Responses(Dialect):
     def render(self, ask: Ask, call_id: str, turns: Sequence["Turn"]) -> dict[str, Any]:
         (turn,) = turns
         scores = _scores(self.tokenizer, ask, turn)
-        return {**_opened(ask, call_id), **_ended(turn), "output": list(_output(turn, call_id, scores))}
+        return {**_opened(ask, call_id), **_ended(self.tokenizer, turn), "output": list(_output(turn, call_id, scores))}
 
     def stream(self, ask: Ask, call_id: str) -> StreamWriter:
         return _Stream(self.tokenizer, ask, call_id)
@@ -86,7 +88,7 @@ def _opened(ask: Ask, call_id: str) -> dict[str, Any]:
     }
 
 
-def _ended(turn: "Turn") -> dict[str, Any]:
+def _ended(tokenizer: "Tokenizer", turn: "Turn") -> dict[str, Any]:
     return {
         "status": _status(turn),
         "incomplete_details": {"reason": "max_output_tokens"} if turn.finish == "length" else None,
@@ -94,10 +96,17 @@ def _ended(turn: "Turn") -> dict[str, Any]:
             "input_tokens": turn.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": turn.sampled_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": _thinking(tokenizer, turn)},
             "total_tokens": turn.prompt_tokens + turn.sampled_tokens,
         },
     }
+
+
+def _thinking(tokenizer: "Tokenizer", turn: "Turn") -> int:
+    """How many of the sampled tokens are reasoning, its end included."""
+    if not turn.thought:
+        return 0
+    return bisect_left(range(len(turn.ids)), True, key=lambda count: THOUGHT in tokenizer.decode(turn.ids[:count]))
 
 
 def _scores(tokenizer: "Tokenizer", ask: Ask, said: "Turn | Piece") -> list[dict[str, Any]]:
@@ -199,7 +208,7 @@ class _Stream(StreamWriter):
         if not turn.text and not turn.calls and self._place != _TEXT:
             events = self._close("completed") + self._speak()
         events += self._close(_status(turn))
-        self._response.update(_ended(turn), output=self._done)
+        self._response.update(_ended(self._tokenizer, turn), output=self._done)
         return events + self._event(f"response.{_status(turn)}", response=self._response)
 
     def fail(self, status: int, message: str) -> bytes:

@@ -22,7 +22,7 @@ from loopwright.gateway.dialect import ROUTES, Dialect
 from loopwright.gateway.live import Live
 from loopwright.gateway.operations import Operations
 from loopwright.gateway.refusal import Refused, refusal_of
-from loopwright.gateway.terms import Terms
+from loopwright.gateway.terms import Terms, is_ours
 
 if TYPE_CHECKING:
     from loopwright.gateway.gateway import Gateway
@@ -133,14 +133,17 @@ class Server:
     # -- sessions -----------------------------------------------------------------------------------------------
 
     async def _open(self, request: web.Request) -> web.StreamResponse:
-        if self._gateway.token is not None and not self._is_admin(_key(request)):
+        id, admin = request.match_info.get("id"), self._is_admin(_key(request))
+        if self._gateway.token is not None and not admin:
             raise Refused(401, "authentication", "opening a session needs the gateway's token", retry=False)
+        if id is not None and is_ours(id) and not admin:
+            self._session(request)  # or everybody who has seen its URL would be told its key
         try:
             terms = Terms.model_validate(body_of(await request.read(), empty=True))
         except ValidationError as error:
             key, message = next(explain(error, Terms))
             raise Refused(400, "invalid", f"{key}: {message}" if key else message, param=key, retry=False) from error
-        return answered((await self._gateway.open(request.match_info.get("id"), terms)).as_json())
+        return answered((await self._gateway.open(id, terms)).as_json())
 
     async def _show(self, request: web.Request) -> web.StreamResponse:
         return answered(self._session(request, admin=True).checked(request.query.get("snapshot")))

@@ -5,6 +5,7 @@
 | `REMOTE_<KEY>` | a key of the remote loop, in capitals: `REMOTE_DEADLINE_S=60`, `REMOTE_COMMAND='["mini", "-y"]'` |
 | `REMOTE_GATEWAY_<KEY>` | a key of the gateway: `REMOTE_GATEWAY_TYPE=ray`, `REMOTE_GATEWAY_PORT=8400` |
 | `REMOTE_GATEWAY_TOKEN` | the token of an external gateway; as a secret it is in no file and no ledger |
+| `REMOTE_SERVER_TOKEN` | the token of a trial server |
 | `PROXY_SERVER_URL` | the URL of an external gateway: `type = "external"` with this `url` |
 | `LLM_PROXY_IP` | the address at which agents reach our own gateway: its `advertise_host` |
 
@@ -13,6 +14,7 @@ Values are JSON, or text. They are read once, where the run is started, and trav
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -20,7 +22,20 @@ from pydantic import BaseModel
 
 LOOP, GATEWAY = "REMOTE_", "REMOTE_GATEWAY_"
 TOKEN = "REMOTE_GATEWAY_TOKEN"  # noqa: S105  the name of a variable
+SERVER_TOKEN = "REMOTE_SERVER_TOKEN"  # noqa: S105  the name of a variable
+_LEAST_TOKEN = 16
 _BEGINS = ("{", "[", '"')
+
+
+def token_in(file: Path) -> str:
+    """The token that a file holds; ValueError if it holds none."""
+    try:
+        token = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    if len(token) < _LEAST_TOKEN:
+        raise ValueError(f"{file} holds no token of {_LEAST_TOKEN} characters or more")
+    return token
 
 
 def value_of(text: str, model: type[BaseModel], key: str) -> Any:

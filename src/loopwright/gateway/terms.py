@@ -1,6 +1,7 @@
 """Terms: what whoever opens a session says about it, and holds its agent to."""
 
 import re
+import secrets
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -10,12 +11,23 @@ from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_OURS = re.compile(r"s-[0-9a-f]{16}")
 _TAKEN = {"sessions", "healthz", "metrics", "v1", "ws", "openapi.json", "engines", "weights", "pause", "resume"}
 
 
 def is_id(text: str) -> bool:
     """Whether a session can be called so: it is part of a path, and of nobody else's."""
     return _ID.fullmatch(text) is not None and text not in _TAKEN
+
+
+def new_id() -> str:
+    """An id for a session whose opener says none."""
+    return f"s-{secrets.token_hex(8)}"
+
+
+def is_ours(id: str) -> bool:
+    """Whether we chose this id. Agents see it in their URL, and nobody has to open such a session twice."""
+    return _OURS.fullmatch(id) is not None
 
 
 class Terms(Config):

@@ -71,7 +71,7 @@ def _examined(ledger: Ledger, digest: TrainingDigest, tokenizer: Tokenizer | Non
             for end, trial in ((first, pair.before), (last, pair.after))
             if trial in found
         ]
-        change = f"{number(pair.rewards[0], 3)} → {number(pair.rewards[1], 3)}"
+        change = f"mean reward {number(pair.rewards[0], 3)} → {number(pair.rewards[1], 3)}"
         columns.append(html("<h4>{} <small>{}</small></h4><div class='pair'>{}</div>", title, change, join(shown)))
     return join(columns)
 
@@ -80,10 +80,10 @@ def _chosen(pairs: Sequence[Pair]) -> list[tuple[str, Pair]]:
     """The held-out tasks that changed most for the better and for the worse, and one between them."""
     ordered = sorted(pairs, key=lambda pair: (-pair.change, pair.before))
     if len(ordered) < 3:
-        return [("held-out task", pair) for pair in ordered]
+        return [("Held-out task", pair) for pair in ordered]
     names = ("the largest gain", "the median", "the smallest gain" if ordered[-1].change >= 0 else "the largest loss")
     places = (0, len(ordered) // 2, len(ordered) - 1)
-    return [(f"held-out task with {name}", ordered[place]) for name, place in zip(names, places, strict=True)]
+    return [(f"Held-out task with {name}", ordered[place]) for name, place in zip(names, places, strict=True)]
 
 
 def _learned(ledger: Ledger, tokenizer: Tokenizer | None) -> Html:
@@ -119,7 +119,7 @@ def _learned(ledger: Ledger, tokenizer: Tokenizer | None) -> Html:
             )
             for title, one in ends.items()
         ]
-        title = f"what step {number(step)} was learned from"
+        title = f"What step {number(step)} was learned from"
         told = "the group whose rewards were furthest apart"
         parts.append(html("<h4>{} <small>{}</small></h4><div class='pair'>{}</div>", title, told, join(shown)))
     return join(parts)

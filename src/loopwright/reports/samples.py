@@ -76,8 +76,8 @@ def sample(
     facts += [short(episode.reason)] if episode.reason else []
     facts += [] if episode.task.label is None else [f"label {short(exact(episode.task.label), 120)}"]
     return html(
-        "<details class='sample {}' open>{}<p class='muted'>{}</p>{}</details>",
-        css,
+        "<details class='{}' open>{}<p class='muted'>{}</p>{}</details>",
+        f"sample {css}".strip(),
         head,
         " · ".join(facts),
         _conversation(episode, tokenizer, most),

@@ -278,14 +278,14 @@ def _curves(place: int, chart: dict[str, Any]) -> Html:
         _figure(
             "curve",
             place,
-            html("{} <small>{}</small>", curve["title"], curve["meaning"]),
+            html("{} <small>{}</small>{}", curve["title"], curve["meaning"], key),
             "" if index else "large",
             which=index,
         )
         for index, curve in enumerate(chart["curves"])
+        for key in [training_key(curve, () if index else chart["skipped"])]
     ]
-    text = "<h3>Curves</h3>{}{}<div class='grid'>{}</div>{}"
-    return html(text, training_key(chart), first, join(more), training_level(chart))
+    return html("<h3>Curves</h3>{}<div class='grid'>{}</div>{}", first, join(more), training_level(chart))
 
 
 def _thinned(digest: Digest, chart: Mapping[str, Any]) -> Html:

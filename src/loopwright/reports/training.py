@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import fsum, isfinite
-from typing import Any
+from typing import Any, TypeGuard
 
 from loopwright.core.interval import interval
 from loopwright.core.ledger import Ledger
@@ -16,6 +16,9 @@ from loopwright.reports.rollouts import RolloutDigest, bad_rollouts, rollout_bas
 
 _ENDS = 10
 """So many steps at either end are compared where nothing else tells how good the policy is."""
+_DIGITS = 6
+_RATIOS = ("kl", "importance")
+"""Differences of logprobs: the same policy in another order of additions gives another last digit."""
 Interval = tuple[float, float, float]
 """A mean, and the bounds of its 95 % interval."""
 
@@ -28,6 +31,7 @@ class Pair:
     """The trial whose episode is shown; the first of the task."""
     after: int
     rewards: tuple[float, float]
+    """The means over the attempts at it."""
 
     @property
     def change(self) -> float:
@@ -100,9 +104,17 @@ class TrainingDigest(RolloutDigest):
         return (fsum(rewards[:many]) / many, fsum(rewards[-many:]) / many) if many else None
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether there is something to draw."""
     return isinstance(value, (int, float)) and isfinite(value)
+
+
+def value_of(step: Step, name: str) -> float | None:
+    """What was measured, if there is something to draw; without what is nothing but rounding."""
+    value = step.numbers.get(name)
+    if not is_number(value):
+        return None
+    return round(value, _DIGITS) if name in _RATIOS else value
 
 
 def trains(about: Mapping[str, Any]) -> bool:
@@ -114,8 +126,9 @@ def trains(about: Mapping[str, Any]) -> bool:
 def read_training(ledger: Ledger) -> TrainingDigest:
     """The digest of a training run."""
     evals = list(steps(ledger, "eval"))
+    counted = f"SELECT ifnull(outcome, 'running'), count(*) FROM trials WHERE {EVALUATED} IS NULL GROUP BY 1"
     return TrainingDigest(
-        **rollout_basics(ledger),
+        **rollout_basics(ledger) | {"counted": dict(ledger.transaction.rows(counted))},
         train=list(steps(ledger, "train")),
         evals=evals,
         pairs=_pairs(ledger, _measured(evals)),
@@ -196,12 +209,12 @@ def verdict(digest: TrainingDigest) -> str:
             f"On held-out tasks the mean reward was {told} after step {number(only.step)}; "
             "it has not been measured again yet."
         )
-    rewards, last = digest.train_rewards, "that is no measure of what it can do with other tasks"
     why = "No evaluation has a reward" if digest.evals else "Nothing was measured on held-out tasks"
-    if rewards is None:
+    if digest.train_rewards is None:
         return f"{why}, and no two steps have a reward yet."
-    told = f"the mean reward of its training went from {number(rewards[0], 3)} to {number(rewards[1], 3)} in {many}"
-    return f"{why}; {told}, but {last}. Add [run.eval] to know." if not digest.evals else f"{why}; {told}, but {last}."
+    begun, ended = (number(reward, 3) for reward in digest.train_rewards)
+    told = f"{why}; the mean reward of its training went from {begun} to {ended} in {many}"
+    return f"{told}, which says little about other tasks." + ("" if digest.evals else " Add [run.eval] to know.")
 
 
 def troubles(digest: TrainingDigest) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from loopwright.core.steps import Step
 from loopwright.reports.markup import Html, duration, html, join, number, short, table
-from loopwright.reports.training import TrainingDigest, bounds, is_number, judgement, passes, troubles, verdict
+from loopwright.reports.training import TrainingDigest, bounds, is_number, passes, troubles, value_of, verdict
 
 _POINTS = 240
 """More steps than this are drawn several together: their mean, and from the lowest to the highest."""
@@ -31,11 +31,11 @@ _TOLD = {
     "clip_fraction": Told("clip fraction", "share of tokens that were not let move further"),
     "grad_norm": Told("gradient norm", "before it was shortened"),
     "loss": Told("loss"),
-    "reward_std": Told("spread of rewards", "standard deviation within a batch"),
+    "reward_std": Told("spread of rewards", "within a batch"),
     "length": Told("length", "sampled tokens per rollout"),
     "turns": Told("turns", "per rollout"),
     "staleness": Told("staleness", "versions that tokens are behind"),
-    "importance": Told("importance", "what tokens count for, by their recorded logprobs"),
+    "importance": Told("importance", "against recorded logprobs"),
     "tokens_per_s": Told("throughput", "tokens trained on per second"),
     "faults": Told("fault rate", "share of rollouts lost, by no fault of the policy"),
     "lr": Told("step size"),
@@ -51,14 +51,21 @@ def training_answer(digest: TrainingDigest) -> Html:
     parts = [html("<p class='verdict'>{}</p>", verdict(digest))]
     if digest.ends is not None:
         first, last = (step.numbers for step in digest.ends)
-        gain = digest.change is not None and (digest.change[1] > 0) - (digest.change[2] < 0)
+        _, low, high = digest.change or (0.0, 0.0, 0.0)
+        css, word = (
+            ("gain", "better, by more than chance")
+            if low > 0
+            else ("loss", "worse")
+            if high < 0
+            else ("muted", "may be chance")
+        )
         left = html(
             "<div><div class='what'>Mean reward on held-out tasks</div><div class='value'>{} → {}</div>"
             "<p class='{}'>{}</p></div>",
             number(first["reward"], 3),
             number(last["reward"], 3),
-            {1: "gain", -1: "loss"}.get(int(gain), "muted"),
-            judgement(digest),
+            css,
+            word if digest.change else "",
         )
         names = ["reward", *passes(digest)]
         rows = [[name, *(_measured(numbers, name) for numbers in (first, last))] for name in names]
@@ -155,12 +162,13 @@ def training_level(chart: Mapping[str, Any]) -> Html:
     return html("<p><small>{}</small></p>", " ".join(parts)) if parts else Html("")
 
 
-def training_key(chart: Mapping[str, Any]) -> Html:
-    """What the marks of the rewards mean."""
-    lines = chart["curves"][0]["lines"] if chart["curves"] else []
-    marks = [(f"stroke c{place}", line["name"]) for place, line in enumerate(lines)]
-    marks += [("band", "95 % interval")] if any(line["marked"] for line in lines) else []
-    marks += [("tick", "a step that changed nothing")] if chart["skipped"] else []
+def training_key(curve: Mapping[str, Any], skipped: Sequence[int] = ()) -> Html:
+    """What the lines and marks of a curve mean, where there are several."""
+    lines = curve["lines"]
+    marks = [(f"stroke c{place}", line["name"]) for place, line in enumerate(lines) if len(lines) > 1]
+    wide = any(line["marked"] and any(row[2] < row[3] for row in line["rows"]) for line in lines)
+    marks += [("band", "95 % interval")] if wide else []
+    marks += [("tick", "a step that changed nothing")] if skipped else []
     return html(
         "<div class='key'>{}</div>",
         join(html("<span><i class='{}'></i>{}</span>", mark, text) for mark, text in marks),
@@ -179,7 +187,7 @@ def _speed(step: Step) -> dict[str, float]:
 
 
 def _points(steps: Sequence[Step], name: str) -> list[tuple[int, float]]:
-    return [(step.step, value) for step in steps if is_number(value := step.numbers.get(name))]
+    return [(step.step, value) for step in steps if (value := value_of(step, name)) is not None]
 
 
 def _curve(title: str, meaning: str, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:

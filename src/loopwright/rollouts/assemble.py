@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,8 @@ from loopwright.rollouts.judger import JudgerConfig
 from loopwright.rollouts.judging import JudgeWorker, Verdicts
 from loopwright.rollouts.pool import Build, Pool
 from loopwright.rollouts.pool_local import LocalPool
-from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.home import EmbeddedConfig, HomeConfig, home_of
+from loopwright.rollouts.remote.config import RemoteConfig, server_token
+from loopwright.rollouts.remote.home import EmbeddedConfig, Home, HomeConfig, check_reach, home_of
 from loopwright.rollouts.remote.housed import Housed
 from loopwright.rollouts.remote.worker import RemoteWorker
 from loopwright.rollouts.resources import Ask
@@ -32,7 +32,10 @@ from loopwright.rollouts.tasks import TaskMix
 from loopwright.rollouts.worker import LoopWorker
 from loopwright.workloads.base import fingerprint_of
 
-_PLACEMENT = {"workers", "cpus", "memory", "concurrency", "timeout_s", "retries", "pause_s", "breaker", "cooldown_s"}
+_PLACEMENT = {
+    *("workers", "cpus", "memory", "concurrency", "timeout_s", "retries", "pause_s", "breaker", "cooldown_s"),
+    *("server", "token_file", "queue_s", "artifacts"),
+}
 """What changes where and how fast things run, and not what comes out."""
 
 
@@ -76,26 +79,43 @@ def rollout_env(
         produce=config.produce,
         seed=seed,
         concurrency=loop.concurrency,
-        deadline_s=loop.deadline_s,
+        deadline_s=loop.deadline_s + (loop.queue_s if isinstance(loop, RemoteConfig) and loop.server else 0.0),
         source=Source(engine, loop.sampling, home, near=engine.type == "transformers" and here),
         evaluation=evaluation,
         cluster=partial(_cluster, [*config.asks(), *(() if gateway is None else gateway.asks())]),
     )
 
 
-def _loop(
-    run: Run, config: RolloutConfig, engine: EngineConfig, gateway: HomeConfig | None, home: Path
-) -> Pool:
+def _loop(run: Run, config: RolloutConfig, engine: EngineConfig, gateway: HomeConfig | None, home: Path) -> Pool:
     """The loop's workers: each with an engine, or all of them with a gateway that has one."""
     loop = config.loop
     if isinstance(loop, RemoteConfig) and gateway is not None:
         # Read here, where the run was started: a worker may be on a machine that knows nothing of them.
         passed = {name: os.environ[name] for name in loop.pass_env if name in os.environ}
         verifies = "verifier" in config.judger.evidence()
+        place = home_of(gateway, engine, home, run.name)
+        if loop.server is not None:
+            return _served(loop, loop.server, place, run, home, passed=passed, verifies=verifies)
         build: Build = partial(RemoteWorker, loop, home, run=run.name, passed=passed, verifies=verifies)
         workers = pool_of("loop", build, loop, home, most=loop.concurrency)
-        return Housed(home_of(gateway, engine, home, run.name), workers, far=bool(loop.workers))
+        return Housed(place, workers, _reach if loop.workers else None)
     return pool_of("loop", partial(LoopWorker.build, loop, engine, home), loop, home, most=loop.concurrency)
+
+
+def _served(
+    loop: RemoteConfig, url: str, place: Home, run: Run, home: Path, *, passed: Mapping[str, str], verifies: bool
+) -> Pool:
+    """A loop whose agents run at a trial server."""
+    from loopwright.rollouts.trials.client import ServedWorker, TrialsClient
+
+    client = TrialsClient(url, server_token(loop.token_file, home), connections=2 * loop.concurrency)
+    run_id = str(run.ledger.state("id"))  # the same when it is resumed, so that no trial is run twice
+    build = partial(ServedWorker, client, loop, run=run.name, run_id=run_id, passed=passed, verifies=verifies)
+    return Housed(place, LocalPool(build, name="loop"), client.check)
+
+
+async def _reach(url: str) -> None:
+    check_reach(url)
 
 
 @contextmanager

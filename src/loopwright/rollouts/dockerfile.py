@@ -76,7 +76,10 @@ class _Reader:
         elif word in ("COPY", "ADD"):
             self._copy(rest, where)
         elif word not in _HARMLESS:
-            raise TasksError(f'{where}: {word} needs Docker; use sandbox = "docker", or put the files it makes there')
+            raise TasksError(
+                f"{where}: {word} needs Docker to build an image, which only Harbor does. "
+                f"Put what it makes into {self._directory} and take the line out, or have Harbor run the task"
+            )
 
     def _copy(self, rest: str, where: str) -> None:
         words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)

@@ -1,10 +1,12 @@
 """The rollout environment: the action is a task, the answer an episode, judged and in the ledger."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,10 @@ from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.tasks import Prompt, TaskMix
 from loopwright.rollouts.worker import News, Request
 
+log = logging.getLogger(__name__)
 _GRACE_S = 10.0
 _MOST_HOLDS = 3
+"""How often a rollout waits for a judger that is down, where nothing is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,8 @@ class RolloutEnv(Env):
         self.tasks, self.loop, self.judge, self.buffer = tasks, loop, judge, buffer
         self.produce, self.concurrency = produce, concurrency
         self.source, self.evaluation = source, evaluation
+        self.waits_for_judge = False
+        """Whether rollouts wait until a judger that is down is back, instead of being given up some time."""
         self._seed, self._deadline_s, self._cluster = seed, deadline_s, cluster
         self._slots = asyncio.Semaphore(concurrency)
         self._benches: dict[int, Bench] = {}
@@ -141,14 +147,21 @@ class RolloutEnv(Env):
         for prompt in self.tasks.held_out():
             trials = known.get((prompt.source, prompt.index))
             if trials is None:
-                self.run.group += 1
-                action = {**prompt.action, "evaluated": step}
-                trials = [self._reserved(action, self.run.group, repeat) for repeat in range(samples)]
-                self.run.ledger.reserve(trials, hold=True)
+                groups.append(self.examined(prompt, step, samples, sampling))
+                continue
             groups.append(self.group(trials[0].group, prompt, samples, trials))
             self._samplings.update(dict.fromkeys(groups[-1].flying, sampling))
         self.run.ledger.flush()
         return groups
+
+    def examined(self, prompt: Prompt, step: int, samples: int, sampling: Sampling | None = None) -> Group:
+        """A group of an evaluation: nothing in it is trained on."""
+        self.run.group += 1
+        action = {**prompt.action, "evaluated": step}
+        trials = [self._reserved(action, self.run.group, repeat) for repeat in range(samples)]
+        self.run.ledger.reserve(trials, hold=True)
+        self._samplings.update(dict.fromkeys((trial.number for trial in trials), sampling))
+        return self.group(self.run.group, prompt, samples, trials)
 
     def _examined(self, step: int) -> dict[tuple[str, int], list[Trial]]:
         rows = self.run.ledger.transaction.rows(
@@ -223,13 +236,15 @@ class RolloutEnv(Env):
 
     async def _judged(self, trial: Trial, episode: Episode) -> Episode:
         bench = self._benches.get(trial.number)
-        for holds_left in reversed(range(_MOST_HOLDS + 1)):
+        for holds in count():
             try:
                 reward = await (self.judge.judge(episode) if bench is None else bench.reward(episode))
                 return episode.judged(reward)
             except JudgerDown as error:
-                if holds_left:
+                if self.waits_for_judge or holds < _MOST_HOLDS:
                     # The judger rests; rolling out anew would cost more than waiting for it.
+                    if holds == _MOST_HOLDS:
+                        log.warning("trial %d waits for its judger, however long: %s", trial.number, error)
                     await asyncio.sleep(error.retry_in_s)
                     continue
                 reason = str(error)

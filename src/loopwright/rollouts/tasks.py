@@ -235,9 +235,13 @@ class TaskMix:
             raise IndexError(f"{name} has {len(tasks)} tasks, and none is number {index}")
         return Prompt(name, index, tasks[index])
 
+    def prompts(self) -> list[Prompt]:
+        """All that can be drawn."""
+        return _prompts(self._sources)
+
     def held_out(self) -> list[Prompt]:
         """The prompts that are for evaluation alone."""
-        return [Prompt(name, index, task) for name, tasks in self._held_out.items() for index, task in enumerate(tasks)]
+        return _prompts(self._held_out)
 
     def fingerprint(self) -> str:
         """Changes with any task."""
@@ -247,3 +251,7 @@ class TaskMix:
             for task in tasks:
                 digest.update(orjson.dumps(task.as_json()))
         return digest.hexdigest()
+
+
+def _prompts(sources: Mapping[str, Sequence[Task]]) -> list[Prompt]:
+    return [Prompt(name, index, task) for name, tasks in sources.items() for index, task in enumerate(tasks)]

@@ -22,7 +22,7 @@ from loopwright.engines.base import EngineConfig, engines
 from loopwright.envs.live import LiveConfig
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
-from loopwright.rollouts.remote.home import ELSEWHERE, HOMES, ExternalConfig, HomeConfig
+from loopwright.rollouts.remote.home import ELSEWHERE, HOMES, ExternalConfig, HomeConfig, ServersConfig
 from loopwright.scenario.schema import PenaltiesConfig, RunBasics, RunConfig, Scenario, SystemConfig
 from loopwright.scenario.settings import is_remote, resolved
 from loopwright.spaces.draws import EnvParamConfig, problem_with
@@ -154,7 +154,7 @@ class _Checker:
         parts["workload"], parts["live"], parts["rollout"] = workload, live, rollout
         parts["engine"] = self._engine(raw["engine"]) if "engine" in raw else None
         parts["gateway"] = self._gateway(raw["gateway"]) if "gateway" in raw else None
-        if isinstance(parts["gateway"], ExternalConfig):
+        if isinstance(parts["gateway"], ExternalConfig | ServersConfig):
             parts["engine"] = ELSEWHERE
         parts["eval"] = self._model("[run.eval]", raw["eval"], EvalConfig) if "eval" in raw else None
         parts["env_params"] = self._env_params(raw.get("env_params", {}))
@@ -274,9 +274,12 @@ class _Checker:
                 self._say(f"[[run]] {key}", f"has no meaning in a run with [run.rollout]: {instead}.")
         if "gateway" in raw and not is_remote(raw):
             self._say("[run.gateway]", 'has no meaning without loop = { type = "remote" }.')
-        if isinstance(run.gateway, ExternalConfig):
+        if isinstance(run.gateway, ServersConfig) and getattr(rollout.loop, "server", None) is None:
+            self._say("[run.gateway] type", '"server" is for loops with `server`, a trial server.')
+        if isinstance(run.gateway, ExternalConfig | ServersConfig):
             if "engine" in raw:
-                self._say("[run.engine]", "has no meaning with an external gateway, which has engines of its own.")
+                whose = "a trial server's" if isinstance(run.gateway, ServersConfig) else "an external"
+                self._say("[run.engine]", f"has no meaning with {whose} gateway, which has engines of its own.")
         elif "engine" not in raw:
             self._say("[run.engine]", 'is missing; it says what the policy runs on, such as type = "scripted".')
         for problem in run.eval.problems(self.home) if run.eval is not None else ():

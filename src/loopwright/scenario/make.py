@@ -47,7 +47,7 @@ def make(
     if view not in _VIEWS:
         raise ValueError(f"there is no view {view!r}; known: {', '.join(_VIEWS)}")
     loaded = load(Path(file))
-    config = _chosen(loaded, run)
+    config = chosen_run(loaded, run)
     if config.rollout is not None:
         raise ValueError(f"run {config.name!r} makes rollouts, which have no gymnasium spaces; `loopwright run` it")
     if num_envs is not None:
@@ -56,7 +56,7 @@ def make(
         system = loaded.scenario.system.model_copy(update={"parallel": num_envs})
         loaded = replace(loaded, scenario=loaded.scenario.model_copy(update={"system": system}))
     with ExitStack() as undo:
-        adapter = _made(loaded, config, output, view, num_envs, server, undo)
+        adapter = _adapted(environment(loaded, config, output, undo, server), view, num_envs)
         kept = undo.pop_all()
     close = adapter.close
 
@@ -73,7 +73,8 @@ def make(
     return adapter
 
 
-def _chosen(loaded: Loaded, run: str | None) -> RunConfig:
+def chosen_run(loaded: Loaded, run: str | None) -> RunConfig:
+    """The run of this name, or the first that has an agent."""
     able = [one for one in loaded.scenario.run if one.agent is not None]
     found = next((one for one in able if run in (None, one.name)), None)
     if found is None:
@@ -84,16 +85,11 @@ def _chosen(loaded: Loaded, run: str | None) -> RunConfig:
     return found
 
 
-def _made(
-    loaded: Loaded,
-    config: RunConfig,
-    output: str | Path | None,
-    view: str,
-    num_envs: int | None,
-    server: GymServer | None,
-    undo: ExitStack,
-) -> Any:
-    assert config.agent is not None  # noqa: S101  _chosen sees to it
+def environment(
+    loaded: Loaded, config: RunConfig, output: str | Path | None, undo: ExitStack, server: GymServer | None = None
+) -> AnyEnv:
+    """The environment of a run whose agent is somebody else's; `undo` lets go of all that it holds."""
+    assert config.agent is not None  # noqa: S101  chosen_run sees to it
     if output is None:
         directory = Path(tempfile.mkdtemp(prefix="loopwright-"))
         undo.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -109,7 +105,7 @@ def _made(
     env = build_env(loaded, config, directory, free, shared, server=server)
     undo.callback(env.run.ledger.close)
     describe(loaded, config, env, agents.get(free.type), free)
-    return _adapted(env, view, num_envs)
+    return env
 
 
 def _adapted(env: AnyEnv, view: Any, num_envs: int | None) -> Any:

@@ -9,6 +9,7 @@ from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.home import HOMES
 
 _TABLES = ("loop", "gateway")
+_ELSEWHERE = ("external", "server")
 
 
 def is_remote(run: Mapping[str, Any]) -> bool:
@@ -29,7 +30,7 @@ def resolved(run: Mapping[str, Any], settings: Sequence[str], environ: Mapping[s
     found = {**run, "rollout": {**run["rollout"], "loop": loop}}
     if not gateway:
         return found
-    if gateway.get("type") == "external" and run.get("gateway", {}).get("type") != "external":
+    if gateway.get("type") in _ELSEWHERE and run.get("gateway", {}).get("type") not in _ELSEWHERE:
         found.pop("engine", None)  # it was for the gateway that the file speaks of
     return {**found, "gateway": gateway}
 

@@ -2,19 +2,16 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from loopwright.core.errors import StorageError, storage
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-_STATE, _TENSORS = "state.json", "trainer.safetensors"
+_STATE = "state.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +22,6 @@ class Checkpoint:
     directory: Path
     notes: Mapping[str, Any]
 
-    def tensors(self) -> "dict[str, Tensor]":
-        """What was learned by then, and what the optimizer remembered."""
-        from safetensors.torch import load_file
-
-        with storage(self.directory):
-            return load_file(self.directory / _TENSORS)
-
 
 class Checkpoints:
     """The checkpoints of a run, in a directory of their own; only the last few are kept."""
@@ -39,17 +29,15 @@ class Checkpoints:
     def __init__(self, directory: Path, keep: int) -> None:
         self._directory, self._keep = directory, keep
 
-    def save(self, step: int, tensors: "Mapping[str, Tensor]", notes: Mapping[str, Any]) -> Path:
-        """Write a checkpoint. It has its name only once all of it is on disk."""
-        from safetensors.torch import save_file
-
+    def save(self, step: int, write: Callable[[Path], None], notes: Mapping[str, Any]) -> Path:
+        """Have a checkpoint written. It has its name only once all of it is on disk."""
         final, draft = self._directory / f"step-{step:06d}", self._directory / f".step-{step:06d}"
         with storage(self._directory):
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-            save_file({name: value.contiguous() for name, value in tensors.items()}, draft / _TENSORS)
+            write(draft)
             (draft / _STATE).write_bytes(orjson.dumps({"step": step, **notes}))
-            for path in (draft / _TENSORS, draft / _STATE, draft):
+            for path in (*draft.iterdir(), draft):
                 _sync(path)
             shutil.rmtree(final, ignore_errors=True)  # one that was replayed
             draft.rename(final)
@@ -59,18 +47,19 @@ class Checkpoints:
         return final
 
     def latest(self) -> Checkpoint | None:
-        """The last one that is whole."""
-        for name in reversed(self._names()):
-            directory = self._directory / name
-            try:
-                notes = orjson.loads((directory / _STATE).read_bytes())
-                return Checkpoint(int(notes["step"]), directory, notes)
-            except (OSError, ValueError, KeyError) as error:
-                raise StorageError(
-                    f"checkpoint {directory} is damaged ({type(error).__name__}: {error}). Remove that directory to go "
-                    "on from the one before it."
-                ) from error
-        return None
+        """The last one."""
+        names = self._names()
+        if not names:
+            return None
+        directory = self._directory / names[-1]
+        try:
+            notes = orjson.loads((directory / _STATE).read_bytes())
+            return Checkpoint(int(notes["step"]), directory, notes)
+        except (OSError, ValueError, KeyError) as error:
+            raise StorageError(
+                f"checkpoint {directory} is damaged ({type(error).__name__}: {error}). Remove that directory to go on "
+                "from the one before it."
+            ) from error
 
     def _names(self) -> list[str]:
         return sorted(path.name for path in self._directory.glob("step-*")) if self._directory.is_dir() else []

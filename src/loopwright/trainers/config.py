@@ -68,6 +68,9 @@ class TrainConfig(AgentConfig):
     """Train only so many layers, counted from the last, and the norm after them; not with `lora`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The precision of the computation; weights are kept in float32."""
+    colocated: bool = False
+    """Whether the engine rests while the policy is trained, for the cores or the GPU that they share; asynchronous
+    rollouts go on where they were."""
     workers: int = Field(default=0, ge=0)
     """0: train in this process; otherwise so many workers of Ray Train, which share each batch."""
     cpus: float = Field(default=1.0, gt=0)

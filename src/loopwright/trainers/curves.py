@@ -1,13 +1,15 @@
 """Curves for other people's tools: TensorBoard, Weights & Biases, MLflow. The ledger has them in any case."""
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from loopwright.core.lazy import lazy_module
 
+log = logging.getLogger(__name__)
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 
 
@@ -17,38 +19,47 @@ class _Writer(Protocol):
 
 
 class Curves:
-    """All the places where a run's curves go."""
+    """All the places where a run's curves go. One that fails is left out and said so: it must not end a training."""
 
-    def __init__(self, names: Sequence[str], directory: Path) -> None:
-        self._writers: list[_Writer] = [_WRITERS[name](directory) for name in names]
+    def __init__(self, names: Sequence[str], directory: Path, run_id: str) -> None:
+        self._writers: list[_Writer] = [_WRITERS[name](directory, run_id) for name in names]
 
     def add(self, step: int, numbers: Mapping[str, Any]) -> None:
         """Write one point of each curve."""
         finite = {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
-        for writer in self._writers:
-            writer.add(step, finite)
+        self._each(lambda writer: writer.add(step, finite))
 
     def close(self) -> None:
         """Have all of it written."""
-        for writer in self._writers:
-            writer.close()
+        self._each(lambda writer: writer.close())
+
+    def _each(self, act: Callable[[_Writer], None]) -> None:
+        for writer in tuple(self._writers):
+            try:
+                act(writer)
+            except Exception:
+                self._writers.remove(writer)
+                name = type(writer).__name__.removeprefix("_")
+                log.exception("%s takes no more curves; they are in the ledger and in the report", name)
 
 
 class _TensorBoard:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, run_id: str) -> None:
         self._writer: Any = lazy_module("tensorboardX").SummaryWriter(str(directory / "tensorboard"))
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(_plain(name), value, step)
 
     def close(self) -> None:
         self._writer.close()
 
 
 class _Wandb:
-    def __init__(self, directory: Path) -> None:
-        self._run: Any = lazy_module("wandb").init(dir=str(directory), name=directory.name, resume="allow")
+    def __init__(self, directory: Path, run_id: str) -> None:
+        # Under its own id, so that a run that is resumed goes on there, too.
+        wandb: Any = lazy_module("wandb")
+        self._run = wandb.init(dir=str(directory), name=directory.name, id=run_id, resume="allow")
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
@@ -58,15 +69,24 @@ class _Wandb:
 
 
 class _Mlflow:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, run_id: str) -> None:
         self._mlflow: Any = lazy_module("mlflow")
-        self._mlflow.start_run(run_name=directory.name)
+        # It gives ids itself; the one that it gave is kept, so that a run that is resumed goes on there, too.
+        known = directory / "mlflow-run"
+        given = known.read_text("utf-8") if known.exists() else None
+        run = self._mlflow.start_run(run_id=given, run_name=directory.name, tags={"loopwright": run_id})
+        known.write_text(run.info.run_id, "utf-8")
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in numbers.items()}, step=step)
+        self._mlflow.log_metrics({_plain(name): value for name, value in numbers.items()}, step=step)
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def _plain(name: str) -> str:
+    """A name that these take as it is."""
+    return name.replace("@", "_at_")
 
 
 _WRITERS: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _Mlflow}

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from loopwright.trainers.config import TrainConfig
@@ -18,6 +19,7 @@ from loopwright.trainers.rule import Rule, Said, Tokens
 from loopwright.trainers.sample import Sample, micro_batches, scale_of, shares, split
 
 _SMALL = 1e-8
+_TRAINER, _CRITIC = "trainer.safetensors", "critic/"
 
 
 class Team(Protocol):
@@ -169,9 +171,9 @@ class Learner:
             told = {**told, "kl": (-drift).exp() + drift - 1}
         if config.entropy:
             cost = cost - config.entropy * now.entropy
-        weights = [torch.full((sample.tokens,), sample.weight) for sample in batch]
-        numbers.add(entropy=now.entropy.detach(), **told)
-        return (cost * _flat(weights, self.setting.device)).sum()
+        weights = _flat([torch.full((sample.tokens,), sample.weight) for sample in batch], self.setting.device)
+        numbers.add(weights > 0, entropy=now.entropy.detach(), **told)
+        return (cost * weights).sum()
 
     def _share(self, samples: Sequence[Sample]) -> list[Sample]:
         """Those of the samples that this learner computes."""
@@ -246,23 +248,30 @@ class Learner:
 
     # -- in and out -----------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Tensor]:
-        """All that training goes on from: what was learned, and what the optimizer remembers."""
-        found = {f"policy/{name}": value for name, value in self.policy.learned().items()}
-        names = [name for name, p in self.policy.scored.named_parameters() if p.requires_grad]
+    def write(self, directory: Path) -> None:
+        """All that training goes on from: the policy, and beside it the critic and what the optimizer remembers."""
+        self.policy.write(directory)
+        found = {f"{_CRITIC}{name}": value.detach() for name, value in self._critic().items()}
+        names = list(self.policy.learned())
         for index, memory in self.optimizer.state_dict()["state"].items():
             found |= {f"optimizer/{names[index]}/{key}": torch.as_tensor(value) for key, value in memory.items()}
-        return found
+        save_file({name: value.contiguous() for name, value in found.items()}, directory / _TRAINER)
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
+    @torch.no_grad()
+    def read(self, directory: Path) -> None:
         """Go on from there."""
-        self.policy.load(_below(state, "policy/"))
-        names = [name for name, p in self.policy.scored.named_parameters() if p.requires_grad]
+        self.policy.read(directory)
+        found = load_file(directory / _TRAINER)
+        for name, place in self._critic().items():
+            place.copy_(found[f"{_CRITIC}{name}"])
         kept = self.optimizer.state_dict()
-        kept["state"] = {
-            index: memory for index, name in enumerate(names) if (memory := _below(state, f"optimizer/{name}/"))
-        }
+        memories = [_below(found, f"optimizer/{name}/") for name in self.policy.learned()]
+        kept["state"] = {index: memory for index, memory in enumerate(memories) if memory}
         self.optimizer.load_state_dict(kept)
+
+    def _critic(self) -> dict[str, Tensor]:
+        critic = self.policy.scored.critic
+        return {} if critic is None else dict(critic.named_parameters())
 
 
 class _Numbers:
@@ -273,10 +282,11 @@ class _Numbers:
         self._counts: dict[str, int] = defaultdict(int)
         self._once: dict[str, list[float]] = defaultdict(list)
 
-    def add(self, **tokens: Tensor) -> None:
+    def add(self, counted: Tensor, **tokens: Tensor) -> None:
+        """Take in those that count. Names stay without any: everyone in a team sums up the same ones."""
         for name, values in tokens.items():
-            self._sums[name] += float(values.sum())
-            self._counts[name] += values.numel()
+            self._sums[name] += float(values[counted].sum())
+            self._counts[name] += int(counted.sum())
 
     def once(self, **numbers: float) -> None:
         for name, value in numbers.items():

@@ -1,18 +1,21 @@
 """The policy as a learner has it: a model whose weights can change, all of them, the last layers, or adapters."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from loopwright.engines.models import causal_model
+from loopwright.engines.named_tokenizer import place
 from loopwright.trainers.config import LoraConfig, TrainConfig
 from loopwright.trainers.rule import Said
 
 _TOLERANCE = 1e-3
+_MODEL, _ADAPTERS = "model.safetensors", "adapter_model.safetensors"
 
 
 class Scored(nn.Module):
@@ -52,8 +55,10 @@ class Policy:
         _check(self.hub, model)
         for parameter in self.hub.parameters():
             parameter.requires_grad_(config.lora is None and config.layers is None)
+        self._adapters: Any = None
         if config.lora is not None:
-            _adapt(self.hub, config.lora, config.seed)
+            self._adapters = _adapt(self.hub, config.lora, config.seed)
+            self._adapters.base_model_name_or_path = place(model, home)
         elif config.layers is not None:
             _unfreeze(self.hub, config.layers)
         self.scored = Scored(self.hub, critic=critic)
@@ -88,44 +93,64 @@ class Policy:
             for name, parameter in now.items():
                 parameter.data = kept[name]
 
-    def learned(self) -> dict[str, Tensor]:
-        """What has changed by training, by name; with `load` the policy is as it was."""
-        learns = {name for name, parameter in self.scored.named_parameters() if parameter.requires_grad}
-        return {name: value for name, value in self.scored.state_dict().items() if name in learns}
+    def learned(self) -> dict[str, nn.Parameter]:
+        """What changes by training, by name."""
+        return {name: value for name, value in self.scored.named_parameters() if value.requires_grad}
 
-    def load(self, learned: Mapping[str, Tensor]) -> None:
-        """Take on what was learned before."""
-        places = dict(self.scored.named_parameters())
-        if places.keys() & learned.keys() != {name for name, p in places.items() if p.requires_grad}:
-            raise ValueError("the checkpoint is of another model, or of other adapters")
-        with torch.no_grad():
-            for name, value in learned.items():
-                places[name].copy_(value)
+    def write(self, directory: Path) -> None:
+        """A checkpoint of what was learned, as transformers loads it: the model, or its adapters as peft has them."""
+        if self.config.lora is None:
+            self.save(directory)
+            return
+        adapters = {
+            _as_peft(name): value.detach() for name, value in self.hub.named_parameters() if value.requires_grad
+        }
+        save_file({name: value.contiguous() for name, value in adapters.items()}, directory / _ADAPTERS)
+        self._adapters.save_pretrained(str(directory))
 
     @torch.no_grad()
+    def read(self, directory: Path) -> None:
+        """Take on what was written there."""
+        lora = self.config.lora is not None
+        found = load_file(directory / (_ADAPTERS if lora else _MODEL))
+        places = {_as_peft(name) if lora else name: p for name, p in self.hub.named_parameters() if p.requires_grad}
+        if missing := places.keys() - found.keys():
+            raise ValueError(f"{directory} is a checkpoint of another model, or of other adapters: no {min(missing)!r}")
+        for name, parameter in places.items():
+            parameter.copy_(found[name])
+
     def weights(self) -> dict[str, Tensor]:
         """All weights under the model's own names, adapters folded in: what an engine takes. They are not copied."""
-        found = {}
-        for name, value in self.hub.state_dict(keep_vars=True).items():
-            plain = name.replace(".base_layer.", ".")
-            if ".lora_" in name:
-                continue
-            if plain != name and name.endswith(".weight"):
-                adapted = self.hub.get_submodule(name.removesuffix(".base_layer.weight"))
-                value = value + adapted.get_delta_weight("default")
-            found[plain] = value.detach()
-        return found
+        return weights_of(self.hub)
 
     def save(self, directory: Path) -> None:
         """The whole model as transformers writes and loads it, adapters folded in."""
-        tied = set(getattr(self.hub, "_tied_weights_keys", None) or ()) if _is_tied(self.hub) else set()
-        weights = {name: value.contiguous() for name, value in self.weights().items() if name not in tied}
-        from safetensors.torch import save_file
+        save_model(self.hub, directory)
 
-        directory.mkdir(parents=True, exist_ok=True)
-        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-        self.hub.config.save_pretrained(directory)
-        self.hub.generation_config.save_pretrained(directory)
+
+@torch.no_grad()
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """All weights of a model under its own names, adapters folded in. They are not copied."""
+    found = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        plain = name.replace(".base_layer.", ".")
+        if ".lora_" in name:
+            continue
+        if plain != name and name.endswith(".weight"):
+            adapted = model.get_submodule(name.removesuffix(".base_layer.weight"))
+            value = value + adapted.get_delta_weight("default")
+        found[plain] = value.detach()
+    return found
+
+
+def save_model(model: Any, directory: Path) -> None:
+    """A model as transformers writes and loads it, adapters folded in."""
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if _is_tied(model) else set()
+    weights = {name: value.contiguous() for name, value in weights_of(model).items() if name not in tied}
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / _MODEL, metadata={"format": "pt"})
+    model.config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
 
 
 def said(scored: Any, ids: Tensor, mask: Tensor, temperature: float, *, undecided: bool) -> Said:
@@ -138,8 +163,8 @@ def _is_tied(model: Any) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-def _adapt(model: Any, config: LoraConfig, seed: int) -> None:
-    """Put adapters beside the matrices; at first they change nothing."""
+def _adapt(model: Any, config: LoraConfig, seed: int) -> Any:
+    """Put adapters beside the matrices; at first they change nothing. Returns what peft calls their config."""
     import peft
 
     layers = model.config.get_text_config().num_hidden_layers
@@ -156,6 +181,12 @@ def _adapt(model: Any, config: LoraConfig, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(lora, model)
+    return lora
+
+
+def _as_peft(name: str) -> str:
+    """What peft calls the weights of an adapter in its files."""
+    return f"base_model.model.{name.replace('.default.', '.')}"
 
 
 def _unfreeze(model: Any, layers: int) -> None:

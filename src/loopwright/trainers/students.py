@@ -1,10 +1,8 @@
 """Students: the learner of a run, in this process or shared out over the workers of Ray Train."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
-
-from torch import Tensor
 
 from loopwright.engines.named_tokenizer import BYTES, place
 from loopwright.engines.tokenizer import ByteTokenizer
@@ -30,11 +28,11 @@ class Student(Protocol):
         """All weights, in a form that the run's engines take."""
         ...
 
-    def state(self) -> Mapping[str, Tensor]:
+    def write(self, directory: Path) -> None:
         """All that learning goes on from."""
         ...
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
+    def read(self, directory: Path) -> None:
         """Go on from there."""
         ...
 
@@ -68,11 +66,12 @@ class LocalStudent:
         self.save(directory)
         return str(directory)
 
-    def state(self) -> Mapping[str, Tensor]:
-        return self.learner.state()
+    def write(self, directory: Path) -> None:
+        self.learner.write(directory)
+        add_tokenizer(self._setting, directory)
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        self.learner.restore(state)
+    def read(self, directory: Path) -> None:
+        self.learner.read(directory)
         self.restored = True
 
     def save(self, directory: Path) -> None:

@@ -6,7 +6,7 @@ at a desk, an actor where they look for work; the first of them says how it went
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 from ray import train
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
-from torch import Tensor
 from torch import distributed as dist
 
 from loopwright.rollouts.launch_ray import Connection, check
@@ -85,7 +84,7 @@ def _work(config: dict[str, Any]) -> None:
     while (job := _got(desk.job.remote(number))) is not None:
         what, args = job
         # Everyone learns and restores; what is told or written, the first one tells and writes.
-        if what in ("update", "restore") or team.rank == 0:
+        if what in ("update", "read") or team.rank == 0:
             answer = getattr(student, what)(*args)
         dist.barrier()  # nobody is still reading the job when its place is cleared
         if team.rank == 0:
@@ -140,12 +139,11 @@ class RayStudent:
     def weights(self) -> Any:
         return self._asked("weights")
 
-    def state(self) -> Mapping[str, Tensor]:
-        found: Mapping[str, Tensor] = self._asked("state")
-        return found
+    def write(self, directory: Path) -> None:
+        self._asked("write", directory)
 
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        self._asked("restore", dict(state))
+    def read(self, directory: Path) -> None:
+        self._asked("read", directory)
         self.restored = True
 
     def save(self, directory: Path) -> None:

@@ -19,6 +19,7 @@ from loopwright.core.eventloop import run
 from loopwright.core.steps import Kind, Step, Steps
 from loopwright.core.trial import Action, Observation
 from loopwright.engines.base import Sampling
+from loopwright.engines.news import News
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.evaluation import summary
@@ -118,7 +119,8 @@ class _Training:
         self._rule_class = trainer.rule
         self.directory = self.env.run.directory
         self.checkpoints = Checkpoints(self.directory / "checkpoints", self.config.keep)
-        self.steps, self.curves = Steps(self.env.run.ledger), Curves(self.config.log, self.directory)
+        ledger = self.env.run.ledger
+        self.steps, self.curves = Steps(ledger), Curves(self.config.log, self.directory, ledger.state("id", ""))
         # Torch computes in a thread of its own, so that rollouts go on meanwhile.
         self._thread = ThreadPoolExecutor(1, "learner")
         self._bad = 0
@@ -137,6 +139,7 @@ class _Training:
 
     async def _train(self, student: "Student") -> None:
         config, produce = self.config, self.env.produce
+        self.env.waits_for_judge = True  # an outage must cost time, not the rollouts that it falls on
         if getattr(config, "dynamic_sampling", False):
             produce = produce.model_copy(update={"filter": "equal_rewards"})
         producer = Producer(self.env, produce, group_size=config.group_size)
@@ -152,6 +155,8 @@ class _Training:
                     break  # all trials are used up
                 step += 1
                 waited = time.monotonic() - begun
+                if config.colocated:
+                    await self.env.tell(News(producer.version, paused=True))
                 numbers = await self._learn(student, groups, step, producer.in_flight)
                 await self._publish(producer, student, step)
                 self._note(step, {**numbers, "rollout_s": waited})
@@ -230,8 +235,7 @@ class _Training:
 
     async def _checkpoint(self, student: "Student", step: int) -> None:
         """Have the weights on disk, and then the rollouts that they were learned from count as trained on."""
-        state = await self._in_thread(student.state)
-        await self._in_thread(partial(self.checkpoints.save, step, state, {"bad": self._bad}))
+        await self._in_thread(partial(self.checkpoints.save, step, student.write, {"bad": self._bad}))
         self.env.buffer.settle(step)
 
     async def _restored(self, student: "Student") -> int:
@@ -239,8 +243,7 @@ class _Training:
         found = self.checkpoints.latest()
         step = 0
         if found is not None:
-            tensors = await self._in_thread(found.tensors)
-            await self._in_thread(partial(student.restore, tensors))
+            await self._in_thread(student.read, found.directory)
             step, self._bad = found.step, int(found.notes.get("bad", 0))
         self.steps.forget(step)
         first = step

@@ -28,6 +28,7 @@ from loopwright.workloads.template import Template
 _KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", VARIABLE)
 _TAIL_BYTES = 16 * 1024
 """How much of the end of each output stream is evidence."""
+_SHOWN = 300
 _MOST_RETURNED = 64 * 1024
 _GIVE_UP_S = 2.0
 """Seconds that a function has to heed its cancellation."""
@@ -123,9 +124,12 @@ class CommandAgent(Agent):
             completion = await self._executor.run(job.room.command(command), unrecorded)
         except LaunchError as error:
             return Ended(str(error), error.infra)
+        if job.room.failed(completion):
+            said = _tail(job.directory / "stderr").strip()[-_SHOWN:]
+            return Ended(f"the agent's room could not be set up: {said}", infra=True)
         if completion.signal is not None:
-            name, seen = signal_name(completion.signal), {"signal": completion.signal}
-            return Ended(f"the agent was ended by {name}", seen=seen)
+            reason = job.room.exceeded or f"by {signal_name(completion.signal)}"
+            return Ended(f"the agent was ended: {reason}", seen={"signal": completion.signal})
         code = completion.exit_code
         return Ended(f"the agent exited with {code}" if code else "", seen={"exit_code": code})
 

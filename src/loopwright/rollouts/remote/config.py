@@ -1,6 +1,7 @@
 """What `loop = { type = "remote" }` holds: the agent, its environment, and what it may use."""
 
 import inspect
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ from loopwright.core.errors import Problem, did_you_mean
 from loopwright.core.imports import import_function
 from loopwright.core.task import Task
 from loopwright.execution.sandbox import Bounds, Sandbox, SandboxError, sandbox_of
+from loopwright.gateway.client import endpoint
+from loopwright.gateway.settings import SERVER_TOKEN, token_in
 from loopwright.rollouts.harbor import Places
 from loopwright.rollouts.loop import Loop, LoopConfig
 from loopwright.rollouts.tasks import TasksError
@@ -70,7 +73,7 @@ class RemoteConfig(LoopConfig):
     readable: tuple[str, ...] = ()
     """Directories, relative to the scenario, that it may read in a sandbox, such as the agent's own."""
     bounds: BoundsConfig = BoundsConfig()
-    """What the processes of one trial may use."""
+    """What the processes of one trial may use; it takes a sandbox to hold them."""
     output: int = Field(default=2**20, ge=4096)
     """How much of each output stream is taken, for example "1MiB"; its end is in the episode's evidence."""
     deadline_s: float = Field(default=600.0, gt=0)
@@ -83,6 +86,15 @@ class RemoteConfig(LoopConfig):
     """And after that: a path with `{instance_id}` in it."""
     concurrency: int = Field(default=8, ge=1)
     """How many agents are at work at a time, over all workers."""
+    server: str | None = None
+    """A trial server (`loopwright trials serve`) that runs the agents, for example "http://cpu-box:8500"; paths and
+    programs are then those of its machine."""
+    token_file: str | None = None
+    """A file with the trial server's token, relative to the scenario; without it, REMOTE_SERVER_TOKEN has it."""
+    queue_s: float = Field(default=600.0, gt=0)
+    """Seconds that a trial may wait at the trial server, beyond its deadline."""
+    artifacts: tuple[str, ...] = Field(default=(), max_length=100)
+    """Files of the workspace that the trial server keeps, as patterns: `*` stands for anything, `/` as well."""
 
     @field_validator("output", mode="before")
     @classmethod
@@ -100,6 +112,13 @@ class RemoteConfig(LoopConfig):
     def _one_agent(self) -> Self:
         if (self.command is None) == (self.function is None):
             raise ValueError("say what the agent is: either `command` or `function`")
+        if self.sandbox == "none" and self.bounds != BoundsConfig():
+            raise ValueError('`bounds` need walls that hold them: set `sandbox` to "bwrap" or "docker"')
+        if self.server is not None:
+            endpoint(self.server, "trial server", 8500)
+        given = [name for name in ("token_file", "artifacts") if getattr(self, name)]
+        if self.server is None and given:
+            raise ValueError(f"`{given[0]}` has no meaning without `server`")
         if self.verify_s is not None and self.verify_s >= self.deadline_s:
             raise ValueError(f"`verify_s` leaves the agent no time: `deadline_s` is {self.deadline_s:g}")
         return self
@@ -109,6 +128,8 @@ class RemoteConfig(LoopConfig):
         return sandbox_of(self.sandbox, self.bounds.bounds(), tuple(home / name for name in self.readable))
 
     def problems(self, home: Path) -> list[Problem]:
+        if self.server is not None:
+            return self._server_problems(home)
         found = []
         if self.function is not None:
             found += [Problem("function", f"{self.function!r}: {why}.") for why in _refusals(self, home)]
@@ -128,8 +149,21 @@ class RemoteConfig(LoopConfig):
                 found.append(Problem("command", f"there is no program {program!r}. Install it or give its path."))
         return found
 
-    def lacks(self, task: Task, home: Path) -> str:
+    def _server_problems(self, home: Path) -> list[Problem]:
+        """What can be told here of agents that run elsewhere."""
+        found = []
+        if self.function is not None:
+            found.append(Problem("function", "a trial server runs commands only; write the agent as a `command`."))
         if self.workers:
+            found.append(Problem("workers", "has no meaning with `server`, which has workers of its own."))
+        try:
+            server_token(self.token_file, home)
+        except ValueError as error:
+            found.append(Problem("token_file", f"{error}."))
+        return found
+
+    def lacks(self, task: Task, home: Path) -> str:
+        if self.workers or self.server is not None:
             return ""  # they may be on machines that have it
         try:
             found = Places(home, self.task_root, self.task_template).read(task)
@@ -138,6 +172,11 @@ class RemoteConfig(LoopConfig):
         if found is None:
             return "neither its local_task_path nor `task_root` or `task_template` says where its tests are"
         return "" if found.tested else f"{found.path} has no tests/test.sh"
+
+
+def server_token(file: str | None, home: Path) -> str | None:
+    """The trial server's token; ValueError if the file holds none."""
+    return os.environ.get(SERVER_TOKEN) or None if file is None else token_in(home / Path(file).expanduser())
 
 
 def _refusals(config: RemoteConfig, home: Path) -> list[str]:

@@ -16,12 +16,10 @@ from loopwright.engines.news import News
 from loopwright.gateway.client import GatewayClient, GatewayLost, RemoteSession, endpoint
 from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig, is_loopback
 from loopwright.gateway.refusal import Refused
-from loopwright.gateway.settings import TOKEN
+from loopwright.gateway.settings import TOKEN, token_in
 from loopwright.gateway.terms import Terms
 from loopwright.rollouts.remote.access import Access
 from loopwright.rollouts.resources import Ask
-
-_LEAST_TOKEN = 16
 
 
 class Home(ABC):
@@ -137,14 +135,7 @@ class ExternalConfig(Config):
         """The token; ValueError if the file holds none."""
         if self.token_file is None:
             return os.environ.get(self.token_env) or None
-        file = home / Path(self.token_file).expanduser()
-        try:
-            token = file.read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read {file}: {error}") from error
-        if len(token) < _LEAST_TOKEN:
-            raise ValueError(f"{file} holds no token of {_LEAST_TOKEN} characters or more")
-        return token
+        return token_in(home / Path(self.token_file).expanduser())
 
     def problems(self, home: Path) -> list[Problem]:
         """What is wrong with it; found before anything starts."""
@@ -159,8 +150,27 @@ class ExternalConfig(Config):
         return []
 
 
-HomeConfig = EmbeddedConfig | RayConfig | ExternalConfig
-HOMES: dict[str, type[HomeConfig]] = {"embedded": EmbeddedConfig, "ray": RayConfig, "external": ExternalConfig}
+class ServersConfig(Config):
+    """The trial server's own gateway and engine (`loopwright trials serve --engine NAME`)."""
+
+    type: Literal["server"] = "server"
+
+    def problems(self, home: Path) -> list[Problem]:
+        """Nothing: it is the trial server's to have one."""
+        return []
+
+    def asks(self) -> list[Ask]:
+        """What it asks of a Ray cluster."""
+        return []
+
+
+HomeConfig = EmbeddedConfig | RayConfig | ExternalConfig | ServersConfig
+HOMES: dict[str, type[HomeConfig]] = {
+    "embedded": EmbeddedConfig,
+    "ray": RayConfig,
+    "external": ExternalConfig,
+    "server": ServersConfig,
+}
 
 
 def _address_of(config: GatewayConfig) -> list[Problem]:
@@ -255,12 +265,26 @@ class ExternalHome(Home):
         return await (await self._connected()).tell(news)
 
 
+class ServersHome(Home):
+    """The gateway of a trial server, which alone knows where it is. Nobody can tell it of new weights."""
+
+    async def start(self) -> None: ...
+
+    async def access(self) -> Access:
+        return Access("")
+
+    async def tell(self, news: News) -> int:
+        raise GatewayLost('the engine of a trial server takes no weights from a run; leave out `type = "server"`')
+
+
 ELSEWHERE = EngineConfig(type="external")
 """The engine of a gateway elsewhere, of which we know nothing."""
 
 
 def home_of(config: HomeConfig, engine: EngineConfig, home: Path, name: str) -> Home:
     """The home that a config describes."""
+    if isinstance(config, ServersConfig):
+        return ServersHome()
     if isinstance(config, ExternalConfig):
         return ExternalHome(Access(config.url, config.token(home)))
     if isinstance(config, EmbeddedConfig):

@@ -11,7 +11,16 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from loopwright.engines.base import Chunk, ContextFull, Engine, EngineConfig, EngineError, Sampling, engines
+from loopwright.engines.base import (
+    Chunk,
+    ContextFull,
+    Engine,
+    EngineAway,
+    EngineConfig,
+    EngineError,
+    Sampling,
+    engines,
+)
 from loopwright.engines.fleet import Fleet, FleetSettings
 from loopwright.engines.news import News
 from loopwright.engines.tokenizer import Tokenizer
@@ -77,7 +86,7 @@ class NamedEngine(Engine):
             try:
                 self._handle = await asyncio.to_thread(ray.get_actor, self.name)
             except ValueError as error:
-                raise EngineError(f"there is no actor {self.name} on the cluster") from error
+                raise EngineAway(f"there is no actor {self.name} on the cluster") from error
         return self._handle
 
     async def _ask(self, what: str, *given: Any) -> Any:
@@ -103,7 +112,7 @@ class NamedEngine(Engine):
                 if chunk.version < self.version:
                     # It took a dead one's place and has yet to be given the weights that we think it has.
                     self.version = chunk.version
-                    raise EngineError(f"{self.name} has version {chunk.version} of the weights")
+                    raise EngineAway(f"{self.name} has version {chunk.version} of the weights")
                 ended = chunk.finish is not None
                 yield chunk
         except RayError as error:

@@ -1,5 +1,6 @@
 """A pool of remote workers with the gateway that they work through: they come and go together."""
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from loopwright.core.errors import sentence
@@ -8,10 +9,12 @@ from loopwright.gateway.client import GatewayLost
 from loopwright.gateway.gateway import AdvertiseError
 from loopwright.gateway.refusal import Refused
 from loopwright.rollouts.pool import Pool, PoolDown, WorkerLost
-from loopwright.rollouts.remote.home import Home, check_reach
+from loopwright.rollouts.remote.home import Home
 from loopwright.rollouts.remote.worker import Order
 from loopwright.rollouts.worker import Request
 
+Check = Callable[[str], Awaitable[None]]
+"""Whether a gateway at this URL can be worked with from where the agents are; GatewayLost or AdvertiseError if not."""
 _MOST_LOST = 8
 """Rollouts in a row that may lose their gateway before it counts as gone."""
 
@@ -19,16 +22,15 @@ _MOST_LOST = 8
 class Housed(Pool):
     """Remote workers and their gateway. A rollout whose gateway is lost is lost; when it stays away, all ends."""
 
-    def __init__(self, home: Home, workers: Pool, *, far: bool = False) -> None:
-        self._home, self._workers, self._far = home, workers, far
-        """Whether workers may be on other machines than this."""
+    def __init__(self, home: Home, workers: Pool, check: Check | None = None) -> None:
+        self._home, self._workers, self._check = home, workers, check
         self._lost = 0
 
     async def start(self) -> None:
         try:
             await self._home.start()
-            if self._far:
-                check_reach((await self._home.access()).url)
+            if self._check is not None:
+                await self._check((await self._home.access()).url)
         except (GatewayLost, AdvertiseError) as error:
             await self._home.aclose()
             raise PoolDown(str(error)) from error

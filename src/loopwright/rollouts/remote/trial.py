@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,8 @@ from loopwright.rollouts.remote.fault import verdict
 from loopwright.rollouts.remote.verify import Prepared, Said, combined, prepare, stage, verify
 from loopwright.rollouts.worker import Request
 
+Keep = Callable[[Path], None]
+"""Looks at a workspace once agent and tests are done with it; it raises nothing."""
 _RELEASE_S = 5.0
 """Seconds to let go of a session; a gateway that does not answer lets it expire."""
 _TTL_S = 60.0
@@ -49,9 +51,17 @@ class Means:
 class Trial:
     """One attempt at one task. Use it once."""
 
-    def __init__(self, means: Means, client: GatewayClient, request: Request, directory: Path, marker: str) -> None:
+    def __init__(
+        self,
+        means: Means,
+        client: GatewayClient,
+        request: Request,
+        directory: Path,
+        marker: str,
+        keep: Keep | None = None,
+    ) -> None:
         self._means, self._client, self._request = means, client, request
-        self._directory, self._marker = directory, marker
+        self._directory, self._marker, self._keep = directory, marker, keep
         self._config = means.config
         self._clock = asyncio.get_running_loop().time
         self._begun = self._clock()
@@ -82,6 +92,9 @@ class Trial:
                 reason = f"not begun within {self._config.deadline_s:g} s"
                 return self._episode(None, (Outcome.LOST, Fault.INFRA, reason), {})
         ended, said = await self._work(job, prepared)
+        if self._keep is not None:
+            with self._phase("keep"):
+                await asyncio.to_thread(self._keep, job.room.workspace)
         captured = await self._collected(ended)
         found = verdict(ended, captured, self._config.limits(), self._config.deadline_s)
         seen = {} if ended is None else dict(ended.seen)

@@ -17,7 +17,7 @@ from loopwright.rollouts.pool import Worker
 from loopwright.rollouts.remote.access import Access
 from loopwright.rollouts.remote.agent import CommandAgent, FunctionAgent
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.trial import Means, Trial
+from loopwright.rollouts.remote.trial import Keep, Means, Trial
 from loopwright.rollouts.worker import Request
 
 
@@ -27,6 +27,8 @@ class Order:
 
     access: Access
     request: Request
+    keep: Keep | None = None
+    """What is to look at the workspace before it is gone."""
 
 
 class RemoteWorker(Worker):
@@ -61,7 +63,8 @@ class RemoteWorker(Worker):
         self._keeper.keep()
         directory = Path(tempfile.mkdtemp(dir=self._keeper.directory, prefix="trial-"))
         marker = f"{self._keeper.marker}.{next(self._numbers)}"
-        trial = Trial(self._means, await self._client(order.access), order.request, directory, marker)
+        client = await self._client(order.access)
+        trial = Trial(self._means, client, order.request, directory, marker, order.keep)
         try:
             return await trial.run()
         except GatewayLost:

@@ -90,7 +90,7 @@ class Queue:
                     raise Refused(429, "full", f"{waiting} trials wait already; ask again later")
                 row = (id, digest, body, self._clock())
                 columns = "id, digest, body, submitted_at, status, attempts, reason"
-                connection.execute(f"INSERT INTO trials ({columns}) VALUES (?, ?, ?, ?, 'queued', 0, '')", row)  # noqa: S608
+                connection.execute(f"INSERT INTO trials ({columns}) VALUES (?, ?, ?, ?, 'queued', 0, '')", row)
             elif known[0] != digest:
                 raise Refused(409, "conflict", "this key belongs to a trial that asks for something else", retry=False)
         return self.find(id)
@@ -99,8 +99,8 @@ class Queue:
         """The trial that has waited longest, which is running from now on, and its submission."""
         with self._transaction as connection:
             row = connection.execute(
-                "UPDATE trials SET status = 'running', attempts = attempts + 1, started_at = ? WHERE number = "
-                f"(SELECT number FROM trials WHERE status = 'queued' ORDER BY number LIMIT 1) RETURNING {_COLUMNS}, body",  # noqa: S608
+                "UPDATE trials SET status = 'running', attempts = attempts + 1, started_at = ? WHERE number = (SELECT "
+                f"number FROM trials WHERE status = 'queued' ORDER BY number LIMIT 1) RETURNING {_COLUMNS}, body",
                 (self._clock(),),
             ).fetchall()
         return (Entry(*row[0][:-1]), row[0][-1]) if row else None
@@ -157,14 +157,14 @@ class Queue:
 
     def find(self, id: str) -> Entry:
         """How a trial is; Refused if there is none of this id."""
-        rows = self._transaction.rows(f"SELECT {_COLUMNS} FROM trials WHERE id = ?", (id,))  # noqa: S608
+        rows = self._transaction.rows(f"SELECT {_COLUMNS} FROM trials WHERE id = ?", (id,))
         if not rows:
             raise Refused(404, "not_found", f"there is no trial {id[:80]!r}; submit one with POST /trials", retry=False)
         return Entry(*rows[0])
 
     def latest(self, most: int) -> list[Entry]:
         """The latest trials, newest first."""
-        query = f"SELECT {_COLUMNS} FROM trials ORDER BY number DESC LIMIT ?"  # noqa: S608
+        query = f"SELECT {_COLUMNS} FROM trials ORDER BY number DESC LIMIT ?"
         return [Entry(*row) for row in self._transaction.rows(query, (most,))]
 
     def counts(self) -> dict[str, int]:
@@ -181,9 +181,7 @@ class Queue:
 
     def artifacts(self, id: str) -> Sequence[tuple[str, int]]:
         """Names and sizes of what was kept of a trial."""
-        return self._transaction.rows(
-            "SELECT name, length(data) FROM artifacts WHERE trial = ? ORDER BY name", (id,)
-        )
+        return self._transaction.rows("SELECT name, length(data) FROM artifacts WHERE trial = ? ORDER BY name", (id,))
 
     def artifact(self, id: str, name: str) -> bytes | None:
         """One of them."""

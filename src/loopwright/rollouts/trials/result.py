@@ -77,7 +77,11 @@ def rollout_details(episode: Episode) -> list[dict[str, Any]]:
     return details
 
 
-def _turns(episode: Episode, path: tuple[int, ...], told: set[int]) -> Iterator[tuple[list[int], ...]]:
+_Turn = tuple[list[int], list[int], list[float]]
+"""Prompt, completion, and its logprobs."""
+
+
+def _turns(episode: Episode, path: tuple[int, ...], told: set[int]) -> Iterator[_Turn]:
     before: list[int] = []
     for index in path:
         node = episode.nodes[index]

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,16 @@ class Runner:
     """Runs what is queued. Whoever waits for a trial is told whenever its status changes."""
 
     def __init__(
-        self, queue: Queue, home: Path, *, concurrency: int, artifact_bytes: int, own: Home | None = None
+        self,
+        queue: Queue,
+        home: Path,
+        *,
+        concurrency: int,
+        artifact_bytes: int,
+        own: Home | None = None,
+        say: Callable[[str], None] = log.info,
     ) -> None:
-        self.queue, self.own = queue, own
+        self.queue, self.own, self._say = queue, own, say
         self._concurrency, self._artifact_bytes = concurrency, artifact_bytes
         self._workers = _Workers(home, concurrency)
         self._running: dict[str, tuple[asyncio.Future[_Made], asyncio.Future[None]]] = {}
@@ -52,13 +60,13 @@ class Runner:
                 making = asyncio.ensure_future(self._made(entry, body))
                 running = asyncio.ensure_future(self._run(entry.id, making))
                 self._running[entry.id] = (making, running)
-                running.add_done_callback(lambda _, id=entry.id: self._ended(id))
+                running.add_done_callback(partial(self._ended, entry.id))
                 self._changed(entry.id)
         except StorageError as error:
             log.warning("no trial can be begun, and it is tried again: %s", error)
             asyncio.get_running_loop().call_later(_AGAIN_S, self.fill)
 
-    def _ended(self, id: str) -> None:
+    def _ended(self, id: str, _: object) -> None:
         del self._running[id]
         self._changed(id)
         self.fill()
@@ -138,10 +146,15 @@ class Runner:
     ) -> None:
         while True:
             try:
-                return await asyncio.to_thread(self.queue.finish, id, status, reason, result, artifacts)
+                await asyncio.to_thread(self.queue.finish, id, status, reason, result, artifacts)
+                return self._say(f"trial {id} {status}{f': {reason}' if reason else ''}; {self._told()}")
             except StorageError as error:
                 log.warning("how trial %s ended cannot be written, and is tried again: %s", id, error)
                 await asyncio.sleep(_AGAIN_S)
+
+    def _told(self) -> str:
+        counts = self.queue.counts()
+        return f"{counts.get('queued', 0)} wait, {counts.get('running', 0)} run, {counts.get('ended', 0)} have ended"
 
     async def close(self) -> None:
         """End what runs; it is queued again for the next server in this place."""

@@ -12,11 +12,10 @@ from aiohttp import web
 from pydantic import Field, ValidationError, field_validator
 
 from loopwright.core.config import Config, explain, size_bytes
-from loopwright.core.errors import storage
 from loopwright.execution.sandbox import SandboxError
 from loopwright.gateway.answer import answered
 from loopwright.gateway.body import body_of
-from loopwright.gateway.gateway import is_loopback
+from loopwright.gateway.gateway import AdvertiseError, is_loopback
 from loopwright.gateway.refusal import Refused, refusal_of
 from loopwright.rollouts.remote.home import Home
 from loopwright.rollouts.trials.queue import Entry, Queue
@@ -67,10 +66,17 @@ class TrialServer:
     """
 
     def __init__(
-        self, config: TrialsConfig, token: str, *, output: Path, home: Path, own: Home | None = None
+        self,
+        config: TrialsConfig,
+        token: str,
+        *,
+        output: Path,
+        home: Path,
+        own: Home | None = None,
+        say: Callable[[str], None] = log.info,
     ) -> None:
         self.config, self._token = config, token.encode()
-        self._output, self._home, self._own = output, home, own
+        self._output, self._home, self._own, self._say = output, home, own, say
         self.port = 0
         app = web.Application(client_max_size=config.body, middlewares=[self._guarded])
         self._runner_of_app = web.AppRunner(
@@ -101,14 +107,19 @@ class TrialServer:
             concurrency=self.config.concurrency,
             artifact_bytes=self.config.artifacts,
             own=self._own,
+            say=self._say,
         )
         try:
             if self._own is not None:
                 await self._own.start()
             await self._runner_of_app.setup()
             site = web.TCPSite(self._runner_of_app, self.config.host, self.config.port)
-            with storage(Path(f"{self.config.host}:{self.config.port}")):
+            try:
                 await site.start()
+            except OSError as error:
+                where = f"{self.config.host}:{self.config.port}"
+                said = f"cannot listen at {where}: {error.strerror or error}. Choose another --port."
+                raise AdvertiseError(said) from error
         except BaseException:
             await self.__aexit__(None, None, None)
             raise

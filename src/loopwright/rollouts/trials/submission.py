@@ -1,4 +1,4 @@
-"""A submission: one trial that somebody elsewhere asks for, and the key by which it is known when it is asked for again."""
+"""A submission: one trial that somebody elsewhere asks for, and the key by which it is known again."""
 
 from collections.abc import Mapping
 from dataclasses import replace

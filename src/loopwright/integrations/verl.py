@@ -1,0 +1,258 @@
+"""Our remote agents for verl: its agent loop `loopwright_remote` runs a scenario's loop and judger on verl's servers.
+
+    # agents.yaml; actor_rollout_ref.rollout.agent: {agent_loop_config_path: agents.yaml,
+    #                                                default_agent_loop: loopwright_remote}
+    - name: loopwright_remote
+      _target_: loopwright.integrations.verl.RemoteAgentLoop
+      scenario: study.toml
+
+Agents talk to a gateway in verl's worker process, which asks verl's servers for tokens. The run's `[run.engine]` only
+says how conversations are written (`template`, `reasoning`). verl has no word for a rollout without a reward: one that
+stays without, after three tries, is an error. Written and tested with verl 0.9.1, on a CPU, with a server of our own
+in the place of vLLM's or SGLang's; training itself needs a GPU and was not tried.
+"""
+
+import asyncio
+import copy
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+import orjson
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+
+from loopwright.core.episode import Episode
+from loopwright.core.outcome import Fault
+from loopwright.core.task import Task
+from loopwright.engines.base import Chunk, Engine, EngineConfig, EngineError, Finish, Sampling
+from loopwright.engines.hub_tokenizer import HubTokenizer
+from loopwright.engines.named_tokenizer import stop_ids
+from loopwright.integrations.branch import Branches, NoReward, one_row
+from loopwright.rollouts.assemble import verdicts_of
+from loopwright.rollouts.judger import JudgeFailed
+from loopwright.rollouts.judging import Verdicts
+from loopwright.rollouts.loop import words_of
+from loopwright.rollouts.pool import Pool, PoolDown, WorkerLost
+from loopwright.rollouts.pool_local import LocalPool
+from loopwright.rollouts.remote.config import RemoteConfig
+from loopwright.rollouts.remote.home import EmbeddedConfig, EmbeddedHome
+from loopwright.rollouts.remote.housed import Housed
+from loopwright.rollouts.remote.worker import RemoteWorker
+from loopwright.rollouts.worker import Request
+from loopwright.scenario.load import load
+from loopwright.scenario.make import chosen_run
+from loopwright.scenario.schema import RunConfig
+
+SCENARIO = "LOOPWRIGHT_SCENARIO"
+"""The variable that names the scenario where the agent loop's own config does not."""
+_TRIES, _GRACE_S = 3, 10.0
+_COLUMNS = ("instance_id", "local_task_path", "task_hash", "data_source", "id")
+"""What a task keeps of verl's columns, beside `extra_info`."""
+
+
+class VerlEngine(Engine):
+    """verl's servers as an engine: a turn is one call. They get new weights, and pause, by verl's own means."""
+
+    def __init__(self, servers: Any, tokenizer: Any, config: EngineConfig) -> None:
+        super().__init__(config, Path())
+        self._servers, self._session = servers, uuid4().hex
+        self.tokenizer = HubTokenizer.of_text(tokenizer.backend_tokenizer.to_str())
+        self._stops = stop_ids(self.tokenizer, tokenizer.eos_token_id)
+
+    def for_session(self, key: str) -> Self:
+        """With a request id of its own, by which verl sends all its turns to one server."""
+        one = copy.copy(self)
+        one._session = f"{key}-{uuid4().hex}"
+        return one
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
+        params = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "repetition_penalty": 1.0,
+            "max_tokens": sampling.max_tokens,
+            "stop_token_ids": sorted(self._stops),
+            "logprobs": True,
+        }
+        try:
+            said = await self._servers.generate(self._session, prompt_ids=list(ids), sampling_params=params)
+        except Exception as error:  # whatever Ray or a server raises
+            raise EngineError(f"verl's servers failed: {type(error).__name__}: {error}") from error
+        tokens, logprobs = tuple(said.token_ids), tuple(said.log_probs or ())
+        if len(tokens) != len(logprobs):
+            raise EngineError(f"verl's servers gave {len(logprobs)} logprobs for {len(tokens)} tokens")
+        version = int(said.extra_fields.get("global_steps") or 0)
+        yield Chunk(tokens, logprobs, version, self._finish(tokens, said.stop_reason))
+
+    def _finish(self, tokens: Sequence[int], reason: str | None) -> Finish:
+        if reason in ("aborted", "abort"):
+            return "abort"
+        return "stop" if tokens and tokens[-1] in self._stops else "length"
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+
+class Works:
+    """What all rollouts of one worker process share: the gateway, the agents' worker, the judger."""
+
+    def __init__(self, config: RunConfig, home: Path, servers: Any, tokenizer: Any) -> None:
+        rollout, engine = config.rollout, config.engine
+        if rollout is None or engine is None or not isinstance(rollout.loop, RemoteConfig):
+            raise ValueError(f'run {config.name!r} has no loop = {{ type = "remote", ... }}')
+        gateway = config.gateway or EmbeddedConfig()
+        if not isinstance(gateway, EmbeddedConfig):
+            raise ValueError("[run.gateway] must be \"embedded\" here: its engine is verl's, in verl's worker process")
+        if rollout.loop.workers:
+            raise ValueError("`workers` of the loop must be 0 here: verl has workers of its own (rollout.agent)")
+        self.config = rollout.loop
+        passed = {name: os.environ[name] for name in self.config.pass_env if name in os.environ}
+        verifies = "verifier" in rollout.judger.evidence()
+        build = partial(RemoteWorker, self.config, home, run=config.name, passed=passed, verifies=verifies)
+        said = EngineConfig(type="verl", template=engine.template, reasoning=engine.reasoning)
+        place = EmbeddedHome(gateway, lambda: VerlEngine(servers, tokenizer, said))
+        self._pool: Pool = Housed(place, LocalPool(build))
+        self._verdicts: Verdicts = verdicts_of(rollout.judger, home)
+        self._slots = asyncio.Semaphore(self.config.concurrency)
+
+    async def start(self) -> Self:
+        """Open the gateway, and have agents and judger ready."""
+        await self._verdicts.start()
+        if self._verdicts.compares:
+            await self._verdicts.close()
+            raise ValueError(
+                "a judger that compares rollouts with one another cannot be used here: verl runs them apart"
+            )
+        await self._pool.start()
+        return self
+
+    async def roll(self, task: Task, sampling: Sampling) -> Episode:
+        """A judged episode. What the policy could not cause is tried again; NoReward if it stays."""
+        reason = ""
+        for _ in range(_TRIES):
+            try:
+                async with self._slots:
+                    request = Request(task, uuid4().hex, sampling)
+                    episode: Episode = await self._pool.call(request, timeout_s=self.config.deadline_s + _GRACE_S)
+            except PoolDown:
+                raise
+            except (WorkerLost, TimeoutError) as error:
+                reason = words_of(error)
+                continue
+            if episode.fault not in (None, Fault.POLICY):
+                reason = episode.reason
+                continue
+            try:
+                return episode.judged(await self._verdicts.judge(episode))
+            except JudgeFailed as error:
+                reason = str(error)
+        raise NoReward(f"the rollout of task {task.id!r} has no reward after {_TRIES} tries. The last: {reason}")
+
+    async def close(self) -> None:
+        """Let go of everything."""
+        try:
+            await self._pool.close()
+        finally:
+            await self._verdicts.close()
+
+
+_Key = tuple[str, str | None, int]
+_works: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, asyncio.Task[Works]]]" = WeakKeyDictionary()
+"""verl makes an agent loop for every rollout; what they share is made once for each event loop."""
+
+
+async def close() -> None:
+    """Close what the rollouts of this event loop share. Its agents end with the process in any case."""
+    for opened in _works.pop(asyncio.get_running_loop(), {}).values():
+        await (await opened).close()
+
+
+@register("loopwright_remote")
+class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]
+    """Runs somebody else's agent for one row of verl's dataset.
+
+    `branches` says what becomes of a rollout with several branches, of which verl can be given one: "refuse" is an
+    error; "main" takes the one with the most sampled tokens, and counts the others' in `extra_fields["left_out"]`, as
+    it does those beyond `response_length`.
+    """
+
+    def __init__(
+        self, *args: Any, scenario: str | None = None, name: str | None = None, branches: Branches = "refuse", **kw: Any
+    ) -> None:
+        super().__init__(*args, **kw)
+        self._scenario, self._name, self._branches = scenario or os.environ.get(SCENARIO), name, branches
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        """verl's entry: one rollout."""
+        works = await self._shared()
+        update = {
+            "temperature": float(sampling_params.get("temperature", 1.0)),
+            "top_p": float(sampling_params.get("top_p", 1.0)),
+            "top_k": max(0, int(sampling_params.get("top_k", -1))),
+        }
+        episode = await works.roll(_task(row), works.config.sampling.model_copy(update=update))
+        return self._output(episode)
+
+    async def _shared(self) -> Works:
+        if not self._scenario:
+            raise ValueError(f"name the scenario: `scenario: study.toml` in verl's agent loop config, or {SCENARIO}")
+        loop = asyncio.get_running_loop()
+        known, key = _works.setdefault(loop, {}), (self._scenario, self._name, id(self.server_manager))
+        if key not in known:
+            loaded = load(Path(self._scenario))
+            works = Works(chosen_run(loaded, self._name), loaded.home, self.server_manager, self.tokenizer)
+            known[key] = loop.create_task(works.start())
+        return await asyncio.shield(known[key])
+
+    def _output(self, episode: Episode) -> AgentLoopOutput:
+        row, left_out = one_row(episode, self._branches)
+        if row is None:  # the agent never asked the policy: a masked token stands for what it would have said
+            fields = _silent(episode, self.tokenizer.eos_token_id)
+        else:
+            fields = episode.as_verl()[episode.rows().index(row)]
+        longest, most = self.rollout_config.prompt_length, self.rollout_config.response_length
+        if len(fields["prompt_ids"]) > longest:
+            raise ValueError(
+                f"the prompt of task {episode.task.id!r} has {len(fields['prompt_ids'])} tokens, and cut to "
+                f"rollout.prompt_length = {longest} it would not be what was answered. Raise prompt_length."
+            )
+        left_out += sum(fields["response_mask"][most:])
+        for name in ("response_ids", "response_mask", "response_logprobs"):
+            fields[name] = fields[name][:most]
+        steps = [version for version in fields["extra_fields"].get("versions", ()) if version >= 0]
+        more = {
+            "left_out": left_out,
+            "turn_scores": [],
+            "tool_rewards": [],
+            "min_global_steps": min(steps, default=None),
+            "max_global_steps": max(steps, default=None),
+        }
+        return AgentLoopOutput(**{**fields, "extra_fields": {**fields["extra_fields"], **more}})
+
+
+def _silent(episode: Episode, token: int) -> dict[str, Any]:
+    return {
+        "prompt_ids": [token],
+        "response_ids": [token],
+        "response_mask": [0],
+        "response_logprobs": [0.0],
+        "reward_score": None if episode.reward is None else episode.reward.value,
+        "metrics": {},
+        "extra_fields": {"reward_extra_info": dict(episode.rewards), "trainable": False},
+    }
+
+
+def _task(row: Mapping[str, Any]) -> Task:
+    """The task of a row of verl's dataset."""
+    told = dict(row.get("extra_info") or {}) | {name: row[name] for name in _COLUMNS if row.get(name) is not None}
+    label = (row.get("reward_model") or {}).get("ground_truth")
+    plain = {**told, "prompt": [dict(message) for message in row["raw_prompt"]], "label": label}
+    plain = orjson.loads(orjson.dumps(plain, option=orjson.OPT_SERIALIZE_NUMPY))
+    return Task.of(plain, id=str(told.get("instance_id", row.get("index", told.get("index", "")))))

@@ -1,0 +1,214 @@
+"""What `run`, `resume`, `export` and `episodes` say of a training."""
+
+import csv
+import json
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from tests.trainers.test_curves import scalars
+
+from loopwright.cli.course import Course, sparkline
+from loopwright.core.ledger import Ledger
+from loopwright.core.steps import Step, Steps
+
+PARTS = """
+def letters(first, last):
+    return [{"prompt": chr(97 + i), "label": chr(97 + i)} for i in range(first, last)]
+
+def judge(answer, label):
+    return sum(c == label for c in answer) / max(len(answer), 1)
+"""
+SCENARIO = """
+name = "letters"
+[[run]]
+name = "learn"
+agent = { type = "grpo", steps = 3, prompts_per_step = 2, group_size = 4, lr = 1e-3, log = ["tensorboard"] }
+[run.engine]
+type = "transformers"
+model = "tiny"
+threads = 1
+[run.rollout]
+tasks = { type = "python", factory = "parts:letters", args = { first = 0, last = 4 } }
+loop = { type = "single_turn", sampling = { max_tokens = 4 } }
+judger = { type = "python", handler = "parts:judge" }
+[run.eval]
+every = 2
+samples = 2
+tasks = { type = "python", factory = "parts:letters", args = { first = 4, last = 7 } }
+"""
+
+
+def call(directory: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "loopwright", *map(str, words)]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A directory with the output of a short training, and the JSON lines that it wrote."""
+    pytest.importorskip("torch")
+    directory = tmp_path_factory.mktemp("letters")
+    (directory / "parts.py").write_text(PARTS)
+    (directory / "letters.toml").write_text(SCENARIO)
+    done = call(directory, "run", "letters.toml", "--output", "out", "--json")
+    assert done.returncode == 0, done.stderr
+    return directory, [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_step_is_a_line_of_json(trained):
+    _, events = trained
+    steps = [event for event in events if event["event"] == "step"]
+    assert [(e["kind"], e["step"]) for e in steps] == [
+        ("eval", 0),
+        ("train", 1),
+        ("train", 2),
+        ("eval", 2),
+        ("train", 3),
+        ("eval", 3),
+    ]
+    assert {"reward", "entropy", "kl", "grad_norm", "tokens", "rollout_s", "train_s"} <= steps[1]["numbers"].keys()
+    assert {"reward", "reward_low", "reward_high", "pass@1", "pass@2"} <= steps[0]["numbers"].keys()
+    assert [e["done"] for e in steps] == [0, 1, 2, 2, 3, 3]
+
+
+def test_the_result_tells_before_and_after(trained):
+    directory, events = trained
+    (result,) = (event for event in events if event["event"] == "result")
+    assert [measured["step"] for measured in result["held_out"]] == [0, 3]
+    assert result["change"]["low"] <= result["change"]["mean"] <= result["change"]["high"]
+    assert result["steps"] == result["planned_steps"] == 3
+    assert (directory / result["policy"] / "model.safetensors").exists()
+    # Only what is trained on counts as a rollout here: 3 steps of 2 groups of 4.
+    assert result["rollouts"] == 24
+
+
+def test_a_log_has_a_line_for_each_evaluation_and_the_summary(trained):
+    directory, _ = trained
+    done = call(directory, "resume", "out")  # nothing is left to train: it looks at what it has
+    assert done.returncode == 0
+    assert "learn: step 3/3, reward " in done.stdout
+    assert "held-out " in done.stdout
+    assert "learn: 3 of 3 steps. On 3 held-out tasks the mean reward was" in done.stdout
+    assert "pass@2" in done.stdout
+    assert "policy: out/learn/policy" in done.stdout
+    assert "?" not in done.stdout
+
+
+def test_event_files_of_tensorboard_hold_what_the_ledger_has(trained):
+    directory, events = trained
+    found = scalars(directory / "out" / "learn" / "tensorboard")
+    for event in events:
+        if event["event"] == "step":
+            told = found[f"{event['kind']}/reward", event["step"]]
+            assert told == pytest.approx(event["numbers"]["reward"], abs=1e-6)
+
+
+def test_steps_are_exported_in_three_formats(trained):
+    import pyarrow.parquet as pq
+
+    directory, _ = trained
+    for kind in ("csv", "parquet", "jsonl"):
+        done = call(directory, "export", "out", "--steps", "--format", kind)
+        assert done.stdout.strip() == f"out/learn/steps.{kind}"
+    folder = directory / "out" / "learn"
+    with (folder / "steps.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    table = pq.read_table(folder / "steps.parquet").to_pylist()
+    wanted = [("train", 1), ("train", 2), ("train", 3), ("eval", 0), ("eval", 2), ("eval", 3)]
+    assert [(row["kind"], int(row["step"])) for row in rows] == wanted
+    assert [(row["kind"], row["step"]) for row in lines] == [(row["kind"], row["step"]) for row in table] == wanted
+    assert [float(row["reward"]) for row in rows] == [row["reward"] for row in table]
+    assert rows[0]["pass@1"] == ""
+    assert table[0]["pass@1"] is None
+
+
+def test_steps_are_no_rows(trained):
+    directory, _ = trained
+    for words in (("--rows", "--format", "jsonl"), ("--format", "verl")):
+        done = call(directory, "export", "out", "--steps", *words)
+        assert done.returncode == 2
+        assert "--steps are exported as csv, parquet or jsonl" in done.stderr
+
+
+def test_an_evaluation_says_that_it_is_one(trained):
+    directory, _ = trained
+    shown = call(directory, "episodes", "out", "--trial", "1").stdout
+    assert "evaluation after step 0" in shown
+
+
+# -- the course of a training, without one ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    with Ledger.create(tmp_path / "ledger.db") as ledger:
+        ledger.set_state("run", {"rollout": {"loop": {}}, "agent": {"type": "grpo", "steps": 10}})
+        yield ledger
+
+
+def step(number: int, at: float = 0.0, **numbers) -> Step:
+    return Step(number, at, {"reward": number / 10, "tokens": 300.0, "rollout_s": 2.0, "train_s": 1.0, **numbers})
+
+
+def test_a_line_tells_the_step_the_rewards_and_the_speed(ledger):
+    course = Course.of(ledger)
+    assert course.parts() == ["step 0/10"]
+    course.add("eval", Step(0, 0.0, {"reward": 0.25, "reward_low": 0.125, "reward_high": 0.5}))
+    for n in (1, 2, 3):
+        course.add("train", step(n, entropy=1.5, kl=None))
+    assert course.parts() == [
+        "step 3/10",
+        "reward ▁▅█ 0.3",
+        "held-out 0.25 (95 %: 0.125 … 0.5)",
+        "entropy 1.5",
+        "100 tokens/s",
+    ]
+
+
+def test_time_left_is_by_steps_and_leaves_out_those_before_a_resume(ledger):
+    Steps(ledger).add("train", step(1, at=0.0))
+    course = Course.of(ledger)
+    assert course.seconds_left is None
+    course.add("train", step(2, at=5000.0))
+    assert course.seconds_left == 3.0 * 8
+    course.add("train", step(3, at=5010.0))
+    assert course.seconds_left == 10.0 * 7
+
+
+def test_steps_that_come_again_after_a_crash_replace_those_before(ledger):
+    for n in (1, 2, 3, 4):
+        Steps(ledger).add("train", step(n))
+    course = Course.of(ledger)
+    course.add("train", step(3, reward=9.0))
+    assert course.done == 3
+    assert "9" in course.parts()[1]
+
+
+def test_a_run_that_trains_nothing_has_no_course(ledger):
+    ledger.set_state("run", {"rollout": {"loop": {}}, "agent": {"type": "collect", "trials": 5}})
+    assert Course.of(ledger) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [([1.0], "▁"), ([2.0, 2.0], "▁▁"), ([0.0, 1.0], "▁█"), ([-1.0, 0.0, 1.0], "▁▅█"), ([0.0] * 8 + [1.0] * 8, "▁▁██")],
+)
+def test_a_sparkline_goes_from_the_lowest_to_the_highest(values, drawn):
+    assert sparkline(values, 4) == drawn
+
+
+def test_curves_grow_a_row_each(ledger):
+    from rich.console import Console
+
+    course = Course.of(ledger)
+    for n in range(1, 101):
+        course.add("train", step(n, entropy=5 - n / 50))
+    course.add("eval", Step(100, 0.0, {"reward": 0.5, "reward_low": 0.4, "reward_high": 0.6}))
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(course.curves())
+    lines = [line.split()[0] for line in console.export_text().splitlines()]
+    assert lines == ["reward", "held-out", "entropy"]

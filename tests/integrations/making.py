@@ -1,0 +1,19 @@
+"""What the tests of integrations share."""
+
+from typing import Any
+
+from loopwright.engines.hub_tokenizer import _ALPHABET
+from loopwright.engines.tokenizer import ByteTokenizer
+
+
+def byte_tokenizer() -> Any:
+    """The byte tokenizer in the form that other people's trainers ask for."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(_ALPHABET | dict(ByteTokenizer.specials), []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_start|>")
+    assert found("añ")["input_ids"] == ByteTokenizer().encode("añ")
+    return found

@@ -1,0 +1,286 @@
+"""TRL's own GRPOTrainer learns from our rollouts: what reaches its loss is what was captured."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from loopwright.core.episode import ROOT, Episode, Node, Span
+from loopwright.core.ledger import Ledger
+from loopwright.core.task import Task
+from loopwright.engines.models import tiny
+from loopwright.integrations.branch import SeveralRows, one_row
+from loopwright.integrations.trl import Rollouts
+from tests.integrations.making import byte_tokenizer
+
+trl = pytest.importorskip("trl")
+
+SCENARIO = """
+name = "trl"
+
+[[run]]
+name  = "bytes"
+agent = {{ type = "collect", trials = 8, group_size = 4, seed = 3 }}
+
+[run.rollout]
+tasks  = {{ type = "jsonl", path = "tasks.jsonl" }}
+loop   = {loop}
+judger = {{ type = "python", handler = "judge_trl:{judge}", retries = 0, breaker = 0 }}
+
+[run.engine]
+type  = "transformers"
+model = "tiny"
+seed  = 0
+"""
+SINGLE = '{ type = "single_turn", sampling = { max_tokens = 6 } }'
+JUDGE = """
+def share(answer):
+    return sum(character < "m" for character in answer) / 6
+
+def odd_only(label):
+    if label % 2 == 0:
+        raise ValueError("no verdict on this one")
+    return 1.0
+
+async def ask_twice(base_url, api_key, instruction):
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages = [{"role": "user", "content": instruction}]
+        said = await client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
+        messages += [{"role": "assistant", "content": said.choices[0].message.content}]
+        messages += [{"role": "user", "content": "Once more."}]
+        await client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def scenario(home: Path, *, loop: str = SINGLE, judge: str = "share") -> Path:
+    tasks = [{"id": f"t{n}", "prompt": f"Say {n}.", "label": n} for n in range(6)]
+    (home / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    (home / "judge_trl.py").write_text(JUDGE)
+    (home / "study.toml").write_text(SCENARIO.format(loop=loop, judge=judge))
+    return home / "study.toml"
+
+
+def trainer_of(rollouts: Rollouts, home: Path, *, steps: int = 3, peft_config=None, **options):
+    """A GRPOTrainer that keeps what its loss was given."""
+    config = trl.GRPOConfig(
+        output_dir=str(home / "trl"),
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_steps=steps,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = trl.GRPOTrainer(
+        model=tiny(seed=7, attention="sdpa"),
+        peft_config=peft_config,
+        processing_class=byte_tokenizer(),
+        args=config,
+        train_dataset=rollouts.dataset(),
+        rollout_func=rollouts,
+        reward_funcs=rollouts.judged,
+    )
+    trainer.seen = []
+    loss = trainer._compute_loss
+
+    def keeping(model, inputs):
+        logprobs, _, _ = trainer._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
+            inputs["completion_ids"].size(1),
+        )
+        trainer.seen.append({**inputs, "own_logprobs": logprobs.detach()})
+        return loss(model, inputs)
+
+    trainer._compute_loss = keeping
+    return trainer
+
+
+def rows_seen(trainer) -> list[tuple]:
+    """What the loss was given, row by row, without padding: prompt, completion, mask, logprobs."""
+    found = []
+    for inputs in trainer.seen:
+        for n in range(len(inputs["prompt_ids"])):
+            prompt, there = inputs["prompt_mask"][n].bool(), inputs["completion_mask"][n].bool()
+            found.append(
+                (
+                    tuple(inputs["prompt_ids"][n][prompt].tolist()),
+                    tuple(inputs["completion_ids"][n][there].tolist()),
+                    tuple(inputs["tool_mask"][n][there].tolist()),
+                    tuple(inputs["sampling_per_token_logps"][n][there].tolist()),
+                )
+            )
+    return found
+
+
+def recorded(output: Path) -> dict[int, Episode]:
+    """The episodes of a run, by trial."""
+    ledger = Ledger.open(output / "bytes" / "ledger.db")
+    try:
+        numbers = [trial.number for trial in ledger.trials()]
+        return {number: Episode.from_bytes(ledger.payload(number, "rollout")) for number in numbers}
+    finally:
+        ledger.close()
+
+
+def captured(episodes) -> list[tuple]:
+    rows = [row for episode in episodes for row in episode.rows()]
+    as_float32 = [tuple(torch.tensor(row.logprobs).tolist()) for row in rows]
+    return [(r.prompt_ids, r.response_ids, r.response_mask, p) for r, p in zip(rows, as_float32, strict=True)]
+
+
+def off_policy(trainer) -> float:
+    """How far the logprobs that were captured are from those of TRL's model when it computed its loss."""
+    offs = [
+        (inputs["own_logprobs"] - inputs["sampling_per_token_logps"])[
+            (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+        ]
+        for inputs in trainer.seen
+    ]
+    return float(torch.cat(offs).abs().max())
+
+
+def test_what_reaches_trls_loss_is_exactly_what_was_captured(tmp_path):
+    with Rollouts(scenario(tmp_path), output=tmp_path / "out") as rollouts:
+        trainer = trainer_of(rollouts, tmp_path)
+        before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+        trainer.train()
+
+    episodes = recorded(tmp_path / "out")
+    assert len(episodes) == 3 * 8
+    assert sorted(rows_seen(trainer)) == sorted(captured(episodes.values()))
+    assert any(not torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
+    # Each step's rollouts are of the weights that TRL had then, and say so.
+    assert off_policy(trainer) < 1e-4
+    rewards = [episode.reward.value for episode in episodes.values()]
+    for step, logged in enumerate(trainer.state.log_history[:3]):
+        mine = [e for number, e in episodes.items() if 8 * step < number <= 8 * step + 8]
+        assert {v for e in mine for row in e.rows() for v in row.versions} == {step + 1}
+        assert logged["rewards/judged/mean"] == pytest.approx(sum(rewards[8 * step : 8 * step + 8]) / 8, abs=1e-5)
+
+
+def test_tokens_that_an_agent_behind_the_gateway_was_given_are_masked(tmp_path):
+    loop = '{ type = "remote", function = "judge_trl:ask_twice" }'
+    with Rollouts(scenario(tmp_path, loop=loop), output=tmp_path / "out") as rollouts:
+        trainer = trainer_of(rollouts, tmp_path, steps=2)
+        trainer.train()
+
+    seen = rows_seen(trainer)
+    assert sorted(seen) == sorted(captured(recorded(tmp_path / "out").values()))
+    assert all(0 in mask and mask[0] == mask[-1] == 1 for _, _, mask, _ in seen)
+    assert all(sum(mask) <= 8 for _, _, mask, _ in seen)
+    assert off_policy(trainer) < 1e-4
+
+
+def test_adapters_are_folded_into_what_the_engine_samples_with(tmp_path):
+    import peft
+
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    with Rollouts(scenario(tmp_path), output=tmp_path / "out") as rollouts:
+        trainer = trainer_of(rollouts, tmp_path, peft_config=lora)
+        trainer.train()
+    assert any(float(w.detach().abs().sum()) for n, w in trainer.model.named_parameters() if "lora_B" in n)
+    assert off_policy(trainer) < 1e-4
+
+
+def test_without_a_verdict_trl_is_told_nothing_and_trains_on_nothing(tmp_path):
+    """No zero: the mean is that of those that were judged, and what stands for the others is masked."""
+    with Rollouts(scenario(tmp_path, judge="odd_only"), output=tmp_path / "out") as rollouts:
+        trainer = trainer_of(rollouts, tmp_path)
+        trainer.train()
+
+    logged = trainer.state.log_history[:3]
+    assert sum(step["loopwright/without_reward"] for step in logged) == 1.5  # three groups of six
+    assert {step["rewards/judged/mean"] for step in logged if step["loopwright/without_reward"] < 1} == {1.0}
+    assert [mask for _, _, mask, _ in rows_seen(trainer)].count((0,)) == 12
+    # They were tried again, and all of that is written down.
+    failed = [e for e in recorded(tmp_path / "out").values() if e.outcome == "judge_failed"]
+    assert len(failed) == 36
+
+
+def test_held_out_tasks_are_evaluated_and_never_trained_on(tmp_path):
+    file = scenario(tmp_path)
+    (tmp_path / "held.jsonl").write_text(json.dumps({"id": "h0", "prompt": "Say it.", "label": 0}) + "\n")
+    file.write_text(file.read_text() + '[run.eval]\ntasks = { type = "jsonl", path = "held.jsonl" }\n')
+    with Rollouts(file, output=tmp_path / "out") as rollouts:
+        trainer = trainer_of(rollouts, tmp_path, per_device_eval_batch_size=4)
+        found = trainer.evaluate(rollouts.dataset(held_out=True))
+    episodes = recorded(tmp_path / "out").values()
+    assert [episode.task.id for episode in episodes] == ["h0"] * 4
+    assert not any(episode.trainable or episode.in_baseline for episode in episodes)
+    mean = sum(episode.reward.value for episode in episodes) / 4
+    assert found["eval_rewards/judged/mean"] == pytest.approx(mean, abs=1e-5)
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------
+
+
+def twice() -> Episode:
+    """Two answers to one prompt: the second after the first was given up."""
+    asked = Node(0, {"role": "user", "content": "?"}, (1, 2), (0.0, 0.0))
+    first = Node(1, {"role": "assistant", "content": "a"}, (3,), (-0.1,), (Span(0, 1, 0),), "stop")
+    again = Node(1, {"role": "assistant", "content": "bc"}, (4, 5), (-0.2, -0.3), (Span(0, 2, 0),), "stop")
+    return Episode(Task("t", ({"role": "user", "content": "?"},)), (ROOT, asked, first, again))
+
+
+def test_of_several_branches_none_is_dropped_unsaid():
+    with pytest.raises(SeveralRows, match=r'task .t. has 2 branches.*branches="main"'):
+        one_row(twice(), "refuse")
+    row, left_out = one_row(twice(), "main")
+    assert row is not None
+    assert (row.response_ids, left_out) == ((4, 5), 1)
+
+
+def test_another_temperature_than_trls_is_refused(tmp_path):
+    loop = '{ type = "single_turn", sampling = { max_tokens = 6, temperature = 0.5 } }'
+    with Rollouts(scenario(tmp_path, loop=loop)) as rollouts:
+        trainer = trainer_of(rollouts, tmp_path)
+        with pytest.raises(ValueError, match=r"GRPOConfig\(temperature=0.5\)"):
+            trainer.train()
+
+
+def test_a_prompt_of_no_task_is_refused(tmp_path):
+    with Rollouts(scenario(tmp_path)) as rollouts:
+        trainer = trainer_of(rollouts, tmp_path)
+        with pytest.raises(KeyError, match="no task of run 'bytes' has this prompt"):
+            rollouts([[{"role": "user", "content": "Who are you?"}]], trainer)
+
+
+def test_tasks_that_trl_could_not_tell_apart_are_refused(tmp_path):
+    file = scenario(tmp_path)
+    rows = [{"id": name, "prompt": "Say it.", "label": name} for name in "ab"]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match="'a' and 'b' have the same prompt but other labels"):
+        Rollouts(file).__enter__()
+
+
+def test_a_second_process_has_a_record_and_seeds_of_its_own(tmp_path, monkeypatch):
+    answers = []
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        with Rollouts(scenario(tmp_path), output=tmp_path / "out") as rollouts:
+            prompts = [row["prompt"] for row in rollouts.dataset()][:1] * 4
+            answers.append(rollouts(prompts, trainer_of(rollouts, tmp_path))["completion_ids"])
+    assert answers[0] != answers[1]
+    assert recorded(tmp_path / "out").keys() == recorded(tmp_path / "out" / "rank-1").keys() == {1, 2, 3, 4}
+    with pytest.raises(ValueError, match="name a new output"):
+        Rollouts(scenario(tmp_path), output=tmp_path / "out")

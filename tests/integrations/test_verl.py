@@ -1,0 +1,200 @@
+"""verl's own worker runs our remote agents, in an interpreter of its own: `make test-verl` sets it up.
+
+Its servers, which need a GPU, are the one thing that is not verl's here: `Servers` answers in their place.
+"""
+
+import asyncio
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.integrations.making import byte_tokenizer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed here; run: make test-verl"),
+]
+
+SCENARIO = """
+name = "verl"
+
+[[run]]
+name  = "remote"
+agent = {{ type = "collect", trials = 8, group_size = 4 }}
+
+[run.rollout]
+tasks  = {{ type = "jsonl", path = "tasks.jsonl" }}
+loop   = {{ type = "remote", function = "agent_verl:{agent}", sampling = {{ max_tokens = 16 }} }}
+judger = {{ type = "python", handler = "agent_verl:{judge}", retries = 0 }}
+
+[run.engine]
+type   = "scripted"
+script = "agent_verl:unused"
+"""
+AGENT = """
+import aiohttp
+
+def unused(messages):
+    raise AssertionError("verl's servers are the engine")
+
+async def ask(base_url, api_key, *conversations):
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as client:
+        said = None
+        for messages in conversations:
+            messages = [m if m != "said" else {"role": "assistant", "content": said} for m in messages]
+            body = {"model": "policy", "messages": messages}
+            async with client.post(f"{base_url}/chat/completions", json=body) as answer:
+                said = (await answer.json())["choices"][0]["message"]["content"]
+
+async def twice(base_url, api_key, instruction):
+    first = [{"role": "user", "content": instruction}]
+    await ask(base_url, api_key, first, [*first, "said", {"role": "user", "content": "Sure?"}])
+
+async def apart(base_url, api_key, instruction):
+    await ask(base_url, api_key, [{"role": "user", "content": instruction}], [{"role": "user", "content": "Else?"}])
+
+async def never(instruction):
+    return None
+
+def exact(answer, label):
+    return {"exact": float(answer == label), "length": 0.25}
+
+def broken(answer):
+    raise ValueError("no verdict")
+"""
+
+
+class Servers:
+    """Answers as verl's servers do, and keeps what it was asked and said."""
+
+    def __init__(self) -> None:
+        self.calls: list[SimpleNamespace] = []
+
+    async def generate(self, request_id, *, prompt_ids, sampling_params, **more):
+        from verl.workers.rollout.replica import TokenOutput
+
+        assert not more
+        ids = [*f"answer {len(self.calls)}".encode(), 257]
+        logprobs = [-0.25 - 0.01 * place for place in range(len(ids))]
+        self.calls.append(
+            SimpleNamespace(id=request_id, prompt=prompt_ids, params=sampling_params, ids=ids, p=logprobs)
+        )
+        return TokenOutput(token_ids=ids, log_probs=logprobs, stop_reason="completed", extra_fields={"global_steps": 5})
+
+
+def worker_of(servers: Servers, **options):
+    """verl's worker, as it is inside its actor but for its model, which nobody asks for."""
+    from omegaconf import OmegaConf
+    from verl.experimental.agent_loop import agent_loop
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+
+    rollout = {"prompt_length": 64, "response_length": 96, **options.pop("rollout", {})}
+    agent_loop._agent_loop_registry["loopwright_remote"].update(options)  # as verl reads them from its YAML
+    chat = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    worker = object.__new__(agent_loop.AgentLoopWorker)
+    worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": {}})
+    worker.rollout_config = worker.config.actor_rollout_ref.rollout
+    worker.llm_client, worker.tokenizer, worker.processor = servers, byte_tokenizer(), None
+    worker.tokenizer.chat_template = chat
+    worker.hf_model_type, worker.dataset_cls, worker.tools = "qwen2", RLHFDataset, []
+    worker.mm_processor_kwargs, worker.distillation_enabled, worker.reward_loop_worker_handles = {}, False, None
+    return worker
+
+
+def rolled(home: Path, *labels: str, agent: str = "twice", judge: str = "exact", **options):
+    """What verl has after its worker ran these rows: its batch, and the calls of its servers."""
+    from loopwright.integrations import verl
+
+    (home / "tasks.jsonl").write_text(json.dumps({"prompt": "?", "label": ""}) + "\n")
+    (home / "agent_verl.py").write_text(AGENT)
+    (home / "study.toml").write_text(SCENARIO.format(agent=agent, judge=judge))
+    servers = Servers()
+    worker = worker_of(servers, scenario=str(home / "study.toml"), **{"branches": "refuse", **options})
+
+    async def rows():
+        trajectory = {"step": 5, "sample_index": 0, "rollout_n": 0, "validate": False}
+        try:
+            found = []
+            for index, label in enumerate(labels):
+                row = {
+                    "raw_prompt": [{"role": "user", "content": f"Task {index}"}],
+                    "reward_model": {"style": "rule", "ground_truth": label},
+                    "data_source": "tests",
+                    "extra_info": {"index": index},
+                }
+                sampling = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+                found.append(
+                    await worker._run_agent_loop(
+                        sampling, trajectory, agent_name="loopwright_remote", trace=False, **row
+                    )
+                )
+            return worker._postprocess(found)
+        finally:
+            await verl.close()
+
+    return asyncio.run(rows()), servers.calls
+
+
+def test_verls_batch_is_exactly_what_its_servers_were_given_and_gave(tmp_path):
+    batch, calls = rolled(tmp_path, "answer 1", "something else")
+
+    assert len(calls) == 4  # two turns each
+    for row in range(2):
+        first, second = calls[2 * row : 2 * row + 2]
+        prompts, responses = batch.batch["prompts"][row].tolist(), batch.batch["responses"][row].tolist()
+        assert prompts[-len(first.prompt) :] == first.prompt
+        given = second.prompt[len(first.prompt) + len(first.ids) :]
+        assert second.prompt == first.prompt + first.ids + given
+        length = len(first.ids) + len(given) + len(second.ids)
+        assert responses[:length] == first.ids + given + second.ids
+        mask = batch.batch["response_mask"][row].tolist()
+        assert mask == [1] * len(first.ids) + [0] * len(given) + [1] * len(second.ids) + [0] * (96 - length)
+        logprobs = batch.batch["rollout_log_probs"][row].tolist()
+        assert logprobs[:length] == pytest.approx(first.p + [0.0] * len(given) + second.p)
+        assert first.id == second.id  # so that verl sends both to one server
+    assert calls[0].id != calls[2].id
+
+
+def test_rewards_versions_and_sampling_are_handed_over(tmp_path):
+    batch, calls = rolled(tmp_path, "answer 1", "something else")
+
+    assert batch.batch["rm_scores"].sum(1).tolist() == [1.25, 0.25]
+    assert batch.non_tensor_batch["exact"].tolist() == [1.0, 0.0]
+    assert batch.non_tensor_batch["min_global_steps"].tolist() == [5, 5]
+    assert {call.params["temperature"] for call in calls} == {0.7}
+    assert {call.params["max_tokens"] for call in calls} == {16}
+
+
+def test_of_several_branches_none_is_dropped_unsaid(tmp_path):
+    from loopwright.integrations.branch import SeveralRows
+
+    with pytest.raises(SeveralRows, match='branches="main"'):
+        rolled(tmp_path, "x", agent="apart")
+    batch, calls = rolled(tmp_path, "x", agent="apart", branches="main")
+    assert batch.non_tensor_batch["left_out"].tolist() == [len(calls[1].ids)]
+
+
+def test_what_is_longer_than_verl_takes_is_cut_and_counted(tmp_path):
+    batch, calls = rolled(tmp_path, "x", rollout={"response_length": 4})
+    assert batch.batch["responses"].tolist() == [calls[0].ids[:4]]
+    assert batch.non_tensor_batch["left_out"].tolist() == [len(calls[0].ids) + len(calls[1].ids) - 4]
+    with pytest.raises(ValueError, match="Raise prompt_length"):
+        rolled(tmp_path, "x", rollout={"prompt_length": 4})
+
+
+def test_without_a_reward_there_is_an_error_and_no_zero(tmp_path):
+    from loopwright.integrations.branch import NoReward
+
+    with pytest.raises(NoReward, match=r"no reward after 3 tries.*no verdict"):
+        rolled(tmp_path, "x", judge="broken")
+
+
+def test_an_agent_that_never_asked_is_scored_and_masked(tmp_path):
+    batch, calls = rolled(tmp_path, "", agent="never")
+    assert calls == []
+    assert batch.batch["response_mask"].sum().item() == 0
+    assert batch.batch["rm_scores"].sum().item() == 1.25

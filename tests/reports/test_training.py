@@ -1,0 +1,320 @@
+"""The report of a training run: the verdict, the curves, and episodes before and after."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from loopwright.core.episode import ROOT, Episode
+from loopwright.core.groups import Groups
+from loopwright.core.ledger import Ledger
+from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.reward import Reward
+from loopwright.core.rollouts import rollouts
+from loopwright.core.steps import Step, Steps
+from loopwright.core.task import Task
+from loopwright.core.trial import Result, Trial
+from loopwright.reports.episodes import read_run
+from loopwright.reports.rollout_export import write_episodes, write_parquet_rows, write_rows, write_verl
+from loopwright.reports.tokens import tokenizer_of
+from loopwright.reports.training import TrainingDigest, read_training, training_result, verdict
+from loopwright.reports.training_page import training_chart
+from tests.reports.test_rollouts import ABOUT, body, node, page
+
+SIZE, TASKS = 4, 6
+AGENT = {"type": "grpo", "steps": 20, "prompts_per_step": 1, "group_size": SIZE, "lr": 0.001, "seed": 1}
+
+
+def episode(task: str, answer: str, reward: float, *, branches: int = 1) -> Episode:
+    """An answer; with several branches, so many answers to the same question."""
+    asked = node(0, "2+2=?", role="user")
+    said = [node(1, answer, -0.02 if place % 2 else -3.0) for place in range(branches)]
+    return Episode(Task(task, ({"role": "user", "content": "2+2=?"},), "4", "sums"), (ROOT, asked, *said)).judged(
+        Reward(reward, {"exact": reward})
+    )
+
+
+class Training:
+    """The ledger of a training as its trainer writes it."""
+
+    def __init__(self, ledger: Ledger, **agent) -> None:
+        self.ledger, self.steps, self.groups = ledger, Steps(ledger), Groups(ledger)
+        self.trial = self.group = 0
+        ledger.set_state("run", {"name": "learn", "rollout": ABOUT, "budget": None, "agent": {**AGENT, **agent}})
+
+    def roll(self, action, episodes, *, evaluated: int | None = None) -> None:
+        """A group of rollouts of a prompt."""
+        self.group += 1
+        trials = [Trial(self.trial + 1 + i, action, "", self.group, i, reserved_at=100.0) for i in range(len(episodes))]
+        self.trial += len(episodes)
+        if evaluated is None:
+            self.groups.open(self.group, action["source"], trials)
+        else:
+            self.ledger.reserve(trials)
+        for trial, one in zip(trials, episodes, strict=True):
+            kept = one if evaluated is None else replace(one, trainable=False, in_baseline=False)
+            metrics = {"tokens": float(one.sampled), "turns": 1.0} if one.reward else {}
+            told = Result(one.outcome, metrics, one.reason, one.fault, {}, reward=one.reward, episode=kept.to_bytes())
+            self.ledger.commit(trial, told, one.reward)
+
+    def train(self, step: int, reward: float = 0.5, *, branches: int = 1, **numbers) -> None:
+        """A step, and the group that it was learned from."""
+        rewards = [reward - 0.1, reward + 0.1, reward - 0.2, reward + 0.2]
+        answers = [episode(f"sums-{step}", f"train {step} got {r:.2f}", r, branches=branches) for r in rewards]
+        self.roll({"source": "sums", "index": step, "task": f"sums-{step}"}, answers)
+        self.groups.ready(self.group, step - 1)
+        self.groups.take(1, step)
+        self.groups.settle(step)
+        self.note(step, reward=reward, **numbers)
+
+    def note(self, step: int, **numbers) -> None:
+        usual = {"entropy": 5 - step / 10, "grad_norm": 0.1 + step % 3, "kl": 0.0, "skipped": 0.0, "tokens": 100.0}
+        spent = {"rollout_s": 1.0, "train_s": 1.0}
+        told = {name: value for name, value in {**usual, **spent, **numbers}.items() if value != "missing"}
+        self.steps.add("train", Step(step, 1000.0 + step, told))
+
+    def examine(self, step: int, rewards, *, width: float = 0.125, lost: int = 0) -> None:
+        """An evaluation: a rollout per held-out task."""
+        for index, reward in enumerate(rewards):
+            one = episode(f"held-{index}", f"examined after {step}: {reward:.2f}", reward)
+            if index < lost:
+                one = one.failed(Outcome.LOST, Fault.INFRA, "the worker is gone")
+            action = {"source": "eval:sums", "index": index, "task": f"held-{index}", "evaluated": step}
+            self.roll(action, [one], evaluated=step)
+        scored = rewards[lost:]
+        told = {"tasks": len(rewards), "rollouts": len(scored), "faults": lost}
+        if scored:
+            mean = sum(scored) / len(scored)
+            told |= {"reward": mean, "reward_low": mean - width, "reward_high": mean + width}
+            told |= {"pass@1": mean / 2, "pass@1_low": 0.0, "pass@1_high": mean}
+        self.steps.add("eval", Step(step, 1000.0 + step, told))
+
+
+@pytest.fixture
+def training(tmp_path):
+    """A training whose ledger goes on until the test ends."""
+    (tmp_path / "learn").mkdir()
+    with Ledger.create(tmp_path / "learn" / "ledger.db") as ledger:
+        yield Training(ledger)
+
+
+@pytest.fixture
+def finished(training):
+    """Twenty steps, after which every held-out task is done better."""
+    training.examine(0, [0.125] * TASKS)
+    for step in range(1, 21):
+        training.train(step, 0.2 + step / 40)
+        if step % 10 == 0:
+            training.examine(step, [0.1 + step / 40 + task / 100 for task in range(TASKS)])
+    training.ledger.set_state("finished", True)
+    return training
+
+
+def test_the_page_begins_with_the_verdict(finished, tmp_path):
+    text = body(page(tmp_path))
+    said = re.search(r"<p class='verdict'>(.*?)</p>", text)[1]
+    assert said.startswith("On 6 held-out tasks the mean reward was 0.125 (95 %: 0 … 0.25) before training and 0.625")
+    assert "it got better" in said
+    order = [text.index(mark) for mark in ("class='verdict'", ">Curves<", ">Episodes<", ">Settings<")]
+    assert order == sorted(order)
+    assert "pass@1" in text
+    assert "chip good" in text
+
+
+def test_evaluations_are_told_apart_from_what_is_trained_on(finished, tmp_path):
+    digest = read_run(tmp_path / "learn")
+    assert isinstance(digest, TrainingDigest)
+    assert digest.rolled.total.ended == 20 * SIZE
+    assert digest.groups.count == 20
+    assert list(digest.rolled.sources) == ["sums"]
+    assert [step.step for step in digest.evals] == [0, 10, 20]
+    assert sum(digest.outcomes.values()) == 20 * SIZE
+
+
+def test_evaluations_are_never_exported_as_rows_to_train_on(finished, tmp_path):
+    import pyarrow.parquet as pq
+
+    with Ledger.read(tmp_path / "learn" / "ledger.db") as ledger:
+        examined = {one.number for one in rollouts(ledger) if one.evaluated is not None}
+        assert len(examined) == 3 * TASKS
+        for write in (write_rows, write_verl):
+            lines = write(ledger, tmp_path).read_text().splitlines()
+            assert len(lines) == 20 * SIZE
+            assert not any("held-" in line for line in lines)
+        assert not examined & set(pq.read_table(write_parquet_rows(ledger, tmp_path))["trial"].to_pylist())
+        whole = write_episodes(ledger, tmp_path).read_text()
+        assert whole.count('"evaluated":20') == TASKS
+
+
+@pytest.mark.parametrize(
+    ("after", "told"),
+    [([0.9] * TASKS, "it got better"), ([0.0] * TASKS, "it got worse"), ([0.0, 0.2, 0.1] * 2, "may be chance")],
+)
+def test_what_may_be_chance_is_said(training, after, told):
+    training.examine(0, [0.1] * TASKS)
+    training.examine(5, after)
+    assert told in verdict(read_training(training.ledger))
+
+
+def test_only_tasks_that_both_evaluations_scored_are_compared(training):
+    training.examine(0, [0.0, 0.0, 0.5])
+    training.examine(5, [0.0, 0.0, 0.6], lost=2)
+    digest = read_training(training.ledger)
+    assert digest.change == pytest.approx((0.1, 0.1, 0.1))
+    assert any(
+        "2 rollouts of evaluations ended lost (fault: infra): the worker is gone" in line
+        for line in training_result(digest)[1]
+    )
+
+
+def test_the_same_task_stands_before_and_after(finished, tmp_path):
+    text = re.sub(r"<[^>]*>", "", body(page(tmp_path)))
+    episodes = text[text.index("colour tokens by") : text.index("Rollouts trained on")]
+    for task, reward in ((5, "0.65"), (0, "0.60")):  # the largest gain and the smallest
+        first, second = (episodes.index(mark) for mark in (f"held-{task}", f"examined after 20: {reward}"))
+        assert first < second
+    assert "advantage +0.2, against a group mean of 0.225" in episodes
+    assert "advantage −0.2, against a group mean of 0.7" in episodes
+    assert "train 20 got 0.90" in episodes
+
+
+def test_tokens_are_coloured_by_logprob_or_by_advantage(finished, tmp_path, render):
+    text = re.sub(r"<meta http-equiv=[^>]*>", "", page(tmp_path))
+    probe = """<script>for (const css of ["up2", "down2"]) document.documentElement.dataset[css] =
+        getComputedStyle(document.querySelector(`.${css} .said span[title]`)).backgroundColor</script>"""
+    by_advantage = text.replace("by-logprob' checked", "by-logprob'").replace("by-advantage'", "by-advantage' checked")
+    shades = []
+    for each in (text, by_advantage):
+        (tmp_path / "probe.html").write_text(each + probe, "utf-8")
+        shades.append(re.findall(r'data-(?:up|down)2="([^"]*)"', render(tmp_path / "probe.html").dom))
+    (logprob, same), (better, worse) = shades
+    assert logprob == same  # both were as likely
+    assert len({logprob, better, worse}) == 3
+
+
+def test_the_browser_draws_every_curve(finished, tmp_path, render):
+    page(tmp_path)
+    dom = render(tmp_path / "report.html").dom
+    assert "data-error" not in dom
+    charts = int(re.search(r'data-charts="(\d+)"', dom)[1])
+    assert charts >= 5
+    assert f'data-rendered="{charts}"' in dom
+
+
+def test_an_unfinished_run_says_so(training, tmp_path):
+    training.examine(0, [0.3] * TASKS)
+    training.train(1)
+    text = body(page(tmp_path))
+    assert "it has not been measured again yet" in text
+    assert "1 of 20" in text
+    assert "in progress or interrupted" in text
+    assert "loopwright resume" in text
+
+
+def test_a_run_before_its_first_step_has_a_page(training, tmp_path):
+    assert "no two steps have a reward yet" in body(page(tmp_path))
+
+
+def test_without_held_out_tasks_the_training_reward_is_no_measure(training, tmp_path):
+    for step in range(1, 5):
+        training.train(step, step / 10)
+    text = body(page(tmp_path))
+    assert "went from 0.15 to 0.35 in 4 steps, which says little about other tasks. Add [run.eval] to know." in text
+
+
+def test_an_evaluation_without_a_reward_is_no_zero(training):
+    training.examine(0, [0.5] * 2, lost=2)
+    digest = read_training(training.ledger)
+    assert digest.measured == []
+    assert verdict(digest).startswith("No evaluation has a reward")
+
+
+def test_steps_that_changed_nothing_are_said(training, tmp_path):
+    training.train(1)
+    training.train(2, skipped=1.0, grad_norm=None)
+    training.note(3, skipped="missing")
+    text = body(page(tmp_path))
+    assert "1 of 3 steps left the policy as it was, as a loss or gradient was no finite number: 2." in text
+    assert "1 of 3 steps had nothing to train on: 3." in text
+    assert training_chart(read_training(training.ledger))["skipped"] == [2, 3]
+
+
+def test_a_failed_run_shows_why(training, tmp_path):
+    training.train(1)
+    training.ledger.set_state("failure", "3 steps in a row had a loss that is no finite number")
+    training.ledger.set_state("finished", True)
+    text = body(page(tmp_path))
+    assert "chip bad" in text
+    assert "3 steps in a row" in text
+
+
+def test_branches_of_an_episode_are_all_shown(training, tmp_path):
+    training.train(1, branches=3)
+    assert "branch 3 of 3" in body(page(tmp_path))
+
+
+def test_ten_thousand_steps_make_a_small_page(training, tmp_path):
+    training.train(1)
+    with training.ledger.transaction.held:
+        for step in range(2, 10_001):
+            training.note(step, reward=step / 10_000, loss=1.0 / step)
+    chart = training_chart(read_training(training.ledger))
+    for curve in chart["curves"]:
+        for line in curve["lines"]:
+            assert len(line["rows"]) <= 240
+    reward = chart["curves"][0]["lines"][0]["rows"]
+    assert (reward[0][0], reward[-1][4]) == (1, 10_000)
+    assert all(low <= mean <= high for _, mean, low, high, _ in reward)
+    assert len(page(tmp_path)) < 1_200_000  # of which 720 kB draw charts
+
+
+def test_what_never_changes_has_no_curve_but_is_said(finished, tmp_path):
+    chart = training_chart(read_training(finished.ledger))
+    assert chart["level"]["KL"] == 0.0
+    assert "KL" not in [curve["title"] for curve in chart["curves"]]
+    assert "The same in every step: KL 0" in body(page(tmp_path))
+
+
+def test_a_trainer_s_own_numbers_have_curves_too(training):
+    for step in (1, 2):
+        training.note(step, reward=0.1, value_loss=1.0 / step)
+    assert "value loss" in [curve["title"] for curve in training_chart(read_training(training.ledger))["curves"]]
+
+
+def test_text_from_tasks_and_models_is_never_markup(training, tmp_path):
+    bad = episode("<script>alert(1)</script>", "<img src=x onerror=alert(1)>", 0.5)
+    training.roll({"source": "<b>s", "index": 1, "task": bad.task.id}, [bad, episode("x", "y", 0.1)])
+    training.groups.ready(1, 0)
+    training.groups.take(1, 1)
+    training.note(1, reward=0.3, **{"<i>own</i>": 1.0})
+    training.note(2, reward=0.3, **{"<i>own</i>": 2.0})
+    text = page(tmp_path)
+    assert "<script>alert" not in text
+    text = body(text)
+    assert "<img src" not in text
+    assert "<i>own" not in text
+
+
+def test_the_result_names_the_policy_and_both_intervals(finished, tmp_path):
+    (tmp_path / "learn" / "policy").mkdir()
+    event, lines = training_result(read_training(finished.ledger))
+    assert lines[0].startswith("20 of 20 steps. On 6 held-out tasks")
+    assert "pass@1 0.0625 (95 %: 0 … 0.125) → 0.312 (0 … 0.625)" in lines
+    assert lines[-1] == f"policy: {tmp_path / 'learn' / 'policy'}"
+    assert [measured["step"] for measured in event["held_out"]] == [0, 20]
+    assert event["change"]["low"] > 0
+
+
+def test_reports_never_import_torch():
+    code = "import sys, loopwright.reports.html, loopwright.cli.progress; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_what_was_trained_tells_its_own_tokenizer(tmp_path):
+    assert tokenizer_of({"type": "vllm", "model": "someone/large"}, tmp_path) is None
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "byte_tokenizer").write_text("258\n")
+    assert tokenizer_of({"type": "vllm", "model": "someone/large"}, tmp_path) is not None
+    assert tokenizer_of({"type": "transformers", "model": "tiny"}) is not None

@@ -1,0 +1,84 @@
+"""`make demo-train`: an agent that knows nothing of training is trained, from end to end."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.training_demo import EXAMPLE, RISE, trained
+from safetensors.torch import load_file
+
+from loopwright.core.ledger import Ledger
+from loopwright.core.rollouts import rollouts
+from loopwright.core.steps import steps
+from loopwright.engines.models import tiny
+
+WRITING = "def lower(answer):\n    return sum(letter.islower() for letter in answer) / 12\n"
+JUDGER = '{ type = "composed", parts = [{ type = "verifier" }, { type = "python", handler = "writing:lower" }] }'
+SHORTER = {
+    '"smollm2"': '"tiny"',
+    "threads = 2": "threads = 1",
+    "steps = 24": "steps = 2",
+    "prompts_per_step = 4": "prompts_per_step = 2",
+    "group_size = 8": "group_size = 3",
+    "checkpoint_every = 12": "checkpoint_every = 1",
+    "samples = 3": "samples = 1",
+    ", lora = { r = 8, layers = 10 }": "",
+    # A random model gets no task right: so that it learns something, it is rewarded for how it writes, too.
+    '{ type = "verifier" }': JUDGER,
+}
+
+
+def loopwright(*arguments, directory: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "loopwright", *arguments]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(directory / "cache")}
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory) -> Path:
+    """What is left of the demo as it is, but shorter, and with a tiny model."""
+    directory, text = tmp_path_factory.mktemp("demo"), EXAMPLE.read_text()
+    for old, new in SHORTER.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (directory / "short.toml").write_text(text)
+    (directory / "writing.py").write_text(WRITING)
+    for name in ("agent", "tasks"):
+        (directory / name).symlink_to(EXAMPLE.parent / name)
+    done = loopwright("run", "short.toml", "--output", "out", directory=directory)
+    assert done.returncode == 0, done.stderr
+    return directory / "out"
+
+
+def test_each_rollout_is_a_process_that_was_captured_and_tested(output):
+    with Ledger.read(output / "shell" / "ledger.db") as ledger:
+        found = list(rollouts(ledger))
+        assert len([one for one in found if one.evaluated is None]) == 2 * 2 * 3, "trials are in the ledger"
+        assert {one.evaluated for one in found} == {None, 0, 2}, "and so are those on held-out tasks"
+        assert [step.step for step in steps(ledger, "train")] == [1, 2]
+    for one in found:
+        episode = one.episode
+        assert (episode.turns, episode.trainable) == (1, one.evaluated is None)
+        assert episode.evidence["agent"]["stdout"].startswith("$ ")
+        assert set(episode.evidence["verifier"]["rewards"]) == {"reward"}
+        assert {"boot", "agent", "generate", "collect", "verify", "teardown"} <= set(episode.attempts[-1].phases_s)
+
+
+def test_it_learns_from_them_and_there_is_a_report(output):
+    learned = load_file(output / "shell" / "policy" / "model.safetensors")
+    assert any(not value.equal(learned[name]) for name, value in tiny(attention="sdpa").state_dict().items())
+    assert "held-out" in (output / "report.html").read_text()
+
+
+def test_what_was_captured_is_what_was_sampled(output):
+    done = loopwright("audit", "out", directory=output.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_demo_learns_held_out_tasks():
+    found = trained(1)
+    assert 0 < found.before < found.after
+    assert found.after - found.before >= RISE

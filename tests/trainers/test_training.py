@@ -1,0 +1,215 @@
+"""Training as a run of a scenario: what it makes, and what it does when things go wrong."""
+
+import os
+import sqlite3
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from safetensors.torch import load_file
+
+from loopwright.core.errors import ScenarioError
+from loopwright.core.ledger import Ledger
+from loopwright.core.rollouts import rollouts
+from loopwright.core.steps import steps
+from loopwright.scenario.load import load
+
+SCENARIO = """
+name = "letters"
+[[run]]
+name = "work"
+agent = {{ type = "grpo", steps = 3, prompts_per_step = 2, group_size = 3, lr = 1e-2, seed = 3{agent} }}
+[run.engine]
+type = "transformers"
+model = "tiny"
+threads = 1
+[run.rollout]
+tasks = {{ type = "python", factory = "letters:tasks" }}
+loop = {{ type = "single_turn", sampling = {{ max_tokens = 6{sampling} }} }}
+judger = {{ type = "python", handler = "letters:{judge}", {judger} }}
+produce = {{ {produce} }}
+{more}
+"""
+LETTERS = """
+import os
+import pathlib
+
+def tasks():
+    return [{"prompt": letter} for letter in "abcd"]
+
+def held_out():
+    return [{"prompt": letter} for letter in "yz"]
+
+def lower(answer):
+    return sum(letter.islower() for letter in answer) / 6
+
+def huge(answer):
+    return 1e38 * (sum(map(ord, answer)) % 5)
+
+def equal(answer):
+    return 1.0
+
+def outage(answer):
+    calls = pathlib.Path("calls")
+    count = len(calls.read_text()) if calls.exists() else 0
+    calls.write_text("x" * (count + 1))
+    if 8 <= count < 24:
+        raise RuntimeError("the judge is away")
+    return lower(answer)
+"""
+EVAL = """
+[run.eval]
+every = 2
+samples = 2
+tasks = { type = "python", factory = "letters:held_out" }
+"""
+
+
+def written(directory, *, agent="", sampling="", judge="lower", judger="", produce='type = "sync"', more=EVAL):
+    (directory / "letters.py").write_text(LETTERS)
+    path = directory / "letters.toml"
+    text = SCENARIO.format(agent=agent, sampling=sampling, judge=judge, judger=judger, produce=produce, more=more)
+    path.write_text(text.replace(",  }", " }"))
+    return path
+
+
+def run(directory, *words, verb="run"):
+    command = [sys.executable, "-m", "loopwright", verb, *map(str, words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, env=environment, timeout=200)
+
+
+def ledger(directory):
+    return Ledger.read(directory / "out" / "work" / "ledger.db")
+
+
+def statuses(directory):
+    connection = sqlite3.connect(directory / "out" / "work" / "ledger.db")
+    found = dict(connection.execute("SELECT status, count(*) FROM groups GROUP BY 1"))
+    connection.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("trained")
+    made = written(directory, agent=', log = ["tensorboard"]')
+    ended = run(directory, made, "--output", "out")
+    assert ended.returncode == 0, ended.stderr
+    return directory
+
+
+def test_a_training_leaves_a_policy_checkpoints_and_numbers(trained):
+    work = trained / "out" / "work"
+    assert {path.name for path in (work / "checkpoints").iterdir()} == {"step-000002", "step-000003"}
+    policy = load_file(work / "policy" / "model.safetensors")
+    last = load_file(work / "checkpoints" / "step-000003" / "model.safetensors")
+    assert all(weight.equal(last[name]) for name, weight in policy.items())
+    assert list((work / "tensorboard").iterdir())
+    with ledger(trained) as found:
+        numbers = [step.numbers for step in steps(found, "train")]
+        for name in ("reward", "kl", "entropy", "clip_fraction", "grad_norm", "length", "staleness", "faults", "lr"):
+            assert all(name in one for one in numbers), name
+        held_out = {step.step: step.numbers for step in steps(found, "eval")}
+    assert held_out.keys() == {0, 2, 3}
+    assert held_out[0]["rollouts"] == 4
+    assert held_out[3]["reward_low"] <= held_out[3]["reward"] <= held_out[3]["reward_high"]
+    assert {"pass@1", "pass@2"} <= held_out[3].keys()
+
+
+def test_every_version_samples_for_its_own_step(trained):
+    """Synchronous production is on policy: step n learns from what version n - 1 said, and evaluation is by n."""
+    with ledger(trained) as found:
+        seen = Counter(
+            (node_version, rollout.episode.task.messages[0]["content"] in "yz")
+            for rollout in rollouts(found)
+            for node_version in {span.version for node in rollout.episode.nodes for span in node.spans}
+        )
+    assert seen == {(0, False): 6, (1, False): 6, (2, False): 6, (0, True): 4, (2, True): 4, (3, True): 4}
+
+
+def test_what_is_held_out_is_never_trained_on(trained):
+    with ledger(trained) as found:
+        for rollout in rollouts(found):
+            held_out = rollout.episode.task.messages[0]["content"] in "yz"
+            assert rollout.episode.trainable == rollout.episode.in_baseline == (not held_out)
+            assert rollout.episode.reward is not None
+    assert statuses(trained) == {"trained": 6}
+
+
+def test_a_finished_training_is_not_trained_further(trained):
+    before = (trained / "out" / "work" / "policy" / "model.safetensors").read_bytes()
+    ended = run(trained, "out", verb="resume")
+    assert ended.returncode == 0, ended.stderr
+    assert (trained / "out" / "work" / "policy" / "model.safetensors").read_bytes() == before
+    assert statuses(trained) == {"trained": 6}
+
+
+def test_a_policy_can_be_served_and_trained_further(trained, tmp_path):
+    made = written(tmp_path, more="")
+    text = made.read_text().replace('model = "tiny"', f'model = "{trained}/out/work/policy"')
+    made.write_text(text)
+    ended = run(tmp_path, made, "--output", "out")
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_asynchronous_training_uses_what_is_not_too_old(tmp_path):
+    made = written(tmp_path, agent=", colocated = true", produce='type = "async", max_staleness = 1', more="")
+    ended = run(tmp_path, made, "--output", "out")
+    assert ended.returncode == 0, ended.stderr
+    connection = sqlite3.connect(tmp_path / "out" / "work" / "ledger.db")
+    trained = connection.execute("SELECT step - 1 - version FROM groups WHERE status = 'trained'").fetchall()
+    connection.close()
+    assert len(trained) == 6
+    assert {staleness for (staleness,) in trained} <= {0, 1}
+
+
+def test_losses_that_are_no_numbers_are_skipped_said_and_end_the_training(tmp_path):
+    made = written(tmp_path, judge="huge", agent=", std = false, bad_steps = 2", more="")
+    ended = run(tmp_path, made, "--output", "out")
+    with ledger(tmp_path) as found:
+        skipped = [step.numbers.get("skipped", 0.0) for step in steps(found, "train")]
+    assert ended.returncode == 1
+    assert "2 steps in a row" in ended.stderr
+    assert "resume" in ended.stderr
+    assert 1.0 in skipped
+
+
+def test_equal_rewards_teach_nothing_and_break_nothing(tmp_path):
+    made = written(tmp_path, judge="equal", more="")
+    ended = run(tmp_path, made, "--output", "out")
+    assert ended.returncode == 0, ended.stderr
+    assert statuses(tmp_path) == {"trained": 6}
+
+
+def test_a_judge_outage_is_waited_for(tmp_path):
+    """The judge breaks in mid-training: its breaker opens, rollouts wait, and none is trained on as a zero."""
+    made = written(tmp_path, judge="outage", judger="retries = 0, breaker = 3, cooldown_s = 0.2", more="")
+    ended = run(tmp_path, made, "--output", "out")
+    assert ended.returncode == 0, ended.stderr
+    assert statuses(tmp_path)["trained"] == 6
+    with ledger(tmp_path) as found:
+        for rollout in rollouts(found):
+            said = rollout.episode
+            if said.reward is not None:
+                assert said.reward.value == pytest.approx(sum(map(str.islower, said.answer)) / 6)
+            else:
+                assert not said.trainable
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sampling": ", top_p = 0.9"}, "top_p leaves tokens out"),
+        ({"sampling": ", temperature = 0"}, "temperature 0 tries nothing"),
+        ({"agent": ", lora = { r = 4 }, layers = 2"}, "`layers` is for training without `lora`"),
+        ({"agent": ', log = ["mlflow"]'}, "pip install mlflow"),
+        ({"agent": ", group_sise = 4"}, "group_size"),
+        ({"more": EVAL.replace("held_out", "nowhere")}, "[run.eval] tasks"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_before_anything_starts(tmp_path, options, words):
+    with pytest.raises(ScenarioError) as error:
+        load(written(tmp_path, **options))
+    assert words in str(error.value)
