@@ -4,7 +4,7 @@ PYTHON_HARBOR ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup demo demo-train test test-slow test-engines test-harbor test-agents check bench docs clean
+.PHONY: setup demo demo-train test test-slow test-engines test-harbor test-verl test-agents check bench docs clean
 
 setup: .venv/.ready  ## a virtual environment with Loopwright, all its extras and tools
 
@@ -15,7 +15,7 @@ setup: .venv/.ready  ## a virtual environment with Loopwright, all its extras an
 	@touch $@
 
 .venv/.ready: .venv/.core
-	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev,gateway,gp,parquet,ray,rl,rollouts,train]'
+	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev,gateway,gp,parquet,ray,rl,rollouts,train,trl]'
 	@touch $@
 
 .venv/.compiler: .venv/.core  # what the demo uses
@@ -77,6 +77,18 @@ test-engines: .venv/.models .venvs/vllm/.ready .venvs/llamacpp/.ready  ## engine
 test-harbor: .venv/.ready .venvs/harbor/.ready  ## the real Harbor runs our tasks, in a virtual environment of its own
 	@command -v bwrap >/dev/null || $(call install,bubblewrap)
 	$(BIN)/pytest -m slow tests/integrations/test_harbor.py
+
+.venvs/verl/.ready:  # verl, without what it asks for but does not need here: the agent loop's own part runs on any CPU
+	test -x .venvs/verl/bin/python || $(PYTHON) -m venv .venvs/verl
+	.venvs/verl/bin/pip install -qq torch==2.13.0
+	.venvs/verl/bin/pip install -qq --editable '.[gateway,rollouts]' pytest==9.2.0 pytest-timeout==2.4.0 torch==2.13.0 \
+	  accelerate==1.15.0 cachetools==8.0.0 codetiming==1.4.0 datasets==5.2.0 dill==0.4.1 fastapi==0.162.4 hydra-core==1.3.8 \
+	  pandas==3.1.1 peft==0.21.2 pillow==13.0.0 ray==2.60.0 tensordict==0.10.0 torchdata==0.11.0 transformers==5.9.0 uvicorn==0.54.0
+	.venvs/verl/bin/pip install -qq --no-deps verl==0.9.1
+	@touch $@
+
+test-verl: .venvs/verl/.ready  ## verl's own worker runs our remote agents, in a virtual environment of its own
+	.venvs/verl/bin/python -m pytest -m slow tests/integrations/test_verl.py
 
 .venvs/mini/.ready:  # mini-swe-agent, which pins what we do not
 	test -x .venvs/mini/bin/python || $(PYTHON) -m venv .venvs/mini

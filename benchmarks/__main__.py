@@ -22,6 +22,7 @@ NAMES = (
     "sandbox",
     "engines",
     "gateway",
+    "training",
 )
 LONG = ("training-demo",)
 """Run by name only: they take longer than all others together."""

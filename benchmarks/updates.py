@@ -1,7 +1,7 @@
 """One side of the training benchmark, in a process of its own: `python -m benchmarks.updates ours|trl`.
 
-The same model, the same sequences: 16 answers of 20 to 170 tokens to two prompts. Prints the best seconds of a step, the
-peak memory in bytes, and the gradient's norm in the first step.
+The same model, the same sequences: 16 answers of 20 to 170 tokens to two prompts. Prints the best seconds of a step,
+the peak memory in bytes, and the gradient's norm in the first step.
 """
 
 import json
@@ -9,6 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,8 +29,8 @@ def sequences() -> list[tuple[list[int], list[int], float]]:
     found = []
     for _ in range(PROMPTS):
         prompt = random.integers(100, 40_000, PROMPT_TOKENS).tolist()
-        for length in random.integers(20, 170, ANSWERS):
-            found.append((prompt, random.integers(100, 40_000, length).tolist(), float(random.normal())))
+        lengths = random.integers(20, 170, ANSWERS)
+        found += [(prompt, random.integers(100, 40_000, n).tolist(), float(random.normal())) for n in lengths]
     return found
 
 
@@ -54,12 +55,12 @@ def ours(home: Path) -> Callable[[], float]:
 def trl(home: Path) -> Callable[[], float]:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
 
+    peer: Any = import_module("trl")
     place = smollm2.directory()
     model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
     count = PROMPTS * ANSWERS
-    config = GRPOConfig(
+    config = peer.GRPOConfig(
         output_dir=str(home),
         per_device_train_batch_size=count,
         num_generations=ANSWERS,
@@ -71,7 +72,7 @@ def trl(home: Path) -> Callable[[], float]:
         bf16=False,
         gradient_checkpointing=False,
     )
-    trainer: Any = GRPOTrainer(
+    trainer = peer.GRPOTrainer(
         model=model,
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=config,

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from loopwright.core.outcome import Fault, Outcome
     from loopwright.core.reward import Reward, RewardFunction
     from loopwright.core.trial import Feedback, Observation, Result, Trial
+    from loopwright.engines.named import engine_of
     from loopwright.envs.adapter import GymnasiumAdapter
     from loopwright.envs.observation import ObsLeafDescriptor, StructuredObservation
     from loopwright.envs.server import GymServer
-    from loopwright.engines.named import engine_of
     from loopwright.gateway.gateway import Gateway
     from loopwright.scenario.dispatch import dispatch
     from loopwright.scenario.load import load

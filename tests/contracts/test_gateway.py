@@ -27,6 +27,15 @@ from tests.gateway.relaying import TOKEN, door, relayed, working
 from tests.gateway.serving import ADD, END, Teller, call, claude_of, client_of, run, served, until, user
 
 
+def serving(words):
+    """A gateway in a process of its own, and its address."""
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
+    if line := process.stdout.readline():
+        return process, line.split()[3].rstrip(";")
+    process.stdout.close()
+    raise AssertionError(f"no gateway, but exit code {process.wait()}; its stderr says why")
+
+
 async def chat(client, messages, **more):
     return await client.chat.completions.create(model="any", messages=messages, **more)
 
@@ -440,10 +449,7 @@ def test_t04_killed_under_load_no_committed_turn_is_lost(tmp_path):
     """kill -9 while many agents talk; what each of them was told is there, and no turn has tokens that it has not."""
 
     def start():
-        process = subprocess.Popen(
-            [sys.executable, *SERVE, "--output", str(tmp_path)], stdout=subprocess.PIPE, text=True
-        )
-        return process, process.stdout.readline().split()[3].rstrip(";")
+        return serving([*SERVE, "--output", str(tmp_path)])
 
     async def agent(http, url, told, number):
         async with http.post(f"{url}/sessions/a{number}") as answer:
@@ -487,7 +493,7 @@ def test_t04_killed_under_load_no_committed_turn_is_lost(tmp_path):
             process.kill()
             if after is not None:
                 after.send_signal(signal.SIGTERM)
-                assert after.wait(10) == 128 + signal.SIGTERM
+                assert after.wait(60) == 128 + signal.SIGTERM
                 after.stdout.close()
             process.stdout.close()
 
@@ -1066,13 +1072,7 @@ def test_t08_workers_find_a_gateway_that_was_killed_and_began_again(tmp_path):
 
     def start(port):
         words = ["--relay", "--token-file", str(token), "--port", str(port), "--output", str(tmp_path / "out")]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "loopwright", "gateway", "serve", *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        return process, process.stdout.readline().split()[3].rstrip(";")
+        return serving(["-m", "loopwright", "gateway", "serve", *words])
 
     async def story():
         process, url = await asyncio.to_thread(start, 0)

@@ -526,9 +526,7 @@ def test_t09_what_is_wrong_is_named(loaded):
         loaded("gateway.prot=1")
     with pytest.raises(ScenarioError, match=r"--set 'port=1': write loop.KEY=VALUE or gateway.KEY=VALUE"):
         loaded("port=1")
-    with pytest.raises(
-        ScenarioError, match=r"unknown gateway 'rai'. Known: embedded, ray, external. Did you mean 'ray'"
-    ):
+    with pytest.raises(ScenarioError, match=r"unknown gateway 'rai'. Known: embedded, ray, .* Did you mean 'ray'"):
         loaded(environ={"REMOTE_GATEWAY_TYPE": "rai"})
     with pytest.raises(ScenarioError, match=r"\[run.engine\]: has no meaning with an external gateway"):
         loaded(more=ENGINE + '[run.gateway]\ntype = "external"\nurl = "http://g"\n')

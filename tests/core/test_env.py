@@ -14,6 +14,7 @@ from loopwright.core.observer import Observer, Observers
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Identity, Inverse, Objectives
 from loopwright.core.run import Run
+from loopwright.core.steps import Step
 from loopwright.core.trial import Result, Trial
 
 Measure = Callable[[Trial], Awaitable[Result]]
@@ -349,6 +350,25 @@ class TestObservers:
         assert "Broken" in record.getMessage()
         assert "trial 1" in record.getMessage()
         assert len(diary.lines) == 4
+
+    def test_are_told_of_the_steps_of_a_training(self, make, caplog):
+        told = []
+
+        class Broken(Observer):
+            def after_step(self, kind: str, step: Step) -> None:
+                raise OSError("the dashboard is down")
+
+        class Curve(Observer):
+            def after_step(self, kind: str, step: Step) -> None:
+                told.append((kind, step.step))
+
+        env = make(itself, Broken(), Curve())
+        env.stepped("train", Step(1, 0.0, {}))
+        env.stepped("eval", Step(1, 0.0, {}))
+        assert told == [("train", 1), ("eval", 1)]
+        assert [record.getMessage() for record in caplog.records] == [
+            "observer Broken.after_step failed on step 1 and is off from now on"
+        ]
 
     def test_find_the_ended_trial_in_the_ledger(self, make):
         found = []

@@ -1,11 +1,15 @@
 """Engines by short names, and what is missing for them."""
 
+import asyncio
+
 import pytest
 
+import loopwright
 from loopwright.engines import inprocess, smollm2
 from loopwright.engines.inprocess import TransformersConfig
-from loopwright.engines.named import NAMED, engine_config
+from loopwright.engines.named import NAMED, engine_config, engine_of
 from loopwright.engines.scripted import ScriptedConfig
+from loopwright.testing.gateways import said
 
 
 def test_names_stand_for_configs():
@@ -60,3 +64,19 @@ def test_a_conversion_that_fails_leaves_nothing_and_the_next_one_works(tmp_path,
     monkeypatch.setattr(smollm2, "_convert", lambda target: (target / "config.json").write_text("{}"))
     assert (smollm2.directory() / "config.json").read_text() == "{}"
     assert len(list((tmp_path / "loopwright").iterdir())) == 2
+
+
+def test_an_engine_by_its_name_behind_a_gateway():
+    async def story():
+        engine = loopwright.engine_of("scripted")
+        async with loopwright.Gateway(engine) as gateway:
+            session = await gateway.open()
+            assert (await said(session))[0] == 200
+            assert (await session.close()).turns == 1
+        await engine.close()
+
+    asyncio.run(story())
+    with pytest.raises(ValueError, match="tokenizer"):
+        engine_of("vllm:http://gpu-box:8000")
+    with pytest.raises(ValueError, match="empty"):
+        loopwright.Gateway(engine_of("scripted"), token="")

@@ -241,3 +241,10 @@ def test_smollm2_is_captured_to_a_thousandth(tmp_path):
     assert len(turns) == len(SAMPLINGS) * 4
     assert result["mean"] <= 1e-3
     assert result["good"]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0)])
+def test_what_is_no_number_is_never_within_a_tolerance(sampling):
+    logits = torch.tensor([1.0, 2.0, float("nan")])
+    assert off_by(logits[:2], 1, float("nan"), sampling) == float("inf")
+    assert off_by(logits, 2, 0.0, sampling) == float("inf")

@@ -310,6 +310,17 @@ def test_how_families_write_calls(family, text, names, content):
     assert history[1]["content"] == content
 
 
+def test_a_turn_can_be_begun_with_reasoning():
+    """As the chat templates of some models do: the policy's first word is a thought, and no client sees the tag."""
+    prompts, session, history = told("chatml", "hm</think>yes", "ok</think>no", thinks=True, tools=())
+    assert [prompt.endswith("<|im_start|>assistant\n<think>\n") for prompt in prompts] == [True, True]
+    assert [m.get("reasoning_content") for m in history if m["role"] == "assistant"] == ["hm", "ok"]
+    assert [m["content"] for m in history if m["role"] == "assistant"] == ["yes", "no"]
+    assert "<think>\nhm</think>yes" in prompts[1], "what was sampled stays as it was"
+    assert {str(verdict.kind) for verdict in session.verdicts.values()} == {"exact"}
+    assert session.count([{"role": "user", "content": "hi"}]) == len(session.engine.calls[0][0])
+
+
 def test_without_tools_json_is_an_answer():
     _, _, history = told("json", '{"name": "f", "arguments": {}}', tools=())
     assert history[1] == {"role": "assistant", "content": '{"name": "f", "arguments": {}}'}

@@ -1,6 +1,7 @@
 """Hostile and careless clients: whatever they send is refused in words, and nothing of it stays behind."""
 
 import asyncio
+import json
 import logging
 
 import aiohttp
@@ -76,12 +77,39 @@ def test_no_body_makes_the_gateway_fail():
                     body["n"] = 2
                 asyncio.run_coroutine_threadsafe(send(path, orjson.dumps(body)), loop).result(10)
 
-            quick = settings(max_examples=600, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            quick = settings(max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck))
             await asyncio.to_thread(quick(given(st.sampled_from(PATHS), BODY)(check)))
             for raw in (b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"a":' * 5000, b"x" * 200_000):
                 for path in PATHS:
                     await send(path, raw)
             assert not session.live.described()["running"]
+
+    run(story)
+
+
+ODD = (None, True, 3, -1.5, 2**80, "x", [], [3], ["x"], [None], {}, {"type": 3}, {"type": "x"}, {"type": "function"})
+MORE = (
+    *("modalities", "audio", "response_format", "text", "tool_choice", "parallel_tool_calls", "stream_options"),
+    *("thinking", "reasoning", "output_config", "stop_sequences", "include", "instructions", "system", "logit_bias"),
+    *("best_of", "echo", "suffix", "metadata", "user", "store", "previous_response_id", "top_logprobs", "min_p"),
+)
+
+
+def test_no_field_of_any_kind_makes_the_gateway_fail():
+    """Each known field by itself, in each dialect, with what nobody would expect there."""
+
+    async def story():
+        async with served() as gateway, aiohttp.ClientSession() as http:
+            session = await gateway.open(terms=Terms(max_tokens=2))
+            auth = {"authorization": f"Bearer {session.key}"}
+            for path in PATHS:
+                for field in {*FIELDS, *MORE} - {"n"}:
+                    for value in ODD:
+                        body = json.dumps({**SOUND, field: value})
+                        url = f"{gateway.address}/{session.id}/{path}"
+                        async with http.post(url, data=body, headers=auth) as answer:
+                            said = await answer.read()
+                            assert answer.status in (200, 400), (path, field, value, said)
 
     run(story)
 

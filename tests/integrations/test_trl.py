@@ -1,6 +1,7 @@
 """TRL's own GRPOTrainer learns from our rollouts: what reaches its loss is what was captured."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from loopwright.integrations.trl import Rollouts
 from tests.integrations.making import byte_tokenizer
 
 trl = pytest.importorskip("trl")
+pytestmark = pytest.mark.timeout(300)  # TRL takes its time to import on a busy machine
 
 SCENARIO = """
 name = "trl"
@@ -200,6 +202,15 @@ def test_adapters_are_folded_into_what_the_engine_samples_with(tmp_path):
         trainer.train()
     assert any(float(w.detach().abs().sum()) for n, w in trainer.model.named_parameters() if "lora_B" in n)
     assert off_policy(trainer) < 1e-4
+
+
+def test_an_engine_elsewhere_reads_trls_weights_from_the_runs_directory(tmp_path):
+    with Rollouts(scenario(tmp_path), output=tmp_path / "out") as rollouts:
+        rollouts._source = replace(rollouts._source, near=False)
+        trainer = trainer_of(rollouts, tmp_path, steps=2)
+        trainer.train()
+    assert off_policy(trainer) < 1e-4
+    assert sorted(path.name for path in (tmp_path / "out" / "bytes" / "weights").iterdir()) == ["0", "1"]
 
 
 def test_without_a_verdict_trl_is_told_nothing_and_trains_on_nothing(tmp_path):

@@ -102,7 +102,8 @@ def test_mini_swe_agent_edits_a_file(tmp_path):
 def test_mini_swe_agent_with_a_real_model(tmp_path):
     with serving(tmp_path, "--engine", "smollm2", "--port", 0, "--output", "gw") as gateway:
         session = gateway.open("mini", sampling={"max_tokens": 16, "temperature": 0.7})
-        done = mini(tmp_path, session, "-c", "mini.yaml", "-c", "agent.step_limit=3")
+        limits = ("-c", "agent.step_limit=3", "-c", "agent.max_consecutive_format_errors=0")
+        done = mini(tmp_path, session, "-c", "mini.yaml", *limits)
         assert "LimitsExceeded" in done.stdout + done.stderr, done.stdout + done.stderr
         told = gateway.shown(session)
     assert len(told["turns"]) == 3

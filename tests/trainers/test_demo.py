@@ -19,10 +19,10 @@ JUDGER = '{ type = "composed", parts = [{ type = "verifier" }, { type = "python"
 SHORTER = {
     '"smollm2"': '"tiny"',
     "threads = 2": "threads = 1",
-    "steps = 24": "steps = 2",
+    "steps = 12": "steps = 2",
     "prompts_per_step = 4": "prompts_per_step = 2",
     "group_size = 8": "group_size = 3",
-    "checkpoint_every = 12": "checkpoint_every = 1",
+    "checkpoint_every = 6": "checkpoint_every = 1",
     "samples = 3": "samples = 1",
     ", lora = { r = 8, layers = 10 }": "",
     # A random model gets no task right: so that it learns something, it is rewarded for how it writes, too.
@@ -75,6 +75,12 @@ def test_it_learns_from_them_and_there_is_a_report(output):
 def test_what_was_captured_is_what_was_sampled(output):
     done = loopwright("audit", "out", directory=output.parent)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_untouched_tasks_score_0_and_solved_ones_1(tmp_path):
+    done = loopwright("tasks", "scan", EXAMPLE.parent / "tasks", "--check", "--sandbox", "bwrap", directory=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "20 tasks" in done.stdout
 
 
 @pytest.mark.slow

@@ -55,6 +55,14 @@ def test_tokens_that_are_too_old_stay_and_are_not_trained_on():
     assert {sample.staleness for sample in found} == {1}
 
 
+def test_which_episode_ended_first_does_not_matter():
+    """A step that is repeated after a crash has its episodes in the order of the ledger."""
+    one, two, three = (Episode(TASK, (ROOT, node(0, [n], True))).judged(Reward(1.0)) for n in (1, 2, 3))
+    orders = [{7: one, 8: two}, {9: three}], [{9: three}, {8: two, 7: one}]
+    first, second = (samples_of(order, [dict.fromkeys((7, 8, 9), 1.0)] * 2, version=0, oldest=None) for order in orders)
+    assert [(list(s.ids), s.episode) for s in first] == [(list(s.ids), s.episode) for s in second]
+
+
 def test_what_may_not_be_trained_on_is_left_out():
     episode = replace(forked(), trainable=False)
     assert samples_of([{7: episode, 8: forked()}], [{7: 1.0, 8: 1.0}], version=0, oldest=None)[0].episode == 1

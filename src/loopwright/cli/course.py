@@ -77,7 +77,7 @@ class Course:
             found.append(f"held-out {held_out}")
         for name in ("kl", "entropy"):
             found += [f"{_DRAWN[name]} {number(value, 3)}" for value in self._values("train", name)[-1:]]
-        return [*found, *self.speed()]
+        return found
 
     def speed(self) -> list[str]:
         """How fast it goes, if that is known."""

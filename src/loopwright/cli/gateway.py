@@ -72,7 +72,7 @@ def serve(
     """Serve sessions until Ctrl-C. POST /sessions opens one; its agent gets the base URL and the key."""
     from loopwright.core.eventloop import run
     from loopwright.gateway.gateway import GatewayConfig
-    from loopwright.gateway.settings import TOKEN
+    from loopwright.gateway.settings import LEAST_TOKEN, TOKEN
 
     words: dict[str, Any] = {**_environment(), "host": host, "port": port}
     words |= {} if advertise is None else {"advertise": advertise}
@@ -84,6 +84,8 @@ def serve(
     if config.log_prompts and config.access_log is None:
         raise typer.BadParameter("there is no access log: say where with --access-log.", param_hint="--log-prompts")
     token = os.environ.get(TOKEN) or None if token_file is None else token_of(token_file)
+    if token is not None and len(token) < LEAST_TOKEN:
+        raise typer.BadParameter(f"{TOKEN} holds no token of {LEAST_TOKEN} characters or more.")
     if relay == bool(engine):
         raise typer.BadParameter("say what serves: --engine NAME, or --relay and not both.", param_hint="--engine")
     if relay and token is None:

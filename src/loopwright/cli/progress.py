@@ -95,7 +95,7 @@ class Tally(Observer):
         """The state of the run in one line."""
         counted, total = self.done - (self.cached if self.free else 0), self.total
         if self.course is not None:
-            parts, counted, total = [*self.course.parts(), *self._lost()], self.course.done, self.course.total
+            parts, counted, total = self._steps(self.course), self.course.done, self.course.total
         else:
             parts = self._rollouts() if self.rolls else self._trials(counted)
         left = self.seconds_left
@@ -103,9 +103,13 @@ class Tally(Observer):
             parts.append(f"{_duration(left)} left")
         return f"{self.name}: {', '.join(parts)}"
 
-    def _lost(self) -> list[str]:
+    def _steps(self, course: Course) -> list[str]:
         lost = self.done - self.scored
-        return [f"{number(self.done)} rollouts" + (f", {number(lost)} without a reward" if lost else "")]
+        rolled = [f"{number(self.done)} rollouts", *([f"{number(lost)} without a reward"] if lost else [])]
+        return [*self._curves_of(course), *rolled, *course.speed()]
+
+    def _curves_of(self, course: Course) -> list[str]:
+        return course.parts()
 
     def _trials(self, counted: int) -> list[str]:
         parts = [f"{counted}/{self.total or '?'} done", f"{self.failed} failed", f"{self.cached} cached"]
@@ -154,7 +158,7 @@ class Bar(Tally):
         )
         total = self.total if self.course is None else self.course.total
         self._task = self._progress.add_task("", total=total, completed=self.completed, line=self.line())
-        self._live = Live(get_renderable=self._drawn)
+        self._live = Live(self._drawn())
         self._live.start()
 
     @property
@@ -162,13 +166,8 @@ class Bar(Tally):
         """How far the bar is."""
         return self.done if self.course is None else self.course.done
 
-    def line(self) -> str:
-        if self.course is None:
-            return super().line()
-        left = self.seconds_left
-        going = self.course.done < self.course.total and left is not None
-        parts = [f"step {self.course.done}/{self.course.total}", *self._lost(), *self.course.speed()]
-        return f"{self.name}: {', '.join([*parts, *([f'{_duration(left)} left'] if left and going else [])])}"
+    def _curves_of(self, course: Course) -> list[str]:
+        return course.parts()[:1]  # the others are drawn below
 
     def _drawn(self) -> Any:
         from rich.console import Group
@@ -183,10 +182,15 @@ class Bar(Tally):
         now = time.monotonic()
         if now - getattr(self, "_shown", 0.0) > 0.1:
             self._shown = now
-            self._progress.update(self._task, completed=self.completed, line=self.line())
+            self._redraw()
+
+    def _redraw(self) -> None:
+        self._progress.update(self._task, completed=self.completed, line=self.line())
+        if self.course is not None:  # its curves are made here, not in the thread that draws, as steps are added here
+            self._live.update(self._drawn())
 
     def finish(self) -> None:
-        self._progress.update(self._task, completed=self.completed, line=self.line())
+        self._redraw()
         self._live.stop()
 
 

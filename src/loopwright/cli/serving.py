@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
-from pydantic import BaseModel
 
 if TYPE_CHECKING:
     import asyncio
 
-M = TypeVar("M", bound=BaseModel)
+    from pydantic import BaseModel
+
+M = TypeVar("M", bound="BaseModel")
 
 
 def checked(model: type[M], words: dict[str, Any]) -> M:

@@ -92,6 +92,8 @@ class EngineConfig(Config):
     reasoning: Reasoning = "preserve"
     """What the policy thought before the user last spoke: `preserve` keeps it in the context as it was sampled, `fork`
     leaves it out, as many chat templates do, on a branch of its own."""
+    thinks: bool = False
+    """Whether turns are begun with `<think>`, for models that were trained with chat templates which do that."""
 
     def problems(self, home: Path) -> list[Problem]:
         """What is wrong with it; found before anything starts."""

@@ -4,6 +4,7 @@ Nothing of the engine that sampled is used but its weights: no batch that reques
 what agrees was computed twice, in two ways.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,8 @@ def off_by(logits: Tensor, token: int, recorded: float, sampling: Sampling) -> f
 
     A token that could not have been sampled is off by as much as it is less likely than the least likely that could.
     """
+    if not math.isfinite(recorded) or not torch.isfinite(logits[token]):
+        return math.inf  # which no tolerance lets pass, as it would what is not a number
     if sampling.temperature == 0 or sampling.top_k == 1:
         return abs(recorded) + float(logits.max() - logits[token])
     off = _off_by(logits, token, recorded, sampling)

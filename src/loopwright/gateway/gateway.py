@@ -61,6 +61,8 @@ class GatewayConfig(Config):
     reasoning: Reasoning | None = None
     """What the policy thought before the user last spoke: `preserve` keeps it, `fork` leaves it out; as the engine's
     own setting says where this says nothing."""
+    thinks: bool | None = None
+    """Whether turns are begun with `<think>`; as the engine's own setting says where this says nothing."""
     ttl_s: float = Field(default=3600.0, gt=0)
     """Seconds without a call after which a session expires, unless its opener says otherwise."""
     body_bytes: int = Field(default=32 * 2**20, ge=1024)
@@ -183,7 +185,7 @@ class Gateway:
     ) -> None:
         config.address(config.port)  # before anything starts
         if token == "":
-            raise ValueError("the gateway's token is empty: whoever brings no key would have it. Say None for no token.")
+            raise ValueError("the gateway's token is empty, which whoever brings no key would have; say None for none")
         if config.template != "auto" and hasattr(engine, "tokenizer"):
             template_of(config.template, engine.tokenizer)
         self.engine, self.config, self.token, self.clock = engine, config, token, clock
@@ -203,16 +205,13 @@ class Gateway:
             raise MissingExtra("the gateway", "gateway") from error
         if self._output is not None:
             self._store = DiskStore(self._output)
-            self._recover_open()
-        self._server = Server(self)
         try:
-            await self._server.start()
-        except OSError as error:
+            self._recover_open()
+            self._server = Server(self)
+            await self._listen(self._server)
+        except BaseException:
             self._store.close()
-            where = f"{self.config.host}:{self.config.port}"
-            raise AdvertiseError(
-                f"cannot listen at {where}: {error.strerror or error}. Choose another --port."
-            ) from error
+            raise
         self._sweeper = asyncio.create_task(self._sweep())
         return self
 
@@ -225,6 +224,15 @@ class Gateway:
             await self._server.stop()
         await asyncio.gather(*(live.rest() for live in self._sessions.values()))
         self._store.close()
+
+    async def _listen(self, server: "Server") -> None:
+        try:
+            await server.start()
+        except OSError as error:
+            where = f"{self.config.host}:{self.config.port}"
+            raise AdvertiseError(
+                f"cannot listen at {where}: {error.strerror or error}. Choose another --port."
+            ) from error
 
     @property
     def address(self) -> str:
@@ -309,7 +317,17 @@ class Gateway:
     def _live(self, id: str, terms: Terms, key: str | None = None) -> Live:
         engine, config = self.engine.for_session(id), self.config
         template = None if config.template == "auto" else template_of(config.template, engine.tokenizer)
-        return Live(engine, self._store, self.clock, id, terms, key, template=template, reasoning=config.reasoning)
+        return Live(
+            engine,
+            self._store,
+            self.clock,
+            id,
+            terms,
+            key,
+            template=template,
+            reasoning=config.reasoning,
+            thinks=config.thinks,
+        )
 
     def _recover_open(self) -> None:
         if not self._recovered and hasattr(self.engine, "tokenizer"):  # a relay learns it from its first worker

@@ -47,12 +47,19 @@ class Live:
         *,
         template: Template | None = None,
         reasoning: Reasoning | None = None,
+        thinks: bool | None = None,
     ) -> None:
         self.id, self.terms, self.store, self.clock = id, terms, store, clock
         self.key = key or f"sk-{secrets.token_urlsafe(24)}"
         limits = Limits(terms.calls, terms.tokens)
         self.session = Session(
-            engine, terms.defaults, seed=terms.seed or id, limits=limits, template=template, reasoning=reasoning
+            engine,
+            terms.defaults,
+            seed=terms.seed or id,
+            limits=limits,
+            template=template,
+            reasoning=reasoning,
+            thinks=thinks,
         )
         self.status, self.reason, self.snapshot = "open", "", ""
         self.outcome = Outcome.OK

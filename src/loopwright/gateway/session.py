@@ -14,7 +14,7 @@ from loopwright.engines.base import ContextFull, Engine, EngineError, Reasoning,
 from loopwright.gateway.draft import Draft, check
 from loopwright.gateway.graph import RAW, Graph, Key, copied
 from loopwright.gateway.manner import PLAIN, Manner
-from loopwright.gateway.reader import Heard, Piece, Reader
+from loopwright.gateway.reader import THINK, Heard, Piece, Reader
 from loopwright.gateway.template import Template, Tool, template_of
 from loopwright.gateway.turn import Turn as Turn
 from loopwright.gateway.verdict import Kind, Verdict
@@ -49,11 +49,13 @@ class Session:
         limits: Limits = Limits(),  # noqa: B008  frozen
         template: Template | None = None,
         reasoning: Reasoning | None = None,
+        thinks: bool | None = None,
     ) -> None:
         self.engine, self.sampling, self.limits = engine, sampling, limits
         self._seed, config = seed, getattr(engine, "config", None)
         self.template = template or template_of(getattr(config, "template", "auto"), engine.tokenizer)
         self._forks = (reasoning or getattr(config, "reasoning", "preserve")) == "fork"
+        self._thinks = getattr(config, "thinks", False) if thinks is None else thinks
         self.graph = Graph(self.template, forks=self._forks)
         self.verdicts: dict[int, Verdict] = {}
         """What each turn is worth, by its node."""
@@ -88,6 +90,7 @@ class Session:
         parent, verdict = self.graph.place(messages, tools)
         if self.template.grammar.bare and not tools:  # without marks, only who has tools can mean a call
             manner = manner.model_copy(update={"calls": False})
+        manner = self._begun(messages, manner)
         opening = self.graph.opening(parent, manner)
         prompt = [*self.graph.ids(parent), *opening]
         node = len(self.graph.nodes)
@@ -151,7 +154,13 @@ class Session:
         """How many tokens the prompt of a turn after these messages would have."""
         apart = Graph(self.template, forks=self._forks)
         parent, _ = apart.place(messages, tools)
-        return len(apart.ids(parent)) + len(apart.opening(parent, manner))
+        return len(apart.ids(parent)) + len(apart.opening(parent, self._begun(messages, manner)))
+
+    def _begun(self, messages: Sequence[Message], manner: Manner) -> Manner:
+        """The manner of a turn that begins with reasoning, unless it is to begin with something else."""
+        if not self._thinks or manner.given or messages[0].get("role") == RAW:
+            return manner
+        return manner.model_copy(update={"given": f"{THINK}\n"})
 
     def ended(self, draft: Draft) -> bool:
         """Whether a turn has come to its end."""

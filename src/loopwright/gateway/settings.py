@@ -23,7 +23,7 @@ from pydantic import BaseModel
 LOOP, GATEWAY = "REMOTE_", "REMOTE_GATEWAY_"
 TOKEN = "REMOTE_GATEWAY_TOKEN"  # noqa: S105  the name of a variable
 SERVER_TOKEN = "REMOTE_SERVER_TOKEN"  # noqa: S105  the name of a variable
-_LEAST_TOKEN = 16
+LEAST_TOKEN = 16
 _BEGINS = ("{", "[", '"')
 
 
@@ -33,8 +33,8 @@ def token_in(file: Path) -> str:
         token = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {file}: {error}") from error
-    if len(token) < _LEAST_TOKEN:
-        raise ValueError(f"{file} holds no token of {_LEAST_TOKEN} characters or more")
+    if len(token) < LEAST_TOKEN:
+        raise ValueError(f"{file} holds no token of {LEAST_TOKEN} characters or more")
     return token
 
 

@@ -123,6 +123,7 @@ class GatewayContract(ABC):
         async def story(home: Home) -> None:
             session = await home.open("gone")
             await session.delete()
+            await session.delete()
             with pytest.raises(Refused, match="no session"):
                 await session.described()
             assert (await said(session))[0] == 404

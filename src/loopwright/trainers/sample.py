@@ -53,8 +53,9 @@ def samples_of(
     `constant` divides by one number for all, so that long answers are neither favoured nor spared.
     """
     found: list[Sample] = []
-    numbers = ((group, trial) for group, episodes in enumerate(groups) for trial in episodes)
-    for index, (group, trial) in enumerate(numbers):
+    # Sorted: which one ended first must not decide which are trained on together, or a step could not be repeated.
+    numbers = sorted((trial, group) for group, episodes in enumerate(groups) for trial in episodes)
+    for index, (trial, group) in enumerate(numbers):
         episode = groups[group][trial]
         if not episode.trainable or episode.reward is None or trial not in advantages[group]:
             continue

@@ -25,7 +25,7 @@ class Artifacts:
 
     def keep(self, workspace: Path) -> None:
         """Read them. Whatever cannot be read is not there: the agent wrote it, and it is the agent's own doing."""
-        for name in _names(workspace) if self._patterns else ():
+        for name in _names(workspace):
             if any(fnmatchcase(name, pattern) for pattern in self._patterns):
                 self._take(workspace, name)
 

@@ -114,8 +114,8 @@ class ServedWorker(Worker):
     def _body(self, order: Order) -> dict[str, Any]:
         access, request = order.access, order.request
         # Without its label: that is for the judger, who is here.
-        body = {**self._shared, "task": {**request.task.as_json(), "label": None}, "trial": request.trial}
-        body |= {"seed": request.seed}
+        task = {**request.task.as_json(), "label": None}
+        body = {**self._shared, "task": task, "trial": request.trial, "seed": request.seed}
         if request.sampling is not None:
             body["sampling"] = request.sampling.model_dump(mode="json", exclude_unset=True)
         if access.url:
@@ -157,7 +157,7 @@ class _Flight:
     async def _submitted(self, key: str) -> dict[str, Any]:
         while True:
             try:
-                return await self._client.told("POST", "/trials", {**self._body, "key": key})
+                return await self._told("POST", "/trials", {**self._body, "key": key})
             except Refused as error:
                 if error.status != 429:
                     raise
@@ -166,26 +166,28 @@ class _Flight:
                 raise ParcelError(str(error)) from error
 
     async def _followed(self) -> Episode:
-        clock = asyncio.get_running_loop().time
-        seen = clock()
         while True:
-            try:
-                told = await self._client.told("GET", f"/trials/{self._id}?wait_s={_POLL_S:g}", wait_s=_POLL_S)
-                result = await self._result() if told["status"] == "ended" else None
-            except TrialServerLost:
-                if clock() - seen > self._client.patience_s:
-                    raise
-                await asyncio.sleep(_PAUSE_S)
-                continue
-            if result is not None:
-                return result
+            told = await self._told("GET", f"/trials/{self._id}?wait_s={_POLL_S:g}", wait_s=_POLL_S)
+            if told["status"] == "ended":
+                return await self._result()
             if told["status"] in ("cancelled", "lost"):
                 raise TrialServerLost(f"trial {self._id} at {self._client.url} is {told['status']}: {told['reason']}")
-            seen = clock()
+
+    async def _told(self, method: str, path: str, body: Any = None, *, wait_s: float = 0.0) -> dict[str, Any]:
+        """What the server answers, also if it is away for a while."""
+        clock, gone_at = asyncio.get_running_loop().time, None
+        while True:
+            try:
+                return await self._client.told(method, path, body, wait_s=wait_s)
+            except TrialServerLost:
+                gone_at = clock() if gone_at is None else gone_at
+                if clock() - gone_at >= self._client.patience_s:
+                    raise
+                await asyncio.sleep(_PAUSE_S)
 
     async def _result(self) -> Episode:
         try:
-            told = await self._client.told("GET", f"/trials/{self._id}/result")
+            told = await self._told("GET", f"/trials/{self._id}/result")
             episode = Episode.from_json(told["episode"])
             where = {"url": self._client.url, "id": self._id, "attempts": told["attempts"]}
             kept = {"artifacts": told["artifacts"]["kept"]} if self._body["artifacts"] else {}

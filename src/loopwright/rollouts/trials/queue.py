@@ -26,6 +26,7 @@ CREATE TABLE trials (
     reason TEXT NOT NULL, result BLOB
 ) STRICT;
 CREATE INDEX trials_by_status ON trials (status, number);
+CREATE INDEX trials_by_end ON trials (ended_at) WHERE ended_at IS NOT NULL;
 CREATE TABLE artifacts (
     trial TEXT NOT NULL, name TEXT NOT NULL, data BLOB NOT NULL, PRIMARY KEY (trial, name)
 ) STRICT;

@@ -77,11 +77,10 @@ class Runner:
         """How a trial is, once it is over or no longer as it was `seen`, or when the time is up."""
         until = asyncio.get_running_loop().time() + wait_s
         while True:
-            change = self._changes.setdefault(id, asyncio.Event())
             entry = self.queue.find(id)
             if entry.over or (seen is not None and entry.status != seen):
-                self._changes.pop(id, None)
                 return entry
+            change = self._changes.setdefault(id, asyncio.Event())
             try:
                 async with asyncio.timeout_at(until):
                     await change.wait()
@@ -122,7 +121,8 @@ class Runner:
             access = await self._access(submission)
             worker = self._workers.take(submission, access)
             try:
-                episode = await worker.handle(Order(access, submission.request(), artifacts.keep))
+                keep = artifacts.keep if submission.artifacts else None
+                episode = await worker.handle(Order(access, submission.request(), keep))
             finally:
                 await self._workers.give(worker)
             told: dict[str, Any] = result_of(entry, submission, episode, time.time())
