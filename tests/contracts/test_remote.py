@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 import aiohttp.web
@@ -253,6 +254,23 @@ def test_a01_the_tasks_tests_are_run_once_the_agent_is_gone(tmp_path):
     assert episode.evidence["agent"]["stdout"] == "no\n\n", "the task's own files were laid out for it"
     assert episode.evidence["verifier"]["rewards"] == {"reward": 1.0}
     assert "verify" in episode.attempts[-1].phases_s
+
+
+def test_a01_a_task_that_brings_a_key_of_its_own_does_not_lead_its_agent_past_the_gateway(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "our own, which costs money")
+    task = harbor(tmp_path, "true")
+    file = Path(task.extra["local_task_path"]) / "task.toml"
+    own = '[environment.env]\nOPENAI_API_KEY = "${OPENAI_API_KEY}"\nOPENAI_BASE_URL = "http://no"\nMORE = "1"\n'
+    file.write_text(file.read_text().replace("[environment]\n", own))
+
+    async def story():
+        command = program(tmp_path, "chat(); print(os.environ['MORE'], 'money' in str(os.environ))")
+        async with staged(tmp_path, command=command) as stage:
+            return await stage.roll(task)
+
+    episode = asyncio.run(story())
+    assert (episode.outcome, episode.turns) == (Outcome.OK, 1), episode
+    assert episode.evidence["agent"]["stdout"] == "1 False\n"
 
 
 def test_a01_one_deadline_is_over_the_agent_and_the_tests(tmp_path):

@@ -207,3 +207,17 @@ def test_a_gateway_that_ends_tells_those_who_wait(tmp_path):
             assert [(turn["finish"], turn["sampled_tokens"]) for turn in told["turns"]] == [("cut", 2)]
 
     run(story)
+
+
+def test_a_name_that_somebody_pointed_at_this_machine_opens_no_session():
+    """As a page in a browser does it: the connection is to 127.0.0.1, the name is the page's own."""
+
+    async def main():
+        async with served() as gateway, aiohttp.ClientSession() as http:
+            found = {}
+            for host in ("evil.example:8400", "localhost:8400", "127.0.0.1"):
+                async with http.post(f"{gateway.address}/sessions", headers={"host": host}) as answer:
+                    found[host] = answer.status
+            return found
+
+    assert run(main) == {"evil.example:8400": 403, "localhost:8400": 200, "127.0.0.1": 200}

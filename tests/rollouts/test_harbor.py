@@ -197,6 +197,10 @@ def test_a_dockerfile_that_copies_is_done_without_docker(tmp_path):
         ("COPY ../task.toml .", "line 2: there is no '../task.toml'"),
         ("COPY a.txt /etc/a.txt", "line 2: /etc/a.txt lies outside of the working directory"),
         ("USER me", "line 2: USER needs Docker"),
+        ("ENV", "line 2: 'ENV' cannot be read"),
+        ("COPY", "line 2: 'COPY' cannot be read"),
+        ('COPY ["a", ', "line 2: 'COPY"),
+        ('ENV A="b', "line 2: 'ENV"),
     ],
 )
 def test_what_only_docker_can_do_is_said_with_its_line(tmp_path, line, says):

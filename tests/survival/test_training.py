@@ -90,6 +90,7 @@ def test_l09_a_killed_training_ends_with_the_same_weights(tmp_path):
         GRPO.replace("grpo", "ppo"),
         GRPO.replace("grpo", "rloo") + ", checkpoint_every = 100",
     ],
+    ids=["checkpoints", "adapters", "ppo", "rloo"],
 )
 def test_l09_every_kind_of_training_ends_with_the_same_weights(tmp_path, agent):
     assert ends_alike(tmp_path, agent, kills=8, seed=2) >= 6

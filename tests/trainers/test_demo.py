@@ -23,7 +23,7 @@ SHORTER = {
     "prompts_per_step = 4": "prompts_per_step = 2",
     "group_size = 8": "group_size = 3",
     "checkpoint_every = 6": "checkpoint_every = 1",
-    "samples = 3": "samples = 1",
+    "samples = 4": "samples = 1",
     ", lora = { r = 8, layers = 10 }": "",
     # A random model gets no task right: so that it learns something, it is rewarded for how it writes, too.
     '{ type = "verifier" }': JUDGER,

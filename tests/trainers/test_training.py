@@ -109,7 +109,7 @@ def test_a_training_leaves_a_policy_checkpoints_and_numbers(trained):
     assert list((work / "tensorboard").iterdir())
     with ledger(trained) as found:
         numbers = [step.numbers for step in steps(found, "train")]
-        for name in ("reward", "kl", "entropy", "clip_fraction", "grad_norm", "length", "staleness", "faults", "lr"):
+        for name in ("reward", "kl", "entropy", "clip_fraction", "grad_norm", "length", "staleness", "fault_rate", "lr"):
             assert all(name in one for one in numbers), name
         held_out = {step.step: step.numbers for step in steps(found, "eval")}
     assert held_out.keys() == {0, 2, 3}

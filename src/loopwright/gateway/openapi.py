@@ -135,7 +135,7 @@ _ROUTES: dict[str, Route] = {
         _OPENER,
         _OPENED,
         {"$ref": "#/components/schemas/Terms"},
-        (400, 401, 413, 503),
+        (400, 401, 403, 413, 503),
         needs_body=False,
     ),
     "POST /sessions/{id}": Route(
@@ -143,7 +143,7 @@ _ROUTES: dict[str, Route] = {
         _OPENER,
         _OPENED,
         {"$ref": "#/components/schemas/Terms"},
-        (400, 401, 409, 413, 503),
+        (400, 401, 403, 409, 413, 503),
         needs_body=False,
     ),
     "GET /sessions/{id}": Route("A session: graph, rows, verdicts", _SESSION, _SHOWN, None, (401, 404, 409, 503)),

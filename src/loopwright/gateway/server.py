@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from pydantic import ValidationError
@@ -19,6 +20,7 @@ from loopwright.gateway.answer import Answer, answered
 from loopwright.gateway.body import body_of
 from loopwright.gateway.chat import ChatCompletions
 from loopwright.gateway.dialect import ROUTES, Dialect
+from loopwright.gateway.gateway import is_loopback
 from loopwright.gateway.live import Live
 from loopwright.gateway.operations import Operations
 from loopwright.gateway.refusal import Refused, refusal_of
@@ -136,6 +138,9 @@ class Server:
         id, admin = request.match_info.get("id"), self._is_admin(_key(request))
         if self._gateway.token is not None and not admin:
             raise Refused(401, "authentication", "opening a session needs the gateway's token", retry=False)
+        if self._gateway.token is None and not self._config.public and not self._meant(request.url.host or ""):
+            # A page in a browser here may have pointed a name of its own at this machine.
+            raise Refused(403, "authentication", "this gateway opens sessions for this machine only", retry=False)
         if id is not None and is_ours(id) and not admin:
             self._session(request)  # or everybody who has seen its URL would be told its key
         try:
@@ -166,6 +171,10 @@ class Server:
         live = self._session(request, admin=True)
         await self._gateway.delete(live.id)
         return answered({"id": live.id, "deleted": True})
+
+    def _meant(self, host: str) -> bool:
+        """Whether a request was sent to this gateway by one of its own names."""
+        return is_loopback(host) or host == urlsplit(self._gateway.address).hostname
 
     def _is_admin(self, key: str) -> bool:
         token = self._gateway.token

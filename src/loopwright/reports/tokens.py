@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loopwright.core.episode import Node
+from loopwright.engines import smollm2
 from loopwright.engines.base import EngineError
 from loopwright.engines.named_tokenizer import BYTES
 from loopwright.engines.named_tokenizer import tokenizer_of as named_tokenizer
@@ -38,8 +39,9 @@ def tokenizer_of(engine: Mapping[str, Any], folder: Path | None = None) -> Token
     if engine.get("type") == "scripted":
         return ByteTokenizer()
     places = [str(name) for part in ("model", "tokenizer") if (name := engine.get(part))]
+    places = [str(smollm2.made() or place) if place == "smollm2" else place for place in places]
     for place in [*([] if folder is None else [str(folder / "policy")]), *places]:
-        # Nothing is fetched for a report: a name on the hub is not asked for.
+        # Nothing is fetched or made for a report: a name on the hub is not asked for.
         if place in ("tiny", "bytes") or any(Path(place, file).is_file() for file in (BYTES, "tokenizer.json")):
             with suppress(EngineError, OSError):
                 return named_tokenizer(place, Path())

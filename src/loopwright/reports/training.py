@@ -16,9 +16,8 @@ from loopwright.reports.rollouts import RolloutDigest, bad_rollouts, rollout_bas
 
 _ENDS = 10
 """So many steps at either end are compared where nothing else tells how good the policy is."""
-_DIGITS = 6
-_RATIOS = ("kl", "importance")
-"""Differences of logprobs: the same policy in another order of additions gives another last digit."""
+_DIGITS = {"kl": 6, "importance": 4}
+"""Of what is made of differences of logprobs: the same sum in another order has other last digits."""
 Interval = tuple[float, float, float]
 """A mean, and the bounds of its 95 % interval."""
 
@@ -114,7 +113,7 @@ def value_of(step: Step, name: str) -> float | None:
     value = step.numbers.get(name)
     if not is_number(value):
         return None
-    return round(value, _DIGITS) if name in _RATIOS else value
+    return round(value, _DIGITS[name]) + 0.0 if name in _DIGITS else value  # no minus is left before a zero
 
 
 def trains(about: Mapping[str, Any]) -> bool:

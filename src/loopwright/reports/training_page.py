@@ -37,7 +37,7 @@ _TOLD = {
     "staleness": Told("staleness", "versions that tokens are behind"),
     "importance": Told("importance", "against recorded logprobs"),
     "tokens_per_s": Told("throughput", "tokens trained on per second"),
-    "faults": Told("fault rate", "share of rollouts lost, by no fault of the policy"),
+    "fault_rate": Told("fault rate", "share of rollouts lost, by no fault of the policy"),
     "lr": Told("step size"),
 }
 _PHASES = {"rollout_s": "waiting for rollouts", "train_s": "training"}

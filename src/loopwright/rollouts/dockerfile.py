@@ -61,7 +61,12 @@ class _Reader:
         for number, line in _lines(self._directory / "Dockerfile"):
             where = f"{self._directory / 'Dockerfile'}, line {number}"
             word, _, rest = line.partition(" ")
-            self._read(word.upper(), rest.strip(), where)
+            try:
+                self._read(word.upper(), rest.strip(), where)
+            except TasksError:
+                raise
+            except (ValueError, LookupError) as error:  # an open quote, no JSON, or nothing where there must be words
+                raise TasksError(f"{where}: {line[:80]!r} cannot be read: {error}") from error
         workdir = PurePosixPath(self._given or (self._at if self._at != PurePosixPath("/") else WORKDIR))
         return Layout(str(workdir), self._env, tuple(_inside(workdir, *copy) for copy in self._copies))
 

@@ -287,6 +287,6 @@ def _seen(groups: Sequence[Group], samples: Sequence[Sample], step: int) -> dict
         "length": fmean(episode.sampled for episode in episodes),
         "turns": fmean(episode.turns for episode in episodes),
         "staleness": fmean(sample.staleness for sample in samples) if samples else 0.0,
-        "faults": (wanted - len(episodes)) / wanted if wanted else 0.0,
+        "fault_rate": (wanted - len(episodes)) / wanted if wanted else 0.0,
         "version": float(step - 1),
     }

@@ -142,6 +142,7 @@ class CommandAgent(Agent):
         return {
             **kept,
             **home,
+            **job.env,  # first: a task that brings a key of its own must not lead its agent past the gateway
             "OPENAI_BASE_URL": openai,
             "OPENAI_API_BASE": openai,
             "OPENAI_API_KEY": key,
@@ -153,7 +154,6 @@ class CommandAgent(Agent):
             "LOOPWRIGHT_TASK": job.task.id,
             "LOOPWRIGHT_WORKSPACE": workspace,
             "LOOPWRIGHT_ARGS": orjson.dumps(dict(self._config.args)).decode(),
-            **job.env,
             **self._passed,
             **self._config.env,
         }
