@@ -199,7 +199,7 @@ def test_l07_a_replacement_that_cannot_be_built_is_told_not_waited_for(tmp_path)
     async def story(pool):
         killed(await pool.call(("pid", None)))
         with pytest.raises(WorkerLost, match=r"no worker left.*built"):
-            await pool.call(("sleep", 5), timeout_s=60)
+            await pool.call(("sleep", 5), timeout_s=100)
 
     use(pool_of(1, Once), story)
 

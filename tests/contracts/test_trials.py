@@ -507,7 +507,7 @@ agent = {{ type = "collect", trials = {trials}, group_size = 2 }}
 [run.rollout]
 tasks = {{ type = "jsonl", path = "tasks.jsonl" }}
 loop = {{ type = "remote", server = "{address}", token_file = "out/token", command = {command}, deadline_s = 60{more} }}
-judger = {{ type = "python", handler = "judge:one" }}
+judger = {{ type = "python", handler = "served_judge:one" }}
 {engine}
 """
 ENGINE = '[run.engine]\ntype = "scripted"\nreplies = ["an answer"]'
@@ -515,7 +515,7 @@ ENGINE = '[run.engine]\ntype = "scripted"\nreplies = ["an answer"]'
 
 def scenario(server, text, *, trials=4, engine=ENGINE, more=""):
     (server.home / "tasks.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    (server.home / "judge.py").write_text("def one(answer):\n    return float(len(answer) > 0)\n")
+    (server.home / "served_judge.py").write_text("def one(answer):\n    return float(len(answer) > 0)\n")
     command = json.dumps(server.loop(text)["command"])
     return SCENARIO.format(trials=trials, address=server.address, command=command, engine=engine, more=more)
 

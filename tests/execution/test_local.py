@@ -148,7 +148,8 @@ def test_nothing_leaks_over_many_runs(tmp_path):
     before = open_fds(), children()
     for _ in range(4):
         batch()
-    assert (open_fds(), children()) == before
+    assert open_fds() <= before[0]  # what other tests left open may be closed meanwhile
+    assert children() == before[1]
 
 
 def test_an_executor_outlives_an_event_loop(tmp_path):

@@ -190,7 +190,7 @@ eval = {{ every = 4, tasks = {{ type = "jsonl", path = "tasks.jsonl" }} }}
 [run.rollout]
 tasks = {{ type = "jsonl", path = "tasks.jsonl" }}
 loop = {{ type = "single_turn", sampling = {{ max_tokens = 8 }} }}
-judger = {{ type = "python", handler = "judge:vowels" }}
+judger = {{ type = "python", handler = "audited_judge:vowels" }}
 """
 
 
@@ -205,7 +205,9 @@ judger = {{ type = "python", handler = "judge:vowels" }}
 )
 def test_a_training_is_audited_version_by_version(tmp_path, agent, left_out):
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "say something"}\n{"prompt": "say more"}\n')
-    (tmp_path / "judge.py").write_text("def vowels(answer):\n    return sum(a in 'aeiou' for a in answer) / 8\n")
+    (tmp_path / "audited_judge.py").write_text(
+        "def vowels(answer):\n    return sum(a in 'aeiou' for a in answer) / 8\n"
+    )
     (tmp_path / "study.toml").write_text(TRAINING.format(agent=agent))
     done = CliRunner().invoke(app, ["run", str(tmp_path / "study.toml"), "-o", str(tmp_path / "out"), "-q"])
     assert done.exit_code == 0, done.output
@@ -232,7 +234,7 @@ def test_off_by_knows_the_edge_of_top_p():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_smollm2_is_captured_to_a_thousandth(tmp_path):
     engine = TransformersEngine(TransformersConfig(model="smollm2"), tmp_path)
     asyncio.run(talked(engine, tmp_path / "gw"))

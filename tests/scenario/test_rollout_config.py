@@ -144,7 +144,11 @@ R = "[run.rollout]"
         # tasks
         ({"tasks": ""}, f"{R} tasks", 'is missing; for example tasks = { type = "jsonl"'),
         (tasks("[]"), f"{R} tasks", "is empty; name at least one source of tasks"),
-        (tasks('{ type = "json", path = "sums.jsonl" }'), f"{R} tasks", "unknown task source 'json'. Known: harbor, jsonl"),
+        (
+            tasks('{ type = "json", path = "s.jsonl" }'),
+            f"{R} tasks",
+            "unknown task source 'json'. Known: harbor, jsonl",
+        ),
         (tasks('"sums.jsonl"'), f"{R} tasks", "must be a table with a `type`. Known: harbor, jsonl"),
         (tasks('{ type = "jsonl" }'), f"{R} tasks.path", "is missing"),
         (tasks('{ type = "jsonl", path = "gone.jsonl" }'), f"{R} tasks, gone", "relative to the scenario?"),
