@@ -90,6 +90,7 @@ def trl(home: Path) -> Callable[[], float]:
         "num_items_in_batch": torch.tensor(sum(len(answer) for _, answer, _ in rows)),
     }
     trainer._prepare_inputs = lambda _: inputs
+    trainer.current_gradient_accumulation_steps = 1
     trainer.create_optimizer()
     trainer.model.train()
 

@@ -6,6 +6,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
 from loopwright.core.episode import Episode
@@ -68,6 +69,8 @@ class Live:
         self.silent_s = 0.0
         """How long the engine had given no token, to a call that was under way when the session was closed."""
         self._calls: OrderedDict[bytes, Call] = OrderedDict()
+        # Random once per process and session: asking the kernel for every call costs more than it is worth.
+        self._mark, self._numbers = secrets.token_hex(8), count(1)
         self._running: set[Call] = set()
         self._dialects: dict[int, str] = {}
         self._bodies: dict[str, Bodies] = {}
@@ -110,7 +113,7 @@ class Live:
             draft = self.session.draft(ask.messages, ask.tools, sampling=sampling, seed=seed, manner=manner)
             drafts.append(draft)
             draft.verdict = self.session.verdicts[draft.node] = drafts[0].verdict  # choices share their prompt
-        call = Call(self, secrets.token_hex(12), digest, dialect, drafts, ask.stream)
+        call = Call(self, f"{self._mark}{next(self._numbers):x}", digest, dialect, drafts, ask.stream)
         self._remember(call)
         return call
 
