@@ -19,7 +19,7 @@ import torch
 
 from loopwright.engines import smollm2
 
-ROUNDS = 4
+ROUNDS = 2
 PROMPTS, ANSWERS, PROMPT_TOKENS = 2, 8, 64
 
 
