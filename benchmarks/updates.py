@@ -39,7 +39,8 @@ def ours(home: Path) -> Callable[[], float]:
     from loopwright.trainers.learner import Learner, Setting
     from loopwright.trainers.sample import Sample
 
-    config = GrpoConfig(steps=100, lr=1e-6, micro_tokens=2048)
+    # Theirs has no recorded logprobs here, and corrects nothing by them.
+    config = GrpoConfig(steps=100, lr=1e-6, importance=0.0)
     learner = Learner(Setting(config, GrpoRule, "smollm2", home))
     batch = []
     for number, (prompt, answer, advantage) in enumerate(sequences()):
@@ -47,8 +48,6 @@ def ours(home: Path) -> Callable[[], float]:
         mask = np.arange(len(ids)) >= len(prompt)
         recorded = np.full(len(ids), -11.0, dtype=np.float32)
         batch.append(Sample(ids, mask, recorded, advantage, 0.0, 1.0 / len(answer), number))
-    # Theirs has no recorded logprobs here, and corrects nothing by them.
-    object.__setattr__(learner, "config", config.model_copy(update={"importance": 0.0}))
     return lambda: learner.update(batch, 1)["grad_norm"]
 
 

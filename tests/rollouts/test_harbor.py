@@ -40,7 +40,7 @@ def test_limits_variables_and_places(tmp_path):
     timeout_sec = 7.5
     env = { A = "1" }
     [environment]
-    workdir = "/work"
+    workdir = "/srv"
     env = { B = "2" }
     docker_image = "python:3.12-slim"
     something_new = ["that we do not know"]
@@ -48,7 +48,7 @@ def test_limits_variables_and_places(tmp_path):
     task = HarborTask.read(write(tmp_path / "t", toml=toml))
     (step,) = task.steps
     assert (step.agent_timeout_s, step.verifier_timeout_s, step.verifier_env) == (5.0, 7.5, {"A": "1"})
-    assert (task.workdir, task.env, task.tested) == ("/work", {"B": "2"}, True)
+    assert (task.workdir, task.env, task.tested) == ("/srv", {"B": "2"}, True)
 
 
 @pytest.mark.parametrize(
@@ -169,19 +169,19 @@ def test_a_dockerfile_that_copies_is_done_without_docker(tmp_path):
     FROM python:3.12-slim
     ENV A=1 B="two words"
     ENV C three words
-    WORKDIR /work
+    WORKDIR /srv
     COPY files/ ./
     COPY --chown=me one.txt two.txt more/
     COPY ["one.txt", "renamed.txt"]
     WORKDIR inner
     COPY *.txt \\
-        /work/inner/
-    WORKDIR /work
+        /srv/inner/
+    WORKDIR /srv
     CMD ["bash"]
     """
     names = ("files__f.txt", "files__deep__g.txt", "one.txt", "two.txt")
     layout, files = laid_out(tmp_path, dockerfile, **{f"environment__{name}": name for name in names})
-    assert layout.workdir == "/work"
+    assert layout.workdir == "/srv"
     assert layout.env == {"A": "1", "B": "two words", "C": "three words"}
     assert files == [
         *("deep/g.txt", "f.txt", "inner/one.txt", "inner/two.txt", "more/one.txt", "more/two.txt", "renamed.txt"),

@@ -72,7 +72,6 @@ def serve(
     """Serve sessions until Ctrl-C. POST /sessions opens one; its agent gets the base URL and the key."""
     from loopwright.core.eventloop import run
     from loopwright.gateway.gateway import GatewayConfig
-    from loopwright.gateway.settings import LEAST_TOKEN, TOKEN
 
     words: dict[str, Any] = {**_environment(), "host": host, "port": port}
     words |= {} if advertise is None else {"advertise": advertise}
@@ -83,18 +82,9 @@ def serve(
     config.address(config.port)  # before the engine, which takes its time to load
     if config.log_prompts and config.access_log is None:
         raise typer.BadParameter("there is no access log: say where with --access-log.", param_hint="--log-prompts")
-    token = os.environ.get(TOKEN) or None if token_file is None else token_of(token_file)
-    if token is not None and len(token) < LEAST_TOKEN:
-        raise typer.BadParameter(f"{TOKEN} holds no token of {LEAST_TOKEN} characters or more.")
     if relay == bool(engine):
         raise typer.BadParameter("say what serves: --engine NAME, or --relay and not both.", param_hint="--engine")
-    if relay and token is None:
-        raise typer.BadParameter("workers need a token: say which with --token-file.", param_hint="--relay")
-    if config.public and token is None and not public:
-        raise typer.BadParameter(
-            f"{config.host} lets other machines in. Say who may open sessions with --token-file, or say --public.",
-            param_hint="--host",
-        )
+    token = _token(token_file, config, relay=relay, public=public)
     made = _relay(tokenizer, given) if relay else loaded(engine or [], tokenizer, given)
     raise typer.Exit(128 + run(_serve(made, config, output, token)))
 
@@ -189,6 +179,23 @@ def _given(settings: list[str], words: dict[str, Any]) -> dict[str, dict[str, An
         table, name = (of, name) if dot and of in given else ("gateway", key)
         given[table][name] = value
     return given
+
+
+def _token(file: Path | None, config: "GatewayConfig", *, relay: bool, public: bool) -> str | None:
+    """The gateway's token, from its file or the environment; without one only this machine is let in."""
+    from loopwright.gateway.settings import LEAST_TOKEN, TOKEN
+
+    token = os.environ.get(TOKEN) or None if file is None else token_of(file)
+    if token is not None and len(token) < LEAST_TOKEN:
+        raise typer.BadParameter(f"{TOKEN} holds no token of {LEAST_TOKEN} characters or more.")
+    if relay and token is None:
+        raise typer.BadParameter("workers need a token: say which with --token-file.", param_hint="--relay")
+    if config.public and token is None and not public:
+        raise typer.BadParameter(
+            f"{config.host} lets other machines in. Say who may open sessions with --token-file, or say --public.",
+            param_hint="--host",
+        )
+    return token
 
 
 def _environment() -> dict[str, Any]:

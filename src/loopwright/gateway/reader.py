@@ -93,7 +93,7 @@ class Reader:
         grammar: Grammar = HERMES,
         manner: Manner = PLAIN,
     ) -> None:
-        self._raw, self._grammar, self._manner = raw, grammar, manner
+        self._grammar, self._manner = grammar, manner
         self._decode, self._text = tokenizer.decode, TextReader(tokenizer)
         self._ends, self._call_id = ends, call_id
         self._stop = tuple(text for text in stop if text)

@@ -5,6 +5,7 @@ which the tokenizer has the special tokens. Reasoning is written as `<think>…<
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -81,7 +82,7 @@ class Template(Protocol):
         ...
 
 
-class Framed:
+class Framed(ABC):
     """A template that puts special tokens around each message. A family says which."""
 
     name = ""
@@ -114,9 +115,9 @@ class Framed:
     after = ""
     """Text after the end of each message."""
 
+    @abstractmethod
     def _open(self, role: str) -> tuple[list[int], str]:
         """The ids before a message, and the text before its own: both texts are tokenised as one."""
-        raise NotImplementedError
 
     def render(self, message: Message, *, first: bool, tools: Sequence[Tool]) -> list[int]:
         ids = list(self._begin) if first else []

@@ -57,7 +57,6 @@ class Known:
     advantages: Tensor
     reference: Tensor | None = None
     returns: Tensor | None = None
-    values: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,6 @@ class Learner:
             recorded=recorded,
             advantages=_flat([fact.advantages for fact in facts], self.setting.device),
             returns=None if facts[0].returns is None else _joined([fact.returns for fact in facts]),
-            values=None if facts[0].values is None else _joined([fact.values for fact in facts]),
         )
         cost, told = self.rule.loss(now, tokens)
         drift = old - recorded
@@ -231,7 +229,7 @@ class Learner:
                 start = torch.full((sample.tokens,), sample.advantage, device=self.setting.device)
                 advantages, returns = self.rule.credit(start, sample.reward, values)
                 reference = None if first is None else first.logprobs[own]
-                found[id(sample)] = Known(before.logprobs[own], advantages, reference, returns, values)
+                found[id(sample)] = Known(before.logprobs[own], advantages, reference, returns)
         return found
 
     def _normalised(self, known: Mapping[int, Known], own: Sequence[Sample]) -> dict[int, Known]:
@@ -312,7 +310,7 @@ def _unknown(sample: Sample) -> Known:
     advantages = torch.full((sample.tokens,), sample.advantage)
     zeros = torch.zeros(sample.tokens)
     # Only the sample that changes nothing may be of a kind with what is known.
-    return Known(None, advantages, zeros, zeros, zeros)
+    return Known(None, advantages, zeros, zeros)
 
 
 def _flat(parts: Sequence[Tensor], device: str) -> Tensor:

@@ -22,8 +22,6 @@ class Tokens:
     advantages: "Tensor"
     returns: "Tensor | None" = None
     """What is still to come of the reward after each, where there is a critic."""
-    values: "Tensor | None" = None
-    """What the critic expected when the update began."""
 
 
 @dataclass(frozen=True, slots=True)

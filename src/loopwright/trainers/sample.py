@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from random import Random
 
 import numpy as np
 import numpy.typing as npt
@@ -41,11 +41,11 @@ class Sample:
 
 def samples_of(
     groups: Sequence[Mapping[int, Episode]],
-    advantages: "Sequence[Mapping[int, float]]",
+    advantages: Sequence[Mapping[int, float]],
     *,
     version: int,
     oldest: int | None,
-    length: "str" = "episode",
+    length: str = "episode",
 ) -> list[Sample]:
     """The samples of a batch of groups, with the advantage of each trial.
 
@@ -93,8 +93,6 @@ def split(samples: Sequence[Sample], parts: int, seed: str) -> list[list[Sample]
     """Parts of about as many episodes each, drawn by the seed; an episode is never torn apart."""
     episodes = sorted({sample.episode for sample in samples})
     if parts > 1:
-        from random import Random
-
         Random(seed).shuffle(episodes)
     found: list[list[Sample]] = []
     for part in range(min(parts, len(episodes))):
@@ -124,6 +122,3 @@ def shares(samples: Sequence[Sample], workers: int) -> list[list[Sample]]:
         hands[least].append(sample)
         loads[least] += len(sample.ids)
     return hands
-
-
-Stats = dict[str, Any]
