@@ -21,6 +21,12 @@ def test_every_scenario_of_a_folder_is_checked_and_every_problem_listed(loopwrig
     assert any(line.startswith("all/worse.toml, ") for line in lines)
 
 
+def test_our_examples_are_good_and_their_tasks_are_no_scenarios(loopwright):
+    done = loopwright("verify", Path(__file__).parents[2] / "examples")
+    assert "quickstart.toml: good (matmul)" in done.stdout
+    assert "task.toml" not in done.stderr
+
+
 def test_nothing_to_check_is_2(loopwright, tmp_path):
     (tmp_path / "empty").mkdir()
     done = loopwright("verify", "empty")

@@ -20,7 +20,7 @@ def command(
     from loopwright.scenario.load import load
 
     broken = 0
-    files = [file for path in paths for file in (sorted(path.rglob("*.toml")) if path.is_dir() else [path])]
+    files = [file for path in paths for file in (_scenarios(path) if path.is_dir() else [path])]
     for file in files:
         try:
             loaded = load(file, settings=settings or ())
@@ -33,3 +33,9 @@ def command(
     if not files:
         typer.echo(f"there is no .toml file in {', '.join(map(str, paths))}", err=True)
     raise typer.Exit(2 if broken or not files else 0)
+
+
+def _scenarios(directory: Path) -> list[Path]:
+    """The scenarios below a directory; a task's `task.toml` is none, and `loopwright tasks scan` checks it."""
+    found = sorted(directory.rglob("*.toml"))
+    return [file for file in found if not (file.name == "task.toml" and (file.parent / "instruction.md").exists())]
