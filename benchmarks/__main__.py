@@ -1,5 +1,6 @@
 """`python -m benchmarks [name ...]`: measure, show, and exit with 1 if a target is missed."""
 
+import signal
 import sys
 from importlib import import_module
 
@@ -52,4 +53,5 @@ def show(ratios: list[Ratio]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever was started is ended
     sys.exit(main(sys.argv[1:]))

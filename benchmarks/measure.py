@@ -14,7 +14,8 @@ class Ratio:
 
     name: str
     value: float
-    target: float
+    target: float | None
+    """None for a figure that is shown beside others."""
     unit: str = "×"
     at_least: bool = False
     detail: str = ""
@@ -22,12 +23,14 @@ class Ratio:
     @property
     def passed(self) -> bool:
         """Whether the target is met."""
+        if self.target is None:
+            return True
         return self.value >= self.target if self.at_least else self.value <= self.target
 
     @property
     def goal(self) -> str:
         """The target in words."""
-        return f"{'≥' if self.at_least else '≤'} {self.target:g} {self.unit}"
+        return "none" if self.target is None else f"{'≥' if self.at_least else '≤'} {self.target:g} {self.unit}"
 
     def __str__(self) -> str:
         mark = "pass" if self.passed else "FAIL"

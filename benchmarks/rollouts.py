@@ -22,6 +22,8 @@ from loopwright.core.reward import JudgedReward, Objectives
 from loopwright.core.run import Run
 from loopwright.core.task import Task
 from loopwright.core.trial import Trial
+from loopwright.engines.base import Engine, Sampling
+from loopwright.engines.inprocess import TransformersConfig, TransformersEngine
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.gateway.session import Session
 from loopwright.rollouts.assemble import verdicts_of
@@ -36,7 +38,7 @@ from loopwright.rollouts.producer import Producer
 from loopwright.rollouts.tasks import TaskMix
 from loopwright.rollouts.worker import LoopWorker
 
-GROUP_SIZE = 8
+GROUP_SIZE, TOKENS = 8, 64
 TASKS = [Task(f"t/{i}", ({"role": "user", "content": str(i)},), label=str(i)) for i in range(1000)]
 HOME = Path(__file__).parent
 
@@ -55,13 +57,21 @@ def slow_judge(answer: str) -> float:
 
 
 async def produce(
-    groups: int, loop: type[AgentLoop], engine: dict[str, Any], *, judger: dict[str, Any], batch: int = 16, **how: Any
+    groups: int,
+    loop: type[AgentLoop],
+    engine: dict[str, Any] | Engine,
+    *,
+    judger: dict[str, Any],
+    batch: int = 16,
+    **how: Any,
 ) -> Ledger:
     """Produce so many groups, batch by batch, with a ledger in memory."""
     directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="loopwright-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     ledger = Ledger.create(directory / "ledger.db")
-    worker = LoopWorker(loop(LoopConfig(type="benchmark"), HOME), ScriptedEngine(ScriptedConfig(**engine), HOME))
+    if isinstance(engine, dict):
+        engine = ScriptedEngine(ScriptedConfig(**engine), HOME)
+    worker = LoopWorker(loop(LoopConfig(type="benchmark", sampling=Sampling(max_tokens=TOKENS)), HOME), engine)
     env = RolloutEnv(
         Run("benchmark", directory, ledger),
         Terms(Objectives((JudgedReward(),))),
@@ -206,6 +216,27 @@ def regenerated() -> Ratio:
     return Ratio("rollouts: made again at 5 % faults", 100 * (rolled / used - 1), 8, unit="%", detail=detail)
 
 
+def embedded() -> Ratio:
+    """What loop, ledger and capture add to the time that SmolLM2 takes in this process for the same bursts."""
+    engine, groups = TransformersEngine(TransformersConfig(prefix_bytes=0), HOME), 2
+    engine.batch.stop_ids = frozenset()  # so that all say the same number of tokens
+    session = Session(engine, Sampling(max_tokens=TOKENS), seed="")
+    prompts = [session.draft(task.messages).prompt for task in TASKS[:groups] for _ in range(GROUP_SIZE)]
+
+    async def bare() -> None:
+        async def one(number: int, ids: list[int]) -> None:
+            async for _ in engine.generate(ids, session.sampling, seed=str(number)):
+                pass
+
+        await asyncio.gather(*(one(number, ids) for number, ids in enumerate(prompts)))
+
+    work = partial(produce, groups, SingleTurn, engine, judger={"type": "length"}, batch=groups)
+    taken = best_of(3, {"ours": lambda: run_loop(work()).close(), "engine": lambda: run_loop(bare())})
+    detail = f"{taken['ours']:.2f} s, of which the engine takes {taken['engine']:.2f} s"
+    share = 100 * (1 - taken["engine"] / taken["ours"])
+    return Ratio("rollouts: loop, ledger and capture beside the embedded engine", share, 10, unit="%", detail=detail)
+
+
 def run() -> list[Ratio]:
     """All of them."""
-    return [episodes_per_s(), judging_lag(), judging_bytes(), *buffers(), asynchrony(), regenerated()]
+    return [episodes_per_s(), judging_lag(), judging_bytes(), *buffers(), asynchrony(), regenerated(), embedded()]

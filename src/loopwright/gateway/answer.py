@@ -48,7 +48,7 @@ class Answer:
 
     async def _streamed(self, ask: Ask, call: Call) -> web.StreamResponse:
         """Pieces as they are sampled. What fails before the first of them is refused with a status of its own."""
-        writer = self._dialect.stream(ask, call.id)
+        writer, watch = self._dialect.stream(ask, call.id), _Watch(self._request, self._config.write_s)
         response: web.StreamResponse | None = None
         try:
             async with aclosing(call.follow(self._config.keepalive_s)) as follow:
@@ -56,10 +56,10 @@ class Answer:
                     data = b"".join(writer.piece(choice, piece) for choice, piece in news)
                     if response is None:
                         response = await self._opened(call, writer)
-                    await self._write(response, data if news else writer.keepalive())
+                    await watch.write(response, data if news else writer.keepalive())
             response = response or await self._opened(call, writer)
-            await self._write(response, writer.end(await call.result()))
-        except (ConnectionResetError, TimeoutError):  # the client has left, or reads no more
+            await watch.write(response, writer.end(await call.result()))
+        except ConnectionResetError:  # the client has left, or reads no more
             if self._request.transport is not None:
                 self._request.transport.abort()
             return response or web.Response()
@@ -69,19 +69,46 @@ class Answer:
             refused = refusal_of(error)
             if refused.status == 500:
                 log.exception("a stream of session %s failed", self._live.id)
-            await self._write(response, writer.fail(refused.status, str(refused)))
+            await watch.write(response, writer.fail(refused.status, str(refused)))
+        finally:
+            watch.end()
         return response
 
     async def _opened(self, call: Call, writer: StreamWriter) -> web.StreamResponse:
         response = web.StreamResponse(headers=_STREAM)
         await response.prepare(self._request)
-        await self._write(response, writer.begin(call.drafts[0].prompt_tokens))
+        await response.write(writer.begin(call.drafts[0].prompt_tokens))
         return response
 
-    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
+
+class _Watch:
+    """Hangs up on a client that takes too long to read what it was sent. One timer for a stream: it has many pieces."""
+
+    def __init__(self, request: web.Request, limit_s: float) -> None:
+        self._request, self._limit_s = request, limit_s
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None
+        self._timer = self._loop.call_later(limit_s, self._look)
+
+    async def write(self, response: web.StreamResponse, data: bytes) -> None:
+        """Send a part of an answer, if there is anything to send."""
         if data:
-            async with asyncio.timeout(self._config.write_s):
+            self._since = self._loop.time()
+            try:
                 await response.write(data)
+            finally:
+                self._since = None
+
+    def _look(self) -> None:
+        left_s = self._limit_s if self._since is None else self._since + self._limit_s - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._look)
+        elif self._request.transport is not None:
+            self._request.transport.abort()
+
+    def end(self) -> None:
+        """The stream has come to its end."""
+        self._timer.cancel()
 
 
 def answered(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -90,7 +117,7 @@ def answered(data: Any, status: int = 200, headers: Mapping[str, str] | None = N
         body = orjson.dumps(data)
     except TypeError:  # an integer of more than 64 bits, in the arguments of a call
         body = json.dumps(data).encode()
-    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
+    return web.Response(body=body, status=status, headers={"content-type": "application/json", **(headers or {})})
 
 
 def _is_retry(request: web.Request) -> bool:

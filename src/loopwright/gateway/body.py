@@ -21,6 +21,8 @@ _LISTS = (b'"messages"', b'"input"')
 """What dialects call the list that grows."""
 _SPACE = b" \t\r\n"
 _TOKEN = re.compile(rb'"(?:[^"\\]+|\\.)*+"|[][{}]', re.DOTALL)
+_FLAT = re.compile(rb'(?:[ \t\r\n,]*+\{(?:[^][{}"]++|"(?:[^"\\]+|\\.)*+")*+\})*+(?=[ \t\r\n]*+\])', re.DOTALL)
+"""Messages that hold no lists or objects, as most do, up to the end of their list."""
 _LIST = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*\[")
 # A name that no request can hold, as nobody knows it.
 _REST = secrets.token_hex(16)
@@ -124,6 +126,8 @@ def _list(body: bytes) -> tuple[str, int] | None:
 
 def _end(body: bytes, start: int) -> int | None:
     """Where the last message of a list ends, from somewhere between its messages; None if the last one is no object."""
+    if (flat := _FLAT.match(body, start)) is not None:
+        return flat.end()
     depth, end = 0, start
     for token in _TOKEN.finditer(body, start):
         match token[0]:

@@ -37,9 +37,7 @@ class ChatCompletions(Dialect):
     name = "chat.completions"
 
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Ask:
-        messages = [
-            _message(each, f"messages.{index}") for index, each in enumerate(objects(body.get("messages"), "messages"))
-        ]
+        messages = [_message(each, index) for index, each in enumerate(objects(body.get("messages"), "messages"))]
         if not messages:
             raise BadRequest("messages: at least one message is required", "messages")
         if body.get("audio") or body.get("modalities") not in (None, [], ["text"]):
@@ -150,7 +148,7 @@ def _finish(turn: "Turn") -> str:
     return "length" if turn.finish == "length" else "tool_calls" if turn.calls else "stop"
 
 
-def _message(message: Mapping[str, Any], where: str) -> Message:
+def _message(message: Mapping[str, Any], index: int) -> Message:
     """A message with what we show of it; text parts may be a list."""
     role, content = message.get("role"), message.get("content")
     plain = role in _PLAIN and type(content) is str
@@ -159,7 +157,7 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
     thought = message.get("reasoning_content") or message.get("reasoning")
     if plain and not thought and not message.get("tool_calls"):
         return {"role": role, "content": content}
-    role = _ROLES.get(str(role))
+    where, role = f"messages.{index}", _ROLES.get(str(role))
     if role is None:
         raise BadRequest(f"{where}.role: expected one of {', '.join(_ROLES)}", f"{where}.role")
     made: dict[str, Any] = {"role": role, "content": _content(content, f"{where}.content")}

@@ -7,6 +7,7 @@ from itertools import filterfalse
 from loopwright.core.episode import Node, Span
 from loopwright.core.task import Message
 from loopwright.engines.base import Chunk, EngineError, Sampling
+from loopwright.gateway.graph import Ids
 from loopwright.gateway.manner import PLAIN, Manner
 from loopwright.gateway.verdict import Verdict
 
@@ -17,7 +18,7 @@ class Draft:
 
     node: int
     parent: int
-    prompt: list[int]
+    prompt: Ids
     """Let go of once the turn has come to its end."""
     prompt_tokens: int
     opening: tuple[int, ...]
@@ -62,7 +63,7 @@ def check(chunk: Chunk) -> None:
     if chunk.tops is not None and len(chunk.tops) != len(chunk.ids):
         raise EngineError(f"the engine gave {len(chunk.ids)} ids but {len(chunk.tops)} lists of alternatives")
     try:
-        sound = all(map(math.isfinite, chunk.logprobs))
+        sound = math.isfinite(sum(chunk.logprobs)) or all(map(math.isfinite, chunk.logprobs))
     except TypeError:
         sound = False
     if not sound:

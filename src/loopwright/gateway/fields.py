@@ -35,9 +35,9 @@ def objects(value: Any, where: str) -> list[Mapping[str, Any]]:
     found = [] if value is None else value
     if not isinstance(found, list):
         raise BadRequest(f"{where}: expected a list, got {_shown(value)}", where)
-    for index, item in enumerate(found):
-        if not isinstance(item, dict):
-            raise BadRequest(f"{where}.{index}: expected an object, got {_shown(item)}", f"{where}.{index}")
+    if set(map(type, found)) - {dict}:
+        index, item = next((index, item) for index, item in enumerate(found) if not isinstance(item, dict))
+        raise BadRequest(f"{where}.{index}: expected an object, got {_shown(item)}", f"{where}.{index}")
     return found
 
 

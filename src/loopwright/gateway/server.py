@@ -56,6 +56,9 @@ class Server:
         )
         self.port = 0
         add = self._app.router.add_route
+        for path in self._dialects:  # first: routes are tried in turn
+            add("POST", f"/{{id}}/{path}", self._speaks(path))
+            add("POST", f"/{{id}}/{path}/count_tokens", self._counts(path))
         Operations(gateway, watch, lambda request: self._is_admin(_key(request))).mount(self._app)
         add("POST", "/sessions", self._open)
         add("POST", "/sessions/{id}", self._open)
@@ -67,9 +70,6 @@ class Server:
         add("GET", "/{id}/v1/models", self._models)
         add("GET", "/{id}/v1/models/{model:.+}", self._models)
         add("GET", "/{id}/models", self._models)
-        for path in self._dialects:
-            add("POST", f"/{{id}}/{path}", self._speaks(path))
-            add("POST", f"/{{id}}/{path}/count_tokens", self._counts(path))
 
     async def start(self) -> None:
         """Listen."""

@@ -1,8 +1,8 @@
 """A session: one agent's conversation with an engine. It alone renders messages, splices sampled ids and records."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from loopwright.core.outcome import FAULT_OF, Fault, Outcome
 from loopwright.core.task import Message, Task
 from loopwright.engines.base import ContextFull, Engine, EngineError, Reasoning, Sampling
 from loopwright.gateway.draft import Draft, check
-from loopwright.gateway.graph import RAW, Graph, Key, copied
+from loopwright.gateway.graph import RAW, Graph, Key, copied, ids_of
 from loopwright.gateway.manner import PLAIN, Manner
 from loopwright.gateway.reader import THINK, Heard, Piece, Reader
 from loopwright.gateway.template import Template, Tool, template_of
@@ -92,7 +92,7 @@ class Session:
             manner = manner.model_copy(update={"calls": False})
         manner = self._begun(messages, manner)
         opening = self.graph.opening(parent, manner)
-        prompt = [*self.graph.ids(parent), *opening]
+        prompt = self.graph.ids(parent) + ids_of(opening)
         node = len(self.graph.nodes)
         seed = seed or f"{self._seed}:{node}"
         draft = Draft(node, parent, prompt, len(prompt), opening, sampling, seed, verdict, manner)
@@ -147,7 +147,7 @@ class Session:
                 for piece in rest:
                     heard(piece)
         self.graph.know(node)
-        draft.prompt = []
+        draft.prompt = ids_of()
         return self._turn(draft, reader, finish)
 
     def count(self, messages: Sequence[Message], tools: Sequence[Tool] = (), manner: Manner = PLAIN) -> int:
@@ -210,26 +210,17 @@ class Session:
         found = self.graph.nodes[node]
         begun = len(found.ids) - found.sampled
         opening, parent = found.ids[:begun], found.parent or 0
-        prompt = [*self.graph.ids(parent), *opening]
+        prompt = self.graph.ids(parent) + ids_of(opening)
         draft = Draft(node, parent, prompt, len(prompt), opening, sampling, seed, verdict, manner)
         draft.ids, draft.logprobs = list(found.ids[begun:]), list(found.logprobs[begun:])
         draft.spans = list(found.spans)
         if self.ended(draft):
-            draft.prompt = []
+            draft.prompt = ids_of()
         return draft
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> "_Phase":
         """Count the seconds within as those of a phase, such as `tools`: what the policy had done on its behalf."""
-        clock = asyncio.get_running_loop().time
-        begun = clock()
-        try:
-            yield
-        except asyncio.CancelledError:
-            self.cut = name, begun, clock()
-            raise
-        finally:
-            self.phases_s[name] = self.phases_s.get(name, 0.0) + clock() - begun
+        return _Phase(self, name)
 
     def silent_s(self) -> float:
         """For how long the engine had given no token when a turn was last cut short."""
@@ -269,7 +260,7 @@ class Session:
             finish = None
             rest = sampling.model_copy(update={"max_tokens": left}) if draft.ids else sampling
             # A copy only where it must be: a prompt is long, and most turns are never paused.
-            ids = draft.prompt + draft.ids if draft.ids else draft.prompt
+            ids = draft.prompt + ids_of(draft.ids) if draft.ids else draft.prompt
             async with aclosing(self.engine.generate(ids, rest, seed=draft.seed)) as stream:
                 async for chunk in stream:
                     check(chunk)
@@ -285,6 +276,23 @@ class Session:
             if finish != "abort":
                 return finish
         return "length"
+
+
+class _Phase:
+    """One phase of a session, by the clock of its event loop."""
+
+    def __init__(self, session: Session, name: str) -> None:
+        self._session, self._name = session, name
+
+    def __enter__(self) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._begun = self._clock()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
+        session, name, ended = self._session, self._name, self._clock()
+        if isinstance(error, asyncio.CancelledError):
+            session.cut = name, self._begun, ended
+        session.phases_s[name] = session.phases_s.get(name, 0.0) + ended - self._begun
 
 
 _SILENCE: Message = {"role": "assistant", "content": ""}

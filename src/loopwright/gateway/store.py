@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import queue
+import struct
 import threading
 import time
 from array import array
@@ -246,7 +247,7 @@ def node_statement(session: str, number: int, node: Node, key: Key | None) -> St
         None if key is None else json.dumps(key) if key[2] else "",
         orjson.dumps(node.message).decode(),
         array("q", node.ids).tobytes(),
-        array("d", node.logprobs).tobytes(),
+        struct.pack(f"{len(node.logprobs)}d", *node.logprobs),
         orjson.dumps([(span.start, span.stop, span.version) for span in node.spans]).decode(),
         node.finish,
     )

@@ -1,0 +1,120 @@
+"""Contract T07 of the gateway: clients that leave, and come back."""
+
+import asyncio
+import os
+
+import pytest
+
+from loopwright.gateway.terms import Terms
+from tests.gateway.asking import chat, streamed, text_of
+from tests.gateway.serving import Teller, client_of, run, served, until, user
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_t07_a_client_that_leaves_ends_its_generation(stream):
+    async def story():
+        engine = Teller("hello", hold_at=3)
+        async with served(engine) as gateway:
+            session = await gateway.open()
+            async with client_of(session) as client:
+                talk = asyncio.create_task(streamed(client, [user("a")]) if stream else chat(client, [user("a")]))
+                await engine.held.wait()
+                talk.cancel()
+                await until(lambda: engine.closed == 1)
+            await until(lambda: not session.live.described()["running"])
+            told = session.live.described()
+            assert [(turn["finish"], turn["sampled_tokens"]) for turn in told["turns"]] == [("cut", 3)]
+            assert sum(told["rows"][0]["response_mask"]) == 3, "it was sampled, so it is exported"
+
+    run(story)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_t07_a_retry_goes_on_with_the_turn_that_was_cut(stream):
+    async def story():
+        engine = Teller("hello", hold_at=3)
+        async with served(engine) as gateway:
+            session = await gateway.open()
+            retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
+            talk = streamed if stream else chat
+            async with client_of(session) as client:
+                first = asyncio.create_task(talk(client, [user("a")]))
+                await engine.held.wait()
+                first.cancel()
+                await until(lambda: engine.closed == 1)
+                engine.hold_at = None
+                answer = await talk(client, [user("a")], **retry)
+                assert (text_of(answer) if stream else answer.choices[0].message.content) == "hello"
+                again = await talk(client, [user("a")], **retry)
+                assert (text_of(again) if stream else again.choices[0].message.content) == "hello"
+                assert len(engine.calls) == 2
+                assert [t["finish"] for t in session.live.described()["turns"]] == ["stop"]
+                await talk(client, [user("a")])
+                assert len(session.live.described()["turns"]) == 2, "the same question again is another turn"
+
+    run(story)
+
+
+def test_t07_the_sdk_s_own_retry_joins_the_call_that_it_gave_up():
+    async def story():
+        engine = Teller("hello", hold_at=2)
+        async with served(engine) as gateway:
+            session = await gateway.open()
+            async with client_of(session, timeout=0.4, max_retries=2) as client:
+                talk = asyncio.create_task(chat(client, [user("a")]))
+                await engine.held.wait()
+                await until(lambda: engine.closed == 1)
+                engine.hold_at = None
+                assert (await talk).choices[0].message.content == "hello"
+            assert len(session.live.described()["turns"]) == 1
+            assert session.episode().sampled == 6
+
+    run(story)
+
+
+def test_t07_after_a_restart_a_retry_finds_its_turn(tmp_path):
+    async def story():
+        retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
+        engine = Teller("hello", hold_at=2)
+        async with served(engine, output=tmp_path) as gateway:
+            session = await gateway.open("t")
+            async with client_of(session) as client:
+                done = await chat(client, [user("never held")], max_tokens=1)
+                talk = asyncio.create_task(chat(client, [user("a")]))
+                await engine.held.wait()
+                os.system(f"cp -r {tmp_path} {tmp_path}-crash")
+                engine.go.set()
+                await talk
+        engine = Teller("hello")
+        async with served(engine, output=tmp_path.with_name(tmp_path.name + "-crash")) as gateway:
+            session = await gateway.open("t")
+            assert session.live.described()["verdicts"]["broken"] == 1
+            async with client_of(session) as client:
+                again = await chat(client, [user("never held")], max_tokens=1, **retry)
+                assert (again.id, again.choices) == (done.id, done.choices)
+                assert not engine.calls
+                assert (await chat(client, [user("a")], **retry)).choices[0].message.content == "hello"
+            told = session.live.described()
+            assert (told["verdicts"]["broken"], told["trainable"], len(told["turns"])) == (0, True, 2)
+
+    run(story)
+
+
+def test_t07_a_client_that_leaves_while_it_waits_costs_nothing():
+    async def story():
+        engine = Teller("hello", hold_at=1)
+        async with served(engine) as gateway:
+            session = await gateway.open(terms=Terms(concurrency=1, tokens=20, max_tokens=10))
+            async with client_of(session) as client:
+                first = asyncio.create_task(chat(client, [user("a")]))
+                await engine.held.wait()
+                second = asyncio.create_task(chat(client, [user("b")]))
+                await until(lambda: session.live.described()["running"] == 2)
+                second.cancel()
+                await until(lambda: session.live.described()["running"] == 1)
+                engine.go.set()
+                await first
+                assert (await chat(client, [user("c")])).usage.completion_tokens == 6
+                assert (await chat(client, [user("d")])).usage.completion_tokens == 6
+
+    run(story)

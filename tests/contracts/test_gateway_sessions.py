@@ -1,0 +1,169 @@
+"""Contracts T05 and T10 of the gateway: sessions, and where agents find them."""
+
+import asyncio
+import time
+
+import aiohttp
+import openai
+import pytest
+
+from loopwright.engines.base import Sampling
+from loopwright.gateway.gateway import AdvertiseError, GatewayConfig
+from loopwright.gateway.terms import Terms
+from tests.gateway.asking import asked, chat, streamed, text_of
+from tests.gateway.serving import Teller, client_of, run, served, until, user
+
+
+def test_t05_the_life_of_a_session():
+    async def story():
+        async with served() as gateway, aiohttp.ClientSession() as http:
+            url = gateway.address
+            status, opened, _ = await asked(http, "POST", f"{url}/sessions")
+            assert status == 200
+            assert opened["openai_base_url"] == f"{url}/{opened['id']}/v1"
+            stolen = await asked(http, "POST", f"{url}/sessions/{opened['id']}")
+            assert (stolen[0], opened["key"] in str(stolen[1])) == (401, False), "who has seen a URL has no key yet"
+            assert (await asked(http, "POST", f"{url}/sessions/{opened['id']}", key=opened["key"]))[1] == opened
+            _, mine, _ = await asked(http, "POST", f"{url}/sessions/trial-1", json={"run": "r", "trial": 1})
+            again = await asked(http, "POST", f"{url}/sessions/trial-1", json={"run": "r", "trial": 1})
+            assert again[:2] == (200, mine)
+            other = await asked(http, "POST", f"{url}/sessions/trial-1", json={"run": "r", "trial": 2})
+            assert other[0] == 409
+            assert mine["key"] not in str(other[1])
+            path = f"{url}/sessions/trial-1"
+            assert (await asked(http, "GET", f"{url}/sessions/unknown", key=mine["key"]))[0] == 404
+            for key in (None, "", "wrong", opened["key"], mine["key"][:-1]):
+                for method, at in (("GET", path), ("POST", f"{path}/complete"), ("DELETE", path)):
+                    assert (await asked(http, method, at, key=key))[0] == 401
+                body = {"model": "m", "messages": [user("x")]}
+                status, refused, headers = await asked(
+                    http, "POST", f"{url}/trial-1/v1/chat/completions", key=key, json=body
+                )
+                assert (status, headers["x-should-retry"]) == (401, "false")
+                assert refused["error"]["code"] == "invalid_api_key"
+            status, done, _ = await asked(http, "POST", f"{path}/complete", key=mine["key"], json={"reason": "bye"})
+            assert (status, done["status"], bool(done["snapshot"])) == (200, "complete", True)
+            assert (await asked(http, "POST", f"{path}/complete", key=mine["key"]))[1]["snapshot"] == done["snapshot"]
+            status, refused, headers = await asked(
+                http, "POST", f"{url}/trial-1/v1/chat/completions", key=mine["key"], json=body
+            )
+            assert (status, headers["x-should-retry"], refused["error"]["code"]) == (409, "false", "session_closed")
+            twice = [asked(http, "DELETE", path, key=mine["key"]) for _ in range(2)]
+            assert {status for status, _, _ in await asyncio.gather(*twice)} <= {200, 404}
+            assert (await asked(http, "GET", path, key=mine["key"]))[0] == 404
+
+    run(story)
+
+
+@pytest.mark.parametrize("id", ["..", "%2e%2e", "a%2Fb", "sessions", ".x", "a b", "x" * 129, "healthz", "é"])
+def test_t05_an_id_is_a_plain_word(id):
+    async def story():
+        async with served() as gateway, aiohttp.ClientSession() as http:
+            from yarl import URL
+
+            async with http.post(URL(f"{gateway.address}/sessions/{id}", encoded=True)) as answer:
+                assert answer.status in (400, 404, 405)
+
+    run(story)
+
+
+def test_t05_who_opens_a_session_needs_the_token_if_there_is_one():
+    async def story():
+        async with served(token="a token of the gateway") as gateway, aiohttp.ClientSession() as http:
+            assert (await asked(http, "POST", f"{gateway.address}/sessions"))[0] == 401
+            status, opened, _ = await asked(http, "POST", f"{gateway.address}/sessions", key="a token of the gateway")
+            assert status == 200
+            path = f"{gateway.address}/sessions/{opened['id']}"
+            assert (await asked(http, "GET", path, key="a token of the gateway"))[0] == 200
+            chatting = f"{gateway.address}/{opened['id']}/v1/models"
+            assert (await asked(http, "GET", chatting, key="a token of the gateway"))[0] == 401
+
+    run(story)
+
+
+def test_t05_sessions_expire():
+    async def story():
+        now = [1000.0]
+        async with served(clock=lambda: now[0], ttl_s=60) as gateway:
+            session = await gateway.open()
+            async with client_of(session) as client:
+                now[0] += 50
+                await chat(client, [user("hi")])
+                now[0] += 50
+                await asyncio.sleep(1.2)
+                assert session.live.status == "open"
+                now[0] += 60
+                await until(lambda: session.live.status == "expired")
+                with pytest.raises(openai.ConflictError, match="expired"):
+                    await chat(client, [user("hi")])
+
+    run(story)
+
+
+def test_t05_quotas_and_pinned_sampling():
+    async def story():
+        engine, now = Teller("hello"), [0.0]
+        async with served(engine, clock=lambda: now[0]) as gateway:
+            pinned = Terms(sampling=Sampling(temperature=0.25, max_tokens=4), calls=3, time_s=100)
+            async with client_of(await gateway.open(terms=pinned), max_retries=2) as client:
+                await chat(client, [user("a")], temperature=1.5, max_tokens=100, top_p=0.5)
+                assert (engine.calls[-1][2].temperature, engine.calls[-1][2].max_tokens) == (0.25, 4)
+                assert engine.calls[-1][2].top_p == 0.5
+                await chat(client, [user("a")], max_tokens=2)
+                assert engine.calls[-1][2].max_tokens == 2
+                await chat(client, [user("a")])
+                begun = time.monotonic()
+                with pytest.raises(openai.RateLimitError, match="all 3 turns are used up"):
+                    await chat(client, [user("a")])
+                assert time.monotonic() - begun < 0.4, "not retried"
+            async with client_of(await gateway.open(terms=Terms(tokens=8, time_s=10))) as client:
+                assert (await chat(client, [user("a")])).usage.completion_tokens == 6
+                assert (await chat(client, [user("a")])).usage.completion_tokens == 2
+                with pytest.raises(openai.RateLimitError, match="all 8 tokens"):
+                    await chat(client, [user("a")])
+            async with client_of(await gateway.open(terms=Terms(time_s=10))) as client:
+                now[0] += 10
+                with pytest.raises(openai.RateLimitError, match="10 s are over"):
+                    await chat(client, [user("a")])
+
+    run(story)
+
+
+def test_t05_calls_beyond_the_concurrency_wait():
+    async def story():
+        engine = Teller("hello", hold_at=1)
+        async with (
+            served(engine, keepalive_s=0.05) as gateway,
+            client_of(await gateway.open(terms=Terms(concurrency=2))) as client,
+        ):
+            talks = [asyncio.create_task(streamed(client, [user(str(n))])) for n in range(5)]
+            await until(lambda: engine.running == 2)
+            await asyncio.sleep(0.2)
+            assert engine.running == 2
+            engine.go.set()
+            assert [text_of(chunks) for chunks in await asyncio.gather(*talks)] == ["hello"] * 5
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    "config", [{"host": "0.0.0.0"}, {"host": "::"}, {"advertise": "http://0.0.0.0:1"}, {"advertise": "gpu-box"}]
+)
+def test_t10_an_address_that_no_agent_can_use_is_refused_before_anything_starts(config):
+    async def story():
+        with pytest.raises(AdvertiseError):
+            async with served(**config):
+                pass
+
+    run(story)
+
+
+def test_t10_agents_are_given_the_advertised_address():
+    async def story():
+        async with served(host="0.0.0.0", advertise="http://gpu-box:8400/") as gateway:
+            session = await gateway.open()
+            assert session.openai_base_url == f"http://gpu-box:8400/{session.id}/v1"
+            assert session.anthropic_base_url == f"http://gpu-box:8400/{session.id}"
+
+    run(story)
+    assert not GatewayConfig().public
