@@ -25,6 +25,7 @@ _VLLM = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
+_running: dict[str, subprocess.Popen[bytes]] = {}
 _LLAMACPP = """
 import signal, sys
 import xllamacpp as llama
@@ -49,13 +50,13 @@ def missing(name: str) -> str | None:
 
 
 @contextmanager
-def vllm() -> Iterator[str]:
-    """The URL of a vLLM server with SmolLM2 in single precision."""
+def vllm(port: int = 0) -> Iterator[str]:
+    """The URL of a vLLM server with SmolLM2 in single precision, at this port or a free one."""
     command = ["-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--model", str(smollm2.directory())]
     command += ["--dtype", "float32", "--enforce-eager", "--logprobs-mode", "processed_logprobs"]
     # On a CPU, a seeded request whose prompt it takes in by parts would end it: "CPU Generator does not use offset".
     command += ["--max-model-len", "4096", "--max-num-batched-tokens", "8192", "--no-enable-chunked-prefill"]
-    with _served("vllm", lambda port: [*command, "--port", str(port)], _VLLM) as url:
+    with _served("vllm", lambda at: [*command, "--port", str(at)], _VLLM, port) as url:
         yield url
 
 
@@ -97,10 +98,10 @@ def _unpacked(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def _served(name: str, arguments: Any, environment: Mapping[str, str]) -> Iterator[str]:
+def _served(name: str, arguments: Any, environment: Mapping[str, str], port: int = 0) -> Iterator[str]:
     if (problem := missing(name)) is not None:
         raise RuntimeError(problem)
-    with socket.create_server(("127.0.0.1", 0)) as free:
+    with socket.create_server(("127.0.0.1", port)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as log:
@@ -111,6 +112,7 @@ def _served(name: str, arguments: Any, environment: Mapping[str, str]) -> Iterat
             env={**os.environ, **environment},
             start_new_session=True,
         )
+        _running[url] = process
         try:
             deadline = time.monotonic() + _START_S
             while not _healthy(url):
@@ -125,6 +127,12 @@ def _served(name: str, arguments: Any, environment: Mapping[str, str]) -> Iterat
                     os.killpg(process.pid, number)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=20)
+
+
+def kill(url: str) -> None:
+    """End a server at once, with all its processes, as if its machine had failed."""
+    os.killpg(_running[url].pid, signal.SIGKILL)
+    _running[url].wait()
 
 
 def _healthy(url: str) -> bool:

@@ -1,7 +1,8 @@
-"""One side of the training benchmark, in a process of its own: `python -m benchmarks.updates ours|trl`.
+"""One side of the training benchmark, in a process of its own: `python -m benchmarks.updates ours|trl-16|trl-4`.
 
-The same model, the same sequences: 16 answers of 20 to 170 tokens to two prompts. Prints the best seconds of a step,
-the peak memory in bytes, and the gradient's norm in the first step.
+The same model, the same sequences: 16 answers of 20 to 170 tokens to two prompts. Ours goes through them 2048 tokens at
+a time, TRL so many rows at a time, each as long as the longest of all, which is how TRL cuts up what it generated.
+Prints the best seconds of a step, the peak memory in bytes, and the gradient's norm in the first step.
 """
 
 import json
@@ -51,7 +52,7 @@ def ours(home: Path) -> Callable[[], float]:
     return lambda: learner.update(batch, 1)["grad_norm"]
 
 
-def trl(home: Path) -> Callable[[], float]:
+def trl(home: Path, rows_at_once: int) -> Callable[[], float]:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -59,9 +60,11 @@ def trl(home: Path) -> Callable[[], float]:
     place = smollm2.directory()
     model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
     count = PROMPTS * ANSWERS
+    pieces = count // rows_at_once
     config = peer.GRPOConfig(
         output_dir=str(home),
-        per_device_train_batch_size=count,
+        per_device_train_batch_size=rows_at_once,
+        gradient_accumulation_steps=pieces,
         num_generations=ANSWERS,
         learning_rate=1e-6,
         loss_type="grpo",
@@ -88,14 +91,20 @@ def trl(home: Path) -> Callable[[], float]:
         "advantages": torch.tensor([advantage for _, _, advantage in rows]),
         "num_items_in_batch": torch.tensor(sum(len(answer) for _, answer, _ in rows)),
     }
-    trainer._prepare_inputs = lambda _: inputs
-    trainer.current_gradient_accumulation_steps = 1
+    starts = range(0, count, rows_at_once)
+    parts = [
+        {name: value[start : start + rows_at_once] if value.dim() else value for name, value in inputs.items()}
+        for start in starts
+    ]
+    trainer._prepare_inputs = lambda part: part
+    trainer.current_gradient_accumulation_steps = pieces
     trainer.create_optimizer()
     trainer.model.train()
 
     def step() -> float:
         trainer.optimizer.zero_grad()
-        trainer.training_step(trainer.model, inputs, inputs["num_items_in_batch"])
+        for part in parts:
+            trainer.training_step(trainer.model, part, part["num_items_in_batch"])
         norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
         trainer.optimizer.step()
         return float(norm)
@@ -105,7 +114,8 @@ def trl(home: Path) -> Callable[[], float]:
 
 def main() -> None:
     with TemporaryDirectory() as home:
-        step = {"ours": ours, "trl": trl}[sys.argv[1]](Path(home))
+        side, _, rows_at_once = sys.argv[1].partition("-")
+        step = trl(Path(home), int(rows_at_once)) if side == "trl" else ours(Path(home))
         norm = step()
         taken = []
         for _ in range(ROUNDS):

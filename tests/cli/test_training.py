@@ -18,8 +18,8 @@ PARTS = """
 def letters(first, last):
     return [{"prompt": chr(97 + i), "label": chr(97 + i)} for i in range(first, last)]
 
-def judge(answer, label):
-    return sum(c == label for c in answer) / max(len(answer), 1)
+def judge(answer):
+    return sum(map(ord, answer)) % 5 / 4  # no step teaches nothing
 """
 SCENARIO = """
 name = "letters"
@@ -37,7 +37,7 @@ judger = { type = "python", handler = "parts:judge" }
 [run.eval]
 every = 2
 samples = 2
-tasks = { type = "python", factory = "parts:letters", args = { first = 4, last = 7 } }
+tasks = { type = "python", factory = "parts:letters", args = { first = 4, last = 10 } }
 """
 
 
@@ -69,7 +69,8 @@ def test_every_step_is_a_line_of_json(trained):
         ("train", 3),
         ("eval", 3),
     ]
-    assert {"reward", "entropy", "kl", "grad_norm", "tokens", "rollout_s", "train_s"} <= steps[1]["numbers"].keys()
+    curves = {"reward", "entropy", "mismatch_kl", "grad_norm", "tokens", "rollout_s", "train_s"}
+    assert curves <= steps[1]["numbers"].keys()
     assert {"reward", "reward_low", "reward_high", "pass@1", "pass@2"} <= steps[0]["numbers"].keys()
     assert [e["done"] for e in steps] == [0, 1, 2, 2, 3, 3]
 
@@ -91,7 +92,7 @@ def test_a_log_has_a_line_for_each_evaluation_and_the_summary(trained):
     assert done.returncode == 0
     assert "learn: step 3/3, reward " in done.stdout
     assert "held-out " in done.stdout
-    assert "learn: 3 of 3 steps. On 3 held-out tasks the mean reward was" in done.stdout
+    assert "learn: 3 of 3 steps. On 6 held-out tasks the mean reward was" in done.stdout
     assert "pass@2" in done.stdout
     assert "policy: out/learn/policy" in done.stdout
     assert "?" not in done.stdout

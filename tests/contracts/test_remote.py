@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
@@ -24,13 +25,18 @@ from loopwright.engines.base import Sampling, engines
 from loopwright.engines.news import News
 from loopwright.engines.scripted import ScriptedConfig
 from loopwright.execution.sandbox import SandboxError, sandbox_of
+from loopwright.execution.sandbox.files import remove
 from loopwright.gateway.client import GatewayClient, GatewayLost, endpoint
 from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig
 from loopwright.gateway.terms import Terms
+from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.pool import PoolDown, WorkerLost
+from loopwright.rollouts.remote import trial
 from loopwright.rollouts.remote.access import Access
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.home import EmbeddedConfig, EmbeddedHome, ExternalHome, RayConfig, home_of
+from loopwright.rollouts.remote.worker import Order
+from loopwright.rollouts.worker import Request
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
 from loopwright.testing import GatewayContract, LoopContract
@@ -191,6 +197,17 @@ def test_a01_budgets_and_sampling_are_the_loops_to_set(tmp_path):
     assert (engine.calls[-1][2].temperature, engine.calls[-1][2].max_tokens) == (0.5, 7)
 
 
+def test_a01_what_an_evaluation_says_of_sampling_lies_over_what_the_loop_says(tmp_path):
+    engine, sampling = Teller("a long answer"), Sampling(temperature=0.5, max_tokens=7)
+
+    async def story():
+        async with staged(tmp_path, engine, command=program(tmp_path, "chat()"), sampling=sampling) as stage:
+            return await stage.pool.call(Request(TASK, "0", Sampling(temperature=0), 1), timeout_s=60)
+
+    assert asyncio.run(story()).sampled == 7
+    assert engine.calls[-1][2].temperature == 0
+
+
 def test_a01_cancelling_releases_session_process_and_workspace(tmp_path):
     async def story():
         command = program(tmp_path, "chat(); time.sleep(1000)")
@@ -207,6 +224,87 @@ def test_a01_cancelling_releases_session_process_and_workspace(tmp_path):
             await until(lambda: list(stage.directory.iterdir()) == [], 20.0)
 
     asyncio.run(story())
+
+
+def test_a01_directories_that_lie_deep_in_one_another_cost_no_episode(tmp_path):
+    dig = "chat()\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')"
+    assert rolled(tmp_path, dig).outcome is Outcome.OK
+
+
+def test_a01_an_agent_cannot_make_its_episode_late_by_what_it_leaves(tmp_path, monkeypatch):
+    """Given a workspace that takes long to delete, its episode is there before; the run ends when it is gone."""
+    may, gone = threading.Event(), []
+    monkeypatch.setattr(trial, "remove", lambda path: may.wait(30) and gone.append(remove(path)))
+
+    async def story():
+        async with staged(tmp_path, command=program(tmp_path, "chat()")) as stage:
+            episode = await stage.roll()
+            assert list(stage.directory.iterdir()) != []
+            closing = asyncio.ensure_future(stage.pool.close())
+            await asyncio.sleep(0.2)
+            assert not closing.done()
+            may.set()
+            await closing
+        return episode
+
+    episode = asyncio.run(story())
+    assert (episode.outcome, episode.turns, len(gone)) == (Outcome.OK, 1, 1)
+    assert 0.5 < episode.attempts[-1].phases_s["teardown"] < 5
+
+
+def test_a01_what_goes_wrong_with_the_clearing_up_costs_no_episode(tmp_path, monkeypatch, caplog):
+    def fail(_):
+        raise RuntimeError("the disk is strange")
+
+    monkeypatch.setattr(trial, "remove", fail)
+
+    async def story():
+        async with staged(tmp_path, command=program(tmp_path, "chat()")) as stage:
+            return await stage.roll()
+
+    assert asyncio.run(story()).outcome is Outcome.OK
+    assert "the disk is strange" in caplog.text
+
+
+def test_a01_who_only_looks_at_a_workspace_cannot_hold_up_its_episode(tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "_KEEP_S", 0.2)
+    may = threading.Event()
+
+    async def story():
+        async with staged(tmp_path, command=program(tmp_path, "chat()")) as stage:
+            order = Order(await stage.home.access(), Request(TASK, "0", trial=1), lambda _: may.wait(30))
+            return await asyncio.wait_for(stage.worker.handle(order), 20)
+
+    try:
+        assert asyncio.run(story()).outcome is Outcome.OK
+    finally:
+        may.set()
+
+
+def test_a01_a_trial_whose_gateway_is_nowhere_leaves_no_directory(tmp_path):
+    async def story():
+        async with staged(tmp_path, command=program(tmp_path, "chat()")) as stage:
+            with pytest.raises(ValueError, match="no URL"):
+                await stage.worker.handle(Order(Access("nowhere"), Request(TASK, "0", trial=1)))
+            assert list(stage.directory.iterdir()) == []
+
+    asyncio.run(story())
+
+
+def test_a01_agents_are_not_shown_what_they_are_judged_by(tmp_path):
+    """Given `readable` with the scenario, a source of tasks or a part of it in it, it is refused at load time."""
+    task = harbor(tmp_path, "true")
+    (tmp_path / "agents").mkdir()
+    tasks = [{"type": "harbor", "path": "task"}]
+    for name, told in {".": "all of", "task": "the tasks of 'task'", "task/tests": "the tasks of 'task'"}.items():
+        loop = {"type": "remote", "command": ["true"], "sandbox": "bwrap", "readable": [name]}
+        config = RolloutConfig(tasks=tasks, loop=loop, judger={"type": "verifier"})
+        assert [problem for problem in config.problems(tmp_path) if told in problem.message], name
+    loop["readable"] = ["agents"]
+    config = RolloutConfig(tasks=tasks, loop=loop, judger={"type": "verifier"})
+    assert config.shown(config.tasks, tmp_path) == []
+    assert config.loop.lacks(task, tmp_path) == ""
+    assert "would show" in config.loop.model_copy(update={"readable": ("task",)}).lacks(task, tmp_path)
 
 
 def test_a01_a_gateway_that_is_gone_costs_rollouts_and_then_ends_the_run(tmp_path):

@@ -5,11 +5,11 @@ import json
 import os
 import re
 import signal
-import sqlite3
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 
 import pytest
@@ -22,11 +22,15 @@ from loopwright.execution.sandbox import SandboxError, sandbox_of
 from loopwright.gateway.gateway import GatewayConfig
 from loopwright.rollouts.pool import PoolDown, WorkerLost
 from loopwright.rollouts.pool_local import LocalPool
+from loopwright.rollouts.remote.access import Access
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.home import EmbeddedHome
 from loopwright.rollouts.remote.housed import Housed
-from loopwright.rollouts.trials.client import ServedWorker, TrialsClient
+from loopwright.rollouts.remote.worker import Order
+from loopwright.rollouts.trials import artifacts
+from loopwright.rollouts.trials.client import ServedWorker, TrialsClient, TrialServerLost
 from loopwright.rollouts.trials.result import rollout_details
+from loopwright.rollouts.trials.submission import id_of
 from loopwright.rollouts.worker import Request
 from loopwright.scenario.load import load
 from tests.contracts.harness import campaign, trials
@@ -198,6 +202,19 @@ os.mkfifo("pipe.txt"); open("big.txt", "w").write("x" * 20_000_000)
         assert server.refused("GET", f"{path}/{name}", key=server.token)[0] == 404
 
 
+def test_a04_what_is_too_large_or_one_too_many_is_not_even_read(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(artifacts, "read_inside", lambda _, name, most: read.append(name) or b"x")
+    monkeypatch.setattr(artifacts, "_MOST_FILES", 2)
+    for name, size in (("a", 1), ("big", 1000), ("c", 1), ("d", 1), ("huge", 1000)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)
+    found = artifacts.Artifacts(["*"], 100)
+    found.keep(tmp_path)
+    assert read == [*found.kept] == ["a", "c"]
+    assert found.left_off == ["big", "d"]
+
+
 def test_a04_artifacts_of_a_sandboxed_agent_are_kept_too(server):
     try:
         sandbox_of("bwrap").check()
@@ -208,6 +225,26 @@ def test_a04_artifacts_of_a_sandboxed_agent_are_kept_too(server):
     loop = {"command": [sys.executable, "{home}/bin/agent.py"], "sandbox": "bwrap", "readable": ["bin"]}
     told = server.result(server.submit("walled", "", loop=loop, artifacts=["note.*"]))
     assert (told["outcome"], told["artifacts"]["kept"]) == ("ok", {"note.txt": 1}), told["output"]
+
+
+def test_a04_metrics_count_trials_by_status_and_outcome(tmp_path):
+    with served(tmp_path, "-j", "1", *SPEAK) as server:
+        for key, text in (("good", "chat()"), ("bad", "chat(); sys.exit(3)")):
+            server.result(server.submit(key, text))
+        held = server.submit("held", "time.sleep(1000)")
+        server.submit("waiting", "chat()")
+        wait_for(lambda: server.shown(held)["status"] == "running")
+        assert server.refused("GET", "/metrics")[0] == 401
+        headers = {"authorization": f"Bearer {server.token}"}
+        with urllib.request.urlopen(urllib.request.Request(f"{server.address}/metrics", None, headers)) as got:
+            assert got.headers["content-type"].startswith("text/plain; version=0.0.4")
+            lines = got.read().decode().splitlines()
+    counts = {"queued": 1, "running": 1, "cancelling": 0, "ended": 2, "cancelled": 0, "lost": 0}
+    assert [line for line in lines if not line.startswith("#")] == [
+        *(f'loopwright_trials{{status="{status}"}} {count}' for status, count in counts.items()),
+        'loopwright_trials_ended_total{outcome="ok"} 1',
+        'loopwright_trials_ended_total{outcome="truncated"} 1',
+    ]
 
 
 # -- who may, and how much -----------------------------------------------------------------------------------------
@@ -239,6 +276,10 @@ def test_a04_other_machines_are_let_in_with_a_token_of_the_users_only(tmp_path):
         ({"gateway": {"url": "nowhere"}}, "no URL"),
         ({"more": 1}, "unknown key 'more'"),
         ({"key": ""}, "Idempotency-Key"),
+        ({"loop": {"command": ["x"], "pass_env": ["HOME"]}}, "loop.pass_env: is for the run's own machine"),
+        ({"loop": {"command": ["x"], "workers": 2}}, "loop.workers: "),
+        ({"loop": {"command": ["x"], "server": "http://127.0.0.1:1"}}, "loop.server: "),
+        ({"loop": {"command": ["x"], "sandbox": "docker", "bounds": {"disk": 1}}}, "neither `cpu_s` nor `disk`"),
     ],
 )
 def test_a04_what_can_never_run_is_refused_at_once(server, wrong, said):
@@ -298,6 +339,30 @@ time.sleep(1000)
     assert server.refused("POST", "/trials/nobody/cancel", key=server.token)[0] == 404
 
 
+def test_a04_a_cancel_that_overtakes_its_trial_is_kept(server):
+    assert server.cancel({"id": id_of("overtaken")})["status"] == "cancelled"
+    trial = server.submit("overtaken", "chat()")
+    assert (trial["id"], trial["status"]) == (id_of("overtaken"), "cancelled")
+
+
+def test_a04_submissions_are_answered_while_a_sandbox_is_looked_at(tmp_path, monkeypatch):
+    """And it is looked at once."""
+    (tmp_path / "bin").mkdir()
+    bwrap = tmp_path / "bin" / "bwrap"
+    bwrap.write_text(f"#!/bin/sh\necho x >> {tmp_path}/looks\nwhile [ ! -e {tmp_path}/go ]; do sleep 0.01; done\n")
+    bwrap.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    with served(tmp_path, *SPEAK) as server, ThreadPoolExecutor() as threads:
+        first = threads.submit(server.submit, "first", "", loop={"sandbox": "bwrap"})
+        wait_for((tmp_path / "looks").exists)
+        assert server.ask("GET", "/healthz") == {"status": "ok"}
+        (tmp_path / "go").touch()
+        server.ended(first.result())
+        looks = (tmp_path / "looks").read_text()
+        server.submit("first", "", loop={"sandbox": "bwrap"})
+        assert (tmp_path / "looks").read_text() == looks
+
+
 # -- kill -9 -------------------------------------------------------------------------------------------------------
 
 
@@ -343,11 +408,31 @@ def test_a04_a_trial_whose_server_is_killed_twice_is_lost_and_one_whose_server_i
         assert "another trial server works in" in (tmp_path / "gateway.log").read_text()
 
 
+@pytest.mark.parametrize("end", [Server.kill, Server.end])
+def test_a04_a_cancelled_trial_is_not_begun_again_if_its_server_goes(tmp_path, end):
+    """Given an agent that takes its time to end, and a server that goes in that time."""
+    began = f"open({str(tmp_path / 'began')!r}, 'a').write('x')"
+    text = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {began}; time.sleep(1000)"
+    with served(tmp_path, *SPEAK) as server, ThreadPoolExecutor() as threads:
+        trial = server.submit("stubborn", text)
+        wait_for((tmp_path / "began").exists)
+        cancel = threads.submit(server.cancel, trial)
+        wait_for(lambda: server.shown(trial)["status"] == "cancelling")
+        end(server)
+        assert isinstance(cancel.exception(), OSError)
+    with served(tmp_path, *SPEAK) as server:
+        assert server.shown(trial)["status"] == "cancelled"
+        assert server.submit("stubborn", text)["status"] == "cancelled"
+        assert server.ended(server.submit("next", "chat()"))["status"] == "ended"
+    assert (tmp_path / "began").read_text() == "x"
+
+
 def test_a04_secrets_are_kept_no_longer_than_the_trial(tmp_path):
     with served(tmp_path, *SPEAK) as server:
         server.ended(server.submit("k", "chat()", passed={"API": "much-too-secret"}))
-        with sqlite3.connect(tmp_path / "out" / "trials.db") as db:
-            assert db.execute("SELECT length(body) FROM trials").fetchall() == [(0,)]
+        server.cancel(server.submit("cancelled", "time.sleep(1000)", passed={"API": "much-too-secret"}))
+        for file in (tmp_path / "out").glob("trials.db*"):
+            assert b"much-too-secret" not in file.read_bytes(), file
     log = (tmp_path / "gateway.log").read_text()
     assert "much-too-secret" not in log
     assert server.token not in log
@@ -437,6 +522,36 @@ def test_a04_a_trial_that_is_asked_for_again_is_not_run_twice_unless_it_was_canc
         asyncio.run(story())
     finally:
         (server.home / "go").unlink(missing_ok=True)
+
+
+def test_a04_a_key_that_asks_for_something_else_is_passed_over(server):
+    """Given a run whose loop has changed since, its trials are new ones."""
+    first, second = (rolled(server, text, run_id="changed") for text in ("print(chat())", "chat(); print('new')"))
+    assert (first.evidence["agent"]["stdout"], second.evidence["agent"]["stdout"]) == ("an answer\n", "new\n")
+    assert first.evidence["server"]["id"] != second.evidence["server"]["id"]
+
+
+def test_a04_a_foreign_server_is_named_as_one(server):
+    """Given something that answers, but is no trial server."""
+
+    async def story():
+        async def foreign(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 13\r\nconnection: close\r\n\r\n{"hello": 42}')
+            writer.close()
+
+        listening = await asyncio.start_server(foreign, "127.0.0.1", 0)
+        async with listening:
+            client = TrialsClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", patience_s=0.0)
+            with pytest.raises(TrialServerLost, match="Is it a trial server"):
+                await client.check()
+            client = TrialsClient(client.url, patience_s=0.0)
+            worker = ServedWorker(client, RemoteConfig(**server.loop("chat()")), run="r", run_id="r")
+            with pytest.raises(TrialServerLost, match="Is it a trial server"):
+                await worker.handle(Order(Access(client.url), Request(TASK, "0:1:0")))
+            await worker.close()
+
+    asyncio.run(story())
 
 
 def test_a04_a_resumed_run_leaves_no_trial_to_a_gateway_that_is_gone(server):

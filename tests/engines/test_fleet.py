@@ -343,6 +343,24 @@ def test_all_engines_get_the_weights_and_one_that_cannot_is_left_out_until_it_ca
     run(story)
 
 
+def test_an_engine_that_comes_later_gets_the_weights_of_the_beginning_too():
+    """Its server may hold what another run has taught it, under a version that is 0 for whoever has just connected."""
+
+    async def story():
+        fleet = fleet_of(Counting())
+        await fleet.load_weights("w0", 0)
+        late = fleet._put("late", Counting()).engine
+        await asyncio.gather(*(said(fleet.for_session(str(n))) for n in range(8)))
+        assert not late.calls
+        async with asyncio.timeout(5):
+            while late.source != "w0":
+                await asyncio.sleep(0.01)
+        assert late.version == 0
+        await fleet.close()
+
+    run(story)
+
+
 def test_weights_that_no_engine_takes_change_nothing():
     async def story():
         engines = [Counting(), Counting()]

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from loopwright.cli import app
 from loopwright.engines.base import ContextFull, EngineError, Sampling, engines
+from loopwright.engines.fleet import Fleet, FleetConfig
 from loopwright.testing import EngineContract
 from loopwright.testing.engines import ids_of, logprobs_of
 from tests.engines.real import forward, gaps
@@ -255,7 +256,7 @@ def test_what_is_wrong_with_a_config_is_found_before_anything_starts(config, mat
 
 @pytest.mark.parametrize(
     ("wire", "routes"),
-    [("vllm", ["pause?mode=abort&clear_cache=true", "collective_rpc", "resume"]),
+    [("vllm", ["pause?mode=abort&clear_cache=true", "collective_rpc", "resume", "update_weight_version"]),
      ("sglang", ["pause_generation", "update_weights_from_disk", "continue_generation"])],
 )  # fmt: skip
 def test_t06_new_weights_are_loaded_while_the_server_holds(server, wire, routes, tmp_path):
@@ -271,6 +272,107 @@ def test_t06_new_weights_are_loaded_while_the_server_holds(server, wire, routes,
         assert {chunk.version for chunk in await said(engine)} == {3}
 
     run(server, wire, story)
+
+
+@pytest.mark.parametrize(
+    ("wire", "noticed", "route"),
+    [("vllm", True, "collective_rpc"), ("vllm", False, "collective_rpc"), ("sglang", True, "update_weights_from_disk")],
+    ids=["vllm", "vllm-unnoticed", "sglang"],
+)
+def test_t06_a_server_that_was_started_anew_gets_its_weights_again_before_it_serves(
+    wire, noticed, route, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("loopwright.engines.http._SURE_S", 0.0)
+    (tmp_path / "model.safetensors").touch()
+
+    async def story():
+        with served() as first:
+            engine = engine_of(first, wire, wait_s=0)
+            await engine.load_weights(tmp_path, 3)
+            await said(engine)
+            await asyncio.gather(said(engine), said(engine))
+            assert [asked for asked, _, _ in first.asked].count(route) == 1, "not as long as it has them"
+        if noticed:
+            with pytest.raises(EngineError, match="cannot be reached"):
+                await said(engine)
+        with served(int(first.url.rpartition(":")[2])) as second:
+            chunks = await asyncio.gather(*(said(engine, seed=str(n)) for n in range(4)))
+            assert {chunk.version for each in chunks for chunk in each} == {3}
+            asked = [asked for asked, _, _ in second.asked]
+            assert asked.count(route) == 1
+            assert asked.index(route) < next(i for i, each in enumerate(asked) if each in ("completions", "generate"))
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+@pytest.mark.parametrize("wire", ["vllm", "sglang"])
+def test_t06_a_server_with_our_weights_that_is_gone_is_waited_for(wire, tmp_path, monkeypatch, caplog):
+    """By whoever asks for tokens, and by whoever has newer weights for it; how it is, is told at once."""
+    monkeypatch.setattr("loopwright.engines.http._SURE_S", 0.0)
+    (tmp_path / "model.safetensors").touch()
+
+    async def story():
+        with served() as first:
+            engine = engine_of(first, wire)
+            await engine.load_weights(tmp_path, 3)
+        asking = asyncio.ensure_future(said(engine))
+        with pytest.raises(EngineError, match="cannot be reached"):
+            await engine.check()
+        await asyncio.sleep(1)
+        assert not asking.done()
+        with served(int(first.url.rpartition(":")[2])):
+            assert {chunk.version for chunk in await asking} == {3}
+        loading = asyncio.ensure_future(engine.load_weights(tmp_path, 4))
+        await asyncio.sleep(1)
+        with served(int(first.url.rpartition(":")[2])):
+            await loading
+            assert {chunk.version for chunk in await said(engine)} == {4}
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+    assert "it is waited for, 600 s at most" in caplog.text
+
+
+def test_a_fleet_waits_for_none_of_its_servers_while_another_can_serve(tmp_path, caplog):
+    (tmp_path / "model.safetensors").touch()
+
+    async def story():
+        with served() as lasting:
+            with served() as first:
+                urls = [f"{server.url}/fast/vllm" for server in (first, lasting)]
+                settings = FleetConfig(engines=tuple({"type": "vllm", "url": url, "tokenizer": "tiny"} for url in urls))
+                fleet = Fleet(settings, Path())
+                await fleet.load_weights(tmp_path, 3)
+            for seed in "abcd":
+                assert ids_of(await said(fleet.for_session(seed), seed=seed))
+            assert not any("waited for" in line for line in caplog.messages)
+            await fleet.close()
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_t06_a_server_that_failed_to_take_its_weights_again_is_asked_again(server, tmp_path, monkeypatch):
+    monkeypatch.setattr("loopwright.engines.http._SURE_S", 0.0)
+    (tmp_path / "model.safetensors").touch()
+
+    async def story(engine):
+        await engine.load_weights(tmp_path, 3)
+        server.mark, post = "default", engine.client.post
+
+        async def fail(path, body, **more):
+            if path == "/collective_rpc":
+                raise EngineError("not yet")
+            return await post(path, body, **more)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.client, "post", fail)
+            with pytest.raises(EngineError, match="not yet"):
+                await said(engine)
+        assert ids_of(await said(engine))
+        assert server.mark == str(tmp_path)
+
+    run(server, "vllm", story)
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -25,7 +25,7 @@ class Server:
 
     def __init__(self):
         self.url, self.asked, self.aborted, self.connections, self.stale = "", [], 0, set(), set()
-        self.raw = False
+        self.raw, self.mark = False, "default"
         self.engines = {
             name: TransformersEngine(TransformersConfig(model="tiny", seed=WEIGHTS, max_context=CONTEXT), Path())
             for name in ("fast", "slow")
@@ -50,7 +50,8 @@ class Server:
         app.router.add_post("/{speed}/llamacpp/completion", self.llamacpp)
         app.router.add_post("/{speed}/sglang/generate", self.sglang)
         app.router.add_get("/{speed}/{wire}/health", self.health)
-        for route in ("pause", "collective_rpc", "resume"):
+        app.router.add_get("/{speed}/vllm/weight_info", self.weight_info)
+        for route in ("pause", "collective_rpc", "resume", "update_weight_version"):
             app.router.add_post(f"/{{speed}}/vllm/{route}", self.weights)
         for route in ("pause_generation", "update_weights_from_disk", "continue_generation"):
             app.router.add_post(f"/{{speed}}/sglang/{route}", self.weights)
@@ -76,10 +77,13 @@ class Server:
         return web.Response()
 
     async def weights(self, request):
-        self.asked.append(
-            (request.path_qs.partition("/vllm/")[2] or request.path.rpartition("/")[2], await request.json(), None)
-        )
+        body = await request.json()
+        self.asked.append((request.path_qs.partition("/vllm/")[2] or request.path.rpartition("/")[2], body, None))
+        self.mark = body.get("new_version", self.mark)
         return web.json_response({"success": True})
+
+    async def weight_info(self, request):
+        return web.json_response({"weight_version": self.mark})
 
     async def models(self, request):
         return web.json_response({"data": [{"id": "policy", "max_model_len": CONTEXT}, {"id": "other"}]})
@@ -271,7 +275,7 @@ def _without_logprob(event):
 
 
 @contextmanager
-def served():
+def served(port=0):
     """The server, in a thread of its own."""
     server, loop = Server(), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -280,7 +284,7 @@ def served():
     async def begin():
         runner = web.AppRunner(server.app(), handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
         server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         return runner

@@ -24,6 +24,11 @@ for _ in range(2):
     subprocess.Popen([sys.executable, "-IS", "-c", daemon], env=environment)
 (keeper.directory / "file").touch()
 print(keeper.directory, flush=True)
+os.chdir(keeper.directory)
+for _ in range(1500):
+    os.mkdir("d")
+    os.chdir("d")
+print("deep", flush=True)
 time.sleep(1000)
 """
 
@@ -38,7 +43,7 @@ def until(condition, within_s=30.0):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_process_leaves_neither_processes_nor_files(number):
     with subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True) as driver:
-        lines = [driver.stdout.readline().strip() for _ in range(3)]
+        lines = [driver.stdout.readline().strip() for _ in range(4)]
         directory = Path(next(line for line in lines if "/" in line))
         pids = [int(line) for line in lines if line.isdigit()]
         assert all(map(alive, pids))
@@ -58,10 +63,22 @@ def test_what_is_closed_leaves_nothing_either():
     keeper.keep()  # another takes its place
     other = _children()[-1]
     assert other != pid
+    deep(directory)
     keeper.close()
     keeper.close()
     assert not alive(other)
     assert not directory.exists()
+
+
+def deep(place):
+    """Directories in one another, more than a function could go down by calling itself."""
+    place = os.open(place, os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("d", dir_fd=place)
+        inner = os.open("d", os.O_RDONLY, dir_fd=place)
+        os.close(place)
+        place = inner
+    os.close(place)
 
 
 def _children():

@@ -1,44 +1,25 @@
 """Sandboxes keep their promises, escapes are tried, and what strangers left is read and removed with care."""
 
 import asyncio
-import json
 import os
-import signal
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.fake_docker import FakeDocker
 
 from loopwright.execution.processes import start_ticks
 from loopwright.execution.sandbox import Bounds, SandboxError, cgroup, sandbox_of
 from loopwright.execution.sandbox.bubblewrap import remove_stale
 from loopwright.execution.sandbox.cgroup import Group
+from loopwright.execution.sandbox.docker import _machine, remove_stale_containers
 from loopwright.execution.sandbox.files import read_inside, remove, size_bytes
 from loopwright.execution.sandbox.gate import Gate
 from loopwright.testing import SandboxContract, WallsContract
 from loopwright.testing.sandboxes import Place
 
 NO_BOUNDS = Bounds()
-FAKE_DOCKER = """
-import json, os, subprocess, sys
-words, [log, pids] = sys.argv[3:], sys.argv[1:3]
-with open(log, "a") as file:
-    file.write(json.dumps(words) + chr(10))
-if words[0] != "run":
-    sys.exit(0)
-argv = words[words.index("python:3.11-slim") + 1 :]
-if "--detach" in words:
-    mounts = [dict(part.partition("=")[::2] for part in word.split(",")) for word in words if "--mount=" in word]
-    places = {mount["target"]: mount["source"] for mount in mounts}
-    argv = [sys.executable, *(places.get(word, word) for word in argv[1:])]
-    with open(pids, "a") as file:
-        print(subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid, file=file)
-    sys.exit(0)
-done = subprocess.run(argv)
-sys.exit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
-"""
 
 
 def tool(path, script):
@@ -224,27 +205,23 @@ class TestStale:
 
 
 class TestDocker:
-    """Against a `docker` that writes down what it was asked, and runs the command by itself."""
+    """Against a `docker` whose daemon runs the commands by itself."""
 
     @pytest.fixture
     def docker(self, tmp_path, monkeypatch):
-        fake = tmp_path / "bin"
-        fake.mkdir()
-        (fake / "docker.py").write_text(FAKE_DOCKER)
-        log, pids = tmp_path / "log", tmp_path / "pids"
-        tool(fake / "docker", f'exec {sys.executable} -I {fake}/docker.py {log} {pids} "$@"')
-        monkeypatch.setenv("PATH", f"{fake}:{os.environ['PATH']}")
-        (tmp_path / "trial").mkdir()
-        yield lambda: [json.loads(line) for line in log.read_text().splitlines()]
-        for pid in pids.read_text().split() if pids.exists() else ():
-            os.kill(int(pid), signal.SIGKILL)
+        with tempfile.TemporaryDirectory() as home:  # a socket's path must be short
+            fake = FakeDocker(Path(home))
+            monkeypatch.setenv("PATH", f"{home}:{os.environ['PATH']}")
+            (tmp_path / "trial").mkdir()
+            remove_stale_containers.cache_clear()
+            yield fake
+            fake.close()
 
     def test_a_command_is_a_container_without_powers_or_network(self, docker, tmp_path):
-        bounds = Bounds(cpu_s=9.5, memory_bytes=1000, processes=7, disk_bytes=5000)
-        place = Place(tmp_path / "trial", sandbox_of("docker", bounds))
+        place = Place(tmp_path / "trial", sandbox_of("docker", Bounds(memory_bytes=1000, processes=7)))
         place.at = "/app"
         [done] = place.runs(place.command("exit 3"))
-        version, run, removed = docker()
+        version, _, run, removed = docker.asked
         assert done.exit_code == 3
         assert version[0] == "version"
         options = run[: run.index("python:3.11-slim")]
@@ -253,7 +230,7 @@ class TestDocker:
         assert options[options.index("--workdir") + 1] == "/app"
         assert {
             *("--cap-drop=ALL", "--security-opt=no-new-privileges", f"--user={os.getuid()}:{os.getgid()}"),
-            *("--pids-limit=7", "--memory=1000", "--memory-swap=1000", "--ulimit=cpu=10", "--ulimit=fsize=5000"),
+            *("--pids-limit=7", "--memory=1000", "--memory-swap=1000"),
             f"--mount=type=bind,source={place.workspace},target=/app",
         } <= set(options)
         assert removed[:2] == ["rm", "--force"]
@@ -261,12 +238,72 @@ class TestDocker:
 
     def test_secrets_go_by_file_and_the_file_is_gone(self, docker, tmp_path):
         place = Place(tmp_path / "trial", sandbox_of("docker"))
-        command = place.command("true")
-        place.runs(replace(command, environment={"SESSION_KEY": "sk-1", "LONG": "a\nb"}))
-        run = docker()[1]
-        assert not [word for word in run if "sk-1" in word]
-        assert "--env=LONG=a\nb" in run
+        command = place.command('echo "$SESSION_KEY" "$LONG"')
+        keys = {"SESSION_KEY": "sk-1", "LONG": "sk-2\n it's"}
+        said = place.says(replace(command, environment={**command.environment, **keys}))
+        assert said == "sk-1 sk-2\n it's\n"
+        run = docker.asked[2]
+        assert not [word for word in run if "sk-" in word]
         assert not Path(run[run.index("--env-file") + 1]).exists()
+
+    def test_what_its_client_left_behind_is_gone_before_the_next_command_and_after_the_room(self, docker, tmp_path):
+        """Given an agent that ignores its end, it is not there while the tests run."""
+        place = Place(tmp_path / "trial", sandbox_of("docker"))
+        stubborn = place.command("trap '' TERM; while :; do touch beat; sleep 0.01; done", timeout_s=1.0)
+        place.runs(stubborn, place.command("rm beat; sleep 0.2; ls"))
+        assert place.stdout == ""
+        place.runs(stubborn)
+        assert docker.running() == []
+
+    def test_a_container_that_cannot_be_removed_lets_no_command_begin(self, docker, tmp_path):
+        docker._rm = lambda *_: 1
+        place = Place(tmp_path / "trial", sandbox_of("docker"))
+        stubborn = place.command("trap '' TERM; while :; do sleep 0.01; done", timeout_s=1.0)
+        with pytest.raises(AssertionError, match="cannot be removed"):
+            place.runs(stubborn, place.command("true"))
+
+    def test_a_command_that_ends_as_if_it_had_not_begun_has_begun(self, docker, tmp_path):
+        """Else an agent could have its failures blamed on the machine."""
+        place = Place(tmp_path / "trial", sandbox_of("docker"))
+        assert [done.exit_code for done in place.runs(place.command("exit 125"))] == [125]
+
+    def test_containers_of_a_process_that_was_killed_are_removed(self, docker, tmp_path):
+        """Those of others at work, here or on other machines that use the daemon too, are not."""
+        own = f"{os.getpid()}-{start_ticks(os.getpid())}"
+        for name, machine, owner in (
+            ("stale", _machine(), f"{os.getpid()}-1"),
+            ("ours", _machine(), own),
+            ("elsewhere", "another", "999999999-1"),
+        ):
+            docker.leave(name, **{"loopwright.machine": machine, "loopwright.owner": owner})
+        place = Place(tmp_path / "trial", sandbox_of("docker"))
+        place.runs(place.command("true"))
+        assert docker.running() == ["ours", "elsewhere"]
+        assert {f"--label=loopwright.machine={_machine()}", f"--label=loopwright.owner={own}"} <= set(docker.asked[3])
+
+    def test_what_is_hidden_is_empty_where_the_place_around_it_can_be_seen(self, docker, tmp_path):
+        tasks, other = tmp_path / "tasks", tmp_path / "other"
+        (tasks / "one").mkdir(parents=True)
+        other.mkdir()
+        place = Place(tmp_path / "trial", sandbox_of("docker", readable=(tasks,)))
+        place.hide = (tasks / "one", other)
+        place.runs(place.command("true"))
+        mounts = [word for word in docker.asked[2] if word.startswith("--mount=") and word.endswith(",readonly")]
+        assert mounts[0] == f"--mount=type=bind,source={tasks},target={tasks},readonly"
+        assert mounts[1].endswith(f"/nothing,target={tasks / 'one'},readonly")
+        assert len(mounts) == 2
+
+    @pytest.mark.parametrize("bounds", [Bounds(cpu_s=9.5), Bounds(disk_bytes=5000)])
+    def test_bounds_that_it_cannot_hold_are_refused(self, bounds):
+        with pytest.raises(SandboxError, match="neither `cpu_s` nor `disk`"):
+            sandbox_of("docker", bounds)
+
+    def test_a_daemon_that_gives_no_answer_is_not_waited_for(self, tmp_path, monkeypatch):
+        tool(tmp_path / "docker", "exec sleep 100")
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.setattr("loopwright.execution.sandbox.docker._CHECK_S", 0.2)
+        with pytest.raises(SandboxError, match="no answer within"):
+            sandbox_of("docker").check()
 
     def test_its_doors_are_opened_in_a_container_and_lead_to_us(self, docker, tmp_path):
         """Given a room that may reach a URL, a container without network opens the door, and the command shares it."""
@@ -286,7 +323,7 @@ class TestDocker:
                 reader, writer = await asyncio.open_connection("127.77.0.1", port)
                 assert await reader.read() == b"hello"
                 writer.close()
-                return room.command(Place(tmp_path / "trial", sandbox).command("true")).argv, docker()[1]
+                return room.command(Place(tmp_path / "trial", sandbox).command("true")).argv, docker.asked[2]
 
         argv, gate = asyncio.run(main())
         assert gate[gate.index("--network") + 1] == "none"

@@ -181,6 +181,7 @@ def test_of_several_branches_none_is_dropped_unsaid(tmp_path):
 def test_what_is_longer_than_verl_takes_is_cut_and_counted(tmp_path):
     batch, calls = rolled(tmp_path, "x", rollout={"response_length": 4})
     assert batch.batch["responses"].tolist() == [calls[0].ids[:4]]
+    assert [list(versions) for versions in batch.non_tensor_batch["versions"]] == [[5] * 4]
     assert batch.non_tensor_batch["left_out"].tolist() == [len(calls[0].ids) + len(calls[1].ids) - 4]
     with pytest.raises(ValueError, match="Raise prompt_length"):
         rolled(tmp_path, "x", rollout={"prompt_length": 4})

@@ -1,5 +1,6 @@
 """The report of a training run: the verdict, the curves, and episodes before and after."""
 
+import math
 import re
 import subprocess
 import sys
@@ -158,9 +159,27 @@ def test_what_may_be_chance_is_said(training, after, told):
     assert told in verdict(read_training(training.ledger))
 
 
+@pytest.mark.parametrize(("tasks", "told"), [(1, "1 task that both"), (5, "5 tasks that both"), (6, "got better")])
+def test_a_few_tasks_tell_nothing(training, tasks, told, tmp_path):
+    """All of five coins fall alike once in sixteen throws."""
+    training.examine(0, [0.0] * tasks)
+    training.examine(5, [1.0] * tasks)
+    digest = read_training(training.ledger)
+    assert told in verdict(digest)
+    assert (digest.change is None) == (tasks < 6)
+    assert ("too few tasks to tell" in body(page(tmp_path))) == (tasks < 6)
+
+
+def test_one_task_of_many_that_is_solved_may_be_chance(training):
+    """Changes of 0 and 1 are no shares, of which one would say that it is not none."""
+    training.examine(0, [0.0] * 8)
+    training.examine(5, [1.0] + [0.0] * 7)
+    assert "may be chance" in verdict(read_training(training.ledger))
+
+
 def test_only_tasks_that_both_evaluations_scored_are_compared(training):
-    training.examine(0, [0.0, 0.0, 0.5])
-    training.examine(5, [0.0, 0.0, 0.6], lost=2)
+    training.examine(0, [0.0, 0.0, *[0.5] * 6])
+    training.examine(5, [0.0, 0.0, *[0.6] * 6], lost=2)
     digest = read_training(training.ledger)
     assert digest.change == pytest.approx((0.1, 0.1, 0.1))
     assert any(
@@ -192,6 +211,20 @@ def test_tokens_are_coloured_by_logprob_or_by_advantage(finished, tmp_path, rend
     (logprob, same), (better, worse) = shades
     assert logprob == same  # both were as likely
     assert len({logprob, better, worse}) == 3
+
+
+def test_rollouts_of_a_prompt_alone_have_no_advantage_to_show(training, tmp_path):
+    """As with PPO, whose baseline is a critic."""
+    training.examine(0, [0.1] * TASKS)
+    training.roll({"source": "sums", "index": 1, "task": "sums-1"}, [episode("sums-1", "alone", 1.0)])
+    training.groups.ready(training.group, 0)
+    training.groups.take(1, 1)
+    training.note(1, reward=1.0)
+    training.examine(5, [0.2] * TASKS)
+    text = body(page(tmp_path))
+    assert "examined after 5" in re.sub(r"<[^>]*>", "", text)
+    assert "by-advantage" not in text
+    assert "was learned from" not in text
 
 
 def test_the_browser_draws_every_curve(finished, tmp_path, render):
@@ -233,12 +266,13 @@ def test_an_evaluation_without_a_reward_is_no_zero(training):
 
 def test_steps_that_changed_nothing_are_said(training, tmp_path):
     training.train(1)
-    training.train(2, skipped=1.0, grad_norm=None)
+    training.train(2, skipped=1.0, updates=0.0, grad_norm=None)
     training.note(3, skipped="missing")
+    training.note(4, updates=0.0)
     text = body(page(tmp_path))
-    assert "1 of 3 steps left the policy as it was, as a loss or gradient was no finite number: 2." in text
-    assert "1 of 3 steps had nothing to train on: 3." in text
-    assert training_chart(read_training(training.ledger))["skipped"] == [2, 3]
+    assert "1 of 4 steps left the policy as it was, as a loss or gradient was no finite number: 2." in text
+    assert "2 of 4 steps had nothing to learn from: 3, 4." in text
+    assert training_chart(read_training(training.ledger))["skipped"] == [2, 3, 4]
 
 
 def test_a_failed_run_shows_why(training, tmp_path):
@@ -275,6 +309,23 @@ def test_what_never_changes_has_no_curve_but_is_said(finished, tmp_path):
     assert chart["level"]["KL"] == 0.0
     assert "KL" not in [curve["title"] for curve in chart["curves"]]
     assert "The same in every step: KL 0" in body(page(tmp_path))
+
+
+def test_the_distance_to_the_sampler_is_not_called_that_to_the_reference(training):
+    for step in (1, 2):
+        training.note(step, reward=0.1, kl="missing", mismatch_kl=0.1 * step)
+    curves = {curve["title"]: curve["meaning"] for curve in training_chart(read_training(training.ledger))["curves"]}
+    assert "KL" not in curves
+    assert "from the one that sampled" in curves["mismatch"]
+    assert "rollouts without an advantage" in curves["mismatch"]
+
+
+def test_an_evaluation_whose_interval_is_unknown_is_drawn(training, tmp_path):
+    for step in (0, 5):
+        training.examine(step, [0.5], width=math.nan)
+    held_out = training_chart(read_training(training.ledger))["curves"][0]["lines"][-1]["rows"]
+    assert held_out == [[0, 0.5, 0.5, 0.5, 0], [5, 0.5, 0.5, 0.5, 5]]
+    assert "95 %: unknown" in body(page(tmp_path))
 
 
 def test_a_trainer_s_own_numbers_have_curves_too(training):

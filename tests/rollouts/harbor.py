@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from loopwright.core.task import Task
-from loopwright.execution import LocalExecutor
+from loopwright.execution import Command, LocalExecutor
 from loopwright.execution.sandbox import NoSandbox
 from loopwright.rollouts.harbor import Places
 from loopwright.rollouts.remote.verify import combined, prepare, stage, verify
@@ -30,8 +30,14 @@ def task_at(path: Path, **extra: object) -> Task:
     return Task("t", ({"role": "user", "content": "Do it."},), extra={"local_task_path": str(path), **extra})
 
 
-async def verified(path: Path, home: Path, work=lambda workspace: None, sandbox=None):
-    """What the tests of the task say after `work` was done to the workspace."""
+def _script(text: str, home: Path) -> Command:
+    outputs = {name: home / f"agent.{name}" for name in ("stdout", "stderr")}
+    environment = {"PATH": "/usr/bin:/bin"}
+    return Command(("/bin/sh", "-c", text), home / "workspace", environment, **outputs, timeout_s=20.0, marker="a")
+
+
+async def verified(path: Path, home: Path, work=lambda workspace: None, sandbox=None, agent: str = ""):
+    """What the tests of the task say after `work` was done to the workspace, and this script was run in its room."""
     (home / "workspace").mkdir()
     prepared = prepare(task_at(path), home / "workspace", Places(home))
     executor, said = LocalExecutor(), []
@@ -40,6 +46,8 @@ async def verified(path: Path, home: Path, work=lambda workspace: None, sandbox=
             for step in prepared.steps:
                 stage(prepared, step, home / "workspace")
                 work(home / "workspace")
+                if agent:
+                    await executor.run(room.command(_script(agent, home)), lambda _pid, _ticks: None)
                 said.append(await verify(prepared, step, room, executor, home, marker="m"))
                 if not step.goes_on(said[-1]):
                     break

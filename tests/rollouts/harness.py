@@ -89,6 +89,7 @@ class World:
         weights: dict[str, float] | None = None,
         seed: int = 0,
         worker: Worker | None = None,
+        held_out: dict[str, list[Task]] | None = None,
         **produce: Any,
     ) -> None:
         path = directory / "ledger.db"
@@ -100,7 +101,7 @@ class World:
             Run("r", directory, self.ledger),
             Terms(Objectives((JudgedReward(),)), budget=budget),
             Observers(),
-            tasks=TaskMix(sources, weights or dict.fromkeys(sources, 1.0), seed),
+            tasks=TaskMix(sources, weights or dict.fromkeys(sources, 1.0), seed, held_out),
             loop=LocalPool(lambda: self.worker),
             judge=self.judge,
             buffer=Groups(self.ledger),

@@ -14,7 +14,7 @@ from loopwright.rollouts.remote.home import EmbeddedHome
 from loopwright.rollouts.remote.housed import Housed
 from loopwright.rollouts.remote.worker import RemoteWorker
 from loopwright.rollouts.worker import Request
-from tests.gateway.serving import Teller
+from tests.gateway.serving import Teller, until
 
 TASK = Task("t", ({"role": "user", "content": "What is it?"},), "secret label")
 CHAT = """
@@ -84,7 +84,7 @@ def rolled(home, text, engine=None, arguments=(), **config):
         async with staged(home, engine, command=program(home, text, *arguments), **config) as stage:
             episode = await stage.roll()
             assert [live.status for live in stage.sessions] == ["complete"], "the session is always released"
-            assert list(stage.directory.iterdir()) == [], "and so is the workspace"
+            await until(lambda: list(stage.directory.iterdir()) == [], 20.0)  # the workspace, too
             return episode
 
     return asyncio.run(asyncio.wait_for(story(), 100))

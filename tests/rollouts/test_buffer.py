@@ -51,6 +51,16 @@ def test_l09_what_was_taken_after_the_checkpoint_comes_again_and_what_was_traine
     assert buffer.take(9, 2) == [2, 3]
 
 
+def test_l09_what_a_step_was_trained_on_can_be_found_again_when_its_checkpoint_is_lost(buffer):
+    opened(buffer, 1, 2, 3)
+    for number in (1, 2, 3):
+        buffer.ready(number, 0)
+    buffer.take(2, 1)
+    buffer.take(1, 2)
+    buffer.settle(2)
+    assert [buffer.taken(step) for step in (1, 2, 3)] == [[1, 2], [3], []]
+
+
 def test_l08_what_is_too_old_expires_and_is_owed_until_it_is_tried_again(buffer):
     opened(buffer, 1, 2)
     buffer.ready(1, 0)
@@ -143,6 +153,7 @@ class BothAgree(RuleBasedStateMachine):
     @invariant()
     def same(self):
         self.both(lambda b: (b.waiting, b.unfinished(), b.owed(), b.drawn(), b.counts()))
+        self.both(lambda b: [b.taken(step) for step in range(self.step + 3)])
 
     def teardown(self):
         self.ledger.close()

@@ -1,11 +1,18 @@
-"""Evaluations: mean reward and pass@k over tasks, and what is said where rollouts were lost."""
+"""Evaluations: mean reward and pass@k over tasks, what is said where rollouts were lost, and that they end."""
 
+import asyncio
 from itertools import combinations
 from statistics import fmean
 
 import pytest
 
+from loopwright.core.episode import Episode
+from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.rollouts import EVALUATED, rollouts
 from loopwright.rollouts.evaluation import EvalConfig, summary
+from loopwright.rollouts.worker import Request
+from loopwright.testing import simulate
+from tests.rollouts.harness import World, instantly, spoken, tasks
 
 
 def config(samples: int = 1, **more) -> EvalConfig:
@@ -41,3 +48,97 @@ def test_no_reward_is_no_zero():
 def test_there_is_one_before_the_first_step_and_one_after_the_last():
     due = [step for step in range(8) if config(every=3).due(step, 7)]
     assert due == [0, 3, 6, 7]
+
+
+def losing(lost: int, last: int = 1000):
+    """Rollouts of which the first `lost` trials break, at both attempts, and all after the `last`."""
+
+    async def roll(request: Request) -> Episode:
+        await asyncio.sleep(1.0)
+        if not lost < int(request.seed.split(":")[1]) <= last:
+            return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, "the engine died")
+        return spoken(request.task, 0)
+
+    return roll
+
+
+def test_a_judger_that_compares_does_not_wait_for_what_stays_lost(tmp_path):
+    async def roll(request: Request) -> Episode:
+        await asyncio.sleep(1.0)
+        if int(request.seed.split(":")[1]) > 2:  # all samples of the task but two, however often they are tried
+            return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, "the engine died")
+        return spoken(request.task, 0)
+
+    async def main():
+        async with World(tmp_path, roll, compares=True, held_out={"h": tasks(1, "h")}) as world, asyncio.timeout(100):
+            (group,) = world.env.examine(0, 3)
+            await world.env.roll_all([group])
+            assert sorted(e.reward.value for e in group.episodes.values()) == [0, 1]
+            assert group.trials == 9
+
+    simulate(main())
+
+
+def test_what_an_evaluation_lost_is_made_again_and_never_trained_on(tmp_path):
+    async def main():
+        world = World(tmp_path, losing(2), compares=True, held_out={"h": tasks(2, "h")})
+        async with world, asyncio.timeout(100):
+            groups = world.env.examine(7, 3)
+            await world.env.roll_all(groups)
+            assert [len(group.episodes) for group in groups] == [3, 3]
+            again = world.env.examine(7, 3)
+            assert [group.number for group in again] == [group.number for group in groups]
+            await world.env.roll_all(again)
+            seen = list(rollouts(world.ledger))
+        assert len(seen) == 8, "nothing is made twice"
+        assert {rollout.evaluated for rollout in seen} == {7}
+        assert not any(rollout.episode.trainable or rollout.episode.in_baseline for rollout in seen)
+
+    simulate(main())
+
+
+def test_a_rollout_of_an_evaluation_that_raises_ends_the_others(tmp_path):
+    ended = []
+
+    async def roll(request: Request) -> Episode:
+        if request.task.id == "h/1":
+            raise KeyError("a bug")
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.append(request.task.id)
+        return spoken(request.task, 0)
+
+    async def main():
+        async with World(tmp_path, roll, held_out={"h": tasks(3, "h")}) as world:
+            with pytest.raises(KeyError, match="a bug"):
+                await world.env.roll_all(world.env.examine(0, 1))
+            assert sorted(ended) == ["h/0", "h/2"]
+
+    simulate(main())
+
+
+def test_the_trials_of_an_evaluation_are_found_by_an_index(tmp_path):
+    async def main():
+        async with World(tmp_path, instantly, held_out={"h": tasks(1, "h")}) as world:
+            world.env.examine(0, 1)
+            query = f"EXPLAIN QUERY PLAN SELECT DISTINCT grp FROM trials WHERE {EVALUATED} = ?"
+            (plan,) = world.ledger.transaction.rows(query, (0,))
+            assert "SEARCH trials USING" in plan[3]
+            assert "trials_examined" in plan[3]
+
+    simulate(main())
+
+
+def test_evaluations_use_up_no_budget_and_are_made_whole_when_there_is_none_left(tmp_path):
+    async def main():
+        for again in (False, True):
+            async with World(tmp_path, losing(1), budget=4, held_out={"h": tasks(2, "h")}) as world:
+                groups = world.env.examine(0, 3)
+                await world.env.roll_all(groups)
+                assert [len(group.episodes) for group in groups] == [3, 3]
+                assert world.env.room(4) != again, "also when they were made by an earlier process"
+                assert not world.env.room(5)
+                assert len(await world.producer.batch(1, 1)) == (not again)
+
+    simulate(main())

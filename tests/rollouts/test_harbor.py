@@ -1,6 +1,7 @@
 """Harbor task directories: what is read from them, what is refused, and how a workspace begins."""
 
 import os
+import tarfile
 from pathlib import PurePosixPath
 
 import pytest
@@ -166,23 +167,31 @@ def test_files_beside_a_prebuilt_image_go_into_the_working_directory(tmp_path):
 def test_a_dockerfile_that_copies_is_done_without_docker(tmp_path):
     dockerfile = """
     # A comment
-    FROM python:3.12-slim
+    ARG PYTHON=3.12 FOLDER=srv
+    FROM python:${PYTHON}-slim
+    ARG FOLDER
+    ARG TARGET=inner
     ENV A=1 B="two words"
     ENV C three words
-    WORKDIR /srv
+    ENV D=$A-${B} E='$A' F=\\$A G="${NONE:-none}" PATH="/srv/bin:$PATH" A=2
+    WORKDIR /$FOLDER
     COPY files/ ./
     COPY --chown=me one.txt two.txt more/
     COPY ["one.txt", "renamed.txt"]
     WORKDIR inner
     COPY *.txt \\
-        /srv/inner/
+        /srv/$TARGET/
     WORKDIR /srv
     CMD ["bash"]
     """
     names = ("files__f.txt", "files__deep__g.txt", "one.txt", "two.txt")
     layout, files = laid_out(tmp_path, dockerfile, **{f"environment__{name}": name for name in names})
     assert layout.workdir == "/srv"
-    assert layout.env == {"A": "1", "B": "two words", "C": "three words"}
+    assert layout.env == {
+        **dict.fromkeys("EF", "$A"),
+        **dict(zip("ABCDG", ("2", "two words", "three words", "1-two words", "none"), strict=True)),
+        "PATH": f"/srv/bin:{os.environ['PATH']}",
+    }
     assert files == [
         *("deep/g.txt", "f.txt", "inner/one.txt", "inner/two.txt", "more/one.txt", "more/two.txt", "renamed.txt"),
     ]
@@ -201,11 +210,23 @@ def test_a_dockerfile_that_copies_is_done_without_docker(tmp_path):
         ("COPY", "line 2: 'COPY' cannot be read"),
         ('COPY ["a", ', "line 2: 'COPY"),
         ('ENV A="b', "line 2: 'ENV"),
+        ("ENV A=$NOWHERE", "line 2: '$NOWHERE' is not known without the image"),
+        ("ARG B\nENV A=${B}", "line 3: '${B}' is not known without the image"),
+        ("ENV A=${A:+b}", "line 2: 'A=${A:+b}' is not known without the image"),
+        ("WORKDIR /$HOME", "line 2: '$HOME' is not known"),
+        ("COPY $NAME.txt .", "line 2: '$NAME' is not known"),
+        ('COPY ["$NAME.txt", "."]', "line 2: '$NAME' is not known"),
+        ("ADD a.tar.gz .", "line 2: ADD unpacks 'a.tar.gz'"),
+        ("ADD packed .", "line 2: ADD unpacks 'packed'"),
+        ("COPY a.txt .\nFROM y", "line 3: a Dockerfile with several stages"),
     ],
 )
 def test_what_only_docker_can_do_is_said_with_its_line(tmp_path, line, says):
+    files = {"environment__a.txt": "a", "environment__a.tar.gz": "a"}
+    with tarfile.open(write(tmp_path / "t", **files) / "environment/packed", "w:gz") as packed:
+        packed.add(tmp_path / "t/environment/a.txt", "a.txt")
     with pytest.raises(TasksError) as caught:
-        laid_out(tmp_path, f"FROM x\n{line}\nWORKDIR /app\n", **{"environment__a.txt": "a"})
+        laid_out(tmp_path, f"FROM x\n{line}\nWORKDIR /app\n", **files)
     assert says in str(caught.value)
 
 

@@ -13,6 +13,7 @@ from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.rollouts import rollouts
 from loopwright.rollouts.judger import JudgeFailed
+from loopwright.rollouts.producer import NothingProduced
 from loopwright.rollouts.worker import Request
 from loopwright.testing import simulate
 from tests.rollouts.harness import World, instantly, spoken, tasks
@@ -110,6 +111,20 @@ def test_l05_a_judge_that_always_fails_gives_no_reward_and_never_zero(tmp_path):
     simulate(main())
 
 
+def test_l07_where_every_group_fails_production_ends_and_says_why(tmp_path):
+    async def roll(request: Request) -> Episode:
+        await asyncio.sleep(0.1)
+        return Episode(request.task).failed(Outcome.CRASHED, Fault.WORKLOAD, "ValueError: no")
+
+    async def main():
+        async with World(tmp_path, roll) as world, asyncio.timeout(10_000):
+            with pytest.raises(NothingProduced, match=r"20 groups in a row .* 20 failed .*: ValueError: no"):
+                await world.producer.batch(2, 1)
+            assert world.env.buffer.counts()["failed"] == 20
+
+    simulate(main())
+
+
 def test_what_the_policy_caused_is_scored_and_counts(tmp_path):
     async def roll(request: Request) -> Episode:
         return spoken(request.task, 0, outcome=Outcome.TRUNCATED)
@@ -141,6 +156,52 @@ def test_groups_from_which_nothing_can_be_learned_are_left_out_and_recorded(tmp_
             filtered = [t for t in world.ledger.trials() if t.outcome is Outcome.FILTERED]
             assert filtered
             assert all(t.reward is not None for t in filtered), "left out, but what it was worth is known"
+
+    simulate(main())
+
+
+def test_where_nearly_all_groups_are_left_out_a_batch_has_what_there_is(tmp_path, caplog):
+    """Of the prompts, in the order in which they come, two are of use, the third fails, and no other has a contrast."""
+    came: dict[str, int] = {}
+
+    async def roll(request: Request) -> Episode:
+        came.setdefault(request.task.id, len(came))
+        await asyncio.sleep(0.1)
+        return spoken(request.task, 0, text=request.seed)
+
+    def verdict(episode: Episode) -> float:
+        if came[episode.task.id] == 2:
+            raise JudgeFailed("no verdict on this one")
+        return float(episode.answer.split(":")[1]) if came[episode.task.id] < 2 else 0.5
+
+    async def main():
+        async with World(tmp_path, roll, verdict=verdict, filter="equal_rewards") as world, asyncio.timeout(1000):
+            groups = await world.producer.batch(3, 1)
+            assert [came[group.prompt.task.id] for group in groups] == [0, 1]
+            left_out = world.producer.left_out
+            assert left_out.groups == {"filtered": 29, "failed": 1}
+            assert left_out.trials == 29 * 4 + 12, "of a group that fails all samples are tried three times"
+            assert left_out.rewards == [0.5] * 29 * 4
+            assert "2 groups instead of 3" in caplog.text
+            assert "1 failed (the last one: no verdict on this one) and 29 had equal rewards" in caplog.text
+            with pytest.raises(NothingProduced, match="10 had equal rewards"):
+                await world.producer.batch(1, 2)
+
+    simulate(main())
+
+
+@pytest.mark.parametrize("staleness", ["group", "token"])
+def test_l08_a_group_that_never_called_the_policy_is_as_young_as_it(tmp_path, staleness):
+    async def roll(request: Request) -> Episode:
+        await asyncio.sleep(0.1)
+        return spoken(request.task)
+
+    async def main():
+        async with World(tmp_path, roll, max_staleness=1, staleness=staleness) as world, asyncio.timeout(60):
+            await world.producer.update(5)
+            (group,) = await world.producer.batch(1, 6)
+            assert not any(episode.trainable for episode in group.episodes.values())
+            assert world.env.buffer.counts() == {"taken": 1}
 
     simulate(main())
 

@@ -1,23 +1,31 @@
 """The verifier: what a task's tests say, and that broken tests say nothing."""
 
 import asyncio
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 
 from loopwright.core.episode import Episode
+from loopwright.core.outcome import Fault
 from loopwright.core.reward import Reward
+from loopwright.execution.sandbox import sandbox_of
 from loopwright.rollouts.harbor import Places
-from loopwright.rollouts.harbor_task import TaskChanged
+from loopwright.rollouts.harbor_reward import NoVerdict, rewards_in
+from loopwright.rollouts.harbor_task import TaskChanged, digest_of, resolved
 from loopwright.rollouts.judger import JudgeFailed, Payload
 from loopwright.rollouts.judging.composed import ComposedJudgerConfig
 from loopwright.rollouts.judging.ranking import RankingJudgerConfig
 from loopwright.rollouts.judging.verifier import VerifierJudger, VerifierJudgerConfig
+from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.verify import prepare
 from loopwright.rollouts.tasks import TasksError
 from loopwright.testing.executors import alive
-from tests.rollouts.harbor import task_at, verified, write
+from tests.rollouts.harbor import PASS, task_at, verified, write
+from tests.rollouts.remotes import program, staged
 
+NEEDS_BWRAP = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 REWARD = 'cat > "$LOOPWRIGHT_VERIFIER_DIR/reward.json" <<< '
 
 
@@ -47,6 +55,31 @@ def test_reward_json_is_named_numbers_and_comes_first(tmp_path):
     assert judged(said, reward="tests").value == 2.0
     with pytest.raises(JudgeFailed, match="no 'speed', only style, tests"):
         judged(said, reward="speed")
+
+
+@pytest.mark.parametrize(
+    ("named", "number", "rewards"),
+    [
+        ('{"reward": 1}', "0", {"reward": 0.0}),
+        ('{"reward": 0}', "1", {"reward": 0.0}),
+        ('{"a": 1, "b": 1}', "0.5", {"a": 1.0, "b": 1.0, "reward": 0.5}),
+        ('{"reward": 1', "0", {"reward": 0.0}),
+        ('{"reward": 0}', "one", {"reward": 0.0}),
+    ],
+)
+def test_of_two_rewards_the_lower_counts_and_a_broken_one_does_not(tmp_path, named, number, rewards):
+    """One of them may be the agent's, which is neither to raise its reward nor to make it go away."""
+    said = story(tmp_path, f"""{REWARD} '{named}'; echo {number} > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt" """)
+    assert said["rewards"] == rewards
+
+
+def test_a_reward_that_is_a_directory_leaves_no_file_open(tmp_path):
+    (tmp_path / "reward.json").mkdir()
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for _ in range(3):
+        with pytest.raises(NoVerdict, match="no file"):
+            rewards_in(tmp_path)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
 def test_a_part_called_reward_is_the_reward(tmp_path):
@@ -98,6 +131,33 @@ def test_tests_that_never_end_are_ended_with_all_that_they_started(tmp_path):
     assert judged(said, broken=0.0) == Reward(0.0, {"verifier": 0.0})
 
 
+@pytest.mark.parametrize("sandbox", ["none", pytest.param("bwrap", marks=NEEDS_BWRAP)])
+@pytest.mark.parametrize("crash", ["exit 139", "bash -c 'kill -SEGV $$'", "kill -KILL $$"])
+def test_a_crash_loses_no_reward(tmp_path, sandbox, crash):
+    """Most tests end on the agent's own program; it must not escape a zero by crashing."""
+    test = f'echo 0 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"; {crash}'
+    said = asyncio.run(verified(write(tmp_path / "task", test=test), tmp_path, sandbox=sandbox_of(sandbox)))
+    assert judged(said) == Reward(0.0, {"reward": 0.0})
+
+
+@pytest.mark.parametrize("sandbox", ["none", pytest.param("bwrap", marks=NEEDS_BWRAP)])
+def test_a_crash_without_a_reward_is_an_end_by_signal(tmp_path, sandbox):
+    said = asyncio.run(verified(write(tmp_path / "task", test="exit 139"), tmp_path, sandbox=sandbox_of(sandbox)))
+    with pytest.raises(JudgeFailed, match=r"SIGSEGV.* left neither"):
+        judged(said)
+    assert judged(said, broken=0.0).value == 0.0
+
+
+def test_broken_is_for_steps_too(tmp_path):
+    toml = '[verifier]\ntimeout_sec = 0.5\n[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n'
+    steps = {f"steps__{name}__instruction.md": f"Step {name}." for name in ("one", "two")}
+    files = {**steps, "steps__two__workdir__late": ""}
+    path = write(tmp_path / "task", toml=toml, test=f"[ ! -e late ] || sleep 1000\n{PASS}", **files)
+    said = asyncio.run(verified(path, tmp_path))
+    assert said["error"].startswith("step two: test.sh was ended after")
+    assert judged(said, broken=0.0).value == 0.0
+
+
 def test_broken_is_for_tests_that_were_stopped_alone(tmp_path):
     with pytest.raises(JudgeFailed, match="neither"):
         judged(story(tmp_path, "exit 1"), broken=0.0)
@@ -140,6 +200,35 @@ def test_a_variable_that_is_not_set_is_named(tmp_path):
     path = write(tmp_path / "task", toml='[environment.env]\nA = "${NOWHERE}"\n')
     with pytest.raises(TasksError, match=r"task\.toml, environment\.env needs the environment variable NOWHERE"):
         prepare(task_at(path), tmp_path, Places(tmp_path))
+
+
+def test_a_variable_that_only_tests_need_is_missed_before_the_agent_begins(tmp_path):
+    path = write(tmp_path / "task", toml='[verifier.env]\nA = "${NOWHERE}"\n')
+    says = r"task\.toml, verifier\.env needs the environment variable NOWHERE, which is not set"
+    with pytest.raises(TasksError, match=says):
+        prepare(task_at(path), tmp_path, Places(tmp_path))
+    assert prepare(task_at(path), tmp_path, Places(tmp_path), verifies=False).tests_env == {}
+    assert re.search(says, RemoteConfig(command=("agent",)).lacks(task_at(path), tmp_path))
+
+
+def test_a_variable_is_a_template_as_a_whole_or_not_at_all(monkeypatch):
+    """As with Harbor."""
+    monkeypatch.setenv("OWN", "ours")
+    given = {"A": "${OWN}", "B": "${OWN}/bin", "C": "${NONE:-a}b}", "D": "$OWN"}
+    assert resolved(given, "here") == {"A": "ours", "B": "${OWN}/bin", "C": "a}b", "D": "$OWN"}
+
+
+def test_what_python_leaves_in_a_task_is_no_part_of_it_and_a_repository_is(tmp_path):
+    path = write(tmp_path / "task", test=f'find . "$LOOPWRIGHT_TESTS_DIR" -name "*.pyc" -o -name HEAD; {PASS}')
+    for name in ("tests/sub/__pycache__/a.pyc", "environment/__pycache__/a.pyc", "environment/.git/HEAD"):
+        (path / name).parent.mkdir(parents=True)
+        (path / name).write_text("x")
+    digest = digest_of(path)
+    assert asyncio.run(verified(path, tmp_path))["output"] == "./.git/HEAD"
+    next(path.rglob("*.pyc")).write_text("y")
+    assert digest_of(path) == digest
+    (path / "environment/.git/HEAD").write_text("y")
+    assert digest_of(path) != digest
 
 
 def test_a_task_that_changed_since_it_was_loaded_is_refused(tmp_path):
@@ -200,7 +289,7 @@ def test_only_what_can_be_tested_is_judged():
     assert routed.lacks(untested) == ""
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+@NEEDS_BWRAP
 def test_in_a_room_with_walls_tests_find_harbors_own_paths(tmp_path):
     from loopwright.execution.sandbox.bubblewrap import Bubblewrap
 
@@ -209,3 +298,21 @@ def test_in_a_room_with_walls_tests_find_harbors_own_paths(tmp_path):
     said = asyncio.run(verified(write(tmp_path / "task", toml=toml, test=test), tmp_path, sandbox=Bubblewrap()))
     assert said["output"].split() == ["/somewhere/else", "test.sh"]
     assert said["rewards"] == {"reward": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("toml", "said"),
+    [
+        ("[agent]\ntimeout_sec = 1\n", "not done within 1 s (agent.timeout_sec); the agent was still at work"),
+        ("[agent]\ntimeout_sec = 60\n", "not done within 3 s (deadline_s less verify_s); the agent was still at work"),
+    ],
+)
+def test_an_agent_that_is_late_is_told_by_which_limit(tmp_path, toml, said):
+    async def main():
+        command = program(tmp_path, "chat(); time.sleep(1000)")
+        async with staged(tmp_path, command=command, verifies=True, deadline_s=4.0, verify_s=1.0) as stage:
+            return await stage.roll(task_at(write(tmp_path / "task", toml=toml)))
+
+    episode = asyncio.run(asyncio.wait_for(main(), 60))
+    assert (episode.reason, episode.fault) == (said, Fault.POLICY)
+    assert episode.evidence["verifier"]["rewards"] == {"reward": 1.0}

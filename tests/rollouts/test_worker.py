@@ -10,7 +10,7 @@ from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Reward
 from loopwright.core.task import Task
-from loopwright.engines.base import ContextFull, EngineError
+from loopwright.engines.base import ContextFull, EngineError, Sampling
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.gateway.session import BudgetSpent
 from loopwright.rollouts.loop import AgentLoop, LoopConfig
@@ -53,6 +53,21 @@ async def talk(task, session):
 async def hang(task, session):
     await session.turn(task.messages)
     await asyncio.sleep(10_000)
+
+
+def test_l02_what_a_request_says_of_sampling_lies_over_what_the_loop_says():
+    loop = Sampling(temperature=0.7, max_tokens=3, stop=("!",))
+    assert Request(TASK, "0").over(loop) == loop
+    told = Request(TASK, "0", Sampling(temperature=0)).over(loop)
+    assert told == Sampling(temperature=0, max_tokens=3, stop=("!",))
+    assert told.model_fields_set == {"temperature", "max_tokens", "stop"}
+
+    async def main():
+        policy = ScriptedEngine(ScriptedConfig(slip=0.0, replies=("long words",)), Path())
+        worker = LoopWorker(FunctionLoop(talk, sampling=loop), policy)
+        return await worker.handle(Request(TASK, "0", Sampling(temperature=0)))
+
+    assert simulate(main()).sampled == 3
 
 
 class TestDeadlines:

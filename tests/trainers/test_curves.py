@@ -94,6 +94,15 @@ def test_mlflow_goes_on_with_the_run_that_it_gave(mlflow, tmp_path):
     assert mlflow.ended == 2
 
 
+def test_a_writer_that_cannot_even_begin_ends_nothing(wandb, tmp_path, caplog):
+    wandb.init = None
+    curves = Curves(["wandb", "tensorboard"], tmp_path, "id")
+    curves.add(1, {"train/reward": 0.5})
+    curves.close()
+    assert "wandb takes no curves" in caplog.text
+    assert scalars(tmp_path / "tensorboard")[("train/reward", 1)] == 0.5
+
+
 def test_a_writer_that_fails_is_left_out_and_the_others_go_on(wandb, tmp_path, caplog):
     curves = Curves(["wandb", "tensorboard"], tmp_path, "id")
     wandb.logged = None  # so that the next line of it raises

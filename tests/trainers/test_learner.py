@@ -1,14 +1,24 @@
 """The learner: known answers, adapters, and steps that must not be taken."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from loopwright.engines.base import Sampling
+from loopwright.engines.inprocess import TransformersConfig
 from loopwright.engines.models import causal_model
-from loopwright.trainers.learner import Alone
+from loopwright.rollouts.env import Source
+from loopwright.trainers.failure import TrainingFailed
+from loopwright.trainers.grpo import GrpoConfig, GrpoRule
+from loopwright.trainers.learner import Alone, Learner
+from loopwright.trainers.model import Policy
 from loopwright.trainers.sample import Sample
-from tests.trainers.making import learner_of, samples
+from loopwright.trainers.students import setting_of
+from tests.trainers.making import learner_of, logprobs_of, samples
 
 PROMPT = [10, 20, 30]
 ARMS = 4
@@ -74,6 +84,62 @@ def test_a_step_that_would_break_the_policy_is_skipped(tmp_path):
         assert torch.equal(value, before[name])
     batch[0].recorded[:] = -5.0
     assert learner.update(batch, 2)["skipped"] == 0.0
+
+
+def test_a_batch_that_teaches_nothing_leaves_the_policy_as_it_is(tmp_path):
+    """Neither momentum nor decay moves it."""
+    learner = learner_of("grpo", tmp_path, weight_decay=0.1)
+    learner.update(samples(), 1)
+    before = {name: value.clone() for name, value in learner.policy.learned().items()}
+    told = learner.update([replace(sample, advantage=0.0) for sample in samples(seed=2)], 2)
+    assert (told["updates"], told["skipped"]) == (0.0, 0.0)
+    for name, value in learner.policy.learned().items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_model_with_dropout_is_trained_as_it_was_sampled_from(tmp_path):
+    model = causal_model("tiny", tmp_path)
+    model.config.attention_dropout = 0.5
+    model.save_pretrained(tmp_path / "base")
+    learner, batch = learner_of("grpo", tmp_path, model_name=str(tmp_path / "base")), samples(2)
+    expected = torch.cat([logprobs_of(model.eval(), sample)[0] for sample in batch])
+    found = torch.cat([learner._said([sample]).logprobs for sample in batch])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.5])
+def test_distance_to_the_sampler_and_to_the_reference_have_names_of_their_own(tmp_path, kl):
+    """From what the sampler sampled, exp(d) - d - 1 with d = learner - sampler is the KL of the two without bias."""
+    learner, batch = learner_of("grpo", tmp_path, kl=kl), samples()
+    with torch.no_grad():
+        drift = torch.cat([logprobs_of(learner.policy.hub, s)[0] - torch.from_numpy(s.recorded[s.mask]) for s in batch])
+    told = learner.update(batch, 1)
+    assert told["mismatch_kl"] == pytest.approx(float((drift.exp() - drift - 1).mean()), rel=1e-3)
+    assert ("kl" in told) == bool(kl)
+
+
+@pytest.mark.parametrize("options", [{"kl": 0.1}, {"kl": 0.1, "lora": {"r": 2}}])
+def test_policy_critic_and_reference_are_on_the_device(tmp_path, options):
+    config = learner_of("ppo", tmp_path, **options).config
+    policy = Policy(config, "tiny", tmp_path, critic=True, device="meta")
+    weights = [*policy.scored.parameters(), *(policy._first or {}).values()]
+    assert {weight.device.type for weight in weights} == {"meta"}
+
+
+def test_a_device_that_is_not_here_is_said_with_the_next_move(tmp_path):
+    setting = replace(learner_of("grpo", tmp_path).setting, device="cuda:99")
+    with pytest.raises(TrainingFailed, match=r"cannot train on device 'cuda:99': .* Set `device` to one that is here"):
+        Learner(setting)
+
+
+@pytest.mark.parametrize(
+    ("own", "engine", "near", "device"),
+    [(None, "cuda", True, "cuda"), (None, "cuda", False, "cpu"), ("cuda:1", "cpu", True, "cuda:1")],
+)
+def test_training_is_where_it_is_said_or_where_the_engine_of_this_process_is(tmp_path, own, engine, near, device):
+    source = Source(TransformersConfig(model="tiny", device=engine), Sampling(), tmp_path, near=near)
+    config = GrpoConfig(steps=1, device=own)
+    assert setting_of(config, GrpoRule, SimpleNamespace(source=source)).device == device
 
 
 @pytest.mark.parametrize("options", [{}, {"lora": {"r": 2}}, {"layers": 1}])
@@ -149,7 +215,7 @@ def test_adapters_start_from_the_policy_as_it_is(tmp_path):
 
 
 def test_an_adapter_for_a_matrix_that_is_not_there_is_refused_with_those_that_are(tmp_path):
-    with pytest.raises(ValueError, match=r"no matrix 'c_attn'; it has .*q_proj"):
+    with pytest.raises(TrainingFailed, match=r"no matrix 'c_attn'; choose among its own: .*q_proj"):
         learner_of("grpo", tmp_path, lora={"targets": ["c_attn"]})
 
 
@@ -166,6 +232,13 @@ class Second(Alone):
     """The second of a team of two, of which the first one says nothing."""
 
     rank, size = 1, 2
+
+
+def test_for_want_of_a_sample_a_worker_breaks_nothing_however_sure_the_policy_is(tmp_path):
+    learner = learner_of("grpo", tmp_path, team=Second(), kl=0.1)
+    with torch.no_grad():
+        learner.policy.hub.get_output_embeddings().weight.mul_(1e5)
+    assert learner.update(samples(1), 1)["skipped"] == 0.0
 
 
 def test_what_a_worker_computes_for_want_of_a_sample_is_not_counted(tmp_path):

@@ -37,5 +37,9 @@ def test_nobody_to_compare_with_is_no_advantage_and_no_error(rule):
     assert dict(rule.advantages({}, frozenset())) == {}
 
 
-def test_equal_rewards_are_no_advantage():
-    assert set(grpo().advantages({1: 0.3, 2: 0.3}, frozenset({1, 2})).values()) == {0.0}
+@pytest.mark.parametrize("rule", [grpo(), grpo(std=False), RlooRule(RlooConfig(steps=1))])
+@pytest.mark.parametrize("size", [2, 3, 7, 8])
+def test_equal_rewards_are_no_advantage(rule, size):
+    """Not even one of rounding, by which a batch that teaches nothing would move the policy."""
+    rewards = dict.fromkeys(range(size), 0.1)
+    assert set(rule.advantages(rewards, frozenset(rewards)).values()) == {0.0}

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from loopwright.core.episode import ROOT, Episode, Node, Span
 from loopwright.core.reward import Reward
 from loopwright.core.task import Task
+from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.sample import micro_batches, samples_of, scale_of, shares, split
 from tests.trainers.making import samples
 
@@ -53,6 +54,16 @@ def test_tokens_that_are_too_old_stay_and_are_not_trained_on():
     found = samples_of([{7: forked((3, 5, 5))}], [{7: 2.0}], version=6, oldest=5)
     assert sorted(int(i) for sample in found for i in sample.ids[sample.mask]) == [5, 6, 7, 8]
     assert {sample.staleness for sample in found} == {1}
+
+
+def test_what_was_sampled_otherwise_than_training_reckons_with_is_refused():
+    """A loop of the user's own may sample as it likes; its logprobs would be those of another policy."""
+    cold = replace(node(1, [3], True), sampling={"temperature": 0.5})
+    episode = Episode(TASK, (ROOT, node(0, [1, 2]), cold)).judged(Reward(1.0))
+    assert samples_of([{7: episode}], [{7: 1.0}], version=0, oldest=None, temperature=0.5)
+    for wrong, temperature in ((episode, 1.0), (forked(), 0.5)):
+        with pytest.raises(TrainingFailed, match=r"task 't' was sampled with temperature .* is the policy at temp"):
+            samples_of([{7: wrong}], [{7: 1.0}], version=0, oldest=None, temperature=temperature)
 
 
 def test_which_episode_ended_first_does_not_matter():

@@ -1,9 +1,12 @@
 """Several workers of Ray Train learn as one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from loopwright.rollouts.resources import ResourcesError
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.students import LocalStudent
 from loopwright.trainers.students_ray import RayStudent
@@ -29,7 +32,8 @@ def test_two_workers_learn_what_one_learns(tmp_path):
     """
     setting = setting_of("ppo", tmp_path, epochs=2, minibatches=2, max_grad_norm=1.0, micro_tokens=16, lr=1e-8)
     alone = LocalStudent(setting, tmp_path, near=True)
-    together = RayStudent(setting, tmp_path, workers=2, cpus=0.5, gpus=0)
+    elsewhere = replace(setting, device="cuda:99")  # workers have a device of their own
+    together = RayStudent(elsewhere, tmp_path, workers=2, cpus=0.5, gpus=0)
     try:
         for step, count in ((1, 7), (2, 2)):
             batch = samples(count, seed=step, weight=1.0)
@@ -55,6 +59,12 @@ def test_two_workers_learn_what_one_learns(tmp_path):
         assert other == pytest.approx(again, rel=1e-3, abs=1e-5)
     finally:
         together.close()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_gpus_that_nobody_has_are_not_waited_for(tmp_path):
+    with pytest.raises(ResourcesError, match="2 workers with 1 GPUs each, but the Ray cluster has 0 GPUs"):
+        RayStudent(setting_of("grpo", tmp_path), tmp_path, workers=2, cpus=0.5, gpus=1)
 
 
 @pytest.mark.usefixtures("cluster")

@@ -15,7 +15,14 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
 _IN_A_LINE = 12
 _RECENT = 21
-_DRAWN = {"reward": "reward", "kl": "KL", "entropy": "entropy", "grad_norm": "gradient", "length": "length"}
+_DRAWN = {
+    "reward": "reward",
+    "kl": "KL",
+    "mismatch_kl": "mismatch",
+    "entropy": "entropy",
+    "grad_norm": "gradient",
+    "length": "length",
+}
 
 
 class Course:

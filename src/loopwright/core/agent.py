@@ -48,6 +48,8 @@ class Agent(ABC):
     """Whether the agent can act in a live environment, whose spaces come from a server."""
     rolls_out: ClassVar[bool] = False
     """Whether the agent works on rollouts: tasks in, judged episodes out."""
+    gives_weights: ClassVar[bool] = False
+    """Whether the agent trains the policy, so that engines must take weights from it."""
     several_objectives: ClassVar[bool] = False
     """Whether the agent can weigh several rewards against one another."""
     measures_again: ClassVar[bool] = False

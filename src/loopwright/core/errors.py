@@ -36,6 +36,7 @@
     ├── TooManyLeft      (RuntimeError)     too many calls of a function never returned    rollouts/threads.py
     ├── WorkerLost       (ConnectionError)  a worker died with a call in it, twice         rollouts/pool.py
     │   └── PoolDown                        no worker is left, and none can be made        rollouts/pool.py
+    ├── NothingProduced  (RuntimeError)     group after group came to nothing              rollouts/producer.py
     ├── ResourcesError   (RuntimeError)     a cluster does not have what was asked for     rollouts/resources.py
     ├── TrainingFailed   (RuntimeError)     training cannot go on, but can be resumed      trainers/failure.py
     ├── SeveralRows      (ValueError)       a rollout of which a trainer takes one branch  integrations/branch.py

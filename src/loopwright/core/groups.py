@@ -94,8 +94,9 @@ class Groups:
         return sorted(expired)
 
     def taken(self, step: int) -> list[int]:
-        """The groups that were taken for this step and do not count as trained yet."""
-        rows = self._rows("SELECT grp FROM groups WHERE status = 'taken' AND step = ? ORDER BY grp", (step,))
+        """The groups that were taken for this step, trained on or not: what its replay is made from."""
+        query = "SELECT grp FROM groups WHERE status IN ('taken', 'trained') AND step = ? ORDER BY grp"
+        rows = self._rows(query, (step,))
         return [group for (group,) in rows]
 
     def settle(self, step: int) -> None:

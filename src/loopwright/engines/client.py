@@ -1,6 +1,7 @@
 """The HTTP client of an engine: one session, opened at the first request, reused and closed."""
 
 import asyncio
+import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -15,9 +16,11 @@ from loopwright.engines.base import ContextFull, EngineError
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
 
+log = logging.getLogger(__name__)
 _CONNECT_S = 10.0
 _TRIES = 3
 _PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 2.0
 _MOST_BYTES = 64 * 2**20
 _SHOWN_CHARACTERS = 300
 _LIMIT = re.compile(r"context (?:length|size)\D{0,12}(\d+)")
@@ -31,10 +34,14 @@ class Client:
         self.url, self._headers, self._silence_s = url.rstrip("/"), dict(headers), silence_s
         self._session: ClientSession | None = None
         self._closed = False
+        self.unreached = 0
+        """How often nobody was there."""
+        self.wait_s = 0.0
+        """For how long to wait where nobody is."""
 
-    async def get(self, path: str) -> Any:
+    async def get(self, path: str, *, wait: bool = True) -> Any:
         """What the server answers."""
-        async with self._asked("GET", path, None, 0) as response:
+        async with self._asked("GET", path, None, 0, wait=wait) as response:
             return await self._json(response, path)
 
     async def post(self, path: str, body: Any, *, prompt: int = 0) -> Any:
@@ -65,11 +72,14 @@ class Client:
             await session.close()
 
     @asynccontextmanager
-    async def _asked(self, method: str, path: str, body: Any, prompt: int) -> "AsyncIterator[ClientResponse]":
+    async def _asked(
+        self, method: str, path: str, body: Any, prompt: int, *, wait: bool = True
+    ) -> "AsyncIterator[ClientResponse]":
         from aiohttp import ClientError
 
         where = f"{self.url}{path}"
-        response: ClientResponse = await self._connected(method, where, None if body is None else orjson.dumps(body))
+        data, wait_s = None if body is None else orjson.dumps(body), self.wait_s if wait else 0.0
+        response: ClientResponse = await self._connected(method, where, data, wait_s)
         try:
             if response.status != 200:
                 said = await response.content.read(_MOST_BYTES)
@@ -84,11 +94,12 @@ class Client:
         finally:
             response.close()  # back to the pool if all of it was read; otherwise the server hears that we have gone
 
-    async def _connected(self, method: str, where: str, data: bytes | None) -> "ClientResponse":
+    async def _connected(self, method: str, where: str, data: bytes | None, wait_s: float) -> "ClientResponse":
         """The beginning of an answer. Nothing has been said by then, so it can be asked for again."""
         from aiohttp import ClientError, ConnectionTimeoutError
 
-        tries = 0
+        clock, tries = asyncio.get_running_loop().time, 0
+        until = clock() + wait_s
         while True:
             connection = SimpleNamespace(reused=False)
             try:
@@ -102,10 +113,13 @@ class Client:
                     raise
                 if connection.reused:  # it went stale in the pool: that tells nothing about the server
                     continue
+                self.unreached += 1
                 tries += 1
-                if tries == _TRIES:
+                if tries >= _TRIES and clock() >= until:
                     raise EngineError(f"{where} cannot be reached: {sentence(error)} Is the server running?") from error
-                await asyncio.sleep(_PAUSE_S * tries)
+                if tries == _TRIES:
+                    log.warning("%s cannot be reached; it is waited for, %g s at most", self.url, wait_s)
+                await asyncio.sleep(min(_PAUSE_S * tries, _LONGEST_PAUSE_S))
 
     def _opened(self) -> "ClientSession":
         if self._closed:

@@ -23,11 +23,14 @@ from loopwright.engines.base import (
     engines,
 )
 from loopwright.engines.fingerprint import fingerprint
+from loopwright.engines.http import HttpConfig
 from loopwright.engines.member import Member
 from loopwright.engines.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 _PAUSE_S = 60.0
+_UNTOLD = -1
+"""The version of an engine that has been told nothing: what it calls version 0 may be any weights."""
 _AnyEngine = Annotated[SerializeAsAny[EngineConfig], BeforeValidator(chosen(engines))]
 _Work = Callable[[Engine], Awaitable[None]]
 
@@ -85,7 +88,8 @@ class Fleet(Engine):
         self._watcher: asyncio.Task[None] | None = None
         if isinstance(config, FleetConfig):
             for each in config.engines:
-                self._put(_free_name(each, self._members), engines.get(each.type)(each, home))
+                made = engines.get(each.type)(_impatient(each), home)
+                self._put(_free_name(each, self._members), made)
 
     # -- who serves ---------------------------------------------------------------------------------------------
 
@@ -102,6 +106,8 @@ class Fleet(Engine):
         if self._update is None and engine.version > self.version:
             # Whoever comes with more than we know of has been updated before we began.
             self.version = engine.version
+        elif self._update is not None and engine.version == 0:
+            engine.version = _UNTOLD
         self._wake()
         return member
 
@@ -338,6 +344,11 @@ class _Seat(Engine):
 
     async def resume(self) -> None:
         await self._fleet.resume()
+
+
+def _impatient(config: EngineConfig) -> EngineConfig:
+    """An engine that fails at once where its server is gone: another one may serve meanwhile."""
+    return config.model_copy(update={"wait_s": 0.0}) if isinstance(config, HttpConfig) else config
 
 
 def _free_name(config: EngineConfig, taken: dict[str, Member]) -> str:

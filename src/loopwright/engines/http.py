@@ -1,6 +1,7 @@
 """What engines behind HTTP share: streams that can be held and cut, and numbers that are checked before they count."""
 
 import asyncio
+import logging
 import math
 import os
 from abc import abstractmethod
@@ -20,7 +21,10 @@ from loopwright.engines.named_tokenizer import ends_in, place, stop_ids, tokeniz
 from loopwright.engines.smollm2 import package_problem
 from loopwright.engines.stops import stopped
 
+log = logging.getLogger(__name__)
 _FAREWELL_S = 1.0
+_SURE_S = 2.0
+"""Seconds for which a server counts as the one that it was; to be started anew takes it longer."""
 
 
 class HttpConfig(EngineConfig):
@@ -36,6 +40,9 @@ class HttpConfig(EngineConfig):
     """The file that holds the server's API key."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Seconds of silence after which the server is taken to be gone."""
+    wait_s: float = Field(default=600.0, ge=0)
+    """Seconds that a server which has been given weights is waited for when it is gone: it may be started anew. In a
+    fleet others serve meanwhile, and nobody waits for it."""
     stop_ids: tuple[int, ...] | None = None
     """Tokens that end a turn; by default what the tokenizer's directory says, and the usual ends of messages."""
 
@@ -99,6 +106,10 @@ class HttpEngine(Engine):
         self._running: dict[asyncio.Task[None], asyncio.Queue[Chunk | Exception]] = {}
         self._closed = False
         self._broken: EngineError | None = None
+        self._given: Path | None = None
+        self._held: Any = None
+        self._sure_until = 0.0
+        self._looking: asyncio.Task[None] | None = None
 
     @abstractmethod
     def sample(self, ids: Sequence[int], sampling: Sampling, seed: int) -> AsyncGenerator[Piece, None]:
@@ -107,6 +118,11 @@ class HttpEngine(Engine):
     @abstractmethod
     async def put_weights(self, directory: Path) -> None:
         """Make the server take on the weights in a directory, while nothing runs."""
+
+    async def held(self) -> Any:
+        """What is another after the server was started anew, by which it lost its weights."""
+        await self.client.get("/health")
+        return self.client.unreached
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
         if not len(ids):
@@ -139,6 +155,7 @@ class HttpEngine(Engine):
         version, said = self.version, list[int]()
         digest = blake2b(f"{seed}:{len(ids)}".encode("utf-8", "replace"), digest_size=4).digest()
         try:
+            await self._ensure_weights()
             async with aclosing(self.sample(ids, sampling, int.from_bytes(digest) >> 1)) as pieces:
                 async for piece in pieces:
                     chunk = self._chunk(piece, said, sampling, version)
@@ -202,9 +219,36 @@ class HttpEngine(Engine):
             directory = (self.home / Path(source)).absolute()
             if not any(directory.glob("*.safetensors")):
                 raise EngineError(f"there are no weights in {directory}: a server needs a directory with *.safetensors")
-            await self.put_weights(directory)
-            self._broken = None
+            if self._looking is not None:
+                await asyncio.wait({self._looking})
+            await self._put(directory)
         self.version = version
+
+    async def _put(self, directory: Path) -> None:
+        await self.put_weights(directory)
+        self._held, self._given, self._broken = await self.held(), directory, None
+        self._sure_until = asyncio.get_running_loop().time() + _SURE_S
+        self.client.wait_s = self.config.wait_s
+
+    async def _ensure_weights(self) -> None:
+        """A server that was started anew has its first weights: it is given the last ones again before it serves."""
+        if self._given is None or asyncio.get_running_loop().time() < self._sure_until:
+            return
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.ensure_future(self._look(self._given))
+            self._looking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(self._looking)  # whoever leaves does not end it for the others
+
+    async def _look(self, given: Path) -> None:
+        if await self.held() == self._held:
+            self._sure_until = asyncio.get_running_loop().time() + _SURE_S
+            return
+        log.warning("%s was started anew; it gets version %d of the weights again", self.client.url, self.version)
+        try:
+            await self._put(given)
+        except EngineError:
+            self._broken = None  # whoever comes next tries again
+            raise
 
     def broken(self, error: EngineError) -> EngineError:
         """Nobody knows any more which weights the server has: it serves nobody until it has been given others."""
@@ -212,12 +256,15 @@ class HttpEngine(Engine):
         return self._broken
 
     async def check(self) -> None:
-        await self.client.get("/health")
+        await self.client.get("/health", wait=False)
 
     async def close(self) -> None:
         self._closed = True
         await self.pause()
         self._open.set()  # so that those who wait for it hear that it is over
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait({self._looking})
         await self.client.close()
 
 

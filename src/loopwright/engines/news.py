@@ -16,8 +16,11 @@ class News:
 
 
 async def take_in(engine: Engine, news: News) -> int:
-    """Have an engine be as the news say; the version that it is at then."""
-    new = news.version != engine.version
+    """Have an engine be as the news say; the version that it is at then.
+
+    Weights that come with a pause are taken whatever the version: a server may hold another run's under the same one.
+    """
+    new = news.version != engine.version or (news.paused and news.weights is not None)
     if news.paused or new:
         await engine.pause()
     try:

@@ -35,6 +35,7 @@ class VllmEngine(HttpEngine):
         super().__init__(config, home)
         self._served: tuple[str, int | None] | None = None
         self._processed: bool | None = None
+        self._marks = False
 
     async def sample(self, ids: Sequence[int], sampling: Sampling, seed: int) -> AsyncGenerator[Piece, None]:
         model, limit = await self._model()
@@ -110,6 +111,14 @@ class VllmEngine(HttpEngine):
             await self.client.post("/resume", {})
         except EngineError as error:
             raise self.broken(error) from error
+        try:
+            await self.client.post("/update_weight_version", {"new_version": str(directory)})
+            self._marks = True
+        except EngineError:  # older ones cannot be marked
+            self._marks = False
+
+    async def held(self) -> Any:
+        return await self.client.get("/weight_info") if self._marks else await super().held()
 
 
 def _id(token: Any) -> Any:

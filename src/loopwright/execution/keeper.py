@@ -1,7 +1,6 @@
 """The keeper: a small process that outlives this one, if it is killed, for as long as it takes to clean up after it."""
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -9,6 +8,7 @@ import uuid
 from pathlib import Path
 
 from loopwright.execution import processes
+from loopwright.execution.sandbox.files import remove
 from loopwright.execution.spawn import Limits, Spawned, spawn
 
 # As a file and not by -m, and without any packages: it is there for good and should weigh next to nothing.
@@ -56,7 +56,7 @@ class Keeper:
         """There is nothing more to keep."""
         self._end()
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            remove(self._directory)
             self._directory = None
 
     def _end(self) -> None:

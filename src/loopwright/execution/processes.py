@@ -6,7 +6,6 @@ marker (this finds daemons that left the session), or if its parent belongs to i
 
 import os
 import select
-import shutil
 import signal
 import sys
 import time
@@ -207,7 +206,9 @@ def outlive(pid: int, ticks: int, marker: str, directory: str) -> None:
         os.close(pidfd)
     time.sleep(_BIRTH_S)
     end_leftovers((), marker)
-    shutil.rmtree(directory, ignore_errors=True)
+    # As sandbox.files does it, which cannot be imported here: also what forbids it, and what lies thousands deep.
+    for argv in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+        os.spawnvp(os.P_WAIT, argv[0], [*argv, "--", directory])  # noqa: S606  No shell is wanted.
 
 
 if __name__ == "__main__":  # see keeper.py

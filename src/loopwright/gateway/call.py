@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from loopwright.gateway.draft import Draft
-from loopwright.gateway.reader import Piece
+from loopwright.gateway.pieces import Piece
 from loopwright.gateway.store import INTENT, RESULT, Statement, node_statement, written
 
 if TYPE_CHECKING:

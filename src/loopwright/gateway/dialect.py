@@ -14,7 +14,7 @@ from loopwright.engines.base import Sampling
 from loopwright.engines.tokenizer import Tokenizer
 from loopwright.gateway.calls import Grammar
 from loopwright.gateway.manner import PLAIN, Manner
-from loopwright.gateway.reader import Piece as Piece
+from loopwright.gateway.pieces import Piece as Piece
 from loopwright.gateway.template import Tool
 
 if TYPE_CHECKING:

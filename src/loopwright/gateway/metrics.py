@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PREFIX = "loopwright_gateway_"
@@ -18,6 +18,14 @@ _HELP = {
     "store_queue": "Writes that wait for the disk.",
 }
 _LABELS = dict[str, str]
+Sample = tuple[str, _LABELS, float]
+"""What follows the metric's name, labels, and a value."""
+
+
+def family(name: str, kind: str, said: str, samples: Iterable[Sample]) -> Iterator[str]:
+    """The lines of one metric."""
+    yield from (f"# HELP {name} {said}", f"# TYPE {name} {kind}")
+    yield from (f"{name}{suffix}{_labels(labels)} {value:.12g}" for suffix, labels, value in samples)
 
 
 class Metrics:
@@ -43,9 +51,8 @@ class Metrics:
         """All of it; `now` has what is not counted but looked up, such as `sessions_open`."""
         lines: list[str] = []
 
-        def add(name: str, kind: str, samples: Iterable[tuple[str, _LABELS, float]]) -> None:
-            lines.extend((f"# HELP {_PREFIX}{name} {_HELP[name]}", f"# TYPE {_PREFIX}{name} {kind}"))
-            lines.extend(f"{_PREFIX}{name}{suffix}{_labels(labels)} {value:.12g}" for suffix, labels, value in samples)
+        def add(name: str, kind: str, samples: Iterable[Sample]) -> None:
+            lines.extend(family(_PREFIX + name, kind, _HELP[name], samples))
 
         requests = sorted(self.requests.items())
         add("requests_total", "counter", [("", {"route": r, "status": str(s)}, n) for (r, s), n in requests])
@@ -57,7 +64,7 @@ class Metrics:
             add(name, "gauge", [("", {}, value)])
         return "\n".join([*lines, ""])
 
-    def _histogram(self) -> Iterable[tuple[str, _LABELS, float]]:
+    def _histogram(self) -> Iterable[Sample]:
         for route, counts in sorted(self._seconds.items()):
             below = 0
             for bound, count in zip((*map(str, _BOUNDS_S), "+Inf"), counts, strict=True):

@@ -14,7 +14,8 @@ from loopwright.engines.base import ContextFull, Engine, EngineError, Reasoning,
 from loopwright.gateway.draft import Draft, check
 from loopwright.gateway.graph import RAW, Graph, Key, copied, ids_of
 from loopwright.gateway.manner import PLAIN, Manner
-from loopwright.gateway.reader import THINK, Heard, Piece, Reader
+from loopwright.gateway.pieces import Heard, Piece
+from loopwright.gateway.reader import THINK, Reader
 from loopwright.gateway.template import Template, Tool, template_of
 from loopwright.gateway.turn import Turn as Turn
 from loopwright.gateway.verdict import Kind, Verdict

@@ -2,7 +2,8 @@
 
     harbor run --path tasks/ --agent oracle --env loopwright.integrations.harbor_env:LocalEnvironment
 
-It runs inside Harbor's own interpreter (Python 3.12 or newer) and imports nothing of ours.
+It runs inside Harbor's own interpreter (Python 3.12 or newer) and imports nothing of ours. What an agent leaves is read
+and written from inside its room, so that its links lead nowhere else; nothing bounds the CPU, memory and disk it uses.
 """
 
 import asyncio
@@ -17,8 +18,23 @@ from typing import Any
 from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities
 
-_OWN = ("proc", "dev", "tmp", "run", "sys", "home", "root", "var")
-"""What is not taken over from this machine."""
+_SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "nix/store", "gnu/store")
+_ETC = (
+    *("passwd", "group", "nsswitch.conf", "hosts", "resolv.conf", "localtime", "mime.types", "alternatives"),
+    *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ssl/certs", "ssl/openssl.cnf", "ca-certificates", "bash.bashrc"),
+)
+"""What is taken over from this machine."""
+_WALLS = (
+    *("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--cap-drop", "ALL"),
+    *("--die-with-parent", "--new-session"),
+)
+_HERE = "/.loopwright"
+"""Where what is copied lies, for as long as that takes."""
+_MOST_OUTPUT = 8 << 20
+_UPLOAD_FILE = f'mkdir -p -- "${{1%/*}}" && cp -pT --remove-destination {_HERE} "$1"'
+_UPLOAD_DIR = f'mkdir -p -- "$1" && tar -C {_HERE} -c . | tar -C "$1" -xp --no-same-owner'
+_DOWNLOAD_FILE = f'[ -f "$1" ] && [ ! -L "$1" ] && cp -pT -- "$1" "{_HERE}/$2"'
+_DOWNLOAD_DIR = f'cd -- "$1" && find . -type f -exec cp -p --parents -t {_HERE} {{}} +'
 _WORKDIR = "/app"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -47,7 +63,7 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]
     async def start(self, force_build: bool) -> None:
         self.logger.debug(f"nothing is built here (force_build={force_build}): the programs are this machine's")
         for place in (self._workdir, "/tmp", "/root", "/logs", "/tests", "/solution"):  # noqa: S108  These are inside.
-            self._outside(place).mkdir(parents=True, exist_ok=True)
+            (self._root / place.strip("/")).mkdir(parents=True, exist_ok=True)
         await self.ensure_dirs(self._mount_targets(writable_only=True))
         await self._upload_environment_dir_after_start()
 
@@ -56,19 +72,17 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]
             await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
-        target = self._outside(target_path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source_path, target)
+        await self._copy(_UPLOAD_FILE, "--ro-bind", Path(source_path), self._made(target_path))
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        shutil.copytree(source_dir, self._outside(target_dir), dirs_exist_ok=True)
+        await self._copy(_UPLOAD_DIR, "--ro-bind", Path(source_dir), self._made(target_dir))
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
-        Path(target_path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(self._outside(source_path), target_path)
+        target = Path(target_path)
+        await self._copy(_DOWNLOAD_FILE, "--bind", _directory(target.parent), str(_inside(source_path)), target.name)
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        shutil.copytree(self._outside(source_dir), target_dir, dirs_exist_ok=True)
+        await self._copy(_DOWNLOAD_DIR, "--bind", _directory(Path(target_dir)), str(_inside(source_dir)))
 
     async def exec(
         self,
@@ -80,50 +94,76 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]
     ) -> ExecResult:
         if self._resolve_user(user) not in (None, "root", 0):
             raise ValueError(f"there is one user in here, and it is not {user!r}")
+        given = {"PATH": _PATH, "HOME": "/root", "LANG": "C.UTF-8", **(self._merge_env(env) or {})}
+        return await self._run([*self._bwrap(cwd or self._workdir), "bash", "-c", command], given, timeout_sec)
+
+    async def _run(self, argv: list[str], env: dict[str, str], timeout_s: float | None = None) -> ExecResult:
+        pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            *self._bwrap(cwd or self._workdir),
-            *("bash", "-c", command),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={"PATH": _PATH, "HOME": "/root", "LANG": "C.UTF-8", **(self._merge_env(env) or {})},
-            start_new_session=True,
+            *argv, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=env, start_new_session=True
         )
         try:
-            stdout, stderr = await asyncio.wait_for(process.communicate(), timeout_sec)
+            async with asyncio.timeout(timeout_s):
+                stdout, stderr = await asyncio.gather(*map(_read, filter(None, (process.stdout, process.stderr))))
+                await process.wait()
         except BaseException:
             # Its first process holds the room: with that one all others end.
             os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
             raise
-        return ExecResult(
-            stdout=stdout.decode(errors="replace"),
-            stderr=stderr.decode(errors="replace"),
-            return_code=process.returncode or 0,
-        )
+        return ExecResult(stdout=stdout, stderr=stderr, return_code=process.returncode or 0)
+
+    async def _copy(self, script: str, bind: str, outside: Path, *words: str) -> None:
+        """Copy from inside the room, where links lead to what is there and to `outside` alone."""
+        argv = [*self._bwrap("/", bind, outside), "bash", "-c", script, "copy", *words]
+        done = await self._run(argv, {"PATH": _PATH})
+        if done.return_code:
+            raise OSError(f"{' '.join(words)} cannot be copied: {done.stderr.strip()}")
+
+    def _made(self, path: str) -> str:
+        """A path inside, in a directory of the room's own."""
+        inside = _inside(path)
+        (self._root / inside.parts[1]).mkdir(exist_ok=True)
+        return str(inside)
 
     @property
     def _workdir(self) -> str:
         return str(self.task_env_config.workdir or _WORKDIR)
 
-    def _outside(self, path: str) -> Path:
-        inside = PurePosixPath("/") / path
-        if ".." in inside.parts:
-            raise ValueError(f"{path!r} leaves its place")
-        return self._root / inside.relative_to("/")
-
-    def _bwrap(self, cwd: str) -> Iterator[str]:
-        yield from ("bwrap", "--die-with-parent", "--unshare-pid", "--unshare-ipc")
+    def _bwrap(self, cwd: str, bind: str = "", outside: Path = Path()) -> Iterator[str]:
+        yield from ("bwrap", *_WALLS, "--tmpfs", "/")
         if self._network_disabled:
             yield "--unshare-net"
-        yield from ("--tmpfs", "/")
         own = {entry.name for entry in self._root.iterdir()}
-        for entry in sorted(Path("/").iterdir()):
-            if entry.name not in own and entry.name not in _OWN:
-                if entry.is_symlink():
-                    yield from ("--symlink", str(entry.readlink()), str(entry))
-                elif entry.is_dir():
-                    yield from ("--ro-bind", str(entry), str(entry))
+        for name in (*_SYSTEM, *(f"etc/{name}" for name in _ETC)):
+            path = Path("/", name)
+            if path.parts[1] not in own:
+                if path.is_symlink() and len(path.parts) == 2:
+                    yield from ("--symlink", str(path.readlink()), str(path))
+                elif path.exists():
+                    yield from ("--ro-bind", str(path), str(path))
         for name in sorted(own):
             yield from ("--bind", str(self._root / name), f"/{name}")
+        if bind:
+            yield from (bind, str(outside.absolute()), _HERE)
         yield from ("--proc", "/proc", "--dev", "/dev", "--chdir", cwd)
+
+
+def _inside(path: str) -> PurePosixPath:
+    inside = PurePosixPath("/") / path
+    if ".." in inside.parts or len(inside.parts) == 1:
+        raise ValueError(f"{path!r} leaves its place")
+    return inside
+
+
+def _directory(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+async def _read(stream: asyncio.StreamReader) -> str:
+    """All of it, and the beginning as text."""
+    kept = bytearray()
+    while part := await stream.read(1 << 16):
+        kept += part[: _MOST_OUTPUT - len(kept)]
+    return kept.decode(errors="replace")

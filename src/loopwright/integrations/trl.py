@@ -18,7 +18,7 @@ rollout is a trial in the ledger.
 import asyncio
 import json
 import os
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from itertools import groupby
 from operator import itemgetter
@@ -29,7 +29,6 @@ from typing import Any, Self, TypeVar
 
 from loopwright.core.episode import Episode
 from loopwright.core.errors import MissingExtra
-from loopwright.core.trial import Trial
 from loopwright.engines.base import Sampling
 from loopwright.engines.news import News
 from loopwright.integrations.branch import Branches, one_row
@@ -38,10 +37,9 @@ from loopwright.rollouts.group import Group
 from loopwright.rollouts.tasks import Prompt
 from loopwright.scenario.load import load
 from loopwright.scenario.make import chosen_run, environment
+from loopwright.trainers.sample import check_sampling, narrows
 
 T = TypeVar("T")
-_MOST_TRIALS = 3
-"""How many trials a group may use, as a multiple of its size, where some are lost."""
 _RANK_SEED = 1_000_003
 """How far the seeds of two processes are apart: a group that they share must not have the same answers twice."""
 
@@ -127,6 +125,8 @@ class Rollouts:
         weights = self._weights(trainer) if version != self._published else None
         episodes = self._wait(self._rolled(groups, version, weights, None if training else step))
         self._published = version
+        for _, one in episodes if training else ():
+            check_sampling(one, trainer.temperature)
         answers = [_answer(trial, one, self._branches, trainer) for trial, one in episodes]
         return {name: [answer[name] for answer in answers] for name in answers[0]}
 
@@ -153,31 +153,18 @@ class Rollouts:
     ) -> list[tuple[int, Episode]]:
         if weights is not None:
             await self.env.tell(News(version, weights=weights))
-        found = await _all(self._group(prompt, size, version, examined) for prompt, size in groups)
-        return [one for group in found for one in group]
-
-    async def _group(self, prompt: Prompt, size: int, version: int, examined: int | None) -> list[tuple[int, Episode]]:
-        """The rollouts of one prompt. One that is lost is made again; one that stays lost is an episode of nothing."""
-        env, sampling = self.env, self.env.evaluation.sampling if self.env.evaluation else None
-        group = env.begin(prompt, size) if examined is None else env.examined(prompt, examined, size, sampling)
-
-        async def roll(trial: Trial) -> None:
-            await env.roll(group, trial)
-            if group.missing and group.trials < _MOST_TRIALS * size:
-                await roll(env.refill(group))
-            elif group.flying and group.bench is not None:
-                group.bench.check()
-
-        await _all(map(roll, list(group.flying.values())))
-        if examined is None:
+        env = self.env
+        begun = [env.begin(*each) if examined is None else env.examined(each[0], examined, each[1]) for each in groups]
+        await env.roll_all(begun)
+        for group in begun if examined is None else ():
             self._close(group, version)
         env.run.ledger.flush()
-        return [*sorted(group.episodes.items(), key=itemgetter(0)), *[(0, Episode(prompt.task))] * group.missing]
+        return [one for group in begun for one in _episodes(group)]
 
     def _close(self, group: Group, version: int) -> None:
         buffer = self.env.buffer
         if any(episode.in_baseline for episode in group.episodes.values()):
-            buffer.ready(group.number, group.version())
+            buffer.ready(group.number, group.version(version))
             buffer.take(1, version)
             buffer.settle(version)  # what becomes of it is TRL's to know
         else:
@@ -217,14 +204,9 @@ class Rollouts:
             raise
 
 
-async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all of them give. If one raises, the others are cancelled and over before anybody hears of it."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+def _episodes(group: Group) -> list[tuple[int, Episode]]:
+    """The rollouts of a group by their trials; one that stays lost is an episode of nothing."""
+    return [*sorted(group.episodes.items(), key=itemgetter(0)), *[(0, Episode(group.prompt.task))] * group.missing]
 
 
 def _answer(trial: int, episode: Episode, branches: Branches, trainer: Any) -> dict[str, Any]:
@@ -281,6 +263,5 @@ def _check(sampling: Sampling, temperature: float) -> None:
             f"the loop samples at temperature {sampling.temperature:g}, but TRL computes logprobs at {temperature:g}: "
             f"set GRPOConfig(temperature={sampling.temperature:g})"
         )
-    narrowed = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
-    if names := [name for name, narrow in narrowed.items() if narrow]:
+    if names := narrows(sampling):
         raise ValueError(f"the loop's sampling: {', '.join(names)} leaves out tokens that TRL counts; remove it")

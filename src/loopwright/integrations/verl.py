@@ -226,8 +226,10 @@ class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]
         left_out += sum(fields["response_mask"][most:])
         for name in ("response_ids", "response_mask", "response_logprobs"):
             fields[name] = fields[name][:most]
-        steps = [version for version in fields["extra_fields"].get("versions", ()) if version >= 0]
+        versions = fields["extra_fields"]["versions"][:most]
+        steps = [version for version in versions if version >= 0]
         more = {
+            "versions": versions,
             "left_out": left_out,
             "turn_scores": [],
             "tool_rewards": [],
@@ -245,7 +247,7 @@ def _silent(episode: Episode, token: int) -> dict[str, Any]:
         "response_logprobs": [0.0],
         "reward_score": None if episode.reward is None else episode.reward.value,
         "metrics": {},
-        "extra_fields": {"reward_extra_info": dict(episode.rewards), "trainable": False},
+        "extra_fields": {"versions": [-1], "reward_extra_info": dict(episode.rewards), "trainable": False},
     }
 
 

@@ -19,14 +19,15 @@ _STEEP = 0.5
 
 
 def before_after(digest: TrainingDigest, place: int) -> Html:
-    """Episodes to read, with a switch between two ways of colouring their tokens."""
+    """Episodes to read; where some are compared with others, with a switch between two ways of colouring tokens."""
     tokenizer = tokenizer_of(part(digest.rollout, "engine"), digest.folder)
     with Ledger.read(digest.folder / "ledger.db") as ledger:
         examined = _examined(ledger, digest, tokenizer)
         learned = _learned(ledger, tokenizer)
     if not examined and not learned:
         return Html("")
-    return html("<div class='episodes'><h3>Episodes</h3>{}{}{}</div>", _switch(place), examined, learned)
+    key = _switch(place) if learned else shades()
+    return html("<div class='episodes'><h3>Episodes</h3>{}{}{}</div>", key, examined, learned)
 
 
 def _switch(place: int) -> Html:
@@ -103,7 +104,7 @@ def _learned(ledger: Ledger, tokenizer: Tokenizer | None) -> Html:
         numbers = rows("SELECT number FROM trials WHERE grp = ? ORDER BY number", widest[0])
         group = [one for one in rollouts(ledger, [trial for (trial,) in numbers]) if one.episode.reward is not None]
         counted = [_reward(one) for one in group if one.episode.in_baseline]
-        if not counted:
+        if not counted or len(group) < 2:  # a rollout alone has nothing to be better than
             continue
         mean = fsum(counted) / len(counted)
         largest = max(abs(_reward(one) - mean) for one in group)

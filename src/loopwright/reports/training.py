@@ -6,7 +6,7 @@ from functools import cached_property
 from math import fsum, isfinite
 from typing import Any, TypeGuard
 
-from loopwright.core.interval import interval
+from loopwright.core.interval import bootstrap
 from loopwright.core.ledger import Ledger
 from loopwright.core.rollouts import EVALUATED
 from loopwright.core.steps import Step, steps
@@ -16,7 +16,9 @@ from loopwright.reports.rollouts import RolloutDigest, bad_rollouts, rollout_bas
 
 _ENDS = 10
 """So many steps at either end are compared where nothing else tells how good the policy is."""
-_DIGITS = {"kl": 6, "importance": 4}
+_FEWEST = 6
+"""Below so many tasks no change is beyond chance: five coins fall alike more often than once in twenty throws."""
+_DIGITS = {"kl": 6, "mismatch_kl": 6, "importance": 4}
 """Of what is made of differences of logprobs: the same sum in another order has other last digits."""
 Interval = tuple[float, float, float]
 """A mean, and the bounds of its 95 % interval."""
@@ -82,8 +84,11 @@ class TrainingDigest(RolloutDigest):
 
     @cached_property
     def change(self) -> Interval | None:
-        """How much better the policy does at a held-out task, over those that both evaluations have a reward for."""
-        return interval([pair.change for pair in self.pairs], "change") if self.pairs else None
+        """How much better the policy does at a held-out task, over those that both evaluations have a reward for.
+
+        None where they are too few to tell.
+        """
+        return bootstrap([pair.change for pair in self.pairs], "change") if len(self.pairs) >= _FEWEST else None
 
     @property
     def skipped(self) -> list[int]:
@@ -92,8 +97,9 @@ class TrainingDigest(RolloutDigest):
 
     @property
     def empty(self) -> list[int]:
-        """Steps that had nothing to train on."""
-        return [step.step for step in self.train if "skipped" not in step.numbers]
+        """Steps that had nothing to learn from."""
+        told = ((step.step, step.numbers) for step in self.train)
+        return [n for n, one in told if "skipped" not in one or not (one["skipped"] or one.get("updates", 1))]
 
     @property
     def train_rewards(self) -> tuple[float, float] | None:
@@ -182,7 +188,8 @@ def signed(value: float) -> str:
 def judgement(digest: TrainingDigest) -> str:
     """What to think of the change, in a few words."""
     if digest.change is None:
-        return ""
+        tasks = "1 task" if len(digest.pairs) == 1 else f"{number(len(digest.pairs))} tasks"
+        return f"{tasks} that both have a reward for are too few to tell whether it got better"
     mean, low, high = digest.change
     told = f"a change of {signed(mean)} per task (95 %: {signed(low)} … {signed(high)})"
     if low > 0:
@@ -200,7 +207,7 @@ def verdict(digest: TrainingDigest) -> str:
         after = f"{number(last.numbers['reward'], 3)} ({bounds(last.numbers, 'reward')})"
         when = "before training" if first.step == 0 else f"after step {number(first.step)}"
         told = f"On {tasks} held-out tasks the mean reward was {before} {when} and {after} after step "
-        return f"{told}{number(last.step)}" + (f": {judgement(digest)}." if digest.change else ".")
+        return f"{told}{number(last.step)}: {judgement(digest)}."
     if digest.measured:
         (only,) = digest.measured
         told = f"{number(only.numbers['reward'], 3)} (95 %: {bounds(only.numbers, 'reward')})"
@@ -221,7 +228,7 @@ def troubles(digest: TrainingDigest) -> list[str]:
     found = []
     for which, why in (
         (digest.skipped, "left the policy as it was, as a loss or gradient was no finite number"),
-        (digest.empty, "had nothing to train on"),
+        (digest.empty, "had nothing to learn from"),
     ):
         if which:
             first = ", ".join(map(number, which[:10])) + (", …" if len(which) > 10 else "")

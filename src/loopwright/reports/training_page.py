@@ -7,7 +7,7 @@ from typing import Any
 
 from loopwright.core.steps import Step
 from loopwright.reports.markup import Html, duration, html, join, number, short, table
-from loopwright.reports.training import TrainingDigest, bounds, is_number, passes, troubles, value_of, verdict
+from loopwright.reports.training import Interval, TrainingDigest, bounds, is_number, passes, troubles, value_of, verdict
 
 _POINTS = 240
 """More steps than this are drawn several together: their mean, and from the lowest to the highest."""
@@ -25,18 +25,23 @@ class Told:
     meaning: str = ""
 
 
+_LEARNED = "per token learned from: rollouts without an advantage may be left out"
 _TOLD = {
     "kl": Told("KL", "how far the policy has moved from the one that it is held to"),
-    "entropy": Told("entropy", "how undecided it is, per token"),
-    "clip_fraction": Told("clip fraction", "share of tokens that were not let move further"),
+    "mismatch_kl": Told("mismatch", f"KL of the learner's policy from the one that sampled, {_LEARNED}"),
+    "entropy": Told("entropy", f"how undecided it is, {_LEARNED}"),
+    "clip_fraction": Told("clip fraction", f"share that was not let move further, {_LEARNED}"),
     "grad_norm": Told("gradient norm", "before it was shortened"),
     "loss": Told("loss"),
     "reward_std": Told("spread of rewards", "within a batch"),
     "length": Told("length", "sampled tokens per rollout"),
     "turns": Told("turns", "per rollout"),
     "staleness": Told("staleness", "versions that tokens are behind"),
-    "importance": Told("importance", "against recorded logprobs"),
+    "importance": Told("importance", f"against recorded logprobs, {_LEARNED}"),
     "tokens_per_s": Told("throughput", "tokens trained on per second"),
+    "reward_all": Told("reward of all", "of the groups that were left out, too"),
+    "filtered": Told("filtered groups", "left out, as all their rewards were equal"),
+    "failed": Told("failed groups", "left out, as none of their rollouts counts"),
     "fault_rate": Told("fault rate", "share of rollouts lost, by no fault of the policy"),
     "lr": Told("step size"),
 }
@@ -51,21 +56,12 @@ def training_answer(digest: TrainingDigest) -> Html:
     parts = [html("<p class='verdict'>{}</p>", verdict(digest))]
     if digest.ends is not None:
         first, last = (step.numbers for step in digest.ends)
-        _, low, high = digest.change or (0.0, 0.0, 0.0)
-        css, word = (
-            ("gain", "better, by more than chance")
-            if low > 0
-            else ("loss", "worse")
-            if high < 0
-            else ("muted", "may be chance")
-        )
         left = html(
             "<div><div class='what'>Mean reward on held-out tasks</div><div class='value'>{} → {}</div>"
             "<p class='{}'>{}</p></div>",
             number(first["reward"], 3),
             number(last["reward"], 3),
-            css,
-            word if digest.change else "",
+            *_word(digest.change),
         )
         names = ["reward", *passes(digest)]
         rows = [[name, *(_measured(numbers, name) for numbers in (first, last))] for name in names]
@@ -73,6 +69,16 @@ def training_answer(digest: TrainingDigest) -> Html:
         parts.append(html("<div class='answer'>{}<div>{}</div></div>", left, table(head, rows, "wide")))
     parts += [html("<p class='note'>{}</p>", trouble) for trouble in troubles(digest)]
     return join(parts)
+
+
+def _word(change: Interval | None) -> tuple[str, str]:
+    """How the change is coloured and called."""
+    if change is None:
+        return "muted", "too few tasks to tell"
+    _, low, high = change
+    if low > 0:
+        return "gain", "better, by more than chance"
+    return ("loss", "worse") if high < 0 else ("muted", "may be chance")
 
 
 def _measured(numbers: Mapping[str, Any], name: str) -> Html:
@@ -211,11 +217,7 @@ def _held_out(digest: TrainingDigest, names: Sequence[str]) -> list[dict[str, An
         {
             "name": "held-out" if name == "reward" else name,
             "rows": [
-                [
-                    step.step,
-                    *(_rounded(step.numbers.get(part, step.numbers[name])) for part in _bounded(name)),
-                    step.step,
-                ]
+                [step.step, *_bounded(step.numbers, name), step.step]
                 for step in _evenly(digest.measured, _POINTS)
                 if is_number(step.numbers.get(name))
             ],
@@ -225,8 +227,11 @@ def _held_out(digest: TrainingDigest, names: Sequence[str]) -> list[dict[str, An
     ]
 
 
-def _bounded(name: str) -> tuple[str, str, str]:
-    return name, f"{name}_low", f"{name}_high"
+def _bounded(numbers: Mapping[str, Any], name: str) -> list[float]:
+    """The mean and its bounds; the mean again where these are unknown."""
+    mean = numbers[name]
+    ends = [numbers.get(f"{name}_{end}") for end in ("low", "high")]
+    return [_rounded(mean), *(_rounded(end) if is_number(end) else _rounded(mean) for end in ends)]
 
 
 def _rounded(value: float) -> float:

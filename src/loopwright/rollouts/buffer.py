@@ -36,7 +36,7 @@ class Buffer(Protocol):
         ...
 
     def taken(self, step: int) -> list[int]:
-        """What was taken for this step and does not count as trained yet."""
+        """What was taken for this step, trained on or not: what its replay is made from."""
         ...
 
     def settle(self, step: int) -> None:
@@ -72,6 +72,7 @@ class MemoryBuffer:
         self._ready: defaultdict[int, deque[int]] = defaultdict(deque)
         self._waiting = 0
         self._taken: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._trained: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self._owed: list[int] = []
         self._drawn: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
@@ -127,11 +128,11 @@ class MemoryBuffer:
         return sorted(expired)
 
     def taken(self, step: int) -> list[int]:
-        return sorted(group for _, group in self._taken.get(step, ()))
+        return sorted(group for _, group in (*self._taken.get(step, ()), *self._trained.get(step, ())))
 
     def settle(self, step: int) -> None:
         for done in [taken for taken in self._taken if taken <= step]:
-            self._ended["trained"] += len(self._taken.pop(done))
+            self._trained[done] += self._taken.pop(done)
 
     def restore(self, step: int) -> None:
         self.settle(step)
@@ -150,6 +151,6 @@ class MemoryBuffer:
         return dict(self._drawn)
 
     def counts(self) -> dict[str, int]:
-        taken = sum(map(len, self._taken.values()))
-        now = {"open": len(self._open), "ready": self._waiting, "taken": taken, **self._ended}
+        taken, trained = (sum(map(len, groups.values())) for groups in (self._taken, self._trained))
+        now = {"open": len(self._open), "ready": self._waiting, "taken": taken, "trained": trained, **self._ended}
         return {status: count for status, count in now.items() if count}

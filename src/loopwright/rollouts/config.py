@@ -1,6 +1,7 @@
 """What `[run.rollout]` holds: tasks, a loop that attempts them, a judger, and how production goes."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,7 +56,15 @@ class RolloutConfig(Config):
         found += [Problem("tasks", f"two sources are called {name!r}; give each its own `name`.") for name in twice]
         found += [Problem(f"loop.{p.key}", p.message) for p in self.loop.problems(home)]
         found += [Problem(f"judger.{p.key}", p.message) for p in self.judger.problems(home)]
+        found += self.shown(self.tasks, home)
         return found or self._unjudged(home) or self._untested(home)
+
+    def shown(self, sources: Sequence[TasksConfig], home: Path) -> list[Problem]:
+        """Sources that an agent could read for itself: labels, tests and solutions."""
+        files = [(source.label(), getattr(source, "path", None)) for source in sources]
+        shown = [name for name, path in files if path is not None and self.loop.shows(home / path, home)]
+        said = "would be shown to agents, with what they are judged by. Name the agent's own directory only."
+        return [Problem("loop.readable", f"the tasks of {name!r} {said}") for name in shown]
 
     def _untested(self, home: Path) -> list[Problem]:
         """Where the judger goes by what the loop brings home: a loop that does not, and tasks that it cannot judge."""

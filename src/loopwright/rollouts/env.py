@@ -15,6 +15,7 @@ from loopwright.core.episode import Attempt, Episode
 from loopwright.core.errors import InvalidAction
 from loopwright.core.observer import Observers
 from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.rollouts import EVALUATED
 from loopwright.core.run import Run
 from loopwright.core.task import Task
 from loopwright.core.trial import Action, Result, Trial
@@ -33,6 +34,9 @@ log = logging.getLogger(__name__)
 _GRACE_S = 10.0
 _MOST_HOLDS = 3
 """How often a rollout waits for a judger that is down, where nothing is said."""
+_MOST_TRIALS = 3
+"""How many trials a group may use, as a multiple of its size."""
+_EXAMINED = f"CREATE INDEX IF NOT EXISTS trials_examined ON trials ({EVALUATED}, grp) WHERE {EVALUATED} IS NOT NULL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +85,9 @@ class RolloutEnv(Env):
         """Whether rollouts wait until a judger that is down is back, instead of being given up some time."""
         self._seed, self._deadline_s, self._cluster = seed, deadline_s, cluster
         self._slots = asyncio.Semaphore(concurrency)
+        (self._evaluations,) = run.ledger.transaction.rows(f"SELECT count({EVALUATED}) FROM trials")[0]
         self._benches: dict[int, Bench] = {}
         self._kept: dict[int, Episode] = {}
-        self._samplings: dict[int, Sampling | None] = {}
 
     # -- numbering ----------------------------------------------------------------------------------------------
 
@@ -96,7 +100,7 @@ class RolloutEnv(Env):
 
     def group(self, number: int, prompt: Prompt, size: int, trials: Sequence[Trial]) -> Group:
         """A group with these trials, of which some may have ended."""
-        group = Group(number, prompt, size, trials=len(trials))
+        group = Group(number, prompt, size, trials=len(trials), action=trials[0].action)
         group.bench = Bench(self.judge, group) if self.judge.compares else None
         for trial in trials:
             if trial.unfinished:
@@ -117,10 +121,23 @@ class RolloutEnv(Env):
     def _keep(self, group: Group, number: int, episode: Episode) -> None:
         if episode.fault in (None, Fault.POLICY):
             group.episodes[number] = episode
+        else:
+            group.lost = episode.reason
 
-    def refill(self, group: Group) -> Trial:
-        """One more trial of a group, for one that was lost."""
-        more = self._reserved(group.prompt.action, group.number, group.trials)
+    def refilled(self, group: Group) -> list[Trial]:
+        """New trials for those that a group has lost; one that always breaks is given up some time."""
+        more: list[Trial] = []
+        free = "evaluated" in group.action
+        while group.missing and group.trials < _MOST_TRIALS * group.size and (free or self.room(1)):
+            if self.run.stopping:
+                return more
+            more.append(self._refill(group))
+        if group.bench is not None:
+            group.bench.check()  # who waits there waits for those alone that still come
+        return more
+
+    def _refill(self, group: Group) -> Trial:
+        more = self._reserved(group.action, group.number, group.trials)
         self.run.ledger.reserve([more])
         group.trials += 1
         group.flying[more.number] = more
@@ -128,11 +145,12 @@ class RolloutEnv(Env):
 
     def _reserved(self, action: Action, group: int, repeat: int) -> Trial:
         number = self.run.increment_step()
+        self._evaluations += "evaluated" in action
         return Trial(number, action, "", group, repeat, reserved_at=time.time())
 
     def room(self, trials: int) -> bool:
-        """Whether the budget has room for so many more."""
-        return self.terms.budget is None or self.run.step + trials <= self.terms.budget
+        """Whether the budget has room for so many more; evaluations do not count."""
+        return self.terms.budget is None or self.run.step - self._evaluations + trials <= self.terms.budget
 
     def validate(self, action: Action) -> Action:
         try:
@@ -140,40 +158,57 @@ class RolloutEnv(Env):
         except (KeyError, IndexError, TypeError) as error:
             raise InvalidAction(f"{dict(action)} is no task of this run") from error
 
-    def examine(self, step: int, samples: int, sampling: Sampling | None = None) -> list[Group]:
+    def examine(self, step: int, samples: int) -> list[Group]:
         """The groups of an evaluation after this step, with what an earlier process has of it."""
         known = self._examined(step)
         groups = []
         for prompt in self.tasks.held_out():
             trials = known.get((prompt.source, prompt.index))
             if trials is None:
-                groups.append(self.examined(prompt, step, samples, sampling))
-                continue
-            groups.append(self.group(trials[0].group, prompt, samples, trials))
-            self._samplings.update(dict.fromkeys(groups[-1].flying, sampling))
+                groups.append(self.examined(prompt, step, samples))
+            else:
+                groups.append(self.group(trials[0].group, prompt, samples, trials))
         self.run.ledger.flush()
         return groups
 
-    def examined(self, prompt: Prompt, step: int, samples: int, sampling: Sampling | None = None) -> Group:
+    def examined(self, prompt: Prompt, step: int, samples: int) -> Group:
         """A group of an evaluation: nothing in it is trained on."""
         self.run.group += 1
         action = {**prompt.action, "evaluated": step}
         trials = [self._reserved(action, self.run.group, repeat) for repeat in range(samples)]
         self.run.ledger.reserve(trials, hold=True)
-        self._samplings.update(dict.fromkeys((trial.number for trial in trials), sampling))
         return self.group(self.run.group, prompt, samples, trials)
 
     def _examined(self, step: int) -> dict[tuple[str, int], list[Trial]]:
-        rows = self.run.ledger.transaction.rows(
-            "SELECT DISTINCT grp FROM trials WHERE json_extract(action, '$.evaluated') = ?", (step,)
-        )
+        with self.run.ledger.transaction as connection:
+            connection.execute(_EXAMINED)  # not for every run: most have no evaluation
+        rows = self.run.ledger.transaction.rows(f"SELECT DISTINCT grp FROM trials WHERE {EVALUATED} = ?", (step,))
         groups = [self.run.ledger.group(number) for (number,) in rows]
         return {(trials[0].action["source"], trials[0].action["index"]): trials for trials in groups}
 
     # -- one rollout --------------------------------------------------------------------------------------------
 
-    async def roll(self, group: Group, trial: Trial) -> None:
-        """Run a trial of a group to its end; its episode is then in the group, if it counts."""
+    async def roll_all(self, groups: Sequence[Group]) -> None:
+        """Roll what has not ended of these groups, and what makes up for the lost. If one raises, all are over."""
+
+        async def roll(group: Group, trial: Trial) -> None:
+            for more in await self.roll(group, trial):
+                tasks.create_task(roll(group, more))
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for group in groups:
+                    for trial in [*group.flying.values(), *self.refilled(group)]:
+                        tasks.create_task(roll(group, trial))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        self.run.ledger.flush()
+
+    async def roll(self, group: Group, trial: Trial) -> list[Trial]:
+        """Run a trial of a group to its end; its episode is then in the group, if it counts.
+
+        Gives the trials that are now to be rolled for what was lost.
+        """
         if group.bench is not None:
             self._benches[trial.number] = group.bench
         try:
@@ -182,11 +217,14 @@ class RolloutEnv(Env):
             self._benches.pop(trial.number, None)
         del group.flying[trial.number]
         self._keep(group, trial.number, self._kept.pop(trial.number))
+        return self.refilled(group)
 
     async def measure(self, trial: Trial) -> Result:
         task, clock = self.tasks.find(trial.action).task, asyncio.get_running_loop().time
         earlier: tuple[Attempt, ...] = ()
-        sampling, waiting = self._samplings.pop(trial.number, None), clock()
+        examined = "evaluated" in trial.action
+        sampling = self.evaluation.sampling if examined and self.evaluation is not None else None
+        waiting = clock()
         async with self._slots:
             while True:
                 begun, at = clock(), time.time()
@@ -206,7 +244,7 @@ class RolloutEnv(Env):
             phases["judge"] = clock() - begun
         attempts = (*earlier, Attempt(at, phases, episode.outcome, episode.reason))
         episode = replace(episode, group=trial.group, attempts=attempts)
-        if "evaluated" in trial.action:  # whoever trains on it would no longer know how good the policy is
+        if examined:  # whoever trains on it would no longer know how good the policy is
             episode = replace(episode, trainable=False, in_baseline=False)
         try:
             data = episode.to_bytes()

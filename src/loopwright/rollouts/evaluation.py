@@ -30,7 +30,7 @@ class EvalConfig(Config):
     samples: int = Field(default=1, ge=1)
     """How many rollouts attempt each task; pass@k is told for k up to this."""
     sampling: Sampling | None = None
-    """How the policy is sampled; as in training by default."""
+    """How the policy is sampled; what is not said here is as in training."""
     solved: float = 1.0
     """The reward from which on a task counts as solved."""
 

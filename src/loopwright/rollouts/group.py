@@ -1,6 +1,7 @@
 """A group: a prompt and the rollouts that attempt it, which are compared with one another."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -8,7 +9,7 @@ from typing import Protocol
 
 from loopwright.core.episode import Episode
 from loopwright.core.reward import Reward
-from loopwright.core.trial import Trial
+from loopwright.core.trial import Action, Trial
 from loopwright.rollouts.judger import JudgeFailed
 from loopwright.rollouts.tasks import Prompt
 
@@ -51,6 +52,10 @@ class Group:
     """Trials that have not ended."""
     trials: int = 0
     """How many were numbered, refills included."""
+    action: Action = field(default_factory=dict)
+    """What the ledger has its trials under."""
+    lost: str = ""
+    """Why the last sample that does not count was lost."""
     bench: "Bench | None" = None
 
     @property
@@ -64,10 +69,35 @@ class Group:
         rewards = [e.reward.value for e in self.episodes.values() if e.in_baseline and e.reward is not None]
         return fmean(rewards) if rewards else None
 
-    def version(self, *, newest: bool = False) -> int:
-        """The oldest version of the policy, or the newest, that sampled any of it."""
+    def version(self, now: int = 0, *, newest: bool = False) -> int:
+        """The oldest version of the policy, or the newest, that sampled any of it; `now` if none did."""
         spans = [span.version for e in self.episodes.values() for node in e.nodes for span in node.spans]
-        return (max if newest else min)(spans, default=0)
+        return (max if newest else min)(spans, default=now)
+
+
+@dataclass
+class LeftOut:
+    """What was produced since the batch before and is in none: `filtered` groups, and those that `failed`."""
+
+    groups: Counter[str] = field(default_factory=Counter)
+    """How many, by what became of them."""
+    trials: int = 0
+    rewards: list[float] = field(default_factory=list)
+    """Of the rollouts among them that count."""
+    why: str = ""
+    """Why the last sample was lost, if any was."""
+
+    def add(self, group: Group, status: str) -> None:
+        """One more group."""
+        self.groups[status] += 1
+        self.trials += group.trials
+        self.rewards += [e.reward.value for e in group.episodes.values() if e.reward is not None]
+        self.why = group.lost or self.why
+
+    def __str__(self) -> str:
+        failed, filtered = self.groups["failed"], self.groups["filtered"]
+        said = [f"{failed} failed" + (f" (the last one: {self.why})" if self.why else "")] if failed else []
+        return " and ".join(said + ([f"{filtered} had equal rewards"] if filtered else []))
 
 
 class Bench:

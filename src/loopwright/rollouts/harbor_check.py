@@ -12,8 +12,8 @@ from loopwright.core.errors import LaunchError
 from loopwright.core.task import Task
 from loopwright.execution import Executor, Keeper, LocalExecutor
 from loopwright.execution.sandbox import Sandbox, SandboxError
+from loopwright.execution.sandbox.files import aside, remove
 from loopwright.rollouts.harbor import Found, Places
-from loopwright.rollouts.judging.scratch import remove
 from loopwright.rollouts.remote.verify import Said, combined, prepare, solve, stage, verify
 from loopwright.rollouts.tasks import TasksError
 
@@ -100,4 +100,4 @@ async def _attempt(
     except (TasksError, SandboxError, LaunchError) as error:
         return {"error": str(error)}
     finally:
-        await asyncio.to_thread(remove, workspace)
+        await aside(remove, workspace)

@@ -17,7 +17,8 @@ from loopwright.core.config import explain
 from loopwright.rollouts.tasks import TasksError
 
 TOML, INSTRUCTION, TEST = "task.toml", "instruction.md", "test.sh"
-_PASSED_OVER = frozenset({".git", "__pycache__", ".DS_Store"})
+PASSED_OVER = ("__pycache__", ".DS_Store")
+"""What is no part of a task, wherever it lies in it."""
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 WORKDIR = "/app"
 """Where a task is at work if it does not say."""
@@ -138,6 +139,20 @@ class HarborTask:
         mine = [self.path / "steps" / step.name / "solution"] if step.name else []
         return next((each for each in [*mine, self.path / "solution"] if (each / "solve.sh").is_file()), None)
 
+    def agent_env(self) -> dict[str, str]:
+        """The variables of its environment; TasksError if one that they are taken from is not set."""
+        return resolved(self.env, f"{self.path / TOML}, environment.env")
+
+    def tests_env(self, step: Step) -> dict[str, str]:
+        """The variables of a step's tests alone; TasksError likewise."""
+        return resolved(step.verifier_env, f"{self.path / TOML}, verifier.env")
+
+    def check_variables(self) -> None:
+        """TasksError if one is not set that the agent or any tests need."""
+        self.agent_env()
+        for step in self.steps:
+            self.tests_env(step)
+
     def files(self, step: Step) -> Path | None:
         """The directory of files that are put into the workspace before a step begins."""
         mine = self.path / "steps" / step.name / "workdir"
@@ -205,25 +220,32 @@ def _text(file: Path) -> str:
 
 
 def resolved(env: Mapping[str, str], where: str) -> dict[str, str]:
-    """Variables with `${NAME}` and `${NAME:-default}` filled in from our own environment, as Harbor does."""
+    """Variables that are `${NAME}` or `${NAME:-default}` taken from our own environment, as Harbor does."""
     try:
-        return {name: _TEMPLATE.sub(_own, value) for name, value in env.items()}
+        return {name: _own(value) for name, value in env.items()}
     except KeyError as error:
         raise TasksError(f"{where} needs the environment variable {error.args[0]}, which is not set") from None
 
 
-def _own(match: re.Match[str]) -> str:
+def _own(value: str) -> str:
+    match = _TEMPLATE.fullmatch(value)
+    if match is None:
+        return value
     return os.environ[match[1]] if match[2] is None else os.environ.get(match[1], match[2])
 
 
-def tree(path: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
-    """Everything below a directory that is part of a task: its name from there, itself and what it is; in order."""
+def tree(path: Path, over: tuple[str, ...] = (*PASSED_OVER, ".git")) -> Iterator[tuple[str, Path, os.stat_result]]:
+    """Everything below a directory that is part of a task: its name from there, itself and what it is; in order.
+
+    Deeper down, a repository is something for an agent to work on.
+    """
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-        if entry.name not in _PASSED_OVER:
+        if entry.name not in over:
             found = entry.stat(follow_symlinks=False)
             yield entry.name, Path(entry.path), found
             if stat.S_ISDIR(found.st_mode):
-                yield from ((f"{entry.name}/{name}", inner, about) for name, inner, about in tree(Path(entry.path)))
+                below = tree(Path(entry.path), PASSED_OVER)
+                yield from ((f"{entry.name}/{name}", inner, about) for name, inner, about in below)
 
 
 def digest_of(path: Path) -> str:

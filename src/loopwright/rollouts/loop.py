@@ -45,6 +45,10 @@ class LoopConfig(PlacementConfig):
         """What a task lacks for this loop to bring evidence home; nothing if it can. Asked where a judger needs it."""
         return ""
 
+    def shows(self, path: Path, home: Path) -> bool:
+        """Whether an agent could read, in its sandbox, what is at this path or a part of it."""
+        return False
+
 
 class Loop:
     """How one task becomes one episode: a config of its own, chosen by its `type`."""

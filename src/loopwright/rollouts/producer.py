@@ -5,19 +5,26 @@ a batch needs and hands out those that are done first; the others go on and are 
 """
 
 import asyncio
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from loopwright.core.episode import Episode
+from loopwright.core.errors import LoopwrightError
 from loopwright.core.trial import Trial
 from loopwright.rollouts.env import RolloutEnv
-from loopwright.rollouts.group import Group
+from loopwright.rollouts.group import Group, LeftOut
 from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.worker import News
 
-_MOST_TRIALS = 3
-"""How many trials a group may use, as a multiple of its size."""
+log = logging.getLogger(__name__)
+_MOST_LEFT_OUT = 10
+"""How many groups may be left out for a batch, as a multiple of its size."""
+
+
+class NothingProduced(LoopwrightError, RuntimeError):
+    """Group after group came to nothing."""
 
 
 class Producer:
@@ -26,6 +33,9 @@ class Producer:
     def __init__(self, env: RolloutEnv, config: ProduceConfig, *, group_size: int) -> None:
         self.env, self.config, self.group_size = env, config, group_size
         self.version = 0
+        self.left_out = LeftOut()
+        """What was produced for the last batch and is not in it."""
+        self._left_out = LeftOut()
         self._open: dict[int, Group] = {}
         self._done: dict[int, Group] = {}
         self._again: list[Group] = []
@@ -40,7 +50,10 @@ class Producer:
     # -- for the trainer ----------------------------------------------------------------------------------------
 
     async def batch(self, size: int, step: int) -> list[Group]:
-        """The next groups to train on, for this step: `size` of them, or fewer when the budget is used up."""
+        """The next groups to train on, for this step: `size` of them, or fewer when the budget is used up.
+
+        Fewer, too, when ten times as many came to nothing meanwhile; NothingProduced if not one is ready by then.
+        """
         while True:
             if self._bug is not None:
                 raise self._bug
@@ -48,9 +61,10 @@ class Producer:
             self._aim(size)
             self._top_up()
             waiting = self.env.buffer.waiting
-            if waiting >= size or not self._open:
+            if waiting >= size or not self._open or self._in_vain(size):
                 if not self._ahead:
                     self._most_open = 0
+                self.left_out, self._left_out = self._left_out, LeftOut()
                 return [self._load(number) for number in self.env.buffer.take(size, step)]
             self._news.clear()
             await self._news.wait()
@@ -103,7 +117,7 @@ class Producer:
             self._open[number] = group
             for trial in list(group.flying.values()):
                 self._start(group, trial)
-            self._go_on(group)
+            self._go_on(group, self.env.refilled(group))
 
     @property
     def in_flight(self) -> int:
@@ -115,6 +129,19 @@ class Producer:
     @property
     def _ahead(self) -> bool:
         return self.config.type == "async"
+
+    def _in_vain(self, size: int) -> bool:
+        """Whether so much was left out that what is ready has to do."""
+        tried, ready = self._left_out.groups.total(), self.env.buffer.waiting
+        if tried < _MOST_LEFT_OUT * size:
+            return False
+        if not ready:
+            raise NothingProduced(
+                f"{tried} groups in a row gave nothing to train on: {self._left_out}. "
+                "Mend what fails, or choose tasks that are neither too easy nor too hard."
+            )
+        log.warning("a batch has %d groups instead of %d: of the others %s", ready, size, self._left_out)
+        return True
 
     def _aim(self, size: int) -> None:
         """How much to have under way for batches of this size, without making what would be too old when it is used."""
@@ -148,34 +175,34 @@ class Producer:
         task.add_done_callback(lambda done: self._ended(trial.number, done))
 
     async def _roll(self, group: Group, trial: Trial) -> None:
-        await self.env.roll(group, trial)
+        more = await self.env.roll(group, trial)
         self._flush_soon()
-        self._go_on(group)
+        self._go_on(group, more)
 
-    def _go_on(self, group: Group) -> None:
-        """A sample that was lost is made again, alone; a prompt that always breaks is given up some time."""
-        while group.missing and group.trials < _MOST_TRIALS * group.size and self.env.room(1):
-            if self.env.run.stopping:
-                return
-            self._start(group, self.env.refill(group))
-        if not group.flying:
+    def _go_on(self, group: Group, more: Sequence[Trial]) -> None:
+        """A sample that was lost is made again, alone; what is not done when the run stops is resumed."""
+        for trial in more:
+            self._start(group, trial)
+        if not group.flying and not (group.missing and self.env.run.stopping):
             self._complete(group)
-        elif group.bench is not None:
-            group.bench.check()
 
     def _complete(self, group: Group) -> None:
         del self._open[group.number]
         buffer = self.env.buffer
         if not any(episode.in_baseline for episode in group.episodes.values()):
-            buffer.close(group.number, "failed")
+            self._leave_out(group, "failed")
         elif self.config.filter == "equal_rewards" and _all_equal(list(group.episodes.values())):
-            buffer.close(group.number, "filtered")
+            self._leave_out(group, "filtered")
         else:
-            buffer.ready(group.number, group.version(newest=self.config.staleness == "token"))
+            buffer.ready(group.number, group.version(self.version, newest=self.config.staleness == "token"))
             self._done[group.number] = group
         if self._ahead:
             self._top_up()
         self._news.set()
+
+    def _leave_out(self, group: Group, status: str) -> None:
+        self.env.buffer.close(group.number, status)
+        self._left_out.add(group, status)
 
     def _ended(self, number: int, task: "asyncio.Task[None]") -> None:
         self._tasks.pop(number, None)

@@ -32,6 +32,11 @@ class Request:
     trial: int | None = None
     """The trial that it is an attempt at."""
 
+    def over(self, sampling: Sampling) -> Sampling:
+        """How it is sampled: what it says of its own, and for the rest as its loop does."""
+        own = self.sampling
+        return sampling if own is None else sampling.model_copy(update=own.model_dump(include=own.model_fields_set))
+
 
 class LoopWorker(Worker):
     """Answers a request with an episode, and never with an exception of the loop's."""
@@ -46,7 +51,7 @@ class LoopWorker(Worker):
 
     async def handle(self, request: Request) -> Episode:
         config = self._loop.config
-        engine, sampling = self._engine.for_session(request.seed), request.sampling or config.sampling
+        engine, sampling = self._engine.for_session(request.seed), request.over(config.sampling)
         session = Session(engine, sampling, seed=request.seed, limits=config.limits())
         deadline = asyncio.timeout(config.deadline_s)
         try:

@@ -284,13 +284,19 @@ class _Checker:
             self._say("[run.engine]", 'is missing; it says what the policy runs on, such as type = "scripted".')
         for problem in run.eval.problems(self.home) if run.eval is not None else ():
             self._say(f"[run.eval] {problem.key}", problem.message)
+        for problem in rollout.shown(run.eval.tasks, self.home) if run.eval is not None else ():
+            self._say(f"[run.rollout] {problem.key}", problem.message)
         agent = agent_of(run.agent) if run.agent is not None else None
         if (agent is None and "agent" not in raw) or (agent is not None and not agent.rolls_out):
             able = ", ".join(name for name, other in agents.working().items() if other.for_rollouts().rolls_out)
             self._say("[run.agent] type", f"a run with [run.rollout] needs an agent that works on rollouts: {able}.")
         elif agent is not None:
             for problem in agent.problems(run.agent, rollout, self.home):
-                self._say(f"[run.agent] {problem.key}", problem.message)
+                # What is wrong for the agent may stand in another table.
+                where = problem.key if problem.key.startswith("[") else f"[run.agent] {problem.key}"
+                self._say(where, problem.message)
+            if agent.gives_weights and isinstance(run.gateway, ServersConfig):
+                self._say("[run.gateway] type", '"server" takes no weights, so nothing can be trained; leave it out.')
         self._observers(run)
 
     def _not_a_rollout(self, run: RunConfig, raw: dict[str, Any]) -> None:

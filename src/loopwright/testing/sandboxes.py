@@ -15,7 +15,7 @@ import sys
 import tempfile
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,11 +65,17 @@ class Place:
         argv = (sys.executable, "-IS", "-c", textwrap.dedent(script), *arguments)
         return replace(self.command("", timeout_s=timeout_s), argv=argv)
 
-    async def run(self, room: Room, command: Command, mounts: dict[str, Path] | None = None) -> Completion:
+    async def run(
+        self,
+        room: Room,
+        command: Command,
+        mounts: Mapping[str, Path] = NO_MOUNTS,
+        fixed: Mapping[str, Path] = NO_MOUNTS,
+    ) -> Completion:
         """Run one command in a room that is open."""
         executor = LocalExecutor(output_bytes=MIB, grace_s=2.0)
         try:
-            done = await executor.run(room.command(command, mounts or NO_MOUNTS), ignore)
+            done = await executor.run(room.command(command, mounts, fixed), ignore)
             assert not room.failed(done), self.stderr
             return done
         finally:
@@ -398,7 +404,7 @@ class WallsContract(SandboxContract):
         assert (place.workspace / "file").read_text() == "here\n"
 
     def test_mounts_are_for_one_command(self, place: Place) -> None:
-        """The agent does not see the tests, and the tests can write their verdict."""
+        """The agent does not see the tests, and the tests can write their verdict, but not to themselves."""
         tests, logs = place.root / "tests", place.root / "logs"
         tests.mkdir()
         logs.mkdir()
@@ -408,8 +414,8 @@ class WallsContract(SandboxContract):
             async with place.sandbox.room(place.workspace) as room:
                 await place.run(room, place.command("cat /tests/answer"))
                 assert place.stdout == ""
-                verdict = place.command("cat /tests/answer > /logs/verifier/reward.txt")
-                await place.run(room, verdict, {"/tests": tests, "/logs/verifier": logs})
+                verdict = place.command("echo 7 >> /tests/answer; cat /tests/answer > /logs/verifier/reward.txt")
+                await place.run(room, verdict, {"/logs/verifier": logs}, {"/tests": tests})
 
         asyncio.run(main())
         assert (logs / "reward.txt").read_text() == "42\n"

@@ -2,10 +2,9 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -16,11 +15,10 @@ _STATE = "state.json"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A step, where it lies, and what was noted with it."""
+    """A step, and where it lies."""
 
     step: int
     directory: Path
-    notes: Mapping[str, Any]
 
 
 class Checkpoints:
@@ -29,21 +27,23 @@ class Checkpoints:
     def __init__(self, directory: Path, keep: int) -> None:
         self._directory, self._keep = directory, keep
 
-    def save(self, step: int, write: Callable[[Path], None], notes: Mapping[str, Any]) -> Path:
-        """Have a checkpoint written. It has its name only once all of it is on disk."""
+    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Have a checkpoint written, unless it is there. It has its name only while all of it is on disk."""
         final, draft = self._directory / f"step-{step:06d}", self._directory / f".step-{step:06d}"
+        if final.is_dir():
+            return final
         with storage(self._directory):
-            shutil.rmtree(draft, ignore_errors=True)
+            for left in self._directory.glob(".step-*"):
+                shutil.rmtree(left, ignore_errors=True)
             draft.mkdir(parents=True)
             write(draft)
-            (draft / _STATE).write_bytes(orjson.dumps({"step": step, **notes}))
+            (draft / _STATE).write_bytes(orjson.dumps({"step": step}))
             for path in (*draft.iterdir(), draft):
                 _sync(path)
-            shutil.rmtree(final, ignore_errors=True)  # one that was replayed
             draft.rename(final)
             _sync(self._directory)
-        for old in self._names()[: -self._keep]:
-            shutil.rmtree(self._directory / old, ignore_errors=True)
+            for old in self._names()[: -self._keep]:
+                shutil.rmtree((self._directory / old).rename(self._directory / f".{old}"), ignore_errors=True)
         return final
 
     def latest(self) -> Checkpoint | None:
@@ -53,8 +53,7 @@ class Checkpoints:
             return None
         directory = self._directory / names[-1]
         try:
-            notes = orjson.loads((directory / _STATE).read_bytes())
-            return Checkpoint(int(notes["step"]), directory, notes)
+            return Checkpoint(int(orjson.loads((directory / _STATE).read_bytes())["step"]), directory)
         except (OSError, ValueError, KeyError) as error:
             raise StorageError(
                 f"checkpoint {directory} is damaged ({type(error).__name__}: {error}). Remove that directory to go on "

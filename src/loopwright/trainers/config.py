@@ -75,8 +75,10 @@ class TrainConfig(AgentConfig):
     """0: train in this process; otherwise so many workers of Ray Train, which share each batch."""
     cpus: float = Field(default=1.0, gt=0)
     """CPUs of each of these workers."""
-    gpus: float = Field(default=0, ge=0)
-    """GPUs of each of these workers."""
+    gpus: float = Field(default=0, ge=0, le=1)
+    """What each of these workers has of a GPU; 0 to train on CPUs."""
+    device: str | None = None
+    """Where this process trains, as torch names it; where the engine of this process runs by default."""
     checkpoint_every: int = Field(default=1, ge=1)
     """Steps between two checkpoints; a killed run repeats the steps since the last one, from recorded rollouts."""
     keep: int = Field(default=2, ge=1)
@@ -87,6 +89,10 @@ class TrainConfig(AgentConfig):
     """Where curves are written besides the ledger; each needs its package installed."""
 
     def model_post_init(self, _: Any) -> None:
-        """Two ways of choosing what learns would be one too many."""
+        """Refuse what would be ignored: whoever set it believes that it counts."""
         if self.lora is not None and self.layers is not None:
             raise ValueError("`layers` is for training without `lora`; say `lora = { layers = … }`")
+        if not self.workers and (ignored := self.model_fields_set & {"cpus", "gpus"}):
+            raise ValueError(f"`{min(ignored)}` is for `workers` of Ray Train; here, `device` says where to train")
+        if self.workers and self.device is not None:
+            raise ValueError("`device` is for training in this process; `workers` have `cpus` and `gpus`")

@@ -22,7 +22,12 @@ class Curves:
     """All the places where a run's curves go. One that fails is left out and said so: it must not end a training."""
 
     def __init__(self, names: Sequence[str], directory: Path, run_id: str) -> None:
-        self._writers: list[_Writer] = [_WRITERS[name](directory, run_id) for name in names]
+        self._writers: list[_Writer] = []
+        for name in names:
+            try:
+                self._writers.append(_WRITERS[name](directory, run_id))
+            except Exception:
+                log.exception("%s takes no curves; they are in the ledger and in the report", name)
 
     def add(self, step: int, numbers: Mapping[str, Any]) -> None:
         """Write one point of each curve."""

@@ -10,7 +10,7 @@ length = "token", dynamic_sampling = true`.
 """
 
 from collections.abc import Mapping
-from statistics import fmean, stdev
+from statistics import mean, stdev
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -58,9 +58,9 @@ class GrpoRule(Rule):
         group = [rewards[trial] for trial in sorted(counted)]
         if len(group) < 2:
             return {}  # nobody to compare with
-        mean = fmean(group)
+        expected = mean(group)  # exactly: equal rewards are no advantage, not a rounding error
         spread = stdev(group) + _SMALL if self.config.std else 1.0
-        return {trial: (reward - mean) / spread for trial, reward in rewards.items()}
+        return {trial: (reward - expected) / spread for trial, reward in rewards.items()}
 
     def loss(self, said: Said, tokens: Tokens) -> "tuple[Tensor, dict[str, Tensor]]":
         return clipped(said, tokens, self.config.clip, self.config.clip_high or self.config.clip)

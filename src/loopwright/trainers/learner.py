@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from loopwright.trainers.config import TrainConfig
+from loopwright.trainers.failure import TrainingFailed, foreign
 from loopwright.trainers.model import Policy, said
 from loopwright.trainers.rule import Rule, Said, Tokens
 from loopwright.trainers.sample import Sample, micro_batches, scale_of, shares, split
@@ -72,6 +73,7 @@ class Setting:
     longest: int = 256
     """Tokens of the longest turn, which a `constant` length divides by."""
     device: str = "cpu"
+    """Where it is trained, as torch names it; workers of Ray Train have their own."""
 
 
 class Learner:
@@ -80,10 +82,15 @@ class Learner:
     def __init__(self, setting: Setting, team: Team | None = None) -> None:
         self.setting, self.config = setting, setting.config
         self.rule, self.team = setting.rule(setting.config), team or Alone()
+        _check(setting.device)
         self.policy = Policy(
-            setting.config, setting.model, setting.home, critic=self.rule.critic, seed=setting.model_seed
+            setting.config,
+            setting.model,
+            setting.home,
+            critic=self.rule.critic,
+            seed=setting.model_seed,
+            device=setting.device,
         )
-        self.policy.scored.to(setting.device)
         self._scored = self.team.join(self.policy.scored)
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(),
@@ -94,13 +101,17 @@ class Learner:
         )
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
-        """Improve the policy by these samples; what there is to tell of it. A step that would break it is skipped."""
+        """Improve the policy by these samples; what there is to tell of it. A step that would break it is skipped.
+
+        Where nothing is to be learned from a part of them, no step is taken: it would go on by momentum alone.
+        """
         numbers = _Numbers()
         longest = self.rule.constant or self.setting.longest
         parts = [
             (part, scale_of(part, self.rule.length, int(longest)))
             for epoch in range(self.config.epochs)
             for part in split(samples, self.config.minibatches, f"{self.config.seed}:{step}:{epoch}")
+            if any(map(self._counts, part))
         ]
         own = self._share(samples)
         mine = {id(sample): sample for share in (own, *(self._share(part) for part, _ in parts)) for sample in share}
@@ -113,7 +124,7 @@ class Learner:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             skipped += not self._descend(part, scale, known, numbers)
-        told = numbers.means(self.team)
+        told = numbers.means(self.team) if parts else {}
         return {**told, "lr": rate, "skipped": float(skipped), "updates": float(len(parts) - skipped)}
 
     # -- one step of the optimizer --------------------------------------------------------------------------------
@@ -145,28 +156,28 @@ class Learner:
     def _loss(self, batch: Sequence[Sample], known: Mapping[int, Known], numbers: "_Numbers") -> Tensor:
         """The weighed sum of what the tokens of a micro-batch cost."""
         config, now = self.config, self._said(batch)
-        facts = [known[id(sample)] if id(sample) in known else _unknown(sample) for sample in batch]
+        facts = [known.get(id(sample)) or _unknown(sample, self.setting.device) for sample in batch]
         recorded = _flat([torch.from_numpy(sample.recorded[sample.mask]) for sample in batch], self.setting.device)
         old = now.logprobs.detach() if facts[0].old is None else _joined([fact.old for fact in facts])
         tokens = Tokens(
             old=old,
-            recorded=recorded,
-            advantages=_flat([fact.advantages for fact in facts], self.setting.device),
+            advantages=_joined([fact.advantages for fact in facts]),
             returns=None if facts[0].returns is None else _joined([fact.returns for fact in facts]),
         )
         cost, told = self.rule.loss(now, tokens)
         drift = old - recorded
+        told = {**told, "mismatch_kl": drift.exp() - drift - 1}
         if config.importance:
             importance = drift.exp().clamp(max=config.importance)
             cost = cost * importance
             told = {**told, "importance": importance}
         if config.kl:
-            away = _joined([fact.reference for fact in facts]) - now.logprobs
+            # Only the sample that changes nothing has no reference: it stays where it is.
+            reference = old if facts[0].reference is None else _joined([fact.reference for fact in facts])
+            away = reference - now.logprobs
             distance = away.exp() - away - 1
             cost = cost + config.kl * distance
             told = {**told, "kl": distance.detach()}
-        else:
-            told = {**told, "kl": (-drift).exp() + drift - 1}
         if config.entropy:
             cost = cost - config.entropy * now.entropy
         weights = _flat([torch.full((sample.tokens,), sample.weight) for sample in batch], self.setting.device)
@@ -261,7 +272,9 @@ class Learner:
         self.policy.read(directory)
         found = load_file(directory / _TRAINER)
         for name, place in self._critic().items():
-            place.copy_(found[f"{_CRITIC}{name}"])
+            if (key := f"{_CRITIC}{name}") not in found:
+                raise foreign(directory, key)
+            place.copy_(found[key])
         kept = self.optimizer.state_dict()
         memories = [_below(found, f"optimizer/{name}/") for name in self.policy.learned()]
         kept["state"] = {index: memory for index, memory in enumerate(memories) if memory}
@@ -306,11 +319,17 @@ def _idle(sample: Sample) -> Sample:
     return Sample(sample.ids[:first], one, sample.recorded[:first], 0.0, 0.0, 0.0, sample.episode)
 
 
-def _unknown(sample: Sample) -> Known:
-    advantages = torch.full((sample.tokens,), sample.advantage)
-    zeros = torch.zeros(sample.tokens)
-    # Only the sample that changes nothing may be of a kind with what is known.
-    return Known(None, advantages, zeros, zeros)
+def _unknown(sample: Sample, device: str) -> Known:
+    advantages = torch.full((sample.tokens,), sample.advantage, device=device)
+    return Known(None, advantages, returns=torch.zeros_like(advantages))
+
+
+def _check(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).partition("\n")[0].rstrip(".")
+        raise TrainingFailed(f"cannot train on device {device!r}: {why}. Set `device` to one that is here.") from error
 
 
 def _flat(parts: Sequence[Tensor], device: str) -> Tensor:

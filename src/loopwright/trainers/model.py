@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from loopwright.engines.models import causal_model
 from loopwright.engines.named_tokenizer import place
 from loopwright.trainers.config import LoraConfig, TrainConfig
+from loopwright.trainers.failure import TrainingFailed, foreign
 from loopwright.trainers.rule import Said
 
 _TOLERANCE = 1e-3
@@ -49,9 +50,12 @@ class Scored(nn.Module):
 class Policy:
     """What is trained, and the ways in and out of it."""
 
-    def __init__(self, config: TrainConfig, model: str, home: Path, *, critic: bool, seed: int = 0) -> None:
+    def __init__(
+        self, config: TrainConfig, model: str, home: Path, *, critic: bool, seed: int = 0, device: str = "cpu"
+    ) -> None:
         self.config = config
-        self.hub: Any = causal_model(model, home, seed=seed, attention="sdpa").float().train()
+        # Without dropout: the engine samples without, and what it sampled is what is learned from.
+        self.hub: Any = causal_model(model, home, seed=seed, attention="sdpa").float().eval()
         _check(self.hub, model)
         for parameter in self.hub.parameters():
             parameter.requires_grad_(config.lora is None and config.layers is None)
@@ -61,7 +65,7 @@ class Policy:
             self._adapters.base_model_name_or_path = place(model, home)
         elif config.layers is not None:
             _unfreeze(self.hub, config.layers)
-        self.scored = Scored(self.hub, critic=critic)
+        self.scored = Scored(self.hub, critic=critic).to(device)
         self._first: dict[str, Tensor] | None = None
         if config.kl and config.lora is None:
             self._first = {name: p.detach().clone() for name, p in self.hub.named_parameters() if p.requires_grad}
@@ -112,10 +116,11 @@ class Policy:
     def read(self, directory: Path) -> None:
         """Take on what was written there."""
         lora = self.config.lora is not None
-        found = load_file(directory / (_ADAPTERS if lora else _MODEL))
+        file = directory / (_ADAPTERS if lora else _MODEL)
+        found = load_file(file) if file.is_file() else {}
         places = {_as_peft(name) if lora else name: p for name, p in self.hub.named_parameters() if p.requires_grad}
-        if missing := places.keys() - found.keys():
-            raise ValueError(f"{directory} is a checkpoint of another model, or of other adapters: no {min(missing)!r}")
+        if wrong := [n for n, p in places.items() if n not in found or found[n].shape != p.shape]:
+            raise foreign(directory, wrong[0])
         for name, parameter in places.items():
             parameter.copy_(found[name])
 
@@ -170,7 +175,8 @@ def _adapt(model: Any, config: LoraConfig, seed: int) -> Any:
     layers = model.config.get_text_config().num_hidden_layers
     known = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if missing := [name for name in config.targets if name not in known]:
-        raise ValueError(f"lora targets: the model has no matrix {missing[0]!r}; it has {', '.join(sorted(known))}")
+        found = ", ".join(sorted(known))
+        raise TrainingFailed(f"lora.targets: the model has no matrix {missing[0]!r}; choose among its own: {found}.")
     chosen = None if config.layers is None else list(range(max(0, layers - config.layers), layers))
     lora = peft.LoraConfig(
         r=config.r,
@@ -205,4 +211,7 @@ def _check(model: Any, name: str) -> None:
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     ours, theirs = model.get_output_embeddings()(hidden), model(input_ids=ids, use_cache=False).logits
     if not (ours - theirs).abs().max().item() < _TOLERANCE:
-        raise ValueError(f"model {name!r} changes its logits after the last matrix, and cannot be trained here")
+        raise TrainingFailed(
+            f"model {name!r} changes its logits after the last matrix, and would be trained on the wrong ones. "
+            "Choose another model."
+        )

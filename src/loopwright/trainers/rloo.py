@@ -7,6 +7,7 @@ loss      the policy gradient, unclipped, against the logprobs that were recorde
 """
 
 from collections.abc import Mapping
+from statistics import mean
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -35,11 +36,11 @@ class RlooRule(Rule):
     constant = 1.0
 
     def advantages(self, rewards: Mapping[int, float], counted: frozenset[int]) -> Mapping[int, float]:
-        total, found = sum(rewards[trial] for trial in sorted(counted)), {}
+        found = {}
         for trial, reward in rewards.items():
-            others = len(counted) - (trial in counted)
+            others = [rewards[other] for other in sorted(counted) if other != trial]
             if others:
-                found[trial] = reward - (total - (reward if trial in counted else 0.0)) / others
+                found[trial] = reward - mean(others)  # exactly: equal rewards are no advantage, not a rounding error
         return found
 
     def loss(self, said: Said, tokens: Tokens) -> "tuple[Tensor, dict[str, Tensor]]":

@@ -17,8 +17,6 @@ class Tokens:
 
     old: "Tensor"
     """Their logprobs under the policy that the update began with."""
-    recorded: "Tensor"
-    """Their logprobs when they were sampled."""
     advantages: "Tensor"
     returns: "Tensor | None" = None
     """What is still to come of the reward after each, where there is a critic."""

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loopwright.core.episode import Episode, Row
+from loopwright.engines.base import Sampling
+from loopwright.trainers.failure import TrainingFailed
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -46,6 +48,7 @@ def samples_of(
     version: int,
     oldest: int | None,
     length: str = "episode",
+    temperature: float = 1.0,
 ) -> list[Sample]:
     """The samples of a batch of groups, with the advantage of each trial.
 
@@ -59,6 +62,7 @@ def samples_of(
         episode = groups[group][trial]
         if not episode.trainable or episode.reward is None or trial not in advantages[group]:
             continue
+        check_sampling(episode, temperature)
         rows = episode.rows(oldest)
         total = sum(sum(row.response_mask) for row in rows)
         weight = 1.0 / total if length == "episode" and total else 1.0
@@ -79,6 +83,27 @@ def _sample(row: Row, advantage: float, reward: float, weight: float, episode: i
         episode=episode,
         staleness=max(0, version - min(sampled, default=version)),
     )
+
+
+def narrows(sampling: Sampling) -> list[str]:
+    """What leaves out tokens that the policy would have sampled: its logprobs are those of another distribution."""
+    narrow = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
+    return [name for name, is_narrow in narrow.items() if is_narrow]
+
+
+def check_sampling(episode: Episode, temperature: float) -> None:
+    """Raise TrainingFailed if its tokens come from another distribution than the one that is trained on."""
+    expected = Sampling(temperature=temperature).reshapes
+    for node in episode.nodes:
+        if node.spans and node.sampling != expected and Sampling(**node.sampling).reshapes != expected:
+            raise TrainingFailed(
+                f"a rollout of task {episode.task.id!r} was sampled with {_listed(node.sampling)}, but what is trained "
+                f"is the policy at {_listed(expected)}. Have the loop sample so, or set its `sampling` to what it does."
+            )
+
+
+def _listed(sampling: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in sampling.items()) or "temperature 1"
 
 
 def scale_of(samples: Sequence[Sample], length: str, longest: int) -> float:

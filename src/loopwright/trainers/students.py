@@ -17,9 +17,6 @@ from loopwright.trainers.sample import Sample
 class Student(Protocol):
     """Whoever learns."""
 
-    restored: bool
-    """Whether it knows more than the model that it began with."""
-
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         """Improve the policy by these samples."""
         ...
@@ -52,7 +49,6 @@ class LocalStudent:
         self.learner = learner or Learner(setting)
         self._setting, self._directory, self._near = setting, directory, near
         self._published = 0
-        self.restored = False
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         return self.learner.update(samples, step)
@@ -72,7 +68,6 @@ class LocalStudent:
 
     def read(self, directory: Path) -> None:
         self.learner.read(directory)
-        self.restored = True
 
     def save(self, directory: Path) -> None:
         self.learner.policy.save(directory)
@@ -100,6 +95,7 @@ def setting_of(config: TrainConfig, rule: type[Rule], env: RolloutEnv) -> Settin
     model = config.model or getattr(engine, "model", None) or getattr(engine, "tokenizer", None)
     if model is None:
         raise TrainingFailed(f"engine {engine.type!r} does not say which model it has: set `model` of the agent.")
+    here: str = getattr(engine, "device", "cpu") if source.near else "cpu"
     return Setting(
         config=config,
         rule=rule,
@@ -108,13 +104,14 @@ def setting_of(config: TrainConfig, rule: type[Rule], env: RolloutEnv) -> Settin
         model_seed=getattr(engine, "seed", 0),
         temperature=sampling.temperature,
         longest=sampling.max_tokens,
+        device=config.device or here,
     )
 
 
 def source_of(env: RolloutEnv) -> Source:
     """Where the run's tokens come from."""
     if env.source is None:
-        raise ValueError("a trainer needs to know which engine samples: give its environment a `source`")
+        raise TrainingFailed("a trainer needs to know which engine samples: give its environment a `source`.")
     return env.source
 
 

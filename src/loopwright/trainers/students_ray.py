@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as NotYet
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import ray
 import torch
 from ray import train
 from ray.train import RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer, prepare_model
+from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch import distributed as dist
 
 from loopwright.rollouts.launch_ray import Connection, check
-from loopwright.rollouts.resources import Ask
+from loopwright.rollouts.resources import Ask, ResourcesError
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.learner import Learner, Setting
 from loopwright.trainers.sample import Sample
@@ -70,14 +71,15 @@ class _RayTeam:
         return prepare_model(module, parallel_strategy_kwargs={"find_unused_parameters": False})
 
     def total(self, numbers: Sequence[float]) -> list[float]:
-        sums = torch.tensor(numbers, dtype=torch.float64)
+        # Where the others' are: NCCL knows GPUs alone.
+        sums = torch.tensor(numbers, dtype=torch.float64, device=get_device())
         dist.all_reduce(sums)
         return [float(number) for number in sums]
 
 
 def _work(config: dict[str, Any]) -> None:
     """What each worker does: one job after another, until there is none."""
-    setting, desk = config["setting"], config["desk"]
+    setting, desk = replace(config["setting"], device=str(get_device())), config["desk"]
     team = _RayTeam()
     student = LocalStudent(setting, config["directory"], near=False, learner=Learner(setting, team))
     number = 0
@@ -96,12 +98,27 @@ def _got(reference: Any) -> Any:
     return reference.future().result()
 
 
+def _check(workers: int, cpus: float, gpus: float) -> None:
+    """Ray Train would wait for what the cluster does not have."""
+    check([Ask("trainer", workers, cpus)])
+    there: float = ray.cluster_resources().get("GPU", 0.0)  # type: ignore[no-untyped-call]
+    if there < workers * gpus:
+        raise ResourcesError(
+            f"the trainer asks for {workers} workers with {gpus:g} GPUs each, but the Ray cluster has {there:g} GPUs. "
+            "Ask for fewer `workers` or `gpus`, or leave `gpus` out to train on CPUs."
+        )
+
+
 class RayStudent:
     """Workers of Ray Train, which learn as one."""
 
     def __init__(self, setting: Setting, directory: Path, *, workers: int, cpus: float, gpus: float) -> None:
         self._connection = Connection()
-        check([Ask("trainer", workers, cpus)])
+        try:
+            _check(workers, cpus, gpus)
+        except ResourcesError:
+            self._connection.close()
+            raise
         self._desk: Any = ray.remote(_Desk).options(num_cpus=0.01).remote()
         resources = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
         self._trainer = TorchTrainer(
@@ -113,7 +130,6 @@ class RayStudent:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._fit, name="ray-train", daemon=True)
         self._thread.start()
-        self.restored = False
 
     def _fit(self) -> None:
         try:
@@ -144,7 +160,6 @@ class RayStudent:
 
     def read(self, directory: Path) -> None:
         self._asked("read", directory)
-        self.restored = True
 
     def save(self, directory: Path) -> None:
         self._asked("save", directory)

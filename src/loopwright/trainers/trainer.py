@@ -7,6 +7,7 @@ import traceback
 from abc import ABC
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,20 +24,21 @@ from loopwright.engines.news import News
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.evaluation import summary
-from loopwright.rollouts.group import Group
+from loopwright.rollouts.group import Group, LeftOut
 from loopwright.rollouts.producer import Producer
 from loopwright.trainers.checkpoint import Checkpoints
 from loopwright.trainers.config import TrainConfig
 from loopwright.trainers.curves import Curves, uninstalled
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.rule import Rule
-from loopwright.trainers.sample import Sample, samples_of
+from loopwright.trainers.sample import Sample, narrows, samples_of
 
 if TYPE_CHECKING:
     from loopwright.trainers.students import Student
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_WAKE_S = 10.0
 
 
 class Trainer(Agent, ABC):
@@ -48,6 +50,7 @@ class Trainer(Agent, ABC):
     """
 
     rolls_out: ClassVar[bool] = True
+    gives_weights: ClassVar[bool] = True
     rule: ClassVar[type[Rule]]
     env: RolloutEnv
     config: TrainConfig
@@ -103,12 +106,11 @@ class Trainer(Agent, ABC):
 
 def _narrowed(sampling: Sampling) -> list[Problem]:
     """What cannot be trained on: the logprobs of a distribution that the policy alone does not have."""
-    narrow = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
-    found = [name for name, is_narrow in narrow.items() if is_narrow]
+    where = "[run.rollout] loop.sampling"
     if sampling.temperature == 0:
-        return [Problem("type", "temperature 0 tries nothing, so nothing can be learned; set it above 0 in the loop.")]
-    said = "leaves tokens out that the policy would have sampled, and training would be wrong by that; remove it"
-    return [Problem("type", f"the loop's sampling: {', '.join(found)} {said}.")] if found else []
+        return [Problem(f"{where}.temperature", "0 tries nothing, so nothing can be learned; set it above 0.")]
+    said = "leaves tokens out that the policy would have sampled, and training would be wrong by that; remove it."
+    return [Problem(f"{where}.{name}", said) for name in narrows(sampling)]
 
 
 class _Training:
@@ -124,6 +126,8 @@ class _Training:
         # Torch computes in a thread of its own, so that rollouts go on meanwhile.
         self._thread = ThreadPoolExecutor(1, "learner")
         self._bad = 0
+        self._news: News | None = None
+        self._examined: int | None = None
 
     async def run(self) -> None:
         try:
@@ -152,35 +156,56 @@ class _Training:
                 begun = time.monotonic()
                 groups = await producer.batch(config.prompts_per_step, step + 1)
                 if not groups:
-                    break  # all trials are used up
+                    break
                 step += 1
                 waited = time.monotonic() - begun
                 if config.colocated:
-                    await self.env.tell(News(producer.version, paused=True))
-                numbers = await self._learn(student, groups, step, producer.in_flight)
+                    await self._rest(producer)
+                numbers = await self._learn(student, groups, step, producer.in_flight, producer.left_out)
                 await self._publish(producer, student, step)
                 self._note(step, {**numbers, "rollout_s": waited})
-                if step % config.checkpoint_every == 0 or step == config.steps:
+                if step % config.checkpoint_every == 0 or step == config.steps or self._failing:
                     await self._checkpoint(student, step)
+                self._give_up(step)
                 await self._evaluated(step)
+            if step < config.steps and not self.env.run.stopping:
+                log.warning("training ends at step %d of %d: its trials are used up", step, config.steps)
+                await self._evaluated(step, last=step)
             await self._checkpoint(student, step)
             await self._in_thread(student.save, self.directory / "policy")
         finally:
             await producer.pause(0)
+            await self._wake()
+
+    async def _rest(self, producer: Producer) -> None:
+        """Have the engine rest. What may not go on under new weights is ended before, while it still can."""
+        if not producer.config.partial:
+            await producer.pause()
+        await self.env.tell(News(producer.version, paused=True))
+
+    async def _wake(self) -> None:
+        """However training ended, an engine that serves others, too, must not stay paused."""
+        if self._news is not None:
+            with suppress(LoopwrightError, TimeoutError):
+                async with asyncio.timeout(_WAKE_S):
+                    await self.env.tell(self._news)
 
     # -- one step -------------------------------------------------------------------------------------------------
 
-    async def _learn(self, student: "Student", groups: Sequence[Group], step: int, flying: int = 0) -> dict[str, float]:
+    async def _learn(
+        self, student: "Student", groups: Sequence[Group], step: int, flying: int = 0, left_out: LeftOut | None = None
+    ) -> dict[str, float]:
         """Train on these groups; what there is to tell of it."""
         begun = time.monotonic()
         samples = self._samples(groups, step)
         told: dict[str, float] = {}
         if samples:
             told = await self._in_thread(partial(student.update, samples, step))
-        else:
-            log.warning("step %d is skipped: there is nothing to train on in its %d groups", step, len(groups))
-        self._check(step, told)
-        return {**_seen(groups, samples, step), **told, "train_s": time.monotonic() - begun, "in_flight": float(flying)}
+        if not told.get("updates") and not told.get("skipped"):
+            log.warning("step %d is skipped: there is nothing to learn from in its %d groups", step, len(groups))
+        self._count(step, told)
+        seen = _seen(groups, samples, step, left_out or LeftOut())
+        return {**seen, **told, "train_s": time.monotonic() - begun, "in_flight": float(flying)}
 
     def _samples(self, groups: Sequence[Group], step: int) -> list[Sample]:
         version = step - 1
@@ -191,37 +216,54 @@ class _Training:
             counted = frozenset(n for n in rewards if group.episodes[n].in_baseline)
             advantages.append(self.rule.advantages(rewards, counted))
         episodes = [group.episodes for group in groups]
-        return samples_of(episodes, advantages, version=version, oldest=oldest, length=self.rule.length)
+        sampled_at = 1.0 if self.env.source is None else self.env.source.sampling.temperature
+        return samples_of(
+            episodes, advantages, version=version, oldest=oldest, length=self.rule.length, temperature=sampled_at
+        )
 
-    def _check(self, step: int, told: dict[str, float]) -> None:
-        """Steps that came to nothing are said; too many in a row end the training."""
-        if not told.get("skipped"):
+    def _count(self, step: int, told: dict[str, float]) -> None:
+        """Steps that came to nothing are said, and counted while they come in a row."""
+        if told.get("skipped"):
+            what = "part of it was left out" if told["updates"] else "the policy was left as it was"
+            log.warning("step %d: a loss or gradient was no finite number; %s", step, what)
+        if told.get("updates"):
             self._bad = 0
-            return
-        self._bad += 1
-        log.warning("step %d: a loss or gradient was no finite number; the policy was left as it was", step)
-        if self._bad >= self.config.bad_steps:
+        elif told.get("skipped"):
+            self._bad += 1
+
+    @property
+    def _failing(self) -> bool:
+        return self._bad >= self.config.bad_steps
+
+    def _give_up(self, step: int) -> None:
+        """Too many steps in a row that came to nothing end the training; resumed, it goes on after them."""
+        if self._failing:
             raise TrainingFailed(
                 f"{self._bad} steps in a row had a loss or gradient that is no finite number, the last one {step}. "
                 "Lower `lr`, or look for rewards that are too large."
             )
 
     async def _publish(self, producer: Producer, student: "Student", step: int) -> None:
-        """Let the engines have the weights of this step, under its number."""
-        weights = await self._in_thread(student.weights) if step or student.restored else None
+        """Let the engines have the weights of this step, under its number: the first ones too, whatever they hold."""
+        weights = await self._in_thread(student.weights)
+        self._news = News(step, weights=weights)
         await producer.update(step, weights)
+        self._news = News(step)
 
     def _note(self, step: int, numbers: dict[str, float]) -> None:
         self._write("train", Step(step, time.time(), numbers))
 
-    async def _evaluated(self, step: int) -> None:
+    async def _evaluated(self, step: int, last: int | None = None) -> None:
         config = self.env.evaluation
-        if config is None or not config.due(step, self.config.steps):
+        if (
+            config is None
+            or step == self._examined
+            or not config.due(step, self.config.steps if last is None else last)
+        ):
             return
-        groups = self.env.examine(step, config.samples, config.sampling)
-        rollouts = [self.env.roll(group, trial) for group in groups for trial in list(group.flying.values())]
-        await asyncio.gather(*rollouts)
-        self.env.run.ledger.flush()
+        self._examined = step
+        groups = self.env.examine(step, config.samples)
+        await self.env.roll_all(groups)
         rewards = [[e.reward.value for e in group.episodes.values() if e.reward is not None] for group in groups]
         numbers = summary(rewards, config, seed=f"{self.config.seed}:{step}")
         self._write("eval", Step(step, time.time(), numbers))
@@ -235,7 +277,7 @@ class _Training:
 
     async def _checkpoint(self, student: "Student", step: int) -> None:
         """Have the weights on disk, and then the rollouts that they were learned from count as trained on."""
-        await self._in_thread(partial(self.checkpoints.save, step, student.write, {"bad": self._bad}))
+        await self._in_thread(partial(self.checkpoints.save, step, student.write))
         self.env.buffer.settle(step)
 
     async def _restored(self, student: "Student") -> int:
@@ -244,7 +286,7 @@ class _Training:
         step = 0
         if found is not None:
             await self._in_thread(student.read, found.directory)
-            step, self._bad = found.step, int(found.notes.get("bad", 0))
+            step = found.step
         self.steps.forget(step)
         first = step
         while numbers := self.env.buffer.taken(step + 1):
@@ -253,6 +295,7 @@ class _Training:
             self._note(step, await self._learn(student, groups, step))
         if step > first:
             await self._checkpoint(student, step)
+        self._give_up(step)
         return step
 
     def _student(self) -> "Student":
@@ -270,14 +313,14 @@ class _Training:
             raise
 
 
-def _seen(groups: Sequence[Group], samples: Sequence[Sample], step: int) -> dict[str, float]:
-    """What the batch itself has to tell."""
+def _seen(groups: Sequence[Group], samples: Sequence[Sample], step: int, left_out: LeftOut) -> dict[str, float]:
+    """What the batch itself has to tell, and what was left out of it."""
     episodes = [episode for group in groups for episode in group.episodes.values()]
     rewards = [episode.reward.value for episode in episodes if episode.reward is not None]
     if not rewards:
         return {"episodes": float(len(episodes))}
-    wanted = sum(group.trials for group in groups)
-    mean = fmean(rewards)
+    wanted = sum(group.trials for group in groups) + left_out.trials
+    mean, every = fmean(rewards), rewards + left_out.rewards
     return {
         "reward": mean,
         "reward_std": fmean((reward - mean) ** 2 for reward in rewards) ** 0.5,
@@ -287,6 +330,9 @@ def _seen(groups: Sequence[Group], samples: Sequence[Sample], step: int) -> dict
         "length": fmean(episode.sampled for episode in episodes),
         "turns": fmean(episode.turns for episode in episodes),
         "staleness": fmean(sample.staleness for sample in samples) if samples else 0.0,
-        "fault_rate": (wanted - len(episodes)) / wanted if wanted else 0.0,
+        **({"reward_all": fmean(every)} if left_out.rewards else {}),
+        "filtered": float(left_out.groups["filtered"]),
+        "failed": float(left_out.groups["failed"]),
+        "fault_rate": (wanted - len(every)) / wanted if wanted else 0.0,
         "version": float(step - 1),
     }

@@ -43,13 +43,28 @@ class Room(ABC):
         """The directory that commands work in, as it is called outside."""
         self.exceeded: str | None = None
         """The bound for whose sake the room ended a command, in words; None if none was broken."""
+        self._settled = False
 
     @abstractmethod
-    def command(self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS) -> Command:
+    def command(
+        self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, fixed: Mapping[str, Path] = NO_MOUNTS
+    ) -> Command:
         """The command that runs this one inside. Its `directory` is the workspace or lies in it.
 
-        `mounts` are directories that it, and no other command of the room, sees at these absolute paths, writable.
+        `mounts` are directories that it, and no other command of the room, sees at these absolute paths, writable;
+        `fixed` are others, read-only.
         """
+
+    def settle(self) -> None:
+        """Say that the next command is to look at what the ones before have left, and is none of them.
+
+        For it the disk bound counts from here, and no door is open. Measuring takes time: call it in a thread.
+        """
+        self.exceeded, self._settled = None, True
+
+    def untouched(self, directory: Path) -> bool:
+        """Whether no command of the room can have put anything into this directory, a layer over /usr aside."""
+        return any(directory.is_relative_to(place) for place in ("/usr", "/bin", "/sbin"))
 
     def inside(self, path: Path) -> str:
         """What a path in the workspace is called inside."""
@@ -95,8 +110,13 @@ class Sandbox(ABC):
 
 
 class _Open(Room):
-    def command(self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS) -> Command:
+    def command(
+        self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, fixed: Mapping[str, Path] = NO_MOUNTS
+    ) -> Command:
         return command
+
+    def untouched(self, directory: Path) -> bool:
+        return not directory.is_relative_to(self.workspace)
 
 
 class NoSandbox(Sandbox):

@@ -4,7 +4,6 @@ What is not named here is not there: the root holds the system's programs, our o
 writable places lie in a scratch directory that lives as long as the room, so that tests find what the agent left.
 """
 
-import asyncio
 import math
 import os
 import pwd
@@ -13,18 +12,19 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
 from loopwright.execution.base import Command, Completion
 from loopwright.execution.processes import start_ticks
 from loopwright.execution.sandbox.base import NO_MOUNTS, Bounds, Room, Sandbox, SandboxError
-from loopwright.execution.sandbox.cgroup import Group
-from loopwright.execution.sandbox.files import remove
+from loopwright.execution.sandbox.cgroup import Group, parents
+from loopwright.execution.sandbox.files import aside, remove
 from loopwright.execution.sandbox.gate import TOOLS, Gate, explain, plain_environment
 from loopwright.execution.sandbox.status import TRUE_STATUS
 from loopwright.execution.sandbox.watch import OWN_PROCESSES, Watch, Watched
@@ -34,6 +34,8 @@ _KERNEL = ("/proc/sys", "/proc/sysrq-trigger", "/proc/fs", "/proc/scsi", "/proc/
 """What root might still write to, for the kernel asks only who owns it."""
 _LAYERED = ("usr", "etc")
 _PREFIX = "loopwright-room-"
+_SECRETS_S = 10.0
+"""Seconds for which what was found in /etc is taken to be still so."""
 _ISOLATION = (
     *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", "--disable-userns"),
     *("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--hostname", "room", "--clearenv"),
@@ -83,23 +85,19 @@ class Bubblewrap(Sandbox):
         _checked(self)
         remove_stale()
         gate = Gate(reach)
-        group = Group(None)
-        scratch = _Scratch.make(gate.hosts(), hide)
-        try:
+        async with AsyncExitStack() as stack:
+            scratch = _Scratch.make(gate.hosts(), hide)
+            stack.push_async_callback(aside, remove, scratch.path)
+            stack.push_async_callback(gate.close)
             await gate.open(scratch.path, _LAYERED if os.access("/usr", os.W_OK) else ())
+            group = Group(None)
             if self.bounds.processes is not None:
                 group = Group.make(scratch.path.name, self.bounds.processes + OWN_PROCESSES)
+                stack.push_async_callback(group.close)
             room = _Room(workspace, at, gate, group, scratch, self.bounds, (*_visible(self._readable),), hide)
-            watched = Watched(gate.net, self.bounds, (workspace, scratch.path), room.break_)
-            self._watch.add(watched)
-            try:
-                yield room
-            finally:
-                await self._watch.drop(watched)
-        finally:
-            await gate.close()
-            await group.close()
-            await asyncio.to_thread(remove, scratch.path)
+            self._watch.add(room.watched)
+            stack.push_async_callback(self._watch.drop, room.watched)
+            yield room
 
 
 @dataclass(frozen=True)
@@ -109,11 +107,21 @@ class _Scratch:
     path: Path
     private: Mapping[str, Path]
     """Its writable places: what they are called inside, and where they are."""
+    secrets: tuple[Path, ...]
+    """What is not to be seen in /etc."""
 
     @classmethod
     def make(cls, hosts: str, hide: tuple[Path, ...]) -> "_Scratch":
         own = os.getpid()
         path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{own}-{start_ticks(own)}-"))
+        try:
+            return cls._filled(path, hosts, hide)
+        except BaseException:
+            remove(path)
+            raise
+
+    @classmethod
+    def _filled(cls, path: Path, hosts: str, hide: tuple[Path, ...]) -> "_Scratch":
         private = {name: path / "private" / name.strip("/").replace("/", "-") for name in _private()}
         for place in private.values():
             place.mkdir(parents=True)
@@ -123,15 +131,16 @@ class _Scratch:
             (path / "upper" / layered).chmod(0o755)
         (path / "empty").touch(mode=0o444)
         (path / "nothing").mkdir(mode=0o555)
+        secrets = _secrets(int(time.monotonic() / _SECRETS_S))
         # Into the layer rather than over it: the agent may move things in there, and a mount would follow a link.
-        for hidden in (*_secrets(), *(path.absolute() for path in hide if _lies_in(path, _layered()))):
+        for hidden in (*secrets, *(path.absolute() for path in hide if _lies_in(path, _layered()))):
             place = path / "upper" / hidden.relative_to("/")
             place.parent.mkdir(parents=True, exist_ok=True)
             place.touch(mode=0o000)
         for file in (path / "hosts", path / "upper/etc/hosts"):
             file.write_text(hosts)
             file.chmod(0o644)
-        return cls(path, private)
+        return cls(path, private, secrets)
 
     def clear(self, inside: str) -> None:
         """Make way for a mount: a link that the agent put in its place must not lead it astray."""
@@ -168,6 +177,7 @@ class _Room(Room):
         self._gate, self._group, self._scratch, self._bounds = gate, group, scratch, bounds
         self._readable, self._hide = readable, hide
         self._commands = 0
+        self.watched = Watched(gate.net, bounds, (workspace, scratch.path), self.break_)
         if _lies_in(Path(self._at), _fixed(gate.laid)) and not Path(self._at).is_dir():
             raise SandboxError(f"the workspace cannot be {at} here, where the system is read-only. Choose /app.")
 
@@ -183,13 +193,27 @@ class _Room(Room):
         """See `Room.reachable`."""
         return self._gate.reachable(url)
 
-    def command(self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS) -> Command:
+    def settle(self) -> None:
+        """See `Room.settle`."""
+        super().settle()
+        self.watched.spare()
+
+    def untouched(self, directory: Path) -> bool:
+        """See `Room.untouched`."""
+        return _lies_in(directory, (*self._readable, *map(Path, _SYSTEM)))
+
+    def command(
+        self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, fixed: Mapping[str, Path] = NO_MOUNTS
+    ) -> Command:
         """See `Room.command`."""
+        if not self._settled:
+            self.watched.spared_bytes = 0
+        self._gate.shut, self._settled = self._settled, False
         self._commands += 1
         # In a file, and not on the command line, which everybody on this machine may read.
         arguments = self._scratch.path / f"arguments-{self._commands}"
         arguments.touch(mode=0o600)
-        arguments.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in self._arguments(command, mounts)))
+        arguments.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in self._arguments(command, mounts, fixed)))
         outside = ("/bin/sh", "-c", TRUE_STATUS, str(arguments), *self._gate.enter(), "bwrap", "--args", "3", "--")
         inside = ("/bin/sh", "-c", _INSIDE, "sh", *_limits(self._bounds), "env", "--default-signal=TERM", "--")
         # The command's own environment is for the inside alone: it could make our own tools load its code.
@@ -201,7 +225,7 @@ class _Room(Room):
         status = self._scratch.path / f"arguments-{self._commands}.status"
         return completion.exit_code is not None and not (status.exists() and b"exit-code" in status.read_bytes())
 
-    def _arguments(self, command: Command, mounts: Mapping[str, Path]) -> Iterator[str]:
+    def _arguments(self, command: Command, mounts: Mapping[str, Path], fixed: Mapping[str, Path]) -> Iterator[str]:
         yield from (*_ISOLATION, "--uid", str(os.getuid()), "--gid", str(os.getgid()), "--json-status-fd", "4")
         yield from self._system()
         for inside, place in self._scratch.private.items():
@@ -214,9 +238,9 @@ class _Room(Room):
             layered = tuple(Path("/", name) for name in self._gate.laid)
             if not _lies_in(path, layered) and _lies_in(path, (*self._readable, *map(Path, _SYSTEM))):
                 yield from ("--ro-bind", str(self._scratch.path / "nothing"), str(path))
-        for inside, path in {self._at: self.workspace, **mounts}.items():
+        for inside, path in {self._at: self.workspace, **mounts, **fixed}.items():
             self._scratch.clear(inside)
-            yield from ("--bind", str(path), inside)
+            yield from ("--ro-bind" if inside in fixed else "--bind", str(path), inside)
         yield from ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self.inside(command.directory))
         for name, value in _environment(command.environment).items():
             yield from ("--setenv", name, value)
@@ -232,7 +256,7 @@ class _Room(Room):
             elif path.exists():
                 yield from ("--ro-bind", name, name)
         if "etc" not in laid:
-            for hidden in _secrets():
+            for hidden in self._scratch.secrets:
                 yield from ("--ro-bind", str(scratch / ("nothing" if hidden.is_dir() else "empty")), str(hidden))
             if Path("/etc/hosts").exists():
                 yield from ("--ro-bind", str(scratch / "hosts"), "/etc/hosts")
@@ -262,19 +286,24 @@ def _home() -> str:
     return home if own and not _lies_in(Path(home), tuple(map(Path, _SYSTEM))) else "/home/room"
 
 
-@cache
-def _secrets() -> tuple[Path, ...]:
-    """What in /etc is not for everybody. Root is no longer root inside, but still the owner of these."""
-    found = []
-    for place, folders, files in os.walk("/etc"):
-        for name in (*folders, *files):
-            path = Path(place, name)
+@lru_cache(maxsize=1)
+def _secrets(_moment: int) -> tuple[Path, ...]:
+    """What in /etc is not for everybody, at this moment."""
+    return tuple(_unreadable("/etc"))
+
+
+def _unreadable(place: str) -> Iterator[Path]:
+    """What is not for everybody. Root is no longer root inside, but still the owner of these."""
+    with suppress(OSError), os.scandir(place) as entries:
+        for entry in entries:
             with suppress(OSError):
-                mode = path.lstat().st_mode
-                if not stat.S_ISLNK(mode) and not mode & stat.S_IROTH:
-                    found.append(path)
-        folders[:] = [name for name in folders if Path(place, name) not in found]
-    return tuple(found)
+                mode = entry.stat(follow_symlinks=False).st_mode
+                if stat.S_ISLNK(mode):
+                    continue
+                if not mode & stat.S_IROTH:
+                    yield Path(entry.path)
+                elif stat.S_ISDIR(mode):
+                    yield from _unreadable(entry.path)
 
 
 def _visible(readable: tuple[Path, ...]) -> Iterator[Path]:
@@ -327,9 +356,10 @@ def _checked(sandbox: Bubblewrap) -> None:
 
 @cache
 def remove_stale() -> None:
-    """Remove what a killed process of ours left; once."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(ValueError, OSError):
-            pid, ticks = path.name.removeprefix(_PREFIX).split("-")[:2]
-            if start_ticks(int(pid)) != int(ticks) and path.stat().st_uid == os.getuid():
-                remove(path)
+    """Remove what a killed process of ours left, directories and control groups; once."""
+    for place, end in ((Path(tempfile.gettempdir()), remove), *((parent, Path.rmdir) for parent in parents())):
+        for path in place.glob(f"{_PREFIX}*"):
+            with suppress(ValueError, OSError):
+                pid, ticks = path.name.removeprefix(_PREFIX).split("-")[:2]
+                if start_ticks(int(pid)) != int(ticks) and path.stat().st_uid == os.getuid():
+                    end(path)

@@ -12,6 +12,8 @@ from pathlib import Path
 _ROOT = Path("/sys/fs/cgroup")
 _TRIES = 50
 _PAUSE_S = 0.02
+_left: set[Path] = set()
+"""Groups whose processes would not go."""
 
 
 class Group:
@@ -23,7 +25,9 @@ class Group:
     @classmethod
     def make(cls, name: str, processes: int) -> "Group":
         """A group of this name for so many processes."""
-        for parent in _parents():
+        for path in (*_left,):
+            _remove(path)
+        for parent in parents():
             path = parent / name
             with suppress(OSError):
                 path.mkdir()
@@ -41,21 +45,29 @@ class Group:
         return str(self._path / "cgroup.procs") if self._path else ""
 
     async def close(self) -> None:
-        """Remove it, once the last of its processes is gone."""
-        path = self._path
+        """Remove it, once the last of its processes is gone; if that takes long, some time later."""
+        if self._path is None:
+            return
+        _left.add(self._path)
         for _ in range(_TRIES):
-            with suppress(OSError):
-                if path is not None:
-                    path.rmdir()
+            if _remove(self._path):
                 return
             await asyncio.sleep(_PAUSE_S)
+
+
+def _remove(path: Path) -> bool:
+    with suppress(OSError):
+        path.rmdir()
+    if not path.exists():
+        _left.discard(path)
+    return path not in _left
 
 
 def _own_groups() -> str:
     return Path("/proc/self/cgroup").read_text()
 
 
-def _parents() -> Iterator[Path]:
+def parents() -> Iterator[Path]:
     """Where a group that counts processes could be made."""
     with suppress(OSError):
         for line in _own_groups().splitlines():

@@ -1,36 +1,51 @@
 """Rooms by Docker, for machines with its daemon; experimental. Each command is a container over the same directories.
 
 The network is that of a small container without any, in which gate_main.py opens the doors: the forwarding is ours, as
-with bubblewrap. A container outlives the `docker` that started it, so those of a room are removed with the room.
+with bubblewrap. A container outlives the `docker` that started it: each is removed before the next command begins, the
+last one with the room, and those of a process that was killed by the next one of ours.
 """
 
 import asyncio
-import math
 import os
+import shlex
 import shutil
 import socket
 import subprocess
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
 from loopwright.execution.base import Command, Completion
+from loopwright.execution.processes import start_ticks
 from loopwright.execution.sandbox import gate_main
 from loopwright.execution.sandbox.base import NO_MOUNTS, Bounds, Room, Sandbox, SandboxError
+from loopwright.execution.sandbox.bubblewrap import remove_stale
 from loopwright.execution.sandbox.files import remove
-from loopwright.execution.sandbox.gate import Gate
+from loopwright.execution.sandbox.gate import Gate, received
 from loopwright.execution.sandbox.status import TRUE_STATUS
 
 IMAGE = "python:3.11-slim"
 _TIMEOUT_S = 120.0
+_CHECK_S = 10.0
 _OPENS_WITHIN_S = 30.0
 _NEVER_BEGAN = 125
 """What `docker run` ends with if there was no container."""
+_MACHINE, _OWNER = "loopwright.machine", "loopwright.owner"
+"""Labels: whose container it is."""
+_VARIABLES = "/run/loopwright-variables"
 _PRIVATE = ("/root", "/tmp", "/dev/shm")  # noqa: S108  These are the room's own.
+
+# The client of the container before may have been killed, which ends no container.
+_ALONE = """
+docker rm --force --volumes "$0" >/dev/null 2>&1
+[ -z "$(docker ps --quiet --filter "name=^$0\\$")" ] || { echo "container $0 cannot be removed" >&2; exit 125; }
+exec "$@"
+"""
 
 
 class Docker(Sandbox):
@@ -43,13 +58,22 @@ class Docker(Sandbox):
         image: str = IMAGE,
     ) -> None:
         super().__init__(bounds)
-        self._readable, self._image = readable, image
+        self._readable, self._image = tuple(path.absolute() for path in readable), image
+        if bounds.cpu_s is not None or bounds.disk_bytes is not None:
+            raise SandboxError(
+                'sandbox = "docker" holds `memory` and `processes` of the bounds, and neither `cpu_s` nor `disk` for '
+                'all processes together. Leave these out, or use "bwrap".'
+            )
 
     def check(self) -> None:
         """See `Sandbox.check`."""
         if shutil.which("docker") is None:
             raise SandboxError('sandbox = "docker" needs Docker. Install it (https://docs.docker.com), or use "bwrap".')
-        done = _docker("version", "--format", "{{.Server.Version}}")
+        try:
+            done = _docker("version", "--format", "{{.Server.Version}}", timeout_s=_CHECK_S)
+        except subprocess.TimeoutExpired as error:
+            said = f'sandbox = "docker": its daemon gave no answer within {_CHECK_S:g} s. Restart it, or use "bwrap".'
+            raise SandboxError(said) from error
         if done.returncode:
             raise SandboxError(
                 f'sandbox = "docker": {done.stderr.strip() or "no answer"}. '
@@ -67,8 +91,11 @@ class Docker(Sandbox):
     ) -> AsyncIterator[Room]:
         """See `Sandbox.room`."""
         await asyncio.to_thread(self.check)
+        await asyncio.to_thread(remove_stale_containers)
+        await asyncio.to_thread(remove_stale)
         gate = Gate(reach)
-        room = _Room(workspace, at, gate, self.bounds, self._readable, self._image)
+        hidden = tuple(path.absolute() for path in hide)
+        room = _Room(workspace, at, gate, self.bounds, self._readable, self._image, hidden)
         try:
             if reach:
                 await gate.serve(await asyncio.to_thread(room.open_gate))
@@ -82,14 +109,23 @@ class _Room(Room):
     mounts: ClassVar[bool] = True
 
     def __init__(
-        self, workspace: Path, at: str | None, gate: Gate, bounds: Bounds, readable: tuple[Path, ...], image: str
+        self,
+        workspace: Path,
+        at: str | None,
+        gate: Gate,
+        bounds: Bounds,
+        readable: tuple[Path, ...],
+        image: str,
+        hide: tuple[Path, ...],
     ) -> None:
         super().__init__(workspace.absolute())
         self._at = at or str(self.workspace)
         self._gate, self._bounds, self._readable, self._image = gate, bounds, readable, image
-        self._scratch = Path(tempfile.mkdtemp(prefix="loopwright-docker-"))
+        # What is not readable is not there.
+        self._hide = [path for path in hide if any(path.is_relative_to(place) for place in readable) and path.exists()]
+        self._scratch = Path(tempfile.mkdtemp(prefix=f"loopwright-room-{_owner()}-"))
         self._private = {name: self._scratch / name.strip("/").replace("/", "-") for name in _PRIVATE}
-        for place in (*self._private.values(), self._scratch / "gate"):
+        for place in (*self._private.values(), self._scratch / "gate", self._scratch / "nothing"):
             place.mkdir()
         self._name = f"loopwright-{uuid.uuid4().hex}"
         self._containers: list[str] = []
@@ -105,29 +141,49 @@ class _Room(Room):
 
     def failed(self, completion: Completion) -> bool:
         """See `Room.failed`."""
-        return completion.exit_code == _NEVER_BEGAN
+        # Commands may end with the same code, but then there was a container.
+        return completion.exit_code == _NEVER_BEGAN and not self._made(self._containers[-1]).exists()
 
-    def command(self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS) -> Command:
+    def command(
+        self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, fixed: Mapping[str, Path] = NO_MOUNTS
+    ) -> Command:
         """See `Room.command`."""
+        self._gate.shut, self._settled = self._settled, False
+        before = self._containers[-1:] if len(self._containers) > bool(self._gate.doors) else []
         name = self._container()
-        environment = self._scratch / f"{name}.env"
-        environment.touch(mode=0o600)
         given = {"HOME": _PRIVATE[0], **command.environment}
-        # A file has one variable per line; those that are longer are rare, and no secrets.
-        lines = {key: value for key, value in given.items() if "\n" not in value}
-        environment.write_text("".join(f"{key}={value}\n" for key, value in lines.items()))
-        longer = [f"--env={key}={value}" for key, value in given.items() if key not in lines]
+        # Docker's own file has one variable per line; the others are read by a shell inside.
+        longer = {key: value for key, value in given.items() if "\n" in value}
+        environment = self._written(f"{name}.env", (f"{k}={v}" for k, v in given.items() if k not in longer))
+        variables = self._written(f"{name}.sh", (f"export {k}={shlex.quote(v)}" for k, v in longer.items()))
         places = {**self._private, self._at: self.workspace, **mounts}
+        shown = {str(path): path for path in self._readable} | {
+            str(path): self._scratch / "nothing" for path in self._hide
+        }
+        shown |= {**fixed, **({_VARIABLES: variables} if longer else {})}
         argv = (
-            *("docker", "run", "--rm", "--init", "--name", name, *self._walls()),
+            *("docker", "run", "--rm", "--init", "--name", name, "--cidfile", str(self._made(name)), *self._walls()),
             *("--network", f"container:{self._containers[0]}" if self._gate.doors else "none"),
             *(f"--mount=type=bind,source={path},target={inside}" for inside, path in places.items()),
-            *(f"--mount=type=bind,source={path},target={path},readonly" for path in self._readable),
-            *("--workdir", self.inside(command.directory), "--env-file", str(environment), *longer),
-            *(self._image, *command.argv),
+            *(f"--mount=type=bind,source={path},target={inside},readonly" for inside, path in shown.items()),
+            *("--workdir", self.inside(command.directory), "--env-file", str(environment), self._image),
+            *(("/bin/sh", "-c", '. "$0" && exec "$@"', _VARIABLES) if longer else ()),
+            *command.argv,
         )
+        alone = ("/bin/sh", "-c", _ALONE, *before) if before else ()
         outside = ("/bin/sh", "-c", TRUE_STATUS, str(environment))
-        return replace(command, argv=(*outside, *argv), environment=_environment())
+        return replace(command, argv=(*outside, *alone, *argv), environment=_environment())
+
+    def _made(self, name: str) -> Path:
+        """The file that is there once this container is."""
+        return self._scratch / f"{name}.id"
+
+    def _written(self, name: str, lines: Iterable[str]) -> Path:
+        """A file that only we and the command can read."""
+        path = self._scratch / name
+        path.touch(mode=0o600)
+        path.write_text("".join(f"{line}\n" for line in lines))
+        return path
 
     def open_gate(self) -> list[socket.socket]:
         """Start the container that opens the doors; they come out through a socket in a directory that it sees."""
@@ -153,7 +209,7 @@ class _Room(Room):
                 raise SandboxError(f"the image {self._image} did not open its doors; it needs python3.") from error
         # It stays for as long as this is open; the network would go with it.
         self._caller = caller
-        _, files, _, _ = socket.recv_fds(caller, 256, len(doors) + 3)
+        _, files = received(caller, len(doors) + 3)
         for file in files[len(doors) :]:
             os.close(file)
         return [socket.socket(fileno=file) for file in files[: len(doors)]]
@@ -173,20 +229,38 @@ class _Room(Room):
     def _walls(self) -> Iterator[str]:
         bounds = self._bounds
         yield from (f"--user={os.getuid()}:{os.getgid()}", "--cap-drop=ALL", "--security-opt=no-new-privileges")
-        yield "--ulimit=core=0"
+        yield from ("--ulimit=core=0", f"--label={_MACHINE}={_machine()}", f"--label={_OWNER}={_owner()}")
         if bounds.processes is not None:
             yield f"--pids-limit={bounds.processes}"
         if bounds.memory_bytes is not None:
             yield from (f"--memory={bounds.memory_bytes}", f"--memory-swap={bounds.memory_bytes}")
-        if bounds.cpu_s is not None:
-            yield f"--ulimit=cpu={math.ceil(bounds.cpu_s)}"
-        if bounds.disk_bytes is not None:
-            yield f"--ulimit=fsize={bounds.disk_bytes}"
 
 
-def _docker(*arguments: str) -> subprocess.CompletedProcess[str]:
+@cache
+def remove_stale_containers() -> None:
+    """Remove the containers that a killed process of ours left; once."""
+    told = ("--format", f'{{{{.ID}}}} {{{{.Label "{_OWNER}"}}}}')
+    listed = _docker("ps", "--all", "--filter", f"label={_MACHINE}={_machine()}", *told)
+    owned = [line.split() for line in listed.stdout.splitlines()]
+    if stale := [words[0] for words in owned if words[1:] and words[1] != _owner(int(words[1].partition("-")[0]))]:
+        _docker("rm", "--force", "--volumes", *stale)
+
+
+def _machine() -> str:
+    """This machine since it started, and the process ids that we see: others may use the same daemon."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+def _owner(pid: int | None = None) -> str:
+    """A process; without an id, this one."""
+    pid = os.getpid() if pid is None else pid
+    return f"{pid}-{start_ticks(pid)}"
+
+
+def _docker(*arguments: str, timeout_s: float = _TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     argv = ("docker", *arguments)
-    return subprocess.run(argv, capture_output=True, text=True, env=_environment(), timeout=_TIMEOUT_S, check=False)
+    return subprocess.run(argv, capture_output=True, text=True, env=_environment(), timeout=timeout_s, check=False)
 
 
 def _environment() -> dict[str, str]:

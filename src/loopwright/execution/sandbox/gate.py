@@ -13,6 +13,7 @@ import subprocess
 import sys
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
@@ -23,6 +24,10 @@ TOOLS = ("unshare", "nsenter", "prlimit")
 """What a room is made with, besides bubblewrap."""
 _TIMEOUT_S = 30.0
 _MOST_DOORS = 200
+_MOST_CONNECTIONS = 32
+"""How many a room has open at a time: each takes up to three files of ours, of which all rooms have a thousand."""
+_PAUSE_S = 1.0
+"""Seconds until the next try to take a connection, where we have no files left."""
 _CHUNK_BYTES = 1 << 16
 _PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 _LOOPBACK = ipaddress.ip_network("127.0.0.0/8")
@@ -69,7 +74,10 @@ class Gate:
         self.doors = {place: Door.to(url, number) for number, (place, url) in enumerate(places.items())}
         self.laid: tuple[str, ...] = ()
         """The directories below `scratch/root` that have a writable layer over them."""
+        self.shut = False
+        """Whether nobody is let through for now."""
         self._namespaces: dict[str, int] = {}
+        self.free = asyncio.Semaphore(_MOST_CONNECTIONS)
         self._stack = AsyncExitStack()
 
     async def open(self, scratch: Path, lowers: tuple[str, ...]) -> None:
@@ -89,7 +97,7 @@ class Gate:
     async def serve(self, sockets: list[socket.socket]) -> None:
         """Carry connections from these listening sockets, one for each door."""
         for door, listening in zip(self.doors.values(), sockets, strict=True):
-            await self._stack.enter_async_context(_Forwarder(door, listening))
+            await self._stack.enter_async_context(_Forwarder(door, listening, self))
 
     async def close(self) -> None:
         """Shut the doors; what still runs inside is on its own."""
@@ -138,7 +146,7 @@ class Gate:
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise SandboxError(explain(str(error))) from error
             theirs.close()
-            message, files, _, _ = socket.recv_fds(ours, 256, len(addresses) + len(_WAYS))
+            message, files = received(ours, len(addresses) + len(_WAYS))
         if not message:
             raise SandboxError(explain(done.stderr.decode(errors="replace")))
         self._namespaces = dict(zip(("user", "net", "mnt"), files[len(addresses) :], strict=True))
@@ -146,38 +154,69 @@ class Gate:
         return [socket.socket(fileno=file) for file in files[: len(addresses)]]
 
 
-class _Forwarder:
-    """Carries connections from one door to its place."""
+def received(caller: socket.socket, count: int) -> tuple[bytes, list[int]]:
+    """What gate_main.py says, and so many files with it; SandboxError if we have no room for them."""
+    message, files, _, _ = socket.recv_fds(caller, 256, count)
+    if message and len(files) < count:
+        for file in files:
+            os.close(file)
+        raise SandboxError("too many files are open for another room. Lower `concurrency`, or raise `ulimit -n`.")
+    return message, files
 
-    def __init__(self, door: Door, listening: socket.socket) -> None:
-        self._door, self._listening = door, listening
+
+class _Forwarder:
+    """Carries connections from one door to its place; those that are too many for the room wait outside."""
+
+    def __init__(self, door: Door, listening: socket.socket, gate: Gate) -> None:
+        self._door, self._listening, self._gate = door, listening, gate
         self._open: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> None:
-        self._server = await asyncio.start_server(self._accept, sock=self._listening)
+        self._listening.setblocking(False)
+        self._accepting = asyncio.ensure_future(self._accept())
 
     async def __aexit__(self, *_: object) -> None:
-        self._server.close()
-        for task in self._open:
+        tasks = [self._accepting, *self._open]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._open, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listening.close()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if (task := asyncio.current_task()) is not None:
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                caller, _ = await loop.sock_accept(self._listening)
+            except OSError:
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            try:
+                await self._gate.free.acquire()
+            except BaseException:
+                caller.close()
+                raise
+            task = loop.create_task(self._forward(caller))
             self._open.add(task)
-        try:
-            with suppress(OSError):
+            task.add_done_callback(partial(self._ended, caller))
+
+    def _ended(self, caller: socket.socket, task: asyncio.Task[None]) -> None:
+        caller.close()
+        self._open.discard(task)
+        self._gate.free.release()
+
+    async def _forward(self, caller: socket.socket) -> None:
+        if self._gate.shut:
+            return
+        with suppress(OSError):
+            reader, writer = await asyncio.open_connection(sock=caller)
+            try:
                 there = await asyncio.open_connection(self._door.host, self._door.port)
                 try:
                     await asyncio.gather(_carry(reader, there[1]), _carry(there[0], writer))
                 finally:
                     there[1].close()
-        except asyncio.CancelledError:
-            pass  # The room is closed; the server that waits for this task has nothing to learn from it.
-        finally:
-            if task is not None:
-                self._open.discard(task)
-            writer.close()
+            finally:
+                writer.close()
 
 
 async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -4,20 +4,25 @@ The kernel's own limits count each process by itself, and do not count root's pr
 """
 
 import asyncio
+import logging
 import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from loopwright.execution.processes import all_pids, send
 from loopwright.execution.sandbox.base import Bounds
-from loopwright.execution.sandbox.files import size_bytes
+from loopwright.execution.sandbox.files import aside, size_bytes
 
+_log = logging.getLogger(__name__)
 POLL_S = 0.2
+_FAILED_S = 2.0
+"""Seconds until the next look, after one that failed."""
 OWN_PROCESSES = 4
 """What a room has besides those of its command: two shells, and bubblewrap, which for a moment is two."""
 _DISK_SHARE = 0.05
@@ -53,6 +58,12 @@ class Watched:
     places: tuple[Path, ...]
     exceeded: Callable[[str], None]
     next_disk_s: float = 0.0
+    spared_bytes: int | None = 0
+    """What does not count against its disk bound; None where it could not be measured, so that nothing does."""
+
+    def spare(self) -> None:
+        """Let what is there now not count."""
+        self.spared_bytes = 0 if self.bounds.disk_bytes is None else size_bytes(*self.places)
 
     def disk(self) -> str | None:
         """Whether its files have become too many; measured rarely if that takes long."""
@@ -63,9 +74,12 @@ class Watched:
         size = size_bytes(*self.places)
         now_s = time.monotonic()
         self.next_disk_s = now_s + max(POLL_S, (now_s - start_s) / _DISK_SHARE)
+        # Looked at only now: it may be the agent's files that were measured, while its tests have begun.
+        if (spared := self.spared_bytes) is None:
+            return None
         if size is None:
-            return "disk: a directory that may not be looked into, so that it cannot be measured"
-        return f"disk: {size} bytes of {limit}" if size > limit else None
+            return "disk: a directory that may not be looked into, or files without end: it cannot be measured"
+        return f"disk: {size - spared} bytes of {limit}" if size - spared > limit else None
 
 
 class Watch:
@@ -73,6 +87,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._rooms: set[Watched] = set()
+        self._disks: dict[Watched, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
 
     def add(self, room: Watched) -> None:
@@ -81,32 +96,58 @@ class Watch:
             return
         self._rooms.add(room)
         if self._task is None or self._task.done() or self._task.get_loop().is_closed():
-            self._task = asyncio.ensure_future(self._look())
+            self._task = asyncio.ensure_future(_again(self._look))
+        if room.bounds.disk_bytes is not None:
+            self._disks[room] = asyncio.ensure_future(_again(partial(self._measure, room)))
 
     async def drop(self, room: Watched) -> None:
         """Look after it no more."""
         self._rooms.discard(room)
-        if not self._rooms and (task := self._task) is not None:
+        tasks = [self._disks.pop(room)] if room in self._disks else []
+        if not self._rooms and self._task is not None:
+            tasks.append(self._task)
             self._task = None
+        for task in tasks:
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _look(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_S)
-            await asyncio.to_thread(end_excess, tuple(self._rooms))
+        await asyncio.to_thread(end_excess, tuple(self._rooms))
+
+    async def _measure(self, room: Watched) -> None:
+        """By itself, for it may take long: the others are not to go without their look meanwhile."""
+        if reason := await aside(Watched.disk, room):
+            await asyncio.to_thread(end_room, room, reason)
+
+
+async def _again(look: Callable[[], Awaitable[None]]) -> None:
+    """Look again and again; a look that fails is not the last one."""
+    pause_s = POLL_S
+    while True:
+        await asyncio.sleep(pause_s)
+        pause_s = POLL_S
+        try:
+            await look()
+        except Exception as error:  # noqa: BLE001  whatever it is, the bounds of rooms hang on this
+            pause_s = _FAILED_S
+            _log.warning("the bounds of rooms cannot be looked after for %g s: %r", pause_s, error)
 
 
 def end_excess(rooms: tuple[Watched, ...]) -> None:
-    """End what is in the rooms that broke a bound."""
+    """End what is in the rooms that broke a bound, but for that of the disk."""
     used = usage()
     for room in rooms:
-        now = used.get(room.net)
-        if now is not None and (reason := now.exceeds(room.bounds) or room.disk()):
-            # First, for whoever waits for the end wants to know the reason.
-            room.exceeded(reason)
-            end(room.net, now.pids)
+        if room.net in used and (reason := used[room.net].exceeds(room.bounds)):
+            end_room(room, reason, used)
+
+
+def end_room(room: Watched, reason: str, used: Mapping[int, Used] | None = None) -> None:
+    """End what is in a room that broke a bound, if anything is."""
+    now = (usage() if used is None else used).get(room.net)
+    if now is not None:
+        # First, for whoever waits for the end wants to know the reason.
+        room.exceeded(reason)
+        end(room.net, now.pids)
 
 
 def end(net: int, pids: list[int]) -> None:

@@ -14,6 +14,7 @@ from loopwright.core.reward import Reward
 from loopwright.execution import Command, Completion, Keeper, LocalExecutor
 from loopwright.execution.local import GRACE_S
 from loopwright.execution.processes import VARIABLE
+from loopwright.execution.sandbox.files import removed
 from loopwright.execution.tree import signal_name
 from loopwright.rollouts.judger import JudgeFailed, Judger, JudgerConfig, Payload
 from loopwright.rollouts.judging import scratch
@@ -95,7 +96,7 @@ class CommandJudger(Judger):
             completion = await self._executor.run(self._command(directory), _unrecorded)
             return as_reward(self._verdict(directory, completion), self.config.label())
         finally:
-            await self._threads.run(partial(scratch.remove, directory))
+            await removed(directory)
 
     def _command(self, directory: Path) -> Command:
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from loopwright.execution.sandbox.files import remove
 from loopwright.rollouts.judger import JudgeFailed, Payload
 
 _MOST_BYTES = 2**20
@@ -37,19 +38,6 @@ def make(payload: Payload, home: Path, files: Sequence[str], root: Path) -> Path
         remove(directory)
         raise
     return directory
-
-
-def remove(directory: Path) -> None:
-    """Delete it, also where a command took away its own rights."""
-    shutil.rmtree(directory, onerror=_insist)
-
-
-def _insist(function: Any, path: str, _info: Any) -> None:
-    try:
-        Path(path).parent.chmod(0o700)
-        function(path)
-    except OSError:
-        return  # What is left is in the temporary directory, where nobody minds it.
 
 
 def recorded(directory: Path) -> Any:

@@ -20,8 +20,9 @@ class VerifierJudgerConfig(JudgerConfig):
     reward: str | None = None
     """Which of the named rewards counts; without it `reward` where there is one, and otherwise their sum."""
     broken: float | None = None
-    """The reward where the tests run out of time or are ended by a signal: set it where that is the agent's own doing,
-    because they run its code and do not stop it themselves. Without it there is no reward then."""
+    """The reward where the tests run out of time, break a bound, or are ended by a signal and leave no reward: set it
+    where that is the agent's own doing, because they run its code and do not stop it themselves. Without it there is no
+    reward then."""
     retries: int = Field(default=0, ge=0)
     """How often a failed verdict is tried again; what tests said does not change by asking again."""
     breaker: int = Field(default=0, ge=0)

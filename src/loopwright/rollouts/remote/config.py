@@ -124,8 +124,21 @@ class RemoteConfig(LoopConfig):
         return self
 
     def walls(self, home: Path) -> Sandbox:
-        """The sandbox that it asks for; SandboxError if there is none of that name."""
+        """The sandbox that it asks for; SandboxError if there is none of that name, or agents would see too much."""
+        if self.sandbox != "none" and any(home.resolve().is_relative_to(place) for place in self._readable(home)):
+            raise SandboxError(
+                f"`readable` would show agents all of {home}: the tasks with their tests, tokens, the output. "
+                "Name the agent's own directory only."
+            )
         return sandbox_of(self.sandbox, self.bounds.bounds(), tuple(home / name for name in self.readable))
+
+    def shows(self, path: Path, home: Path) -> bool:
+        path = path.resolve()
+        shown = self._readable(home)
+        return self.sandbox != "none" and any(path.is_relative_to(p) or p.is_relative_to(path) for p in shown)
+
+    def _readable(self, home: Path) -> list[Path]:
+        return [(home / name).resolve() for name in self.readable]
 
     def problems(self, home: Path) -> list[Problem]:
         if self.server is not None:
@@ -167,10 +180,14 @@ class RemoteConfig(LoopConfig):
             return ""  # they may be on machines that have it
         try:
             found = Places(home, self.task_root, self.task_template).read(task)
+            if found is not None:
+                found.check_variables()
         except TasksError as error:
             return str(error)
         if found is None:
             return "neither its local_task_path nor `task_root` or `task_template` says where its tests are"
+        if self.shows(found.path, home):
+            return f"`readable` would show its agent the tests in {found.path}"
         return "" if found.tested else f"{found.path} has no tests/test.sh"
 
 

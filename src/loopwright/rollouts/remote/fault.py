@@ -4,6 +4,8 @@ Only what the policy cannot have caused may be discarded. An agent that spoke wi
 broken over what it was told, so it is scored; one that broke before its first call cannot have.
 """
 
+from dataclasses import dataclass
+
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.gateway.client import Captured
 from loopwright.gateway.session import Limits
@@ -13,7 +15,18 @@ from loopwright.rollouts.worker import STALLED_S
 Verdict = tuple[Outcome, Fault | None, str]
 
 
-def verdict(ended: Ended | None, captured: Captured, limits: Limits, deadline_s: float) -> Verdict:
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """The time that an agent has, and the key that says so."""
+
+    time_s: float
+    key: str
+
+    def __str__(self) -> str:
+        return f"not done within {self.time_s:g} s ({self.key})"
+
+
+def verdict(ended: Ended | None, captured: Captured, limits: Limits, allowed: Allowed) -> Verdict:
     """The outcome, who caused it, and the reason; `ended` is None for an agent whose time was up."""
     episode = captured.episode
     if captured.broken:
@@ -21,7 +34,7 @@ def verdict(ended: Ended | None, captured: Captured, limits: Limits, deadline_s:
     if limits.tokens is not None and episode.sampled >= limits.tokens:
         return Outcome.TRUNCATED, Fault.POLICY, f"all {limits.tokens} tokens are used up"
     if ended is None:
-        return _late(captured, deadline_s)
+        return _late(captured, allowed)
     if not ended.failure:
         return Outcome.OK, None, "" if episode.turns else "the agent never called the model"
     if ended.infra:
@@ -34,10 +47,9 @@ def verdict(ended: Ended | None, captured: Captured, limits: Limits, deadline_s:
     return Outcome.TRUNCATED, Fault.POLICY, f"{ended.failure}, after {turns}"
 
 
-def _late(captured: Captured, deadline_s: float) -> Verdict:
-    reason = f"not done within {deadline_s:g} s"
-    if captured.silent_s >= min(STALLED_S, deadline_s / 2):
-        return Outcome.LOST, Fault.INFRA, f"{reason}; the engine gave no token for {captured.silent_s:.3g} s"
+def _late(captured: Captured, allowed: Allowed) -> Verdict:
+    if captured.silent_s >= min(STALLED_S, allowed.time_s / 2):
+        return Outcome.LOST, Fault.INFRA, f"{allowed}; the engine gave no token for {captured.silent_s:.3g} s"
     if not captured.episode.turns:
-        return Outcome.TIMEOUT, Fault.WORKLOAD, f"{reason}; the agent never called the model"
-    return Outcome.TRUNCATED, Fault.POLICY, f"{reason}; the agent was still at work"
+        return Outcome.TIMEOUT, Fault.WORKLOAD, f"{allowed}; the agent never called the model"
+    return Outcome.TRUNCATED, Fault.POLICY, f"{allowed}; the agent was still at work"

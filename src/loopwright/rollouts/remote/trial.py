@@ -1,10 +1,11 @@
 """One trial of a remote agent: boot, agent, tests, the episode home, and everything let go, under one deadline."""
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,29 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.engines.base import Sampling
 from loopwright.execution import Executor
 from loopwright.execution.sandbox import Room, Sandbox
+from loopwright.execution.sandbox.files import aside, remove
 from loopwright.gateway.client import Captured, GatewayClient, GatewayLost, RemoteSession
 from loopwright.gateway.refusal import Refused
 from loopwright.gateway.terms import Terms
 from loopwright.rollouts.harbor import Places
 from loopwright.rollouts.harbor_task import Step
-from loopwright.rollouts.judging.scratch import remove
+from loopwright.rollouts.loop import words_of
 from loopwright.rollouts.remote.agent import Agent, Ended, Job, instruction
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.fault import verdict
+from loopwright.rollouts.remote.fault import Allowed, verdict
 from loopwright.rollouts.remote.verify import Prepared, Said, combined, prepare, stage, verify
 from loopwright.rollouts.worker import Request
 
+log = logging.getLogger(__name__)
 Keep = Callable[[Path], None]
 """Looks at a workspace once agent and tests are done with it; it raises nothing."""
 _RELEASE_S = 5.0
 """Seconds to let go of a session; a gateway that does not answer lets it expire."""
+_KEEP_S = 5.0
+"""Seconds to look at a workspace."""
+_TEARDOWN_S = 1.0
+"""Seconds that an episode waits until all is let go of. How much there is to delete is for the agent to decide, and
+an agent must not be able to make its episode late by it."""
 _TTL_S = 60.0
 """Seconds beyond the deadline after which a session expires whose opener was killed."""
 
@@ -46,6 +54,8 @@ class Means:
     places: Places
     verifies: bool
     """Whether the task's tests are run."""
+    leaving: set[asyncio.Task[None]] = field(default_factory=set)
+    """What is still let go of, of trials whose episodes are there."""
 
 
 class Trial:
@@ -67,11 +77,14 @@ class Trial:
         self._begun = self._clock()
         self._phases: dict[str, float] = {}
         self._captured: Captured | None = None
+        self._allowed = Allowed(self._config.deadline_s, "deadline_s")
         self._session: RemoteSession | None = None
 
     async def run(self) -> Episode:
         """The episode. GatewayLost if the gateway is; whatever else goes wrong is part of the episode."""
         stack = AsyncExitStack()
+        stack.push_async_callback(aside, remove, self._directory)
+        stack.push_async_callback(self._release)
         try:
             return await self._attempt(stack)
         except (GatewayLost, Refused) as error:
@@ -80,8 +93,12 @@ class Trial:
             outcome, fault = _blamed(error)
             return self._episode(None, (outcome, fault, str(error)), {})
         finally:
-            # In a task of its own: a second cancellation must not leave anything behind.
-            await asyncio.shield(asyncio.ensure_future(self._let_go(stack)))
+            # In a task of its own: neither a second cancellation nor haste must leave anything behind.
+            leaving = asyncio.ensure_future(_let_go(stack))
+            self._means.leaving.add(leaving)
+            leaving.add_done_callback(self._means.leaving.discard)
+            with self._phase("teardown"):
+                await asyncio.wait({leaving}, timeout=_TEARDOWN_S)
 
     async def _attempt(self, stack: AsyncExitStack) -> Episode:
         with self._phase("boot"):
@@ -93,10 +110,10 @@ class Trial:
                 return self._episode(None, (Outcome.LOST, Fault.INFRA, reason), {})
         ended, said = await self._work(job, prepared)
         if self._keep is not None:
-            with self._phase("keep"):
-                await asyncio.to_thread(self._keep, job.room.workspace)
+            with self._phase("keep"), suppress(TimeoutError):
+                await asyncio.wait_for(aside(self._keep, job.room.workspace), _KEEP_S)
         captured = await self._collected(ended)
-        found = verdict(ended, captured, self._config.limits(), self._config.deadline_s)
+        found = verdict(ended, captured, self._config.limits(), self._allowed)
         seen = {} if ended is None else dict(ended.seen)
         evidence: dict[str, Any] = {"agent": {**seen, **self._means.agent.printed(job)}}
         if said and prepared is not None:
@@ -126,7 +143,7 @@ class Trial:
     def _laid_out(self, workspace: Path) -> Prepared | None:
         workspace.mkdir(parents=True)
         (self._directory / "home").mkdir()
-        return prepare(self._request.task, workspace, self._means.places)
+        return prepare(self._request.task, workspace, self._means.places, verifies=self._means.verifies)
 
     def _terms(self) -> Terms:
         config, request = self._config, self._request
@@ -134,7 +151,7 @@ class Trial:
         return Terms(
             run=self._means.run,
             trial=request.trial,
-            sampling=_pinned(request.sampling or config.sampling),
+            sampling=_pinned(request.over(config.sampling)),
             seed=request.seed,
             calls=config.max_turns,
             tokens=config.max_tokens,
@@ -145,18 +162,16 @@ class Trial:
         """The agent and then the tests, for each step of the task; how the agent ended, and what the tests said."""
         tested = self._means.verifies and prepared is not None and prepared.tested
         steps: tuple[Step | None, ...] = (None,) if prepared is None else prepared.steps
-        until, said = self._agent_until(tested=tested), list[Said]()
+        said = list[Said]()
         for number, step in enumerate(steps):
-            limit = until
             if step is not None and prepared is not None:
                 job = replace(job, instruction=step.instruction)
-                limit = min(until, self._clock() + (step.agent_timeout_s or self._config.deadline_s))
                 await asyncio.to_thread(stage, prepared, step, job.room.workspace)
-            ended = await self._agent(job, limit)
+            ended = await self._agent(job, self._until(step, tested=tested))
             last = ended is None or bool(ended.failure) or number == len(steps) - 1
             if last:
                 captured = await self._collected(ended)
-                _, fault, _ = verdict(ended, captured, self._config.limits(), self._config.deadline_s)
+                _, fault, _ = verdict(ended, captured, self._config.limits(), self._allowed)
                 if fault not in (None, Fault.POLICY):  # it is tried again, or has no reward
                     break
             if tested and step is not None and prepared is not None:
@@ -165,13 +180,17 @@ class Trial:
                 break
         return ended, said
 
-    def _agent_until(self, *, tested: bool) -> float:
-        """When the agent has to be done, so that what comes after it is done by the deadline."""
-        deadline_s = self._config.deadline_s
-        kept_s = min(2.0, 0.05 * deadline_s)
-        if tested:
-            kept_s += self._config.verify_s or deadline_s / 4
-        return self._begun + deadline_s - kept_s
+    def _until(self, step: Step | None, *, tested: bool) -> float:
+        """When the agent has to be done: by the task's own limit, and early enough for what comes after it."""
+        deadline_s, now = self._config.deadline_s, self._clock()
+        verify_s = (self._config.verify_s or deadline_s / 4) if tested else 0.0
+        until = self._begun + deadline_s - verify_s - min(2.0, 0.05 * deadline_s)
+        own_s = None if step is None else step.agent_timeout_s
+        if own_s is not None and now + own_s < until:
+            self._allowed = Allowed(own_s, "agent.timeout_sec")
+            return now + own_s
+        self._allowed = Allowed(deadline_s - verify_s, "deadline_s less verify_s" if tested else "deadline_s")
+        return until
 
     async def _agent(self, job: Job, until: float) -> Ended | None:
         """How it ended; None if its time was up."""
@@ -207,22 +226,16 @@ class Trial:
         if self._captured is None:
             if self._session is None:
                 raise GatewayLost("the session was never opened")
-            late = f"not done within {self._config.deadline_s:g} s"
-            reason = late if ended is None else ended.failure
+            reason = str(self._allowed) if ended is None else ended.failure
             with self._phase("collect"):
                 self._captured = await self._session.captured(Outcome.TRUNCATED if reason else Outcome.OK, reason)
         return self._captured
 
-    async def _let_go(self, stack: AsyncExitStack) -> None:
-        with self._phase("teardown"):
-            try:
-                await stack.aclose()
-            finally:
-                if self._session is not None and self._captured is None:
-                    with suppress(GatewayLost, Refused, TimeoutError):
-                        async with asyncio.timeout(_RELEASE_S):
-                            await self._session.captured(Outcome.ABORTED, "its agent was given up")
-                await asyncio.to_thread(remove, self._directory)
+    async def _release(self) -> None:
+        if self._session is not None and self._captured is None:
+            with suppress(GatewayLost, Refused, TimeoutError):
+                async with asyncio.timeout(_RELEASE_S):
+                    await self._session.captured(Outcome.ABORTED, "its agent was given up")
 
     # -- what is told of it -------------------------------------------------------------------------------------
 
@@ -245,6 +258,13 @@ class Trial:
         # The same mapping: what teardown takes is known only once the episode is made.
         attempt = Attempt(0.0, self._phases, outcome, reason)
         return replace(episode, outcome=outcome, fault=fault, reason=reason, attempts=(attempt,), evidence=evidence)
+
+
+async def _let_go(stack: AsyncExitStack) -> None:
+    try:
+        await stack.aclose()
+    except Exception as error:  # noqa: BLE001  whatever it is, it must not take the place of the episode
+        log.warning("not all of a trial could be let go of: %s", words_of(error))
 
 
 def _pinned(sampling: Sampling) -> Sampling:

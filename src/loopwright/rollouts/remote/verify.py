@@ -7,7 +7,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,29 @@ from loopwright.execution import Command, Completion, Executor
 from loopwright.execution.base import Started
 from loopwright.execution.processes import VARIABLE
 from loopwright.execution.sandbox import Room, SandboxError
+from loopwright.execution.sandbox.files import remove, removed
 from loopwright.execution.tree import signal_name
 from loopwright.rollouts.dockerfile import Layout, layout_of
 from loopwright.rollouts.harbor import Places
 from loopwright.rollouts.harbor_reward import NoVerdict, rewards_in
-from loopwright.rollouts.harbor_task import TEST, HarborTask, Step, TaskChanged, digest_of, resolved, tree
-from loopwright.rollouts.judging.scratch import remove
+from loopwright.rollouts.harbor_task import (
+    PASSED_OVER,
+    TEST,
+    HarborTask,
+    Step,
+    TaskChanged,
+    digest_of,
+    resolved,
+    tree,
+)
 from loopwright.rollouts.tasks import TasksError
 
 Said = dict[str, Any]
 """What tests said, as plain data: `rewards` by name or an `error`, and `exit_code`, `seconds`, `output`."""
-_KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", VARIABLE)
+_SEARCHED = ("PATH", "LD_LIBRARY_PATH")
+_KEPT = (*_SEARCHED, "LANG", "LC_ALL", "TZ", VARIABLE)
 _TAIL_BYTES = 2000
-_TESTS, _VERIFIER, _SOLUTION = "/tests", "/logs/verifier", "/solution"
+_TESTS, _VERIFIER, _SOLUTION, _HOME = "/tests", "/logs/verifier", "/solution", "/logs/home"
 _VARIABLES = {
     _TESTS: "LOOPWRIGHT_TESTS_DIR",
     _VERIFIER: "LOOPWRIGHT_VERIFIER_DIR",
@@ -46,6 +56,8 @@ class Prepared:
     layout: Layout
     env: Mapping[str, str]
     """The variables of the task's environment, for the agent and the tests."""
+    tests_env: Mapping[str, Mapping[str, str]]
+    """The variables of the tests alone, by the name of their step."""
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -68,25 +80,27 @@ class Prepared:
         return (self.task.path.resolve(),)
 
 
-def prepare(task: Task, workspace: Path, places: Places) -> Prepared | None:
+def prepare(task: Task, workspace: Path, places: Places, *, verifies: bool = True) -> Prepared | None:
     """Put the task's files into the workspace; None for a task without a directory.
 
-    TasksError if it has none where it should be or needs Docker, TaskChanged if it is not what it was.
+    TasksError if it has none where it should be, needs Docker or a variable that is not set (those of the tests
+    only if one `verifies`), TaskChanged if it is not what it was.
     """
     found = places.read(task)
     if found is None:
         return None
     layout = layout_of(found)
-    env = {**layout.env, **resolved(found.env, f"{found.path / 'task.toml'}, environment.env")}
+    env = {**layout.env, **found.agent_env()}
+    tests_env = {step.name: found.tests_env(step) for step in found.steps if verifies}
     layout.lay_out(workspace)
     _unchanged(found)
-    return Prepared(found, layout, env)
+    return Prepared(found, layout, env, tests_env)
 
 
 def stage(prepared: Prepared, step: Step, workspace: Path) -> None:
     """Add a step's own files to the workspace."""
     files = prepared.task.files(step)
-    for name, source, found in tree(files) if files is not None else ():
+    for name, source, found in tree(files, PASSED_OVER) if files is not None else ():
         target = workspace / name
         # The agent of an earlier step may have put a link here that leads out of its room.
         if stat.S_ISDIR(found.st_mode):
@@ -112,25 +126,25 @@ async def verify(
 ) -> Said:
     """Run a step's tests in the room that the agent has left; only a room that cannot be had, or a full disk, raises.
 
-    They see copies, made now, below `scratch`, which no agent ever saw. Tests that are broken are an `error`.
+    They see copies, made now, below `scratch`, which no agent ever saw, and have a home of their own; programs are
+    looked for where no agent could put any. Tests that are broken are an `error`.
     """
     directory = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=scratch, prefix="tests-"))
     try:
         try:
             await asyncio.to_thread(_copy_tests, prepared.task, step, directory)
-            env = {**prepared.env, **resolved(step.verifier_env, f"{prepared.task.path / 'task.toml'}, verifier.env")}
         except TasksError as error:
             return {"error": str(error)}
-        mounts = {_TESTS: directory / "tests", _VERIFIER: directory / "verifier"}
-        script = Script(f"{_TESTS}/{TEST}", mounts, env, step.verifier_timeout_s)
-        before = room.exceeded
+        mounts = {place: directory / Path(place).name for place in (_VERIFIER, _HOME)}
+        env = {**_clean(room), **prepared.env, **prepared.tests_env[step.name]}
+        script = Script(f"{_TESTS}/{TEST}", mounts, env, step.verifier_timeout_s, {_TESTS: directory / "tests"})
+        await asyncio.to_thread(room.settle)
         completion = await executor.run(script.command(room, directory, marker), started)
         if room.failed(completion):
             raise SandboxError(f"the room for the tests could not be set up: {_tail(directory)}")
-        exceeded = None if before else room.exceeded
-        return await asyncio.to_thread(_said, directory, completion, step.verifier_timeout_s, exceeded)
+        return await asyncio.to_thread(_said, directory, completion, step.verifier_timeout_s, room.exceeded)
     finally:
-        await asyncio.to_thread(remove, directory)
+        await removed(directory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +155,19 @@ class Script:
     mounts: Mapping[str, Path]
     env: Mapping[str, str]
     timeout_s: float | None
+    fixed: Mapping[str, Path] = field(default_factory=dict)
+    """Those of the directories that nothing is to change."""
 
     def command(self, room: Room, outputs: Path, marker: str) -> Command:
         """The command that runs it in a room. Where nothing can be mounted, variables say where things are."""
-        at = {place: place if room.mounts else str(path) for place, path in self.mounts.items()}
+        at = {p: p if room.mounts else str(path) for p, path in {**self.mounts, **self.fixed}.items()}
         place, _, name = self.path.rpartition("/")
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         own = {} if room.mounts else {"HOME": str(outputs), "TMPDIR": str(outputs)}
+        own |= {"HOME": at[_HOME]} if _HOME in at else {}
         # What an agent left in its home must not be imported by the tests.
         own |= {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        variables = {_VARIABLES[place]: path for place, path in at.items()}
+        variables = {_VARIABLES[place]: path for place, path in at.items() if place in _VARIABLES}
         command = Command(
             # As Harbor does it, by a shell: a script without a first line that says what runs it is the shell's own.
             argv=("bash", "-c", '"$0"', f"{at[place]}/{name}"),
@@ -161,7 +178,16 @@ class Script:
             timeout_s=self.timeout_s,
             marker=marker,
         )
-        return room.command(command, self.mounts)
+        return room.command(command, self.mounts, self.fixed)
+
+
+def _clean(room: Room) -> dict[str, str]:
+    """Where tests look for programs: nowhere that the agent could have put one of its own."""
+    kept = {}
+    for name in _SEARCHED:
+        parts = map(os.path.normpath, os.environ.get(name, "").split(os.pathsep))
+        kept[name] = os.pathsep.join(part for part in parts if part[0] == "/" and room.untouched(Path(part)))
+    return {"PATH": kept["PATH"] or os.defpath, "LD_LIBRARY_PATH": kept["LD_LIBRARY_PATH"]}
 
 
 async def solve(
@@ -180,15 +206,16 @@ async def solve(
         }
         script = Script(f"{_SOLUTION}/solve.sh", {_SOLUTION: directory / "solution"}, env, step.agent_timeout_s)
         completion = await executor.run(script.command(room, directory, marker), lambda _pid, _ticks: None)
-        try:
-            _ended(completion, step.agent_timeout_s)
-        except NoVerdict as error:
-            return f"solve.sh {error}: {_tail(directory)}"
-        return (
-            "" if completion.exit_code == 0 else f"solve.sh ended with code {completion.exit_code}: {_tail(directory)}"
-        )
+        if completion.exit_code == 0 and not completion.timed_out:
+            return ""
+        how = f"ended with code {completion.exit_code}"
+        if completion.timed_out:
+            how = f"was ended after {step.agent_timeout_s:g} s"
+        elif completion.signal is not None:
+            how = f"was ended by {signal_name(completion.signal)}"
+        return f"solve.sh {how}: {_tail(directory)}"
     finally:
-        await asyncio.to_thread(remove, directory)
+        await removed(directory)
 
 
 def combined(prepared: Prepared, said: Sequence[Said]) -> Said:
@@ -196,8 +223,10 @@ def combined(prepared: Prepared, said: Sequence[Said]) -> Said:
     if len(prepared.steps) == 1:
         return said[0]
     steps = {step.name: one for step, one in zip(prepared.steps, said, strict=False)}
-    if broken := [f"step {name}: {one['error']}" for name, one in steps.items() if "error" in one]:
-        return {"error": broken[0], "steps": steps}
+    if broken := {name: one for name, one in steps.items() if "error" in one}:
+        name, first = next(iter(broken.items()))
+        stopped = {"stopped": True} if all(one.get("stopped") for one in broken.values()) else {}
+        return {"error": f"step {name}: {first['error']}", "steps": steps, **stopped}
     if prepared.task.strategy == "final":
         return {"rewards": said[-1]["rewards"], "steps": steps}
     names = dict.fromkeys(name for one in said for name in one["rewards"])
@@ -216,13 +245,15 @@ def _copy_tests(task: HarborTask, step: Step, directory: Path) -> None:
     if not sources:
         raise TasksError(f"{task.path} has no tests/{TEST}")
     _copy(sources, directory / "tests", TEST)
-    (directory / "verifier").mkdir()
+    for place in (_VERIFIER, _HOME):
+        (directory / Path(place).name).mkdir()
     _unchanged(task)
 
 
 def _copy(sources: Sequence[Path], target: Path, script: str) -> None:
     for source in sources:
-        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
+        over = shutil.ignore_patterns(*PASSED_OVER)
+        shutil.copytree(source, target, symlinks=True, ignore=over, dirs_exist_ok=True)
     (target / script).chmod(0o755)
 
 
@@ -232,21 +263,22 @@ def _said(directory: Path, completion: Completion, timeout_s: float, exceeded: s
         "seconds": round(completion.usage.wall_s, 3),
         "output": _tail(directory),
     }
+    if completion.timed_out or exceeded is not None:
+        how = f"after {timeout_s:g} s" if exceeded is None else f"for it broke a bound: {exceeded}"
+        return {"error": f"{TEST} was ended {how}", **said, "stopped": True}
     try:
-        if exceeded is not None:
-            raise NoVerdict(f"was ended: {exceeded}")
-        _ended(completion, timeout_s)
+        # However it ended: a crash of the agent's own program, on which many tests end, must not lose it a zero.
         return {"rewards": rewards_in(directory / "verifier"), **said}
     except NoVerdict as error:
-        stopped = completion.timed_out or completion.signal is not None or exceeded is not None
-        return {"error": f"{TEST} {error}", **said, **({"stopped": True} if stopped else {})}
+        if (signal := _signal(completion)) is None:
+            return {"error": f"{TEST} {error}", **said}
+        return {"error": f"{TEST} was ended by {signal_name(signal)} and {error}", **said, "stopped": True}
 
 
-def _ended(completion: Completion, timeout_s: float | None) -> None:
-    if completion.timed_out:
-        raise NoVerdict(f"was ended after {timeout_s:g} s")
-    if completion.signal is not None:
-        raise NoVerdict(f"was ended by {signal_name(completion.signal)}")
+def _signal(completion: Completion) -> int | None:
+    """The signal that it ended by, or that a shell says its last command ended by."""
+    code = completion.exit_code
+    return code - 128 if code is not None and 128 < code <= 192 else completion.signal
 
 
 def _tail(directory: Path) -> str:

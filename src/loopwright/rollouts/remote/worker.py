@@ -32,7 +32,10 @@ class Order:
 
 
 class RemoteWorker(Worker):
-    """Answers an order with an episode. Processes and files of a trial are gone with it, also if we are killed."""
+    """Answers an order with an episode. Processes of a trial are gone with it, also if we are killed.
+
+    Its files are gone soon after, and when the worker is closed at the latest.
+    """
 
     def __init__(
         self,
@@ -61,9 +64,9 @@ class RemoteWorker(Worker):
         if self._closed:
             raise GatewayLost("the worker was closed")
         self._keeper.keep()
+        client = await self._client(order.access)
         directory = Path(tempfile.mkdtemp(dir=self._keeper.directory, prefix="trial-"))
         marker = f"{self._keeper.marker}.{next(self._numbers)}"
-        client = await self._client(order.access)
         trial = Trial(self._means, client, order.request, directory, marker, order.keep)
         try:
             return await trial.run()
@@ -83,5 +86,7 @@ class RemoteWorker(Worker):
     async def close(self) -> None:
         self._closed = True
         await self._executor.close()
+        if self._means.leaving:
+            await asyncio.wait(self._means.leaving)
         await asyncio.gather(*(client.close() for client in self._clients.values()))
         await asyncio.to_thread(self._keeper.close)

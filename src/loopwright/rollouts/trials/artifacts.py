@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import Path
@@ -25,25 +26,26 @@ class Artifacts:
 
     def keep(self, workspace: Path) -> None:
         """Read them. Whatever cannot be read is not there: the agent wrote it, and it is the agent's own doing."""
-        for name in _names(workspace):
+        for name, size in _files(workspace):
             if any(fnmatchcase(name, pattern) for pattern in self._patterns):
-                self._take(workspace, name)
+                self._take(workspace, name, size)
 
-    def _take(self, workspace: Path, name: str) -> None:
+    def _take(self, workspace: Path, name: str, size: int) -> None:
+        full = size > self._room or len(self.kept) >= _MOST_FILES
         try:
             name.encode()  # a name that is no text cannot be asked for
-            data = read_inside(workspace, name, self._room + 1)
+            data = b"" if full else read_inside(workspace, name, self._room + 1)
         except (OSError, UnicodeEncodeError):
             return
-        if len(data) > self._room or len(self.kept) >= _MOST_FILES:
+        if full or len(data) > self._room:  # it grew
             self.left_off += [name] if len(self.left_off) < _MOST_FILES else []
             return
         self._room -= len(data)
         self.kept[name] = data
 
 
-def _names(root: Path) -> Iterator[str]:
-    """The files below a directory, in order; links are not followed."""
+def _files(root: Path) -> Iterator[tuple[str, int]]:
+    """The files below a directory, in order, with their sizes; links are not followed."""
     waiting, seen = [("", 0)], 0
     while waiting:
         place, depth = waiting.pop()
@@ -60,4 +62,5 @@ def _names(root: Path) -> Iterator[str]:
             if entry.is_dir(follow_symlinks=False):
                 waiting += [(f"{name}/", depth + 1)] if depth < _DEEPEST else []
             elif entry.is_file(follow_symlinks=False):
-                yield name
+                with suppress(OSError):  # it is gone
+                    yield name, entry.stat(follow_symlinks=False).st_size

@@ -15,10 +15,8 @@ from loopwright.gateway.settings import SERVER_TOKEN
 from loopwright.rollouts.pool import ParcelError, PoolDown, Worker
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.worker import Order
-from loopwright.rollouts.trials.submission import id_of
+from loopwright.rollouts.trials.submission import OF_THE_RUN, id_of
 
-_HERE = {"workers", "cpus", "memory", "concurrency", "server", "token_file", "queue_s", "artifacts"}
-"""Keys of the loop that are none of the agent's."""
 _POLL_S = 30.0
 _ANSWER_S = 30.0
 """Seconds for an answer, beyond those that the server was asked to wait."""
@@ -53,7 +51,7 @@ class TrialsClient(GatewayClient):
                 'listen elsewhere, and say where: [run.gateway] host = "0.0.0.0", advertise_host = "10.0.0.1".'
             )
         try:
-            await self.told("GET", "/trials")
+            await self.told("GET", "/trials", wanted="counts")
         except Refused as error:
             await self.close()
             raise TrialServerLost(_unauthorised(self.url, error)) from error
@@ -61,12 +59,17 @@ class TrialsClient(GatewayClient):
             await self.close()
             raise
 
-    async def told(self, method: str, path: str, body: Any = None, *, wait_s: float = 0.0) -> dict[str, Any]:
-        """What it answers. Refused if it will not, TrialServerLost if it cannot be asked."""
+    async def told(
+        self, method: str, path: str, body: Any = None, *, wait_s: float = 0.0, wanted: str = "status"
+    ) -> dict[str, Any]:
+        """What it answers. Refused if it will not, TrialServerLost if it cannot be asked, or is somebody else."""
         try:
-            return await self.ask(method, path, body, key=self._token, timeout_s=wait_s + _ANSWER_S)
+            told = await self.ask(method, path, body, key=self._token, timeout_s=wait_s + _ANSWER_S)
         except GatewayLost as error:
             raise TrialServerLost(str(error)) from error
+        if wanted not in told:
+            raise TrialServerLost(f"{self.url} answered {method} {path} without {wanted!r}. Is it a trial server?")
+        return told
 
 
 class ServedWorker(Worker):
@@ -84,7 +87,7 @@ class ServedWorker(Worker):
     ) -> None:
         self._client, self._config, self._run_id = client, config, run_id
         self._shared = {
-            "loop": config.model_dump(mode="json", exclude_unset=True, exclude=_HERE),
+            "loop": config.model_dump(mode="json", exclude_unset=True, exclude=set(OF_THE_RUN)),
             "run": run,
             "passed": dict(passed or {}),
             "verify": verifies,
@@ -146,19 +149,23 @@ class _Flight:
             key = f"{self._key}.{number}" if number else self._key
             self._id = id_of(key)
             told = await self._submitted(key)
-            if told["status"] in ("cancelled", "lost"):
+            if told["status"] in ("cancelling", "cancelled", "lost", "conflict"):
                 continue
-            if told["moved"]:  # its agent talks to a gateway that is gone: the one of our own former life
+            if told.get("moved"):  # its agent talks to a gateway that is gone: the one of our own former life
                 await self.cancel()
                 continue
             return await self._followed()
-        raise TrialServerLost(f"trial {self._key} was submitted {_MOST_KEYS} times, and each time cancelled or lost")
+        raise TrialServerLost(
+            f"trial {self._key} was submitted {_MOST_KEYS} times, and each time cancelled or lost, or another"
+        )
 
     async def _submitted(self, key: str) -> dict[str, Any]:
         while True:
             try:
                 return await self._told("POST", "/trials", {**self._body, "key": key})
             except Refused as error:
+                if error.status == 409:  # a trial of this key asks for something else, as before a change of the loop
+                    return {"status": "conflict"}
                 if error.status != 429:
                     raise
                 await asyncio.sleep(_PAUSE_S)  # its queue is full, for as long as ours has patience
@@ -171,14 +178,16 @@ class _Flight:
             if told["status"] == "ended":
                 return await self._result()
             if told["status"] in ("cancelled", "lost"):
-                raise TrialServerLost(f"trial {self._id} at {self._client.url} is {told['status']}: {told['reason']}")
+                raise TrialServerLost(
+                    f"trial {self._id} at {self._client.url} is {told['status']}: {told.get('reason')}"
+                )
 
-    async def _told(self, method: str, path: str, body: Any = None, *, wait_s: float = 0.0) -> dict[str, Any]:
+    async def _told(self, method: str, path: str, body: Any = None, **options: Any) -> dict[str, Any]:
         """What the server answers, also if it is away for a while."""
         clock, gone_at = asyncio.get_running_loop().time, None
         while True:
             try:
-                return await self._client.told(method, path, body, wait_s=wait_s)
+                return await self._client.told(method, path, body, **options)
             except TrialServerLost:
                 gone_at = clock() if gone_at is None else gone_at
                 if clock() - gone_at >= self._client.patience_s:
@@ -187,7 +196,7 @@ class _Flight:
 
     async def _result(self) -> Episode:
         try:
-            told = await self._told("GET", f"/trials/{self._id}/result")
+            told = await self._told("GET", f"/trials/{self._id}/result", wanted="episode")
             episode = Episode.from_json(told["episode"])
             where = {"url": self._client.url, "id": self._id, "attempts": told["attempts"]}
             kept = {"artifacts": told["artifacts"]["kept"]} if self._body["artifacts"] else {}

@@ -1,6 +1,7 @@
 """The queue: accepted trials and what became of them, in a SQLite file that outlives the server.
 
-A trial is `queued`, `running`, and then for good `ended` (with a result), `cancelled` or `lost` (without one).
+A trial is `queued`, `running`, perhaps `cancelling`, and then for good `ended` (with a result), `cancelled` or `lost`
+(without one).
 """
 
 import fcntl
@@ -14,7 +15,7 @@ from typing import Any
 from loopwright.core.errors import LedgerError, OutputBusy, storage
 from loopwright.core.sqlite import Transaction, connect, explained
 from loopwright.gateway.refusal import Refused
-from loopwright.rollouts.trials.submission import id_of
+from loopwright.rollouts.trials.submission import id_of, is_id
 
 VERSION = 1
 ATTEMPTS = 2
@@ -33,6 +34,7 @@ CREATE TABLE artifacts (
 """
 _COLUMNS = "id, status, attempts, submitted_at, started_at, ended_at, reason"
 OVER = ("ended", "cancelled", "lost")
+STATUSES = ("queued", "running", "cancelling", *OVER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Queue:
             os.close(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         with explained(self.path):
             self._connection = connect(self.path, "NORMAL")
+            self._connection.execute("PRAGMA secure_delete = ON")  # what is forgotten is overwritten
             (version,) = self._connection.execute("PRAGMA user_version").fetchone()
             if version == 0:
                 self._connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
@@ -92,7 +95,7 @@ class Queue:
                 row = (id, digest, body, self._clock())
                 columns = "id, digest, body, submitted_at, status, attempts, reason"
                 connection.execute(f"INSERT INTO trials ({columns}) VALUES (?, ?, ?, ?, 'queued', 0, '')", row)
-            elif known[0] != digest:
+            elif known[0] not in (digest, b""):  # without a digest: it was cancelled before it came
                 raise Refused(409, "conflict", "this key belongs to a trial that asks for something else", retry=False)
         return self.find(id)
 
@@ -124,26 +127,59 @@ class Queue:
             )
             rows = [(id, name, data) for name, data in (artifacts or {}).items()]
             connection.executemany("INSERT OR REPLACE INTO artifacts VALUES (?, ?, ?)", rows)
+        self._fold()
 
-    def give_back(self, id: str) -> None:
-        """Queue a running trial again, in its old place, as if it had not begun."""
+    def cancel(self, id: str) -> None:
+        """Write down that a trial must not go on. What is over stays as it is.
+
+        What runs is `cancelling` until it is finished; what is unknown is cancelled before it comes.
+        """
+        now = self._clock()
         with self._transaction as connection:
+            connection.execute("UPDATE trials SET status = 'cancelling' WHERE id = ? AND status = 'running'", (id,))
             connection.execute(
+                "UPDATE trials SET status = 'cancelled', reason = ?, ended_at = ?, body = x'' "
+                "WHERE id = ? AND status = 'queued'",
+                ("it was cancelled before it began", now, id),
+            )
+            if is_id(id):
+                columns = "digest, body, status, attempts, id, reason, submitted_at, ended_at"
+                row = (id, "it was cancelled before it came", now, now)
+                connection.execute(
+                    f"INSERT OR IGNORE INTO trials ({columns}) VALUES (x'', x'', 'cancelled', 0, ?, ?, ?, ?)", row
+                )
+        self._fold()
+
+    def give_back(self, id: str) -> bool:
+        """Queue a running trial again, in its old place, as if it had not begun; not one that was cancelled."""
+        with self._transaction as connection:
+            done = connection.execute(
                 "UPDATE trials SET status = 'queued', attempts = attempts - 1, started_at = NULL "
                 "WHERE id = ? AND status = 'running'",
                 (id,),
             )
+            return bool(done.rowcount)
 
     def recover(self) -> int:
         """After a kill: what ran is queued once more, or lost if that was so before; how many of them."""
         with self._transaction as connection:
+            connection.execute(
+                "UPDATE trials SET status = 'cancelled', reason = 'it was cancelled', ended_at = ?, body = x'' "
+                "WHERE status = 'cancelling'",
+                (self._clock(),),
+            )
             connection.execute(
                 "UPDATE trials SET status = 'lost', reason = ?, ended_at = ?, body = x'' "
                 "WHERE status = 'running' AND attempts >= ?",
                 (f"the trial server was killed in each of its {ATTEMPTS} attempts", self._clock(), ATTEMPTS),
             )
             done = connection.execute("UPDATE trials SET status = 'queued' WHERE status = 'running'")
-            return int(done.rowcount)
+        self._fold()
+        return int(done.rowcount)
+
+    def _fold(self) -> None:
+        """Empty the write-ahead log: it still has what was overwritten in the file."""
+        self._transaction.rows("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def forget(self, older_s: float) -> None:
         """Remove what ended so long ago."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,8 @@ class Runner:
         self._running: dict[str, tuple[asyncio.Future[_Made], asyncio.Future[None]]] = {}
         """Each trial twice: what can be cancelled, and what then writes down how it ended."""
         self._changes: dict[str, asyncio.Event] = {}
+        self.outcomes: Counter[str] = Counter()
+        """How the trials ended that ended here."""
         self._closing = False
 
     def fill(self) -> None:
@@ -89,13 +92,15 @@ class Runner:
 
     async def cancel(self, id: str) -> Entry:
         """End a trial with all its processes. One that is over stays as it is."""
-        if id in self._running:
-            making, running = self._running[id]
-            making.cancel()
+        making, running = self._running.get(id, (None, None))
+        try:
+            self.queue.cancel(id)  # first: a kill in between must not have it begun again
+        finally:
+            if making is not None:
+                making.cancel()
+        self._changed(id)
+        if running is not None:
             await asyncio.wait({running})
-        elif self.queue.find(id).status == "queued":
-            self.queue.finish(id, "cancelled", "it was cancelled before it began")
-            self._changed(id)
         return self.queue.find(id)
 
     def _changed(self, id: str) -> None:
@@ -109,9 +114,7 @@ class Runner:
         await asyncio.wait({making})
         if not making.cancelled():
             await self._finish(id, *making.result())
-        elif self._closing:
-            self.queue.give_back(id)
-        else:
+        elif not self._closing or not self.queue.give_back(id):
             await self._finish(id, "cancelled", "it was cancelled", None, {})
 
     async def _made(self, entry: Entry, body: bytes) -> _Made:
@@ -119,15 +122,20 @@ class Runner:
             submission = Submission.model_validate(orjson.loads(body))
             artifacts = Artifacts(submission.artifacts, self._artifact_bytes)
             access = await self._access(submission)
-            worker = self._workers.take(submission, access)
+            worker = await self._workers.take(submission, access)
             try:
                 keep = artifacts.keep if submission.artifacts else None
                 episode = await worker.handle(Order(access, submission.request(), keep))
             finally:
                 await self._workers.give(worker)
+            self.outcomes[str(episode.outcome)] += 1
             told: dict[str, Any] = result_of(entry, submission, episode, time.time())
-            told["artifacts"] = {"kept": {n: len(d) for n, d in artifacts.kept.items()}, "left_off": artifacts.left_off}
-            return "ended", episode.reason, orjson.dumps(told), artifacts.kept
+            kept = dict(artifacts.kept)  # whoever keeps took too long may still be at it
+            told["artifacts"] = {
+                "kept": {name: len(data) for name, data in kept.items()},
+                "left_off": artifacts.left_off,
+            }
+            return "ended", episode.reason, orjson.dumps(told), kept
         except GatewayLost as error:
             return "lost", str(error), None, {}
         except Exception as error:
@@ -174,19 +182,21 @@ class _Workers:
         self._known: dict[bytes, RemoteWorker] = {}
         self._users: dict[RemoteWorker, int] = {}
 
-    def take(self, submission: Submission, access: Access) -> RemoteWorker:
+    async def take(self, submission: Submission, access: Access) -> RemoteWorker:
         """The worker for a trial; SandboxError if there can be none here."""
         shared = submission.model_dump_json(include={"loop", "run", "verify", "passed"})
         key = orjson.dumps([shared, access.url, access.token])
-        worker = self._known.pop(key, None)
-        if worker is None:
-            loop = submission.loop.model_copy(update={"concurrency": self._concurrency})
-            worker = RemoteWorker(
-                loop, self._home, run=submission.run, passed=submission.passed, verifies=submission.verify
-            )
-        self._known[key] = worker  # the latest is last
+        if key not in self._known:
+            made = await asyncio.to_thread(self._made, submission)
+            self._known.setdefault(key, made)  # unless somebody was faster
+        worker = self._known[key] = self._known.pop(key)  # the latest is last
         self._users[worker] = self._users.get(worker, 0) + 1
         return worker
+
+    def _made(self, submission: Submission) -> RemoteWorker:
+        """A worker; it looks whether its sandbox can be had, which takes a while."""
+        loop = submission.loop.model_copy(update={"concurrency": self._concurrency})
+        return RemoteWorker(loop, self._home, run=submission.run, passed=submission.passed, verifies=submission.verify)
 
     async def give(self, worker: RemoteWorker) -> None:
         """A trial is done with it."""

@@ -1,5 +1,6 @@
 """The trial server: trials are submitted, followed, cancelled and collected over HTTP, by whoever holds its token."""
 
+import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable
@@ -16,9 +17,11 @@ from loopwright.execution.sandbox import SandboxError
 from loopwright.gateway.answer import answered
 from loopwright.gateway.body import body_of
 from loopwright.gateway.gateway import AdvertiseError, is_loopback
+from loopwright.gateway.metrics import CONTENT_TYPE, family
 from loopwright.gateway.refusal import Refused, refusal_of
+from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.home import Home
-from loopwright.rollouts.trials.queue import Entry, Queue
+from loopwright.rollouts.trials.queue import STATUSES, Entry, Queue
 from loopwright.rollouts.trials.runner import Runner
 from loopwright.rollouts.trials.submission import Submission, checked_key, digest_of
 
@@ -27,6 +30,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _LONGEST_S = 60.0
 _LISTED = 100
 _RETRY_S = 2
+_CHECK_S = 15.0
 
 
 class TrialsConfig(Config):
@@ -77,6 +81,8 @@ class TrialServer:
     ) -> None:
         self.config, self._token = config, token.encode()
         self._output, self._home, self._own, self._say = output, home, own, say
+        self._standing: set[tuple[str, tuple[str, ...]]] = set()
+        """Sandboxes that can be had, and what is readable in them."""
         self.port = 0
         app = web.Application(client_max_size=config.body, middlewares=[self._guarded])
         self._runner_of_app = web.AppRunner(
@@ -84,6 +90,7 @@ class TrialServer:
         )
         add = app.router.add_route
         add("GET", "/healthz", self._health)
+        add("GET", "/metrics", self._metrics)
         add("POST", "/trials", self._submit)
         add("GET", "/trials", self._list)
         add("GET", "/trials/{id}", self._show)
@@ -141,31 +148,60 @@ class TrialServer:
     async def _health(self, request: web.Request) -> web.StreamResponse:
         return answered({"status": "ok"})
 
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        counts = {**dict.fromkeys(STATUSES, 0), **self.queue.counts()}
+        lines = (
+            *family(
+                "loopwright_trials",
+                "gauge",
+                "Trials by status, as long as they are kept.",
+                [("", {"status": status}, count) for status, count in counts.items()],
+            ),
+            *family(
+                "loopwright_trials_ended_total",
+                "counter",
+                "Trials that ended since the server was started, by outcome.",
+                [("", {"outcome": outcome}, count) for outcome, count in sorted(self.runner.outcomes.items())],
+            ),
+        )
+        return web.Response(body="\n".join([*lines, ""]).encode(), headers={"content-type": CONTENT_TYPE})
+
     async def _submit(self, request: web.Request) -> web.StreamResponse:
         body = body_of(await request.read())
         key = checked_key(request.headers.get("idempotency-key") or body.get("key"))
         body.pop("key", None)
-        submission = self._checked(body)
+        submission = await self._checked(body)
         entry = self.queue.add(key, digest_of(body), orjson.dumps(body))
         self.queue.forget(self.config.keep_s)
         self.runner.fill()
         entry = self.queue.find(entry.id)
         return answered({**entry.as_json(), "moved": self._moved(entry, submission)})
 
-    def _checked(self, body: dict[str, Any]) -> Submission:
+    async def _checked(self, body: dict[str, Any]) -> Submission:
         """What is asked for; Refused if it can never be done here."""
         try:
             submission = Submission.model_validate(body)
-            submission.loop.walls(self._home).check()
+            await self._stands(submission.loop)
         except ValidationError as error:
             key, message = next(explain(error, Submission))
             raise Refused(400, "invalid", f"{key}: {message}" if key else message, param=key, retry=False) from error
         except SandboxError as error:
             raise Refused(400, "invalid", f"loop.sandbox: {error}", param="loop.sandbox", retry=False) from error
+        except TimeoutError as error:
+            said = f"loop.sandbox: {submission.loop.sandbox} could not be looked at within {_CHECK_S:g} s"
+            raise Refused(503, "busy", said, param="loop.sandbox") from error
         if submission.gateway is None and self._own is None:
             said = "gateway: say where the policy is; this trial server has no engine of its own (--engine)"
             raise Refused(400, "invalid", said, param="gateway", retry=False)
         return submission
+
+    async def _stands(self, loop: RemoteConfig) -> None:
+        """That its sandbox can be had: looked at once, while others are answered."""
+        sandbox, asked = loop.walls(self._home), (loop.sandbox, loop.readable)
+        if asked not in self._standing:
+            async with asyncio.timeout(_CHECK_S):
+                await asyncio.to_thread(sandbox.check)
+            self._standing.add(asked)
 
     def _moved(self, entry: Entry, submission: Submission) -> bool:
         """Whether a trial that is not over was submitted with another gateway than now."""

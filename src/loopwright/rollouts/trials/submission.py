@@ -9,7 +9,7 @@ from uuid import UUID, uuid5
 import orjson
 from pydantic import Field, field_validator, model_validator
 
-from loopwright.core.config import Config
+from loopwright.core.config import Config, Explained
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 from loopwright.gateway.client import endpoint
@@ -21,11 +21,24 @@ _NAMES = UUID("6f0b3d0c-7d0a-5b1e-9f6e-3c1f2a4d8e57")
 _PASSING = ("gateway", "passed")
 """What a run that is resumed has others of, although it asks for the same trial: an address, and variables."""
 _MOST_KEY = 200
+OF_THE_RUN = frozenset(
+    {"workers", "cpus", "memory", "concurrency", "server", "token_file", "queue_s", "artifacts", "pass_env"}
+)
+"""Keys of the loop that say nothing of the agent."""
+_INSTEAD = {"pass_env": "give the variables in `passed`", "artifacts": "give them beside `loop`"}
 
 
 def id_of(key: str) -> str:
     """The id of the trial with this key; so whoever submits one can also cancel it before there is an answer."""
     return str(uuid5(_NAMES, key))
+
+
+def is_id(id: str) -> bool:
+    """Whether there can be a trial with this id."""
+    try:
+        return str(UUID(id)) == id
+    except ValueError:
+        return False
 
 
 def digest_of(body: Mapping[str, Any]) -> bytes:
@@ -90,6 +103,14 @@ class Submission(Config):
     def _is_task(cls, task: Mapping[str, Any]) -> Mapping[str, Any]:
         _task(task)
         return task
+
+    @field_validator("loop")
+    @classmethod
+    def _is_agent(cls, loop: RemoteConfig) -> RemoteConfig:
+        for name in sorted(OF_THE_RUN & loop.model_fields_set):
+            said = "is for the run's own machine, and has no meaning at a trial server"
+            raise Explained([(name, f"{said}: {_INSTEAD.get(name, 'leave it out')}")])
+        return loop
 
     @model_validator(mode="after")
     def _is_command(self) -> Self:

@@ -1,10 +1,15 @@
 """One case after another, each in a process of its own: what hangs or crashes fails its case, and nothing else."""
 
+import contextlib
+import ctypes
 import json
 import os
+import secrets
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 RUN = """
@@ -35,6 +40,36 @@ def passed(arguments, wanted):
             return False
 
 
+def alone():
+    """End what the code under test left running, which must not be there to write a reward; whether all of it is."""
+    for _ in range(100):
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                if int(stat.read_bytes().rpartition(b")")[2].split()[1]) == os.getpid():
+                    os.kill(int(stat.parent.name), signal.SIGKILL)
+            except OSError:  # it has ended by itself
+                continue
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def write(reward):
+    """The reward, and no other that the code under test may have put there."""
+    logs = Path(os.environ["LOOPWRIGHT_VERIFIER_DIR"])
+    with contextlib.suppress(PermissionError):
+        logs.chmod(0o777)
+    for name in ("reward.json", "reward.txt"):
+        with contextlib.suppress(FileNotFoundError):
+            (logs / name).rename(logs / f"left-{secrets.token_hex(8)}")
+    (logs / "reward.json").write_text(json.dumps({"reward": reward}))
+
+
+# PR_SET_CHILD_SUBREAPER: what is left by a process that ends becomes a child of this one.
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 good = sum(passed(arguments, wanted) for arguments, wanted in CASES)
-reward = good / len(CASES)
-(Path(os.environ["LOOPWRIGHT_VERIFIER_DIR"]) / "reward.json").write_text(json.dumps({"reward": reward}))
+write(good / len(CASES) if alone() else 0.0)

@@ -3,7 +3,7 @@
 logs="${LOOPWRIGHT_VERIFIER_DIR:-/logs/verifier}"
 
 passed() {
-    [ -x tool.sh ] && [ "$(timeout 10 ./tool.sh)" = ready ] && [ "$(wc -l < tool.sh)" = 2 ]
+    [ -f tool.sh ] && [ -x tool.sh ] && [ "$(cat tool.sh)" = "$(printf '#!/bin/bash\necho ready')" ]
 }
 
 if passed; then echo 1; else echo 0; fi > "$logs/reward.txt"

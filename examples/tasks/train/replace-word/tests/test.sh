@@ -3,6 +3,7 @@
 logs="${LOOPWRIGHT_VERIFIER_DIR:-/logs/verifier}"
 
 passed() {
+    [ -f docs/a.md ] && [ -f docs/deep/er/b.md ] && [ -f docs/c.txt ] || return  # a pipe would be waited for
     [ "$(cat docs/a.md)" = 'The color red, the color blue; many colours.' ] && [ "$(cat docs/deep/er/b.md)" = color ] &&
         [ "$(cat docs/c.txt)" = 'colour stays' ]
 }

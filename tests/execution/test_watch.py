@@ -1,0 +1,82 @@
+"""The watch goes on whatever happens: a disk that takes long to measure and a look that fails blind it for nobody."""
+
+import asyncio
+import threading
+
+import pytest
+
+from loopwright.execution.sandbox import Bounds, watch
+from loopwright.execution.sandbox.watch import Used, Watch, Watched
+
+SLOW, GREEDY = 1, 2
+"""Network namespaces, as far as this file goes."""
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Rooms in which something runs; those whose processes are ended are listed."""
+    found = []
+    monkeypatch.setattr(watch, "usage", lambda: {SLOW: Used([1]), GREEDY: Used([2], memory_bytes=1000)})
+    monkeypatch.setattr(watch, "end", lambda net, _pids: found.append(net))
+    return found
+
+
+async def watched(ended, *rooms, count=1):
+    """Watch these rooms until so many were ended."""
+    looking = Watch()
+    for room in rooms:
+        looking.add(room)
+    try:
+        async with asyncio.timeout(10):
+            while len(ended) < count:
+                await asyncio.sleep(0.02)
+    finally:
+        for room in rooms:
+            await looking.drop(room)
+
+
+def test_a_disk_that_takes_long_to_measure_blinds_nobody(ended, monkeypatch, tmp_path):
+    """Given a room with files without end, then the memory of another is bounded all the same."""
+    measured = threading.Event()
+    monkeypatch.setattr(watch, "size_bytes", lambda *_: measured.wait(30) and 0)
+    slow = Watched(SLOW, Bounds(disk_bytes=1), (tmp_path,), lambda _: None)
+    reasons = []
+    greedy = Watched(GREEDY, Bounds(memory_bytes=10), (), reasons.append)
+    try:
+        asyncio.run(watched(ended, slow, greedy))
+    finally:
+        measured.set()
+    assert GREEDY in ended
+    assert reasons[0].startswith("memory")
+
+
+def test_a_look_that_fails_is_not_the_last(ended, monkeypatch, tmp_path, caplog):
+    """Given a machine that fails for a moment, then bounds hold again after it; the log says what was wrong."""
+    failures = iter([OSError("no memory")])
+    measures = iter([FileNotFoundError("du")])
+
+    def usage():
+        for error in failures:
+            raise error
+        return {GREEDY: Used([2], memory_bytes=1000)}
+
+    def size_bytes(*_):
+        for error in measures:
+            raise error
+        return 100
+
+    monkeypatch.setattr(watch, "_FAILED_S", 0.05)
+    monkeypatch.setattr(watch, "usage", usage)
+    monkeypatch.setattr(watch, "size_bytes", size_bytes)
+    reasons = []
+    room = Watched(GREEDY, Bounds(memory_bytes=10, disk_bytes=10), (tmp_path,), reasons.append)
+    asyncio.run(watched(ended, room, count=4))
+    assert {reason.partition(":")[0] for reason in reasons} == {"memory", "disk"}
+    assert "no memory" in caplog.text
+    assert "du" in caplog.text
+
+
+def test_what_cannot_be_measured_in_time_is_too_much(monkeypatch, tmp_path):
+    monkeypatch.setattr("loopwright.execution.sandbox.files._MEASURED_WITHIN_S", 1e-6)
+    room = Watched(SLOW, Bounds(disk_bytes=10**9), (tmp_path,), lambda _: None)
+    assert "cannot be measured" in room.disk()

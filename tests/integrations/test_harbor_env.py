@@ -1,0 +1,109 @@
+"""Harbor's environment on this machine, without Harbor: what an agent leaves leads nowhere."""
+
+import asyncio
+import logging
+import shutil
+import sys
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+NAME = "loopwright.integrations.harbor_env"
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+
+
+class Base:
+    """What LocalEnvironment takes of Harbor's own."""
+
+    logger = logging.getLogger(__name__)
+    task_env_config = SimpleNamespace(workdir=None)
+    _network_disabled = True
+
+    def _resolve_user(self, user):
+        return user
+
+    def _merge_env(self, env):
+        return env
+
+    def _mount_targets(self, writable_only):
+        return []
+
+    async def ensure_dirs(self, dirs): ...
+
+    async def _upload_environment_dir_after_start(self): ...
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    harbor = {name: ModuleType(name) for name in ("harbor", "harbor.environments")}
+    harbor["harbor.environments.base"] = SimpleNamespace(BaseEnvironment=Base, ExecResult=SimpleNamespace)
+    harbor["harbor.environments.capabilities"] = SimpleNamespace(EnvironmentCapabilities=SimpleNamespace)
+    for name, module in harbor.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    made = import_module(NAME).LocalEnvironment()
+    asyncio.run(made.start(force_build=False))
+    yield made
+    asyncio.run(made.stop(delete=True))
+    sys.modules.pop(NAME, None)
+
+
+def done(environment, command, **options):
+    ended = asyncio.run(environment.exec(command, **options))
+    assert ended.return_code == 0, ended.stderr
+    return ended.stdout
+
+
+def test_files_go_in_and_out(environment, tmp_path):
+    (tmp_path / "tests/sub").mkdir(parents=True)
+    (tmp_path / "tests/sub/test.sh").write_text("echo tested > /logs/deep/said")
+    (tmp_path / "tests/sub/test.sh").chmod(0o755)
+    (tmp_path / "one").write_text("1")
+    asyncio.run(environment.upload_dir(tmp_path / "tests", "/tests"))
+    asyncio.run(environment.upload_file(tmp_path / "one", "/data/new/one"))
+    assert done(environment, "cat /data/new/one; mkdir /logs/deep; /tests/sub/test.sh; pwd") == "1/app\n"
+    asyncio.run(environment.download_dir("/logs", tmp_path / "logs"))
+    asyncio.run(environment.download_file("/logs/deep/said", tmp_path / "far/said"))
+    assert (tmp_path / "logs/deep/said").read_text() == (tmp_path / "far/said").read_text() == "tested\n"
+    with pytest.raises(OSError, match="/logs/none"):
+        asyncio.run(environment.download_file("/logs/none", tmp_path / "none"))
+
+
+def test_links_lead_neither_reads_nor_writes_out_of_the_room(environment, tmp_path):
+    """Given an agent that put links to this machine's files in the way, then those are neither changed nor shown."""
+    outside, secret = tmp_path / "outside", tmp_path / "outside/secret"
+    outside.mkdir()
+    secret.write_text("precious")
+    (tmp_path / "tests/sub").mkdir(parents=True)
+    for name in ("test.sh", "sub/more.sh"):
+        (tmp_path / "tests" / name).write_text("echo ours")
+    done(environment, f"ln -s {secret} /tests/test.sh; ln -s {outside} /tests/sub; ln -s {secret} /app/file")
+    done(
+        environment, f"ln -s {secret} /logs/file; ln -s {outside} /logs/folder; mkfifo /logs/pipe; echo hi > /logs/own"
+    )
+
+    asyncio.run(environment.upload_dir(tmp_path / "tests", "/tests"))
+    asyncio.run(environment.upload_file(tmp_path / "tests/test.sh", "/app/file"))
+    asyncio.run(environment.download_dir("/logs", tmp_path / "logs"))
+    with pytest.raises(OSError, match="cannot be copied"):
+        asyncio.run(environment.download_file("/logs/file", tmp_path / "file"))
+
+    assert [(path.name, path.read_text()) for path in outside.iterdir()] == [("secret", "precious")]
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["own"]
+    assert done(environment, "bash /tests/test.sh; bash /tests/sub/more.sh; bash /app/file") == "ours\n" * 3
+
+
+def test_its_room_has_no_powers_and_shows_nothing_that_is_not_named(environment):
+    said = done(environment, "grep Cap /proc/self/status; ls / /etc; mount -t tmpfs none /tmp 2>/dev/null || echo no")
+    powers, seen = said.splitlines()[:5], set(said.splitlines()[5:])
+    assert {line.split()[1].strip("0") for line in powers} == {""}
+    assert "no" in seen
+    assert not seen & {"shadow", "home", "work", "srv", "opt", "mnt", "boot", "sudoers"}
+
+
+def test_its_output_is_bounded(environment, monkeypatch):
+    monkeypatch.setattr(f"{NAME}._MOST_OUTPUT", 1000)
+    assert len(done(environment, "head -c 1000000 /dev/zero | tr '\\0' x")) == 1000
+    with pytest.raises(TimeoutError):
+        done(environment, "sleep 100", timeout_sec=0.2)

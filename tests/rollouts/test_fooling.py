@@ -1,0 +1,161 @@
+"""An agent that would fool its tests: what it left in its room sways them as little as can be."""
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from loopwright.execution.sandbox import Bounds, sandbox_of
+from loopwright.execution.sandbox.bubblewrap import _home
+from loopwright.execution.sandbox.watch import Watched
+from loopwright.testing.sandboxes import Place
+from tests.rollouts.harbor import PASS, verified, write
+
+TASKS = Path(__file__).parents[2] / "examples" / "tasks"
+NEEDS_BWRAP = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+LOGS = "$LOOPWRIGHT_VERIFIER_DIR"
+DAEMON = """
+import json, os, time
+if not os.fork():
+    os.setsid()
+    if not os.fork():
+        for _ in range(20_000):
+            with open(os.environ["LOOPWRIGHT_VERIFIER_DIR"] + "/reward.json", "w") as file:
+                file.write(json.dumps({"reward": 1}))
+            time.sleep(0.0002)
+    os._exit(0)
+"""
+FORGED = "import os; open(os.environ['LOOPWRIGHT_VERIFIER_DIR'] + '/reward.txt', 'w').write('-7')"
+IN_THE_WAY = """
+import os
+logs = os.environ["LOOPWRIGHT_VERIFIER_DIR"]
+os.system("cd " + logs + " && rm -rf reward.json && mkdir -p reward.json/full; chmod 0 .")
+"""
+
+
+def told(path, home, **given):
+    return asyncio.run(asyncio.wait_for(verified(path, home, **given), 60))
+
+
+@NEEDS_BWRAP
+def test_programs_and_settings_in_the_agents_home_are_not_those_of_its_tests(tmp_path, monkeypatch):
+    """Given our own PATH begins in the home, a shell that an agent puts there never runs."""
+    monkeypatch.setenv("PATH", f"{_home()}/.local/bin:relative::{os.environ['PATH']}")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f":lib:{_home()}/lib:/usr/lib")
+    agent = """
+        mkdir -p ~/.local/bin
+        for name in bash sh env prlimit python3; do
+            printf '#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n' > ~/.local/bin/$name
+            chmod +x ~/.local/bin/$name
+        done
+        touch ~/.gitconfig ~/.bashrc
+    """
+    test = f'echo "[$(ls -A ~)] $LD_LIBRARY_PATH"; ls -A {_home()} | tr "\n" " "; echo 0 > /logs/verifier/reward.txt'
+    said = told(write(tmp_path / "task", test=test), tmp_path, sandbox=sandbox_of("bwrap"), agent=agent)
+    assert said["rewards"] == {"reward": 0.0}
+    assert said["output"].startswith("[] /usr/lib\n")
+    assert {".bashrc", ".gitconfig", ".local"} <= {*said["output"].split()}, "where the agent left it, it is"
+
+
+@NEEDS_BWRAP
+def test_our_own_interpreter_is_there_for_tests(tmp_path):
+    said = told(write(tmp_path / "task", test=f"command -v python3 && {PASS}"), tmp_path, sandbox=sandbox_of("bwrap"))
+    assert said["rewards"] == {"reward": 1.0}
+
+
+@NEEDS_BWRAP
+def test_tests_cannot_be_changed_while_they_run(tmp_path):
+    test = (
+        f'echo 0 > "{LOGS}/reward.txt"; printf \'echo 1 > "{LOGS}/reward.txt"\\n\' >> /tests/test.sh; touch /tests/new'
+    )
+    said = told(write(tmp_path / "task", test=test), tmp_path, sandbox=sandbox_of("bwrap"))
+    assert said["rewards"] == {"reward": 0.0}
+    assert said["output"].count("Read-only file system") == 2
+
+
+@NEEDS_BWRAP
+def test_an_agent_that_filled_the_disk_is_scored(tmp_path):
+    """Given a workspace over its bound, tests have as much again, and no more."""
+    bounds = Bounds(disk_bytes=4 << 20)
+    agent = "head -c 3M /dev/zero > a; head -c 3M /dev/zero > b; sleep 30"
+    test = f'echo 0 > "{LOGS}/reward.txt"; head -c 3M /dev/zero > c; sleep 1'
+    said = told(write(tmp_path / "task", test=test), tmp_path, sandbox=sandbox_of("bwrap", bounds), agent=agent)
+    assert (tmp_path / "workspace/b").stat().st_size == 3 << 20
+    assert said["rewards"] == {"reward": 0.0}
+
+    (tmp_path / "more").mkdir()
+    test = f"{PASS}; head -c 3M /dev/zero > c; head -c 3M /dev/zero > d; sleep 30"
+    path = write(tmp_path / "more/task", test=test)
+    said = told(path, tmp_path / "more", sandbox=sandbox_of("bwrap", bounds), agent=agent)
+    assert "test.sh was ended for it broke a bound: disk: " in said["error"]
+    assert said["stopped"]
+
+
+def test_what_could_not_be_measured_when_the_agent_left_is_not_counted(tmp_path, monkeypatch):
+    watched = Watched(0, Bounds(disk_bytes=1), (tmp_path,), print)
+    monkeypatch.setattr("loopwright.execution.sandbox.watch.size_bytes", lambda *_: None)
+    assert "cannot be measured" in watched.disk()
+    watched.spare()
+    watched.next_disk_s = 0.0
+    assert watched.disk() is None
+
+
+@NEEDS_BWRAP
+def test_no_door_is_open_while_tests_run(tmp_path):
+    """Between two steps the session takes calls, but the tests run the agent's code, which may know its key."""
+    place = Place(tmp_path, sandbox_of("bwrap"))
+
+    async def main():
+        async def answer(_, writer):
+            writer.write(b"hello")
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        script = f"import socket; print(socket.create_connection(('127.0.0.1', {port})).recv(9))"
+        async with server, place.sandbox.room(place.workspace, reach=(f"http://127.0.0.1:{port}",)) as room:
+            heard = []
+            for tests in (False, True, False):
+                if tests:
+                    room.settle()
+                await place.run(room, place.python(script))
+                heard.append(place.stdout.strip())
+            return heard
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == ["b'hello'", "b''", "b'hello'"]
+
+
+@pytest.mark.parametrize("code", [DAEMON, FORGED, IN_THE_WAY, "import os; os.kill(os.getppid(), 9)"])
+def test_code_under_test_neither_forges_nor_dodges_the_reward_of_a_shipped_task(tmp_path, code):
+    """Given a module that does this and knows no answer, the reward is 0."""
+
+    def work(workspace):
+        (workspace / "palindrome.py").write_text(f"{code}\ndef is_palindrome(text):\n    return None\n")
+
+    shutil.copytree(TASKS / "train/palindrome", tmp_path / "task")
+    assert told(tmp_path / "task", tmp_path, work=work)["rewards"] == {"reward": 0.0}
+
+
+def test_what_is_only_to_be_made_executable_is_not_run(tmp_path):
+    def work(workspace):
+        (workspace / "tool.sh").write_text(
+            f'#!/bin/bash\necho \'{{"reward": 1}}\' > "{LOGS}/reward.json"; echo ready\n'
+        )
+        (workspace / "tool.sh").chmod(0o755)
+
+    shutil.copytree(TASKS / "train/make-executable", tmp_path / "task")
+    assert told(tmp_path / "task", tmp_path, work=work)["rewards"] == {"reward": 0.0}
+
+
+@pytest.mark.parametrize("name", ["count-lines", "csv-to-json"])
+def test_a_pipe_in_the_place_of_an_answer_is_a_wrong_answer(tmp_path, name):
+    """Tests that wait for it would run out of time, and that is no reward."""
+
+    def work(workspace):
+        for answer in ("count.txt", "people.json"):
+            os.mkfifo(workspace / answer)
+
+    shutil.copytree(TASKS / "train" / name, tmp_path / "task")
+    assert told(tmp_path / "task", tmp_path, work=work)["rewards"] == {"reward": 0.0}

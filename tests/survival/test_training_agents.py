@@ -1,0 +1,249 @@
+"""Training on agents that misbehave behind the gateway: it ends, learns from what was sampled, and says what broke."""
+
+import json
+import sqlite3
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from loopwright.core.ledger import Ledger
+from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.rollouts import rollouts
+from loopwright.core.steps import steps
+from loopwright.engines.models import tiny
+from tests.rollouts.harbor import write
+from tests.rollouts.remotes import program, running
+from tests.survival.campaign import Campaign, wait_for
+
+pytestmark = pytest.mark.timeout(200)
+SCENARIO = """
+name = "survivor"
+[[run]]
+name = "work"
+agent = {{ steps = 4, prompts_per_step = 2, lr = 1e-2, seed = 3, keep = 9, {agent} }}
+[run.engine]
+type = "transformers"
+model = "tiny"
+threads = 1
+[run.gateway]
+type = "embedded"
+[run.rollout]
+tasks = {tasks}
+loop = {{ type = "remote", command = {command}, deadline_s = 20, concurrency = 4, sampling = {{ max_tokens = 6 }} }}
+judger = {judger}
+produce = {{ {produce} }}
+"""
+GRPO = 'type = "grpo", group_size = 3'
+PPO = 'type = "ppo"'
+LETTERS = """
+def tasks():
+    return [{"prompt": letter} for letter in "abcd"]
+
+def judge(answer):
+    return sum(map(ord, answer)) % 5 / 4
+"""
+TRIAL = "trial = int(os.environ['LOOPWRIGHT_TRIAL_NUMBER'])\n"
+
+
+def campaign(home: Path, agent_program: str, agent: str = GRPO, **parts: str) -> Campaign:
+    """A training on agents that do this, with the number of their `trial` at hand."""
+    home.mkdir(exist_ok=True)
+    (home / "letters.py").write_text(LETTERS)
+    told = {
+        "tasks": '{ type = "python", factory = "letters:tasks" }',
+        "judger": '{ type = "python", handler = "letters:judge" }',
+        "produce": 'type = "sync"',
+        **parts,
+    }
+    command = json.dumps(program(home, TRIAL + agent_program))
+    return Campaign(home, SCENARIO.format(agent=agent, command=command, **told))
+
+
+def trained(made: Campaign):
+    """What each step was learned from: its numbers, and the rollouts of its groups.
+
+    Checks what has to hold whatever agents do: each step counts the very tokens that the policy before it sampled in
+    rollouts with a reward, and no others.
+    """
+    connection = sqlite3.connect(made.ledger)
+    groups = dict(connection.execute("SELECT grp, step FROM groups WHERE status = 'trained'"))
+    connection.close()
+    with Ledger.read(made.ledger) as ledger:
+        numbers = {step.step: step.numbers for step in steps(ledger, "train")}
+        found = list(rollouts(ledger))
+    tokens = Counter[int]()
+    for rollout in found:
+        episode = rollout.episode
+        assert episode.trainable <= (episode.reward is not None and episode.sampled > 0)
+        assert (episode.reward is None) == (episode.fault not in (None, Fault.POLICY))
+        if (step := groups.get(episode.group)) is not None and episode.trainable:
+            tokens[step] += episode.sampled
+            assert {span.version for node in episode.nodes for span in node.spans} == {step - 1}
+    assert {step: told["tokens"] for step, told in numbers.items()} == {step: tokens[step] for step in numbers}
+    return numbers, found
+
+
+def policy(made: Campaign):
+    return load_file(made.output / "work" / "policy" / "model.safetensors")
+
+
+@pytest.mark.parametrize("agent", [pytest.param(GRPO, marks=pytest.mark.slow), PPO], ids=["grpo", "ppo"])
+def test_a01_agents_that_never_call_the_model_teach_it_nothing(tmp_path, agent):
+    made = campaign(tmp_path, "print('42')", agent)
+    ended = made.call()
+    assert ended.code == 0, ended.err
+    numbers, found = trained(made)
+    assert list(numbers) == [1, 2, 3, 4]
+    assert ended.err.count("is skipped") == 4
+    assert {rollout.episode.reason for rollout in found} == {"the agent never called the model"}
+    assert len(found) == (24 if agent == GRPO else 8), "none was rolled again"
+    before = tiny(attention="sdpa").state_dict()
+    assert all(weight.equal(before[name]) for name, weight in policy(made).items())
+
+
+@pytest.mark.slow
+def test_a01_agents_that_call_now_and_then_are_learned_from_when_they_do(tmp_path):
+    made = campaign(tmp_path, "if trial % 2:\n    chat()")
+    ended = made.call()
+    assert ended.code == 0, ended.err
+    numbers, found = trained(made)
+    assert list(numbers) == [1, 2, 3, 4]
+    for rollout in found:
+        called = rollout.number % 2 == 1
+        assert (rollout.episode.turns, rollout.episode.trainable) == (called, called)
+        assert rollout.episode.in_baseline
+
+
+GHOST = """
+if len(sys.argv) > 1:
+    agent = f"/proc/{sys.argv[1]}"
+    while os.path.exists(agent):
+        time.sleep(0.01)
+    for _ in range(20):
+        try:
+            chat("boo")
+            said = 200
+        except urllib.error.HTTPError as error:
+            said = error.code
+        except OSError:
+            break  # training is over, and the gateway with it
+        with open(os.environ["LOOPWRIGHT_HOME"] + "/ghosts", "a") as log:
+            log.write(f"{trial} {said}\\n")
+        time.sleep(0.1)
+    sys.exit()
+chat()
+own, env = str(os.getpid()), {name: value for name, value in os.environ.items() if name != "LOOPWRIGHT_TRIAL"}
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execve(sys.executable, [sys.executable, __file__, own], env)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_t05_an_agents_daemon_that_goes_on_calling_is_refused_and_not_learned_from(tmp_path):
+    """It leaves its session and its environment behind, so that nobody finds it, and calls when its agent is gone."""
+    made = campaign(tmp_path, GHOST)
+    ended = made.call()
+    assert ended.code == 0, ended.err
+    wait_for(lambda: not running(str(tmp_path / "agent.py")))
+    numbers, found = trained(made)
+    assert list(numbers) == [1, 2, 3, 4]
+    assert len(found) == 24
+    calls = [line.split() for line in (tmp_path / "ghosts").read_text().splitlines()]
+    refused = Counter[str]()
+    for trial, said in calls:
+        assert said != "200" or not refused[trial], "a session that is closed stays closed"
+        refused[trial] += said != "200"
+    assert len(refused) > 12, "daemons did call"
+    assert sum(refused.values()) > 24
+    assert {rollout.episode.outcome for rollout in found} == {Outcome.OK}
+
+
+KILLED = """
+import http.client
+from urllib.parse import urlsplit
+if trial % 4 == 1:
+    at = urlsplit(os.environ["OPENAI_BASE_URL"])
+    connection = http.client.HTTPConnection(at.netloc)
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hi"}]})
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+    connection.request("POST", at.path + "/chat/completions", body, headers)
+    time.sleep(trial % 3 * 0.004)
+    os.kill(os.getpid(), 9)
+chat()
+"""
+
+
+def test_a01_an_agent_killed_in_mid_call_is_a_named_fault_and_training_goes_on(tmp_path):
+    made = campaign(tmp_path, KILLED)
+    ended = made.call()
+    assert ended.code == 0, ended.err
+    numbers, found = trained(made)
+    assert list(numbers) == [1, 2, 3, 4]
+    killed = [rollout.episode for rollout in found if rollout.number % 4 == 1]
+    assert len(killed) >= 6
+    for episode in killed:
+        # Over what it was told, or before it was told anything: that decides whose fault it is.
+        fault = Fault.POLICY if episode.turns else Fault.WORKLOAD
+        assert episode.fault is fault, episode.reason
+        assert "SIGKILL" in episode.reason
+    assert {r.episode.outcome for r in found if r.number % 4 != 1} == {Outcome.OK}
+    lost = sum(episode.fault is Fault.WORKLOAD for episode in killed)
+    assert len(found) == 24 + lost
+    assert (max(told["fault_rate"] for told in numbers.values()) > 0) == (lost > 0)
+
+
+CHANGER = """
+said = chat()
+with open("said", "w") as file:
+    file.write(said)
+if trial == 8:
+    for name in {names}:
+        with open(os.environ["LOOPWRIGHT_HOME"] + "/tasks/" + name + "/instruction.md", "a") as file:
+            file.write("More.")
+"""
+SCORE = 'echo $(( $(wc -c < said) % 2 )) > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"'
+
+
+def harbor(home: Path, changed: str) -> Campaign:
+    """A training on three tasks, of which the eighth agent changes some."""
+    for name in ("one", "two", "three"):
+        write(home / "tasks" / name, instruction=f"Do {name}.", test=SCORE)
+    tasks, judger = '{ type = "harbor", path = "tasks" }', '{ type = "verifier" }'
+    return campaign(home, CHANGER.replace("{names}", changed), tasks=tasks, judger=judger)
+
+
+def test_a02_a_task_that_changes_during_training_is_left_out_from_then_on(tmp_path):
+    made = harbor(tmp_path, '["two"]')
+    ended = made.call()
+    assert ended.code == 0, ended.err
+    numbers, found = trained(made)
+    assert list(numbers) == [1, 2, 3, 4]
+    broken = [rollout for rollout in found if rollout.episode.fault is Fault.WORKLOAD]
+    assert {rollout.episode.task.id.split("/")[-1] for rollout in broken} == {"two"}
+    assert all("has changed" in rollout.episode.reason for rollout in broken)
+    later = [rollout for rollout in found if rollout.number > 12 and rollout not in broken]
+    assert all(not rollout.episode.task.id.endswith("two") for rollout in later)
+    assert sum(told["failed"] for told in numbers.values()) >= 1
+    assert max(told["fault_rate"] for told in numbers.values()) > 0.5, "groups that failed altogether count"
+
+
+@pytest.mark.slow
+def test_a02_where_all_tasks_change_training_ends_says_so_and_can_be_resumed(tmp_path):
+    made = harbor(tmp_path, '["one", "two", "three"]')
+    ended = made.call()
+    assert ended.code == 1
+    assert "gave nothing to train on" in ended.err
+    assert "has changed since its tasks were loaded" in ended.err
+    numbers, _ = trained(made)
+    assert 1 <= len(numbers) < 4
+    for name in ("one", "two", "three"):
+        (tmp_path / "tasks" / name / "instruction.md").write_text(f"Do {name}.")
+    resumed = made.call("resume")
+    assert resumed.code == 0, resumed.err
+    numbers, _ = trained(made)
+    assert list(numbers) == [1, 2, 3, 4]
