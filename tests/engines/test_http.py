@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from loopwright.cli import app
 from loopwright.engines.base import ContextFull, EngineError, Sampling, engines
+from loopwright.engines.client import EngineGone
 from loopwright.engines.fleet import Fleet, FleetConfig
 from loopwright.testing import EngineContract
 from loopwright.testing.engines import ids_of, logprobs_of
@@ -306,10 +307,17 @@ def test_t06_a_server_that_was_started_anew_gets_its_weights_again_before_it_ser
     asyncio.run(asyncio.wait_for(story(), 60))
 
 
-@pytest.mark.parametrize("wire", ["vllm", "sglang"])
-def test_t06_a_server_with_our_weights_that_is_gone_is_waited_for(wire, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("sure_s", [0.0, 600.0], ids=["looked-at", "asked-at-once"])
+@pytest.mark.parametrize(
+    ("wire", "reload", "ask"),
+    [("vllm", "collective_rpc", "completions"), ("sglang", "update_weights_from_disk", "generate")],
+    ids=["vllm", "sglang"],
+)
+def test_t06_a_server_with_our_weights_that_is_gone_is_waited_for(
+    wire, reload, ask, sure_s, tmp_path, monkeypatch, caplog
+):
     """By whoever asks for tokens, and by whoever has newer weights for it; how it is, is told at once."""
-    monkeypatch.setattr("loopwright.engines.http._SURE_S", 0.0)
+    monkeypatch.setattr("loopwright.engines.http._SURE_S", sure_s)
     (tmp_path / "model.safetensors").touch()
 
     async def story():
@@ -321,8 +329,10 @@ def test_t06_a_server_with_our_weights_that_is_gone_is_waited_for(wire, tmp_path
             await engine.check()
         await asyncio.sleep(1)
         assert not asking.done()
-        with served(int(first.url.rpartition(":")[2])):
+        with served(int(first.url.rpartition(":")[2])) as second:
             assert {chunk.version for chunk in await asking} == {3}
+            asked = [route for route, _, _ in second.asked]
+            assert asked.index(reload) < asked.index(ask), "not under the weights that it came with"
         loading = asyncio.ensure_future(engine.load_weights(tmp_path, 4))
         await asyncio.sleep(1)
         with served(int(first.url.rpartition(":")[2])):
@@ -331,7 +341,33 @@ def test_t06_a_server_with_our_weights_that_is_gone_is_waited_for(wire, tmp_path
             await engine.close()
 
     asyncio.run(asyncio.wait_for(story(), 60))
-    assert "it is waited for, 600 s at most" in caplog.text
+    assert "is gone; it is waited for, 600 s at most" in caplog.text
+
+
+def test_t06_a_server_that_dies_while_it_takes_on_weights_gets_them_when_it_is_back(server, tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").touch()
+
+    async def story(engine):
+        await engine.load_weights(tmp_path, 3)
+        put, tried, checks = engine.put_weights, [], iter([None, EngineGone("gone"), EngineGone("gone")])
+
+        async def dies(directory):
+            tried.append(directory)
+            if len(tried) == 1:
+                raise engine.broken(EngineError("it hung up"))
+            await put(directory)
+
+        async def check():
+            if (error := next(checks, None)) is not None:
+                raise error
+
+        monkeypatch.setattr(engine, "put_weights", dies)
+        monkeypatch.setattr(engine, "check", check)
+        await engine.load_weights(tmp_path, 4)
+        assert tried == [tmp_path, tmp_path]
+        assert {chunk.version for chunk in await said(engine)} == {4}
+
+    run(server, "vllm", story)
 
 
 def test_a_fleet_waits_for_none_of_its_servers_while_another_can_serve(tmp_path, caplog):

@@ -199,8 +199,7 @@ judger = {{ type = "python", handler = "audited_judge:vowels" }}
     [
         ("keep = 4", []),
         ("keep = 1", ["1", "2", "3"]),
-        # Adapters are not the whole of a policy.
-        ("keep = 4, lora = { r = 2 }", ["1", "2", "3"]),
+        ("keep = 4, lora = { r = 2 }", []),
     ],
 )
 def test_a_training_is_audited_version_by_version(tmp_path, agent, left_out):

@@ -1,13 +1,17 @@
 """Several workers of Ray Train learn as one."""
 
+import gc
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from loopwright.rollouts.resources import ResourcesError
 from loopwright.trainers.failure import TrainingFailed
+from loopwright.trainers.learner import Learner
+from loopwright.trainers.ppo import PpoRule
 from loopwright.trainers.students import LocalStudent
 from loopwright.trainers.students_ray import RayStudent
 from tests.rollouts.rays import cluster as cluster
@@ -24,15 +28,39 @@ def setting_of(kind, home, **options):
     return learner_of(kind, home, **options).setting
 
 
+class Weighing(PpoRule):
+    """Tells how many weights lie with a worker in parts."""
+
+    def loss(self, said, tokens):
+        cost, told = super().loss(said, tokens)
+        parts = [one for one in gc.get_objects() if type(one) is DTensor and isinstance(one, torch.nn.Parameter)]
+        held = sum(one.to_local().numel() for one in parts)
+        return cost, {**told, "held": torch.full_like(said.logprobs.detach(), held)}
+
+
+def close(found, expected):
+    """Equal but for rounding, by name."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4)
+
+
 @pytest.mark.usefixtures("cluster")
-def test_two_workers_learn_what_one_learns(tmp_path):
+@pytest.mark.parametrize(
+    ("what", "shard"),
+    [({}, False), ({}, True), ({"layers": 1}, True), ({"lora": {"r": 4}}, True)],
+    ids=["whole", "shards", "shards-layers", "shards-lora"],
+)
+def test_two_workers_learn_what_one_learns(tmp_path, what, shard):
     """Several steps on a batch, a critic, more workers than samples in a part: still one gradient.
 
     The optimizer remembers the gradients; steps are small, since Adam makes large ones of rounding errors.
     """
-    setting = setting_of("ppo", tmp_path, epochs=2, minibatches=2, max_grad_norm=1.0, micro_tokens=16, lr=1e-8)
+    options = dict(epochs=2, minibatches=2, max_grad_norm=1.0, micro_tokens=16, lr=1e-8, kl=0.1, **what)
+    setting = setting_of("ppo", tmp_path, **options)
     alone = LocalStudent(setting, tmp_path, near=True)
-    elsewhere = replace(setting, device="cuda:99")  # workers have a device of their own
+    config = setting.config.model_copy(update={"workers": 2, "shard": shard})
+    elsewhere = replace(setting, config=config, device="cuda:99")  # workers have a device of their own
     together = RayStudent(elsewhere, tmp_path, workers=2, cpus=0.5, gpus=0)
     try:
         for step, count in ((1, 7), (2, 2)):
@@ -42,21 +70,41 @@ def test_two_workers_learn_what_one_learns(tmp_path):
         for student, place in ((alone, tmp_path / "one"), (together, tmp_path / "two")):
             place.mkdir()
             student.write(place)
-        expected, found = (load_file(tmp_path / place / "trainer.safetensors") for place in ("one", "two"))
-        assert expected.keys() == found.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4)
-        together.save(tmp_path / "policy")
-        assert (tmp_path / "policy" / "model.safetensors").is_file()
-        # Going on from the state of one.
-        alone.update(samples(5, seed=9, weight=1.0), 3)
+        names = {file.name for file in (tmp_path / "one").iterdir()}
+        assert {file.name for file in (tmp_path / "two").iterdir()} == names
+        for name in names:
+            if name.endswith(".safetensors"):
+                close(load_file(tmp_path / "two" / name), load_file(tmp_path / "one" / name))
+        # Going on from the state of one, far from the beginning.
+        random = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in alone.learner.policy.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=random), alpha=0.05)
         alone.write(tmp_path / "one")
         together.read(tmp_path / "one")
-        again, other = (
-            alone.update(samples(5, seed=3, weight=1.0), 4),
-            together.update(samples(5, seed=3, weight=1.0), 4),
-        )
-        assert other == pytest.approx(again, rel=1e-3, abs=1e-5)
+        together.save(tmp_path / "policy")
+        close(load_file(tmp_path / "policy" / "model.safetensors"), alone.learner.policy.weights())
+        batch = samples(5, seed=3, weight=1.0)
+        one, two = alone.update(batch, 3), together.update(batch, 3)
+        assert one["kl"] > 0.01
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
+        # And from the state of two, by one or by two.
+        for student in (alone, together):
+            student.read(tmp_path / "two")
+        batch = samples(5, seed=4, weight=1.0)
+        assert together.update(batch, 4) == pytest.approx(alone.update(batch, 4), rel=1e-3, abs=1e-5)
+    finally:
+        together.close()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_of_shards_each_worker_holds_its_own(tmp_path):
+    setting = replace(setting_of("ppo", tmp_path, workers=2), rule=Weighing)
+    every = sum(parameter.numel() for parameter in Learner(setting).policy.scored.parameters())
+    setting = replace(setting, config=setting.config.model_copy(update={"shard": True}))
+    together = RayStudent(setting, tmp_path, workers=2, cpus=0.5, gpus=0)
+    try:
+        assert together.update(samples(4), 1)["held"] == pytest.approx(every / 2, rel=1e-3)
     finally:
         together.close()
 

@@ -279,6 +279,8 @@ def test_a_judge_outage_is_waited_for(tmp_path):
         ({"agent": ", cpus = 2"}, "`cpus` is for `workers` of Ray Train"),
         ({"agent": ", workers = 2, gpus = 2"}, "gpus"),
         ({"agent": ', workers = 2, device = "cuda"'}, "`device` is for training in this process"),
+        ({"agent": ", shard = true"}, "`shard` divides the model among `workers` of Ray Train: set 2 of them at least"),
+        ({"agent": ", shard = true, workers = 1"}, "`shard` divides the model among `workers`"),
         ({"agent": ', log = ["mlflow"]'}, "pip install mlflow"),
         ({"agent": ", group_sise = 4"}, "group_size"),
         ({"more": EVAL.replace("held_out", "nowhere")}, "[run.eval] tasks"),

@@ -166,11 +166,9 @@ def _show(summary: "Summary", tolerance: float) -> None:
 
     console = Console(highlight=False, emoji=False)
     if left_out := summary.left_out:
-        first, last = min(left_out), max(left_out)
         console.print(
-            f"{number(sum(left_out.values()))} turns left out: the weights of version"
-            f"{f' {first}' if first == last else f's {first} to {last}'} are not at hand (--weights {first}=DIR; a "
-            "training keeps as many checkpoints as its `keep` says)",
+            f"{number(sum(left_out.values()))} turns left out: the weights of versions {', '.join(map(str, left_out))} "
+            f"are not at hand (--weights {min(left_out)}=DIR; a training keeps as many checkpoints as its `keep` says)",
             markup=False,
             soft_wrap=True,
         )

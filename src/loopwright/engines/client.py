@@ -1,7 +1,6 @@
 """The HTTP client of an engine: one session, opened at the first request, reused and closed."""
 
 import asyncio
-import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -16,15 +15,17 @@ from loopwright.engines.base import ContextFull, EngineError
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
 
-log = logging.getLogger(__name__)
 _CONNECT_S = 10.0
 _TRIES = 3
 _PAUSE_S = 0.2
-_LONGEST_PAUSE_S = 2.0
 _MOST_BYTES = 64 * 2**20
 _SHOWN_CHARACTERS = 300
 _LIMIT = re.compile(r"context (?:length|size)\D{0,12}(\d+)")
 """How vLLM, llama.cpp and SGLang all tell what they can hold."""
+
+
+class EngineGone(EngineError):
+    """Nobody listens where an engine's server should be."""
 
 
 class Client:
@@ -36,12 +37,10 @@ class Client:
         self._closed = False
         self.unreached = 0
         """How often nobody was there."""
-        self.wait_s = 0.0
-        """For how long to wait where nobody is."""
 
-    async def get(self, path: str, *, wait: bool = True) -> Any:
+    async def get(self, path: str) -> Any:
         """What the server answers."""
-        async with self._asked("GET", path, None, 0, wait=wait) as response:
+        async with self._asked("GET", path, None, 0) as response:
             return await self._json(response, path)
 
     async def post(self, path: str, body: Any, *, prompt: int = 0) -> Any:
@@ -72,14 +71,11 @@ class Client:
             await session.close()
 
     @asynccontextmanager
-    async def _asked(
-        self, method: str, path: str, body: Any, prompt: int, *, wait: bool = True
-    ) -> "AsyncIterator[ClientResponse]":
+    async def _asked(self, method: str, path: str, body: Any, prompt: int) -> "AsyncIterator[ClientResponse]":
         from aiohttp import ClientError
 
         where = f"{self.url}{path}"
-        data, wait_s = None if body is None else orjson.dumps(body), self.wait_s if wait else 0.0
-        response: ClientResponse = await self._connected(method, where, data, wait_s)
+        response: ClientResponse = await self._connected(method, where, None if body is None else orjson.dumps(body))
         try:
             if response.status != 200:
                 said = await response.content.read(_MOST_BYTES)
@@ -94,12 +90,11 @@ class Client:
         finally:
             response.close()  # back to the pool if all of it was read; otherwise the server hears that we have gone
 
-    async def _connected(self, method: str, where: str, data: bytes | None, wait_s: float) -> "ClientResponse":
+    async def _connected(self, method: str, where: str, data: bytes | None) -> "ClientResponse":
         """The beginning of an answer. Nothing has been said by then, so it can be asked for again."""
         from aiohttp import ClientError, ConnectionTimeoutError
 
-        clock, tries = asyncio.get_running_loop().time, 0
-        until = clock() + wait_s
+        tries = 0
         while True:
             connection = SimpleNamespace(reused=False)
             try:
@@ -115,11 +110,9 @@ class Client:
                     continue
                 self.unreached += 1
                 tries += 1
-                if tries >= _TRIES and clock() >= until:
-                    raise EngineError(f"{where} cannot be reached: {sentence(error)} Is the server running?") from error
                 if tries == _TRIES:
-                    log.warning("%s cannot be reached; it is waited for, %g s at most", self.url, wait_s)
-                await asyncio.sleep(min(_PAUSE_S * tries, _LONGEST_PAUSE_S))
+                    raise EngineGone(f"{where} cannot be reached: {sentence(error)} Is the server running?") from error
+                await asyncio.sleep(_PAUSE_S * tries)
 
     def _opened(self) -> "ClientSession":
         if self._closed:

@@ -8,15 +8,20 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+from loopwright.core.errors import MissingExtra
 from loopwright.engines.base import EngineError, Sampling
 from loopwright.engines.inprocess import TransformersConfig
 from loopwright.engines.models import bare, put_weights
 from loopwright.engines.sampler import reshaped
 
+_ADAPTERS = "adapter_config.json"
+"""What tells a directory of adapters, as peft writes them."""
 _BATCH_TOKENS = 8192
 """Tokens of the passages that are read together, padding included."""
 _STEP_TOKENS = 1024
@@ -41,13 +46,27 @@ class Forward:
     def __init__(self, config: TransformersConfig, home: Path) -> None:
         for problem in config.problems(home):
             raise EngineError(str(problem))
-        self._name = config.model
-        self._model, _ = bare(config, home)
-        self._model.set_attn_implementation("sdpa")
+        self._name, self._config, self._home = config.model, config, home
+        self._model = self._bare()
+
+    def _bare(self) -> Any:
+        model, _ = bare(self._config, self._home)
+        model.set_attn_implementation("sdpa")
+        return model
 
     def put(self, weights: Path) -> None:
-        """Read with these weights from now on. EngineError if they do not fit."""
-        put_weights(self._model, weights)
+        """Read with these weights from now on, or with these adapters of the model. EngineError if they do not fit."""
+        if not (weights / _ADAPTERS).is_file():
+            return put_weights(self._model, weights)
+        try:
+            from peft import PeftModel
+        except ImportError as error:
+            raise MissingExtra("reading with adapters", "train") from error
+        try:
+            self._model = PeftModel.from_pretrained(self._bare(), str(weights)).merge_and_unload()
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise EngineError(f"the adapters in {weights} do not fit {self._name!r}: {error}") from error
+        return None
 
     def differences(self, passages: Sequence[Passage]) -> list[list[float]]:
         """For each token of each passage, how far what was recorded is from what the model gives."""

@@ -16,13 +16,14 @@ from pydantic import Field
 
 from loopwright.core.errors import LoopwrightError, MissingExtra, Problem
 from loopwright.engines.base import Chunk, Engine, EngineConfig, EngineError, Finish, Sampling, Tops
-from loopwright.engines.client import Client
+from loopwright.engines.client import Client, EngineGone
 from loopwright.engines.named_tokenizer import ends_in, place, stop_ids, tokenizer_of
 from loopwright.engines.smollm2 import package_problem
 from loopwright.engines.stops import stopped
 
 log = logging.getLogger(__name__)
 _FAREWELL_S = 1.0
+_WAIT_S = 0.5
 _SURE_S = 2.0
 """Seconds for which a server counts as the one that it was; to be started anew takes it longer."""
 
@@ -121,7 +122,7 @@ class HttpEngine(Engine):
 
     async def held(self) -> Any:
         """What is another after the server was started anew, by which it lost its weights."""
-        await self.client.get("/health")
+        await self.check()
         return self.client.unreached
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
@@ -155,8 +156,7 @@ class HttpEngine(Engine):
         version, said = self.version, list[int]()
         digest = blake2b(f"{seed}:{len(ids)}".encode("utf-8", "replace"), digest_size=4).digest()
         try:
-            await self._ensure_weights()
-            async with aclosing(self.sample(ids, sampling, int.from_bytes(digest) >> 1)) as pieces:
+            async with aclosing(self._sampled(ids, sampling, int.from_bytes(digest) >> 1)) as pieces:
                 async for piece in pieces:
                     chunk = self._chunk(piece, said, sampling, version)
                     if piece.finish is not None:
@@ -172,6 +172,22 @@ class HttpEngine(Engine):
             failure = EngineError(told)
             failure.__cause__ = error
             chunks.put_nowait(failure)
+
+    async def _sampled(self, ids: list[int], sampling: Sampling, seed: int) -> AsyncGenerator[Piece, None]:
+        """What the server says, under the weights that it was given."""
+        begun = False
+        while True:
+            await self._ensure_weights()
+            try:
+                async with aclosing(self.sample(ids, sampling, seed)) as pieces:
+                    async for piece in pieces:
+                        begun = True
+                        yield piece
+                return
+            except EngineGone:
+                if begun or self._given is None:
+                    raise
+                self._sure_until = 0.0  # whoever answers next may hold other weights
 
     def _chunk(self, piece: Piece, said: list[int], sampling: Sampling, version: int) -> Chunk:
         """The tokens up to the end of the turn. What is not a logprob per token is no chunk."""
@@ -225,10 +241,19 @@ class HttpEngine(Engine):
         self.version = version
 
     async def _put(self, directory: Path) -> None:
-        await self.put_weights(directory)
+        await self._there()
+        try:
+            await self.put_weights(directory)
+        except EngineError:
+            try:
+                await self.check()
+            except EngineGone:  # killed meanwhile
+                await self._there()
+                await self.put_weights(directory)
+            else:
+                raise
         self._held, self._given, self._broken = await self.held(), directory, None
         self._sure_until = asyncio.get_running_loop().time() + _SURE_S
-        self.client.wait_s = self.config.wait_s
 
     async def _ensure_weights(self) -> None:
         """A server that was started anew has its first weights: it is given the last ones again before it serves."""
@@ -239,7 +264,23 @@ class HttpEngine(Engine):
             self._looking.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._looking)  # whoever leaves does not end it for the others
 
+    async def _there(self) -> None:
+        """Wait for a server that is gone, if it has been given weights: it may be started anew."""
+        clock = asyncio.get_running_loop().time
+        until, said = clock() + (0.0 if self._given is None else self.config.wait_s), False
+        while True:
+            try:
+                return await self.check()
+            except EngineGone:
+                if clock() >= until:
+                    raise
+            if not said:
+                log.warning("%s is gone; it is waited for, %g s at most", self.client.url, self.config.wait_s)
+                said = True
+            await asyncio.sleep(_WAIT_S)
+
     async def _look(self, given: Path) -> None:
+        await self._there()
         if await self.held() == self._held:
             self._sure_until = asyncio.get_running_loop().time() + _SURE_S
             return
@@ -256,7 +297,7 @@ class HttpEngine(Engine):
         return self._broken
 
     async def check(self) -> None:
-        await self.client.get("/health", wait=False)
+        await self.client.get("/health")
 
     async def close(self) -> None:
         self._closed = True

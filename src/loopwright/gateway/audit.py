@@ -134,10 +134,11 @@ def in_gateway(path: Path) -> Iterator[Captured]:
 
 
 def weights_in(place: Path) -> dict[int, Path]:
-    """The checkpoints below a directory by version: those whose names end in a number."""
+    """The checkpoints below a directory by version, whole or adapters: those whose names end in a number."""
     found = {}
     for path in sorted(place.iterdir()) if place.is_dir() else []:
-        if (match := _VERSION.search(path.name)) and (path.is_file() or any(path.glob("model*.safetensors"))):
+        kept = any(any(path.glob(name)) for name in ("model*.safetensors", "adapter_config.json"))
+        if (match := _VERSION.search(path.name)) and (path.is_file() or kept):
             found[int(match[1])] = path
     return found
 

@@ -7,6 +7,7 @@ async with GatewayClient("http://gpu-box:8400", token) as gateway:
 """
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from aiohttp import ClientSession
 
 _TRIES = 4
-_PAUSE_S = 0.25
+_PAUSE_S, _LONGEST_S = 0.25, 2.0
 _SHOWN = 200
 _UPDATE_S = 600.0
 """Seconds that an update of weights may take."""
@@ -56,6 +57,8 @@ class Captured:
     """Why a turn of it is broken; empty if none is."""
     silent_s: float
     """How long the engine had given no token, to a call that was under way at the end."""
+    restored: bool = False
+    """Whether the gateway was started anew while it was open, so that its agent may have found nobody there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +78,11 @@ class RemoteSession:
     async def captured(self, outcome: Outcome = Outcome.OK, reason: str = "") -> Captured:
         """End the session; all that its opener may want to know. To do it twice changes nothing."""
         body = {"outcome": str(outcome), "reason": reason}
-        data = await self.client.ask("POST", f"/sessions/{self.id}/complete", body, key=self.key)
+        data = await self.client.ask("POST", f"/sessions/{self.id}/complete", body, key=self.key, waits=True)
         try:
             broken = next((turn["reason"] for turn in data["turns"] if turn["verdict"] == "broken"), "")
-            return Captured(Episode.from_json(data["episode"]), broken, float(data.get("silent_s", 0.0)))
+            episode, silent_s = Episode.from_json(data["episode"]), float(data.get("silent_s", 0.0))
+            return Captured(episode, broken, silent_s, bool(data.get("restored", False)))
         except (KeyError, TypeError, ValueError) as error:
             raise GatewayLost(
                 f"{self.client.url} answered no session: {error!r}. Is it a Loopwright gateway?"
@@ -103,9 +107,18 @@ class GatewayClient:
     kind = "gateway"
     """What its errors call the server."""
 
-    def __init__(self, url: str, token: str | None = None, *, timeout_s: float = 60.0, connections: int = 100) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        timeout_s: float = 60.0,
+        connections: int = 100,
+        away_s: float = 0.0,
+    ) -> None:
+        """`away_s`: for how long a gateway that cannot be reached may be about to be started again."""
         endpoint(url)
-        self.url = url.rstrip("/")
+        self.url, self._away_s = url.rstrip("/"), away_s
         self._token, self._timeout_s, self._connections = token, timeout_s, connections
         self._session: ClientSession | None = None
         self._closed = False
@@ -114,7 +127,7 @@ class GatewayClient:
         """A new session; with an id that is known, and the same run and trial, the one that there is."""
         body = {} if terms is None else terms.model_dump(mode="json", exclude_unset=True)
         path = "/sessions" if id is None else f"/sessions/{id}"
-        data = await self.ask("POST", path, body, key=self._token, again=id is not None)
+        data = await self.ask("POST", path, body, key=self._token, again=id is not None, waits=id is not None)
         try:
             names = ("id", "key", "openai_base_url", "anthropic_base_url")
             return RemoteSession(self, *(str(data[name]) for name in names))
@@ -126,7 +139,8 @@ class GatewayClient:
     async def tell(self, news: News) -> int:
         """Have its engine take in news of the policy; the version that it is at then."""
         body = {"version": news.version, "paused": news.paused, "weights": news.weights}
-        return int((await self.ask("POST", "/weights", body, key=self._token, timeout_s=_UPDATE_S))["version"])
+        told = await self.ask("POST", "/weights", body, key=self._token, timeout_s=_UPDATE_S, waits=True)
+        return int(told["version"])
 
     async def check(self) -> None:
         """GatewayLost if nobody is there."""
@@ -140,15 +154,17 @@ class GatewayClient:
         *,
         key: str | None = None,
         again: bool = True,
+        waits: bool = False,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """What it answers. Refused if it will not, GatewayLost if it cannot be asked."""
+        """What it answers. Refused if it will not, GatewayLost if it cannot be asked; whoever `waits` gives it time."""
         try:
             data = None if body is None else orjson.dumps(body)
         except TypeError as error:
             raise ValueError(f"what a gateway elsewhere is told must be plain data: {error}") from error
         timeout_s = timeout_s or self._timeout_s
-        for tries_left in reversed(range(_TRIES if again else 1)):
+        tries = _TRIES + math.ceil(self._away_s / _LONGEST_S if waits else 0) if again else 1
+        for tries_left in reversed(range(tries)):
             try:
                 async with asyncio.timeout(timeout_s):
                     return await self._asked(method, path, data, key)
@@ -160,7 +176,7 @@ class GatewayClient:
                 if not tries_left:
                     said = str(error) or type(error).__name__
                     raise GatewayLost(f"cannot reach the {self.kind} at {self.url}: {said}. Is it running?") from error
-            await asyncio.sleep(_PAUSE_S * 2 ** (_TRIES - tries_left))
+            await asyncio.sleep(min(_LONGEST_S, _PAUSE_S * 2 ** (tries - tries_left)))
         raise GatewayLost(f"cannot reach the {self.kind} at {self.url}.")  # not reached: the last try raises
 
     async def _asked(self, method: str, path: str, data: bytes | None, key: str | None) -> dict[str, Any]:

@@ -68,6 +68,8 @@ class Live:
         self.closed_at: float | None = None
         self.silent_s = 0.0
         """How long the engine had given no token, to a call that was under way when the session was closed."""
+        self.restored = False
+        """Whether the gateway was started anew while it was open."""
         self._calls: OrderedDict[bytes, Call] = OrderedDict()
         # Random once per process and session: asking the kernel for every call costs more than it is worth.
         self._mark, self._numbers = secrets.token_hex(8), count(1)
@@ -238,6 +240,7 @@ class Live:
             "snapshot": self.snapshot or None,
             "running": running,
             "silent_s": self.silent_s,
+            "restored": self.restored,
             "trainable": not counts[Kind.BROKEN] and not running and episode.sampled > 0,
             "verdicts": counts,
             "turns": [self._told(number, verdict) for number, verdict in sorted(verdicts.items())],
@@ -271,7 +274,7 @@ class Live:
     def restore(self, row: tuple[Any, ...]) -> None:
         """Take up what the store has of it. A turn that had not come to its end is broken, unless it is retried."""
         self.opened_at, self.status, self.closed_at, outcome, self.reason, self.snapshot = row
-        self.outcome = Outcome(outcome)
+        self.outcome, self.restored = Outcome(outcome), self.status == "open"
         query = (
             "SELECT node, call, choice, digest, dialect, sampling, seed, manner, ended_at, verdict, reason, token "
             "FROM calls WHERE session = ? ORDER BY begun_at, choice"

@@ -259,7 +259,7 @@ class Relay(Fleet):
         link.send("resume", id=0)
         member = self._join(name, engine)
         serves = "" if engine.version == self.version or self._update else f", which is not served: {self.version} is"
-        self._say(f"worker {name} is there, with {announced.get('model')} at version {engine.version}{serves}")
+        self._say(f"worker {name} is there, with {announced.get('model')} at version {announced['version']}{serves}")
         joining = asyncio.create_task(self._catch_up(member))
         reason = "it left"
         try:

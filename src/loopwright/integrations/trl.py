@@ -190,7 +190,7 @@ class Rollouts:
             return weights_of(hub)
         # In turns, so that an engine that still reads the one before is not disturbed.
         directory = self.env.run.directory / "weights" / str((self._published + 1) % 2)
-        save_model(hub, directory)
+        save_model(hub, weights_of(hub), directory)
         trainer.processing_class.save_pretrained(directory)
         return str(directory)
 

@@ -77,6 +77,9 @@ class TrainConfig(AgentConfig):
     """CPUs of each of these workers."""
     gpus: float = Field(default=0, ge=0, le=1)
     """What each of these workers has of a GPU; 0 to train on CPUs."""
+    shard: bool = False
+    """Whether each of these workers, two at least, holds only a part of the weights and of what the optimizer remembers
+    (FSDP); otherwise each holds all of it."""
     device: str | None = None
     """Where this process trains, as torch names it; where the engine of this process runs by default."""
     checkpoint_every: int = Field(default=1, ge=1)
@@ -94,5 +97,9 @@ class TrainConfig(AgentConfig):
             raise ValueError("`layers` is for training without `lora`; say `lora = { layers = … }`")
         if not self.workers and (ignored := self.model_fields_set & {"cpus", "gpus"}):
             raise ValueError(f"`{min(ignored)}` is for `workers` of Ray Train; here, `device` says where to train")
+        if self.shard and self.workers < 2:
+            raise ValueError(
+                "`shard` divides the model among `workers` of Ray Train: set 2 of them at least, or remove it"
+            )
         if self.workers and self.device is not None:
             raise ValueError("`device` is for training in this process; `workers` have `cpus` and `gpus`")

@@ -18,9 +18,12 @@ from loopwright.trainers.failure import TrainingFailed, foreign
 from loopwright.trainers.model import Policy, said
 from loopwright.trainers.rule import Rule, Said, Tokens
 from loopwright.trainers.sample import Sample, micro_batches, scale_of, shares, split
+from loopwright.trainers.shards import gathered, held, whole
 
 _SMALL = 1e-8
 _TRAINER, _CRITIC = "trainer.safetensors", "critic/"
+_IDLE = Sample(np.zeros(2, np.int64), np.array([False, True]), np.zeros(2, np.float32), 0.0, 0.0, 0.0, 0)
+"""A sample that changes nothing."""
 
 
 class Team(Protocol):
@@ -37,6 +40,10 @@ class Team(Protocol):
         """The sums of what everyone has."""
         ...
 
+    def passes(self, own: int) -> int:
+        """How often one goes through the model who has so many micro-batches: at times others wait for him."""
+        ...
+
 
 class Alone:
     """A team of one."""
@@ -48,6 +55,9 @@ class Alone:
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         return list(numbers)
+
+    def passes(self, own: int) -> int:
+        return max(own, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +144,16 @@ class Learner:
     ) -> bool:
         """Sum up the gradients of everyone's share, and take a step; False if there is none to take."""
         self.optimizer.zero_grad(set_to_none=True)
-        # Everyone takes part, also with nothing in hand.
-        batches = micro_batches(self._share(samples), self.config.micro_tokens) or [[_idle(samples[0])]]
+        batches = self._together(micro_batches(self._share(samples), self.config.micro_tokens))
+        waiting = getattr(self._scored, "no_sync", nullcontext)
         total = 0.0
         for index, batch in enumerate(batches):
-            last = index == len(batches) - 1
-            with nullcontext() if last or self.team.size == 1 else self._scored.no_sync():
+            with nullcontext() if index == len(batches) - 1 else waiting():
                 loss = self._loss(batch, known, numbers) * scale
                 # What is averaged over the team is meant to be summed up.
                 torch.autograd.backward(loss * self.team.size)
                 total += float(loss.detach())
-        norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm))
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)))
         (total,) = self.team.total([total])
         if not (math.isfinite(norm) and math.isfinite(total)):
             self.optimizer.zero_grad(set_to_none=True)
@@ -188,6 +197,10 @@ class Learner:
         """Those of the samples that this learner computes."""
         return shares([sample for sample in samples if self._counts(sample)], self.team.size)[self.team.rank]
 
+    def _together(self, batches: list[list[Sample]]) -> list[list[Sample]]:
+        """One's own micro-batches, and idle ones after them: everyone takes part, also with nothing in hand."""
+        return batches + [[_IDLE]] * (self.team.passes(len(batches)) - len(batches))
+
     def _counts(self, sample: Sample) -> bool:
         """Whether anything would change by it: with no advantage, only what does not depend on it."""
         return bool(sample.advantage or self.config.kl or self.config.entropy or self.rule.critic)
@@ -227,12 +240,14 @@ class Learner:
         if not (several or self.rule.critic or self.config.kl):
             return {}
         found: dict[int, Known] = {}
-        for batch in micro_batches(samples, self.config.micro_tokens):
-            before = self._said(batch, apart=True)
-            first: Said | None = None
-            if self.config.kl:
-                with self.policy.beginning():
-                    first = self._said(batch, apart=True)
+        batches = micro_batches(samples, self.config.micro_tokens)
+        passes = self._together(batches)
+        now = [self._said(batch, apart=True) for batch in passes]
+        then: list[Said | None] = [None] * len(passes)
+        if self.config.kl:
+            with self.policy.beginning():
+                then = [self._said(batch, apart=True) for batch in passes]
+        for batch, before, first in zip(batches, now, then, strict=False):  # idle ones stay unknown
             begun = 0
             for sample in batch:
                 own = slice(begun, begun := begun + sample.tokens)
@@ -260,11 +275,23 @@ class Learner:
     def write(self, directory: Path) -> None:
         """All that training goes on from: the policy, and beside it the critic and what the optimizer remembers."""
         self.policy.write(directory)
-        found = {f"{_CRITIC}{name}": value.detach() for name, value in self._critic().items()}
+        save_file({name: value.contiguous() for name, value in self._memory().items()}, directory / _TRAINER)
+
+    def hand_over(self, *, everything: bool) -> None:
+        """Take part where the first worker writes down a policy that lies in shards, or `everything` beside it."""
+        if everything and self.config.lora is not None:
+            self.policy.adapters()
+        else:
+            self.policy.weights()
+        if everything:
+            self._memory()
+
+    def _memory(self) -> dict[str, Tensor]:
+        found = {f"{_CRITIC}{name}": value for name, value in self._critic().items()}
         names = list(self.policy.learned())
         for index, memory in self.optimizer.state_dict()["state"].items():
             found |= {f"optimizer/{names[index]}/{key}": torch.as_tensor(value) for key, value in memory.items()}
-        save_file({name: value.contiguous() for name, value in found.items()}, directory / _TRAINER)
+        return gathered(found)
 
     @torch.no_grad()
     def read(self, directory: Path) -> None:
@@ -274,9 +301,9 @@ class Learner:
         for name, place in self._critic().items():
             if (key := f"{_CRITIC}{name}") not in found:
                 raise foreign(directory, key)
-            place.copy_(found[key])
+            place.copy_(held(found[key], place))
         kept = self.optimizer.state_dict()
-        memories = [_below(found, f"optimizer/{name}/") for name in self.policy.learned()]
+        memories = [_below(found, f"optimizer/{name}/", place) for name, place in self.policy.learned().items()]
         kept["state"] = {index: memory for index, memory in enumerate(memories) if memory}
         self.optimizer.load_state_dict(kept)
 
@@ -311,14 +338,6 @@ class _Numbers:
         return found | {name: sum(values) / len(values) for name, values in self._once.items()}
 
 
-def _idle(sample: Sample) -> Sample:
-    """A sample that changes nothing."""
-    first = int(np.argmax(sample.mask)) + 1
-    one = np.zeros(first, dtype=np.bool_)
-    one[-1] = True
-    return Sample(sample.ids[:first], one, sample.recorded[:first], 0.0, 0.0, 0.0, sample.episode)
-
-
 def _unknown(sample: Sample, device: str) -> Known:
     advantages = torch.full((sample.tokens,), sample.advantage, device=device)
     return Known(None, advantages, returns=torch.zeros_like(advantages))
@@ -340,5 +359,6 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor:
     return torch.cat([part for part in parts if part is not None])
 
 
-def _below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+def _below(state: Mapping[str, Tensor], prefix: str, place: Tensor) -> dict[str, Tensor]:
+    found = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    return {name: held(value, place) if value.shape == place.shape else value for name, value in found.items()}

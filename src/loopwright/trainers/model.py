@@ -1,6 +1,6 @@
 """The policy as a learner has it: a model whose weights can change, all of them, the last layers, or adapters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +14,7 @@ from loopwright.engines.named_tokenizer import place
 from loopwright.trainers.config import LoraConfig, TrainConfig
 from loopwright.trainers.failure import TrainingFailed, foreign
 from loopwright.trainers.rule import Said
+from loopwright.trainers.shards import gathered, held, shard
 
 _TOLERANCE = 1e-3
 _MODEL, _ADAPTERS = "model.safetensors", "adapter_model.safetensors"
@@ -65,7 +66,11 @@ class Policy:
             self._adapters.base_model_name_or_path = place(model, home)
         elif config.layers is not None:
             _unfreeze(self.hub, config.layers)
-        self.scored = Scored(self.hub, critic=critic).to(device)
+        self.scored = Scored(self.hub, critic=critic)
+        if config.shard:
+            shard(self.scored, _layers(self.hub), device)
+        else:
+            self.scored.to(device)
         self._first: dict[str, Tensor] | None = None
         if config.kl and config.lora is None:
             self._first = {name: p.detach().clone() for name, p in self.hub.named_parameters() if p.requires_grad}
@@ -87,15 +92,20 @@ class Policy:
                 for module in adapters:
                     module.enable_adapters(True)
             return
-        now = {name: p for name, p in self.hub.named_parameters() if name in self._first}
-        kept = {name: p.data for name, p in now.items()}
-        for name, parameter in now.items():
-            parameter.data = self._first[name]
+        self._exchange(self._first)
         try:
             yield
         finally:
-            for name, parameter in now.items():
-                parameter.data = kept[name]
+            self._exchange(self._first)
+
+    @torch.no_grad()
+    def _exchange(self, others: dict[str, Tensor]) -> None:
+        """Swap weights with others; in place, since shards are read where they lie."""
+        for name, parameter in self.hub.named_parameters():
+            if name in others:
+                kept = parameter.detach().clone()
+                parameter.copy_(others[name])
+                others[name].copy_(kept)
 
     def learned(self) -> dict[str, nn.Parameter]:
         """What changes by training, by name."""
@@ -106,11 +116,12 @@ class Policy:
         if self.config.lora is None:
             self.save(directory)
             return
-        adapters = {
-            _as_peft(name): value.detach() for name, value in self.hub.named_parameters() if value.requires_grad
-        }
-        save_file({name: value.contiguous() for name, value in adapters.items()}, directory / _ADAPTERS)
+        save_file({name: value.contiguous() for name, value in self.adapters().items()}, directory / _ADAPTERS)
         self._adapters.save_pretrained(str(directory))
+
+    def adapters(self) -> dict[str, Tensor]:
+        """The weights of the adapters, as peft names them."""
+        return gathered({_as_peft(name): p for name, p in self.hub.named_parameters() if p.requires_grad})
 
     @torch.no_grad()
     def read(self, directory: Path) -> None:
@@ -122,15 +133,15 @@ class Policy:
         if wrong := [n for n, p in places.items() if n not in found or found[n].shape != p.shape]:
             raise foreign(directory, wrong[0])
         for name, parameter in places.items():
-            parameter.copy_(found[name])
+            parameter.copy_(held(found[name], parameter))
 
     def weights(self) -> dict[str, Tensor]:
         """All weights under the model's own names, adapters folded in: what an engine takes. They are not copied."""
-        return weights_of(self.hub)
+        return gathered(weights_of(self.hub))
 
     def save(self, directory: Path) -> None:
         """The whole model as transformers writes and loads it, adapters folded in."""
-        save_model(self.hub, directory)
+        save_model(self.hub, self.weights(), directory)
 
 
 @torch.no_grad()
@@ -148,12 +159,12 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     return found
 
 
-def save_model(model: Any, directory: Path) -> None:
-    """A model as transformers writes and loads it, adapters folded in."""
+def save_model(model: Any, weights: Mapping[str, Tensor], directory: Path) -> None:
+    """A model with these weights, as transformers writes and loads it."""
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if _is_tied(model) else set()
-    weights = {name: value.contiguous() for name, value in weights_of(model).items() if name not in tied}
+    kept = {name: value.contiguous() for name, value in weights.items() if name not in tied}
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(weights, directory / _MODEL, metadata={"format": "pt"})
+    save_file(kept, directory / _MODEL, metadata={"format": "pt"})
     model.config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
 
@@ -193,6 +204,10 @@ def _adapt(model: Any, config: LoraConfig, seed: int) -> Any:
 def _as_peft(name: str) -> str:
     """What peft calls the weights of an adapter in its files."""
     return f"base_model.model.{name.replace('.default.', '.')}"
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    return [layer for one in model.base_model.children() if isinstance(one, nn.ModuleList) for layer in one]
 
 
 def _unfreeze(model: Any, layers: int) -> None:

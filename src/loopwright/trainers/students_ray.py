@@ -63,11 +63,14 @@ class _Desk:
 class _RayTeam:
     """The workers of Ray Train."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shard: bool) -> None:
         context = train.get_context()
         self.rank, self.size = context.get_world_rank(), context.get_world_size()
+        self._shard = shard
 
     def join(self, module: Any) -> Any:
+        if self._shard:
+            return module
         return prepare_model(module, parallel_strategy_kwargs={"find_unused_parameters": False})
 
     def total(self, numbers: Sequence[float]) -> list[float]:
@@ -76,11 +79,18 @@ class _RayTeam:
         dist.all_reduce(sums)
         return [float(number) for number in sums]
 
+    def passes(self, own: int) -> int:
+        if not self._shard:
+            return max(own, 1)
+        most = torch.tensor(max(own, 1), device=get_device())  # each pass needs the parts of everyone
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
 
 def _work(config: dict[str, Any]) -> None:
     """What each worker does: one job after another, until there is none."""
     setting, desk = replace(config["setting"], device=str(get_device())), config["desk"]
-    team = _RayTeam()
+    team = _RayTeam(shard=setting.config.shard)
     student = LocalStudent(setting, config["directory"], near=False, learner=Learner(setting, team))
     number = 0
     while (job := _got(desk.job.remote(number))) is not None:
@@ -88,6 +98,8 @@ def _work(config: dict[str, Any]) -> None:
         # Everyone learns and restores; what is told or written, the first one tells and writes.
         if what in ("update", "read") or team.rank == 0:
             answer = getattr(student, what)(*args)
+        elif setting.config.shard:
+            student.learner.hand_over(everything=what == "write")
         dist.barrier()  # nobody is still reading the job when its place is cleared
         if team.rank == 0:
             _got(desk.answer.remote(number, answer))

@@ -9,3 +9,5 @@ class Access:
 
     url: str
     token: str | None = field(default=None, repr=False)
+    away_s: float = 0.0
+    """Seconds that it may be away, where somebody starts it again."""

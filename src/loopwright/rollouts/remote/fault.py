@@ -33,6 +33,9 @@ def verdict(ended: Ended | None, captured: Captured, limits: Limits, allowed: Al
         return Outcome.LOST, Fault.INFRA, captured.broken
     if limits.tokens is not None and episode.sampled >= limits.tokens:
         return Outcome.TRUNCATED, Fault.POLICY, f"all {limits.tokens} tokens are used up"
+    if captured.restored and (ended is None or ended.failure):
+        how = allowed if ended is None else ended.failure
+        return Outcome.LOST, Fault.INFRA, f"{how}; the gateway was started anew meanwhile"
     if ended is None:
         return _late(captured, allowed)
     if not ended.failure:

@@ -21,6 +21,9 @@ from loopwright.gateway.terms import Terms
 from loopwright.rollouts.remote.access import Access
 from loopwright.rollouts.resources import Ask
 
+_AWAY_S = 120.0
+"""Seconds that a gateway elsewhere may take to be started again."""
+
 
 class Home(ABC):
     """A gateway for as long as a run needs it.
@@ -59,7 +62,7 @@ class Home(ABC):
         if self._client is None or at != self._at:
             if self._client is not None:
                 await self._client.close()
-            self._client, self._at = GatewayClient(at.url, at.token), at
+            self._client, self._at = GatewayClient(at.url, at.token, away_s=at.away_s), at
         return self._client
 
     async def aclose(self) -> None:
@@ -286,7 +289,7 @@ def home_of(config: HomeConfig, engine: EngineConfig, home: Path, name: str) -> 
     if isinstance(config, ServersConfig):
         return ServersHome()
     if isinstance(config, ExternalConfig):
-        return ExternalHome(Access(config.url, config.token(home)))
+        return ExternalHome(Access(config.url, config.token(home), _AWAY_S))
     if isinstance(config, EmbeddedConfig):
         return EmbeddedHome(config, lambda: engines.get(engine.type)(engine, home))
     try:

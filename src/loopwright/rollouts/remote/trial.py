@@ -87,8 +87,13 @@ class Trial:
         stack.push_async_callback(self._release)
         try:
             return await self._attempt(stack)
-        except (GatewayLost, Refused) as error:
-            raise GatewayLost(str(error)) from error
+        except Refused as error:
+            if error.status != 404:
+                raise GatewayLost(str(error)) from error
+            reason = f"the gateway was started anew, and has not kept its sessions (--output): {error}"
+            return self._episode(None, (Outcome.LOST, Fault.INFRA, reason), {})
+        except GatewayLost:
+            raise
         except (LoopwrightError, OSError) as error:
             outcome, fault = _blamed(error)
             return self._episode(None, (outcome, fault, str(error)), {})

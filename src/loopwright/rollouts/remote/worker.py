@@ -79,7 +79,11 @@ class RemoteWorker(Worker):
         """The client of a gateway: one, for as long as the gateway stays where it is."""
         if access not in self._clients:
             former, self._clients = self._clients, {}
-            self._clients[access] = GatewayClient(access.url, access.token, connections=2 * self._config.concurrency)
+            # Less than a trial's time, so that one whose gateway stays away says so.
+            away_s = min(access.away_s, self._config.deadline_s / 2)
+            self._clients[access] = GatewayClient(
+                access.url, access.token, connections=2 * self._config.concurrency, away_s=away_s
+            )
             await asyncio.gather(*(client.close() for client in former.values()))
         return self._clients[access]
 
