@@ -10,7 +10,6 @@ import os
 import queue
 import struct
 import threading
-import time
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -50,8 +49,6 @@ RESULT = (
     "UPDATE calls SET ended_at = told.column1, verdict = told.column2, reason = told.column3, token = told.column4 "
     "FROM (VALUES (?, ?, ?, ?, ?, ?)) AS told WHERE session = told.column5 AND node = told.column6"
 )
-_FEW, _GATHER_S = 4, 0.001
-"""After a batch of more than a few, the next one is waited for so long."""
 _ROWS = 32
 """The most rows of a statement."""
 
@@ -156,14 +153,12 @@ class DiskStore:
         return self._queue.qsize()
 
     def _work(self) -> None:
-        more, crowded = True, False
+        more = True
         while more:
             batch = [self._queue.get()]
-            if crowded:  # others are about to write as well, and a transaction costs more than this moment
-                time.sleep(_GATHER_S)
             while not self._queue.empty():
                 batch.append(self._queue.get())
-            more, crowded = None not in batch, len(batch) > _FEW
+            more = None not in batch
             jobs = [job for job in batch if job is not None]
             failed: Exception | None = None
             try:
