@@ -7,6 +7,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -224,7 +225,7 @@ def embedded() -> Ratio:
     prompts = [session.draft(task.messages).prompt for task in TASKS[:groups] for _ in range(GROUP_SIZE)]
 
     async def bare() -> None:
-        async def one(number: int, ids: list[int]) -> None:
+        async def one(number: int, ids: Sequence[int]) -> None:
             async for _ in engine.generate(ids, session.sampling, seed=str(number)):
                 pass
 

@@ -7,6 +7,7 @@ from itertools import filterfalse
 from loopwright.core.episode import Node, Span
 from loopwright.core.task import Message
 from loopwright.engines.base import Chunk, EngineError, Sampling
+from loopwright.gateway.graph import Ids
 from loopwright.gateway.manner import PLAIN, Manner
 from loopwright.gateway.verdict import Verdict
 
@@ -17,7 +18,7 @@ class Draft:
 
     node: int
     parent: int
-    prompt: list[int]
+    prompt: Ids
     """Let go of once the turn has come to its end."""
     prompt_tokens: int
     opening: tuple[int, ...]

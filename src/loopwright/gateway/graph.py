@@ -1,10 +1,11 @@
 """The message graph of a session: finds messages that are known, renders those that are not, and tells what parts."""
 
 import json
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 from pydantic_core import from_json
@@ -15,6 +16,8 @@ from loopwright.gateway.manner import PLAIN, Manner
 from loopwright.gateway.template import Template, Tool, calls_of, text_of
 from loopwright.gateway.verdict import Kind, Verdict
 
+Ids: TypeAlias = "array[int]"
+"""All ids of a conversation, which are copied in every turn: as plain numbers, whose copy costs next to nothing."""
 Key = tuple[str, str, str, str]
 """What a message is known by: role, text, calls (and tools, for the first one of a conversation) and reasoning."""
 
@@ -44,7 +47,7 @@ class Graph:
         self._children: dict[tuple[int, Key], list[int]] = {}
         self._tools: tuple[Sequence[Tool], str] = ((), "")
         self._first: dict[int, list[int]] = {}
-        self._latest: tuple[int, list[int]] = (0, [])
+        self._latest: tuple[int, Ids] = (0, ids_of())
         self._sent: list[tuple[list[Message], list[Tool], list[int]]] = []
 
     def place(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, Verdict]:
@@ -149,16 +152,16 @@ class Graph:
             return ()
         return (*self.closing(number), *self._template.opening(manner))
 
-    def ids(self, number: int) -> list[int]:
+    def ids(self, number: int) -> Ids:
         """All ids up to the end of this node; to be copied, not kept. Costs what is new since the latest call."""
         path, (latest, known) = [], self._latest
         node = number
         while node and node != latest:
             path.append(node)
             node = self.nodes[node].parent or 0
-        more: list[int] = []
+        more = ids_of()
         for each in path[::-1]:
-            more += self.nodes[each].ids
+            more.extend(self.nodes[each].ids)
         if self.nodes[number].finish is not None:  # a turn under way may yet grow; a given message never does
             return known + more if node == latest else more
         if node == latest:
@@ -196,6 +199,11 @@ class Graph:
         while (parent := self.nodes[node].parent or 0) != above:
             node = parent
         return node
+
+
+def ids_of(ids: Iterable[int] = ()) -> Ids:
+    """Ids, to be added to."""
+    return array("q", ids)
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:

@@ -50,7 +50,7 @@ class RelayedEngine(Engine):
         number = next(self._numbers)
         chunks = self._streams[number] = asyncio.Queue()
         asked = orjson.Fragment(sampling.model_dump_json(exclude_defaults=True))
-        self._link.send("generate", id=number, ids=ids, sampling=asked, seed=seed)
+        self._link.send("generate", id=number, ids=list(ids), sampling=asked, seed=seed)
         ended = False
         try:
             while not ended:

@@ -12,7 +12,7 @@ from loopwright.core.outcome import FAULT_OF, Fault, Outcome
 from loopwright.core.task import Message, Task
 from loopwright.engines.base import ContextFull, Engine, EngineError, Reasoning, Sampling
 from loopwright.gateway.draft import Draft, check
-from loopwright.gateway.graph import RAW, Graph, Key, copied
+from loopwright.gateway.graph import RAW, Graph, Key, copied, ids_of
 from loopwright.gateway.manner import PLAIN, Manner
 from loopwright.gateway.pieces import Heard, Piece
 from loopwright.gateway.reader import THINK, Reader
@@ -93,7 +93,7 @@ class Session:
             manner = manner.model_copy(update={"calls": False})
         manner = self._begun(messages, manner)
         opening = self.graph.opening(parent, manner)
-        prompt = [*self.graph.ids(parent), *opening]
+        prompt = self.graph.ids(parent) + ids_of(opening)
         node = len(self.graph.nodes)
         seed = seed or f"{self._seed}:{node}"
         draft = Draft(node, parent, prompt, len(prompt), opening, sampling, seed, verdict, manner)
@@ -148,7 +148,7 @@ class Session:
                 for piece in rest:
                     heard(piece)
         self.graph.know(node)
-        draft.prompt = []
+        draft.prompt = ids_of()
         return self._turn(draft, reader, finish)
 
     def count(self, messages: Sequence[Message], tools: Sequence[Tool] = (), manner: Manner = PLAIN) -> int:
@@ -211,12 +211,12 @@ class Session:
         found = self.graph.nodes[node]
         begun = len(found.ids) - found.sampled
         opening, parent = found.ids[:begun], found.parent or 0
-        prompt = [*self.graph.ids(parent), *opening]
+        prompt = self.graph.ids(parent) + ids_of(opening)
         draft = Draft(node, parent, prompt, len(prompt), opening, sampling, seed, verdict, manner)
         draft.ids, draft.logprobs = list(found.ids[begun:]), list(found.logprobs[begun:])
         draft.spans = list(found.spans)
         if self.ended(draft):
-            draft.prompt = []
+            draft.prompt = ids_of()
         return draft
 
     def phase(self, name: str) -> "_Phase":
@@ -261,7 +261,7 @@ class Session:
             finish = None
             rest = sampling.model_copy(update={"max_tokens": left}) if draft.ids else sampling
             # A copy only where it must be: a prompt is long, and most turns are never paused.
-            ids = draft.prompt + draft.ids if draft.ids else draft.prompt
+            ids = draft.prompt + ids_of(draft.ids) if draft.ids else draft.prompt
             async with aclosing(self.engine.generate(ids, rest, seed=draft.seed)) as stream:
                 async for chunk in stream:
                     check(chunk)
