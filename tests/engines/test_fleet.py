@@ -20,6 +20,7 @@ from loopwright.engines.base import (
     EngineError,
     Sampling,
 )
+from loopwright.engines.client import EngineGone
 from loopwright.engines.fingerprint import fingerprint
 from loopwright.engines.fleet import Fleet, FleetConfig, FleetSettings
 from loopwright.engines.member import Member
@@ -280,14 +281,15 @@ def test_while_there_is_none_requests_wait_and_then_fail_with_the_reason():
     simulate(story())
 
 
-def test_an_engine_that_is_away_has_failed_nothing_and_is_waited_for():
+@pytest.mark.parametrize("error", [EngineAway, EngineGone])
+def test_an_engine_that_is_away_has_failed_nothing_and_is_waited_for(error):
     class Away(Counting):
         away = 7  # more than may fail a request
 
         async def generate(self, ids, sampling, *, seed):
             self.away -= 1
             if self.away >= 0:
-                raise EngineAway("nobody is there")
+                raise error("nobody is there")
             async for chunk in super().generate(ids, sampling, seed=seed):
                 yield chunk
 
@@ -295,7 +297,7 @@ def test_an_engine_that_is_away_has_failed_nothing_and_is_waited_for():
         engine = Away()
         assert ids_of(await said(fleet_of(engine), most=3)) == [1, 2, 3]
         engine.away = 10**6
-        with pytest.raises(EngineAway, match="nobody is there"):
+        with pytest.raises(EngineError, match="nobody is there"):
             await said(fleet_of(engine, wait_s=0.1))
 
     run(story)

@@ -22,6 +22,7 @@ from loopwright.engines.base import (
     Sampling,
     engines,
 )
+from loopwright.engines.client import EngineGone
 from loopwright.engines.fingerprint import fingerprint
 from loopwright.engines.http import HttpConfig
 from loopwright.engines.member import Member
@@ -212,8 +213,9 @@ class Fleet(Engine):
             except OSError as error:  # EngineError is one
                 if len(said) > begun:
                     failures, since = 0, clock()
-                # One that is away has not failed the request; there is time for it to come back.
-                failures += not isinstance(error, EngineAway) or clock() - since >= self.config.wait_s
+                # One that is not there has not failed the request; there is time for it to come back.
+                absent = isinstance(error, EngineAway | EngineGone) and clock() - since < self.config.wait_s
+                failures += not absent
                 self._failed(member, error)
                 if failures >= self.config.tries:
                     raise
