@@ -1,7 +1,8 @@
 """One side of the training benchmark, in a process of its own: `python -m benchmarks.updates ours|trl-16|trl-4`.
 
-The same model, the same sequences: 16 answers of 20 to 170 tokens to two prompts. Ours goes through them 2048 tokens at
-a time, TRL so many rows at a time, each as long as the longest of all, which is how TRL cuts up what it generated.
+The same model, the same sequences: 16 answers of 20 to 170 tokens to two prompts. TRL goes through so many rows at a
+time, each as long as the longest of all, which is how it cuts up what it generated; ours through as many tokens at a
+time as four of those rows have.
 Prints the best seconds of a step, the peak memory in bytes, and the gradient's norm in the first step.
 """
 
@@ -21,7 +22,7 @@ import torch
 from loopwright.engines import smollm2
 
 ROUNDS = 2
-PROMPTS, ANSWERS, PROMPT_TOKENS = 2, 8, 64
+PROMPTS, ANSWERS, PROMPT_TOKENS, LONGEST = 2, 8, 64, 170
 
 
 def sequences() -> list[tuple[list[int], list[int], float]]:
@@ -30,7 +31,7 @@ def sequences() -> list[tuple[list[int], list[int], float]]:
     found = []
     for _ in range(PROMPTS):
         prompt = random.integers(100, 40_000, PROMPT_TOKENS).tolist()
-        lengths = random.integers(20, 170, ANSWERS)
+        lengths = random.integers(20, LONGEST, ANSWERS)
         found += [(prompt, random.integers(100, 40_000, n).tolist(), float(random.normal())) for n in lengths]
     return found
 
@@ -41,7 +42,7 @@ def ours(home: Path) -> Callable[[], float]:
     from loopwright.trainers.sample import Sample
 
     # Theirs has no recorded logprobs here, and corrects nothing by them.
-    config = GrpoConfig(steps=100, lr=1e-6, importance=0.0)
+    config = GrpoConfig(steps=100, lr=1e-6, importance=0.0, micro_tokens=4 * (PROMPT_TOKENS + LONGEST))
     learner = Learner(Setting(config, GrpoRule, "smollm2", home))
     batch = []
     for number, (prompt, answer, advantage) in enumerate(sequences()):
