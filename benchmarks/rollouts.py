@@ -51,6 +51,12 @@ class Empty(AgentLoop):
         return session.episode(task)
 
 
+class Lasting(TransformersEngine):
+    """Serves one production after another: a model is loaded once."""
+
+    async def close(self) -> None: ...
+
+
 def slow_judge(answer: str) -> float:
     """A judge that blocks whoever calls it."""
     time.sleep(0.05)
@@ -219,7 +225,7 @@ def regenerated() -> Ratio:
 
 def embedded() -> Ratio:
     """What loop, ledger and capture add to the time that SmolLM2 takes in this process for the same bursts."""
-    engine, groups = TransformersEngine(TransformersConfig(prefix_bytes=0), HOME), 2
+    engine, groups = Lasting(TransformersConfig(prefix_bytes=0), HOME), 2
     engine.batch.stop_ids = frozenset()  # so that all say the same number of tokens
     session = Session(engine, Sampling(max_tokens=TOKENS), seed="")
     prompts = [session.draft(task.messages).prompt for task in TASKS[:groups] for _ in range(GROUP_SIZE)]
