@@ -82,6 +82,10 @@ def run(directory, *words, verb="run"):
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, env=environment, timeout=200)
 
 
+def policy_of(directory):
+    return directory / "out" / "work" / "policy"
+
+
 def ledger(directory):
     return Ledger.read(directory / "out" / "work" / "ledger.db")
 
@@ -182,7 +186,7 @@ def test_l09_steps_whose_checkpoint_was_lost_are_repeated_from_what_was_recorded
 
 def test_a_policy_can_be_served_and_trained_further(trained, tmp_path):
     made = written(tmp_path, more="")
-    text = made.read_text().replace('model = "tiny"', f'model = "{trained}/out/work/policy"')
+    text = made.read_text().replace('model = "tiny"', f'model = "{policy_of(trained)}"')
     made.write_text(text)
     ended = run(tmp_path, made, "--output", "out")
     assert ended.returncode == 0, ended.stderr
@@ -238,7 +242,7 @@ def test_a_training_whose_trials_are_used_up_is_measured_and_says_so(tmp_path):
 
 
 def test_the_first_rollouts_are_by_the_policy_that_is_trained_whatever_the_engine_began_with(trained, tmp_path):
-    made = written(tmp_path, agent=f', model = "{trained}/out/work/policy"', more="")
+    made = written(tmp_path, agent=f', model = "{policy_of(trained)}"', more="")
     ended = run(tmp_path, made, "--output", "out")
     assert ended.returncode == 0, ended.stderr
     with ledger(tmp_path) as found:

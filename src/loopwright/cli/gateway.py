@@ -74,9 +74,8 @@ def serve(
     from loopwright.gateway.gateway import GatewayConfig
 
     words: dict[str, Any] = {**_environment(), "host": host, "port": port}
-    words |= {} if advertise is None else {"advertise": advertise}
-    words |= {} if access_log is None else {"access_log": access_log}
-    words |= {"log_prompts": True} if log_prompts else {}
+    told = {"advertise": advertise, "access_log": access_log, "log_prompts": log_prompts or None}
+    words |= {name: value for name, value in told.items() if value is not None}
     given = _given(settings or [], words)
     config = checked(GatewayConfig, given["gateway"])
     config.address(config.port)  # before the engine, which takes its time to load
