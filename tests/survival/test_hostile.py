@@ -9,10 +9,11 @@ import pytest
 from loopwright.core.outcome import Fault, Outcome
 from tests.survival.campaign import SCENARIO, Campaign, processes
 
+# What is ended replaces its shell: one that outlives its child by a moment would write "Terminated".
 WORK = r"""#!/bin/sh
 case "$1" in
-  ignores-sigterm) trap '' TERM; while :; do sleep 1000; done ;;
-  never-ends)      sleep 1000 ;;
+  ignores-sigterm) trap '' TERM; exec sleep 1000 ;;
+  never-ends)      exec sleep 1000 ;;
   daemon)          setsid sh -c 'setsid sleep 1001 & setsid sleep 1002 &' > /dev/null 2>&1 ;;
   stubborn-daemon) setsid sh -c 'trap "" TERM HUP; sleep 1003; sleep 1004' > /dev/null 2>&1 & ;;
   holds-pipe)      setsid sleep 1005 & ;;
