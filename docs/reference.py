@@ -14,6 +14,7 @@ from loopwright.core.reward import rewards
 from loopwright.engines.base import Sampling, engines
 from loopwright.envs.live import LiveConfig
 from loopwright.rollouts.config import RolloutConfig
+from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.judger import judgers
 from loopwright.rollouts.loop import loops
 from loopwright.rollouts.produce import ProduceConfig
@@ -23,6 +24,7 @@ from loopwright.rollouts.tasks import task_sources
 from loopwright.scenario.schema import PenaltiesConfig, RunConfig, Scenario, SystemConfig
 from loopwright.spaces.draws import EnvParamConfig
 from loopwright.spaces.parameter import Choice, Fixed, Range
+from loopwright.trainers.config import LoraConfig
 from loopwright.workloads.base import workloads
 from loopwright.workloads.command import SuccessConfig
 from loopwright.workloads.metric import MetricConfig
@@ -60,6 +62,8 @@ def sections() -> list[str]:
         section("`[run.rollout] loop`, `sampling`", Sampling),
         *(section(f'`[run.gateway]`, `type = "{name}"`', model) for name, model in HOMES.items()),
         section("`[run.rollout] loop`, `bounds`", BoundsConfig),
+        section("`[run.eval]`", EvalConfig),
+        section("`[run.agent] lora`", LoraConfig),
         section("`[run.rewards]`", PenaltiesConfig),
         section("`[run.env_params.NAME]`", EnvParamConfig),
     ]
@@ -84,8 +88,10 @@ def kinds(where: str, registry: Registry[Any]) -> list[str]:
     """One section per type of which a table can be."""
     found = []
     for name in registry.names():
-        item = registry.get(name)
-        found.append(section(f"{where}, `type = {name!r}`".replace("'", '"'), getattr(item, "Config", item)))
+        item, title = registry.get(name), f'{where}, `type = "{name}"`'
+        found.append(section(title, getattr(item, "Config", item)))
+        if registry is agents and item.for_rollouts() is not item:
+            found.append(section(f"{title}, with `[run.rollout]`", item.for_rollouts().Config))
     return found
 
 

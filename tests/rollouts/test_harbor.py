@@ -11,6 +11,7 @@ from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.dockerfile import layout_of
 from loopwright.rollouts.harbor import HarborTasks, Places, scan
 from loopwright.rollouts.harbor_task import HarborTask, digest_of
+from loopwright.rollouts.sources import in_both
 from loopwright.rollouts.tasks import TaskMix, TasksError
 from tests.rollouts.harbor import task_at, write
 
@@ -274,6 +275,22 @@ def test_tasks_without_tests_are_refused(tmp_path):
     write(tmp_path / "set/b", test=None)
     (problem,) = rollout(loop=remote).problems(tmp_path)
     assert "task b cannot be judged: its directory has no tests/test.sh" in problem.message
+
+
+def test_held_out_tasks_without_tests_are_refused(tmp_path):
+    write(tmp_path / "set/a")
+    write(tmp_path / "held/b", test=None)
+    remote, held_out = {"type": "remote", "command": ["true"]}, [HarborTasks(path="held")]
+    (problem,) = rollout(loop=remote).problems(tmp_path, held_out)
+    assert "task b cannot be judged: its directory has no tests/test.sh" in problem.message
+
+
+def test_a_task_that_is_held_out_is_found_among_those_to_train_on(tmp_path):
+    write(tmp_path / "set/train/a", instruction="Do a.")
+    write(tmp_path / "set/eval/b", instruction="Do b.")
+    every, held_out = [HarborTasks(path="set")], [HarborTasks(path="set/eval")]
+    assert [task.id for task in in_both(every, held_out, tmp_path)] == ["b"]
+    assert in_both([HarborTasks(path="set/train")], held_out, tmp_path) == []
 
 
 def test_rows_of_other_sources_can_be_tested_too(tmp_path):

@@ -31,6 +31,7 @@ def tool(x: int) -> int: return x
 """
 WORKLOAD = '[run.workload]\ntype = "command"\ncommand = "echo {x}"\nmetrics = { y = { regex = "(.*)" } }'
 NOT_A_ROLLOUT = dict.fromkeys(("rollout", "tasks", "loop", "judger", "produce"), "")
+EVAL = '[run.eval]\ntasks = { type = "jsonl", path = "sums.jsonl" }'
 EXACT = '{ type = "python", handler = "rollout_parts:exact" }'
 
 
@@ -205,6 +206,11 @@ R = "[run.rollout]"
         (
             {**NOT_A_ROLLOUT, **agent('{ type = "random", trials = 4 }'), "more": WORKLOAD},
             "[run.engine]",
+            "has no meaning without [run.rollout]",
+        ),
+        (
+            {**agent('{ type = "random", trials = 4 }'), **NOT_A_ROLLOUT, "more": f"{WORKLOAD}\n{EVAL}"},
+            "[run.eval]",
             "has no meaning without [run.rollout]",
         ),
     ],

@@ -74,10 +74,18 @@ def test_l09_one_that_is_there_is_not_written_again(tmp_path):
     assert made.latest().step == 1
 
 
-def test_a_damaged_one_is_named_with_what_to_do(tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda made: (made / "state.json").write_text("{"), "JSONDecodeError"),
+        (lambda made: (made / "model.safetensors").write_bytes(b"wei"), "model.safetensors has 3 bytes, not 7"),
+        (lambda made: (made / "model.safetensors").unlink(), "FileNotFoundError"),
+    ],
+)
+def test_a_damaged_one_is_named_with_what_to_do(tmp_path, damage, said):
     made = Checkpoints(tmp_path, 2)
     for step in (1, 2):
-        made.save(step, lambda draft: (draft / "a").touch())
-    (tmp_path / "step-000002" / "state.json").write_text("{")
-    with pytest.raises(StorageError, match=r"step-000002 is damaged .* Remove that directory"):
+        made.save(step, lambda draft: (draft / "model.safetensors").write_bytes(b"weights"))
+    damage(tmp_path / "step-000002")
+    with pytest.raises(StorageError, match=rf"step-000002 is damaged .*{said}.* Remove that directory"):
         made.latest()

@@ -15,6 +15,8 @@ from loopwright.core.errors import ScenarioError
 from loopwright.core.ledger import Ledger
 from loopwright.core.rollouts import rollouts
 from loopwright.core.steps import steps
+from loopwright.engines.fleet import FleetConfig
+from loopwright.engines.vllm import VllmConfig
 from loopwright.scenario.load import load
 
 SCENARIO = """
@@ -60,12 +62,14 @@ def outage(answer):
         raise RuntimeError("the judge is away")
     return lower(answer)
 """
-EVAL = """
+HELD_OUT = '{ type = "python", factory = "letters:held_out" }'
+EVAL = f"""
 [run.eval]
 every = 2
 samples = 2
-tasks = { type = "python", factory = "letters:held_out" }
+tasks = {HELD_OUT}
 """
+LLAMACPP = '{ type = "llamacpp", url = "http://localhost:8000", tokenizer = "tiny" }'
 
 
 def written(directory, *, agent="", sampling="", judge="lower", judger="", produce='type = "sync"', more=EVAL):
@@ -288,6 +292,9 @@ def test_a_judge_outage_is_waited_for(tmp_path):
         ({"agent": ', log = ["mlflow"]'}, "pip install mlflow"),
         ({"agent": ", group_sise = 4"}, "group_size"),
         ({"more": EVAL.replace("held_out", "nowhere")}, "[run.eval] tasks"),
+        ({"more": EVAL.replace("held_out", "tasks")}, "[run.eval] tasks: tasks/0, and 3 more would be trained on"),
+        ({"more": "[run.eval]\ntasks = []"}, "[run.eval] tasks: is empty"),
+        ({"more": EVAL.replace("{", "[{").replace("}", f"}}, {HELD_OUT}]")}, "two sources are called 'held_out'"),
     ],
 )
 def test_what_cannot_be_trained_is_said_before_anything_starts(tmp_path, options, words):
@@ -296,13 +303,42 @@ def test_what_cannot_be_trained_is_said_before_anything_starts(tmp_path, options
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("engine", "agent", "words"),
+    [
+        ('{ type = "scripted" }', ', model = "tiny"', "[run.engine] type: 'scripted' takes no weights"),
+        (LLAMACPP, "", "[run.engine] type: 'llamacpp' takes no weights, so nothing can be trained"),
+        (f'{{ type = "fleet", engines = [{LLAMACPP}] }}', "", "[run.engine] type: 'fleet' takes no weights"),
+    ],
+)
+def test_an_engine_that_takes_no_weights_is_refused(tmp_path, engine, agent, words):
+    refused = replaced(written(tmp_path, agent=agent), f"engine = {engine}\n")
+    assert words in refused
+
+
+def test_an_external_gateway_does_not_say_what_is_trained(tmp_path):
+    gateway = '[run.gateway]\ntype = "external"\nurl = "http://127.0.0.1:9"\n'
+    refused = replaced(written(tmp_path, more=gateway), "", 'loop = { type = "remote", command = ["true"] }')
+    assert "[run.agent] model: is missing: engine 'external' does not say which model it has" in refused
+
+
+def test_what_is_trained_behind_a_server_is_what_its_tokenizer_belongs_to():
+    vllm = VllmConfig(url="http://localhost:8000", tokenizer="models/qwen", model="the-served-name")
+    assert vllm.policy == "models/qwen"
+    assert FleetConfig(engines=(vllm,)).policy == "models/qwen"
+
+
 def test_a_trial_server_s_own_gateway_takes_no_weights_and_is_refused(tmp_path):
     made = written(tmp_path, more='[run.gateway]\ntype = "server"')
+    refused = replaced(made, "", 'loop = { type = "remote", server = "http://127.0.0.1:9", command = ["true"] }')
+    assert '[run.gateway] type: "server" takes no weights' in refused
+
+
+def replaced(made, engine, loop=None):
+    """What is said of a scenario with another engine, and another loop."""
     text = made.read_text()
-    engine = text[text.index("[run.engine]") : text.index("[run.rollout]")]
-    loop = 'loop = { type = "remote", server = "http://127.0.0.1:9", command = ["true"] }'
-    text = "\n".join(loop if line.startswith("loop =") else line for line in text.replace(engine, "").splitlines())
-    made.write_text(text)
+    text = text.replace(text[text.index("[run.engine]") : text.index("[run.rollout]")], engine)
+    made.write_text("\n".join(loop if loop and line.startswith("loop =") else line for line in text.splitlines()))
     with pytest.raises(ScenarioError) as error:
         load(made)
-    assert '[run.gateway] type: "server" takes no weights' in str(error.value)
+    return str(error.value)

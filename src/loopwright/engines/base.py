@@ -99,6 +99,16 @@ class EngineConfig(Config):
         """What is wrong with it; found before anything starts."""
         return []
 
+    @property
+    def takes_weights(self) -> bool:
+        """Whether what it samples from can be trained."""
+        return True
+
+    @property
+    def policy(self) -> str | None:
+        """The model that it has, in the words of the `transformers` engine; None if it does not say."""
+        return None
+
 
 class Engine(ABC):
     """Turns token ids into token ids.

@@ -67,6 +67,14 @@ class FleetConfig(FleetSettings):
             for problem in each.problems(home)
         ]
 
+    @property
+    def takes_weights(self) -> bool:
+        return all(each.takes_weights for each in self.engines)
+
+    @property
+    def policy(self) -> str | None:
+        return self.engines[0].policy
+
 
 class Fleet(Engine):
     """Serves a stream from one of several engines.

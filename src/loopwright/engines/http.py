@@ -65,6 +65,10 @@ class HttpConfig(EngineConfig):
             found.append(Problem("api_key_env" if self.api_key_env else "api_key_file", str(error)))
         return found
 
+    @property
+    def policy(self) -> str | None:
+        return self.tokenizer
+
     def key(self, home: Path) -> str | None:
         """The API key, if there is one. It is read where it is needed, and never part of what is recorded."""
         if self.api_key_env is not None:

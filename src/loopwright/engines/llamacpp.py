@@ -27,6 +27,10 @@ class LlamaCppConfig(HttpConfig):
 
     type: Literal["llamacpp"] = "llamacpp"
 
+    @property
+    def takes_weights(self) -> bool:
+        return False
+
 
 class LlamaCppEngine(HttpEngine):
     """Speaks ids to llama.cpp's server."""

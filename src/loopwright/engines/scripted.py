@@ -49,6 +49,10 @@ class ScriptedConfig(EngineConfig):
             return [Problem("script", f"{self.script!r}: {error}.")]
         return []
 
+    @property
+    def takes_weights(self) -> bool:
+        return False
+
 
 class ScriptedEngine(Engine):
     """Follows a script, in process."""

@@ -4,26 +4,21 @@ from collections.abc import Sequence
 from math import comb
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator
+from pydantic import Field
 
-from loopwright.core.chosen import chosen
 from loopwright.core.config import Config
 from loopwright.core.errors import Problem
 from loopwright.core.interval import interval
 from loopwright.engines.base import Sampling
-from loopwright.rollouts.tasks import TasksConfig, task_sources
-
-_source = chosen(task_sources)
+from loopwright.rollouts.sources import Sources, source_problems
 
 
 class EvalConfig(Config):
     """Tasks that the policy is measured at, and never trained on."""
 
-    tasks: tuple[Annotated[SerializeAsAny[TasksConfig], BeforeValidator(_source)], ...] = Field(
-        examples=['{ type = "jsonl", path = "held-out.jsonl" }']
-    )
+    tasks: Sources = Field(examples=['{ type = "jsonl", path = "held-out.jsonl" }'])
     """Where they come from, one source or a list, each chosen by `type`."""
     every: int = Field(default=10, ge=1)
     """Steps of training between two evaluations; there is one before the first and one after the last, too."""
@@ -34,14 +29,9 @@ class EvalConfig(Config):
     solved: float = 1.0
     """The reward from which on a task counts as solved."""
 
-    @field_validator("tasks", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return value if isinstance(value, list | tuple) else (_source(value),)
-
     def problems(self, home: Path) -> list[Problem]:
         """What is wrong with it; found before anything starts."""
-        return [Problem(f"tasks, {p.key}", p.message) for source in self.tasks for p in source.problems(home)]
+        return source_problems(self.tasks, home)
 
     def due(self, step: int, last: int) -> bool:
         """Whether there is an evaluation after this step."""

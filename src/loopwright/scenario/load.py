@@ -23,6 +23,7 @@ from loopwright.envs.live import LiveConfig
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.remote.home import ELSEWHERE, HOMES, ExternalConfig, HomeConfig, ServersConfig
+from loopwright.rollouts.sources import in_both
 from loopwright.scenario.schema import PenaltiesConfig, RunBasics, RunConfig, Scenario, SystemConfig
 from loopwright.scenario.settings import is_remote, resolved
 from loopwright.spaces.draws import EnvParamConfig, problem_with
@@ -267,8 +268,16 @@ class _Checker:
 
     def _rollout(self, run: RunConfig, rollout: RolloutConfig, raw: dict[str, Any]) -> None:
         """Rollouts: the judger gives the reward, and the agent must know what to do with episodes."""
-        for problem in rollout.problems(self.home):
+        held_out = run.eval.tasks if run.eval is not None else ()
+        unfit = run.eval.problems(self.home) if run.eval is not None else []
+        for problem in unfit:
+            self._say(f"[run.eval] {problem.key}", problem.message)
+        found = rollout.problems(self.home, () if unfit else held_out)
+        for problem in found:
             self._say(f"[run.rollout] {problem.key}", problem.message)
+        if held_out and not unfit and not found and (both := in_both(rollout.tasks, held_out, self.home)):
+            more = f", and {len(both) - 1} more" if len(both) > 1 else ""
+            self._say("[run.eval] tasks", f"{both[0].id}{more} would be trained on, too: nothing would be held out.")
         for key, instead in _NOT_WITH_ROLLOUTS.items():
             if key in raw:
                 self._say(f"[[run]] {key}", f"has no meaning in a run with [run.rollout]: {instead}.")
@@ -282,10 +291,6 @@ class _Checker:
                 self._say("[run.engine]", f"has no meaning with {whose} gateway, which has engines of its own.")
         elif "engine" not in raw:
             self._say("[run.engine]", 'is missing; it says what the policy runs on, such as type = "scripted".')
-        for problem in run.eval.problems(self.home) if run.eval is not None else ():
-            self._say(f"[run.eval] {problem.key}", problem.message)
-        for problem in rollout.shown(run.eval.tasks, self.home) if run.eval is not None else ():
-            self._say(f"[run.rollout] {problem.key}", problem.message)
         agent = agent_of(run.agent) if run.agent is not None else None
         if (agent is None and "agent" not in raw) or (agent is not None and not agent.rolls_out):
             able = ", ".join(name for name, other in agents.working().items() if other.for_rollouts().rolls_out)
@@ -295,12 +300,22 @@ class _Checker:
                 # What is wrong for the agent may stand in another table.
                 where = problem.key if problem.key.startswith("[") else f"[run.agent] {problem.key}"
                 self._say(where, problem.message)
-            if agent.gives_weights and isinstance(run.gateway, ServersConfig):
-                self._say("[run.gateway] type", '"server" takes no weights, so nothing can be trained; leave it out.')
+            if agent.gives_weights:
+                self._trained(run)
         self._observers(run)
 
+    def _trained(self, run: RunConfig) -> None:
+        """Whether what is sampled from can be trained."""
+        if isinstance(run.gateway, ServersConfig):
+            self._say("[run.gateway] type", '"server" takes no weights, so nothing can be trained; leave it out.')
+        elif run.engine is not None and not run.engine.takes_weights:
+            said = f"{run.engine.type!r} takes no weights, so nothing can be trained"
+            self._say("[run.engine] type", f"{said}; transformers, vllm and sglang do.")
+        elif run.engine is not None and run.engine.policy is None and getattr(run.agent, "model", None) is None:
+            self._say("[run.agent] model", f"is missing: engine {run.engine.type!r} does not say which model it has.")
+
     def _not_a_rollout(self, run: RunConfig, raw: dict[str, Any]) -> None:
-        for key in ("engine", "gateway"):
+        for key in ("engine", "gateway", "eval"):
             if key in raw:
                 self._say(f"[run.{key}]", "has no meaning without [run.rollout].")
         if run.agent is not None and agent_of(run.agent).rolls_out:

@@ -37,7 +37,8 @@ class Checkpoints:
                 shutil.rmtree(left, ignore_errors=True)
             draft.mkdir(parents=True)
             write(draft)
-            (draft / _STATE).write_bytes(orjson.dumps({"step": step}))
+            files = {path.name: path.stat().st_size for path in draft.iterdir()}
+            (draft / _STATE).write_bytes(orjson.dumps({"step": step, "files": files}))
             for path in (*draft.iterdir(), draft):
                 _sync(path)
             draft.rename(final)
@@ -53,7 +54,11 @@ class Checkpoints:
             return None
         directory = self._directory / names[-1]
         try:
-            return Checkpoint(int(orjson.loads((directory / _STATE).read_bytes())["step"]), directory)
+            state = orjson.loads((directory / _STATE).read_bytes())
+            for name, size in state.get("files", {}).items():
+                if (there := (directory / name).stat().st_size) != size:
+                    raise ValueError(f"{name} has {there} bytes, not {size}")
+            return Checkpoint(int(state["step"]), directory)
         except (OSError, ValueError, KeyError) as error:
             raise StorageError(
                 f"checkpoint {directory} is damaged ({type(error).__name__}: {error}). Remove that directory to go on "

@@ -13,6 +13,9 @@ from loopwright.trainers.learner import Learner, Setting
 from loopwright.trainers.rule import Rule
 from loopwright.trainers.sample import Sample
 
+_TOKENIZER = ("*token*.json", "chat_template*", "vocab.*", "merges.txt", "*.model")
+"""The files of a tokenizer, of whatever kind."""
+
 
 class Student(Protocol):
     """Whoever learns."""
@@ -92,7 +95,7 @@ def setting_of(config: TrainConfig, rule: type[Rule], env: RolloutEnv) -> Settin
     """What the learner of a run is made of."""
     source = source_of(env)
     engine, sampling = source.engine, source.sampling
-    model = config.model or getattr(engine, "model", None) or getattr(engine, "tokenizer", None)
+    model = config.model or engine.policy
     if model is None:
         raise TrainingFailed(f"engine {engine.type!r} does not say which model it has: set `model` of the agent.")
     here: str = getattr(engine, "device", "cpu") if source.near else "cpu"
@@ -121,5 +124,10 @@ def add_tokenizer(setting: Setting, directory: Path) -> None:
         (directory / BYTES).write_text(f"{ByteTokenizer.size}\n")
         return
     source = Path(place(setting.model, setting.home))
-    for file in source.glob("*token*.json") if source.is_dir() else ():
+    if not source.is_dir():  # a name on the hub, which transformers has fetched
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(setting.model).save_pretrained(directory)
+        return
+    for file in (file for pattern in _TOKENIZER for file in source.glob(pattern)):
         (directory / file.name).write_bytes(file.read_bytes())
