@@ -245,3 +245,13 @@ def test_what_a_worker_computes_for_want_of_a_sample_is_not_counted(tmp_path):
     told = learner_of("grpo", tmp_path, team=Second(), epochs=2, kl=0.1).update(samples(1), 1)
     assert not told.keys() & {"entropy", "kl"}
     assert told["loss"] == 0.0
+
+
+def test_half_precision_computes_so_and_keeps_its_weights_whole(tmp_path):
+    batch, told = samples(6), {}
+    for dtype in ("float32", "bfloat16"):
+        learner = learner_of("grpo", tmp_path, dtype=dtype)
+        told[dtype] = learner.update(batch, 1)
+        assert {parameter.dtype for parameter in learner.policy.parameters()} == {torch.float32}
+    assert told["bfloat16"]["grad_norm"] != told["float32"]["grad_norm"]
+    assert told["bfloat16"]["grad_norm"] == pytest.approx(told["float32"]["grad_norm"], rel=0.05)

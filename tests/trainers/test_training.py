@@ -53,6 +53,9 @@ def huge(answer):
 def equal(answer):
     return 1.0
 
+def half_equal(answer, messages):
+    return 1.0 if messages[0]["content"] in "ab" else lower(answer)
+
 def outage(answer):
     with open("calls", "a") as calls:  # several threads judge at a time
         calls.write("x")
@@ -251,6 +254,31 @@ def test_the_first_rollouts_are_by_the_policy_that_is_trained_whatever_the_engin
     assert ended.returncode == 0, ended.stderr
     with ledger(tmp_path) as found:
         assert next(iter(steps(found, "train"))).numbers["mismatch_kl"] < 1e-6
+
+
+def test_dynamic_sampling_trains_on_groups_that_differ(tmp_path):
+    made = written(tmp_path, judge="half_equal", agent=", dynamic_sampling = true", more="")
+    ended = run(tmp_path, made, "--output", "out")
+    assert ended.returncode == 0, ended.stderr
+    found = statuses(tmp_path)
+    assert found["trained"] == 6
+    assert found["filtered"] >= 3
+    with ledger(tmp_path) as kept:
+        episodes = [rollout.episode for rollout in rollouts(kept)]
+        assert sum(step.numbers["filtered"] for step in steps(kept, "train")) >= 1
+    easy = [said for said in episodes if said.task.messages[0]["content"] in "ab"]
+    assert len(easy) >= 9
+    assert {said.outcome for said in easy} == {"filtered"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_on_two_workers_of_ray_train(tmp_path):
+    made = written(tmp_path, agent=", workers = 2, cpus = 0.5, checkpoint_every = 2")
+    ended = run(tmp_path, made, "--output", "out")
+    assert ended.returncode == 0, ended.stderr
+    assert statuses(tmp_path)["trained"] == 6
+    assert len(load_file(policy_of(tmp_path) / "model.safetensors")) > 10
 
 
 def test_equal_rewards_teach_nothing_and_break_nothing(tmp_path):
