@@ -115,11 +115,11 @@ check: setup  ## style, types, layers, dead code, generated docs
 	$(BIN)/vulture
 	$(BIN)/python docs/reference.py --check
 
-bench: setup .venv/.models  ## ratios against named peers, measured in one run
+bench: .venv/.system .venv/.models .venvs/vllm/.ready .venvs/llamacpp/.ready  ## ratios against named peers, measured in one run
 	$(BIN)/python -m benchmarks
 
 docs: setup  ## the TOML reference, from the schema
 	$(BIN)/python docs/reference.py
 
 clean:
-	rm -rf .venv out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venvs out build dist .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

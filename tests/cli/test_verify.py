@@ -1,6 +1,10 @@
 """`loopwright verify` and `dry-run`: everything about a scenario without running it."""
 
+import re
+import tomllib
 from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_good_scenario_is_0(loopwright, scenario):
@@ -21,8 +25,13 @@ def test_every_scenario_of_a_folder_is_checked_and_every_problem_listed(loopwrig
     assert any(line.startswith("all/worse.toml, ") for line in lines)
 
 
+def test_the_scenario_of_the_readme_is_the_example():
+    (shown,) = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:1]
+    assert tomllib.loads(shown) == tomllib.loads((ROOT / "examples" / "quickstart.toml").read_text())
+
+
 def test_our_examples_are_good_and_their_tasks_are_no_scenarios(loopwright):
-    done = loopwright("verify", Path(__file__).parents[2] / "examples")
+    done = loopwright("verify", ROOT / "examples")
     assert "quickstart.toml: good (matmul)" in done.stdout
     assert "task.toml" not in done.stderr
 
@@ -74,7 +83,7 @@ def test_a_dry_run_of_a_bad_scenario_is_2(loopwright, scenario):
 
 
 def test_settings_of_remote_loops_are_checked_and_shown_as_a_run_would_have_them(loopwright):
-    remote = Path(__file__).parents[2] / "examples" / "rollouts" / "remote.toml"
+    remote = ROOT / "examples" / "rollouts" / "remote.toml"
     done = loopwright("verify", remote, "--set", "gateway.port=eighty")
     assert done.returncode == 2
     assert "[run.gateway] port" in done.stderr

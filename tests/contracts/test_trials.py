@@ -483,6 +483,7 @@ def test_a04_the_loop_gets_the_episode_that_its_own_gateway_captured(server):
     episode = rolled(server, text, run_id="own", max_turns=3, artifacts=["*.txt"])
     told = episode.evidence["server"]
     assert (told["url"], told["attempts"], told["artifacts"]) == (server.address, 1, {"note.txt": 1})
+    assert told["left_off"] == []
     assert server.shown(told)["status"] == "ended"
     assert (episode.outcome, episode.fault, episode.answer) == (Outcome.OK, None, "an answer")
     assert episode.task == TASK, "with its label, which stayed here"

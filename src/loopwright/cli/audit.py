@@ -168,7 +168,7 @@ def _show(summary: "Summary", tolerance: float) -> None:
     if left_out := summary.left_out:
         console.print(
             f"{number(sum(left_out.values()))} turns left out: the weights of versions {', '.join(map(str, left_out))} "
-            f"are not at hand (--weights {min(left_out)}=DIR; a training keeps as many checkpoints as its `keep` says)",
+            f"are not at hand (--weights {min(left_out)}=DIR; of a training, see `checkpoint_every` and `keep`)",
             markup=False,
             soft_wrap=True,
         )

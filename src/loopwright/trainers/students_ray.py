@@ -158,7 +158,9 @@ class RayStudent:
             except (NotYet, TimeoutError):
                 if not self._thread.is_alive():
                     said = f"{type(self._failure).__name__}: {self._failure}" if self._failure else "it ended early"
-                    raise TrainingFailed(f"the workers of Ray Train are gone: {said}.") from self._failure
+                    raise TrainingFailed(
+                        f"the workers of Ray Train are gone: {said}. What they wrote is in Ray's logs."
+                    ) from self._failure
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         told: dict[str, float] = self._asked("update", list(samples), step)

@@ -156,7 +156,8 @@ class _Flight:
                 continue
             return await self._followed()
         raise TrialServerLost(
-            f"trial {self._key} was submitted {_MOST_KEYS} times, and each time cancelled or lost, or another"
+            f"trial {self._key} was submitted {_MOST_KEYS} times; each time it was cancelled or lost there, or its key was "
+            f"another trial's. The log of {self._client.url} says why"
         )
 
     async def _submitted(self, key: str) -> dict[str, Any]:
@@ -199,8 +200,9 @@ class _Flight:
             told = await self._told("GET", f"/trials/{self._id}/result", wanted="episode")
             episode = Episode.from_json(told["episode"])
             where = {"url": self._client.url, "id": self._id, "attempts": told["attempts"]}
-            kept = {"artifacts": told["artifacts"]["kept"]} if self._body["artifacts"] else {}
-            return replace(episode, evidence={**episode.evidence, "server": {**where, **kept}})
+            kept, left_off = told["artifacts"]["kept"], told["artifacts"]["left_off"]
+            files = {"artifacts": kept, "left_off": left_off} if self._body["artifacts"] else {}
+            return replace(episode, evidence={**episode.evidence, "server": {**where, **files}})
         except (KeyError, TypeError, ValueError) as error:
             raise TrialServerLost(f"{self._client.url} gave no episode: {error!r}. Is it a trial server?") from error
 

@@ -227,7 +227,12 @@ class TrialServer:
         entry = self.queue.find(request.match_info["id"])
         result = self.queue.result(entry.id)
         if result is None:
-            raise Refused(409, entry.status, f"the trial has no result: it is {entry.status}", retry=False)
+            raise Refused(
+                409,
+                entry.status,
+                f"the trial has no result: it is {entry.status}; GET /trials/{entry.id} says more",
+                retry=False,
+            )
         return web.Response(body=result, content_type="application/json")
 
     async def _artifacts(self, request: web.Request) -> web.StreamResponse:
