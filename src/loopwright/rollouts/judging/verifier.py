@@ -57,9 +57,8 @@ class VerifierJudger(Judger):
         if chosen is None:
             return parts
         if chosen not in parts.parts:
-            raise JudgeFailed(
-                f"the task's tests gave no {chosen!r}, only {', '.join(parts.parts)}: set `reward` to one of these"
-            )
+            known = ", ".join(parts.parts)
+            raise JudgeFailed(f"the task's tests gave no {chosen!r}, only {known}: set `reward` to one of these")
         return Reward(parts.parts[chosen], parts.parts)
 
 

@@ -156,8 +156,8 @@ class _Flight:
                 continue
             return await self._followed()
         raise TrialServerLost(
-            f"trial {self._key} was submitted {_MOST_KEYS} times; each time it was cancelled or lost there, or its key was "
-            f"another trial's. The log of {self._client.url} says why"
+            f"trial {self._key} was submitted {_MOST_KEYS} times; each time it was cancelled or lost there, or its key "
+            f"was another trial's. The log of {self._client.url} says why"
         )
 
     async def _submitted(self, key: str) -> dict[str, Any]:
