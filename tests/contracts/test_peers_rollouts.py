@@ -1,4 +1,4 @@
-"""What hurts the users of other rollout systems (PEERS.md, agentic rollouts), a test for each row."""
+"""What hurts the users of other rollout systems, a test for each way."""
 
 import asyncio
 from collections import Counter

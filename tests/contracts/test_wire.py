@@ -1,4 +1,4 @@
-"""What goes wrong with captured tokens: every row of the table in WIRE.md, by its name, and the remedy for it.
+"""What goes wrong with captured tokens: each way by its name, and the remedy for it.
 
 Through the official SDKs as they are, wherever an agent is what causes it.
 """
