@@ -3,9 +3,11 @@
 import asyncio
 import json
 
+import anthropic
 import openai
 import pytest
 
+from loopwright.engines.base import ContextFull
 from tests.gateway.asking import chat, followed, streamed, text_of
 from tests.gateway.serving import ADD, Teller, call, claude_of, client_of, run, served, user
 
@@ -183,6 +185,35 @@ def test_t01_an_engine_that_fails_in_mid_stream_raises_in_the_sdk():
                 told = session.live.described()
                 assert (told["verdicts"]["broken"], told["trainable"]) == (1, False)
                 assert "out of memory" in told["turns"][0]["reason"]
+
+    run(story)
+
+
+def test_t01_what_is_refused_after_a_keepalive_is_told_as_it_would_have_been_before():
+    class Late(Teller):
+        async def generate(self, ids, sampling, *, seed):
+            await asyncio.sleep(0.2)
+            raise ContextFull(8, len(ids))
+            yield
+
+    async def story():
+        asked = {"model": "m", "max_tokens": 9, "messages": [user("hi")], "stream": True}
+        async with served(Late(), keepalive_s=0.02) as gateway:
+            session = await gateway.open()
+            async with client_of(session) as client, claude_of(session) as claude:
+                for create, more in (
+                    (client.chat.completions.create, asked),
+                    (client.completions.create, {"model": "m", "prompt": "hi", "stream": True}),
+                    (client.responses.create, {"model": "m", "input": "hi", "stream": True}),
+                ):
+                    with pytest.raises(openai.APIError, match="maximum context length is 8") as caught:
+                        [_ async for _ in await create(**more)]
+                    assert caught.value.code == "context_length_exceeded"
+                with pytest.raises(
+                    anthropic.APIStatusError, match="prompt is too long: This model's maximum"
+                ) as caught:
+                    [_ async for _ in await claude.messages.create(**asked)]
+                assert caught.value.body["error"]["type"] == "invalid_request_error"
 
     run(story)
 

@@ -49,7 +49,7 @@ from tests.rollouts.rays import cluster  # noqa: F401
 from tests.rollouts.remotes import CHAT, TASK, Stage, alive, program, rolled, running, staged
 from tests.survival.campaign import Campaign, wait_for
 
-SCRIPTED = ScriptedConfig(replies=("yes", "no"), slip=0.0)
+SCRIPTED = ScriptedConfig(replies=("yes", "no"), slip=0.2)
 
 
 # -- A01: an agent from its start to its end -----------------------------------------------------------------------
@@ -489,6 +489,11 @@ async def solve(task, base_url, api_key, seen, more=()):
             response.raise_for_status()
             return {"said": (await response.json())["choices"][0]["message"]["content"], "more": more}
 
+async def rewrite(task):
+    task.messages[0]["content"] = f"not {task.messages[0]['content']}"
+    task.extra["seen"].append(task.id)
+    return {"label": task.label, "seen": task.extra["seen"], "said": task.messages[0]["content"]}
+
 async def ask_for_the_moon(task, moon):
     ...
 
@@ -519,6 +524,20 @@ def test_a03_arguments_are_copied_for_each_trial(tmp_path):
         assert [episode.reason for episode in episodes] == [""] * 4
         assert episodes[0].evidence["agent"]["returned"] == {"said": "an answer", "more": [1]}
         assert stage.config.args == {"seen": {"trials": []}, "more": [1]}
+
+    asyncio.run(story())
+
+
+def test_a03_a_task_is_copied_for_each_trial_without_its_label(tmp_path):
+    async def story():
+        task = Task("t", ({"role": "user", "content": "this"},), "secret label", extra={"seen": []})
+        async with staged(tmp_path, function=f"{with_agents(tmp_path)}:rewrite") as stage:
+            episodes = await asyncio.gather(*(stage.roll(task, trial=n) for n in range(2)))
+        for episode in episodes:
+            told = episode.evidence["agent"]["returned"]
+            assert told == {"label": None, "seen": ["t"], "said": "not this"}
+            assert (episode.task.messages[0]["content"], episode.task.extra) == ("this", {"seen": []})
+            assert episode.task.label == "secret label", "the judger has it"
 
     asyncio.run(story())
 
@@ -679,20 +698,24 @@ def test_t10_a_remote_agent_without_an_address_is_an_error_before_anything_start
     asyncio.run(story())
 
 
-class TestT11Embedded(GatewayContract):
+class OfScripted(GatewayContract):
+    def make_engine(self, home):
+        return engines.get("scripted")(SCRIPTED, home)
+
+
+class TestT11Embedded(OfScripted):
     def make_home(self, home):
         return home_of(EmbeddedConfig(), SCRIPTED, home, "r")
 
 
-class TestT11External(GatewayContract):
+class TestT11External(OfScripted):
     """A gateway that somebody else started."""
 
     token = "a-token-of-the-test"
 
     @asynccontextmanager
     async def around(self, home):
-        engine = engines.get("scripted")(SCRIPTED, home)
-        async with Gateway(engine, token=self.token, output=home / "gw") as gateway:
+        async with Gateway(self.make_engine(home), token=self.token, output=home / "gw") as gateway:
             self.url = gateway.address
             yield
 
@@ -716,7 +739,7 @@ class TestT11Relay(TestT11External):
 
     @asynccontextmanager
     async def around(self, home):
-        async with relayed(engines.get("scripted")(SCRIPTED, home), output=home / "gw") as gateway:
+        async with relayed(self.make_engine(home), output=home / "gw") as gateway:
             self.url, self.token = gateway.address, relaying.TOKEN
             yield
 
@@ -731,7 +754,7 @@ def on_ray(cluster, tmp_path_factory):  # noqa: F811
         runner.run(home.aclose())
 
 
-class TestT11Ray(GatewayContract):
+class TestT11Ray(OfScripted):
     @pytest.fixture(autouse=True)
     def _there(self, on_ray):
         self.runner, self.home = on_ray

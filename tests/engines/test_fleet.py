@@ -266,6 +266,25 @@ def test_a_frozen_engine_loses_its_streams():
     run(story)
 
 
+def test_a_fleet_is_well_as_long_as_one_of_its_engines_is():
+    class Silent(Counting):
+        async def check(self):
+            await asyncio.sleep(3600)
+
+    async def story():
+        ill, well = Counting(), Counting()
+        ill.ill = True
+        await fleet_of(ill, well, Silent()).check()
+        await fleet_of().check()  # one that engines are yet to come to
+        well.ill = True
+        fleet = fleet_of(ill, well)
+        with pytest.raises(EngineError, match="a: not well; b: not well"):
+            await fleet.check()
+        assert [each["state"] for each in fleet.described()] == ["serving"] * 2, "to ask changes nothing"
+
+    run(story)
+
+
 def test_while_there_is_none_requests_wait_and_then_fail_with_the_reason():
     async def story():
         fleet = fleet_of(wait_s=100.0, check_s=1000)

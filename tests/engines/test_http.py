@@ -137,13 +137,31 @@ def test_a_stop_text_ends_a_stream_and_its_ids_stay_complete(server, wire):
 @pytest.mark.parametrize("wire", WIRES)
 def test_the_context_ends_a_stream_and_a_prompt_that_fills_it_is_refused(server, wire):
     async def story(engine):
-        chunks = await said(engine, [65] * (CONTEXT - 4), seed="2", max_tokens=100)
-        assert (len(ids_of(chunks)), chunks[-1].finish) == (4, "length")
+        for most in (100, 4096):
+            chunks = await said(engine, [65] * (CONTEXT - 4), seed="2", max_tokens=most)
+            assert (len(ids_of(chunks)), chunks[-1].finish) == (4, "length")
         for length in (CONTEXT, CONTEXT + 10):
             with pytest.raises(ContextFull, match=f"maximum context length is {CONTEXT} tokens, but .* {length}"):
                 await said(engine, [65] * length, max_tokens=1)
 
     run(server, wire, story)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_t11_ids_that_are_no_tokens_are_the_request_s_fault_and_the_server_goes_on_serving(server, wire):
+    server.raw = False
+
+    async def story():
+        config = {"type": wire, "url": f"{server.url}/fast/{wire}", "tokenizer": "tiny"}
+        fleet = Fleet(FleetConfig(engines=(config,)), Path())
+        for sampling in ({}, {"temperature": 0.5}):  # before the latter vLLM is asked what its logprobs are of
+            with pytest.raises(ValueError, match=r"vocab|invalid tokens"):
+                await said(fleet, [72, 2_000_000_000], **sampling)
+            assert fleet.described()[0]["state"] == "serving"
+        assert ids_of(await said(fleet))
+        await fleet.close()
+
+    asyncio.run(asyncio.wait_for(story(), 60))
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from loopwright.engines.base import ContextFull, Sampling
 from loopwright.engines.inprocess import TransformersConfig, TransformersEngine
+from loopwright.engines.tokenizer import ByteTokenizer
 
 WEIGHTS = 5
 """A seed whose model happens to end its greedy answer to the contract's prompt."""
@@ -92,6 +93,10 @@ class Server:
         body = await request.json()
         if trouble := _trouble(body["prompt"]):
             return await self.trouble(request, trouble, _vllm_event)
+        if (largest := max(body["prompt"])) >= ByteTokenizer.size:
+            return _refused(f"Token id {largest} is out of vocabulary")
+        if (most := body["max_tokens"]) > CONTEXT:
+            return _refused(f"max_tokens={most} cannot be greater than max_model_len={CONTEXT}.")
         sampling = Sampling(
             **{key: body[key] for key in ("temperature", "top_p", "top_k", "min_p", "max_tokens") if key in body}
         )
@@ -114,6 +119,8 @@ class Server:
         prompt = body["prompt"]
         if trouble := _trouble(prompt):
             return await self.trouble(request, trouble, _llamacpp_answer)
+        if max(prompt) >= ByteTokenizer.size:
+            return _refused("Prompt contains invalid tokens")
         if body["n_probs"] > 1000:
             self.asked.append(("all", body, request.headers.get("Authorization")))
             with torch.inference_mode():
@@ -140,7 +147,7 @@ class Server:
             tokens = [each async for each in self.said(request, prompt, sampling, body["seed"])]
         except ContextFull as error:
             told = f"request ({error.length} tokens) exceeds the available context size ({CONTEXT} tokens)"
-            return web.json_response({"error": {"code": 400, "message": told, "n_ctx": CONTEXT}}, status=400)
+            return _refused(told)
         return web.json_response(_llamacpp_answer(tokens, self.finish))
 
     async def sglang(self, request):
@@ -149,6 +156,10 @@ class Server:
         if trouble := _trouble(ids):
             return await self.trouble(request, trouble, _sglang_event)
         response = await _begun(request)
+        if (largest := max(ids)) >= ByteTokenizer.size:
+            told = f"The input_ids contain {largest}, which is greater than the vocab size"
+            await _send(response, {"error": {"message": told, "code": 400}})
+            return response
         if len(ids) + given["max_new_tokens"] > CONTEXT:
             told = f"Requested token count exceeds the model's maximum context length of {CONTEXT} tokens."
             await _send(response, {"error": {"message": told, "code": 400}})
@@ -204,6 +215,10 @@ class Server:
 def _trouble(ids):
     """Prompts that begin with a 0 ask for trouble."""
     return TROUBLES[ids[1]] if ids[0] == 0 and len(ids) == 2 else None
+
+
+def _refused(message):
+    return web.json_response({"error": {"message": message, "code": 400}}, status=400)
 
 
 async def _begun(request):

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from loopwright.engines.base import EngineError
 from loopwright.gateway import openapi
 from loopwright.gateway.gateway import Gateway
+from loopwright.gateway.openai import MOST_CHOICES
 from loopwright.gateway.server import Server
 from loopwright.gateway.terms import Terms
 from tests.gateway.serving import Teller, client_of, run, served, until, user
@@ -228,6 +229,8 @@ def test_every_route_is_described_and_every_description_is_of_a_route():
     ours = {tuple(name.split(" ")) for name in openapi._ROUTES} - {("GET", "/ws/worker")}
     assert ours <= routes, "what is described is there"
     assert {"/{id}/" + path for path in openapi._DIALECTS} <= {path for _, path in routes}
+    chat = description["paths"]["/{id}/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
+    assert chat["schema"]["properties"]["n"]["maximum"] == MOST_CHOICES
 
 
 @contextmanager

@@ -1,18 +1,22 @@
 """Engines that connect out to the gateway: the contract of all engines holds over the wire, whatever becomes of it."""
 
 import asyncio
+import math
+from contextlib import asynccontextmanager
 from typing import ClassVar
 
 import aiohttp
 import orjson
 import pytest
+from openai import APIConnectionError
 
 from loopwright.engines.base import ContextFull, EngineError, Sampling
 from loopwright.engines.fingerprint import fingerprint
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.engines.tokenizer import ByteTokenizer
-from loopwright.gateway.gateway import Gateway
+from loopwright.gateway.gateway import Gateway, GatewayConfig
 from loopwright.gateway.link import PROTOCOL
+from loopwright.gateway.relay import Relay, RelayConfig
 from loopwright.gateway.worker import Worker, WorkerRefused
 from loopwright.testing import EngineContract
 from tests.gateway.relaying import TOKEN, door, relayed, working
@@ -45,12 +49,13 @@ class TestContract(EngineContract):
         pytest.skip("a relay is made by its gateway, from settings that need not travel")
 
 
-def test_logprobs_and_errors_come_over_as_they_are():
+def test_logprobs_alternatives_and_errors_come_over_as_they_are():
     async def story():
         class Exact(Teller):
             async def generate(self, ids, sampling, *, seed):
                 async for chunk in super().generate(ids, sampling, seed=seed):
-                    yield chunk.__class__(chunk.ids, (-0.1 - 1e-16,), 7, chunk.finish)
+                    tops = (((chunk.ids[0], -0.1 - 1e-16), (7, -math.inf)),)
+                    yield chunk.__class__(chunk.ids, (-0.1 - 1e-16,), 7, chunk.finish, tops)
 
         engine = Exact("abc", room=9)
         engine.version = 7
@@ -59,6 +64,7 @@ def test_logprobs_and_errors_come_over_as_they_are():
             assert ids_of(chunks) == [*b"abc", END]
             assert {c.logprobs for c in chunks} == {(-0.1 - 1e-16,)}
             assert {c.version for c in chunks} == {7}
+            assert [c.tops for c in chunks] == [(((t, -0.1 - 1e-16), (7, -math.inf)),) for t in (*b"abc", END)]
             with pytest.raises(ContextFull) as full:
                 await said(gateway.engine, "far too long")
             assert (full.value.limit, full.value.length) == (9, 12)
@@ -195,6 +201,7 @@ def test_who_announces_nonsense_is_refused(message, said):
         {"t": "chunk", "id": 1, "ids": ["a"], "logprobs": [0], "version": 0, "finish": None},
         {"t": "chunk", "id": 1, "ids": [1], "logprobs": [0], "version": 0, "finish": "gone"},
         {"t": "chunk", "id": 1, "ids": 1, "logprobs": [0], "version": 0, "finish": None},
+        {"t": "chunk", "id": 1, "ids": [1], "logprobs": [0], "version": 0, "finish": None, "tops": [[["a", 0]]]},
         {"t": "done", "id": 1},
         {"t": "failed", "id": 1, "kind": "context", "limit": None, "length": 1},
         {"t": "nonsense", "id": 1},
@@ -230,6 +237,66 @@ def test_before_the_first_worker_whoever_opens_a_session_waits():
     run(story)
 
 
+def test_t08_of_two_workers_with_one_name_the_later_one_serves_and_the_first_one_is_told():
+    async def story():
+        first, later = Teller("hello", hold_at=2), Teller("hello")
+        async with relayed() as gateway:
+            worker = asyncio.create_task(Worker(first, door(gateway), TOKEN, name="w").run())
+            await until(lambda: gateway.engine.described())
+            async with client_of(await gateway.open()) as client:
+                call = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("a")]))
+                await first.held.wait()
+                async with working(gateway, later, "w"):
+                    with pytest.raises(WorkerRefused, match="another worker has connected as 'w'"):
+                        await worker
+                    assert (await call).choices[0].message.content == "hello", "what it had begun goes on"
+                    assert later.calls[0][1] == [*b"llo", END]
+                    assert [each["state"] for each in gateway.engine.described()] == ["serving"]
+
+    run(story)
+
+
+@asynccontextmanager
+async def ending(engine, output, drain_s):
+    """A gateway that begins to end while its worker is in mid-stream, and the call that it is in."""
+    relay = Relay(RelayConfig(heartbeat_s=0.5))
+    gateway = Gateway(relay, GatewayConfig(drain_s=drain_s), token=TOKEN, output=output)
+    await gateway.__aenter__()
+    async with working(gateway, engine):
+        await until(relay.described)
+        async with client_of(await gateway.open("s"), timeout=20.0) as client:
+            call = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("a")]))
+            await engine.held.wait()
+            end = asyncio.create_task(gateway.__aexit__(None, None, None))
+            yield call, end
+            await relay.close()
+
+
+@pytest.mark.parametrize("drain_s", [20.0, 0.5])
+def test_t08_a_gateway_that_ends_hears_its_workers_until_calls_have_ended(tmp_path, drain_s):
+    """And no longer than it says: what a worker has not said by then is cut."""
+
+    async def story():
+        engine, clock = Teller("hello", hold_at=2), asyncio.get_running_loop().time
+        begun = clock()
+        async with ending(engine, tmp_path, drain_s) as (call, end):
+            if drain_s > 1:
+                await asyncio.sleep(0.2)
+                engine.go.set()
+                assert (await call).choices[0].message.content == "hello"
+            else:
+                with pytest.raises(APIConnectionError):
+                    await call
+            await end
+        assert clock() - begun < 5
+        async with relayed(Teller(), output=tmp_path) as gateway:
+            (turn,) = gateway.find("s").described()["turns"]
+            said = (6, "stop") if drain_s > 1 else (2, "cut")
+            assert (turn["sampled_tokens"], turn["finish"], turn["verdict"]) == (*said, "exact")
+
+    run(story)
+
+
 def test_a_session_keeps_to_its_worker():
     async def story():
         engines = [Teller("hello") for _ in range(3)]
@@ -261,7 +328,7 @@ def test_a_worker_that_comes_late_is_given_the_weights_that_it_missed():
 def test_weights_that_are_no_path_are_refused():
     async def story():
         async with relayed(Teller("hello")) as gateway:
-            with pytest.raises(EngineError, match="by a path or a URL"):
+            with pytest.raises(EngineError, match="by a path"):
                 await gateway.update(1, {"w": [1.0]})
             assert ids_of(await said(gateway.engine)) == [*b"hello", END], "it serves what it has"
 

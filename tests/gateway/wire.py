@@ -91,7 +91,8 @@ def heard(dialect, body, said, *, fail=None):
         try:
             turn = await session.speak(draft, pieces.append)
         except EngineError as error:
-            return read_events(sent + b"".join(writer.piece(0, p) for p in pieces) + writer.fail(503, str(error))), None
+            sent += b"".join(writer.piece(0, piece) for piece in pieces)
+            return read_events(sent + writer.fail(str(error), kind="engine")), None
         sent += b"".join(writer.piece(0, piece) for piece in pieces) + writer.end([turn])
         return read_events(sent), dialect.render(ask, "7", [turn])
 

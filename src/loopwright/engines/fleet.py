@@ -252,6 +252,22 @@ class Fleet(Engine):
                     member.release()
             await asyncio.gather(*map(self._catch_up, members))
 
+    async def check(self) -> None:
+        """EngineError if it has engines, and none of them could serve."""
+        checks = [asyncio.ensure_future(_illness(member)) for member in self._members.values()]
+        ills = []
+        try:
+            for check in asyncio.as_completed(checks):
+                if not (ill := await check):
+                    return
+                ills.append(ill)
+        finally:
+            for each in checks:
+                each.cancel()
+            await asyncio.gather(*checks, return_exceptions=True)
+        if ills:
+            raise EngineError("; ".join(ills))
+
     async def _is_well(self, member: Member) -> bool:
         try:
             async with asyncio.timeout(self.config.check_s):
@@ -354,6 +370,15 @@ class _Seat(Engine):
 
     async def resume(self) -> None:
         await self._fleet.resume()
+
+
+async def _illness(member: Member) -> str:
+    """Why it could not serve now; nothing if it could."""
+    try:
+        await member.engine.check()
+    except OSError as error:
+        return f"{member.name}: {error}"
+    return ""
 
 
 def _impatient(config: EngineConfig) -> EngineConfig:

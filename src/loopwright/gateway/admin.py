@@ -14,6 +14,7 @@ from loopwright.gateway.refusal import Refused
 
 if TYPE_CHECKING:
     from loopwright.gateway.gateway import Gateway
+    from loopwright.gateway.relay import Relay
 
 
 class Admin:
@@ -25,14 +26,23 @@ class Admin:
 
     def mount(self, app: web.Application) -> None:
         """Add the routes; a relay's door for workers too."""
-        from loopwright.gateway.relay import Relay
-
         app.router.add_route("GET", "/engines", self._engines)
         app.router.add_route("POST", "/weights", self._weights)
         app.router.add_route("POST", "/pause", self._pause)
         app.router.add_route("POST", "/resume", self._resume)
-        if isinstance(self._gateway.engine, Relay):
-            self._gateway.engine.mount(app, self._admits)
+        if (relay := self._relay()) is not None:
+            relay.mount(app, self._admits)
+
+    async def end(self, server: web.Server) -> None:
+        """Let calls end first where workers have to be heard for that."""
+        gateway = self._gateway
+        if (relay := self._relay()) is not None:
+            await relay.end(server, lambda: gateway.counted()[1], gateway.config.drain_s)
+
+    def _relay(self) -> "Relay | None":
+        from loopwright.gateway.relay import Relay
+
+        return self._gateway.engine if isinstance(self._gateway.engine, Relay) else None
 
     async def _engines(self, request: web.Request) -> web.StreamResponse:
         self._check(request)
@@ -46,7 +56,7 @@ class Admin:
             raise Refused(400, "invalid", "version: a whole number; paused: true or false", retry=False)
         source = body.get("source", body.get("weights"))
         if not isinstance(source, str | None):
-            raise Refused(400, "invalid", "source: a path or a URL, as the engines see it", retry=False)
+            raise Refused(400, "invalid", "source: a path, as the engines see it", retry=False)
         await self._done(News(version, paused, source))
         return self._told()
 

@@ -69,7 +69,7 @@ class Answer:
             refused = refusal_of(error)
             if refused.status == 500:
                 log.exception("a stream of session %s failed", self._live.id)
-            await watch.write(response, writer.fail(refused.status, str(refused)))
+            await watch.write(response, writer.fail(str(refused), kind=refused.kind))
         finally:
             watch.end()
         return response

@@ -130,8 +130,8 @@ class _Stream(StreamWriter):
             events.append(event({**self._head, "choices": [], "usage": usage(turns)}))
         return b"".join([*events, DONE])
 
-    def fail(self, status: int, message: str) -> bytes:
-        return event(error_body(message, "engine" if status == 503 else "internal" if status >= 500 else "closed"))
+    def fail(self, message: str, *, kind: str) -> bytes:
+        return event(error_body(message, kind))
 
 
 def _head(ask: Ask, call_id: str, kind: str) -> dict[str, Any]:

@@ -82,8 +82,8 @@ class StreamWriter(ABC):
         """What tells that the answer is complete: sent once every turn is committed."""
 
     @abstractmethod
-    def fail(self, status: int, message: str) -> bytes:
-        """An error in mid-stream, such that the SDK raises."""
+    def fail(self, message: str, *, kind: str) -> bytes:
+        """An error in mid-stream, such that the SDK raises; `kind` is one of those of `Dialect.error`."""
 
     def keepalive(self) -> bytes:
         """A comment, which every client skips."""

@@ -30,18 +30,6 @@ _KINDS = {
     "engine": "overloaded_error",
     "internal": "api_error",
 }
-_STATUSES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    409: "permission_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    502: "overloaded_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 
 
 class Messages(Dialect):
@@ -83,9 +71,7 @@ class Messages(Dialect):
         return _Stream(ask, call_id)
 
     def error(self, status: int, message: str, *, kind: str, param: str | None = None) -> dict[str, Any]:
-        if kind == "context":
-            message = f"prompt is too long: {message}"  # the words that agents look for
-        return _error(_KINDS.get(kind, "api_error"), message)
+        return _error(kind, message)
 
     def models(self, names: Sequence[str]) -> dict[str, Any]:
         """The answer to `models`, for SDKs that send `anthropic-version`."""
@@ -155,7 +141,9 @@ def _blocks(turn: "Turn") -> Iterator[dict[str, Any]]:
 
 
 def _error(kind: str, message: str) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    if kind == "context":
+        message = f"prompt is too long: {message}"  # the words that agents look for
+    return {"type": "error", "error": {"type": _KINDS.get(kind, "api_error"), "message": message}}
 
 
 _SIGNATURE = "loopwright"
@@ -193,8 +181,8 @@ class _Stream(StreamWriter):
         ended = {"type": "message_delta", "delta": _ended(turn), "usage": usage}
         return self._close() + _sent(ended) + _sent({"type": "message_stop"})
 
-    def fail(self, status: int, message: str) -> bytes:
-        return fields.event("error", _error(_STATUSES.get(status, "api_error"), message))
+    def fail(self, message: str, *, kind: str) -> bytes:
+        return fields.event("error", _error(kind, message))
 
     def _at(self, place: int | str, block: Mapping[str, Any]) -> bytes:
         """Open a block, unless it is the one that is open."""

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from loopwright.core.outcome import Outcome
 from loopwright.gateway.dialect import ROUTES
+from loopwright.gateway.openai import MOST_CHOICES
 from loopwright.gateway.terms import Terms
 
 Schema = dict[str, Any]
@@ -86,7 +87,7 @@ _DIALECTS: dict[str, Route] = {
             "messages",
             **_SAMPLING,
             messages=_MESSAGES,
-            n={"type": ["integer", "null"], "minimum": 1, "maximum": 4},
+            n={"type": ["integer", "null"], "minimum": 1, "maximum": MOST_CHOICES},
             stop=_STOP,
             logprobs=_FLAG,
             tools=_LIST,

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -11,7 +12,7 @@ import orjson
 from aiohttp import web
 from pydantic import Field
 
-from loopwright.engines.base import Chunk, ContextFull, Engine, EngineConfig, EngineError, Sampling
+from loopwright.engines.base import Chunk, ContextFull, Engine, EngineConfig, EngineError, Sampling, Tops
 from loopwright.engines.fingerprint import fingerprint
 from loopwright.engines.fleet import Fleet, FleetSettings
 from loopwright.engines.hub_tokenizer import HubTokenizer
@@ -20,6 +21,7 @@ from loopwright.gateway.link import LARGEST_BYTES, PROTOCOL, Link
 
 log = logging.getLogger(__name__)
 _ANNOUNCE_S = 60.0
+_LOOK_S = 0.02
 _FINISHES = ("stop", "length", "abort", None)
 
 
@@ -71,9 +73,9 @@ class RelayedEngine(Engine):
         await self._ask("resume")
 
     async def load_weights(self, source: Any, version: int) -> None:
-        """Of what the worker's engine understands: a path or a URL, as it sees them."""
+        """From a path, as the worker's engine sees it."""
         if not isinstance(source, str | None):
-            raise EngineError("a worker takes weights by a path or a URL, not as they are in memory")
+            raise EngineError("a worker takes weights by a path, not as they are in memory")
         self.version = await self._ask("load", source=source, version=version)
 
     async def check(self) -> None:
@@ -117,6 +119,11 @@ class RelayedEngine(Engine):
         elif isinstance(answer, Exception) and number in self._asked and not self._asked[number].done():
             self._asked[number].set_exception(answer)
 
+    def dismiss(self, reason: str) -> None:
+        """Do without the worker from now on, and tell it so."""
+        self._link.send("refused", reason=reason)
+        self.lose(reason)
+
     def lose(self, reason: str) -> None:
         """The link has ended: whoever waits is told."""
         self._lost = EngineError(reason)
@@ -131,7 +138,17 @@ def _chunk(message: dict[str, Any]) -> Chunk:
     ids, logprobs, version, finish = (message[key] for key in ("ids", "logprobs", "version", "finish"))
     if finish not in _FINISHES or type(version) is not int or not all(type(token) is int for token in ids):
         raise ValueError("no chunk of tokens")
-    return Chunk(tuple(ids), tuple(logprobs), version, finish)
+    return Chunk(tuple(ids), tuple(logprobs), version, finish, _tops(message.get("tops")))
+
+
+def _tops(told: Any) -> Tops | None:
+    if told is None:
+        return None
+    # JSON has no word for minus infinity.
+    tops = tuple(tuple((token, -math.inf if value is None else value) for token, value in place) for place in told)
+    if not all(type(token) is int and isinstance(value, float | int) for place in tops for token, value in place):
+        raise ValueError("no alternatives to a token")
+    return tops
 
 
 def _failure(message: dict[str, Any]) -> Exception:
@@ -161,7 +178,7 @@ class Relay(Fleet):
         self._fingerprint: str | None = None
         self._known = asyncio.Event()
         self._learning = asyncio.Lock()
-        self._links: set[web.WebSocketResponse] = set()
+        self._links: dict[web.WebSocketResponse, web.RequestHandler] = {}
         if tokenizer is not None:
             self._know(tokenizer, fingerprint(tokenizer))
 
@@ -191,12 +208,28 @@ class Relay(Fleet):
                     raise EngineError("no worker has connected yet") from error
             return await handler(request)
 
-        async def dismiss(_: web.Application) -> None:
-            await asyncio.gather(*(socket.close(code=1001, message=b"shutdown") for socket in self._links))
-
         app.router.add_route("GET", "/ws/worker", worker)
         app.middlewares.append(held)
-        app.on_shutdown.append(dismiss)
+
+    async def end(self, server: web.Server, calls: Callable[[], int], within_s: float) -> None:
+        """Let calls come to their end, cut those that do not, and send the workers away.
+
+        All that before aiohttp itself ends, for then it hears nothing more on any connection, a worker's included.
+        """
+        await asyncio.sleep(0)  # what has come by now is begun
+        agents = set(server.connections) - set(self._links.values())
+        for each in agents:
+            each.close()  # once it has its answer
+        clock = asyncio.get_running_loop().time
+        until = clock() + within_s
+        while clock() < until:
+            await asyncio.sleep(_LOOK_S)
+            if not calls():
+                break
+        else:
+            for each in agents:
+                each.force_close()
+        await asyncio.gather(*(socket.close(code=1001, message=b"shutdown") for socket in self._links))
 
     # -- workers ------------------------------------------------------------------------------------------------
 
@@ -206,7 +239,7 @@ class Relay(Fleet):
             heartbeat=self.config.heartbeat_s, max_msg_size=LARGEST_BYTES, timeout=2.0, compress=False
         )
         await socket.prepare(request)
-        self._links.add(socket)
+        self._links[socket] = request.protocol
         link = Link(socket)
         try:
             async with link.running():
@@ -221,7 +254,7 @@ class Relay(Fleet):
                     return socket
                 await self._served(link, announced)
         finally:
-            self._links.discard(socket)
+            del self._links[socket]
             if request.transport is not None:
                 request.transport.abort()  # a frozen peer would keep what it has not read
         return socket
@@ -250,8 +283,9 @@ class Relay(Fleet):
     async def _served(self, link: Link, announced: dict[str, Any]) -> None:
         name = announced["name"]
         if (old := self._members.get(name)) is not None:
-            # It came back before we noticed that it was gone.
-            self._lost(old.engine, f"worker {name} has connected anew")
+            # It came back before we noticed that it was gone; or there are two of that name, and the first is told.
+            if isinstance(old.engine, RelayedEngine):
+                old.engine.dismiss(f"another worker has connected as {name!r}; each needs a --name of its own")
             self._leave(old, "it has connected anew")
         engine = RelayedEngine(link, self.tokenizer, announced["version"])
         link.send("welcome")
@@ -273,13 +307,9 @@ class Relay(Fleet):
             reason = str(error)
         finally:
             joining.cancel()
-            self._lost(engine, f"worker {name} is lost: {reason}")
+            engine.lose(f"worker {name} is lost: {reason}")
             self._leave(member, reason)
             self._say(f"worker {name} is gone: {reason}")
-
-    def _lost(self, engine: Engine, reason: str) -> None:
-        if isinstance(engine, RelayedEngine):
-            engine.lose(reason)
 
 
 def _tokenizer(announced: dict[str, Any]) -> Tokenizer:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _LOGPROBS = "message.output_text.logprobs"
 _THOUGHT, _TEXT = "reasoning", "text"
-_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+_CODES = {"invalid": "invalid_prompt", "context": "context_length_exceeded", "quota": "rate_limit_exceeded"}
 
 
 class Responses(Dialect):
@@ -211,8 +211,8 @@ class _Stream(StreamWriter):
         self._response.update(_ended(self._tokenizer, turn), output=self._done)
         return events + self._event(f"response.{_status(turn)}", response=self._response)
 
-    def fail(self, status: int, message: str) -> bytes:
-        code = _CODES.get(status, "server_error")
+    def fail(self, message: str, *, kind: str) -> bytes:
+        code = _CODES.get(kind, "server_error")
         self._response.update(status="failed", error={"code": code, "message": message}, output=self._done)
         failed = self._event("response.failed", response=self._response)
         # A failed response is an event like any other to the SDK; it raises for an `error` alone.

@@ -66,7 +66,8 @@ class Server:
         add("DELETE", "/sessions/{id}", self._delete)
         add("POST", "/sessions/{id}/complete", self._complete)
         add("POST", "/sessions/{id}/freeze", self._freeze)
-        Admin(gateway, lambda request: self._is_admin(_key(request))).mount(self._app)
+        self._admin = Admin(gateway, lambda request: self._is_admin(_key(request)))
+        self._admin.mount(self._app)
         add("GET", "/{id}/v1/models", self._models)
         add("GET", "/{id}/v1/models/{model:.+}", self._models)
         add("GET", "/{id}/models", self._models)
@@ -84,6 +85,10 @@ class Server:
 
     async def stop(self) -> None:
         """Take no more requests; those under way get a moment to end."""
+        for site in self._runner.sites:
+            await site.stop()
+        if self._runner.server is not None:
+            await self._admin.end(self._runner.server)
         await self._runner.cleanup()
         self._watch.close()
 

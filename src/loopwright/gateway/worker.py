@@ -96,8 +96,9 @@ class Worker:
                     await self._announced(link)
                     self._say(f"serving {self.url} as {self.name}")
                     leaving = asyncio.create_task(self._leave(link, wire))
-                    while True:
-                        self._obey(link, await link.receive())
+                    while (message := await link.receive())["t"] != "refused":
+                        self._obey(link, message)
+                    raise self._refusal(message)
             except EngineError as error:
                 if leaving is None:
                     raise
@@ -129,7 +130,10 @@ class Worker:
         async with asyncio.timeout(4 * _CONNECT_S):  # a tokenizer takes its time
             answer = await link.receive()
         if answer["t"] != "welcome":
-            raise WorkerRefused(f"{self.url} refused this worker: {answer.get('reason')}")
+            raise self._refusal(answer)
+
+    def _refusal(self, answer: dict[str, Any]) -> WorkerRefused:
+        return WorkerRefused(f"{self.url} refused this worker: {answer.get('reason')}")
 
     async def _leave(self, link: Link, wire: Any) -> None:
         """Once it is to end: what is begun gets its time, then the connection is closed."""
@@ -178,6 +182,7 @@ class Worker:
                     logprobs=chunk.logprobs,
                     version=chunk.version,
                     finish=chunk.finish,
+                    tops=chunk.tops,
                 )
 
     async def _do(self, link: Link, message: dict[str, Any]) -> None:

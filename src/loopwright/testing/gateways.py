@@ -10,36 +10,95 @@ Its engine answers whatever it likes, in a few tokens.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
+import orjson
 import pytest
 
+from loopwright.core.episode import Episode
 from loopwright.core.outcome import Outcome
-from loopwright.engines.base import Sampling
+from loopwright.engines.base import Chunk, Engine, Sampling
 from loopwright.engines.news import News
 from loopwright.gateway.client import GatewayClient, RemoteSession
 from loopwright.gateway.refusal import Refused
 from loopwright.gateway.terms import Terms
 from loopwright.rollouts.remote.home import Home
+from loopwright.testing.engines import ids_of, logprobs_of
 
 T = TypeVar("T")
 _LONGEST_S = 90.0
 
 
-async def said(session: RemoteSession, text: str = "hello", *, key: str | None = None) -> tuple[int, dict[str, Any]]:
-    """Have an agent of this session say something: status and body of what it is answered."""
+async def asked(url: str, body: Mapping[str, Any], key: str) -> tuple[int, bytes]:
+    """Have an agent ask for something: status and body of what it is answered."""
     import aiohttp
 
-    body = {"model": "any", "messages": [{"role": "user", "content": text}]}
-    headers = {"authorization": f"Bearer {key or session.key}"}
     async with (
-        aiohttp.ClientSession(headers=headers) as client,
-        client.post(f"{session.openai_base_url}/chat/completions", json=body) as response,
+        aiohttp.ClientSession(headers={"authorization": f"Bearer {key}"}) as client,
+        client.post(url, json={"model": "any", **body}) as response,
     ):
-        return response.status, await response.json()
+        return response.status, await response.read()
+
+
+async def said(
+    session: RemoteSession, text: str = "hello", *, key: str | None = None, **more: Any
+) -> tuple[int, dict[str, Any]]:
+    """Have an agent of this session say something: status and body of what it is answered."""
+    body = {"messages": [{"role": "user", "content": text}], **more}
+    status, answer = await asked(f"{session.openai_base_url}/chat/completions", body, key or session.key)
+    return status, orjson.loads(answer)
+
+
+async def streamed(url: str, body: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """The events of a stream."""
+    status, answer = await asked(url, {**body, "stream": True}, key)
+    assert status == 200, answer
+    lines = [line.removeprefix(b"data: ") for line in answer.splitlines() if line.startswith(b"data: {")]
+    return [orjson.loads(line) for line in lines]
+
+
+_SCORED: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
+
+
+async def _whole(session: RemoteSession, text: str) -> list[dict[str, Any]]:
+    """What is told of each token of an answer."""
+    _, answer = await said(session, text, **_SCORED)
+    entries: list[dict[str, Any]] = answer["choices"][0]["logprobs"]["content"]
+    return entries
+
+
+async def _in_parts(session: RemoteSession, text: str) -> list[dict[str, Any]]:
+    """The same of an answer that is streamed."""
+    body = {"messages": [{"role": "user", "content": text}], **_SCORED}
+    chunks = await streamed(f"{session.openai_base_url}/chat/completions", body, session.key)
+    told = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+    return [entry for logprobs in told for entry in logprobs["content"]]
+
+
+async def _as_anthropic(session: RemoteSession, text: str) -> str:
+    """The text of an answer that is streamed in the other dialect."""
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 6}
+    events = await streamed(f"{session.anthropic_base_url}/v1/messages", body, session.key)
+    return "".join(event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta")
+
+
+def _tokens(episode: Episode, place: int) -> tuple[list[int], tuple[int, ...], tuple[float, ...]]:
+    """What the engine was given before a turn, and the ids and logprobs that it gave."""
+    ids = [token for index in episode.path(place) for token in episode.nodes[index].ids]
+    count = episode.nodes[place].sampled
+    return ids[:-count], tuple(ids[-count:]), episode.nodes[place].logprobs[-count:]
+
+
+async def _sampled(engine: Engine, episode: Episode, place: int) -> list[Chunk]:
+    """A turn once more: nothing was captured but what the engine samples there."""
+    given, ids, logprobs = _tokens(episode, place)
+    sampling = Sampling(max_tokens=6, top_logprobs=2)
+    chunks = [chunk async for chunk in engine.generate(given, sampling, seed=f"s:{place}")]
+    assert (ids_of(chunks), logprobs_of(chunks)) == (ids, logprobs)
+    return chunks
 
 
 class GatewayContract(ABC):
@@ -48,6 +107,10 @@ class GatewayContract(ABC):
     @abstractmethod
     def make_home(self, home: Path) -> Home:
         """The home that is tested, not yet started."""
+
+    def make_engine(self, home: Path) -> Engine | None:
+        """The engine that it serves, once more: what that samples is what has to be captured. None if there is none."""
+        return None
 
     def around(self, home: Path) -> AbstractAsyncContextManager[Any]:
         """What has to be there for it, such as a gateway elsewhere."""
@@ -83,6 +146,41 @@ class GatewayContract(ABC):
             assert status == 409, "a call after the session was closed"
             assert "closed" in str(refusal) or "complete" in str(refusal)
             assert (await session.close()).nodes == episode.nodes, "to close it twice changes nothing"
+
+        self.use(tmp_path, story)
+
+    def test_what_is_sampled_is_told_and_captured_token_by_token(self, tmp_path: Path) -> None:
+        """Whole and as a stream, in both dialects: the engine's own ids, logprobs and alternatives."""
+
+        async def story(home: Home) -> None:
+            session = await home.open("trial-5", Terms(seed="s", sampling=Sampling(max_tokens=6)))
+            told = [await _whole(session, "a"), await _in_parts(session, "b")]
+            text = await _as_anthropic(session, "c")
+            episode = await session.close()
+            places = [index for index, node in enumerate(episode.nodes) if node.spans]
+            for place, entries in zip(places, told, strict=False):
+                assert tuple(entry["logprob"] for entry in entries) == _tokens(episode, place)[2]
+            assert text == episode.nodes[places[2]].message["content"]
+            if (engine := self.make_engine(tmp_path)) is not None:
+                chunks = [await _sampled(engine, episode, place) for place in places]
+                for entries, sampled in zip(told, chunks, strict=False):
+                    likeliest = [[value for _, value in tops] for chunk in sampled for tops in chunk.tops or ()]
+                    assert [[each["logprob"] for each in entry["top_logprobs"]] for entry in entries] == likeliest
+                await engine.close()
+
+        self.use(tmp_path, story)
+
+    def test_ids_that_are_no_tokens_are_refused(self, tmp_path: Path) -> None:
+        """As the request's own fault: the session goes on, and so does every other."""
+
+        async def story(home: Home) -> None:
+            session = await home.open("trial-6", Terms(sampling=Sampling(max_tokens=4)))
+            status, answer = await asked(
+                f"{session.openai_base_url}/completions", {"prompt": [2_000_000_000]}, session.key
+            )
+            assert (status, orjson.loads(answer)["error"]["type"]) == (400, "invalid_request_error"), answer
+            assert (await said(session))[0] == 200
+            assert (await session.captured()).broken == ""
 
         self.use(tmp_path, story)
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,8 @@ class FunctionAgent(Agent):
 
     async def work(self, job: Job) -> Ended:
         places = job.places(self._home)
-        names = {"task": job.task, "base_url": places["openai_base_url"], "api_key": places["key"]}
+        task = deepcopy(replace(job.task, label=None))  # its own to change; the label is the judger's
+        names = {"task": task, "base_url": places["openai_base_url"], "api_key": places["key"]}
         given = taken(self._function, {**places, **names, **deepcopy(dict(self._config.args))})
         call = asyncio.ensure_future(answered(self._function(**given)))
         try:

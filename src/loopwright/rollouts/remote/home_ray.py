@@ -13,7 +13,6 @@ from ray.exceptions import RayError
 
 from loopwright.engines.base import (
     Chunk,
-    ContextFull,
     Engine,
     EngineAway,
     EngineConfig,
@@ -137,8 +136,8 @@ class NamedEngine(Engine):
 
 
 def _as_engine_error(error: BaseException) -> BaseException:
-    """What an engine raised where it is; anything that it should not have is still the engine's failure."""
-    return error if isinstance(error, EngineError | ContextFull) else EngineError(f"{type(error).__name__}: {error}")
+    """What an engine raised where it is: a ValueError is the request's fault, and anything else its own failure."""
+    return error if isinstance(error, EngineError | ValueError) else EngineError(f"{type(error).__name__}: {error}")
 
 
 class NamedFleet(Fleet):
