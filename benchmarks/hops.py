@@ -41,6 +41,7 @@ class Quads:
     """A tokenizer whose tokens are four bytes each: quick, exact, and as many to a page as a real one makes."""
 
     specials: Mapping[str, int] = {"<|im_start|>": 2**33, "<|im_end|>": 2**33 + 1}
+    size = 2**33 + 2
 
     def __init__(self) -> None:
         self._names = {number: name.encode() for name, number in self.specials.items()}

@@ -148,23 +148,6 @@ def test_the_context_ends_a_stream_and_a_prompt_that_fills_it_is_refused(server,
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_t11_ids_that_are_no_tokens_are_the_request_s_fault_and_the_server_goes_on_serving(server, wire):
-    server.raw = False
-
-    async def story():
-        config = {"type": wire, "url": f"{server.url}/fast/{wire}", "tokenizer": "tiny"}
-        fleet = Fleet(FleetConfig(engines=(config,)), Path())
-        for sampling in ({}, {"temperature": 0.5}):  # before the latter vLLM is asked what its logprobs are of
-            with pytest.raises(ValueError, match=r"vocab|invalid tokens"):
-                await said(fleet, [72, 2_000_000_000], **sampling)
-            assert fleet.described()[0]["state"] == "serving"
-        assert ids_of(await said(fleet))
-        await fleet.close()
-
-    asyncio.run(asyncio.wait_for(story(), 60))
-
-
-@pytest.mark.parametrize("wire", WIRES)
 def test_closing_a_stream_aborts_the_request_at_the_server(server, wire):
     async def story(engine):
         before = server.aborted

@@ -13,7 +13,6 @@ from aiohttp import web
 
 from loopwright.engines.base import ContextFull, Sampling
 from loopwright.engines.inprocess import TransformersConfig, TransformersEngine
-from loopwright.engines.tokenizer import ByteTokenizer
 
 WEIGHTS = 5
 """A seed whose model happens to end its greedy answer to the contract's prompt."""
@@ -93,8 +92,6 @@ class Server:
         body = await request.json()
         if trouble := _trouble(body["prompt"]):
             return await self.trouble(request, trouble, _vllm_event)
-        if (largest := max(body["prompt"])) >= ByteTokenizer.size:
-            return _refused(f"Token id {largest} is out of vocabulary")
         if (most := body["max_tokens"]) > CONTEXT:
             return _refused(f"max_tokens={most} cannot be greater than max_model_len={CONTEXT}.")
         sampling = Sampling(
@@ -119,8 +116,6 @@ class Server:
         prompt = body["prompt"]
         if trouble := _trouble(prompt):
             return await self.trouble(request, trouble, _llamacpp_answer)
-        if max(prompt) >= ByteTokenizer.size:
-            return _refused("Prompt contains invalid tokens")
         if body["n_probs"] > 1000:
             self.asked.append(("all", body, request.headers.get("Authorization")))
             with torch.inference_mode():
@@ -156,10 +151,6 @@ class Server:
         if trouble := _trouble(ids):
             return await self.trouble(request, trouble, _sglang_event)
         response = await _begun(request)
-        if (largest := max(ids)) >= ByteTokenizer.size:
-            told = f"The input_ids contain {largest}, which is greater than the vocab size"
-            await _send(response, {"error": {"message": told, "code": 400}})
-            return response
         if len(ids) + given["max_new_tokens"] > CONTEXT:
             told = f"Requested token count exceeds the model's maximum context length of {CONTEXT} tokens."
             await _send(response, {"error": {"message": told, "code": 400}})

@@ -19,7 +19,7 @@
     │   ├── EngineAway                      nobody is there to be asked, for now           engines/base.py
     │   ├── EngineGone                      nobody listens where its server should be      engines/client.py
     │   ├── ContextFull  (ValueError)       a conversation is longer than an engine takes  engines/base.py
-    │   └── BadSampling  (ValueError)       what an engine will not sample, or not truly   engines/base.py
+    │   └── BadSampling  (ValueError)       what an engine has no true logprobs of         engines/base.py
     ├── BudgetSpent      (RuntimeError)     a rollout's turns or tokens are used up        gateway/session.py
     ├── BadRequest       (ValueError)       a request that its API does not allow          gateway/dialect.py
     ├── Refused          (PermissionError)  a call that the gateway turns away             gateway/refusal.py

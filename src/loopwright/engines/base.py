@@ -35,8 +35,7 @@ class ContextFull(EngineError, ValueError):
 
 
 class BadSampling(EngineError, ValueError):
-    """What a server refuses to sample, such as ids that are no tokens of its model, or has no true logprobs of: the
-    request is at fault, not the engine."""
+    """A way to sample of which this engine cannot tell true logprobs: the request is at fault, not the engine."""
 
 
 _RESHAPING = "temperature", "top_p", "top_k", "min_p"

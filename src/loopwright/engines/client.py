@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from loopwright.core.errors import LoopwrightError, MissingExtra, sentence
-from loopwright.engines.base import BadSampling, ContextFull, EngineError
+from loopwright.engines.base import ContextFull, EngineError
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
@@ -59,9 +59,8 @@ class Client:
                 for line in lines:
                     if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
                         event = self._parsed(data, path)
-                        if error := event.get("error"):
-                            status = error.get("code") if isinstance(error, dict) else None
-                            raise self.refusal(f"{self.url}{path} failed in mid-stream", data, prompt, status)
+                        if event.get("error"):
+                            raise self.refusal(f"{self.url}{path} failed in mid-stream", data, prompt)
                         yield event
 
     async def close(self) -> None:
@@ -80,7 +79,7 @@ class Client:
         try:
             if response.status != 200:
                 said = await response.content.read(_MOST_BYTES)
-                raise self.refusal(f"{where} answered {response.status}", said, prompt, response.status)
+                raise self.refusal(f"{where} answered {response.status}", said, prompt, status=response.status)
             yield response
         except LoopwrightError:
             raise
@@ -154,12 +153,11 @@ class Client:
             raise EngineError(f"{self.url}{path} sent something else than an object: {_shown(data)}")
         return found
 
-    def refusal(self, what: str, said: bytes, prompt: int, status: int | None) -> EngineError:
-        """What the server's refusal means. In mid-stream it may have no status."""
-        if prompt and status in (None, 400) and (limit := _LIMIT.search(said[:10_000].decode(errors="replace"))):
-            return ContextFull(int(limit[1]), prompt)
-        kind = BadSampling if prompt and status in (400, 422) else EngineError
-        return kind(f"{what}: {_shown(said)}")
+    def refusal(self, what: str, said: bytes, prompt: int, *, status: int = 400) -> EngineError:
+        """What the server's refusal means."""
+        text = _shown(said)
+        limit = _LIMIT.search(said[:10_000].decode(errors="replace")) if status == 400 and prompt else None
+        return ContextFull(int(limit[1]), prompt) if limit else EngineError(f"{what}: {text}")
 
     def _silent(self, where: str) -> EngineError:
         return EngineError(f"{where} said nothing for {self._silence_s:g} s; timeout_s allows for more")

@@ -28,6 +28,7 @@ class HubTokenizer:
         self._bytes = {
             number: text.encode() if number in as_text else to_bytes(text) for text, number in vocabulary.items()
         }
+        self.size = max(self._bytes, default=-1) + 1
 
     @classmethod
     def of(cls, place: str) -> "HubTokenizer":

@@ -78,8 +78,7 @@ class SglangEngine(HttpEngine):
         reason = facts.get("finish_reason") or {}
         finish = reason.get("type")
         if finish is not None and (finish not in _FINISHES or reason.get("status_code")):
-            said, status = str(reason).encode(), reason.get("status_code")
-            raise self.client.refusal(f"{self.client.url} ended a stream", said, prompt, status)
+            raise self.client.refusal(f"{self.client.url} ended a stream", str(reason).encode(), prompt)
         listed, count = facts.get("output_token_logprobs") or [], facts["completion_tokens"]
         if len(listed) not in (count, count - seen):
             raise EngineError(f"{self.client.url} gave {count} ids but {len(listed)} logprobs")

@@ -9,6 +9,8 @@ class Tokenizer(Protocol):
     """Text to ids and back; special tokens have names, and no text ever turns into one."""
 
     specials: Mapping[str, int]
+    size: int
+    """One more than its largest id."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""

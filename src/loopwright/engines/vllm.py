@@ -92,10 +92,8 @@ class VllmEngine(HttpEngine):
     async def _refuse_raw(self, model: str, ids: Sequence[int]) -> None:
         """EngineError unless the server tells the logprobs of what it samples from: of one candidate, that is 0."""
         if self._processed is None:
-            prompt = ids[-_PROBED_TOKENS:]
-            body = {"model": model, "prompt": prompt, "max_tokens": _PROBED_TOKENS, "ignore_eos": True}
-            body |= {"temperature": 1.0, "top_k": 1, "logprobs": 0}
-            told = await self.client.post("/v1/completions", body, prompt=len(prompt))
+            body = {"model": model, "prompt": ids[-_PROBED_TOKENS:], "max_tokens": _PROBED_TOKENS, "ignore_eos": True}
+            told = await self.client.post("/v1/completions", {**body, "temperature": 1.0, "top_k": 1, "logprobs": 0})
             self._processed = all(each > -1e-6 for each in told["choices"][0]["logprobs"]["token_logprobs"])
         if not self._processed:
             raise BadSampling(
