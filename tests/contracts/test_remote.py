@@ -302,7 +302,7 @@ def test_a01_agents_are_not_shown_what_they_are_judged_by(tmp_path):
         assert [problem for problem in config.problems(tmp_path) if told in problem.message], name
     loop["readable"] = ["agents"]
     config = RolloutConfig(tasks=tasks, loop=loop, judger={"type": "verifier"})
-    assert config.shown(config.tasks, tmp_path) == []
+    assert config.problems(tmp_path) == []
     assert config.loop.lacks(task, tmp_path) == ""
     assert "would show" in config.loop.model_copy(update={"readable": ("task",)}).lacks(task, tmp_path)
 

@@ -65,7 +65,7 @@ def trained(made: Campaign):
     """What each step was learned from: its numbers, and the rollouts of its groups.
 
     Checks what has to hold whatever agents do: each step counts the very tokens that the policy before it sampled in
-    rollouts with a reward, and no others.
+    rollouts with a reward, and no others. A rollout that is left alone in its group is compared with nothing.
     """
     connection = sqlite3.connect(made.ledger)
     groups = dict(connection.execute("SELECT grp, step FROM groups WHERE status = 'trained'"))
@@ -73,12 +73,12 @@ def trained(made: Campaign):
     with Ledger.read(made.ledger) as ledger:
         numbers = {step.step: step.numbers for step in steps(ledger, "train")}
         found = list(rollouts(ledger))
-    tokens = Counter[int]()
+    tokens, scored = Counter[int](), Counter(one.episode.group for one in found if one.episode.reward is not None)
     for rollout in found:
         episode = rollout.episode
         assert episode.trainable <= (episode.reward is not None and episode.sampled > 0)
         assert (episode.reward is None) == (episode.fault not in (None, Fault.POLICY))
-        if (step := groups.get(episode.group)) is not None and episode.trainable:
+        if (step := groups.get(episode.group)) is not None and episode.trainable and scored[episode.group] > 1:
             tokens[step] += episode.sampled
             assert {span.version for node in episode.nodes for span in node.spans} == {step - 1}
     assert {step: told["tokens"] for step, told in numbers.items()} == {step: tokens[step] for step in numbers}
