@@ -359,7 +359,7 @@ class Gateway:
                 with suppress(StorageError):  # tried again the next time, and told to whoever asks
                     if live.expires():
                         await live.close("expired", Outcome.EXPIRED, f"no call came for {live.terms.ttl_s:g} s")
-                    elif live.status != "open":
+                    elif live.untold:
                         await live.settled()
                 if self._is_over(live):
                     self._drop(live)

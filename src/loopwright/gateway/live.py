@@ -202,6 +202,12 @@ class Live:
                 self._settling.add_done_callback(_heed)
             await asyncio.shield(self._settling)
 
+    @property
+    def untold(self) -> bool:
+        """Whether it has ended, the store could not be told, and nobody tries to."""
+        tried = self._settling is None or self._settling.done()
+        return tried and self.status != "open" and self._kept != self.status
+
     async def _settle(self) -> None:
         status = self.status
         if self._running and status != "open":
