@@ -3,8 +3,10 @@
 import asyncio
 import os
 
+import openai
 import pytest
 
+from loopwright.gateway.chat import ChatCompletions
 from loopwright.gateway.terms import Terms
 from tests.gateway.asking import chat, streamed, text_of
 from tests.gateway.serving import Teller, client_of, run, served, until, user
@@ -96,6 +98,89 @@ def test_t07_after_a_restart_a_retry_finds_its_turn(tmp_path):
                 assert (await chat(client, [user("a")], **retry)).choices[0].message.content == "hello"
             told = session.live.described()
             assert (told["verdicts"]["broken"], told["trainable"], len(told["turns"])) == (0, True, 2)
+
+    run(story)
+
+
+class Lingering(Teller):
+    """Takes its time to end a stream that nobody reads any more."""
+
+    def __init__(self, *words, **more):
+        super().__init__(*words, **more)
+        self.ending, self.gone = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, ids, sampling, *, seed):
+        try:
+            async for chunk in super().generate(ids, sampling, seed=seed):
+                yield chunk
+        finally:
+            self.ending.set()
+            await self.gone.wait()
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_t07_a_retry_waits_for_the_call_that_is_still_given_up(given_up):
+    async def story():
+        engine = Lingering("hello", hold_at=3)
+        retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
+        async with served(engine) as gateway:
+            session = await gateway.open(terms=Terms(tokens=7))
+            async with client_of(session) as client:
+                first = asyncio.create_task(chat(client, [user("a")]))
+                await engine.held.wait()
+                first.cancel()
+                await engine.ending.wait()
+                engine.hold_at = None
+                again = asyncio.create_task(chat(client, [user("a")], **retry))
+                await asyncio.sleep(0.1)
+                if given_up:
+                    again.cancel()
+                    again = asyncio.create_task(chat(client, [user("a")], **retry))
+                    await asyncio.sleep(0.1)
+                assert len(engine.calls) == 1, "one at a time"
+                engine.gone.set()
+                assert (await again).choices[0].message.content == "hello"
+            (turn,) = session.live.described()["turns"]
+            assert (turn["finish"], turn["verdict"], turn["sampled_tokens"]) == ("stop", "exact", 6)
+
+    run(story)
+
+
+def test_t07_a_session_is_closed_once_the_call_that_is_given_up_is_gone():
+    async def story():
+        engine = Lingering("hello", hold_at=3)
+        retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
+        async with served(engine) as gateway:
+            session = await gateway.open()
+            async with client_of(session) as client:
+                first = asyncio.create_task(chat(client, [user("a")]))
+                await engine.held.wait()
+                first.cancel()
+                await engine.ending.wait()
+                again = asyncio.create_task(chat(client, [user("a")], **retry))
+                await asyncio.sleep(0.1)
+                closing = asyncio.create_task(session.close())
+                with pytest.raises(openai.ConflictError, match="complete"):
+                    await again
+                assert not closing.done()
+                engine.gone.set()
+                assert (await closing).sampled == 3
+            assert (session.live.running, len(engine.calls)) == (0, 1)
+
+    run(story)
+
+
+def test_t07_a_call_that_is_given_up_at_once_holds_nothing():
+    async def story():
+        async with served(Teller("hello")) as gateway:
+            live = (await gateway.open(terms=Terms(tokens=6))).live
+            dialect = ChatCompletions(live.session.engine.tokenizer, live.terms.defaults)
+            body, digest = live.read("chat", b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}')
+            call = live.call("chat", dialect.parse(body, {}), digest, retried=False)
+            call.join()
+            call.leave()
+            await asyncio.sleep(0.01)
+            assert (await live.session.turn([user("b")])).sampled_tokens == 6
 
     run(story)
 

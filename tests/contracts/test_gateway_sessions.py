@@ -129,6 +129,98 @@ def test_t05_quotas_and_pinned_sampling():
     run(story)
 
 
+def test_t05_choices_share_a_quota_or_cost_nothing():
+    async def story():
+        async with served(Teller("hello")) as gateway:
+            async with client_of(await gateway.open(terms=Terms(tokens=16))) as client:
+                shared = await chat(client, [user("a")], n=2)
+                assert shared.usage.completion_tokens == 12, "each had eight, and took six"
+                with pytest.raises(openai.RateLimitError, match="12 of 16 tokens are used up"):
+                    await chat(client, [user("a")], n=5)
+                assert (await chat(client, [user("a")], n=4)).usage.completion_tokens == 4
+                with pytest.raises(openai.RateLimitError, match="all 16 tokens are used up"):
+                    await chat(client, [user("a")])
+            session = await gateway.open(terms=Terms(calls=3))
+            async with client_of(session) as client:
+                await chat(client, [user("a")])
+                with pytest.raises(openai.RateLimitError, match="1 of 3 turns are used up, and 3 more"):
+                    await chat(client, [user("a")], n=3)
+                await chat(client, [user("a")], n=2)
+            assert len(session.live.described()["turns"]) == 3, "what was refused is no turn"
+
+    run(story)
+
+
+def test_t05_what_calls_under_way_hold_is_not_called_used_up():
+    async def story():
+        engine = Teller("hello", hold_at=1)
+        async with served(engine) as gateway, client_of(await gateway.open(terms=Terms(tokens=100))) as client:
+            first = asyncio.create_task(chat(client, [user("a")]))
+            await engine.held.wait()
+            with pytest.raises(openai.RateLimitError, match="0 of 100 tokens are used up, and 100 are reserved"):
+                await chat(client, [user("b")])
+            engine.go.set()
+            await first
+            assert (await chat(client, [user("b")])).usage.completion_tokens == 6
+
+    run(story)
+
+
+def test_t05_a_retry_has_what_is_left_of_the_quotas():
+    async def story():
+        engine, now = Teller("x" * 50, hold_at=1), [0.0]
+        retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
+        async with served(engine, clock=lambda: now[0]) as gateway:
+            session = await gateway.open(terms=Terms(tokens=40, time_s=100))
+            async with client_of(session) as client:
+                for number in range(4):
+                    engine.held.clear()
+                    talk = asyncio.create_task(chat(client, [user(str(number))], n=1 + (number == 0)))
+                    await engine.held.wait()
+                    talk.cancel()
+                    await until(lambda: not session.live.running)
+                sampled = session.episode().sampled
+                engine.hold_at = None
+                both = await chat(client, [user("0")], n=2, **retry)
+                assert [choice.finish_reason for choice in both.choices] == ["length", "length"]
+                assert both.usage.completion_tokens == 40 - sampled + 2, "each choice went on with its share"
+                with pytest.raises(openai.RateLimitError, match="all 40 tokens are used up"):
+                    await chat(client, [user("1")], **retry)
+                assert session.episode().sampled == 40
+                now[0] += 100
+                assert await chat(client, [user("0")], n=2, **retry) == both, "what is told again costs nothing"
+                with pytest.raises(openai.RateLimitError, match="100 s are over"):
+                    await chat(client, [user("2")], **retry)
+
+    run(story)
+
+
+def test_t05_a_session_that_ended_holds_no_more_than_can_be_asked_for():
+    async def story():
+        now = [0.0]
+        async with served(clock=lambda: now[0], kept_s=100, ttl_s=50) as gateway:
+            left, done = await gateway.open("left"), await gateway.open("done")
+            for session in (left, done):
+                async with client_of(session) as client:
+                    await chat(client, [user("hi")])
+            told = await done.close()
+            async with client_of(done) as client:
+                with pytest.raises(openai.ConflictError, match="complete"):
+                    await chat(client, [user("hi"), user("once more")])
+            live = done.live
+            assert [len(held) for held in (live._bodies, live._calls, live.session.graph._sent)] == [0, 0, 0]
+            now[0] += 60
+            await until(lambda: left.live.status == "expired")
+            assert gateway.find("done").episode() == told
+            now[0] += 60
+            await until(lambda: not gateway.knows("done"))
+            now[0] += 1000
+            await asyncio.sleep(1.2)
+            assert gateway.knows("left"), "nobody has been told what it recorded"
+
+    run(story)
+
+
 def test_t05_calls_beyond_the_concurrency_wait():
     async def story():
         engine = Teller("hello", hold_at=1)

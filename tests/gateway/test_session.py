@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.task import Task
-from loopwright.engines.base import Chunk, Engine, EngineConfig, EngineError, Sampling
+from loopwright.engines.base import BadSampling, Chunk, Engine, EngineConfig, EngineError, Sampling
 from loopwright.engines.tokenizer import ByteTokenizer
 from loopwright.gateway.session import BudgetSpent, Limits, Session
 from loopwright.gateway.template import ChatML
@@ -446,6 +446,16 @@ def test_what_was_sampled_before_an_engine_failed_is_kept_as_a_dead_branch():
         assert len(episode.rows()) == 2
 
     run(story, [said(97, 98), EngineError("gone")], "fine")
+
+
+def test_t02_a_way_to_sample_that_is_refused_breaks_nothing():
+    async def story(session, engine):
+        with pytest.raises(BadSampling, match="no true logprobs"):
+            await session.turn([user("a")], sampling=Sampling(temperature=0.2))
+        await session.turn([user("a")])
+        assert [verdict.kind for verdict in session.verdicts.values()] == ["exact", "exact"]
+
+    run(story, [BadSampling("no true logprobs")], "fine")
 
 
 def test_a_turn_that_is_cancelled_is_kept_and_its_stream_is_closed():

@@ -25,8 +25,8 @@ def intent(session, node, begun_at=1.0):
     return INTENT, (session, node, "call", 0, b"digest", "chat", "{}", "seed", begun_at, "exact", "", None, "{}")
 
 
-def result(session, node, ended_at=2.0, verdict="exact"):
-    return RESULT, (ended_at, verdict, "", None, session, node)
+def result(session, node, ended_at=2.0):
+    return RESULT, (ended_at, None, None, session, node)
 
 
 def calls_of(store):
@@ -98,7 +98,7 @@ def test_t04_tools_and_calls_are_found_again_after_a_restart(tmp_path):
         async with served(output=tmp_path) as gateway:
             session = await gateway.open("s")
             await session.live.session.turn(told, [ADD])
-            await gateway._store.write(session.live.unsaved())
+            await session.live.keep()
             before = len(session.live.session.graph.nodes)
         async with served(output=tmp_path) as gateway:
             session = (await gateway.open("s")).live.session

@@ -126,8 +126,7 @@ def test_a_full_disk_refuses_calls_keeps_what_there_is_and_is_got_over(tmp_path)
                         await talk(model="m", messages=[user(f"full {number} " + "x" * 200_000)])
                 with pytest.raises(StorageError):
                     await gateway.open("another", Terms(run="x" * 200_000))
-                async with http.get(f"{gateway.address}/healthz") as answer:
-                    assert answer.status in (200, 503), "it answers"
+                assert not gateway.knows("another")
                 connection.execute("PRAGMA max_page_count = 1073741823")
                 await talk(model="m", messages=[user("after")])
                 async with http.get(f"{gateway.address}/healthz") as answer:
@@ -138,7 +137,7 @@ def test_a_full_disk_refuses_calls_keeps_what_there_is_and_is_got_over(tmp_path)
             asked = [node["message"]["content"][:5] for node in told["episode"]["nodes"] if not node["spans"]]
             assert "befor" in asked
             assert "after" in asked
-            assert sampled == [6, 6], "what was refused is no turn"
+            assert sampled == [6, 0, 0, 0, 6], "what was refused has no tokens"
             assert told["verdicts"]["broken"] == 0
             assert told["trainable"]
 

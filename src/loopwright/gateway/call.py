@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from loopwright.gateway.draft import Draft
 from loopwright.gateway.pieces import Piece
-from loopwright.gateway.store import INTENT, RESULT, Statement, node_statement, written
+from loopwright.gateway.store import INTENT, RESULT, Statement, node_statement
+from loopwright.gateway.verdict import Kind
 
 if TYPE_CHECKING:
     from loopwright.gateway.live import Live
@@ -41,22 +42,35 @@ class Call:
     _task: asyncio.Task[None] | None = None
     _followers: int = 0
     _waiting: set[asyncio.Future[bool]] = field(default_factory=set)
+    _alone: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the task that is at it: one that was given up may not yet be gone when the next one comes."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is neither answered nor about to be."""
+        task = self._task
+        return self.turns is None and (task is None or task.done() or task.cancelling() > 0)
 
     def join(self) -> None:
         """Begin to follow; the call runs as long as somebody does."""
         self._followers += 1
-        if self.turns is None and (self._task is None or self._task.done()):
+        if self.idle:
             self.pieces = []
-            self._task = asyncio.create_task(self._run(self._task))
+            self._task = asyncio.create_task(self._run())
             self._task.add_done_callback(self._ended)
 
     def leave(self) -> None:
         """Follow it no more. An answer that nobody waits for is not sampled to its end."""
         self._followers -= 1
         if self._followers == 0:
-            if self.turns is None and self._task is not None:
-                self._task.cancel()
+            if self.turns is None:
+                self._give_up()
             self.pieces = []
+
+    def _give_up(self) -> None:
+        # Once: a second time would cut short what is written last.
+        if self._task is not None and not self._task.cancelling():
+            self._task.cancel()
 
     @property
     def error(self) -> BaseException | None:
@@ -65,10 +79,10 @@ class Call:
         return None if task is None or not task.done() or task.cancelled() else task.exception()
 
     async def end(self) -> None:
-        """Give it up now, whoever follows."""
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        """Give it up now, whoever follows; done once nothing more is recorded of it."""
+        self._give_up()
+        async with self._alone:
+            pass
 
     async def result(self) -> "Sequence[Turn]":
         """The turns, once they are committed."""
@@ -113,6 +127,9 @@ class Call:
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
             task.exception()  # whoever follows is told; that nobody does is no error of its own
+        if task is self._task:  # here, as one that is given up at once never begins
+            for draft in self.drafts:
+                self.live.session.release(draft)
         self._wake()
 
     def _raise(self, task: asyncio.Task[None]) -> None:
@@ -126,30 +143,26 @@ class Call:
 
     # -- sampling -----------------------------------------------------------------------------------------------
 
-    async def _run(self, before: asyncio.Task[None] | None) -> None:
-        if before is not None:  # given up, but perhaps not yet gone
-            await asyncio.wait([before])
+    async def _run(self) -> None:
         live = self.live
-        try:
-            async with live.slot(self):
-                turns = await self._recorded()
-        finally:
-            for draft in self.drafts:
-                live.session.release(draft)
+        async with self._alone, live.slot(self):
+            live.session.resume(self.drafts)
+            live.unsure.add(self)
+            turns = await self._recorded()
         self.turns = turns
         self._wake()
 
     async def _recorded(self) -> list["Turn"]:
         """Sample, with the intent on disk before and the result after it."""
-        store = self.live.store
+        live, intended = self.live, False
         try:
-            await written(store, self._intents())
-            turns = await self._speak()
+            await live.keep(self._intents())
+            intended = True
+            return await self._speak()
         finally:
             # Whatever was sampled is kept, also when nobody waits any more.
-            done = store.write(self._results())
-        await done
-        return turns
+            await live.keep(self._results() if intended else self.rows())
+            live.unsure.discard(self)
 
     async def _speak(self) -> list["Turn"]:
         if len(self.drafts) == 1:
@@ -179,9 +192,13 @@ class Call:
         for waiter in self._waiting:
             _tell(waiter, True)
 
+    def rows(self) -> list[Statement]:
+        """All that is to be stored of it, as it is now."""
+        return [*self._intents(), *self._results()]
+
     def _intents(self) -> list[Statement]:
         live, now = self.live, self.live.clock()
-        statements = live.unsaved()
+        statements: list[Statement] = []
         for choice, draft in enumerate(self.drafts):
             verdict = draft.verdict
             values = (live.id, draft.node, self.id, choice, self.digest, self.dialect)
@@ -195,8 +212,8 @@ class Call:
         for draft in self.drafts:
             node, verdict = live.session.graph.nodes[draft.node], live.session.verdicts[draft.node]
             statements.append(node_statement(live.id, draft.node, node, live.session.graph.keys.get(draft.node)))
-            values = (now, verdict.kind, verdict.reason, verdict.token, live.id, draft.node)
-            statements.append((RESULT, values))
+            failure = (verdict.reason, verdict.token) if verdict.kind == Kind.BROKEN else (None, None)
+            statements.append((RESULT, (now, *failure, live.id, draft.node)))
         return statements
 
 

@@ -36,6 +36,11 @@ class Draft:
     """What else was likely at each token; a restart forgets it."""
     spans: list[Span] = field(default_factory=list)
 
+    @property
+    def left(self) -> int:
+        """How many tokens it may still have."""
+        return self.sampling.max_tokens - len(self.ids)
+
     def add(self, chunk: Chunk, kept: int) -> None:
         """Take in the first tokens of a chunk; a span grows as long as the version stays."""
         start = len(self.opening) + len(self.ids)

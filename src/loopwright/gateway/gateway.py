@@ -27,7 +27,7 @@ from loopwright.engines.base import Engine, Reasoning
 from loopwright.engines.news import News, take_in
 from loopwright.gateway.live import Live
 from loopwright.gateway.refusal import Refused
-from loopwright.gateway.store import DiskStore, NoStore, Store, written
+from loopwright.gateway.store import DiskStore, NoStore, Store
 from loopwright.gateway.template import template_of
 from loopwright.gateway.terms import Terms, is_id, new_id
 
@@ -65,6 +65,8 @@ class GatewayConfig(Config):
     """Whether turns are begun with `<think>`; as the engine's own setting says where this says nothing."""
     ttl_s: float = Field(default=3600.0, gt=0)
     """Seconds without a call after which a session expires, unless its opener says otherwise."""
+    kept_s: float = Field(default=600.0, gt=0)
+    """Seconds that a session which was completed can still be read where no store keeps it."""
     body_bytes: int = Field(default=32 * 2**20, ge=1024)
     """The largest request."""
     keepalive_s: float = Field(default=10.0, gt=0)
@@ -170,7 +172,7 @@ class OpenSession:
 class Gateway:
     """Serves sessions. With an `output` directory they survive the process; without one they end with it.
 
-    One that `forgets` lets go of sessions a while after they have ended: whoever opened them has their episodes.
+    One that `forgets` lets go of sessions a minute after they have ended: whoever opened them has their episodes.
     """
 
     def __init__(
@@ -222,7 +224,7 @@ class Gateway:
             self._sweeper.cancel()
         if self._server is not None:
             await self._server.stop()
-        await asyncio.gather(*(live.rest() for live in self._sessions.values()))
+        await asyncio.gather(*(live.leave() for live in self._sessions.values()))
         self._store.close()
 
     async def _listen(self, server: "Server") -> None:
@@ -286,14 +288,17 @@ class Gateway:
             live = self.find(id)
         except Refused:
             live = self._sessions[id] = self._live(id, terms)
-            await live.save()
-            return OpenSession(live, self.address)
         if (live.terms.run, live.terms.trial) != (terms.run, terms.trial):
             raise Refused(
                 409, "closed", f"session {id!r} belongs to another run or trial; choose another id", retry=False
             )
         if live.status != "open":
             raise live.refusal()
+        try:
+            await live.settled()
+        except Exception:
+            self._drop(live)
+            raise
         return OpenSession(live, self.address)
 
     def find(self, id: str) -> Live:
@@ -309,10 +314,12 @@ class Gateway:
     async def delete(self, id: str) -> None:
         """Forget a session and all that was recorded of it."""
         live = self.find(id)
-        await live.close("deleted", Outcome.ABORTED, "deleted")
-        self._sessions.pop(id, None)  # whoever deletes it at the same time may have been first
-        tables = (("sessions", "id"), ("nodes", "session"), ("calls", "session"))
-        await written(self._store, [(f"DELETE FROM {table} WHERE {column} = ?", (id,)) for table, column in tables])
+        await live.delete()
+        self._drop(live)
+
+    def _drop(self, live: Live) -> None:
+        if self._sessions.get(live.id) is live:  # there may be a new one of this id by now
+            del self._sessions[live.id]
 
     def _live(self, id: str, terms: Terms, key: str | None = None) -> Live:
         engine, config = self.engine.for_session(id), self.config
@@ -349,8 +356,16 @@ class Gateway:
             await asyncio.sleep(1.0)
             self._recover_open()
             for live in list(self._sessions.values()):
-                if live.expires():
-                    with suppress(StorageError):  # it will be told to whoever asks next
+                with suppress(StorageError):  # tried again the next time, and told to whoever asks
+                    if live.expires():
                         await live.close("expired", Outcome.EXPIRED, f"no call came for {live.terms.ttl_s:g} s")
-                elif self._forgets and live.closed_at is not None and self.clock() - live.closed_at > _KEPT_S:
-                    self._sessions.pop(live.id, None)
+                    elif live.untold:
+                        await live.settled()
+                if self._is_over(live):
+                    self._drop(live)
+
+    def _is_over(self, live: Live) -> bool:
+        """Whether a session need not be in memory: it can be read again, or whoever completed it has its episode."""
+        if self._forgets:
+            return live.ended_s() > _KEPT_S
+        return live.status == "complete" and live.ended_s() > self.config.kept_s

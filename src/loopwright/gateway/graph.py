@@ -141,6 +141,11 @@ class Graph:
         if role == "assistant":
             self._children.setdefault((parent, (role, text, calls, _ANY)), []).append(number)
 
+    def let_go(self) -> None:
+        """Keep the nodes alone, and nothing that helps to find them and to add more."""
+        self.keys, self._children, self._first, self._tools = {}, {}, {}, ((), "")
+        self._latest, self._sent = (0, ids_of()), []
+
     def closing(self, number: int) -> list[int]:
         """The ids between a node and the message after it."""
         node = self.nodes[number]

@@ -4,22 +4,24 @@ import asyncio
 import hmac
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from typing import Any
 
 from loopwright.core.episode import Episode
+from loopwright.core.errors import StorageError
 from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Engine, Reasoning, Sampling
 from loopwright.gateway.body import Bodies
 from loopwright.gateway.call import Call
 from loopwright.gateway.dialect import Ask, Dialect
+from loopwright.gateway.draft import Draft
 from loopwright.gateway.manner import Manner
 from loopwright.gateway.refusal import Refused
 from loopwright.gateway.session import Limits, Session
 from loopwright.gateway.snapshot import snapshot_of
-from loopwright.gateway.store import GAP, Statement, Store, node_statement, nodes_of, written
+from loopwright.gateway.store import GAP, Statement, Store, forgotten, node_statement, nodes_of
 from loopwright.gateway.template import Template
 from loopwright.gateway.terms import Terms
 from loopwright.gateway.verdict import Kind, Verdict
@@ -74,12 +76,15 @@ class Live:
         # Random once per process and session: asking the kernel for every call costs more than it is worth.
         self._mark, self._numbers = secrets.token_hex(8), count(1)
         self._running: set[Call] = set()
+        self.unsure: set[Call] = set()
+        """Calls of which the store may not have all that is known here."""
         self._dialects: dict[int, str] = {}
         self._bodies: dict[str, Bodies] = {}
         self._pinned: tuple[Sampling | None, tuple[str, ...], Sampling] = (None, (), terms.defaults)
         self.voices: dict[str, Dialect] = {}
         """The dialects that it is spoken to in, by path."""
-        self._saved, self._failures = 1, store.failures
+        self._saved, self._kept = 1, ""
+        self._settling: asyncio.Task[None] | None = None
         self._slots = None if terms.concurrency is None else asyncio.Semaphore(terms.concurrency)
         self._waiting = 0
 
@@ -91,6 +96,8 @@ class Live:
 
     def read(self, dialect: str, body: bytes) -> tuple[dict[str, Any], bytes]:
         """What a request says, and its digest."""
+        if self.status != "open":
+            raise self.refusal()
         bodies = self._bodies.get(dialect)
         if bodies is None:
             bodies = self._bodies[dialect] = Bodies(dialect)
@@ -98,9 +105,8 @@ class Live:
 
     def call(self, dialect: str, ask: Ask, digest: bytes, *, retried: bool) -> Call:
         """The call that a request stands for: an SDK's retry is the one that it retries."""
-        if self.status != "open":
-            raise self.refusal()
-        if retried and (found := self._calls.get(digest)) is not None:
+        found = self._calls.get(digest) if retried else None
+        if found is not None and not found.idle:
             return found
         now = self.clock()
         if self.terms.time_s is not None and now - self.opened_at >= self.terms.time_s:
@@ -108,16 +114,25 @@ class Live:
         if self._waiting >= _WAITING:
             raise Refused(429, "quota", f"{self._waiting} calls of this session wait already")
         self._used_at = now
-        sampling = self._sampling(ask)
-        drafts, manner = [], ask.manner(self.session.template.grammar)
-        for choice in range(ask.n):
-            seed = None if ask.seed is None else f"{ask.seed}:{choice}"
-            draft = self.session.draft(ask.messages, ask.tools, sampling=sampling, seed=seed, manner=manner)
-            drafts.append(draft)
-            draft.verdict = self.session.verdicts[draft.node] = drafts[0].verdict  # choices share their prompt
-        call = Call(self, f"{self._mark}{next(self._numbers):x}", digest, dialect, drafts, ask.stream)
+        if found is not None:
+            return found
+        call = self._new(dialect, ask, digest)
+        self.unsure.add(call)
         self._remember(call)
         return call
+
+    def _new(self, dialect: str, ask: Ask, digest: bytes) -> Call:
+        sampling = self._sampling(ask)
+        drafts: list[Draft] = []
+        manner = ask.manner(self.session.template.grammar)
+        for choice in range(ask.n):
+            seed = None if ask.seed is None else f"{ask.seed}:{choice}"
+            draft = self.session.draft(
+                ask.messages, ask.tools, sampling=sampling, seed=seed, manner=manner, of=ask.n - choice
+            )
+            drafts.append(draft)
+            draft.verdict = self.session.verdicts[draft.node] = drafts[0].verdict  # choices share their prompt
+        return Call(self, f"{self._mark}{next(self._numbers):x}", digest, dialect, drafts, ask.stream)
 
     def _sampling(self, ask: Ask) -> Sampling:
         """How a call is sampled; mostly as the one before it."""
@@ -161,16 +176,62 @@ class Live:
         """How many calls are under way."""
         return len(self._running)
 
-    def unsaved(self) -> list[Statement]:
-        """The nodes that the store does not have yet."""
+    # -- the store ----------------------------------------------------------------------------------------------
+
+    async def keep(self, statements: Sequence[Statement] = ()) -> None:
+        """Write this down, and with it all else that the store is not known to have. StorageError if it cannot be."""
         graph, since = self.session.graph, self._saved
-        if self._failures != self.store.failures:  # some of it may not be there after all
-            self._failures, since = self.store.failures, 1
         self._saved = len(graph.nodes)
-        return [
+        others = self.unsure - self._running  # those under way write themselves down
+        rows = [
             node_statement(self.id, number, graph.nodes[number], graph.keys.get(number))
             for number in range(since, self._saved)
         ]
+        try:
+            await self.store.write([*rows, *(row for call in others for row in call.rows()), *statements])
+        except BaseException:
+            self._saved = min(self._saved, since)
+            raise
+        self.unsure -= others - self._running
+
+    async def settled(self) -> None:
+        """Done once the store has the session as it is: one task does that for all who wait, whoever leaves."""
+        while self._kept != self.status:
+            if self._settling is None or self._settling.done():
+                self._settling = asyncio.create_task(self._settle())
+                self._settling.add_done_callback(_heed)
+            await asyncio.shield(self._settling)
+
+    @property
+    def untold(self) -> bool:
+        """Whether it has ended, the store could not be told, and nobody tries to."""
+        tried = self._settling is None or self._settling.done()
+        return tried and self.status != "open" and self._kept != self.status
+
+    async def _settle(self) -> None:
+        status = self.status
+        if self._running and status != "open":
+            await self.rest()
+            self.silent_s = self.session.silent_s()
+        if status == "deleted":
+            await self.store.write(forgotten(self.id))
+        else:
+            if status != "open":
+                self.snapshot = self.snapshot or snapshot_of(self.described())
+            terms = self.terms.model_dump_json(exclude_unset=True)
+            state = (self.opened_at, status, self.closed_at, str(self.outcome), self.reason, self.snapshot)
+            await self.keep([(_SESSION, (self.id, self.key, terms, *state))])
+        self._kept = status
+        if status != "open":
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Keep no more than what can be asked for: it takes no more calls."""
+        self._calls.clear()
+        self._bodies.clear()
+        self.voices.clear()
+        self.unsure.clear()
+        self.session.graph.let_go()
 
     # -- its life -----------------------------------------------------------------------------------------------
 
@@ -183,30 +244,39 @@ class Live:
         return self.status == "open" and not self._running and self.clock() - self._used_at >= self.terms.ttl_s
 
     def ended_s(self) -> float:
-        """Seconds since it ended; 0 while it is open."""
-        return 0.0 if self.closed_at is None else self.clock() - self.closed_at
-
-    async def save(self) -> None:
-        """Write down what is known of the session itself."""
-        terms = self.terms.model_dump_json(exclude_unset=True)
-        state = (self.opened_at, self.status, self.closed_at, str(self.outcome), self.reason, self.snapshot)
-        await written(self.store, [*self.unsaved(), (_SESSION, (self.id, self.key, terms, *state))])
+        """Seconds since it ended, and the store knows that; 0 before."""
+        return 0.0 if self.closed_at is None or self._kept != self.status else self.clock() - self.closed_at
 
     async def close(self, status: str = "complete", outcome: Outcome = Outcome.OK, reason: str = "") -> Episode:
-        """End it: calls under way are given up, and what was recorded changes no more."""
+        """End it: calls under way are given up, and what was recorded changes no more.
+
+        Who closes it again waits for the same; if that failed, it is tried again.
+        """
         if self.status in ("open", "frozen"):
-            waiting = bool(self._running)
+            reason = reason.encode("utf-8", "replace").decode()  # what no store can write would never be closed
             self.status, self.outcome, self.reason, self.closed_at = status, outcome, reason, self.clock()
-            await self.rest()
-            self.silent_s = self.session.silent_s() if waiting else 0.0
-            self.snapshot = self.snapshot or snapshot_of(self.described())
-            await self.save()
+        await self.settled()
         return self.episode()
 
     async def freeze(self) -> None:
         """Take no more calls, and give what was recorded an id; how it went is told later, by closing it."""
         if self.status == "open":
-            await self.close("frozen")
+            self.status, self.closed_at = "frozen", self.clock()
+        await self.settled()
+
+    async def delete(self) -> None:
+        """End it, and have the store forget it."""
+        self.status, self.outcome, self.reason, self.closed_at = "deleted", Outcome.ABORTED, "deleted", self.clock()
+        await self.settled()
+
+    async def leave(self) -> None:
+        """Leave it to the next gateway, as this one ends: calls under way are given up."""
+        await self.rest()
+        with suppress(StorageError):  # whoever was to have it written down was told
+            if self.status != "open":
+                await self.settled()
+            elif self.unsure:
+                await self.keep()
 
     def checked(self, snapshot: str | None = None) -> dict[str, Any]:
         """The session for whoever opened it; refused if it is not what was frozen, or not that snapshot."""
@@ -220,7 +290,7 @@ class Live:
         return shown
 
     async def rest(self) -> None:
-        """Give up calls under way, as the gateway ends; the session itself goes on with the next one."""
+        """Give up calls under way."""
         await asyncio.gather(*(call.end() for call in list(self._running)))
 
     def episode(self) -> Episode:
@@ -274,17 +344,19 @@ class Live:
     def restore(self, row: tuple[Any, ...]) -> None:
         """Take up what the store has of it. A turn that had not come to its end is broken, unless it is retried."""
         self.opened_at, self.status, self.closed_at, outcome, self.reason, self.snapshot = row
-        self.outcome, self.restored = Outcome(outcome), self.status == "open"
+        self.outcome, self.restored, self._kept = Outcome(outcome), self.status == "open", self.status
         query = (
-            "SELECT node, call, choice, digest, dialect, sampling, seed, manner, ended_at, verdict, reason, token "
-            "FROM calls WHERE session = ? ORDER BY begun_at, choice"
+            "SELECT node, call, choice, digest, dialect, sampling, seed, manner, ended_at, verdict, reason, token, "
+            "failure, failed_at FROM calls WHERE session = ? ORDER BY begun_at, choice"
         )
         rows = self.store.rows(query, (self.id,))
         prompts, verdicts = {}, {}
-        for node, *_, ended_at, kind, reason, token in rows:
+        for node, *_, ended_at, kind, reason, token, failure, failed_at in rows:
             prompts[node] = verdicts[node] = Verdict(Kind(kind), reason, token)
             if ended_at is None:
                 verdicts[node] = Verdict(Kind.BROKEN, _LOST, None)
+            elif failure is not None:
+                verdicts[node] = Verdict(Kind.BROKEN, failure, failed_at)
         nodes, lost = nodes_of(self.store, self.id), set[int | None]()
         for number, (found, _) in enumerate(nodes, 1):
             if found is GAP or found.parent in lost:
@@ -306,3 +378,9 @@ class Live:
             if all(map(self.session.ended, drafts)):
                 call.turns = [self.session.said(draft) for draft in drafts]
             self._remember(call)
+
+
+def _heed(task: asyncio.Task[None]) -> None:
+    """Those who wait are told how it went; that nobody does is no error of its own."""
+    if not task.cancelled():
+        task.exception()

@@ -10,7 +10,7 @@ from loopwright.core.episode import Attempt, Episode, Node
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.outcome import FAULT_OF, Fault, Outcome
 from loopwright.core.task import Message, Task
-from loopwright.engines.base import ContextFull, Engine, EngineError, Reasoning, Sampling
+from loopwright.engines.base import BadSampling, ContextFull, Engine, EngineError, Reasoning, Sampling
 from loopwright.gateway.draft import Draft, check
 from loopwright.gateway.graph import RAW, Graph, Key, copied, ids_of
 from loopwright.gateway.manner import PLAIN, Manner
@@ -61,7 +61,7 @@ class Session:
         self.verdicts: dict[int, Verdict] = {}
         """What each turn is worth, by its node."""
         self._drafts: dict[int, Draft] = {}
-        self._turns = self._spent = 0
+        self._turns = self._spent = self._reserved = 0
         self.phases_s: dict[str, float] = {}
         """Seconds per phase so far: `generate`, and what a loop adds with `phase`."""
         self.last_token_at: float | None = None
@@ -83,11 +83,17 @@ class Session:
         sampling: Sampling | None = None,
         seed: str | None = None,
         manner: Manner = PLAIN,
+        of: int = 1,
     ) -> Draft:
-        """The place of a turn after these messages, before anything is sampled."""
+        """The place of a turn after these messages, before anything is sampled.
+
+        It is the first `of` so many that are wanted together: the budget has to do for all of them, or there is none.
+        """
         if not messages:
             raise ValueError("a turn needs at least one message")
-        sampling = self._within(sampling or self.sampling)
+        self._check_turns(of)
+        sampling = sampling or self.sampling
+        sampling = self._within(sampling, sampling.max_tokens, of)
         parent, verdict = self.graph.place(messages, tools)
         if self.template.grammar.bare and not tools:  # without marks, only who has tools can mean a call
             manner = manner.model_copy(update={"calls": False})
@@ -103,22 +109,28 @@ class Session:
         self._reserve(draft)
         return draft
 
+    def resume(self, drafts: Sequence[Draft]) -> None:
+        """Reserve what turns that were given up may still use, a share for each. BudgetSpent if there is none."""
+        again = [draft for draft in drafts if not draft.reserved and draft.left > 0 and not self.ended(draft)]
+        for index, draft in enumerate(again):
+            draft.sampling = self._within(draft.sampling, draft.left, len(again) - index, len(draft.ids))
+            self._reserve(draft)
+
     def _reserve(self, draft: Draft) -> None:
-        """What a turn may still use counts as used."""
-        self.release(draft)
-        draft.reserved = draft.sampling.max_tokens - len(draft.ids)
-        self._spent += draft.reserved
+        """What a turn may still use is nobody else's."""
+        draft.reserved = draft.left
+        self._reserved += draft.reserved
 
     def release(self, draft: Draft) -> None:
         """Give back what a turn had reserved and will not use."""
-        self._spent -= draft.reserved
+        self._reserved -= draft.reserved
         draft.reserved = 0
 
     async def speak(self, draft: Draft, heard: Heard | None = None) -> Turn:
         """Sample a turn to its end; one that was given up before goes on where it was. `heard` follows it."""
         node, before = draft.node, len(draft.ids)
+        self.resume((draft,))
         self._drafts[node] = draft
-        self._reserve(draft)
         finish, reader = "cut", self._reader(draft)
         live = heard is not None or reader.stops
         show = _shown(heard)
@@ -128,7 +140,7 @@ class Session:
             with self.phase("generate"):
                 finish = await self._sample(draft, reader if live else None, show)
             self.verdicts[node] = draft.verdict
-        except ContextFull:
+        except (ContextFull, BadSampling):  # the request is at fault, and nothing is unknown
             raise
         except EngineError as error:
             self.verdicts[node] = Verdict(
@@ -243,21 +255,30 @@ class Session:
 
     # -- the engine ---------------------------------------------------------------------------------------------
 
-    def _within(self, sampling: Sampling) -> Sampling:
-        """The sampling that the budget allows."""
-        if self.limits.turns is not None and self._turns >= self.limits.turns:
-            raise BudgetSpent(f"all {self.limits.turns} turns are used up")
-        if self.limits.tokens is None:
+    def _check_turns(self, wanted: int) -> None:
+        limit = self.limits.turns
+        if limit is not None and self._turns >= limit:
+            raise BudgetSpent(f"all {limit} turns are used up")
+        if limit is not None and self._turns + wanted > limit:
+            raise BudgetSpent(f"{self._turns} of {limit} turns are used up, and {wanted} more are asked for")
+
+    def _within(self, sampling: Sampling, wanted: int, of: int, said: int = 0) -> Sampling:
+        """The sampling that the budget allows a turn which wants so many more tokens, the first `of` several."""
+        limit = self.limits.tokens
+        if limit is None:
             return sampling
-        left = self.limits.tokens - self._spent
-        if left <= 0:
-            raise BudgetSpent(f"all {self.limits.tokens} tokens are used up")
-        return sampling.model_copy(update={"max_tokens": min(left, sampling.max_tokens)})
+        share = (limit - self._spent - self._reserved) // of
+        if share > 0:
+            return sampling if wanted <= share else sampling.model_copy(update={"max_tokens": said + share})
+        if self._spent >= limit:
+            raise BudgetSpent(f"all {limit} tokens are used up")
+        held = f"and {self._reserved} are reserved for calls under way"
+        raise BudgetSpent(f"{self._spent} of {limit} tokens are used up, {held}: too few are left")
 
     async def _sample(self, draft: Draft, reader: Reader | None, show: "_Show") -> str:
         """Sample until the turn ends, and say why it did; a pause in between only begins a new span."""
         clock, sampling = asyncio.get_running_loop().time, draft.sampling
-        while (left := sampling.max_tokens - len(draft.ids)) > 0:
+        while (left := draft.left) > 0:
             finish = None
             rest = sampling.model_copy(update={"max_tokens": left}) if draft.ids else sampling
             # A copy only where it must be: a prompt is long, and most turns are never paused.

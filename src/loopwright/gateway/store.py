@@ -25,7 +25,7 @@ from loopwright.core.sqlite import Transaction, connect, explained
 from loopwright.engines.base import Sampling
 from loopwright.gateway.graph import Key, key_of
 
-VERSION = 2
+VERSION = 3
 _SCHEMA = """
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY, key TEXT NOT NULL, terms TEXT NOT NULL, opened_at REAL NOT NULL, status TEXT NOT NULL,
@@ -38,16 +38,24 @@ CREATE TABLE nodes (
 CREATE TABLE calls (
     session TEXT NOT NULL, node INTEGER NOT NULL, call TEXT NOT NULL, choice INTEGER NOT NULL, digest BLOB NOT NULL,
     dialect TEXT NOT NULL, sampling TEXT NOT NULL, seed TEXT NOT NULL, begun_at REAL NOT NULL, ended_at REAL,
-    verdict TEXT NOT NULL, reason TEXT NOT NULL, token INTEGER, manner TEXT NOT NULL, PRIMARY KEY (session, node)
+    verdict TEXT NOT NULL, reason TEXT NOT NULL, token INTEGER, manner TEXT NOT NULL, failure TEXT, failed_at INTEGER,
+    PRIMARY KEY (session, node)
 ) STRICT;
+"""
+# Where a turn failed, that once took the place of what its prompt was worth.
+_FROM_2 = """
+ALTER TABLE calls ADD COLUMN failure TEXT;
+ALTER TABLE calls ADD COLUMN failed_at INTEGER;
+UPDATE calls SET failure = reason, failed_at = token, verdict = 'exact', reason = '', token = NULL
+WHERE verdict = 'broken';
 """
 
 # Each with one row; `_grouped` makes one statement of several rows.
 NODE = "INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-INTENT = "INSERT OR REPLACE INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, ?, ?, ?, ?)"
+INTENT = "INSERT OR REPLACE INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, ?, ?, ?, ?, NULL, NULL)"
 RESULT = (
-    "UPDATE calls SET ended_at = told.column1, verdict = told.column2, reason = told.column3, token = told.column4 "
-    "FROM (VALUES (?, ?, ?, ?, ?, ?)) AS told WHERE session = told.column5 AND node = told.column6"
+    "UPDATE calls SET ended_at = told.column1, failure = told.column2, failed_at = told.column3 "
+    "FROM (VALUES (?, ?, ?, ?, ?)) AS told WHERE session = told.column4 AND node = told.column5"
 )
 _ROWS = 32
 """The most rows of a statement."""
@@ -85,11 +93,6 @@ class Store(Source, Protocol):
         """How many writes wait."""
         ...
 
-    @property
-    def failures(self) -> int:
-        """How many writes could not be made: whoever had some of them under way writes once more what there is."""
-        ...
-
 
 class NoStore:
     """Keeps nothing: sessions live as long as the gateway."""
@@ -104,7 +107,7 @@ class NoStore:
 
     def close(self) -> None: ...
 
-    waiting = failures = 0
+    waiting = 0
 
 
 class DiskStore:
@@ -122,17 +125,21 @@ class DiskStore:
             self._connection.execute("PRAGMA wal_autocheckpoint = 4096")
             (version,) = self._connection.execute("PRAGMA user_version").fetchone()
             if version == 0:
-                self._connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+                self._make(_SCHEMA)
+            elif version == 2:
+                self._make(_FROM_2)
             elif version != VERSION:
                 raise LedgerError(
                     f"{self.path} has format {version}, and this Loopwright reads {VERSION}. Choose another --output."
                 )
         self._transaction = Transaction(self.path, self._connection)
-        self.failures = 0
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[tuple[Sequence[Statement], asyncio.Future[None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="gateway-store", daemon=True)
         self._thread.start()
+
+    def _make(self, tables: str) -> None:
+        self._connection.executescript(f"BEGIN IMMEDIATE; {tables} PRAGMA user_version = {VERSION}; COMMIT;")
 
     def write(self, statements: Sequence[Statement]) -> asyncio.Future[None]:
         done = self._loop.create_future()
@@ -167,7 +174,6 @@ class DiskStore:
                         connection.execute(query, values)
             except Exception as error:  # noqa: BLE001  whoever waits is told
                 failed = error
-                self.failures += 1
             # Once for all of them: waking the event loop costs more than telling one of them.
             self._loop.call_soon_threadsafe(_settle, [done for _, done in jobs], failed)
 
@@ -195,7 +201,7 @@ def _grouped(statements: Sequence[Statement]) -> Iterable[Statement]:
         if query not in groups or (query is INTENT and values[:2] in ended):
             return statements
         if query is RESULT:
-            ended.add(values[4:])
+            ended.add(values[3:])
         groups[query].append(values)
     return [made for query, rows in groups.items() for made in _merged(query, rows)]
 
@@ -211,8 +217,15 @@ def _merged(query: str, rows: Sequence[tuple[Any, ...]]) -> Iterable[Statement]:
 
 @cache
 def _query(query: str, count: int) -> str:
-    row = query[query.index("(?") : query.index("?)") + 2]
+    begun = query.index("(?")
+    row = query[begun : query.index(")", begun) + 1]
     return query.replace(row, ", ".join([row] * count))
+
+
+def forgotten(session: str) -> list[Statement]:
+    """How all that is known of a session is deleted."""
+    tables = (("sessions", "id"), ("nodes", "session"), ("calls", "session"))
+    return [(f"DELETE FROM {table} WHERE {column} = ?", (session,)) for table, column in tables]
 
 
 async def written(store: Store, statements: Sequence[Statement]) -> None:
