@@ -186,7 +186,7 @@ name = "study"
 name = "train"
 agent = {{ type = "grpo", steps = 4, prompts_per_step = 2, group_size = 4, lr = 1e-2, seed = 1, {agent} }}
 engine = {{ type = "transformers", model = "tiny", threads = 1 }}
-eval = {{ every = 4, tasks = {{ type = "jsonl", path = "tasks.jsonl" }} }}
+eval = {{ every = 4, tasks = {{ type = "jsonl", path = "held.jsonl" }} }}
 [run.rollout]
 tasks = {{ type = "jsonl", path = "tasks.jsonl" }}
 loop = {{ type = "single_turn", sampling = {{ max_tokens = 8 }} }}
@@ -204,6 +204,7 @@ judger = {{ type = "python", handler = "audited_judge:vowels" }}
 )
 def test_a_training_is_audited_version_by_version(tmp_path, agent, left_out):
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "say something"}\n{"prompt": "say more"}\n')
+    (tmp_path / "held.jsonl").write_text('{"prompt": "say something else"}\n')
     (tmp_path / "audited_judge.py").write_text(
         "def vowels(answer):\n    return sum(a in 'aeiou' for a in answer) / 8\n"
     )
