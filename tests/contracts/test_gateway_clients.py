@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from contextlib import suppress
 
 import openai
 import pytest
@@ -166,6 +167,38 @@ def test_t07_a_session_is_closed_once_the_call_that_is_given_up_is_gone():
                 engine.gone.set()
                 assert (await closing).sampled == 3
             assert (session.live.running, len(engine.calls)) == (0, 1)
+
+    run(story)
+
+
+class Moved(Teller):
+    """Is cut off by a time limit of its own, as a fleet does it, and then goes on elsewhere, for ever."""
+
+    async def generate(self, ids, sampling, *, seed):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.held.set()
+                    await self.go.wait()
+        await asyncio.Event().wait()
+        yield
+
+
+def test_t07_a_call_that_is_just_moved_to_another_engine_can_be_given_up():
+    async def story():
+        engine = Moved()
+        async with served(engine) as gateway:
+            session = await gateway.open()
+            async with client_of(session) as client:
+                talk = asyncio.create_task(chat(client, [user("a")]))
+                await engine.held.wait()
+                talk.cancel()
+                closing = asyncio.create_task(session.close())
+                await asyncio.sleep(0.1)
+                engine.go.set()
+                assert (await asyncio.wait_for(closing, 10)).sampled == 0
 
     run(story)
 

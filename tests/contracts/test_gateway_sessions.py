@@ -157,8 +157,11 @@ def test_t05_what_calls_under_way_hold_is_not_called_used_up():
         async with served(engine) as gateway, client_of(await gateway.open(terms=Terms(tokens=100))) as client:
             first = asyncio.create_task(chat(client, [user("a")]))
             await engine.held.wait()
-            with pytest.raises(openai.RateLimitError, match="0 of 100 tokens are used up, and 100 are reserved"):
+            with pytest.raises(
+                openai.RateLimitError, match="0 of 100 tokens are used up, and 100 are reserved"
+            ) as held:
                 await chat(client, [user("b")])
+            assert held.value.response.headers.get("x-should-retry") != "false", "they may be given back"
             engine.go.set()
             await first
             assert (await chat(client, [user("b")])).usage.completion_tokens == 6

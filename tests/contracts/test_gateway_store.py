@@ -408,6 +408,24 @@ def test_t05_a_session_can_be_deleted_though_nothing_more_can_be_written_of_it(t
     run(story)
 
 
+def test_t05_a_session_is_gone_also_if_whoever_deletes_it_leaves():
+    async def story():
+        engine = Teller("hello", hold_at=1)
+        async with served(engine) as gateway:
+            session = await gateway.open("t")
+            async with client_of(session) as client:
+                talk = asyncio.create_task(chat(client, [user("a")]))
+                await engine.held.wait()
+                deleting = asyncio.create_task(gateway.delete("t"))
+                await asyncio.sleep(0)
+                deleting.cancel()
+                with pytest.raises(openai.ConflictError):
+                    await talk
+            await until(lambda: not gateway._sessions)
+
+    run(story)
+
+
 # -- turns that failed ----------------------------------------------------------------------------------------------
 
 

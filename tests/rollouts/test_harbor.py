@@ -1,5 +1,6 @@
 """Harbor task directories: what is read from them, what is refused, and how a workspace begins."""
 
+import json
 import os
 import tarfile
 from pathlib import PurePosixPath
@@ -12,7 +13,7 @@ from loopwright.rollouts.dockerfile import layout_of
 from loopwright.rollouts.harbor import HarborTasks, Places, scan
 from loopwright.rollouts.harbor_task import HarborTask, digest_of
 from loopwright.rollouts.sources import in_both
-from loopwright.rollouts.tasks import TaskMix, TasksError
+from loopwright.rollouts.tasks import JsonlTasks, TaskMix, TasksError
 from tests.rollouts.harbor import task_at, write
 
 
@@ -291,6 +292,16 @@ def test_a_task_that_is_held_out_is_found_among_those_to_train_on(tmp_path):
     every, held_out = [HarborTasks(path="set")], [HarborTasks(path="set/eval")]
     assert [task.id for task in in_both(every, held_out, tmp_path)] == ["b"]
     assert in_both([HarborTasks(path="set/train")], held_out, tmp_path) == []
+
+
+def test_rows_that_differ_only_in_where_they_stand_are_one_task(tmp_path):
+    def rows(name, seed):
+        row = {"prompt": "Solve the maze.", "extra_info": {"seed": seed, "index": len(name), "split": name}}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+        return [JsonlTasks(path=f"{name}.jsonl")]
+
+    assert in_both(rows("train", 1), rows("eval", 900), tmp_path) == []
+    assert len(in_both(rows("train", 1), rows("eval", 1), tmp_path)) == 1
 
 
 def test_rows_of_other_sources_can_be_tested_too(tmp_path):

@@ -107,7 +107,7 @@ class EngineConfig(Config):
     @property
     def policy(self) -> str | None:
         """The model that it has, in the words of the `transformers` engine; None if it does not say."""
-        return None
+        return getattr(self, "model", None)
 
 
 class Engine(ABC):

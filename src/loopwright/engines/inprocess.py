@@ -47,10 +47,6 @@ class TransformersConfig(EngineConfig):
         problem = package_problem() if self.model == "smollm2" else None
         return [Problem("model", problem)] if problem else []
 
-    @property
-    def policy(self) -> str | None:
-        return self.model
-
 
 class TransformersEngine(Engine):
     """Runs a model in a thread of its own, a step at a time for all streams."""

@@ -42,6 +42,8 @@ class Call:
     _task: asyncio.Task[None] | None = None
     _followers: int = 0
     _waiting: set[asyncio.Future[bool]] = field(default_factory=set)
+    _given_up: bool = False
+    """Whether nobody waits for the task; others than we may cancel it, too, for a moment."""
     _alone: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the task that is at it: one that was given up may not yet be gone when the next one comes."""
 
@@ -49,13 +51,13 @@ class Call:
     def idle(self) -> bool:
         """Whether it is neither answered nor about to be."""
         task = self._task
-        return self.turns is None and (task is None or task.done() or task.cancelling() > 0)
+        return self.turns is None and (task is None or task.done() or self._given_up)
 
     def join(self) -> None:
         """Begin to follow; the call runs as long as somebody does."""
         self._followers += 1
         if self.idle:
-            self.pieces = []
+            self.pieces, self._given_up = [], False
             self._task = asyncio.create_task(self._run())
             self._task.add_done_callback(self._ended)
 
@@ -69,7 +71,8 @@ class Call:
 
     def _give_up(self) -> None:
         # Once: a second time would cut short what is written last.
-        if self._task is not None and not self._task.cancelling():
+        if self._task is not None and not self._given_up:
+            self._given_up = True
             self._task.cancel()
 
     @property

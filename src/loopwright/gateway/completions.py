@@ -39,7 +39,7 @@ class Completions(Dialect):
             raise BadRequest("best_of: not supported; ask for n and choose", "best_of")
         logprobs = integer(body, "logprobs", 0, 20)
         return Ask(
-            [{"role": RAW, "content": _prompt(body.get("prompt"), self.tokenizer.size)}],
+            [{"role": RAW, "content": _prompt(body.get("prompt"), self.tokenizer)}],
             with_tops(sampling_of(self.defaults, body, "max_tokens"), logprobs or 0),
             stop=stop_of(body),
             n=integer(body, "n", 1, MOST_CHOICES) or 1,
@@ -108,15 +108,15 @@ def _head(ask: Ask, call_id: str) -> dict[str, Any]:
     return {"id": f"cmpl-{call_id}", "object": "text_completion", "created": now(), "model": ask.model}
 
 
-def _prompt(prompt: Any, size: int) -> str | list[int]:
-    """A text or a list of ids below `size`; a list that holds one of them is that one."""
+def _prompt(prompt: Any, tokenizer: "Tokenizer") -> str | list[int]:
+    """A text or a list of ids; a list that holds one of them is that one."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
         return prompt
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        if strange := [token for token in (min(prompt), max(prompt)) if not 0 <= token < size]:
-            raise BadRequest(f"prompt: {strange[0]} is no token of this model, which has {size}", "prompt")
+        if strange := [token for token in (min(prompt), max(prompt)) if not 0 <= token < tokenizer.size]:
+            raise BadRequest(f"prompt: {strange[0]} is no token of this model, which has {tokenizer.size}", "prompt")
         return prompt
     raise BadRequest("prompt: expected a text or a list of token ids, and one of them only", "prompt")
 

@@ -66,7 +66,7 @@ class GatewayConfig(Config):
     ttl_s: float = Field(default=3600.0, gt=0)
     """Seconds without a call after which a session expires, unless its opener says otherwise."""
     kept_s: float = Field(default=600.0, gt=0)
-    """Seconds that a session which was completed can still be read where no store keeps it."""
+    """Seconds that a session which was completed can still be read where no store keeps it and no run collects it."""
     body_bytes: int = Field(default=32 * 2**20, ge=1024)
     """The largest request."""
     keepalive_s: float = Field(default=10.0, gt=0)
@@ -366,6 +366,8 @@ class Gateway:
 
     def _is_over(self, live: Live) -> bool:
         """Whether a session need not be in memory: it can be read again, or whoever completed it has its episode."""
+        if live.status == "deleted":  # whoever wanted that has left before it was done
+            return live.ended_s() > 0
         if self._forgets:
             return live.ended_s() > _KEPT_S
         return live.status == "complete" and live.ended_s() > self.config.kept_s

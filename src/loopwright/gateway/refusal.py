@@ -47,6 +47,8 @@ def refusal_of(error: Exception) -> Refused:
             return Refused(400, "invalid", str(error), retry=False)
         case EngineError():
             return Refused(503, "engine", f"the engine failed: {error}")
+        case BudgetSpent() if error.held:
+            return Refused(429, "quota", str(error))
         case BudgetSpent():
             return Refused.spent(str(error))
         case StorageError():

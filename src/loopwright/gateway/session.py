@@ -22,7 +22,12 @@ from loopwright.gateway.verdict import Kind, Verdict
 
 
 class BudgetSpent(LoopwrightError, RuntimeError):
-    """The session may sample no more: its turns or tokens are used up, which is the policy's own doing."""
+    """The session may sample no more: its turns or tokens are used up, which is the policy's own doing.
+
+    `held` if calls under way may yet give some of it back.
+    """
+
+    held = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +148,8 @@ class Session:
         except (ContextFull, BadSampling):  # the request is at fault, and nothing is unknown
             raise
         except EngineError as error:
-            self.verdicts[node] = Verdict(
-                Kind.BROKEN, f"the engine failed: {error}", len(draft.prompt) + len(draft.ids)
-            )
+            told = f"the engine failed: {error}".encode("utf-8", "replace").decode()  # what a store can write
+            self.verdicts[node] = Verdict(Kind.BROKEN, told, len(draft.prompt) + len(draft.ids))
             raise
         finally:
             # Whatever was sampled is kept, also when this call ends here: it is a branch that leads no further.
@@ -273,7 +277,9 @@ class Session:
         if self._spent >= limit:
             raise BudgetSpent(f"all {limit} tokens are used up")
         held = f"and {self._reserved} are reserved for calls under way"
-        raise BudgetSpent(f"{self._spent} of {limit} tokens are used up, {held}: too few are left")
+        spent = BudgetSpent(f"{self._spent} of {limit} tokens are used up, {held}: too few are left")
+        spent.held = True
+        raise spent
 
     async def _sample(self, draft: Draft, reader: Reader | None, show: "_Show") -> str:
         """Sample until the turn ends, and say why it did; a pause in between only begins a new span."""

@@ -1,7 +1,7 @@
 """What `tasks` holds, for training and for evaluation: one source of tasks, or several."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,8 @@ from loopwright.core.task import Task
 from loopwright.rollouts.tasks import TasksConfig, task_sources
 
 _source = chosen(task_sources)
+_WHERE = ("index", "split", "instance_id", "local_task_path")
+"""What `extra_info` has of a task's place in its dataset."""
 
 
 def _listed(value: Any) -> Any:
@@ -45,6 +47,8 @@ def in_both(sources: Sequence[TasksConfig], held_out: Sequence[TasksConfig], hom
 
 def _content(task: Task) -> bytes:
     """What makes it the task that it is, wherever it was found and whatever it is called there."""
-    extra = {name: value for name, value in task.extra.items() if name != "extra_info"}
-    content = task.extra.get("task_hash") or [task.messages, task.label, extra]
+    extra = dict(task.extra)
+    if isinstance(about := extra.get("extra_info"), Mapping):
+        extra["extra_info"] = {name: value for name, value in about.items() if name not in _WHERE}
+    content = extra.get("task_hash") or [task.messages, task.label, extra]
     return orjson.dumps(content, option=orjson.OPT_SORT_KEYS)

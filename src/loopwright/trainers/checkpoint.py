@@ -37,7 +37,7 @@ class Checkpoints:
                 shutil.rmtree(left, ignore_errors=True)
             draft.mkdir(parents=True)
             write(draft)
-            files = {path.name: path.stat().st_size for path in draft.iterdir()}
+            files = {path.name: path.stat().st_size for path in draft.iterdir() if path.is_file()}
             (draft / _STATE).write_bytes(orjson.dumps({"step": step, "files": files}))
             for path in (*draft.iterdir(), draft):
                 _sync(path)

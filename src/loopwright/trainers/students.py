@@ -127,7 +127,8 @@ def add_tokenizer(setting: Setting, directory: Path) -> None:
     if not source.is_dir():  # a name on the hub, which transformers has fetched
         from transformers import AutoTokenizer
 
-        AutoTokenizer.from_pretrained(setting.model).save_pretrained(directory)
+        if not (directory / "tokenizer_config.json").is_file():
+            AutoTokenizer.from_pretrained(setting.model).save_pretrained(directory)
         return
     for file in (file for pattern in _TOKENIZER for file in source.glob(pattern)):
         (directory / file.name).write_bytes(file.read_bytes())
