@@ -1,5 +1,7 @@
 """Training that outlives its process: killed and resumed, it ends where it would have ended."""
 
+import os
+import signal
 import sqlite3
 
 import pytest
@@ -8,7 +10,7 @@ from safetensors.torch import load_file
 
 from loopwright.core.ledger import Ledger
 from loopwright.core.steps import steps
-from tests.survival.campaign import Campaign, kill_again_and_again
+from tests.survival.campaign import Campaign, end_of, kill_again_and_again, processes, wait_for
 
 SCENARIO = """
 name = "survivor"
@@ -58,17 +60,20 @@ def statuses(made):
     return found
 
 
+def close(mine, theirs):
+    """Equal to rounding: what was in the engine's batch beside a rollout decides its logprobs' last digits."""
+    assert mine.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(mine[name], weight, atol=2e-5, rtol=1e-4)
+
+
 def ends_alike(tmp_path, agent, kills, seed):
     calm, stormy = campaign(tmp_path / "calm", agent), campaign(tmp_path / "stormy", agent)
     assert calm.call().code == 0
     hits = kill_again_and_again(stormy, kills, within_s=6.0, seed=seed)
     assert stormy.result() == calm.result()
     assert statuses(stormy) == statuses(calm) == {"trained": 24}
-    mine, theirs = policy(stormy), policy(calm)
-    assert mine.keys() == theirs.keys()
-    for name, weight in theirs.items():
-        # To rounding: what was in the engine's batch beside a rollout decides its logprobs' last digits.
-        torch.testing.assert_close(mine[name], weight, atol=2e-5, rtol=1e-4)
+    close(policy(stormy), policy(calm))
     with Ledger.read(calm.ledger) as one, Ledger.read(stormy.ledger) as other:
         for kind, expected in (("train", list(range(1, 9))), ("eval", [0, 4, 8])):
             assert [step.step for step in steps(one, kind)] == [step.step for step in steps(other, kind)] == expected
@@ -105,3 +110,21 @@ def test_l09_a_killed_asynchronous_training_trains_on_no_group_twice(tmp_path):
     trained = connection.execute("SELECT step, count(*) FROM groups WHERE status = 'trained' GROUP BY 1").fetchall()
     connection.close()
     assert trained == [(step, 3) for step in range(1, 9)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_l09_a_worker_of_ray_train_that_is_killed_costs_no_step(tmp_path):
+    calm, stormy = campaign(tmp_path / "calm"), campaign(tmp_path / "stormy", f"{GRPO}, workers = 2, cpus = 0.5")
+    assert calm.call().code == 0
+    process = stormy.start(env={**os.environ, "SURVIVOR": str(tmp_path)})
+    wait_for((stormy.output / "work" / "checkpoints" / "step-000002").exists)
+    ours = [command for environment, command in processes() if f"SURVIVOR={tmp_path}".encode() in environment]
+    worker = next(command for command in ours if "ray::RayTrainWorker" in command)
+    os.kill(int(worker.split()[0]), signal.SIGKILL)
+    ended = end_of(process)
+    assert (ended.code, "workers of Ray Train are gone" in ended.err) == (1, True), ended.err
+    resumed = stormy.call("resume")
+    assert resumed.code == 0, resumed.err
+    assert statuses(stormy) == {"trained": 24}
+    close(policy(stormy), policy(calm))
