@@ -2,12 +2,15 @@
 
 import csv
 import json
+import os
+import re
 import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
 
 import pytest
+from tests.survival.campaign import read_all
 from tests.trainers.test_curves import scalars
 
 from loopwright.cli.course import Course, sparkline
@@ -105,6 +108,20 @@ def test_event_files_of_tensorboard_hold_what_the_ledger_has(trained):
         if event["event"] == "step":
             told = found[f"{event['kind']}/reward", event["step"]]
             assert told == pytest.approx(event["numbers"]["reward"], abs=1e-6)
+
+
+def test_what_is_logged_stands_above_the_curves(tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "parts.py").write_text(PARTS.replace("sum(map(ord, answer)) % 5 / 4", "1.0"))
+    (tmp_path / "letters.toml").write_text(SCENARIO)
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "loopwright", "run", "letters.toml", "--output", "out"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    screen = read_all(ours)
+    assert process.wait(timeout=60) == 0, screen
+    assert re.findall(r"(\x1b\[2K|\n)WARNING: step (\d) is skipped", screen) == [("\x1b[2K", f"{n}") for n in (1, 2, 3)]
 
 
 def test_steps_are_exported_in_three_formats(trained):

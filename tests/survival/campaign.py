@@ -124,6 +124,19 @@ def wait_for(condition: "object") -> None:
         time.sleep(0.002)
 
 
+def read_all(descriptor: int) -> str:
+    """Everything that a terminal shows until nobody holds it any more."""
+    shown = b""
+    try:
+        while chunk := os.read(descriptor, 65536):
+            shown += chunk
+    except OSError:  # how Linux says that the other side is closed
+        pass
+    finally:
+        os.close(descriptor)
+    return shown.decode()
+
+
 def processes() -> list[tuple[bytes, str]]:
     """(environment, command line) of everything that runs."""
     found = []

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from loopwright.core.outcome import Outcome
-from tests.survival.campaign import SCENARIO, Campaign, end_of, wait_for
+from tests.survival.campaign import SCENARIO, Campaign, end_of, read_all, wait_for
 
 TRIALS = 6
 # The second half waits to be told to go on, so that the signal always comes in the middle.
@@ -103,19 +103,6 @@ def test_s12_ctrl_c_in_a_terminal_with_a_live_bar(tmp_path):
     assert [trial.outcome for trial in campaign.trials()] == ["ok", "ok", "aborted", "aborted"]
     assert campaign.left_running() == []
     completes(campaign, tmp_path)
-
-
-def read_all(descriptor):
-    """Everything that a terminal shows until nobody holds it any more."""
-    shown = b""
-    try:
-        while chunk := os.read(descriptor, 65536):
-            shown += chunk
-    except OSError:  # how Linux says that the other side is closed
-        pass
-    finally:
-        os.close(descriptor)
-    return shown.decode()
 
 
 def test_a_second_process_on_one_output_directory_is_refused_and_the_first_goes_on(tmp_path):

@@ -49,11 +49,21 @@ def _options(*, version: bool = typer.Option(False, "--version", help="Show the 
         raise typer.Exit
 
 
+class _Log(logging.Handler):
+    """Writes to what is stderr now: a live display takes its place, and would draw over what went past it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr)
+        except Exception:  # noqa: BLE001  as logging's own handlers do
+            self.handleError(record)
+
+
 def main() -> None:
     """Run the command line. Exit codes: 0 good, 1 a run failed, 2 bad scenario or usage, 130 and 143 signals."""
     from loopwright.core.errors import LoopwrightError, ScenarioError
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[_Log()])
     try:
         app()
     except ScenarioError as error:

@@ -158,7 +158,7 @@ class Bar(Tally):
         )
         total = self.total if self.course is None else self.course.total
         self._task = self._progress.add_task("", total=total, completed=self.completed, line=self.line())
-        self._live = Live(self._drawn())
+        self._live = Live(self._drawn(), redirect_stderr=sys.stderr.isatty())  # into a file it goes as it is
         self._live.start()
 
     @property
