@@ -1,7 +1,7 @@
 """Contract T07 of the gateway: clients that leave, and come back."""
 
 import asyncio
-import os
+import shutil
 from contextlib import suppress
 
 import openai
@@ -85,7 +85,7 @@ def test_t07_after_a_restart_a_retry_finds_its_turn(tmp_path):
                 done = await chat(client, [user("never held")], max_tokens=1)
                 talk = asyncio.create_task(chat(client, [user("a")]))
                 await engine.held.wait()
-                os.system(f"cp -r {tmp_path} {tmp_path}-crash")
+                shutil.copytree(tmp_path, f"{tmp_path}-crash")
                 engine.go.set()
                 await talk
         engine = Teller("hello")

@@ -1,7 +1,7 @@
 """Contract T04 of the gateway: what was told is on disk."""
 
 import asyncio
-import os
+import shutil
 import signal
 import sqlite3
 
@@ -250,7 +250,7 @@ def test_t04_what_a_full_disk_left_out_is_written_once_there_is_room(tmp_path, f
                 else:
                     await chat(client, [user("after")])
                 told = session.live.checked()
-                os.system(f"cp -r {tmp_path} {tmp_path}-killed")
+                shutil.copytree(tmp_path, f"{tmp_path}-killed")
         assert told["verdicts"]["broken"] == 0
         assert told["turns"][1]["sampled_tokens"] == (0 if fails == "intent" else 6)
         async with served(output=tmp_path.with_name(f"{tmp_path.name}-killed")) as gateway:

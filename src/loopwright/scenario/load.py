@@ -277,7 +277,7 @@ class _Checker:
             self._say(f"[run.rollout] {problem.key}", problem.message)
         if held_out and not unfit and not found and (both := in_both(rollout.tasks, held_out, self.home)):
             more = f", and {len(both) - 1} more" if len(both) > 1 else ""
-            self._say("[run.eval] tasks", f"{both[0].id}{more} would be trained on, too: nothing would be held out.")
+            self._say("[run.eval] tasks", f"{both[0].id}{more} would be trained on, too; hold out others.")
         for key, instead in _NOT_WITH_ROLLOUTS.items():
             if key in raw:
                 self._say(f"[[run]] {key}", f"has no meaning in a run with [run.rollout]: {instead}.")
