@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import servers
 from benchmarks.measure import Ratio, best_of
 from loopwright.engines.base import Engine, Sampling, engines
-from loopwright.engines.inprocess import TransformersConfig, TransformersEngine
+from loopwright.engines.inprocess.engine import TransformersConfig, TransformersEngine
 
 TOKENS = 64
 BURSTS = (1, 8, 32)
@@ -87,7 +87,7 @@ def run() -> Iterator[Ratio]:
     """Bursts of 1, 8 and 32 requests, SmolLM2 in single precision; one server at a time, as each takes all cores."""
     from transformers import AutoModelForCausalLM
 
-    from loopwright.engines import smollm2
+    from loopwright.engines.inprocess import smollm2
 
     engine = TransformersEngine(TransformersConfig(prefix_bytes=0), HOME)
     engine.batch.stop_ids = frozenset()  # so that all say as much as theirs

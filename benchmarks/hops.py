@@ -28,7 +28,7 @@ from benchmarks.load import SAID
 from loopwright.cli.gateway import app
 from loopwright.core.eventloop import run
 from loopwright.engines.base import Chunk, Engine, EngineConfig, Sampling, engines
-from loopwright.engines.named import NAMED
+from loopwright.engines.shortcuts import NAMED
 
 LITELLM = "litellm[proxy]==1.106.2"
 _HOME = Path(__file__).resolve().parent.parent / ".venvs" / "litellm"

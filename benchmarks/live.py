@@ -18,8 +18,8 @@ import numpy as np
 import loopwright
 from benchmarks.measure import Ratio, best_of
 from benchmarks.spine import MEMORY
-from loopwright.core.ledger import Ledger
-from loopwright.core.recorder import Recorder
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.recorder import Recorder
 
 ENVIRONMENT = "CartPole-v1"
 STEPS, ROUNDS = 20_000, 9

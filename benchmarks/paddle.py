@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.measure import Ratio
-from loopwright.core.ledger import Ledger
+from loopwright.ledger.ledger import Ledger
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
 

@@ -7,9 +7,9 @@ from typing import Any
 import ray
 
 from benchmarks.measure import Ratio, best_of
-from loopwright.rollouts.launch_ray import Connection
-from loopwright.rollouts.pool import Worker
-from loopwright.rollouts.pool_ray import RayPool
+from loopwright.rollouts.pools.base import Worker
+from loopwright.rollouts.pools.ray.launch import Connection
+from loopwright.rollouts.pools.ray.pool import RayPool
 
 WORKERS, CALLS, CONCURRENCY, ROUNDS = 2, 3_000, 64, 6
 REQUEST = {"messages": [{"role": "user", "content": "What is 2 + 3? " * 20}], "label": "5", "seed": 1, "extra": None}

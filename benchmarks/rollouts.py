@@ -13,31 +13,31 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Ratio, best_of
-from loopwright.core.env import Terms
 from loopwright.core.episode import ROOT, Episode, Node, Span
 from loopwright.core.eventloop import run as run_loop
-from loopwright.core.groups import Groups
-from loopwright.core.ledger import Ledger
-from loopwright.core.observer import Observers
 from loopwright.core.reward import JudgedReward, Objectives
-from loopwright.core.run import Run
 from loopwright.core.task import Task
 from loopwright.core.trial import Trial
 from loopwright.engines.base import Engine, Sampling
-from loopwright.engines.inprocess import TransformersConfig, TransformersEngine
+from loopwright.engines.inprocess.engine import TransformersConfig, TransformersEngine
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
-from loopwright.gateway.session import Session
-from loopwright.rollouts.assemble import verdicts_of
+from loopwright.gateway.sessions.session import Session
+from loopwright.ledger.env import Terms
+from loopwright.ledger.groups import Groups
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.observer import Observers
+from loopwright.ledger.run import Run
 from loopwright.rollouts.buffer import Buffer, MemoryBuffer
+from loopwright.rollouts.build import verdicts_of
 from loopwright.rollouts.env import RolloutEnv
-from loopwright.rollouts.judger import Payload
-from loopwright.rollouts.judging import parse_judger
-from loopwright.rollouts.loop import AgentLoop, LoopConfig, SingleTurn
-from loopwright.rollouts.pool_local import LocalPool
+from loopwright.rollouts.judgers import parse_judger
+from loopwright.rollouts.judgers.base import Payload
+from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, SingleTurn
+from loopwright.rollouts.loops.worker import LoopWorker
+from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.producer import Producer
-from loopwright.rollouts.tasks import TaskMix
-from loopwright.rollouts.worker import LoopWorker
+from loopwright.rollouts.tasks.base import TaskMix
 
 GROUP_SIZE, TOKENS = 8, 64
 TASKS = [Task(f"t/{i}", ({"role": "user", "content": str(i)},), label=str(i)) for i in range(1000)]

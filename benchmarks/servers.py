@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from loopwright.engines import smollm2
+from loopwright.engines.inprocess import smollm2
 
 ENVIRONMENTS = Path(__file__).parent.parent / ".venvs"
 _START_S = 900.0

@@ -19,7 +19,7 @@ import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from benchmarks.measure import Ratio, best_of
-from loopwright.envs.remote import RemoteServer
+from loopwright.envs.live.remote import RemoteServer
 
 ENVIRONMENT = "CartPole-v1"
 STEPS, ROUNDS = 2_000, 15

@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean, median
 
 from benchmarks.measure import Ratio
-from loopwright.core.ledger import Ledger
-from loopwright.core.rollouts import rollouts
-from loopwright.core.steps import steps
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.rollouts import rollouts
+from loopwright.ledger.steps import steps
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
 

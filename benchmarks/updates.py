@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from loopwright.engines import smollm2
+from loopwright.engines.inprocess import smollm2
 
 ROUNDS = 2
 PROMPTS, ANSWERS, PROMPT_TOKENS, LONGEST = 2, 8, 64, 170

@@ -12,15 +12,15 @@ from loopwright.agents import agents
 from loopwright.core.registry import Registry
 from loopwright.core.reward import rewards
 from loopwright.engines.base import Sampling, engines
-from loopwright.envs.live import LiveConfig
+from loopwright.envs.live.env import LiveConfig
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
-from loopwright.rollouts.judger import judgers
-from loopwright.rollouts.loop import loops
+from loopwright.rollouts.judgers.base import judgers
+from loopwright.rollouts.loops.base import loops
 from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.remote.config import BoundsConfig
-from loopwright.rollouts.remote.home import HOMES
-from loopwright.rollouts.tasks import task_sources
+from loopwright.rollouts.remote.gateway_host import HOMES
+from loopwright.rollouts.tasks.base import task_sources
 from loopwright.scenario.schema import PenaltiesConfig, RunConfig, Scenario, SystemConfig
 from loopwright.spaces.draws import EnvParamConfig
 from loopwright.spaces.parameter import Choice, Fixed, Range

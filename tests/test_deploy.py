@@ -11,7 +11,7 @@ import yaml
 from loopwright.cli import app
 from loopwright.engines.base import engines
 from loopwright.gateway.gateway import GatewayConfig
-from loopwright.gateway.openapi import about
+from loopwright.gateway.server.openapi import about
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 ROOT = DEPLOY.parent

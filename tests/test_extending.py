@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 
 from loopwright.engines.base import Sampling, engines
-from loopwright.rollouts.judger import judgers
-from loopwright.rollouts.loop import loops
-from loopwright.rollouts.tasks import task_sources
+from loopwright.rollouts.judgers.base import judgers
+from loopwright.rollouts.loops.base import loops
+from loopwright.rollouts.tasks.base import task_sources
 from loopwright.scenario.load import load
 from loopwright.testing import JudgerContract, LoopContract
 

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from loopwright.core.agent import Agent, AgentConfig
-    from loopwright.core.env import Env
     from loopwright.core.errors import LoopwrightError, ScenarioError
-    from loopwright.core.ledger import Ledger
-    from loopwright.core.observer import Observer
     from loopwright.core.outcome import Fault, Outcome
     from loopwright.core.reward import Reward, RewardFunction
     from loopwright.core.trial import Feedback, Observation, Result, Trial
-    from loopwright.engines.named import engine_of
-    from loopwright.envs.adapter import GymnasiumAdapter
-    from loopwright.envs.observation import ObsLeafDescriptor, StructuredObservation
-    from loopwright.envs.server import GymServer
+    from loopwright.engines.shortcuts import engine_of
+    from loopwright.envs.gym.adapter import GymnasiumAdapter
+    from loopwright.envs.gym.observation import ObsLeafDescriptor, StructuredObservation
+    from loopwright.envs.live.server import GymServer
     from loopwright.gateway.gateway import Gateway
+    from loopwright.ledger.env import Env
+    from loopwright.ledger.ledger import Ledger
+    from loopwright.ledger.observer import Observer
     from loopwright.scenario.dispatch import dispatch
     from loopwright.scenario.load import load
     from loopwright.scenario.make import make
@@ -38,30 +38,30 @@ _HOMES = {
     "Agent": "core.agent",
     "AgentConfig": "core.agent",
     "ContinuousSpace": "spaces.parameter",
-    "Env": "core.env",
+    "Env": "ledger.env",
     "Fault": "core.outcome",
     "Feedback": "core.trial",
     "Gateway": "gateway.gateway",
-    "GymServer": "envs.server",
-    "GymnasiumAdapter": "envs.adapter",
+    "GymServer": "envs.live.server",
+    "GymnasiumAdapter": "envs.gym.adapter",
     "Job": "workloads.base",
-    "Ledger": "core.ledger",
+    "Ledger": "ledger.ledger",
     "LoopwrightError": "core.errors",
-    "ObsLeafDescriptor": "envs.observation",
+    "ObsLeafDescriptor": "envs.gym.observation",
     "Observation": "core.trial",
-    "Observer": "core.observer",
+    "Observer": "ledger.observer",
     "Outcome": "core.outcome",
     "Result": "core.trial",
     "Reward": "core.reward",
     "RewardFunction": "core.reward",
     "ScenarioError": "core.errors",
     "Space": "spaces.space",
-    "StructuredObservation": "envs.observation",
+    "StructuredObservation": "envs.gym.observation",
     "Trial": "core.trial",
     "Workload": "workloads.base",
     "WorkloadConfig": "workloads.base",
     "dispatch": "scenario.dispatch",
-    "engine_of": "engines.named",
+    "engine_of": "engines.shortcuts",
     "load": "scenario.load",
     "make": "scenario.make",
 }

@@ -18,14 +18,14 @@ from tests.envs.live.peers import served
 from tests.envs.worlds import Line, wait_until, world
 from tests.envs.worlds import live as live_world
 
-from loopwright.agents.policy import act
-from loopwright.agents.rl import Books, PpoConfig
-from loopwright.agents.rl_session import _imitated
-from loopwright.agents.sb3 import Sb3Learner, SlotVecEnv
+from loopwright.agents.rl.agent import Books, PpoConfig
+from loopwright.agents.rl.policy import act
+from loopwright.agents.rl.sb3 import Sb3Learner, SlotVecEnv
+from loopwright.agents.rl.session import _imitated
 from loopwright.core.errors import ScenarioError
-from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Outcome
-from loopwright.envs.adapter import Driver, LiveAdapter
+from loopwright.envs.gym.adapter import Driver, LiveAdapter
+from loopwright.ledger.ledger import Ledger
 from loopwright.scenario.load import load
 
 # SB3 says that it runs faster elsewhere, and that a run without a bound on its observations has none.
@@ -260,7 +260,7 @@ def test_a_live_algorithm_that_cannot_act_there_is_refused_at_load_time(tmp_path
 
 
 def test_a_server_that_is_not_there_is_a_code_and_the_next_run_starts(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("loopwright.envs.remote._FIRST_WAIT_S", 60.0)  # no second try
+    monkeypatch.setattr("loopwright.envs.live.remote._FIRST_WAIT_S", 60.0)  # no second try
     good = batch('type = "random", trials = 4', more="", name="good").split("parallel = 1")[1]
     assert trained(tmp_path, at(f"unix://{tmp_path}/nowhere", 'type = "ppo", trials = 20') + good) == 1
     assert len(numbers(tmp_path, "good")) == 4

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from loopwright.agents import agents
-from loopwright.agents.search import BudgetedConfig, SearchAgent
+from loopwright.agents.search.base import BudgetedConfig, SearchAgent
 from loopwright.core.canonical import key_of
 from loopwright.core.outcome import Outcome
 from loopwright.spaces.parameter import parameter

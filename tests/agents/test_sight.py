@@ -10,10 +10,10 @@ from tests.agents.trainings import live, rows, trained
 from tests.envs.worlds import Shown
 from tests.envs.worlds import live as live_world
 
-from loopwright.agents.policy import PolicyError, act
-from loopwright.agents.sight import in_sight, row_for
+from loopwright.agents.rl.observation_wrappers import in_sight, row_for
+from loopwright.agents.rl.policy import PolicyError, act
 from loopwright.core.errors import LoopwrightError
-from loopwright.envs.adapter import LiveAdapter
+from loopwright.envs.gym.adapter import LiveAdapter
 
 BOX = spaces.Box(-1, 1, (2,), np.float32)
 TWO = spaces.Discrete(2)

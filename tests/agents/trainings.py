@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from loopwright.core.ledger import Ledger
+from loopwright.ledger.ledger import Ledger
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
 from loopwright.scenario.output import reopen

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from loopwright.core.ledger import Ledger
+from loopwright.ledger.ledger import Ledger
 
 
 @pytest.fixture

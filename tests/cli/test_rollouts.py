@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from loopwright.core.episode import ROOT, Attempt, Episode, Node, Span
-from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Reward
-from loopwright.core.rollouts import rejudgements, rollouts
 from loopwright.core.task import Task
 from loopwright.core.trial import Result, Trial
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.rollouts import rejudgements, rollouts
 from loopwright.scenario.output import hold
 
 TASKS = '''

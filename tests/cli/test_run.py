@@ -3,7 +3,7 @@
 import json
 import tomllib
 
-from loopwright.core.ledger import Ledger
+from loopwright.ledger.ledger import Ledger
 
 
 def test_a_run_says_what_is_best_and_where_the_results_are(loopwright, scenario, tmp_path):

@@ -13,9 +13,9 @@ import pytest
 from tests.survival.campaign import read_all
 from tests.trainers.test_curves import scalars
 
-from loopwright.cli.course import Course, sparkline
-from loopwright.core.ledger import Ledger
-from loopwright.core.steps import Step, Steps
+from loopwright.cli.training_progress import Course, sparkline
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.steps import Step, Steps
 
 PARTS = """
 def letters(first, last):

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from loopwright.core.agent import Agent, AgentConfig
-from loopwright.core.env import Env, Penalties, Terms
-from loopwright.core.ledger import Ledger
-from loopwright.core.observer import Observer, Observers
 from loopwright.core.outcome import Outcome
 from loopwright.core.reward import Identity, Objectives, RewardFunction
-from loopwright.core.run import Run
 from loopwright.core.trial import Action, Feedback, Observation, Result, Trial
+from loopwright.ledger.env import Env, Penalties, Terms
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.observer import Observer, Observers
+from loopwright.ledger.run import Run
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
 from loopwright.scenario.output import reopen

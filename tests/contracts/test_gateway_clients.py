@@ -7,8 +7,8 @@ from contextlib import suppress
 import openai
 import pytest
 
-from loopwright.gateway.chat import ChatCompletions
-from loopwright.gateway.terms import Terms
+from loopwright.gateway.dialects.chat import ChatCompletions
+from loopwright.gateway.sessions.session_config import Terms
 from tests.gateway.asking import chat, streamed, text_of
 from tests.gateway.serving import Teller, client_of, run, served, until, user
 

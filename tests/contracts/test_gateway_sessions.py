@@ -9,7 +9,7 @@ import pytest
 
 from loopwright.engines.base import Sampling
 from loopwright.gateway.gateway import AdvertiseError, GatewayConfig
-from loopwright.gateway.terms import Terms
+from loopwright.gateway.sessions.session_config import Terms
 from tests.gateway.asking import asked, chat, streamed, text_of
 from tests.gateway.serving import Teller, client_of, run, served, until, user
 

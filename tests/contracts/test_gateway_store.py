@@ -12,8 +12,8 @@ import pytest
 from loopwright.core.errors import StorageError
 from loopwright.engines.base import Sampling
 from loopwright.gateway.refusal import Refused
-from loopwright.gateway.store import DiskStore
-from loopwright.gateway.terms import Terms
+from loopwright.gateway.sessions.session_config import Terms
+from loopwright.gateway.sessions.store import DiskStore
 from tests.gateway.asking import asked, chat, exact, followed, serving, streamed, text_of
 from tests.gateway.serving import Teller, client_of, run, served, until, user
 

@@ -19,18 +19,18 @@ from hypothesis import strategies as st
 from stable_baselines3 import PPO
 
 import loopwright
-from loopwright.agents.sb3 import SlotVecEnv
-from loopwright.agents.sight import in_sight
-from loopwright.core.env import Terms
+from loopwright.agents.rl.observation_wrappers import in_sight
+from loopwright.agents.rl.sb3 import SlotVecEnv
 from loopwright.core.errors import ScenarioError
-from loopwright.core.observer import Observers
 from loopwright.core.outcome import Outcome
 from loopwright.core.reward import Identity, Objectives
-from loopwright.core.run import Run
-from loopwright.envs import adapter as adapter_module
-from loopwright.envs.adapter import Driver, GymnasiumAdapter, LiveAdapter, VectorAdapter
-from loopwright.envs.server import ServerError
-from loopwright.envs.trial import TrialEnv
+from loopwright.envs.gym import adapter as adapter_module
+from loopwright.envs.gym.adapter import Driver, GymnasiumAdapter, LiveAdapter, VectorAdapter
+from loopwright.envs.live.server import ServerError
+from loopwright.envs.search import TrialEnv
+from loopwright.ledger.env import Terms
+from loopwright.ledger.observer import Observers
+from loopwright.ledger.run import Run
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
 from loopwright.spaces.draws import Draws, EnvParamConfig

@@ -9,12 +9,12 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
-from loopwright.gateway.session import Session
-from loopwright.rollouts.assemble import verdicts_of
-from loopwright.rollouts.judger import JudgeFailed
-from loopwright.rollouts.judging import parse_judger
-from loopwright.rollouts.loop import AgentLoop, LoopConfig, SingleTurn, SingleTurnConfig
-from loopwright.rollouts.worker import LoopWorker, Request
+from loopwright.gateway.sessions.session import Session
+from loopwright.rollouts.build import verdicts_of
+from loopwright.rollouts.judgers import parse_judger
+from loopwright.rollouts.judgers.base import JudgeFailed
+from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, SingleTurn, SingleTurnConfig
+from loopwright.rollouts.loops.worker import LoopWorker, Request
 from loopwright.testing import simulate
 from tests.rollouts.harness import World, instantly, spoken, tasks
 

@@ -17,26 +17,26 @@ import ray
 
 from loopwright.core.episode import Episode
 from loopwright.core.errors import ScenarioError
-from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Reward
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling, engines
-from loopwright.engines.news import News
 from loopwright.engines.scripted import ScriptedConfig
+from loopwright.engines.weight_update import News
 from loopwright.execution.sandbox import SandboxError, sandbox_of
 from loopwright.execution.sandbox.files import remove
 from loopwright.gateway.client import GatewayClient, GatewayLost, endpoint
 from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig
-from loopwright.gateway.terms import Terms
+from loopwright.gateway.sessions.session_config import Terms
+from loopwright.ledger.ledger import Ledger
 from loopwright.rollouts.config import RolloutConfig
-from loopwright.rollouts.pool import PoolDown, WorkerLost
-from loopwright.rollouts.remote import trial
+from loopwright.rollouts.loops.worker import Request
+from loopwright.rollouts.pools.base import PoolDown, WorkerLost
+from loopwright.rollouts.remote import rollout as trial
 from loopwright.rollouts.remote.access import Access
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.home import EmbeddedConfig, EmbeddedHome, ExternalHome, RayConfig, home_of
+from loopwright.rollouts.remote.gateway_host import EmbeddedConfig, EmbeddedHome, ExternalHome, RayConfig, home_of
 from loopwright.rollouts.remote.worker import Order
-from loopwright.rollouts.worker import Request
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
 from loopwright.testing import GatewayContract, LoopContract

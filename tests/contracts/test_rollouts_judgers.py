@@ -12,9 +12,9 @@ import pytest
 from loopwright.core.errors import MissingExtra
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Reward
-from loopwright.rollouts.judger import JudgeFailed, Payload
-from loopwright.rollouts.judging import JudgeWorker, Verdicts, build_judger, parse_judger
-from loopwright.rollouts.pool_local import LocalPool
+from loopwright.rollouts.judgers import JudgeWorker, Verdicts, build_judger, parse_judger
+from loopwright.rollouts.judgers.base import JudgeFailed, Payload
+from loopwright.rollouts.pools.local import LocalPool
 from loopwright.testing.judgers import episode, verdicts
 from tests.rollouts import handlers
 
@@ -216,8 +216,8 @@ def test_l04_what_a_handler_returns_is_checked(function, kind):
 
 def test_l04_checks_hold_without_assertions():
     script = (
-        "import asyncio, pathlib; from loopwright.rollouts.judging import build_judger, parse_judger; "
-        "from loopwright.rollouts.judger import Payload\n"
+        "import asyncio, pathlib; from loopwright.rollouts.judgers import build_judger, parse_judger; "
+        "from loopwright.rollouts.judgers.base import Payload\n"
         f"judger = build_judger(parse_judger({python('returns_nan')!r}), pathlib.Path())\n"
         "try:\n    print(asyncio.run(judger.judge(Payload({'answer': '4'}))))\n"
         "except ValueError as error:\n    print('refused')"
@@ -228,8 +228,8 @@ def test_l04_checks_hold_without_assertions():
 
 def test_l04_a_hanging_handler_does_not_hold_up_the_end_of_the_process():
     script = (
-        "import asyncio, pathlib; from loopwright.rollouts.judging import build_judger, parse_judger; "
-        "from loopwright.rollouts.judger import Payload\n"
+        "import asyncio, pathlib; from loopwright.rollouts.judgers import build_judger, parse_judger; "
+        "from loopwright.rollouts.judgers.base import Payload\n"
         "async def main():\n"
         f"    judger = build_judger(parse_judger({python('hang', timeout_s=0.05)!r}), pathlib.Path())\n"
         "    try:\n        await judger.judge(Payload({'answer': '4'}))\n"

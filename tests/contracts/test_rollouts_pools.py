@@ -15,11 +15,11 @@ import ray
 from ray._private.state import actors
 
 import loopwright
-from loopwright.rollouts import launch_ray
-from loopwright.rollouts.launch_ray import Connection, check, nodes, reserve
-from loopwright.rollouts.pool import WorkerLost
-from loopwright.rollouts.pool_local import LocalPool
-from loopwright.rollouts.resources import Ask, ResourcesError
+from loopwright.rollouts.pools.base import WorkerLost
+from loopwright.rollouts.pools.local import LocalPool
+from loopwright.rollouts.pools.ray import launch as launch_ray
+from loopwright.rollouts.pools.ray.launch import Connection, check, nodes, reserve
+from loopwright.rollouts.pools.resources import Ask, ResourcesError
 from loopwright.testing.pools import Probe
 from tests.rollouts.rays import cluster, killed, pids, pool_of
 
@@ -67,7 +67,7 @@ def test_l01_large_arrays_arrive_writable():
 
 def test_l01_what_lives_in_home_is_importable(tmp_path, monkeypatch):
     (tmp_path / "my_worker.py").write_text(
-        "from loopwright.rollouts.pool import Worker\n"
+        "from loopwright.rollouts.pools.base import Worker\n"
         "class Odd(Exception): pass\n"
         "class Mine(Worker):\n"
         "    async def handle(self, request):\n"
@@ -346,7 +346,7 @@ def test_l10_a_cluster_of_our_own_is_reached_from_this_machine_alone_and_leaves_
     script = (
         "import signal, ray\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "from loopwright.rollouts.launch_ray import Connection, nodes\n"
+        "from loopwright.rollouts.pools.ray.launch import Connection, nodes\n"
         "with Connection(cpus=1):\n"
         "    print([node.name for node in nodes()], signal.getsignal(signal.SIGTERM).name)\n"
         "print(ray.is_initialized())\n"

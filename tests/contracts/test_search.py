@@ -14,14 +14,14 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from loopwright.agents import agents
-from loopwright.agents.simple import RandomConfig, RandomSearch
+from loopwright.agents.search.grid_random import RandomConfig, RandomSearch
 from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import InvalidAction
-from loopwright.core.ledger import Ledger
-from loopwright.core.observer import Observer
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Negative
 from loopwright.core.trial import Action, Observation, Result, Trial
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.observer import Observer
 from loopwright.scenario.dispatch import drive
 from tests.contracts.harness import FunctionEnv, ListedAgent, campaign, new_run, penalties, resumed, scenario, trials
 
@@ -129,8 +129,8 @@ def test_s03_only_the_environment_moves_the_counter_and_reset_never_rewinds_it(t
     source = Path(__file__).parents[2] / "src"
     callers = [path for path in source.rglob("*.py") if ".increment_step()" in path.read_text()]
     assert {path.relative_to(source / "loopwright").as_posix() for path in callers} == {
-        "core/env.py",
-        "envs/live.py",
+        "ledger/env.py",
+        "envs/live/env.py",
         "rollouts/env.py",
     }
 

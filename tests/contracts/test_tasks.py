@@ -5,9 +5,9 @@ import pytest
 
 import loopwright
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.rollouts import harbor_cache
-from loopwright.rollouts.harbor import HarborTasks, Places
-from loopwright.rollouts.tasks import ParquetTasks, TasksError
+from loopwright.rollouts.tasks.base import ParquetTasks, TasksError
+from loopwright.rollouts.tasks.harbor import cache as harbor_cache
+from loopwright.rollouts.tasks.harbor.source import HarborTasks, Places
 from tests.rollouts.harbor import task_at, write
 
 VERL = {"data_source", "prompt", "ability", "reward_model", "extra_info"}

@@ -20,18 +20,18 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.execution.sandbox import SandboxError, sandbox_of
 from loopwright.gateway.gateway import GatewayConfig
-from loopwright.rollouts.pool import PoolDown, WorkerLost
-from loopwright.rollouts.pool_local import LocalPool
+from loopwright.rollouts.loops.worker import Request
+from loopwright.rollouts.pools.base import PoolDown, WorkerLost
+from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.remote.access import Access
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.home import EmbeddedHome
-from loopwright.rollouts.remote.housed import Housed
+from loopwright.rollouts.remote.gateway_host import EmbeddedHome
+from loopwright.rollouts.remote.gateway_pool import Housed
 from loopwright.rollouts.remote.worker import Order
-from loopwright.rollouts.trials import artifacts
-from loopwright.rollouts.trials.client import ServedWorker, TrialsClient, TrialServerLost
-from loopwright.rollouts.trials.result import rollout_details
-from loopwright.rollouts.trials.submission import id_of
-from loopwright.rollouts.worker import Request
+from loopwright.rollouts.trial_server import artifacts
+from loopwright.rollouts.trial_server.client import ServedWorker, TrialsClient, TrialServerLost
+from loopwright.rollouts.trial_server.result import rollout_details
+from loopwright.rollouts.trial_server.submission import id_of
 from loopwright.scenario.load import load
 from tests.contracts.harness import campaign, trials
 from tests.gateway.serving import until

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from loopwright.engines.base import Chunk
-from loopwright.gateway.snapshot import snapshot_of
+from loopwright.gateway.sessions.snapshot import snapshot_of
 from tests.engines.test_http import engine_of
 from tests.engines.test_http import said as said_by
 from tests.engines.wires import served as engines_served

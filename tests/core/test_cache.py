@@ -2,8 +2,8 @@
 
 import pytest
 
-from loopwright.core.cache import SharedCache
 from loopwright.core.errors import LedgerError
+from loopwright.ledger.shared_cache import SharedCache
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from typing import Literal
 
 import pytest
 
-from loopwright.core.chosen import chosen
 from loopwright.core.config import Config
 from loopwright.core.registry import Registry
+from loopwright.core.tagged_config import chosen
 
 
 class Half(Config, ABC):

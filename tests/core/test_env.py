@@ -6,16 +6,16 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from loopwright.core.cache import SharedCache
-from loopwright.core.env import Env, Penalties, Terms
 from loopwright.core.errors import InvalidAction
-from loopwright.core.ledger import Ledger
-from loopwright.core.observer import Observer, Observers
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Identity, Inverse, Objectives
-from loopwright.core.run import Run
-from loopwright.core.steps import Step
 from loopwright.core.trial import Result, Trial
+from loopwright.ledger.env import Env, Penalties, Terms
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.observer import Observer, Observers
+from loopwright.ledger.run import Run
+from loopwright.ledger.shared_cache import SharedCache
+from loopwright.ledger.steps import Step
 
 Measure = Callable[[Trial], Awaitable[Result]]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopwright.core.interval import bootstrap, interval
+from loopwright.core.confidence import bootstrap, interval
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=12))

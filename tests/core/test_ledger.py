@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopwright.core.errors import LedgerError, StorageError
-from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Reward
 from loopwright.core.trial import Result, Trial
+from loopwright.ledger.ledger import Ledger
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_several_threads_write_and_read_at_the_same_time(path, ledger):
 READER = """
 import sys
 from pathlib import Path
-from loopwright.core.ledger import Ledger
+from loopwright.ledger.ledger import Ledger
 
 with Ledger.read(Path(sys.argv[1])) as ledger:
     for _ in sys.stdin:

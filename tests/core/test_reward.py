@@ -5,8 +5,8 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from loopwright.core.env import mean_reward
 from loopwright.core.reward import ExpressionReward, Identity, Inverse, Negative, Objectives, Reward, Weighted, rewards
+from loopwright.ledger.env import mean_reward
 
 METRICS = {"seconds": 4.0, "watts": 10.0}
 

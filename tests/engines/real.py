@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from loopwright.engines import smollm2
 from loopwright.engines.base import EngineError, Sampling, engines
-from loopwright.engines.sampler import reshaped
+from loopwright.engines.inprocess import smollm2
+from loopwright.engines.inprocess.sampler import reshaped
 from loopwright.testing import EngineContract
 from loopwright.testing.engines import ids_of, logprobs_of
 

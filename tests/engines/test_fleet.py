@@ -20,10 +20,10 @@ from loopwright.engines.base import (
     EngineError,
     Sampling,
 )
-from loopwright.engines.client import EngineGone
 from loopwright.engines.fingerprint import fingerprint
 from loopwright.engines.fleet import Fleet, FleetConfig, FleetSettings
-from loopwright.engines.member import Member
+from loopwright.engines.fleet_member import Member
+from loopwright.engines.http.client import EngineGone
 from loopwright.engines.scripted import ScriptedConfig
 from loopwright.engines.tokenizer import ByteTokenizer
 from loopwright.testing import EngineContract, simulate

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from loopwright.cli import app
 from loopwright.engines.base import ContextFull, EngineError, Sampling, engines
-from loopwright.engines.client import EngineGone
 from loopwright.engines.fleet import Fleet, FleetConfig
+from loopwright.engines.http.client import EngineGone
 from loopwright.testing import EngineContract
 from loopwright.testing.engines import ids_of, logprobs_of
 from tests.engines.real import forward, gaps
@@ -284,7 +284,7 @@ def test_t06_new_weights_are_loaded_while_the_server_holds(server, wire, routes,
 def test_t06_a_server_that_was_started_anew_gets_its_weights_again_before_it_serves(
     wire, noticed, route, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("loopwright.engines.http._SURE_S", 0.0)
+    monkeypatch.setattr("loopwright.engines.http.base._SURE_S", 0.0)
     (tmp_path / "model.safetensors").touch()
 
     async def story():
@@ -318,7 +318,7 @@ def test_t06_a_server_with_our_weights_that_is_gone_is_waited_for(
     wire, reload, ask, sure_s, tmp_path, monkeypatch, caplog
 ):
     """By whoever asks for tokens, and by whoever has newer weights for it; how it is, is told at once."""
-    monkeypatch.setattr("loopwright.engines.http._SURE_S", sure_s)
+    monkeypatch.setattr("loopwright.engines.http.base._SURE_S", sure_s)
     (tmp_path / "model.safetensors").touch()
 
     async def story():
@@ -390,7 +390,7 @@ def test_a_fleet_waits_for_none_of_its_servers_while_another_can_serve(tmp_path,
 
 
 def test_t06_a_server_that_failed_to_take_its_weights_again_is_asked_again(server, tmp_path, monkeypatch):
-    monkeypatch.setattr("loopwright.engines.http._SURE_S", 0.0)
+    monkeypatch.setattr("loopwright.engines.http.base._SURE_S", 0.0)
     (tmp_path / "model.safetensors").touch()
 
     async def story(engine):

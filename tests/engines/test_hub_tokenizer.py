@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from loopwright.engines.hub_tokenizer import HubTokenizer
-from loopwright.gateway.template import ChatML
+from loopwright.gateway.sessions.template import ChatML
 
 
 def gpt2():

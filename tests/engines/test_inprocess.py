@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from loopwright.engines.base import ContextFull, EngineError, Sampling
-from loopwright.engines.inprocess import TransformersConfig, TransformersEngine
-from loopwright.engines.models import tiny
-from loopwright.gateway.template import ChatML
+from loopwright.engines.inprocess.engine import TransformersConfig, TransformersEngine
+from loopwright.engines.inprocess.models import tiny
+from loopwright.gateway.sessions.template import ChatML
 from loopwright.testing import EngineContract
 from loopwright.testing.engines import ids_of, logprobs_of
 from tests.engines.real import forward, gaps

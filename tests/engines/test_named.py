@@ -5,10 +5,11 @@ import asyncio
 import pytest
 
 import loopwright
-from loopwright.engines import inprocess, smollm2
-from loopwright.engines.inprocess import TransformersConfig
-from loopwright.engines.named import NAMED, engine_config, engine_of
+from loopwright.engines.inprocess import engine as inprocess
+from loopwright.engines.inprocess import smollm2
+from loopwright.engines.inprocess.engine import TransformersConfig
 from loopwright.engines.scripted import ScriptedConfig
+from loopwright.engines.shortcuts import NAMED, engine_config, engine_of
 from loopwright.testing.gateways import said
 
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from loopwright.engines.base import EngineError
-from loopwright.engines.news import News, take_in
+from loopwright.engines.weight_update import News, take_in
 from tests.engines.test_fleet import Counting
 
 

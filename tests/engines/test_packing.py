@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from loopwright.engines.models import put_weights, tiny
-from loopwright.engines.packing import _Packed, pack
-from loopwright.engines.rows import register
+from loopwright.engines.inprocess.kv_cache import register
+from loopwright.engines.inprocess.models import put_weights, tiny
+from loopwright.engines.inprocess.packing import _Packed, pack
 
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopwright.engines.base import Sampling
-from loopwright.engines.sampler import Draw, likeliest, reshaped, sample
+from loopwright.engines.inprocess.sampler import Draw, likeliest, reshaped, sample
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.5, -1.0, -3.0, -40.0, -torch.inf])
 

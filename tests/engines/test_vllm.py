@@ -6,8 +6,8 @@ import shutil
 import pytest
 from benchmarks.servers import missing, vllm
 
-from loopwright.engines import smollm2
 from loopwright.engines.base import ContextFull, Sampling
+from loopwright.engines.inprocess import smollm2
 from loopwright.testing.engines import ids_of, logprobs_of
 from tests.engines.real import RealServer, engine_at, forward
 from tests.gateway.test_audit import reported, talked

@@ -9,10 +9,10 @@ from benchmarks.servers import kill, missing, vllm
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from loopwright.core.ledger import Ledger
-from loopwright.core.rollouts import rollouts
-from loopwright.core.steps import steps
-from loopwright.engines import smollm2
+from loopwright.engines.inprocess import smollm2
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.rollouts import rollouts
+from loopwright.ledger.steps import steps
 from tests.engines.real import forward, reference
 from tests.survival.campaign import Campaign, end_of, wait_for
 

@@ -12,7 +12,7 @@ import torch
 from aiohttp import web
 
 from loopwright.engines.base import ContextFull, Sampling
-from loopwright.engines.inprocess import TransformersConfig, TransformersEngine
+from loopwright.engines.inprocess.engine import TransformersConfig, TransformersEngine
 
 WEIGHTS = 5
 """A seed whose model happens to end its greedy answer to the contract's prompt."""

@@ -8,14 +8,14 @@ import pytest
 from gymnasium import spaces
 from tests.envs.worlds import Called, live, world
 
-from loopwright.core.env import Penalties
 from loopwright.core.errors import InvalidAction
 from loopwright.core.outcome import Outcome
-from loopwright.core.run import RunStopped
 from loopwright.core.trial import Result
-from loopwright.envs.adapter import Driver, GymnasiumAdapter, LiveAdapter, VectorAdapter
-from loopwright.envs.observation import ObsLeafDescriptor
-from loopwright.envs.trial import TrialEnv
+from loopwright.envs.gym.adapter import Driver, GymnasiumAdapter, LiveAdapter, VectorAdapter
+from loopwright.envs.gym.observation import ObsLeafDescriptor
+from loopwright.envs.search import TrialEnv
+from loopwright.ledger.env import Penalties
+from loopwright.ledger.run import RunStopped
 
 ARGUMENTS = {"x": [1, 2, 3], "wind": ["calm", "storm"], "name": "n"}
 

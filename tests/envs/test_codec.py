@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from loopwright.core.errors import InvalidAction
 from loopwright.core.trial import Observation
-from loopwright.envs.codec import ActionCodec, ObservationCodec
-from loopwright.envs.observation import ObsLeafDescriptor, RegimeEncoder
+from loopwright.envs.gym.codec import ActionCodec, ObservationCodec
+from loopwright.envs.gym.observation import ObsLeafDescriptor, RegimeEncoder
 from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.spaces.parameter import Range, parameter
 from loopwright.spaces.space import Space

@@ -18,13 +18,13 @@ import pytest
 from gymnasium import spaces
 from tests.envs.worlds import BAD_ANSWERS, Line, live, wait_until
 
-from loopwright.core.env import Penalties
 from loopwright.core.errors import InvalidAction
-from loopwright.core.ledger import Ledger
-from loopwright.core.observer import Observer
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.run import RunStopped
-from loopwright.envs.server import ServerError, ServerLost
+from loopwright.envs.live.server import ServerError, ServerLost
+from loopwright.ledger.env import Penalties
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.observer import Observer
+from loopwright.ledger.run import RunStopped
 from loopwright.scenario.signals import Signals
 
 

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from loopwright.core.env import Terms
-from loopwright.core.ledger import Ledger
-from loopwright.core.observer import Observers
 from loopwright.core.outcome import Outcome
 from loopwright.core.reward import Identity, Objectives
-from loopwright.core.run import Run
-from loopwright.envs.trial import TrialEnv
+from loopwright.envs.search import TrialEnv
+from loopwright.ledger.env import Terms
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.observer import Observers
+from loopwright.ledger.run import Run
 from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.testing import FunctionWorkload
 from loopwright.workloads.base import Job, Site, WorkloadConfig

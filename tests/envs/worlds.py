@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from loopwright.core.env import Penalties, Terms
-from loopwright.core.ledger import Ledger
-from loopwright.core.observer import Observers
 from loopwright.core.outcome import Outcome
 from loopwright.core.reward import Identity, Objectives
-from loopwright.core.run import Run
 from loopwright.core.trial import Result
-from loopwright.envs.live import LiveEnv
-from loopwright.envs.trial import TrialEnv
+from loopwright.envs.live.env import LiveEnv
+from loopwright.envs.search import TrialEnv
+from loopwright.ledger.env import Penalties, Terms
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.observer import Observers
+from loopwright.ledger.run import Run
 from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.spaces.parameter import parameter
 from loopwright.spaces.space import Space

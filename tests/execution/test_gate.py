@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loopwright.execution.sandbox import SandboxError
-from loopwright.execution.sandbox.gate import Gate, received
+from loopwright.execution.sandbox.network_proxy import Gate, received
 
 
 def descriptors():

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopwright.execution.output import TAIL_BYTES, CappedFile
+from loopwright.execution.local.output import TAIL_BYTES, CappedFile
 
 
 def kept(path, limit_bytes: int, chunks: list[bytes]) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loopwright.execution.processes import VARIABLE, descendants, end_leftovers, marked, read, start_ticks
+from loopwright.execution.local.processes import VARIABLE, descendants, end_leftovers, marked, read, start_ticks
 from loopwright.testing.executors import alive, written_pid
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from tests.fake_docker import FakeDocker
 
-from loopwright.execution.processes import start_ticks
+from loopwright.execution.local.processes import start_ticks
 from loopwright.execution.sandbox import Bounds, SandboxError, cgroup, sandbox_of
 from loopwright.execution.sandbox.bubblewrap import remove_stale
 from loopwright.execution.sandbox.cgroup import Group
 from loopwright.execution.sandbox.docker import _machine, remove_stale_containers
 from loopwright.execution.sandbox.files import read_inside, remove, size_bytes
-from loopwright.execution.sandbox.gate import Gate
+from loopwright.execution.sandbox.network_proxy import Gate
 from loopwright.testing import SandboxContract, WallsContract
 from loopwright.testing.sandboxes import Place
 

@@ -5,8 +5,9 @@ import threading
 
 import pytest
 
-from loopwright.execution.sandbox import Bounds, watch
-from loopwright.execution.sandbox.watch import Used, Watch, Watched
+from loopwright.execution.sandbox import Bounds
+from loopwright.execution.sandbox import resource_monitor as watch
+from loopwright.execution.sandbox.resource_monitor import Used, Watch, Watched
 
 SLOW, GREEDY = 1, 2
 """Network namespaces, as far as this file goes."""

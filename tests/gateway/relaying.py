@@ -4,8 +4,8 @@ import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from loopwright.gateway.gateway import Gateway, GatewayConfig
-from loopwright.gateway.relay import Relay, RelayConfig
-from loopwright.gateway.worker import Worker
+from loopwright.gateway.relay.relay import Relay, RelayConfig
+from loopwright.gateway.relay.worker import Worker
 from tests.gateway.serving import until
 
 TOKEN = "a-token-of-the-gateway"

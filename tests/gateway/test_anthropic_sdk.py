@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopwright.engines.base import ContextFull, EngineError
-from loopwright.gateway.session import Session
+from loopwright.gateway.sessions.session import Session
 from tests.gateway.test_anthropic import ADD, ASKED, DIALECT, IMAGE, ONE, TWO, accumulated, call, result, text, user
 from tests.gateway.wire import DEFAULTS, Parrot, exact, read_events, run
 

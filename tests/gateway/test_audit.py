@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from loopwright.cli import app
 from loopwright.engines.base import Sampling
-from loopwright.engines.forward import off_by
-from loopwright.engines.inprocess import TransformersConfig, TransformersEngine
-from loopwright.engines.models import tiny
+from loopwright.engines.inprocess.engine import TransformersConfig, TransformersEngine
+from loopwright.engines.inprocess.forward import off_by
+from loopwright.engines.inprocess.models import tiny
 from loopwright.gateway.gateway import Gateway
-from loopwright.gateway.terms import Terms
+from loopwright.gateway.sessions.session_config import Terms
 from tests.gateway.serving import Teller, client_of, user
 
 SAMPLINGS = [

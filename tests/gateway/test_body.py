@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopwright.gateway import body as module
-from loopwright.gateway.body import Bodies, body_of
-from loopwright.gateway.dialect import BadRequest
+from loopwright.gateway.dialects.base import BadRequest
+from loopwright.gateway.server import body as module
+from loopwright.gateway.server.body import Bodies, body_of
 
 DIALECT = "chat.completions"
 

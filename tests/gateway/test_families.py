@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from loopwright.core.task import Task
 from loopwright.engines.base import Chunk, Engine, EngineConfig, Sampling
 from loopwright.engines.tokenizer import ByteTokenizer
-from loopwright.gateway.calls import HERMES, JSON, LLAMA3, Object
-from loopwright.gateway.manner import Manner
-from loopwright.gateway.reader import Reader
-from loopwright.gateway.session import Session
-from loopwright.gateway.template import ChatML, Llama3, TemplateError, Unframed, template_of
+from loopwright.gateway.sessions.calls import HERMES, JSON, LLAMA3, Object
+from loopwright.gateway.sessions.manner import Manner
+from loopwright.gateway.sessions.reader import Reader
+from loopwright.gateway.sessions.session import Session
+from loopwright.gateway.sessions.template import ChatML, Llama3, TemplateError, Unframed, template_of
 
 TASK = Task("t", ({"role": "user", "content": "hi"},))
 TOOLS = [{"type": "function", "function": {"name": "add"}}]

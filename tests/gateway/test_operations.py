@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from loopwright.engines.base import EngineError
-from loopwright.gateway import openapi
+from loopwright.gateway.dialects.openai import MOST_CHOICES
 from loopwright.gateway.gateway import Gateway
-from loopwright.gateway.openai import MOST_CHOICES
-from loopwright.gateway.server import Server
-from loopwright.gateway.terms import Terms
+from loopwright.gateway.server import openapi
+from loopwright.gateway.server.server import Server
+from loopwright.gateway.sessions.session_config import Terms
 from tests.gateway.serving import Teller, client_of, run, served, until, user
 
 TOKEN = "a token of the opener"

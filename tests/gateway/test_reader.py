@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopwright.engines.tokenizer import ByteTokenizer
-from loopwright.gateway.pieces import TextReader
-from loopwright.gateway.reader import Reader
+from loopwright.gateway.sessions.pieces import TextReader
+from loopwright.gateway.sessions.reader import Reader
 
 END = 257
 TEXT = st.text(alphabet="ab \n<>/€😀\u0301", max_size=8)

@@ -15,9 +15,9 @@ from loopwright.engines.fingerprint import fingerprint
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.engines.tokenizer import ByteTokenizer
 from loopwright.gateway.gateway import Gateway, GatewayConfig
-from loopwright.gateway.link import PROTOCOL
-from loopwright.gateway.relay import Relay, RelayConfig
-from loopwright.gateway.worker import Worker, WorkerRefused
+from loopwright.gateway.relay.link import PROTOCOL
+from loopwright.gateway.relay.relay import Relay, RelayConfig
+from loopwright.gateway.relay.worker import Worker, WorkerRefused
 from loopwright.testing import EngineContract
 from tests.gateway.relaying import TOKEN, door, relayed, working
 from tests.gateway.serving import END, Teller, client_of, run, until, user

@@ -14,11 +14,11 @@ from pydantic import TypeAdapter
 
 from loopwright.engines.base import EngineError
 from loopwright.engines.tokenizer import ByteTokenizer
-from loopwright.gateway.dialect import BadRequest
-from loopwright.gateway.graph import Graph
-from loopwright.gateway.responses import Responses
-from loopwright.gateway.session import Turn
-from loopwright.gateway.template import ChatML
+from loopwright.gateway.dialects.base import BadRequest
+from loopwright.gateway.dialects.responses import Responses
+from loopwright.gateway.sessions.graph import Graph
+from loopwright.gateway.sessions.session import Turn
+from loopwright.gateway.sessions.template import ChatML
 from tests.gateway.wire import DEFAULTS, JSON, heard
 
 DIALECT = Responses(ByteTokenizer(), DEFAULTS)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response
 
 from loopwright.engines.base import ContextFull, EngineError
-from loopwright.gateway.session import Session
+from loopwright.gateway.sessions.session import Session
 from tests.gateway.test_responses import ADD, ASKED, DIALECT, ONE, TWO, accumulated, call, output, user
 from tests.gateway.wire import DEFAULTS, Parrot, exact, read_events, run
 

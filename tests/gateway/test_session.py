@@ -14,8 +14,8 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.task import Task
 from loopwright.engines.base import BadSampling, Chunk, Engine, EngineConfig, EngineError, Sampling
 from loopwright.engines.tokenizer import ByteTokenizer
-from loopwright.gateway.session import BudgetSpent, Limits, Session
-from loopwright.gateway.template import ChatML
+from loopwright.gateway.sessions.session import BudgetSpent, Limits, Session
+from loopwright.gateway.sessions.template import ChatML
 
 TASK = Task("t", ({"role": "user", "content": "hi"},))
 END = 257

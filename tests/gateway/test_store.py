@@ -7,8 +7,8 @@ import pytest
 
 from loopwright.core.episode import Node
 from loopwright.core.errors import StorageError
-from loopwright.gateway.graph import key_of
-from loopwright.gateway.store import INTENT, NODE, RESULT, DiskStore, node_statement, nodes_of
+from loopwright.gateway.sessions.graph import key_of
+from loopwright.gateway.sessions.store import INTENT, NODE, RESULT, DiskStore, node_statement, nodes_of
 from tests.gateway.serving import ADD, run, served, user
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from loopwright.engines.base import Chunk, Engine, EngineConfig, EngineError, Sampling
 from loopwright.engines.tokenizer import ByteTokenizer
 from loopwright.gateway.gateway import Gateway, GatewayConfig
-from loopwright.gateway.session import Session
+from loopwright.gateway.sessions.session import Session
 
 END = 257
 DEFAULTS = Sampling(max_tokens=4096)

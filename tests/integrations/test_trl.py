@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from loopwright.core.episode import ROOT, Episode, Node, Span
-from loopwright.core.ledger import Ledger
 from loopwright.core.task import Task
-from loopwright.engines.models import tiny
+from loopwright.engines.inprocess.models import tiny
 from loopwright.integrations.branch import SeveralRows, one_row
 from loopwright.integrations.trl import Rollouts
+from loopwright.ledger.ledger import Ledger
 from tests.integrations.making import byte_tokenizer
 
 trl = pytest.importorskip("trl")

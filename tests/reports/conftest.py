@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Outcome
+from loopwright.ledger.ledger import Ledger
 from tests.reports.story import Story, action_of, describe, gflops, logs
 
 

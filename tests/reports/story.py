@@ -11,10 +11,10 @@ from typing import Any
 import orjson
 
 from loopwright.core.canonical import key_of
-from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Reward
 from loopwright.core.trial import Result, Trial
+from loopwright.ledger.ledger import Ledger
 
 SPACE = {
     "opt": ["-O0", "-O2", "-O3 -march=native"],

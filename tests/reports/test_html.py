@@ -10,8 +10,8 @@ from random import Random
 import pytest
 
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.reports.charts import DRAWN
 from loopwright.reports.html import write_report
+from loopwright.reports.search.charts import DRAWN
 from tests.reports.story import action_of, gflops, logs
 
 HOSTILE = "</script><img src=x onerror=\"document.documentElement.dataset.owned='1'\"><!--'&"

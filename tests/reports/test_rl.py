@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from loopwright.reports.episodes import Episodes, LiveDigest, read_run
 from loopwright.reports.html import write_report
+from loopwright.reports.live.digest import Episodes, LiveDigest, read_run
 from tests.reports.story import LIVE, live
 from tests.reports.test_html import HOSTILE, assert_drawn, chart, page, with_script, words
 

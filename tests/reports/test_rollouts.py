@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 
 from loopwright.core.episode import ROOT, Attempt, Episode, Node, Span
-from loopwright.core.groups import Groups
-from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Reward
 from loopwright.core.task import Task
 from loopwright.core.trial import Result, Trial
-from loopwright.reports.episodes import read_run
+from loopwright.ledger.groups import Groups
+from loopwright.ledger.ledger import Ledger
 from loopwright.reports.html import write_report
-from loopwright.reports.rollout_page import histogram
-from loopwright.reports.rollouts import RolloutDigest, read_rollouts, rollout_result
-from loopwright.reports.tokens import pieces, tokenizer_of
+from loopwright.reports.live.digest import read_run
+from loopwright.reports.rollout.digest import RolloutDigest, read_rollouts, rollout_result
+from loopwright.reports.rollout.page import histogram
+from loopwright.reports.rollout.tokens import pieces, tokenizer_of
 
 ABOUT = {
     "tasks": ["arith", "riddles"],

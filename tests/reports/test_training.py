@@ -9,19 +9,19 @@ from dataclasses import replace
 import pytest
 
 from loopwright.core.episode import ROOT, Episode
-from loopwright.core.groups import Groups
-from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Reward
-from loopwright.core.rollouts import rollouts
-from loopwright.core.steps import Step, Steps
 from loopwright.core.task import Task
 from loopwright.core.trial import Result, Trial
-from loopwright.reports.episodes import read_run
-from loopwright.reports.rollout_export import write_episodes, write_parquet_rows, write_rows, write_verl
-from loopwright.reports.tokens import tokenizer_of
-from loopwright.reports.training import TrainingDigest, read_training, training_result, verdict
-from loopwright.reports.training_page import training_chart
+from loopwright.ledger.groups import Groups
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.rollouts import rollouts
+from loopwright.ledger.steps import Step, Steps
+from loopwright.reports.live.digest import read_run
+from loopwright.reports.rollout.export import write_episodes, write_parquet_rows, write_rows, write_verl
+from loopwright.reports.rollout.tokens import tokenizer_of
+from loopwright.reports.training.digest import TrainingDigest, read_training, training_result, verdict
+from loopwright.reports.training.page import training_chart
 from tests.reports.test_rollouts import ABOUT, body, node, page
 
 SIZE, TASKS = 4, 6

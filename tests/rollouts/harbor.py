@@ -5,8 +5,8 @@ from pathlib import Path
 from loopwright.core.task import Task
 from loopwright.execution import Command, LocalExecutor
 from loopwright.execution.sandbox import NoSandbox
-from loopwright.rollouts.harbor import Places
 from loopwright.rollouts.remote.verify import combined, prepare, stage, verify
+from loopwright.rollouts.tasks.harbor.source import Places
 
 TOML = """
 [metadata]

@@ -5,23 +5,23 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from loopwright.core.env import Terms
 from loopwright.core.episode import ROOT, Episode, Node, Span
-from loopwright.core.groups import Groups
-from loopwright.core.ledger import Ledger
-from loopwright.core.observer import Observers
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import JudgedReward, Objectives, Reward
-from loopwright.core.run import Run
 from loopwright.core.task import Task
+from loopwright.ledger.env import Terms
+from loopwright.ledger.groups import Groups
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.observer import Observers
+from loopwright.ledger.run import Run
 from loopwright.rollouts.env import RolloutEnv
-from loopwright.rollouts.judger import JudgeFailed
-from loopwright.rollouts.pool import Worker
-from loopwright.rollouts.pool_local import LocalPool
+from loopwright.rollouts.judgers.base import JudgeFailed
+from loopwright.rollouts.loops.worker import News, Request
+from loopwright.rollouts.pools.base import Worker
+from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.producer import Producer
-from loopwright.rollouts.tasks import TaskMix
-from loopwright.rollouts.worker import News, Request
+from loopwright.rollouts.tasks.base import TaskMix
 
 Roll = Callable[[Request], Awaitable[Episode]]
 

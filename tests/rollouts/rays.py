@@ -6,14 +6,14 @@ import signal
 
 import pytest
 
-from loopwright.rollouts.pool import Pool
-from loopwright.rollouts.pool_ray import RayPool
+from loopwright.rollouts.pools.base import Pool
+from loopwright.rollouts.pools.ray.pool import RayPool
 from loopwright.testing.pools import Probe
 
 
 @pytest.fixture(scope="session")
 def cluster():
-    from loopwright.rollouts.launch_ray import Connection
+    from loopwright.rollouts.pools.ray.launch import Connection
 
     with Connection(cpus=8) as connection:
         yield connection

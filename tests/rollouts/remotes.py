@@ -8,12 +8,12 @@ from pathlib import Path
 
 from loopwright.core.task import Task
 from loopwright.gateway.gateway import GatewayConfig
-from loopwright.rollouts.pool_local import LocalPool
+from loopwright.rollouts.loops.worker import Request
+from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.home import EmbeddedHome
-from loopwright.rollouts.remote.housed import Housed
+from loopwright.rollouts.remote.gateway_host import EmbeddedHome
+from loopwright.rollouts.remote.gateway_pool import Housed
 from loopwright.rollouts.remote.worker import RemoteWorker
-from loopwright.rollouts.worker import Request
 from tests.gateway.serving import Teller, until
 
 TASK = Task("t", ({"role": "user", "content": "What is it?"},), "secret label")

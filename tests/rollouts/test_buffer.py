@@ -8,11 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from loopwright.core.groups import Groups
-from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Outcome
 from loopwright.core.reward import Reward
 from loopwright.core.trial import Result, Trial
+from loopwright.ledger.groups import Groups
+from loopwright.ledger.ledger import Ledger
 from loopwright.rollouts.buffer import MemoryBuffer
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.rollouts import EVALUATED, rollouts
+from loopwright.ledger.rollouts import EVALUATED, rollouts
 from loopwright.rollouts.evaluation import EvalConfig, summary
-from loopwright.rollouts.worker import Request
+from loopwright.rollouts.loops.worker import Request
 from loopwright.testing import simulate
 from tests.rollouts.harness import World, instantly, spoken, tasks
 

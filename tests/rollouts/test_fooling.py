@@ -9,7 +9,7 @@ import pytest
 
 from loopwright.execution.sandbox import Bounds, sandbox_of
 from loopwright.execution.sandbox.bubblewrap import _home
-from loopwright.execution.sandbox.watch import Watched
+from loopwright.execution.sandbox.resource_monitor import Watched
 from loopwright.testing.sandboxes import Place
 from tests.rollouts.harbor import PASS, verified, write
 
@@ -95,7 +95,7 @@ def test_an_agent_that_filled_the_disk_is_scored(tmp_path):
 
 def test_what_could_not_be_measured_when_the_agent_left_is_not_counted(tmp_path, monkeypatch):
     watched = Watched(0, Bounds(disk_bytes=1), (tmp_path,), print)
-    monkeypatch.setattr("loopwright.execution.sandbox.watch.size_bytes", lambda *_: None)
+    monkeypatch.setattr("loopwright.execution.sandbox.resource_monitor.size_bytes", lambda *_: None)
     assert "cannot be measured" in watched.disk()
     watched.spare()
     watched.next_disk_s = 0.0

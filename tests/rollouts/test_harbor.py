@@ -7,13 +7,13 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from loopwright.rollouts import harbor_cache
 from loopwright.rollouts.config import RolloutConfig
-from loopwright.rollouts.dockerfile import layout_of
-from loopwright.rollouts.harbor import HarborTasks, Places, scan
-from loopwright.rollouts.harbor_task import HarborTask, digest_of
-from loopwright.rollouts.sources import in_both
-from loopwright.rollouts.tasks import JsonlTasks, TaskMix, TasksError
+from loopwright.rollouts.tasks.base import JsonlTasks, TaskMix, TasksError
+from loopwright.rollouts.tasks.harbor import cache as harbor_cache
+from loopwright.rollouts.tasks.harbor.dockerfile import layout_of
+from loopwright.rollouts.tasks.harbor.source import HarborTasks, Places, scan
+from loopwright.rollouts.tasks.harbor.task import HarborTask, digest_of
+from loopwright.rollouts.tasks.sources import in_both
 from tests.rollouts.harbor import task_at, write
 
 

@@ -6,16 +6,16 @@ import pytest
 
 from loopwright.core.episode import Episode, Node, Span
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.engines.news import News
+from loopwright.engines.weight_update import News
 from loopwright.gateway.client import Captured
-from loopwright.gateway.session import Limits
-from loopwright.rollouts.pool import Pool, WorkerLost
+from loopwright.gateway.sessions.session import Limits
+from loopwright.rollouts.loops.worker import Request
+from loopwright.rollouts.pools.base import Pool, WorkerLost
 from loopwright.rollouts.remote.access import Access
 from loopwright.rollouts.remote.agent import Ended
-from loopwright.rollouts.remote.fault import Allowed, verdict
-from loopwright.rollouts.remote.home import Home
-from loopwright.rollouts.remote.housed import Housed
-from loopwright.rollouts.worker import Request
+from loopwright.rollouts.remote.blame import Allowed, verdict
+from loopwright.rollouts.remote.gateway_host import Home
+from loopwright.rollouts.remote.gateway_pool import Housed
 from tests.gateway.serving import served, until
 from tests.rollouts.remotes import TASK, program, staged
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from loopwright.core.reward import Reward
-from loopwright.rollouts.judger import JudgeFailed, Payload
-from loopwright.rollouts.judging import JudgerDown, build_judger, parse_judger
-from loopwright.rollouts.judging.batch import Batches
+from loopwright.rollouts.judgers import JudgerDown, build_judger, parse_judger
+from loopwright.rollouts.judgers.base import JudgeFailed, Payload
+from loopwright.rollouts.judgers.batch import Batches
 from loopwright.testing import simulate
 from loopwright.testing.judgers import episode, verdicts
 from tests.rollouts import handlers

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from loopwright.rollouts.judging.command import CommandJudgerConfig
-from loopwright.rollouts.judging.composed import ComposedJudgerConfig
-from loopwright.rollouts.judging.http import HttpJudgerConfig
-from loopwright.rollouts.judging.length import LengthJudgerConfig
-from loopwright.rollouts.judging.llm import LlmJudgerConfig
-from loopwright.rollouts.judging.python import PythonJudgerConfig
-from loopwright.rollouts.judging.ranking import RankingJudgerConfig
-from loopwright.rollouts.judging.verifier import VerifierJudgerConfig
+from loopwright.rollouts.judgers.command import CommandJudgerConfig
+from loopwright.rollouts.judgers.composed import ComposedJudgerConfig
+from loopwright.rollouts.judgers.http import HttpJudgerConfig
+from loopwright.rollouts.judgers.length import LengthJudgerConfig
+from loopwright.rollouts.judgers.llm import LlmJudgerConfig
+from loopwright.rollouts.judgers.python import PythonJudgerConfig
+from loopwright.rollouts.judgers.ranking import RankingJudgerConfig
+from loopwright.rollouts.judgers.verifier import VerifierJudgerConfig
 from loopwright.testing import JudgerContract
 from tests.rollouts.judge_servers import serving
 
@@ -133,7 +133,7 @@ class TestVerifier(JudgerContract):
 
 
 def test_every_shipped_judger_is_held_to_it():
-    from loopwright.rollouts.judger import judgers
+    from loopwright.rollouts.judgers.base import judgers
 
     text = Path(__file__).read_text()
     assert [name for name in judgers.names() if f"{judgers.get(name).Config.__name__}(" not in text] == []

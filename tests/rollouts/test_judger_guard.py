@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from loopwright.rollouts.judger import JudgeFailed, JudgerConfig
-from loopwright.rollouts.judging.guard import Guard, JudgerDown
-from loopwright.rollouts.judging.returned import BadVerdict, as_reward
+from loopwright.rollouts.judgers.base import JudgeFailed, JudgerConfig
+from loopwright.rollouts.judgers.guard import Guard, JudgerDown
+from loopwright.rollouts.judgers.verdict_parsing import BadVerdict, as_reward
 from loopwright.testing import simulate
 from tests.rollouts.harness import timed
 

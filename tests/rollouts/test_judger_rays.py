@@ -14,13 +14,13 @@ from loopwright.core.reward import Reward
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 from loopwright.engines.scripted import ScriptedConfig
-from loopwright.rollouts.assemble import verdicts_of
-from loopwright.rollouts.judger import JudgeFailed
-from loopwright.rollouts.judging import JudgerDown, JudgeWorker, Verdicts, parse_judger
-from loopwright.rollouts.loop import SingleTurnConfig
-from loopwright.rollouts.pool_local import LocalPool
-from loopwright.rollouts.pool_ray import RayPool
-from loopwright.rollouts.worker import LoopWorker, Request
+from loopwright.rollouts.build import verdicts_of
+from loopwright.rollouts.judgers import JudgerDown, JudgeWorker, Verdicts, parse_judger
+from loopwright.rollouts.judgers.base import JudgeFailed
+from loopwright.rollouts.loops.base import SingleTurnConfig
+from loopwright.rollouts.loops.worker import LoopWorker, Request
+from loopwright.rollouts.pools.local import LocalPool
+from loopwright.rollouts.pools.ray.pool import RayPool
 from loopwright.testing.executors import alive, appears, written_pid
 from loopwright.testing.judgers import episode
 from tests.rollouts.rays import cluster

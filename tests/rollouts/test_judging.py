@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopwright.core.reward import Reward
-from loopwright.rollouts.judger import JudgeFailed, Payload
-from loopwright.rollouts.judging import build_judger, parse_judger
-from loopwright.rollouts.judging.ranking import ranked
-from loopwright.rollouts.judging.returned import added, as_reward, weighted
-from loopwright.rollouts.judging.score import read_score
+from loopwright.rollouts.judgers import build_judger, parse_judger
+from loopwright.rollouts.judgers.base import JudgeFailed, Payload
+from loopwright.rollouts.judgers.ranking import ranked
+from loopwright.rollouts.judgers.score import read_score
+from loopwright.rollouts.judgers.verdict_parsing import added, as_reward, weighted
 from loopwright.testing.executors import alive, appears, written_pid
 from loopwright.testing.judgers import episode, verdicts
 from tests.rollouts.judge_servers import serving

@@ -7,15 +7,15 @@ from typing import Literal
 import pytest
 
 from loopwright.core import registry
-from loopwright.core.chosen import chosen
 from loopwright.core.outcome import Outcome
 from loopwright.core.registry import Registry
+from loopwright.core.tagged_config import chosen
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 from loopwright.engines.scripted import ScriptedConfig
-from loopwright.rollouts.loop import AgentLoop, LoopConfig, SingleTurnConfig, loops
-from loopwright.rollouts.tools import ToolLoopConfig
-from loopwright.rollouts.worker import LoopWorker, Request
+from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, SingleTurnConfig, loops
+from loopwright.rollouts.loops.tools import ToolLoopConfig
+from loopwright.rollouts.loops.worker import LoopWorker, Request
 from loopwright.testing import LoopContract
 
 TASK = Task("t", ({"role": "user", "content": "Is it?"},), "yes")

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from loopwright.rollouts.parcel import exception_of, failure_of, packed, unpacked
-from loopwright.rollouts.pool import ParcelError
+from loopwright.rollouts.pools.base import ParcelError
+from loopwright.rollouts.pools.parcel import exception_of, failure_of, packed, unpacked
 from loopwright.testing.pools import Trouble
 
 

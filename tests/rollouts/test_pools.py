@@ -2,7 +2,7 @@
 
 import pytest
 
-from loopwright.rollouts.pool_local import LocalPool
+from loopwright.rollouts.pools.local import LocalPool
 from loopwright.testing.pools import PoolContract
 from tests.rollouts.rays import cluster, pool_of
 

@@ -11,10 +11,10 @@ import pytest
 
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.rollouts import rollouts
-from loopwright.rollouts.judger import JudgeFailed
+from loopwright.ledger.rollouts import rollouts
+from loopwright.rollouts.judgers.base import JudgeFailed
+from loopwright.rollouts.loops.worker import Request
 from loopwright.rollouts.producer import NothingProduced
-from loopwright.rollouts.worker import Request
 from loopwright.testing import simulate
 from tests.rollouts.harness import World, instantly, spoken, tasks
 

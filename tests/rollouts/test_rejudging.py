@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopwright.core.reward import Reward
-from loopwright.rollouts.rejudging import Change, Changes
+from loopwright.rollouts.rejudge import Change, Changes
 
 SCORES = st.one_of(st.none(), st.integers(-3, 3).map(float))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loopwright.rollouts.resources import Ask, Node, amount, refusal, shortage
+from loopwright.rollouts.pools.resources import Ask, Node, amount, refusal, shortage
 
 GIB = 1 << 30
 TWO = [Node("a", 4, 8 * GIB, 1, 8 * GIB), Node("b", 2, 8 * GIB, 2, 2 * GIB)]

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from loopwright.rollouts.pool import WorkerLost
-from loopwright.rollouts.router import Router, Seat
+from loopwright.rollouts.pools.base import WorkerLost
+from loopwright.rollouts.pools.router import Router, Seat
 
 
 def seated(count, capacity=10, nodes=""):

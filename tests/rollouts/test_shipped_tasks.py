@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from loopwright.execution.sandbox import sandbox_of
-from loopwright.rollouts.harbor import scan
-from loopwright.rollouts.harbor_check import check
+from loopwright.rollouts.tasks.harbor.check import check
+from loopwright.rollouts.tasks.harbor.source import scan
 
 TASKS = Path(__file__).parents[2] / "examples" / "tasks"
 

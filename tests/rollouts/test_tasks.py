@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopwright.core.task import Task
-from loopwright.rollouts.tasks import JsonlTasks, ParquetTasks, PythonTasks, TaskMix, TasksConfig, TasksError
+from loopwright.rollouts.tasks.base import JsonlTasks, ParquetTasks, PythonTasks, TaskMix, TasksConfig, TasksError
 
 
 def tasks(count, name="t"):

@@ -14,8 +14,8 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.task import Task
 from loopwright.engines.scripted import ScriptedConfig
 from loopwright.rollouts import threads
-from loopwright.rollouts.tools import FunctionTool, ToolLoopConfig
-from loopwright.rollouts.worker import LoopWorker, Request
+from loopwright.rollouts.loops.tools import FunctionTool, ToolLoopConfig
+from loopwright.rollouts.loops.worker import LoopWorker, Request
 
 TASK = Task("t", ({"role": "user", "content": "Go."},))
 

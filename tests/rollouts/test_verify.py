@@ -11,16 +11,16 @@ from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault
 from loopwright.core.reward import Reward
 from loopwright.execution.sandbox import sandbox_of
-from loopwright.rollouts.harbor import Places
-from loopwright.rollouts.harbor_reward import NoVerdict, rewards_in
-from loopwright.rollouts.harbor_task import TaskChanged, digest_of, resolved
-from loopwright.rollouts.judger import JudgeFailed, Payload
-from loopwright.rollouts.judging.composed import ComposedJudgerConfig
-from loopwright.rollouts.judging.ranking import RankingJudgerConfig
-from loopwright.rollouts.judging.verifier import VerifierJudger, VerifierJudgerConfig
+from loopwright.rollouts.judgers.base import JudgeFailed, Payload
+from loopwright.rollouts.judgers.composed import ComposedJudgerConfig
+from loopwright.rollouts.judgers.ranking import RankingJudgerConfig
+from loopwright.rollouts.judgers.verifier import VerifierJudger, VerifierJudgerConfig
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.verify import prepare
-from loopwright.rollouts.tasks import TasksError
+from loopwright.rollouts.tasks.base import TasksError
+from loopwright.rollouts.tasks.harbor.reward import NoVerdict, rewards_in
+from loopwright.rollouts.tasks.harbor.source import Places
+from loopwright.rollouts.tasks.harbor.task import TaskChanged, digest_of, resolved
 from loopwright.testing.executors import alive
 from tests.rollouts.harbor import PASS, task_at, verified, write
 from tests.rollouts.remotes import program, staged

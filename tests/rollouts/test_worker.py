@@ -12,9 +12,9 @@ from loopwright.core.reward import Reward
 from loopwright.core.task import Task
 from loopwright.engines.base import ContextFull, EngineError, Sampling
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
-from loopwright.gateway.session import BudgetSpent
-from loopwright.rollouts.loop import AgentLoop, LoopConfig
-from loopwright.rollouts.worker import LoopWorker, News, Request
+from loopwright.gateway.sessions.session import BudgetSpent
+from loopwright.rollouts.loops.base import AgentLoop, LoopConfig
+from loopwright.rollouts.loops.worker import LoopWorker, News, Request
 from loopwright.testing import simulate
 from tests.rollouts.harness import timed
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from loopwright.core.ledger import Ledger
 from loopwright.core.trial import Trial
+from loopwright.ledger.ledger import Ledger
 
 COMMAND = (str(Path(sys.executable).with_name("loopwright")),)
 _PATIENCE_S = 300.0

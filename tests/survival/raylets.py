@@ -9,9 +9,9 @@ import ray
 from ray._private import utils
 from ray.cluster_utils import Cluster
 
-from loopwright.rollouts.launch_ray import Connection, check, nodes
-from loopwright.rollouts.pool_ray import RayPool
-from loopwright.rollouts.resources import Ask, ResourcesError
+from loopwright.rollouts.pools.ray.launch import Connection, check, nodes
+from loopwright.rollouts.pools.ray.pool import RayPool
+from loopwright.rollouts.pools.resources import Ask, ResourcesError
 from loopwright.testing.pools import Probe
 
 CALLS = 200

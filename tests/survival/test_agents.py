@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Outcome
-from loopwright.core.rollouts import rollouts
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.rollouts import rollouts
 from tests.rollouts.harbor import write
 from tests.survival.serving import COMMAND, serving
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loopwright.core.errors import StorageError
-from loopwright.gateway.terms import Terms
+from loopwright.gateway.sessions.session_config import Terms
 from tests.gateway.serving import Teller, client_of, run, served, until, user
 from tests.survival.serving import serving
 

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from loopwright.core.ledger import Ledger
+from loopwright.ledger.ledger import Ledger
 from loopwright.testing.executors import alive, written_pid
 from tests.survival.campaign import Campaign, end_of, wait_for
 

@@ -13,8 +13,8 @@ from random import Random
 import pytest
 
 from loopwright.core.episode import Episode
-from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Fault, Outcome
+from loopwright.ledger.ledger import Ledger
 from tests.survival.campaign import Campaign, end_of, kill_again_and_again, processes, wait_for
 
 SCENARIO = """
@@ -174,7 +174,7 @@ def test_l05_a_judge_that_always_fails_gives_no_reward_and_says_why(tmp_path):
 
 LOOPS = """
 import asyncio
-from loopwright.rollouts.loop import AgentLoop
+from loopwright.rollouts.loops.base import AgentLoop
 
 class Stubborn(AgentLoop):
     async def run(self, task, session):

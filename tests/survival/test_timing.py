@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from loopwright.agents.simple import RandomConfig, RandomSearch
+from loopwright.agents.search.grid_random import RandomConfig, RandomSearch
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Observation
 from loopwright.spaces.parameter import parameter

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from loopwright.core.ledger import Ledger
-from loopwright.core.steps import steps
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.steps import steps
 from tests.survival.campaign import Campaign, end_of, kill_again_and_again, processes, wait_for
 
 SCENARIO = """

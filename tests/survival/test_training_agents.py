@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.rollouts import rollouts
-from loopwright.core.steps import steps
-from loopwright.engines.models import tiny
+from loopwright.engines.inprocess.models import tiny
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.rollouts import rollouts
+from loopwright.ledger.steps import steps
 from tests.rollouts.harbor import write
 from tests.rollouts.remotes import program, running
 from tests.survival.campaign import Campaign, wait_for

@@ -9,10 +9,10 @@ import pytest
 from benchmarks.training_demo import EXAMPLE, RISE, trained
 from safetensors.torch import load_file
 
-from loopwright.core.ledger import Ledger
-from loopwright.core.rollouts import rollouts
-from loopwright.core.steps import steps
-from loopwright.engines.models import tiny
+from loopwright.engines.inprocess.models import tiny
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.rollouts import rollouts
+from loopwright.ledger.steps import steps
 
 WRITING = "def lower(answer):\n    return sum(letter.islower() for letter in answer) / 12\n"
 JUDGER = '{ type = "composed", parts = [{ type = "verifier" }, { type = "python", handler = "writing:lower" }] }'

@@ -13,11 +13,11 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from loopwright.engines.models import causal_model
+from loopwright.engines.inprocess.models import causal_model
 from loopwright.engines.named_tokenizer import tokenizer_of
 from loopwright.trainers.grpo import GrpoConfig, GrpoRule
 from loopwright.trainers.learner import Setting
-from loopwright.trainers.students import LocalStudent
+from loopwright.trainers.learners import LocalStudent
 
 cache, out = map(Path, sys.argv[1:])
 place = cache / "hub" / "models--some--model"

@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import load_file
 
 from loopwright.engines.base import Sampling
-from loopwright.engines.inprocess import TransformersConfig
-from loopwright.engines.models import causal_model
+from loopwright.engines.inprocess.engine import TransformersConfig
+from loopwright.engines.inprocess.models import causal_model
 from loopwright.rollouts.env import Source
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.grpo import GrpoConfig, GrpoRule
 from loopwright.trainers.learner import Alone, Learner
+from loopwright.trainers.learners import setting_of
 from loopwright.trainers.model import Policy
 from loopwright.trainers.sample import Sample
-from loopwright.trainers.students import setting_of
 from tests.trainers.making import learner_of, logprobs_of, samples
 
 PROMPT = [10, 20, 30]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loopwright.engines.models import causal_model
+from loopwright.engines.inprocess.models import causal_model
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.model import _check
 from tests.trainers.making import learner_of

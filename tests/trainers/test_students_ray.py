@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from loopwright.rollouts.resources import ResourcesError
+from loopwright.rollouts.pools.resources import ResourcesError
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.learner import Learner
+from loopwright.trainers.learners import LocalStudent
+from loopwright.trainers.learners_ray import RayStudent
 from loopwright.trainers.ppo import PpoRule
-from loopwright.trainers.students import LocalStudent
-from loopwright.trainers.students_ray import RayStudent
 from tests.rollouts.rays import cluster as cluster
 from tests.trainers.making import learner_of, samples
 

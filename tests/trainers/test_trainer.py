@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from loopwright.rollouts.pool import Worker
+from loopwright.rollouts.pools.base import Worker
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.grpo import Grpo, GrpoConfig
 from loopwright.trainers.trainer import _Training

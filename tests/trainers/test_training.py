@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from loopwright.core.errors import ScenarioError
-from loopwright.core.ledger import Ledger
-from loopwright.core.rollouts import rollouts
-from loopwright.core.steps import steps
 from loopwright.engines.fleet import FleetConfig
-from loopwright.engines.vllm import VllmConfig
+from loopwright.engines.http.vllm import VllmConfig
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.rollouts import rollouts
+from loopwright.ledger.steps import steps
 from loopwright.scenario.load import load
 
 SCENARIO = """

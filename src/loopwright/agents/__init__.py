@@ -3,17 +3,17 @@
 from loopwright.core.agent import agents
 
 for _name, _path in {
-    "grid": "simple:Grid",
-    "random": "simple:RandomSearch",
-    "tpe": "samplers:Tpe",
-    "gp": "samplers:Gp",
-    "cmaes": "samplers:Cmaes",
-    "nsga2": "samplers:Nsga2",
-    "bandit": "bandit:Bandit",
-    "ppo": "rl:Ppo",
-    "a2c": "rl:A2c",
-    "dqn": "rl:Dqn",
-    "sac": "rl:Sac",
+    "grid": "search.grid_random:Grid",
+    "random": "search.grid_random:RandomSearch",
+    "tpe": "search.samplers:Tpe",
+    "gp": "search.samplers:Gp",
+    "cmaes": "search.samplers:Cmaes",
+    "nsga2": "search.samplers:Nsga2",
+    "bandit": "search.bandit:Bandit",
+    "ppo": "rl.agent:Ppo",
+    "a2c": "rl.agent:A2c",
+    "dqn": "rl.agent:Dqn",
+    "sac": "rl.agent:Sac",
 }.items():
     agents.add_lazily(_name, f"loopwright.agents.{_path}")
 agents.add_lazily("collect", "loopwright.rollouts.collect:Collect")

@@ -18,7 +18,7 @@ def command(
     ] = None,
 ) -> None:
     """Apply a trained policy; the action is written as JSON."""
-    from loopwright.agents.policy import PolicyError, act
+    from loopwright.agents.rl.policy import PolicyError, act
 
     drawn: dict[str, Any] = {}
     for pair in regime:

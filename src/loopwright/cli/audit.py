@@ -10,7 +10,7 @@ import typer
 from loopwright.cli.options import RunOption, emit
 
 if TYPE_CHECKING:
-    from loopwright.engines.inprocess import TransformersConfig
+    from loopwright.engines.inprocess.engine import TransformersConfig
     from loopwright.gateway.audit import Captured, Checked, Summary
 
 NAME = "audit"
@@ -52,7 +52,7 @@ def command(
         at_hand = {version: place for version, place in places.items() if version in counts}
         summary = Summary(left_out={v: count for v, count in counts.items() if v not in at_hand})
         if at_hand:
-            from loopwright.engines.forward import Forward
+            from loopwright.engines.inprocess.forward import Forward
 
             if not json:
                 typer.echo(f"reading with {model.model!r} in {model.dtype}", err=True)
@@ -76,9 +76,9 @@ def _captured(
 ) -> "Iterator[tuple[Captured, dict[str, Any] | None, dict[int, Path], Path]]":
     """The episodes, what the run says of its engine, the weights of versions that it kept, and its scenario."""
     from loopwright.cli.rollout_run import rollout_run
-    from loopwright.core.ledger import Ledger
-    from loopwright.core.steps import steps
     from loopwright.gateway.audit import STORE, in_gateway, in_ledger, weights_in
+    from loopwright.ledger.ledger import Ledger
+    from loopwright.ledger.steps import steps
 
     if (output / STORE).is_file():
         with in_gateway(output / STORE) as captured:
@@ -98,8 +98,8 @@ def _captured(
 
 def _model(name: str | None, about: "dict[str, Any] | None") -> "TransformersConfig":
     """The model to read with: the one that is named, or that the run was sampled with."""
-    from loopwright.engines.inprocess import TransformersConfig
-    from loopwright.engines.named import engine_config
+    from loopwright.engines.inprocess.engine import TransformersConfig
+    from loopwright.engines.shortcuts import engine_config
 
     if name is None:
         if about is not None and about["type"] == "transformers":

@@ -9,11 +9,11 @@ from rich.padding import Padding
 from rich.text import Text
 
 from loopwright.core.episode import Attempt, Episode, Node
-from loopwright.core.ledger import Ledger
 from loopwright.core.outcome import Outcome
-from loopwright.core.rollouts import Rollout, rejudgements, rollouts
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.rollouts import Rollout, rejudgements, rollouts
 from loopwright.reports.markup import duration, exact, number, short
-from loopwright.reports.tokens import LEVELS, Piece, pieces, tokenizer_of
+from loopwright.reports.rollout.tokens import LEVELS, Piece, pieces, tokenizer_of
 
 _ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _LEVELS = ("default", "green", "yellow", "bright_red", "bold white on red")

@@ -8,7 +8,7 @@ import typer
 from loopwright.cli.options import OutputArgument, RunOption
 
 if TYPE_CHECKING:
-    from loopwright.core.ledger import Ledger
+    from loopwright.ledger.ledger import Ledger
 
 NAME = "episodes"
 _LATEST = 3
@@ -81,7 +81,7 @@ def _write_lines(ledger: "Ledger", numbers: Sequence[int]) -> None:
 
     import orjson
 
-    from loopwright.core.rollouts import rollouts
+    from loopwright.ledger.rollouts import rollouts
 
     for rollout in rollouts(ledger, numbers):
         sys.stdout.buffer.write(orjson.dumps(rollout.as_json(), option=orjson.OPT_APPEND_NEWLINE))

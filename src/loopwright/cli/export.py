@@ -10,7 +10,7 @@ import typer
 from loopwright.cli.options import OutputArgument
 
 if TYPE_CHECKING:
-    from loopwright.core.ledger import Ledger
+    from loopwright.ledger.ledger import Ledger
 
 NAME = "export"
 
@@ -44,9 +44,9 @@ def command(
     With --steps of a training: steps.csv, steps.parquet or steps.jsonl, one row per step and per evaluation.
     """
     from loopwright.core.errors import LedgerError
-    from loopwright.core.ledger import Ledger
-    from loopwright.core.rollouts import has_rollouts
-    from loopwright.reports.step_export import has_steps
+    from loopwright.ledger.ledger import Ledger
+    from loopwright.ledger.rollouts import has_rollouts
+    from loopwright.reports.training.export import has_steps
 
     if steps and (rows or format is Format.VERL):
         raise typer.BadParameter("--steps are exported as csv, parquet or jsonl, and without --rows.")
@@ -71,7 +71,7 @@ def command(
 
 
 def _step_writer(format: Format) -> "Callable[[Ledger, Path], list[Path]]":
-    from loopwright.reports import step_export as steps
+    from loopwright.reports.training import export as steps
 
     by_format = {Format.CSV: steps.write_csv_steps, Format.PARQUET: steps.write_parquet_steps}
     write = by_format.get(format, steps.write_json_steps)
@@ -79,8 +79,8 @@ def _step_writer(format: Format) -> "Callable[[Ledger, Path], list[Path]]":
 
 
 def _writer(format: Format, *, rows: bool) -> "Callable[[Ledger, Path], list[Path]]":
-    from loopwright.reports import rollout_export as rollouts
     from loopwright.reports.export import write_csv, write_parquet
+    from loopwright.reports.rollout import export as rollouts
 
     match format, rows:
         case Format.CSV, _:

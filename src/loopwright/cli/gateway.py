@@ -147,7 +147,7 @@ async def _work(engine: "Engine", url: str, token: str, name: str | None, drain_
     import asyncio
 
     with _gateway_extra():
-        from loopwright.gateway.worker import Worker
+        from loopwright.gateway.relay.worker import Worker
     ended = signalled()
     made = Worker(engine, url, token, name=name, drain_s=drain_s, say=say)
     working: asyncio.Future[Any] = asyncio.ensure_future(made.run())
@@ -226,7 +226,7 @@ def loaded(names: list[str], tokenizer: str | None, given: dict[str, dict[str, A
 
 
 def _engine(name: str, tokenizer: str | None, more: dict[str, Any]) -> "EngineConfig":
-    from loopwright.engines.named import engine_config
+    from loopwright.engines.shortcuts import engine_config
 
     try:
         chosen = engine_config(name)
@@ -262,7 +262,7 @@ def _relay(tokenizer: str | None, given: dict[str, dict[str, Any]]) -> "Engine":
     from loopwright.engines.named_tokenizer import tokenizer_of
 
     with _gateway_extra():
-        from loopwright.gateway.relay import Relay, RelayConfig
+        from loopwright.gateway.relay.relay import Relay, RelayConfig
     if given["engine"]:
         raise typer.BadParameter("engine.NAME is said to the workers.", param_hint="--set")
     config = checked(RelayConfig, given["fleet"])

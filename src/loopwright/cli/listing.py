@@ -30,9 +30,9 @@ def command(family: Annotated[Family, typer.Argument(help="What to list.")]) -> 
     from loopwright.core.registry import Registry
     from loopwright.core.reward import rewards
     from loopwright.engines.base import engines
-    from loopwright.rollouts.judger import judgers
-    from loopwright.rollouts.loop import loops
-    from loopwright.rollouts.tasks import task_sources
+    from loopwright.rollouts.judgers.base import judgers
+    from loopwright.rollouts.loops.base import loops
+    from loopwright.rollouts.tasks.base import task_sources
     from loopwright.workloads.base import workloads
 
     registries: dict[Family, Registry[Any]] = {

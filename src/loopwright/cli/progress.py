@@ -9,19 +9,19 @@ from typing import Any
 
 import orjson
 
-from loopwright.cli.course import Course
-from loopwright.core.env import Env
-from loopwright.core.ledger import Ledger
-from loopwright.core.observer import Observer
+from loopwright.cli.training_progress import Course
 from loopwright.core.outcome import Outcome
-from loopwright.core.steps import Kind, Step
 from loopwright.core.trial import Trial
-from loopwright.reports.best import best_of
-from loopwright.reports.episodes import read_live
+from loopwright.ledger.env import Env
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.observer import Observer
+from loopwright.ledger.steps import Kind, Step
+from loopwright.reports.live.digest import read_live
+from loopwright.reports.live.policy import comparison, verdict
 from loopwright.reports.markup import number
-from loopwright.reports.policy import comparison, verdict
-from loopwright.reports.rollouts import read_rollouts, rollout_result
-from loopwright.reports.training import read_training, training_result, trains
+from loopwright.reports.rollout.digest import read_rollouts, rollout_result
+from loopwright.reports.search.best import best_of
+from loopwright.reports.training.digest import read_training, training_result, trains
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.scenario.build import planned
 from loopwright.scenario.dispatch import dispatch

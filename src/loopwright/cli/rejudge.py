@@ -8,9 +8,9 @@ import typer
 from loopwright.cli.options import OutputArgument, RunOption, emit
 
 if TYPE_CHECKING:
-    from loopwright.core.ledger import Ledger
-    from loopwright.rollouts.judger import JudgerConfig
-    from loopwright.rollouts.rejudging import Change, Changes
+    from loopwright.ledger.ledger import Ledger
+    from loopwright.rollouts.judgers.base import JudgerConfig
+    from loopwright.rollouts.rejudge import Change, Changes
 
 NAME = "rejudge"
 
@@ -32,8 +32,8 @@ def command(
     from contextlib import ExitStack
 
     from loopwright.cli.rollout_run import rollout_run
-    from loopwright.core.ledger import Ledger
-    from loopwright.rollouts.rejudging import read_judger
+    from loopwright.ledger.ledger import Ledger
+    from loopwright.rollouts.rejudge import read_judger
     from loopwright.scenario.output import hold
 
     config = read_judger(judger)
@@ -57,7 +57,7 @@ async def _judge(ledger: "Ledger", config: "JudgerConfig", file: Path, *, write:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from loopwright.rollouts.rejudging import Changes, describe, rejudge
+    from loopwright.rollouts.rejudge import Changes, describe, rejudge
 
     changes, id = Changes(), f"{file.stem}-{len(ledger.state('rejudged', {})) + 1}"
 
@@ -86,7 +86,7 @@ async def _judge(ledger: "Ledger", config: "JudgerConfig", file: Path, *, write:
 
 
 def _keep(ledger: "Ledger", id: str, group: "list[Change]") -> None:
-    from loopwright.core.rollouts import Rejudgement, add_rejudgements
+    from loopwright.ledger.rollouts import Rejudgement, add_rejudgements
 
     add_rejudgements(ledger, [(change.trial, Rejudgement(id, change.after, change.reason)) for change in group])
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from loopwright.core.errors import LedgerError, did_you_mean
-from loopwright.core.ledger import Ledger
-from loopwright.core.rollouts import has_rollouts
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.rollouts import has_rollouts
 
 
 def rollout_run(output: Path, run: str | None) -> Path:

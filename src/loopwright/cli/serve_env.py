@@ -24,9 +24,9 @@ def command(
     public: Annotated[bool, typer.Option("--public", help="Let other machines in. There is no password.")] = False,
 ) -> None:
     """Serve an environment over a socket: each client gets an instance of its own. Ctrl-C ends it."""
-    from loopwright.envs.serve import serve
-    from loopwright.envs.server import GymServer, ServerError, check_server_class, make_server
-    from loopwright.envs.wire import describe
+    from loopwright.envs.live.serve import serve
+    from loopwright.envs.live.server import GymServer, ServerError, check_server_class, make_server
+    from loopwright.envs.live.wire import describe
 
     args, home = dict(assignment(text, "--arg") for text in arg or ()), Path.cwd()
     if reason := check_server_class(environment, home):

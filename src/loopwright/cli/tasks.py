@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from loopwright.rollouts.harbor import Found
-    from loopwright.rollouts.harbor_check import Checked
+    from loopwright.rollouts.tasks.harbor.check import Checked
+    from loopwright.rollouts.tasks.harbor.source import Found
 
 NAME = "tasks"
 app = typer.Typer(help="Look through directories of tasks.", no_args_is_help=True)
@@ -39,7 +39,7 @@ def scan(
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="For --check: how many tasks at a time.")] = 4,
 ) -> None:
     """List the tasks, and everything that is wrong with them. Exit code 2 if something is."""
-    from loopwright.rollouts.harbor import scan as scan_directory
+    from loopwright.rollouts.tasks.harbor.source import scan as scan_directory
 
     if output is not None and output.suffix not in _SUFFIXES:
         raise typer.BadParameter(f"{output}: a dataset ends in {' or '.join(_SUFFIXES)}.", param_hint="--output")
@@ -68,7 +68,7 @@ def _checked(found: Sequence["Found"], sandbox: str, jobs: int) -> "Mapping[str,
     from rich.progress import Progress
 
     from loopwright.execution.sandbox import sandbox_of
-    from loopwright.rollouts.harbor_check import check
+    from loopwright.rollouts.tasks.harbor.check import check
 
     async def main() -> "dict[str, Checked]":
         done = {}
@@ -126,8 +126,8 @@ def _write(found: Sequence["Found"], root: Path, name: str | None, split: str | 
     import orjson
 
     from loopwright.core.errors import MissingExtra, storage
-    from loopwright.rollouts.harbor import row_of, split_of
-    from loopwright.rollouts.harbor_cache import write_parquet
+    from loopwright.rollouts.tasks.harbor.cache import write_parquet
+    from loopwright.rollouts.tasks.harbor.source import row_of, split_of
 
     label, part = name or root.resolve().name, split or split_of(root)
     tasks = [(each, each.task) for each in found if each.task is not None]

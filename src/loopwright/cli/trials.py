@@ -10,8 +10,8 @@ from loopwright.cli.options import assignment
 from loopwright.cli.serving import checked, die_next_time, say, signalled, token_of
 
 if TYPE_CHECKING:
-    from loopwright.rollouts.remote.home import Home
-    from loopwright.rollouts.trials.server import TrialsConfig
+    from loopwright.rollouts.remote.gateway_host import Home
+    from loopwright.rollouts.trial_server.server import TrialsConfig
 
 NAME = "trials"
 app = typer.Typer(help="Run trials of agents for trainers elsewhere.", no_args_is_help=True)
@@ -55,7 +55,7 @@ def serve(
     from loopwright.core.eventloop import run
 
     try:
-        from loopwright.rollouts.trials.server import TrialsConfig
+        from loopwright.rollouts.trial_server.server import TrialsConfig
     except ImportError as error:
         raise MissingExtra("the trial server", "gateway") from error
     words: dict[str, Any] = {"host": host, "port": port, "concurrency": concurrency}
@@ -75,7 +75,7 @@ def serve(
 
 
 async def _serve(config: "TrialsConfig", token: str, output: Path, home: Path, own: "Home | None") -> int:
-    from loopwright.rollouts.trials.server import TrialServer
+    from loopwright.rollouts.trial_server.server import TrialServer
 
     ended = signalled()
     async with TrialServer(config, token, output=output, home=home, own=own, say=say) as server:
@@ -109,7 +109,7 @@ def _own_token(file: Path) -> str:
 def _own_engine(name: str, tokenizer: str | None, more: dict[str, Any]) -> "Home":
     from loopwright.cli.gateway import loaded
     from loopwright.gateway.gateway import GatewayConfig
-    from loopwright.rollouts.remote.home import EmbeddedHome
+    from loopwright.rollouts.remote.gateway_host import EmbeddedHome
 
     made = loaded([name], tokenizer, {"engine": more, "fleet": {}})
     return EmbeddedHome(GatewayConfig(), lambda: made)

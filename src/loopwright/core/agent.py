@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from loopwright.core.config import Config
-from loopwright.core.env import Env
 from loopwright.core.errors import Problem
 from loopwright.core.registry import Registry
 from loopwright.core.trial import Action, Feedback, Observation, Proposal, Trial
+from loopwright.ledger.env import Env
 
 
 class AgentConfig(Config):

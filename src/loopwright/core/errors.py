@@ -9,40 +9,40 @@
     ├── LaunchError      (RuntimeError)     a process could not be started
     ├── SandboxError     (OSError)          a sandbox that cannot be had on this machine   execution/sandbox/base.py
     ├── InvalidAction    (ValueError)       an action lies outside its space; becomes an `invalid` trial
-    ├── PolicyError      (ValueError)       a policy cannot be loaded or applied           agents/policy.py
-    ├── ServerLost       (ConnectionError)  a live environment's server died or hangs      envs/server.py
-    ├── ServerError      (ValueError)       a server answered something that it must not   envs/server.py
-    ├── AddressError     (ValueError)       an address that nobody can listen at or reach  envs/channel.py
-    ├── WireError        (ValueError)       bytes that are not of the live protocol        envs/wire.py
-    │   └── Unsendable                      what the live protocol has no words for        envs/wire.py
+    ├── PolicyError      (ValueError)       a policy cannot be loaded or applied           agents/rl/policy.py
+    ├── ServerLost       (ConnectionError)  a live environment's server died or hangs      envs/live/server.py
+    ├── ServerError      (ValueError)       a server answered something that it must not   envs/live/server.py
+    ├── AddressError     (ValueError)       an address that nobody can listen at or reach  envs/live/channel.py
+    ├── WireError        (ValueError)       bytes that are not of the live protocol        envs/live/wire.py
+    │   └── Unsendable                      what the live protocol has no words for        envs/live/wire.py
     ├── EngineError      (ConnectionError)  an engine failed or is gone                    engines/base.py
     │   ├── EngineAway                      nobody is there to be asked, for now           engines/base.py
-    │   ├── EngineGone                      nobody listens where its server should be      engines/client.py
+    │   ├── EngineGone                      nobody listens where its server should be      engines/http/client.py
     │   ├── ContextFull  (ValueError)       a conversation is longer than an engine takes  engines/base.py
     │   └── BadSampling  (ValueError)       what an engine has no true logprobs of         engines/base.py
-    ├── BudgetSpent      (RuntimeError)     a rollout's turns or tokens are used up        gateway/session.py
-    ├── BadRequest       (ValueError)       a request that its API does not allow          gateway/dialect.py
+    ├── BudgetSpent      (RuntimeError)     a rollout's turns or tokens are used up        gateway/sessions/session.py
+    ├── BadRequest       (ValueError)       a request that its API does not allow          gateway/dialects/base.py
     ├── Refused          (PermissionError)  a call that the gateway turns away             gateway/refusal.py
-    ├── WorkerRefused    (PermissionError)  an engine that a relay will not have           gateway/worker.py
-    ├── TemplateError    (ValueError)       a tokenizer lacks a template's special tokens  gateway/template.py
+    ├── WorkerRefused    (PermissionError)  an engine that a relay will not have           gateway/relay/worker.py
+    ├── TemplateError    (ValueError)       a tokenizer lacks a template's special tokens  gateway/sessions/template.py
     ├── AdvertiseError   (ValueError)       an address at which no agent could reach us    gateway/gateway.py
     ├── GatewayLost      (ConnectionError)  a gateway elsewhere that cannot be reached     gateway/client.py
-    │   └── TrialServerLost                 a trial server that is gone, or lost a trial   rollouts/trials/client.py
-    ├── TasksError       (ValueError)       a source gives no tasks, or no proper ones     rollouts/tasks.py
-    │   └── TaskChanged                     a task's directory changed during a run        rollouts/harbor_task.py
-    ├── JudgeFailed      (RuntimeError)     a judger gave no verdict, which is no zero     rollouts/judger.py
-    │   ├── JudgerDown                      too many failures in a row; it is left alone   rollouts/judging/guard.py
-    │   ├── BadVerdict   (ValueError)       a verdict that is no reward, such as NaN       rollouts/judging/returned.py
-    │   └── BadVerdictType (TypeError)      a verdict that is not even a number            rollouts/judging/returned.py
+    │   └── TrialServerLost                 a trial server is gone, or lost a trial  rollouts/trial_server/client.py
+    ├── TasksError       (ValueError)       a source gives no tasks, or no proper ones     rollouts/tasks/base.py
+    │   └── TaskChanged                     a task's directory changed during a run        rollouts/tasks/harbor/task.py
+    ├── JudgeFailed      (RuntimeError)     a judger gave no verdict, which is no zero     rollouts/judgers/base.py
+    │   ├── JudgerDown                      too many failures in a row; it is left alone   rollouts/judgers/guard.py
+    │   ├── BadVerdict   (ValueError)       a verdict that is not a number, or NaN  rollouts/judgers/verdict_parsing.py
+    │   └── BadVerdictType (TypeError)      a verdict that is not even a number  rollouts/judgers/verdict_parsing.py
     ├── TooManyLeft      (RuntimeError)     too many calls of a function never returned    rollouts/threads.py
-    ├── WorkerLost       (ConnectionError)  a worker died with a call in it, twice         rollouts/pool.py
-    │   └── PoolDown                        no worker is left, and none can be made        rollouts/pool.py
+    ├── WorkerLost       (ConnectionError)  a worker died with a call in it, twice         rollouts/pools/base.py
+    │   └── PoolDown                        no worker is left, and none can be made        rollouts/pools/base.py
     ├── NothingProduced  (RuntimeError)     group after group came to nothing              rollouts/producer.py
-    ├── ResourcesError   (RuntimeError)     a cluster does not have what was asked for     rollouts/resources.py
+    ├── ResourcesError   (RuntimeError)     a cluster does not have what was asked for     rollouts/pools/resources.py
     ├── TrainingFailed   (RuntimeError)     training cannot go on, but can be resumed      trainers/failure.py
     ├── SeveralRows      (ValueError)       a rollout of which a trainer takes one branch  integrations/branch.py
     ├── NoReward         (RuntimeError)     a rollout that a trainer needs a reward of     integrations/branch.py
-    └── ParcelError      (TypeError)        something that cannot be sent to a process     rollouts/pool.py
+    └── ParcelError      (TypeError)        something that cannot be sent to a process     rollouts/pools/base.py
 
 Each message says what happened, where, and the next move.
 """

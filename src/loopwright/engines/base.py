@@ -158,8 +158,8 @@ class Engine(ABC):
 
 engines: Registry[type[Engine]] = Registry("engine", "loopwright.engines", Engine)
 engines.add_lazily("scripted", "loopwright.engines.scripted:ScriptedEngine")
-engines.add_lazily("transformers", "loopwright.engines.inprocess:TransformersEngine")
-engines.add_lazily("vllm", "loopwright.engines.vllm:VllmEngine")
-engines.add_lazily("llamacpp", "loopwright.engines.llamacpp:LlamaCppEngine")
-engines.add_lazily("sglang", "loopwright.engines.sglang:SglangEngine")
+engines.add_lazily("transformers", "loopwright.engines.inprocess.engine:TransformersEngine")
+engines.add_lazily("vllm", "loopwright.engines.http.vllm:VllmEngine")
+engines.add_lazily("llamacpp", "loopwright.engines.http.llamacpp:LlamaCppEngine")
+engines.add_lazily("sglang", "loopwright.engines.http.sglang:SglangEngine")
 engines.add_lazily("fleet", "loopwright.engines.fleet:Fleet")

@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
-from loopwright.core.chosen import chosen
 from loopwright.core.errors import Problem
+from loopwright.core.tagged_config import chosen
 from loopwright.engines.base import (
     Chunk,
     ContextFull,
@@ -22,10 +22,10 @@ from loopwright.engines.base import (
     Sampling,
     engines,
 )
-from loopwright.engines.client import EngineGone
 from loopwright.engines.fingerprint import fingerprint
-from loopwright.engines.http import HttpConfig
-from loopwright.engines.member import Member
+from loopwright.engines.fleet_member import Member
+from loopwright.engines.http.base import HttpConfig
+from loopwright.engines.http.client import EngineGone
 from loopwright.engines.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from loopwright.engines import smollm2
 from loopwright.engines.base import EngineError
+from loopwright.engines.inprocess import smollm2
 from loopwright.engines.tokenizer import ByteTokenizer, Tokenizer
 
 BYTES = "byte_tokenizer"

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loopwright.core.episode import ROOT, Episode
-from loopwright.core.ledger import Ledger
-from loopwright.core.rollouts import rollouts
-from loopwright.core.sqlite import Transaction, connect_to_read, explained
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
-from loopwright.gateway.store import nodes_of
+from loopwright.gateway.sessions.store import nodes_of
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.rollouts import rollouts
+from loopwright.ledger.sqlite import Transaction, connect_to_read, explained
 
 if TYPE_CHECKING:
-    from loopwright.engines.forward import Forward, Passage
+    from loopwright.engines.inprocess.forward import Forward, Passage
 
 STORE = "gateway.db"
 _TOGETHER_TOKENS = 32_768
@@ -180,7 +180,7 @@ class _Branch:
 
 def _branches(name: str, episode: Episode, version: int) -> Iterator[_Branch]:
     """Each branch with the tokens of this version that no earlier branch has; those without any are left out."""
-    from loopwright.engines.forward import Passage
+    from loopwright.engines.inprocess.forward import Passage
 
     seen: set[int] = set()
     for path in episode.branches():

@@ -18,9 +18,9 @@ import orjson
 from loopwright.core.episode import Episode
 from loopwright.core.errors import LoopwrightError, MissingExtra
 from loopwright.core.outcome import Outcome
-from loopwright.engines.news import News
+from loopwright.engines.weight_update import News
 from loopwright.gateway.refusal import Refused
-from loopwright.gateway.terms import Terms
+from loopwright.gateway.sessions.session_config import Terms
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession

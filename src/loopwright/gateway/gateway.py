@@ -24,15 +24,15 @@ from loopwright.core.episode import Episode
 from loopwright.core.errors import LoopwrightError, MissingExtra, StorageError
 from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Engine, Reasoning
-from loopwright.engines.news import News, take_in
-from loopwright.gateway.live import Live
+from loopwright.engines.weight_update import News, take_in
 from loopwright.gateway.refusal import Refused
-from loopwright.gateway.store import DiskStore, NoStore, Store
-from loopwright.gateway.template import template_of
-from loopwright.gateway.terms import Terms, is_id, new_id
+from loopwright.gateway.sessions.served_session import Live
+from loopwright.gateway.sessions.session_config import Terms, is_id, new_id
+from loopwright.gateway.sessions.store import DiskStore, NoStore, Store
+from loopwright.gateway.sessions.template import template_of
 
 if TYPE_CHECKING:
-    from loopwright.gateway.server import Server
+    from loopwright.gateway.server.server import Server
 
 
 _KEPT_S = 60.0
@@ -202,7 +202,7 @@ class Gateway:
 
     async def __aenter__(self) -> Self:
         try:
-            from loopwright.gateway.server import Server
+            from loopwright.gateway.server.server import Server
         except ImportError as error:
             raise MissingExtra("the gateway", "gateway") from error
         if self._output is not None:

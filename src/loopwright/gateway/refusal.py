@@ -2,8 +2,8 @@
 
 from loopwright.core.errors import LoopwrightError, StorageError
 from loopwright.engines.base import BadSampling, ContextFull, EngineError
-from loopwright.gateway.dialect import BadRequest
-from loopwright.gateway.session import BudgetSpent
+from loopwright.gateway.dialects.base import BadRequest
+from loopwright.gateway.sessions.session import BudgetSpent
 
 
 class Refused(LoopwrightError, PermissionError):

@@ -30,11 +30,11 @@ from typing import Any, Self, TypeVar
 from loopwright.core.episode import Episode
 from loopwright.core.errors import MissingExtra
 from loopwright.engines.base import Sampling
-from loopwright.engines.news import News
+from loopwright.engines.weight_update import News
 from loopwright.integrations.branch import Branches, one_row
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.group import Group
-from loopwright.rollouts.tasks import Prompt
+from loopwright.rollouts.tasks.base import Prompt
 from loopwright.scenario.load import load
 from loopwright.scenario.make import chosen_run, environment
 from loopwright.trainers.sample import check_sampling, narrows

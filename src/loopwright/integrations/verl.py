@@ -32,17 +32,17 @@ from loopwright.engines.base import Chunk, Engine, EngineConfig, EngineError, Fi
 from loopwright.engines.hub_tokenizer import HubTokenizer
 from loopwright.engines.named_tokenizer import stop_ids
 from loopwright.integrations.branch import Branches, NoReward, one_row
-from loopwright.rollouts.assemble import verdicts_of
-from loopwright.rollouts.judger import JudgeFailed
-from loopwright.rollouts.judging import Verdicts
-from loopwright.rollouts.loop import words_of
-from loopwright.rollouts.pool import Pool, PoolDown, WorkerLost
-from loopwright.rollouts.pool_local import LocalPool
+from loopwright.rollouts.build import verdicts_of
+from loopwright.rollouts.judgers import Verdicts
+from loopwright.rollouts.judgers.base import JudgeFailed
+from loopwright.rollouts.loops.base import words_of
+from loopwright.rollouts.loops.worker import Request
+from loopwright.rollouts.pools.base import Pool, PoolDown, WorkerLost
+from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.home import EmbeddedConfig, EmbeddedHome
-from loopwright.rollouts.remote.housed import Housed
+from loopwright.rollouts.remote.gateway_host import EmbeddedConfig, EmbeddedHome
+from loopwright.rollouts.remote.gateway_pool import Housed
 from loopwright.rollouts.remote.worker import RemoteWorker
-from loopwright.rollouts.worker import Request
 from loopwright.scenario.load import load
 from loopwright.scenario.make import chosen_run
 from loopwright.scenario.schema import RunConfig

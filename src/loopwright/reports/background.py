@@ -6,9 +6,9 @@ from statistics import median
 from typing import Any
 
 from loopwright.core.trial import Trial
-from loopwright.reports.digest import Digest
 from loopwright.reports.links import trial_links
 from loopwright.reports.markup import Html, assignments, duration, html, join, short, size, table
+from loopwright.reports.search.digest import Digest
 
 
 def resources(digest: Digest) -> Html:

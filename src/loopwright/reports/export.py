@@ -10,9 +10,9 @@ from typing import Any, TextIO
 import orjson
 
 from loopwright.core.errors import MissingExtra, storage
-from loopwright.core.ledger import Ledger
 from loopwright.core.trial import Trial
-from loopwright.reports.best import Candidate, best_of
+from loopwright.ledger.ledger import Ledger
+from loopwright.reports.search.best import Candidate, best_of
 
 
 def write_csv(ledger: Ledger, directory: Path) -> list[Path]:

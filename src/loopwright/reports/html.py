@@ -11,19 +11,19 @@ from typing import Any
 import orjson
 
 from loopwright.core.errors import LoopwrightError
-from loopwright.reports.answer import headline
-from loopwright.reports.charts import chart_data
-from loopwright.reports.digest import Digest
-from loopwright.reports.episodes import LiveDigest, read_run
 from loopwright.reports.export import replacing
-from loopwright.reports.live import live_chart, live_headline
+from loopwright.reports.live.digest import LiveDigest, read_run
+from loopwright.reports.live.page import live_chart, live_headline
 from loopwright.reports.markup import Html, html, join, number, table
-from loopwright.reports.rollout_page import rollout_chart, rollout_headline
-from loopwright.reports.rollouts import RolloutDigest
+from loopwright.reports.rollout.digest import RolloutDigest
+from loopwright.reports.rollout.page import rollout_chart, rollout_headline
+from loopwright.reports.search.charts import chart_data
+from loopwright.reports.search.digest import Digest
+from loopwright.reports.search.headline import headline
 from loopwright.reports.sections import live_section, rollout_section, run_section, status, training_section
-from loopwright.reports.training import TrainingDigest
-from loopwright.reports.training import headline as training_headline
-from loopwright.reports.training_page import training_chart
+from loopwright.reports.training.digest import TrainingDigest
+from loopwright.reports.training.digest import headline as training_headline
+from loopwright.reports.training.page import training_chart
 
 _STATIC = Path(__file__).parent / "static"
 _TRACES = ("ledger.db", "trials", "trajectory.csv", "best.toml")

@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from loopwright.core.outcome import Outcome
-from loopwright.reports.answer import answer, regime_table
 from loopwright.reports.background import part, provenance, resources
-from loopwright.reports.before_after import before_after
-from loopwright.reports.charts import COLOURED, DRAWN
-from loopwright.reports.digest import Digest, Failure
-from loopwright.reports.episodes import LiveDigest
 from loopwright.reports.links import trial_links
-from loopwright.reports.live import live_answer, live_notes, live_regimes, live_thinned
+from loopwright.reports.live.digest import LiveDigest
+from loopwright.reports.live.page import live_answer, live_notes, live_regimes, live_thinned
 from loopwright.reports.markup import Html, duration, html, join, number, short, table
-from loopwright.reports.rollout_page import (
+from loopwright.reports.rollout.digest import RolloutDigest
+from loopwright.reports.rollout.page import (
     rollout_answer,
     rollout_facts,
     rollout_faults,
@@ -27,10 +24,13 @@ from loopwright.reports.rollout_page import (
     rollout_tasks,
     rollout_thinned,
 )
-from loopwright.reports.rollouts import RolloutDigest
-from loopwright.reports.samples import samples
-from loopwright.reports.training import TrainingDigest
-from loopwright.reports.training_page import (
+from loopwright.reports.rollout.samples import samples
+from loopwright.reports.search.charts import COLOURED, DRAWN
+from loopwright.reports.search.digest import Digest, Failure
+from loopwright.reports.search.headline import answer, regime_table
+from loopwright.reports.training.before_after import before_after
+from loopwright.reports.training.digest import TrainingDigest
+from loopwright.reports.training.page import (
     training_answer,
     training_evaluations,
     training_facts,

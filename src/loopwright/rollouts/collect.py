@@ -12,9 +12,9 @@ from loopwright.core.errors import sentence
 from loopwright.core.eventloop import run
 from loopwright.core.trial import Action, Observation
 from loopwright.rollouts.env import RolloutEnv
-from loopwright.rollouts.pool import PoolDown
+from loopwright.rollouts.pools.base import PoolDown
+from loopwright.rollouts.pools.resources import ResourcesError
 from loopwright.rollouts.producer import NothingProduced, Producer
-from loopwright.rollouts.resources import ResourcesError
 
 log = logging.getLogger(__name__)
 

@@ -6,16 +6,16 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
-from loopwright.core.chosen import chosen
 from loopwright.core.config import Config
 from loopwright.core.errors import Problem
-from loopwright.rollouts.judger import JudgerConfig
-from loopwright.rollouts.judging.parse import AnyJudger
-from loopwright.rollouts.loop import LoopConfig, loops
+from loopwright.core.tagged_config import chosen
+from loopwright.rollouts.judgers.base import JudgerConfig
+from loopwright.rollouts.judgers.parse import AnyJudger
+from loopwright.rollouts.loops.base import LoopConfig, loops
+from loopwright.rollouts.pools.resources import Ask
 from loopwright.rollouts.produce import ProduceConfig
-from loopwright.rollouts.resources import Ask
-from loopwright.rollouts.sources import Sources, source_problems
-from loopwright.rollouts.tasks import TasksConfig
+from loopwright.rollouts.tasks.base import TasksConfig
+from loopwright.rollouts.tasks.sources import Sources, source_problems
 
 _AnyLoop = Annotated[SerializeAsAny[LoopConfig], BeforeValidator(chosen(loops))]
 

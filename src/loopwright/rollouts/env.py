@@ -10,25 +10,25 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from loopwright.core.env import Env, Terms
 from loopwright.core.episode import Attempt, Episode
 from loopwright.core.errors import InvalidAction
-from loopwright.core.observer import Observers
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.rollouts import EVALUATED
-from loopwright.core.run import Run
 from loopwright.core.task import Task
 from loopwright.core.trial import Action, Result, Trial
 from loopwright.engines.base import EngineConfig, Sampling
+from loopwright.ledger.env import Env, Terms
+from loopwright.ledger.observer import Observers
+from loopwright.ledger.rollouts import EVALUATED
+from loopwright.ledger.run import Run
 from loopwright.rollouts.buffer import Buffer
 from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.group import Bench, Group, Judge
-from loopwright.rollouts.judger import JudgeFailed
-from loopwright.rollouts.judging import JudgerDown
-from loopwright.rollouts.pool import ParcelError, Pool, PoolDown, WorkerLost
+from loopwright.rollouts.judgers import JudgerDown
+from loopwright.rollouts.judgers.base import JudgeFailed
+from loopwright.rollouts.loops.worker import News, Request
+from loopwright.rollouts.pools.base import ParcelError, Pool, PoolDown, WorkerLost
 from loopwright.rollouts.produce import ProduceConfig
-from loopwright.rollouts.tasks import Prompt, TaskMix
-from loopwright.rollouts.worker import News, Request
+from loopwright.rollouts.tasks.base import Prompt, TaskMix
 
 log = logging.getLogger(__name__)
 _GRACE_S = 10.0

@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic import Field
 
+from loopwright.core.confidence import interval
 from loopwright.core.config import Config
 from loopwright.core.errors import Problem
-from loopwright.core.interval import interval
 from loopwright.engines.base import Sampling
-from loopwright.rollouts.sources import Sources, source_problems
+from loopwright.rollouts.tasks.sources import Sources, source_problems
 
 
 class EvalConfig(Config):

@@ -10,8 +10,8 @@ from typing import Protocol
 from loopwright.core.episode import Episode
 from loopwright.core.reward import Reward
 from loopwright.core.trial import Action, Trial
-from loopwright.rollouts.judger import JudgeFailed
-from loopwright.rollouts.tasks import Prompt
+from loopwright.rollouts.judgers.base import JudgeFailed
+from loopwright.rollouts.tasks.base import Prompt
 
 
 class Judge(Protocol):

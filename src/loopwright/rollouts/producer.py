@@ -15,8 +15,8 @@ from loopwright.core.errors import LoopwrightError
 from loopwright.core.trial import Trial
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.group import Group, LeftOut
+from loopwright.rollouts.loops.worker import News
 from loopwright.rollouts.produce import ProduceConfig
-from loopwright.rollouts.worker import News
 
 log = logging.getLogger(__name__)
 _MOST_LEFT_OUT = 10

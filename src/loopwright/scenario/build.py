@@ -12,24 +12,24 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from loopwright.agents.simple import GridConfig
+from loopwright.agents.search.grid_random import GridConfig
 from loopwright.core.agent import Agent, AgentConfig, agent_of
-from loopwright.core.cache import SharedCache
 from loopwright.core.canonical import key_of
-from loopwright.core.env import Penalties, Terms
 from loopwright.core.errors import LedgerError, storage
-from loopwright.core.ledger import Ledger
-from loopwright.core.observer import Observers
 from loopwright.core.reward import JudgedReward, Objectives, ServerReward
-from loopwright.core.run import Run
-from loopwright.envs.live import LiveConfig, LiveEnv
-from loopwright.envs.server import GymServer
-from loopwright.envs.trial import TrialEnv
+from loopwright.envs.live.env import LiveConfig, LiveEnv
+from loopwright.envs.live.server import GymServer
+from loopwright.envs.search import TrialEnv
 from loopwright.execution import end_leftovers
-from loopwright.rollouts.assemble import fingerprint as rollout_fingerprint
-from loopwright.rollouts.assemble import rollout_env
+from loopwright.ledger.env import Penalties, Terms
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.observer import Observers
+from loopwright.ledger.run import Run
+from loopwright.ledger.shared_cache import SharedCache
+from loopwright.rollouts.build import fingerprint as rollout_fingerprint
+from loopwright.rollouts.build import rollout_env
 from loopwright.rollouts.env import RolloutEnv
-from loopwright.rollouts.tasks import TaskMix
+from loopwright.rollouts.tasks.base import TaskMix
 from loopwright.scenario.load import Loaded, import_observer
 from loopwright.scenario.schema import RunConfig, SystemConfig
 from loopwright.spaces.draws import Draws

@@ -7,12 +7,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from loopwright.core.agent import Agent
-from loopwright.core.env import Env
 from loopwright.core.errors import LoopwrightError, sentence
-from loopwright.core.ledger import Ledger
-from loopwright.core.observer import Observer
 from loopwright.core.outcome import Outcome
-from loopwright.envs.server import ServerError, ServerLost
+from loopwright.envs.live.server import ServerError, ServerLost
+from loopwright.ledger.env import Env
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.observer import Observer
 from loopwright.reports.export import write_best, write_csv
 from loopwright.reports.html import write_report
 from loopwright.scenario.build import Built, build

@@ -15,15 +15,15 @@ from loopwright.core.config import explain
 from loopwright.core.errors import Problem, ScenarioError, did_you_mean
 from loopwright.core.expression import Expression
 from loopwright.core.imports import import_function
-from loopwright.core.observer import Observer
 from loopwright.core.registry import Registry
 from loopwright.core.reward import RewardFunction, rewards
 from loopwright.engines.base import EngineConfig, engines
-from loopwright.envs.live import LiveConfig
+from loopwright.envs.live.env import LiveConfig
+from loopwright.ledger.observer import Observer
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
-from loopwright.rollouts.remote.home import ELSEWHERE, HOMES, ExternalConfig, HomeConfig, ServersConfig
-from loopwright.rollouts.sources import in_both
+from loopwright.rollouts.remote.gateway_host import ELSEWHERE, HOMES, ExternalConfig, HomeConfig, ServersConfig
+from loopwright.rollouts.tasks.sources import in_both
 from loopwright.scenario.schema import PenaltiesConfig, RunBasics, RunConfig, Scenario, SystemConfig
 from loopwright.scenario.settings import is_remote, resolved
 from loopwright.spaces.draws import EnvParamConfig, problem_with

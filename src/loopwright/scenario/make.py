@@ -9,9 +9,9 @@ from typing import Any
 
 from loopwright.agents import agents
 from loopwright.core.errors import MissingExtra, Problem, ScenarioError
-from loopwright.envs.live import LiveEnv
-from loopwright.envs.server import GymServer
-from loopwright.envs.trial import TrialEnv
+from loopwright.envs.live.env import LiveEnv
+from loopwright.envs.live.server import GymServer
+from loopwright.envs.search import TrialEnv
 from loopwright.scenario.build import AnyEnv, build_env, describe, shared_cache
 from loopwright.scenario.load import Loaded, load
 from loopwright.scenario.output import begin, hold
@@ -67,7 +67,7 @@ def make(
 
     adapter.close = closing
     if num_envs is None:
-        from loopwright.envs.adapter import spec_of
+        from loopwright.envs.gym.adapter import spec_of
 
         adapter.spec = spec_of(file=str(loaded.path), run=config.name, view=view)
     return adapter
@@ -109,7 +109,7 @@ def environment(
 
 
 def _adapted(env: AnyEnv, view: Any, num_envs: int | None) -> Any:
-    from loopwright.envs.adapter import GymnasiumAdapter, LiveAdapter, VectorAdapter
+    from loopwright.envs.gym.adapter import GymnasiumAdapter, LiveAdapter, VectorAdapter
 
     if isinstance(env, LiveEnv):
         return LiveAdapter(env, view=view)

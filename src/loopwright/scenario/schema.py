@@ -9,10 +9,10 @@ from loopwright.core.agent import AgentConfig
 from loopwright.core.config import Config, size_bytes
 from loopwright.core.reward import RewardFunction
 from loopwright.engines.base import EngineConfig
-from loopwright.envs.live import LiveConfig
+from loopwright.envs.live.env import LiveConfig
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
-from loopwright.rollouts.remote.home import HomeConfig
+from loopwright.rollouts.remote.gateway_host import HomeConfig
 from loopwright.spaces.draws import EnvParamConfig
 from loopwright.workloads.base import WorkloadConfig
 

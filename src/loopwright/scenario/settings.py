@@ -6,7 +6,7 @@ from typing import Any
 from loopwright.core.errors import did_you_mean
 from loopwright.gateway.settings import GATEWAY, LOOP, from_environment, value_of
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.home import HOMES
+from loopwright.rollouts.remote.gateway_host import HOMES
 
 _TABLES = ("loop", "gateway")
 _ELSEWHERE = ("external", "server")

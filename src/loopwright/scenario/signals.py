@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from loopwright.core.env import Env
+from loopwright.ledger.env import Env
 
 
 class Signals:

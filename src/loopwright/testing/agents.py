@@ -18,14 +18,14 @@ import pytest
 from loopwright.agents import agents
 from loopwright.core.agent import Agent
 from loopwright.core.canonical import canonical, key_of
-from loopwright.core.env import Penalties, Terms
-from loopwright.core.ledger import Ledger
-from loopwright.core.observer import Observer, Observers
 from loopwright.core.outcome import Outcome
 from loopwright.core.reward import Identity, Objectives
-from loopwright.core.run import Run
 from loopwright.core.trial import Trial
-from loopwright.envs.trial import TrialEnv
+from loopwright.envs.search import TrialEnv
+from loopwright.ledger.env import Penalties, Terms
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.observer import Observer, Observers
+from loopwright.ledger.run import Run
 from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.spaces.space import Space
 from loopwright.testing.workloads import FunctionWorkload

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import pytest
 
-from loopwright.core.chosen import chosen
+from loopwright.core.tagged_config import chosen
 from loopwright.engines.base import Chunk, Engine, Sampling, engines
 
 T = TypeVar("T")

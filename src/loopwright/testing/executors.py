@@ -23,7 +23,7 @@ import pytest
 
 from loopwright.core.errors import LaunchError
 from loopwright.execution.base import Command, Completion, Executor, Started
-from loopwright.execution.processes import read
+from loopwright.execution.local.processes import read
 
 T = TypeVar("T")
 _DEADLINE_S = 60.0

@@ -21,11 +21,11 @@ import pytest
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Chunk, Engine, Sampling
-from loopwright.engines.news import News
+from loopwright.engines.weight_update import News
 from loopwright.gateway.client import GatewayClient, RemoteSession
 from loopwright.gateway.refusal import Refused
-from loopwright.gateway.terms import Terms
-from loopwright.rollouts.remote.home import Home
+from loopwright.gateway.sessions.session_config import Terms
+from loopwright.rollouts.remote.gateway_host import Home
 from loopwright.testing.engines import ids_of, logprobs_of
 
 T = TypeVar("T")

@@ -21,10 +21,10 @@ import pytest
 from loopwright.core.episode import ROOT, Episode, Node, Span
 from loopwright.core.reward import Reward
 from loopwright.core.task import Task
-from loopwright.rollouts.judger import FACTS, JudgeFailed, Judger, JudgerConfig, Payload, Verdict
-from loopwright.rollouts.judging.guard import judge_all
-from loopwright.rollouts.judging.parse import parse_judger
-from loopwright.rollouts.judging.worker import build_judger
+from loopwright.rollouts.judgers.base import FACTS, JudgeFailed, Judger, JudgerConfig, Payload, Verdict
+from loopwright.rollouts.judgers.guard import judge_all
+from loopwright.rollouts.judgers.parse import parse_judger
+from loopwright.rollouts.judgers.worker import build_judger
 
 T = TypeVar("T")
 Story = Literal["score", "fail", "hang"]

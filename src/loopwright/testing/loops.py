@@ -20,14 +20,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-from loopwright.core.chosen import chosen
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.tagged_config import chosen
 from loopwright.core.task import Task
 from loopwright.engines.base import Chunk, EngineError, Sampling
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
-from loopwright.rollouts.loop import LoopConfig, agent_loop, loops
-from loopwright.rollouts.worker import LoopWorker, News, Request
+from loopwright.rollouts.loops.base import LoopConfig, agent_loop, loops
+from loopwright.rollouts.loops.worker import LoopWorker, News, Request
 
 T = TypeVar("T")
 _DEADLINE_S = 60.0

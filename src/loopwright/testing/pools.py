@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from loopwright.rollouts.pool import Build, Pool, Worker, WorkerLost
+from loopwright.rollouts.pools.base import Build, Pool, Worker, WorkerLost
 
 T = TypeVar("T")
 _DEADLINE_S = 60.0

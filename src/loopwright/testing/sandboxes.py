@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from loopwright.execution.base import Command, Completion
-from loopwright.execution.local import LocalExecutor
-from loopwright.execution.processes import all_pids, marked
+from loopwright.execution.local.executor import LocalExecutor
+from loopwright.execution.local.processes import all_pids, marked
 from loopwright.execution.sandbox import Bounds, Room, Sandbox, SandboxError
 from loopwright.execution.sandbox.base import NO_MOUNTS
 from loopwright.execution.sandbox.files import remove

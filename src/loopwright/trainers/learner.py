@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from loopwright.trainers.algorithm import Rule, Said, Tokens
 from loopwright.trainers.config import TrainConfig
 from loopwright.trainers.failure import TrainingFailed, foreign
 from loopwright.trainers.model import Policy, said
-from loopwright.trainers.rule import Rule, Said, Tokens
 from loopwright.trainers.sample import Sample, micro_batches, scale_of, shares, split
 from loopwright.trainers.shards import gathered, held, whole
 

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from loopwright.engines.models import causal_model
+from loopwright.engines.inprocess.models import causal_model
 from loopwright.engines.named_tokenizer import place
+from loopwright.trainers.algorithm import Said
 from loopwright.trainers.config import LoraConfig, TrainConfig
 from loopwright.trainers.failure import TrainingFailed, foreign
-from loopwright.trainers.rule import Said
 from loopwright.trainers.shards import gathered, held, shard
 
 _TOLERANCE = 1e-3

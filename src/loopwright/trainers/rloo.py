@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from loopwright.core.agent import AgentConfig
+from loopwright.trainers.algorithm import Rule, Said, Tokens
 from loopwright.trainers.config import TrainConfig
-from loopwright.trainers.rule import Rule, Said, Tokens
 from loopwright.trainers.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from loopwright.core.agent import Agent
 from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, sentence
 from loopwright.core.eventloop import run
-from loopwright.core.steps import Kind, Step, Steps
 from loopwright.core.trial import Action, Observation
 from loopwright.engines.base import Sampling
-from loopwright.engines.news import News
+from loopwright.engines.weight_update import News
+from loopwright.ledger.steps import Kind, Step, Steps
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.evaluation import summary
 from loopwright.rollouts.group import Group, LeftOut
 from loopwright.rollouts.producer import Producer
+from loopwright.trainers.algorithm import Rule
 from loopwright.trainers.checkpoint import Checkpoints
 from loopwright.trainers.config import TrainConfig
 from loopwright.trainers.curves import Curves, uninstalled
 from loopwright.trainers.failure import TrainingFailed
-from loopwright.trainers.rule import Rule
 from loopwright.trainers.sample import Sample, narrows, samples_of
 
 if TYPE_CHECKING:
-    from loopwright.trainers.students import Student
+    from loopwright.trainers.learners import Student
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -299,7 +299,7 @@ class _Training:
         return step
 
     def _student(self) -> "Student":
-        from loopwright.trainers.students import student_of
+        from loopwright.trainers.learners import student_of
 
         return student_of(self.config, self._rule_class, self.env)
 

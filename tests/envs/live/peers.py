@@ -9,9 +9,9 @@ from typing import ClassVar
 import numpy as np
 from gymnasium import spaces
 
-from loopwright.envs.channel import Address, Channel
-from loopwright.envs.serve import EnvServer
-from loopwright.envs.wire import Message, describe, frame
+from loopwright.envs.live.channel import Address, Channel
+from loopwright.envs.live.serve import EnvServer
+from loopwright.envs.live.wire import Message, describe, frame
 
 BOX = spaces.Box(-10, 10, (2,), np.float32)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.envs.live.peers import Walker, raw, scripted, served, welcome
 
-from loopwright.envs import remote
-from loopwright.envs.wire import HEADER_BYTES, MAX_FRAME_BYTES, VERSION, frame, unpack
+from loopwright.envs.live import remote
+from loopwright.envs.live.wire import HEADER_BYTES, MAX_FRAME_BYTES, VERSION, frame, unpack
 
 PAGE = (Path(__file__).parents[3] / "docs" / "live-protocol.md").read_text()
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from gymnasium import spaces
 
-from loopwright.envs import probe
-from loopwright.envs.live import LiveConfig
-from loopwright.envs.probe import declared
+from loopwright.envs.live import probe
+from loopwright.envs.live.env import LiveConfig
+from loopwright.envs.live.probe import declared
 
 SERVERS = """
 import os

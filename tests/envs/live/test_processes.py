@@ -14,8 +14,8 @@ import pytest
 from gymnasium import spaces
 
 from loopwright.core.errors import InvalidAction
-from loopwright.envs.remote import RemoteServer
-from loopwright.envs.server import ServerLost
+from loopwright.envs.live.remote import RemoteServer
+from loopwright.envs.live.server import ServerLost
 
 NODE_SERVER = Path(__file__).with_name("node_server.js")
 SIMULATOR = """

@@ -9,9 +9,9 @@ from gymnasium import spaces
 from tests.envs.live.peers import BOX, Gate, Walker, raw, result, scripted, served, welcome
 
 from loopwright.core.errors import InvalidAction
-from loopwright.envs.remote import RemoteServer
-from loopwright.envs.server import ServerError, ServerLost, make_server
-from loopwright.envs.wire import MAX_FRAME_BYTES, frame
+from loopwright.envs.live.remote import RemoteServer
+from loopwright.envs.live.server import ServerError, ServerLost, make_server
+from loopwright.envs.live.wire import MAX_FRAME_BYTES, frame
 
 
 @pytest.fixture(params=["unix", "tcp"])

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tests.envs.live.peers import Gate, Walker, raw, served
 
-from loopwright.envs.channel import Address, AddressError
-from loopwright.envs.remote import RemoteServer
-from loopwright.envs.serve import EnvServer
-from loopwright.envs.server import ServerError
+from loopwright.envs.live.channel import Address, AddressError
+from loopwright.envs.live.remote import RemoteServer
+from loopwright.envs.live.serve import EnvServer
+from loopwright.envs.live.server import ServerError
 
 
 def greet(client):

@@ -9,7 +9,7 @@ import pytest
 from tests.envs.live.peers import Walker
 
 from loopwright.core.errors import LoopwrightError
-from loopwright.envs.server import ServerError, ServerLost, check_server_class, make_server
+from loopwright.envs.live.server import ServerError, ServerLost, check_server_class, make_server
 
 MODULE = """
 import tests.envs.live.peers as peers
@@ -114,10 +114,10 @@ import sys
 sys.modules["gymnasium"] = sys.modules["msgpack"] = None
 from pathlib import Path
 import loopwright
-from loopwright.envs.server import check_server_class
+from loopwright.envs.live.server import check_server_class
 print(check_server_class("gymnasium:CartPole-v1", Path()))
 try:
-    import loopwright.envs.remote
+    import loopwright.envs.live.remote
 except ImportError as error:
     print(type(error).__name__, error)
 """

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from loopwright.envs.reading import checker, reader
-from loopwright.envs.wire import (
+from loopwright.envs.live.reading import checker, reader
+from loopwright.envs.live.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     Unsendable,

@@ -21,13 +21,13 @@ from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
 from loopwright.execution.base import Command, Completion
-from loopwright.execution.processes import start_ticks
+from loopwright.execution.local.processes import start_ticks
 from loopwright.execution.sandbox.base import NO_MOUNTS, Bounds, Room, Sandbox, SandboxError
 from loopwright.execution.sandbox.cgroup import Group, parents
 from loopwright.execution.sandbox.files import aside, remove
-from loopwright.execution.sandbox.gate import TOOLS, Gate, explain, plain_environment
+from loopwright.execution.sandbox.network_proxy import TOOLS, Gate, explain, plain_environment
+from loopwright.execution.sandbox.resource_monitor import OWN_PROCESSES, Watch, Watched
 from loopwright.execution.sandbox.status import TRUE_STATUS
-from loopwright.execution.sandbox.watch import OWN_PROCESSES, Watch, Watched
 
 _SYSTEM = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
 _KERNEL = ("/proc/sys", "/proc/sysrq-trigger", "/proc/fs", "/proc/scsi", "/proc/acpi")

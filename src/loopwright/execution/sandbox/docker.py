@@ -21,12 +21,12 @@ from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
 from loopwright.execution.base import Command, Completion
-from loopwright.execution.processes import start_ticks
-from loopwright.execution.sandbox import gate_main
+from loopwright.execution.local.processes import start_ticks
+from loopwright.execution.sandbox import network_proxy_main as gate_main
 from loopwright.execution.sandbox.base import NO_MOUNTS, Bounds, Room, Sandbox, SandboxError
 from loopwright.execution.sandbox.bubblewrap import remove_stale
 from loopwright.execution.sandbox.files import remove
-from loopwright.execution.sandbox.gate import Gate, received
+from loopwright.execution.sandbox.network_proxy import Gate, received
 from loopwright.execution.sandbox.status import TRUE_STATUS
 
 IMAGE = "python:3.11-slim"

@@ -16,12 +16,12 @@ from loopwright.core.errors import LaunchError
 from loopwright.core.imports import import_function
 from loopwright.core.task import Task
 from loopwright.execution import Command, Executor
-from loopwright.execution.processes import VARIABLE
+from loopwright.execution.local.process_tree import signal_name
+from loopwright.execution.local.processes import VARIABLE
 from loopwright.execution.sandbox import Room
-from loopwright.execution.tree import signal_name
 from loopwright.gateway.client import RemoteSession
-from loopwright.rollouts.loop import words_of
-from loopwright.rollouts.pool import answered
+from loopwright.rollouts.loops.base import words_of
+from loopwright.rollouts.pools.base import answered
 from loopwright.rollouts.remote.config import RemoteConfig, taken
 from loopwright.workloads.template import Template
 

@@ -16,9 +16,9 @@ from loopwright.core.task import Task
 from loopwright.execution.sandbox import Bounds, Sandbox, SandboxError, sandbox_of
 from loopwright.gateway.client import endpoint
 from loopwright.gateway.settings import SERVER_TOKEN, token_in
-from loopwright.rollouts.harbor import Places
-from loopwright.rollouts.loop import Loop, LoopConfig
-from loopwright.rollouts.tasks import TasksError
+from loopwright.rollouts.loops.base import Loop, LoopConfig
+from loopwright.rollouts.tasks.base import TasksError
+from loopwright.rollouts.tasks.harbor.source import Places
 from loopwright.workloads.template import Template
 
 PLACES = ("instruction", "id", "task_path", "workspace", "home", "openai_base_url", "anthropic_base_url", "key")

@@ -15,14 +15,15 @@ from typing import Any
 from loopwright.core.task import Task
 from loopwright.execution import Command, Completion, Executor
 from loopwright.execution.base import Started
-from loopwright.execution.processes import VARIABLE
+from loopwright.execution.local.process_tree import signal_name
+from loopwright.execution.local.processes import VARIABLE
 from loopwright.execution.sandbox import Room, SandboxError
 from loopwright.execution.sandbox.files import remove, removed
-from loopwright.execution.tree import signal_name
-from loopwright.rollouts.dockerfile import Layout, layout_of
-from loopwright.rollouts.harbor import Places
-from loopwright.rollouts.harbor_reward import NoVerdict, rewards_in
-from loopwright.rollouts.harbor_task import (
+from loopwright.rollouts.tasks.base import TasksError
+from loopwright.rollouts.tasks.harbor.dockerfile import Layout, layout_of
+from loopwright.rollouts.tasks.harbor.reward import NoVerdict, rewards_in
+from loopwright.rollouts.tasks.harbor.source import Places
+from loopwright.rollouts.tasks.harbor.task import (
     PASSED_OVER,
     TEST,
     HarborTask,
@@ -32,7 +33,6 @@ from loopwright.rollouts.harbor_task import (
     resolved,
     tree,
 )
-from loopwright.rollouts.tasks import TasksError
 
 Said = dict[str, Any]
 """What tests said, as plain data: `rewards` by name or an `error`, and `exit_code`, `seconds`, `output`."""

@@ -11,14 +11,14 @@ from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.execution import Keeper, LocalExecutor
 from loopwright.gateway.client import GatewayClient, GatewayLost
-from loopwright.rollouts.harbor import Places
-from loopwright.rollouts.loop import words_of
-from loopwright.rollouts.pool import Worker
+from loopwright.rollouts.loops.base import words_of
+from loopwright.rollouts.loops.worker import Request
+from loopwright.rollouts.pools.base import Worker
 from loopwright.rollouts.remote.access import Access
 from loopwright.rollouts.remote.agent import CommandAgent, FunctionAgent
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.trial import Keep, Means, Trial
-from loopwright.rollouts.worker import Request
+from loopwright.rollouts.remote.rollout import Keep, Means, Trial
+from loopwright.rollouts.tasks.harbor.source import Places
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""RL agents: policies trained by Stable-Baselines3 or RLlib."""

@@ -1,0 +1,1 @@
+"""Search agents: they propose parameters and learn from the metrics."""

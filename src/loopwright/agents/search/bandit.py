@@ -1,0 +1,102 @@
+"""A contextual bandit: learns which action is best under which regime, by Thompson sampling."""
+
+from collections import defaultdict
+from math import sqrt
+from random import Random
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from loopwright.agents.search.base import BudgetedConfig, SearchAgent
+from loopwright.core.agent import AgentConfig
+from loopwright.core.canonical import key_of
+from loopwright.core.trial import Action, Feedback, Observation
+from loopwright.envs.search import TrialEnv
+
+
+class BanditConfig(BudgetedConfig):
+    """A contextual bandit: measures again what looks best under the drawn regime."""
+
+    type: Literal["bandit"] = "bandit"
+    arms: int = Field(default=64, ge=2)
+    """How many actions compete: all points of the grid if it has no more than that, otherwise that many random ones."""
+
+
+class _Pulls:
+    """What an arm gave under a regime."""
+
+    __slots__ = ("n", "squares", "total")
+
+    def __init__(self) -> None:
+        self.n, self.total, self.squares = 0, 0.0, 0.0
+
+    def add(self, value: float) -> None:
+        self.n, self.total, self.squares = self.n + 1, self.total + value, self.squares + value * value
+
+    @property
+    def scatter(self) -> float:
+        """The sum of squared distances from the mean."""
+        return max(self.squares - self.total**2 / self.n, 0.0) if self.n else 0.0
+
+
+class Bandit(SearchAgent):
+    """Before each trial it looks at the regime in the observation and draws, for every arm, a plausible mean reward
+    under that regime. An arm that was never tried there may be anything that was seen there; each measurement narrows
+    that down, the more so the less repeats scatter. The arm with the best draw is measured, afresh each time.
+    """
+
+    Config: ClassVar[type[AgentConfig]] = BanditConfig
+    samples_env_params: ClassVar[bool] = True
+    conditions_on_regime: ClassVar[bool] = True
+    measures_again: ClassVar[bool] = True
+
+    def __init__(self, env: TrialEnv, config: Any, *, parallel: int = 1) -> None:
+        super().__init__(env, config, parallel=parallel)
+        self._arms = {key_of(action): action for action in [*self._start, *self._candidates()]}
+        self._pulls: dict[tuple[str, str], _Pulls] = defaultdict(_Pulls)
+        self._by_regime: dict[str, _Pulls] = defaultdict(_Pulls)
+        self._extremes: dict[str, tuple[float, float]] = {}
+
+    def _candidates(self) -> list[Action]:
+        size = self.space.size
+        if size is not None and size <= self.config.arms and self.space.enumerable:
+            return list(self.space.points())
+        return [self.space.sample(self.config.seed, f"arm:{index}") for index in range(self.config.arms)]
+
+    def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
+        random = Random(f"{self.config.seed}:bandit:{n}:{retry}")
+        regime = key_of(observation.context)
+        alive = [
+            arm
+            for arm, action in self._arms.items()
+            if not self.has_failed(action, observation.context) and not self.space.violated(action, observation.context)
+        ]
+        noise = self._noise(regime)
+        return self._arms[max(alive, key=lambda arm: self._plausible(arm, regime, noise, random))] if alive else None
+
+    def _width(self, regime: str) -> float:
+        low, high = self._extremes.get(regime, (0.0, 0.0))
+        return (high - low) / 2 or 1.0
+
+    def _noise(self, regime: str) -> float:
+        """The variance of repeats under a regime; as long as there are none, all that was seen there may be noise."""
+        repeated = [self._pulls[arm, regime] for arm in self._arms if self._pulls[arm, regime].n > 1]
+        freedom = sum(pulls.n - 1 for pulls in repeated)
+        return sum(pulls.scatter for pulls in repeated) / freedom if freedom else self._width(regime) ** 2
+
+    def _plausible(self, arm: str, regime: str, noise: float, random: Random) -> float:
+        seen, here, width = self._by_regime[regime], self._pulls[arm, regime], self._width(regime)
+        if not here.n:
+            return random.gauss(seen.total / seen.n if seen.n else 0.0, width)
+        # Two doubts: what repeats scatter by, and what one measurement leaves open, which fades faster.
+        doubt = noise / here.n + (width / (2 * (here.n + 1))) ** 2
+        return random.gauss(here.total / here.n, sqrt(doubt))
+
+    def learn(self, feedback: Feedback) -> None:
+        if feedback.told is None:
+            return
+        value, arm, regime = feedback.told[0], key_of(feedback.action), key_of(feedback.regime)
+        self._pulls[arm, regime].add(value)
+        self._by_regime[regime].add(value)
+        low, high = self._extremes.get(regime, (value, value))
+        self._extremes[regime] = min(low, value), max(high, value)

@@ -1,0 +1,148 @@
+"""What all search agents share: pinned first trials, and no point proposed again that has failed."""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from loopwright.core.agent import Agent, AgentConfig
+from loopwright.core.canonical import key_of
+from loopwright.core.errors import InvalidAction, Problem
+from loopwright.core.outcome import Outcome
+from loopwright.core.trial import Action, Feedback, Observation, Proposal, Regime
+from loopwright.envs.search import TrialEnv
+from loopwright.spaces.space import Space
+
+RETRIES = 32
+_RETRIES_FOR_CONSTRAINTS = 16
+_ENUMERABLE = 100_000
+
+
+class SearchConfig(AgentConfig):
+    """What every search agent can be told."""
+
+    start: Literal["first"] | tuple[dict[str, Any], ...] = ()
+    """The first trials: "first" (the first candidate of each list, the low end of each range), or a list of points."""
+
+
+class BudgetedConfig(SearchConfig):
+    """What search agents without an end of their own must be told."""
+
+    trials: int = Field(ge=1)
+    """How many trials the run may use; repeats and cached trials count."""
+
+
+class SearchAgent(Agent):
+    """Proposes points of a space one after another.
+
+    class Middle(SearchAgent):
+        def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
+            return {name: parameter.decode(0.5) for name, parameter in self.space.tunable.items()}
+    """
+
+    env: TrialEnv
+    heeds_constraints: ClassVar[bool] = False
+    """Whether a proposal that breaks a constraint is thought over first, instead of spending a trial on it."""
+
+    def __init__(self, env: TrialEnv, config: Any, *, parallel: int = 1) -> None:
+        super().__init__(env, config, parallel=parallel)
+        self.space = env.space
+        self.proposed = 0
+        self._start = [self.space.first()] if config.start == "first" else list(config.start)
+        self._failed: set[str] = set()
+        self._open: dict[int, str] = {}
+        self._waiting: tuple[int, Action] | None = None
+
+    @classmethod
+    def problems(cls, config: Any, space: Space, home: Path) -> list[Problem]:
+        found = []
+        for index, point in enumerate(() if config.start == "first" else config.start):
+            try:
+                space.validate(point)
+            except InvalidAction as error:
+                found.append(Problem(f"start[{index}]", f"{error}."))
+        return found
+
+    @abstractmethod
+    def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
+        """The n-th proposal, a function of the seed, n, `retry` and what was learned; None at the end.
+
+        With a higher `retry` it should differ: the earlier tries are points that are known to fail.
+        """
+
+    def select_action(self, observation: Observation) -> Action | None:
+        n = self.proposed + 1
+        if n <= len(self._start):
+            return self._chosen(n, self._start[n - 1], _point(self._start[n - 1], observation.context))
+        retry, action = self._waiting or (0, self.propose(n, 0, observation))
+        self._waiting = None
+        while action is not None:
+            point = _point(action, observation.context)
+            if point in self._open.values() and not self.measures_again:
+                # Whether this point fails is not known yet: wait, so that the choice never depends on timing.
+                self._waiting = retry, action
+                return None
+            if point not in self._failed and not self._hopeless(retry, action, observation):
+                return self._chosen(n, action, point)
+            retry += 1
+            if retry >= RETRIES and self._open:
+                # What has not failed is known only when nothing is in flight: wait here too.
+                self._waiting = retry, action
+                return None
+            action = self.propose(n, retry, observation) if retry < RETRIES else self.other(n, observation)
+        return None
+
+    def _hopeless(self, retry: int, action: Action, observation: Observation) -> bool:
+        heeds = self.heeds_constraints and retry < _RETRIES_FOR_CONSTRAINTS
+        return heeds and self.space.violated(action, observation.context) is not None
+
+    def _chosen(self, n: int, action: Action, point: str) -> Action:
+        self.proposed = n
+        self._open[n] = point
+        return action
+
+    def other(self, n: int, observation: Observation) -> Action | None:
+        """Some point that has not failed, where the agent's own proposals all have; None if there is none."""
+        size = self.space.size
+        if size is None or size > _ENUMERABLE or not self.space.enumerable:
+            candidates = [self.space.sample(self.config.seed, f"{n}:{retry}:other") for retry in range(100)]
+        else:
+            candidates = list(self.space.points())
+        alive = [point for point in candidates if not self.has_failed(point, observation.context)]
+        return Random(f"{self.config.seed}:{n}:other").choice(alive) if alive else None
+
+    def update_policy(self, feedback: Feedback) -> None:
+        self._open.pop(feedback.group, None)
+        if feedback.outcome not in (Outcome.OK, Outcome.ABORTED, Outcome.LOST):
+            self._failed.add(_point(feedback.action, feedback.regime))
+        self.learn(feedback)
+
+    def has_failed(self, action: Action, regime: Regime) -> bool:
+        """Whether this point is known to fail."""
+        return _point(action, regime) in self._failed
+
+    def learn(self, feedback: Feedback) -> None:
+        """Learn from a trial that has ended."""
+
+    def restore(self, history: Iterable[Proposal]) -> None:
+        for proposal in history:
+            self.proposed = proposal.group
+            self.recall(proposal)
+            if proposal.feedback is not None:
+                self.update_policy(proposal.feedback)
+            else:
+                self._open[proposal.group] = _point(proposal.action, proposal.regime)
+
+    def recall(self, proposal: Proposal) -> None:
+        """Take back into memory that this was proposed, before its feedback is given again."""
+
+
+def _point(action: Action, regime: Regime) -> str:
+    """One name for a point; also for one that no space can hold, which is the environment's to refuse."""
+    try:
+        return key_of(action, regime)
+    except InvalidAction:
+        return f"{action!r} under {regime!r}"

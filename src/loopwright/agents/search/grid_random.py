@@ -1,0 +1,67 @@
+"""Agents that learn nothing: every point of a grid, and random points."""
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from loopwright.agents.search.base import BudgetedConfig, SearchAgent, SearchConfig
+from loopwright.core.agent import AgentConfig
+from loopwright.core.canonical import key_of
+from loopwright.core.errors import Problem
+from loopwright.core.trial import Action, Observation
+from loopwright.envs.search import TrialEnv
+from loopwright.spaces.space import Space
+
+
+class GridConfig(SearchConfig):
+    """Every point of the grid, once; ranges need `points`."""
+
+    type: Literal["grid"] = "grid"
+
+
+class RandomConfig(BudgetedConfig):
+    """Independent random points."""
+
+    type: Literal["random"] = "random"
+
+
+class Grid(SearchAgent):
+    """Visits every point of the grid once, the last parameter changing fastest."""
+
+    Config: ClassVar[type[AgentConfig]] = GridConfig
+    several_objectives: ClassVar[bool] = True
+
+    def __init__(self, env: TrialEnv, config: Any, *, parallel: int = 1) -> None:
+        super().__init__(env, config, parallel=parallel)
+        pinned = {key_of(point) for point in self._start}
+        self._points = (point for point in self.space.points() if key_of(point) not in pinned)
+        self._taken = len(self._start)
+
+    @classmethod
+    def problems(cls, config: Any, space: Space, home: Path) -> list[Problem]:
+        found = super().problems(config, space, home)
+        for name, parameter in space.tunable.items():
+            if not parameter.grid():
+                found.append(
+                    Problem("type", f"a grid cannot visit the range {name!r}; give it `points`, or list values.")
+                )
+        return found
+
+    def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
+        # Counted, not remembered: after a resume the iterator is moved on to where the grid stood.
+        point: Action | None = None
+        while self._taken < n and (point := next(self._points, None)) is not None:
+            self._taken += 1
+        return point
+
+
+class RandomSearch(SearchAgent):
+    """Draws each point from (seed, n) alone. With env_params it samples actions without looking at the regime, which
+    gives an unbiased picture of every action under all regimes.
+    """
+
+    Config: ClassVar[type[AgentConfig]] = RandomConfig
+    samples_env_params: ClassVar[bool] = True
+    several_objectives: ClassVar[bool] = True
+
+    def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
+        return self.space.sample(self.config.seed, f"{n}:{retry}" if retry else n)

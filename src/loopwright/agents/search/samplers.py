@@ -1,0 +1,265 @@
+"""Optuna's samplers as agents: `tpe`, `gp`, `cmaes` and `nsga2`.
+
+A sampler is made anew for each proposal, seeded by (seed, n), over a study that is rebuilt from the ledger: proposal n
+depends on the seed, n and what was recorded, and a resumed run goes on exactly where it stopped.
+"""
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from loopwright.agents.search.base import RETRIES, BudgetedConfig, SearchAgent
+from loopwright.agents.search.warm_start import warm_trials
+from loopwright.core.agent import AgentConfig
+from loopwright.core.canonical import key_of
+from loopwright.core.errors import MissingExtra, Problem
+from loopwright.core.lazy import lazy_module
+from loopwright.core.outcome import Outcome
+from loopwright.core.trial import Action, Feedback, Observation, Proposal
+from loopwright.envs.search import TrialEnv
+from loopwright.spaces.parameter import Choice, Parameter, Range
+from loopwright.spaces.space import Space
+
+if TYPE_CHECKING:
+    import optuna
+else:
+    optuna = lazy_module("optuna")
+
+
+class SamplerConfig(BudgetedConfig):
+    """What all of Optuna's samplers can be told."""
+
+    warm_start: str | None = None
+    """The folder of an earlier run, relative to the scenario, whose trials are learned from first."""
+
+
+class ModelConfig(SamplerConfig):
+    """What samplers can be told that fit a model to the trials so far."""
+
+    startup: int = Field(default=10, ge=1)
+    """How many random trials come first."""
+
+
+class TpeConfig(ModelConfig):
+    """Tree-structured Parzen estimator: a good first choice for mixed spaces."""
+
+    type: Literal["tpe"] = "tpe"
+
+
+class GpConfig(ModelConfig):
+    """Gaussian process: the most careful with expensive trials; needs the extra `gp`."""
+
+    type: Literal["gp"] = "gp"
+
+
+class CmaesConfig(ModelConfig):
+    """CMA-ES: for ranges that interact; candidates of lists that are not numbers are drawn at random.
+    A warm start spares it the random trials at the beginning, no more.
+    """
+
+    type: Literal["cmaes"] = "cmaes"
+
+
+class Nsga2Config(SamplerConfig):
+    """NSGA-II: evolution towards the front of several objectives."""
+
+    type: Literal["nsga2"] = "nsga2"
+    population: int = Field(default=20, ge=2)
+    """How many trials make a generation; those of the first are random."""
+
+
+class SamplerAgent(SearchAgent):
+    """Asks a sampler for points and tells it what became of them: the reward, *failed*, or the penalty set for that."""
+
+    config: SamplerConfig
+    several_objectives: ClassVar[bool] = True
+    heeds_constraints: ClassVar[bool] = True
+    unasked: ClassVar[Mapping[str, Any]] = {}
+    """The attributes with which the sampler takes note of a trial that it did not ask for."""
+
+    def __init__(self, env: TrialEnv, config: Any, *, parallel: int = 1) -> None:
+        super().__init__(env, config, parallel=parallel)
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._study = optuna.create_study(directions=["maximize"] * len(env.terms.objectives.functions))
+        self._numbers: dict[int, int] = {}
+        self._note: dict[str, Any] = {}
+        if config.warm_start is not None:
+            for action, _, objectives in warm_trials(env, config.warm_start):
+                self._add(action, self.unasked, objectives)
+
+    @classmethod
+    def problems(cls, config: Any, space: Space, home: Path) -> list[Problem]:
+        found = super().problems(config, space, home)
+        if config.warm_start is not None and not (home / config.warm_start / "ledger.db").is_file():
+            found.append(Problem("warm_start", f"there is no ledger.db in {home / config.warm_start}."))
+        return found
+
+    @abstractmethod
+    def sampler(self, seed: int) -> "optuna.samplers.BaseSampler":
+        """A new sampler with this seed."""
+
+    def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
+        if retry:
+            self._study.tell(self._numbers[n], state=optuna.trial.TrialState.FAIL)
+        with warnings.catch_warnings():
+            # Samplers that Optuna calls experimental have been stable for years, and saying so each trial helps nobody.
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            self._study.sampler = self.sampler(int(key_of(self.config.seed, n, retry)[:8], 16))
+        trial = self._study.ask()
+        chosen: dict[str, Any] = {}
+        for name, parameter in self.space.tunable.items():
+            if self.space.active(name, chosen):
+                chosen[name] = _suggest(trial, name, parameter)
+        self._numbers[n] = trial.number
+        frozen = self._study.get_trials(deepcopy=False)[trial.number]
+        self._note = {"attrs": dict(frozen.system_attrs), "retries": retry}
+        return chosen
+
+    def other(self, n: int, observation: Observation) -> Action | None:
+        # The sampler did not ask for this point: what comes of it must not be told for the one that it asked for.
+        self._study.tell(self._numbers.pop(n), state=optuna.trial.TrialState.FAIL)
+        action = super().other(n, observation)
+        if action is not None:
+            self._numbers[n] = self._add(action, {}, None)
+            self._note = {"attrs": {}, "retries": RETRIES}
+        return action
+
+    def note(self) -> Mapping[str, Any] | None:
+        return self._note if self.proposed in self._numbers else None
+
+    def learn(self, feedback: Feedback) -> None:
+        number = self._numbers.pop(feedback.group, None)
+        if number is None:
+            # A pinned first trial: the sampler did not ask for it, but learns from it.
+            if feedback.told is not None and feedback.outcome is not Outcome.INVALID:
+                self._add(feedback.action, self.unasked, feedback.told)
+        elif feedback.told is None:
+            self._study.tell(number, state=optuna.trial.TrialState.FAIL)
+        else:
+            self._study.tell(number, list(feedback.told))
+
+    def recall(self, proposal: Proposal) -> None:
+        if proposal.note is None:
+            return
+        for _ in range(proposal.note["retries"]):
+            self._study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL))
+        self._numbers[proposal.group] = self._add(proposal.action, proposal.note["attrs"], None)
+
+    def _add(self, action: Action, attrs: Mapping[str, Any], objectives: tuple[float, ...] | None) -> int:
+        """Put a trial into the study that it did not ask for; without objectives it is still running."""
+        state = optuna.trial.TrialState
+        distributions = {name: _distribution(self.space.tunable[name]) for name in action}
+        searched = {name: d for name, d in distributions.items() if d is not None}
+        self._study.add_trial(
+            optuna.trial.create_trial(
+                state=state.RUNNING if objectives is None else state.COMPLETE,
+                values=None if objectives is None else list(objectives),
+                params={name: _inward(self.space.tunable[name], action[name]) for name in searched},
+                distributions=searched,
+                system_attrs=dict(attrs),
+            )
+        )
+        return len(self._study.get_trials(deepcopy=False)) - 1
+
+
+class Tpe(SamplerAgent):
+    """Optuna's TPE sampler."""
+
+    Config: ClassVar[type[AgentConfig]] = TpeConfig
+    config: TpeConfig
+
+    def sampler(self, seed: int) -> "optuna.samplers.BaseSampler":
+        return optuna.samplers.TPESampler(
+            seed=seed, n_startup_trials=self.config.startup, constant_liar=self.parallel > 1
+        )
+
+
+class Gp(SamplerAgent):
+    """Optuna's Gaussian-process sampler."""
+
+    Config: ClassVar[type[AgentConfig]] = GpConfig
+    config: GpConfig
+
+    @classmethod
+    def problems(cls, config: Any, space: Space, home: Path) -> list[Problem]:
+        found = super().problems(config, space, home)
+        if find_spec("torch") is None or find_spec("scipy") is None:
+            found.append(Problem("type", str(MissingExtra("agent 'gp'", "gp"))))
+        return found
+
+    def sampler(self, seed: int) -> "optuna.samplers.BaseSampler":
+        return optuna.samplers.GPSampler(seed=seed, n_startup_trials=self.config.startup, deterministic_objective=False)
+
+
+class Cmaes(SamplerAgent):
+    """Optuna's CMA-ES sampler."""
+
+    Config: ClassVar[type[AgentConfig]] = CmaesConfig
+    config: CmaesConfig
+    several_objectives: ClassVar[bool] = False
+
+    def sampler(self, seed: int) -> "optuna.samplers.BaseSampler":
+        return optuna.samplers.CmaEsSampler(
+            seed=seed, n_startup_trials=self.config.startup, warn_independent_sampling=False
+        )
+
+
+class Nsga2(SamplerAgent):
+    """Optuna's NSGA-II sampler."""
+
+    Config: ClassVar[type[AgentConfig]] = Nsga2Config
+    config: Nsga2Config
+    # Without a generation a trial belongs to no population.
+    unasked: ClassVar[Mapping[str, Any]] = {"Ordered:generation": 0}
+
+    def sampler(self, seed: int) -> "optuna.samplers.BaseSampler":
+        return _ordered_nsga2()(seed=seed, population_size=self.config.population)
+
+
+@cache
+def _ordered_nsga2() -> "type[optuna.samplers.NSGAIISampler]":
+    class Ordered(optuna.samplers.NSGAIISampler):
+        # Optuna selects parents once per generation in order of rank, and later recalls them in order of number; a run
+        # that is resumed in between selects again, and must see what an undisturbed one sees.
+        def select_parent(self, study: Any, generation: int) -> Any:
+            return sorted(super().select_parent(study, generation), key=lambda trial: trial.number)
+
+    return Ordered
+
+
+def _distribution(parameter: Parameter) -> "optuna.distributions.BaseDistribution | None":
+    match parameter:
+        case Range(dtype="int"):
+            return optuna.distributions.IntDistribution(int(parameter.low), int(parameter.high), log=parameter.log)
+        case Range():
+            return optuna.distributions.FloatDistribution(parameter.low, parameter.high, log=parameter.log)
+        case Choice(ordered=True):
+            return optuna.distributions.IntDistribution(0, parameter.size - 1)
+        case Choice():
+            return optuna.distributions.CategoricalDistribution(range(parameter.size))
+    return None
+
+
+def _suggest(trial: "optuna.trial.Trial", name: str, parameter: Parameter) -> Any:
+    distribution = _distribution(parameter)
+    if distribution is None:
+        return parameter.decode(0)
+    inner: Any
+    match distribution:
+        case optuna.distributions.IntDistribution(low=low, high=high, log=log):
+            inner = trial.suggest_int(name, low, high, log=log)
+        case optuna.distributions.FloatDistribution(low=low, high=high, log=log):
+            inner = trial.suggest_float(name, low, high, log=log)
+        case optuna.distributions.CategoricalDistribution(choices=choices):
+            inner = trial.suggest_categorical(name, choices)
+    return parameter.decode(inner) if isinstance(parameter, Choice) else parameter.validate_value(inner)
+
+
+def _inward(parameter: Parameter, value: Any) -> Any:
+    return parameter.index(value) if isinstance(parameter, Choice) else value

@@ -1,0 +1,31 @@
+"""Warm start: what an earlier run measured, as far as it fits the present one."""
+
+from collections.abc import Iterator
+
+from loopwright.core.errors import InvalidAction
+from loopwright.core.outcome import Outcome
+from loopwright.core.trial import Action, Regime
+from loopwright.envs.search import TrialEnv
+from loopwright.ledger.ledger import Ledger
+
+
+def warm_trials(env: TrialEnv, folder: str) -> Iterator[tuple[Action, Regime, tuple[float, ...]]]:
+    """Actions that are valid here, each with its regime, and with its reward by this run's reward function."""
+    with Ledger.read(env.workload.site.home / folder / "ledger.db") as ledger:
+        # The other run may have gone on since: after a resume this one must learn from what it learned from before.
+        until = env.run.ledger.state("warm_until")
+        if until is None:
+            until = ledger.last()[0]
+            env.run.ledger.set_state("warm_until", until)
+        for trial in ledger.trials():
+            if trial.number > until:
+                break
+            if trial.outcome is not Outcome.OK or trial.cached_from is not None:
+                continue
+            try:
+                action = env.space.validate(trial.action)
+                reward = env.terms.objectives.score(trial.metrics)
+            except (InvalidAction, ArithmeticError, ValueError, KeyError, TypeError):
+                continue
+            if reward is not None:
+                yield action, trial.regime, reward.objectives

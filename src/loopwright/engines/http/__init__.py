@@ -1,0 +1,1 @@
+"""Engines behind HTTP: vLLM, SGLang and llama.cpp servers."""

@@ -1,0 +1,166 @@
+"""Models for the engine in this process: found by name, loaded, checked, and given new weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from loopwright.engines.base import EngineError
+from loopwright.engines.inprocess.batch import Batch
+from loopwright.engines.inprocess.kv_cache import ATTENTION, Rows, Shape, register
+from loopwright.engines.inprocess.packing import pack
+from loopwright.engines.named_tokenizer import place, stop_ids, tokenizer_of
+from loopwright.engines.tokenizer import ByteTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from loopwright.engines.inprocess.engine import TransformersConfig
+
+_CHECKED_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, ready to serve."""
+
+    model: Any
+    tokenizer: Tokenizer
+    batch: Batch
+    max_context: int
+
+
+def load(config: "TransformersConfig", home: Path) -> Loaded:
+    """The model that a config names. EngineError if it cannot be had, or cannot be served."""
+    model, tokenizer = bare(config, home)
+    pack(model)
+    text = model.config.get_text_config()
+    limit = text.max_position_embeddings
+    max_context = min(config.max_context or limit, limit)
+    shape = _shape(model, text, max_context)
+    batch = Batch(
+        model,
+        shape,
+        tokenizer,
+        stop_ids=stop_ids(tokenizer, model.generation_config.eos_token_id),
+        max_batch=config.max_batch,
+        max_tokens=config.batch_bytes // shape.token_bytes,
+        max_context=max_context,
+        prefix_bytes=config.prefix_bytes,
+    )
+    if config.model not in ("tiny", "smollm2"):
+        _check(model, shape, config.model)
+    return Loaded(model, tokenizer, batch, max_context)
+
+
+def bare(config: "TransformersConfig", home: Path) -> tuple[Any, Tokenizer]:
+    """The model and its tokenizer, as they come. EngineError if they cannot be had."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    model = causal_model(config.model, home, seed=config.seed)
+    tokenizer = tokenizer_of(config.model, home)
+    return model.to(device=config.device, dtype=getattr(torch, config.dtype)).eval().requires_grad_(False), tokenizer
+
+
+def tiny(seed: int = 0, attention: str = ATTENTION) -> Any:
+    """A small byte-level model with random weights: 0.25 million of them, made on the spot."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    make: Any = Qwen2ForCausalLM
+    config = Qwen2Config(
+        vocab_size=ByteTokenizer.size,
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,  # tied, a random model would only ever repeat itself
+        bos_token_id=None,
+        eos_token_id=ByteTokenizer.specials["<|im_end|>"],
+    )
+    config._attn_implementation = attention
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make(config)
+
+
+def causal_model(name: str, home: Path, *, seed: int = 0, attention: str = ATTENTION) -> Any:
+    """The model of a name, as an engine runs it or a learner trains it. EngineError if it cannot be had."""
+    register()
+    if name == "tiny":
+        return tiny(seed, attention)
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    chatter: Any = logging
+    chatter.disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(place(name, home), attn_implementation=attention, dtype="auto")
+    except (OSError, ValueError, ImportError) as error:
+        raise EngineError(f"model {name!r} cannot be loaded: {error}") from error
+
+
+def _shape(model: Any, text: Any, max_context: int) -> Shape:
+    """What the model remembers per token, if it remembers in a way that we know."""
+    window = getattr(text, "sliding_window", None)
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise EngineError(f"a model with layers of kind {', '.join(sorted(kinds))} cannot be served in process")
+    if "sliding_attention" in kinds and window is not None and max_context > window:
+        raise EngineError(f"this model attends to {window} tokens only: set max_context = {window} or less")
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    weight = next(model.parameters())
+    return Shape(text.num_hidden_layers, heads, width, weight.dtype, weight.device)
+
+
+@torch.inference_mode()
+def _check(model: Any, shape: Shape, name: str) -> None:
+    """Token by token must give what a forward pass gives; otherwise this kind of model is not for us."""
+    ids = list(range(1, 1 + _CHECKED_TOKENS))
+    rows = Rows(model, shape)
+    rows.add()
+    try:
+        found = [rows.forward([[token]])[0] for token in ids]
+        expected = model(input_ids=torch.tensor([ids], device=shape.device), use_cache=False).logits[0]
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise EngineError(f"model {name!r} cannot be served in process: {error}") from error
+    off = (torch.stack(found).float().log_softmax(-1) - expected.float().log_softmax(-1)).abs().max().item()
+    if not off < (1e-2 if shape.dtype is torch.float32 else 1.0):
+        raise EngineError(f"model {name!r} cannot be served in process: logprobs are off by {off:.3g}")
+
+
+def put_weights(model: Any, source: Mapping[str, Tensor] | Path) -> None:
+    """Copy weights into a model; all of them fit, or none is taken. Weights that share memory may be named once."""
+    weights = source if isinstance(source, Mapping) else _read(source)
+    places = model.state_dict()
+    unknown = [name for name in weights if name not in places]
+    given = {places[name].data_ptr() for name in weights if name in places}
+    missing = [name for name, place in places.items() if place.data_ptr() not in given]
+    unlike = [name for name in weights if name in places and weights[name].shape != places[name].shape]
+    for what, names in (("unknown", unknown), ("missing", missing), ("of another shape", unlike)):
+        if names:
+            raise EngineError(f"these weights do not fit the model: {len(names)} {what}, such as {names[0]!r}")
+    with torch.no_grad():  # not inference mode, in which nobody could tell that they were written to
+        for name, weight in weights.items():
+            places[name].copy_(weight)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    """The weights in a file of safetensors or torch, or in a directory as transformers writes it."""
+    from safetensors.torch import load_file
+
+    files = [path]
+    if path.is_dir():  # a checkpoint has the memory of an optimizer beside its model
+        files = sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
+    found: dict[str, Tensor] = {}
+    try:
+        for file in files:
+            found |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+    except Exception as error:
+        raise EngineError(f"weights in {path} cannot be read: {type(error).__name__}: {error}") from error
+    if not found:
+        raise EngineError(f"there are no weights in {path}")
+    return found

@@ -1,0 +1,1 @@
+"""Gymnasium: a run as a `gymnasium.Env`."""

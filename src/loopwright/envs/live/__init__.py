@@ -1,0 +1,1 @@
+"""Live environments: a server steps them, and each step is a trial."""

@@ -1,0 +1,1 @@
+"""Trials as processes of this machine, and Python workers that can be killed."""

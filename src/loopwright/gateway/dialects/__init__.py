@@ -1,0 +1,1 @@
+"""Dialects: one API each, from request to internal turn and back."""

@@ -1,0 +1,1 @@
+"""The relay: engines that connect out to the gateway by WebSocket."""

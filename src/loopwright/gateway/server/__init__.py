@@ -1,0 +1,1 @@
+"""The gateway's HTTP server: routes, keys, metrics and administration."""

@@ -1,0 +1,1 @@
+"""Sessions: an agent's conversation with an engine, recorded token by token."""

@@ -1,0 +1,1 @@
+"""The ledger: a run's crash-safe record, with its cache, groups and training steps."""

@@ -1,0 +1,146 @@
+"""The groups of a rollout run, in the ledger: which prompt each tries, and what became of it.
+
+    open ──► ready ──► taken ──► trained
+      │        └─► expired     (too old; its prompt is rolled again in another group)
+      └─► filtered, failed
+
+A group is opened in the transaction that reserves its trials, so a crash loses no prompt. Which groups were trained on
+is decided by the step of the trainer's checkpoint, so none is trained on twice.
+"""
+
+import sqlite3
+from collections.abc import Sequence
+from typing import Any
+
+from loopwright.core.outcome import Outcome
+from loopwright.core.trial import Trial
+from loopwright.ledger.ledger import Ledger
+
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS groups (grp INTEGER PRIMARY KEY, source TEXT NOT NULL, again INTEGER, "
+    "status TEXT NOT NULL, version INTEGER, step INTEGER) STRICT",
+    "CREATE INDEX IF NOT EXISTS trials_by_group ON trials (grp)",
+    "CREATE INDEX IF NOT EXISTS groups_open ON groups (grp) WHERE status = 'open'",
+    "CREATE INDEX IF NOT EXISTS groups_ready ON groups (version, grp) WHERE status = 'ready'",
+    "CREATE INDEX IF NOT EXISTS groups_taken ON groups (step, grp) WHERE status = 'taken'",
+)
+
+
+class Groups:
+    """Each step of a group's life is one small, indexed write, however many groups there are."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        with ledger.transaction as connection:
+            for statement in _SCHEMA:
+                connection.execute(statement)
+        self._ready = int(self._rows("SELECT count(*) FROM groups WHERE status = 'ready'")[0][0])
+
+    def _rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
+        return self._ledger.transaction.rows(query, values)
+
+    def open(self, group: int, source: str, trials: Sequence[Trial], *, again: int | None = None) -> None:
+        """Write down a new group with its trials; `again` is the expired one whose prompt it tries once more."""
+        self._ledger.reserve(trials, hold=True)
+        with self._ledger.transaction as connection:
+            connection.execute(
+                "INSERT INTO groups (grp, source, again, status) VALUES (?, ?, ?, 'open')", (group, source, again)
+            )
+
+    def ready(self, group: int, version: int) -> None:
+        """The group can be trained on; `version` is the oldest that sampled any of it."""
+        self._move(group, "open", "ready", version)
+        self._ready += 1
+
+    def close(self, group: int, status: str) -> None:
+        """The group is `filtered` or `failed`."""
+        self._move(group, "open", status, None)
+
+    def _move(self, group: int, before: str, after: str, version: int | None) -> None:
+        with self._ledger.transaction.held as connection:
+            changed = connection.execute(
+                "UPDATE groups SET status = ?, version = ? WHERE grp = ? AND status = ?",
+                (after, version, group, before),
+            ).rowcount
+            if changed != 1:
+                raise ValueError(f"group {group} is not {before}")
+            if after == Outcome.FILTERED:
+                _left_out(connection, [group], Outcome.FILTERED)
+
+    def take(self, most: int, step: int) -> list[int]:
+        """Up to `most` ready groups, oldest version first, for this step of training."""
+        with self._ledger.transaction as connection:
+            taken = connection.execute(
+                "UPDATE groups SET status = 'taken', step = ? WHERE grp IN "
+                "(SELECT grp FROM groups WHERE status = 'ready' ORDER BY version, grp LIMIT ?) RETURNING grp",
+                (step, most),
+            ).fetchall()
+        self._ready -= len(taken)
+        return sorted(group for (group,) in taken)
+
+    def expire(self, before: int) -> list[int]:
+        """End the ready groups of which something is older than version `before`; their trials end `expired`."""
+        with self._ledger.transaction.held as connection:
+            expired = [
+                group
+                for (group,) in connection.execute(
+                    "UPDATE groups SET status = 'expired' WHERE grp IN "
+                    "(SELECT grp FROM groups WHERE status = 'ready' AND version < ?) RETURNING grp",
+                    (before,),
+                ).fetchall()
+            ]
+            _left_out(connection, expired, Outcome.EXPIRED)
+        self._ready -= len(expired)
+        return sorted(expired)
+
+    def taken(self, step: int) -> list[int]:
+        """The groups that were taken for this step, trained on or not: what its replay is made from."""
+        query = "SELECT grp FROM groups WHERE status IN ('taken', 'trained') AND step = ? ORDER BY grp"
+        rows = self._rows(query, (step,))
+        return [group for (group,) in rows]
+
+    def settle(self, step: int) -> None:
+        """The trainer's checkpoint of this step is safe: what was taken for it, or before, counts as trained."""
+        with self._ledger.transaction as connection:
+            connection.execute("UPDATE groups SET status = 'trained' WHERE status = 'taken' AND step <= ?", (step,))
+
+    def restore(self, step: int) -> None:
+        """Training goes on after this step: what was taken for it or before is trained, the rest is ready again."""
+        self.settle(step)
+        with self._ledger.transaction as connection:
+            self._ready += connection.execute(
+                "UPDATE groups SET status = 'ready', step = NULL WHERE status = 'taken'"
+            ).rowcount
+
+    def unfinished(self) -> list[int]:
+        """The groups that were in production when the run stopped."""
+        return [group for (group,) in self._rows("SELECT grp FROM groups WHERE status = 'open' ORDER BY grp")]
+
+    def owed(self) -> list[int]:
+        """The groups that expired and whose prompts were not tried again yet."""
+        rows = self._rows(
+            "SELECT grp FROM groups WHERE status = 'expired' "
+            "AND grp NOT IN (SELECT again FROM groups WHERE again IS NOT NULL) ORDER BY grp"
+        )
+        return [group for (group,) in rows]
+
+    @property
+    def waiting(self) -> int:
+        """How many are ready."""
+        return self._ready
+
+    def drawn(self) -> dict[str, int]:
+        """How many prompts were drawn from each source, for the sampler to go on from."""
+        return dict(self._rows("SELECT source, count(*) FROM groups WHERE again IS NULL GROUP BY source"))
+
+    def counts(self) -> dict[str, int]:
+        """How many groups there are of each status."""
+        return dict(self._rows("SELECT status, count(*) FROM groups GROUP BY status"))
+
+
+def _left_out(connection: sqlite3.Connection, groups: Sequence[int], outcome: Outcome) -> None:
+    """Say of the trials of these groups that were scored that they were not used; their rewards stay."""
+    connection.executemany(
+        "UPDATE trials SET outcome = ? WHERE grp = ? AND outcome IN ('ok', 'truncated', 'invalid')",
+        [(outcome, group) for group in groups],
+    )

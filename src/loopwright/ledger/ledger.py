@@ -1,0 +1,392 @@
+"""The ledger: a run's append-only history, which is also its cache and its resume point.
+
+One SQLite file in WAL mode per run. A trial is reserved before it starts, attempted, and committed when it ends, so
+that neither parallel trials nor crashes can lose or repeat a number. One process writes; any number may read beside it.
+"""
+
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import orjson
+
+from loopwright.core.errors import LedgerError, storage
+from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.reward import Reward
+from loopwright.core.trial import Result, Trial
+from loopwright.ledger.sqlite import Transaction, connect, connect_to_read, damaged, explained, text
+
+VERSION = 1
+_SCHEMA = """
+CREATE TABLE trials (
+    number INTEGER PRIMARY KEY, grp INTEGER NOT NULL, repeat INTEGER NOT NULL, action TEXT NOT NULL, key TEXT NOT NULL,
+    draw INTEGER, regime TEXT NOT NULL, outcome TEXT, fault TEXT, reason TEXT NOT NULL DEFAULT '',
+    reward REAL, reward_detail TEXT, metrics TEXT, usage TEXT, cached_from TEXT,
+    reserved_at REAL NOT NULL, finished_at REAL
+) STRICT;
+CREATE INDEX trials_by_key ON trials (key) WHERE outcome IN ('ok', 'infeasible') AND cached_from IS NULL AND key <> '';
+CREATE TABLE attempts (
+    trial INTEGER NOT NULL, attempt INTEGER NOT NULL, pid INTEGER, start_ticks INTEGER,
+    started_at REAL NOT NULL, ended_at REAL, outcome TEXT, reason TEXT, PRIMARY KEY (trial, attempt)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE payloads (
+    trial INTEGER NOT NULL, kind TEXT NOT NULL, data BLOB NOT NULL, PRIMARY KEY (trial, kind)
+) STRICT;
+CREATE TABLE state (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+"""
+_COLUMNS = (
+    "number, grp, repeat, action, key, draw, regime, outcome, fault, reason, reward, reward_detail, metrics, usage, "
+    "cached_from, reserved_at, finished_at"
+)
+
+
+class Ledger:
+    """A run's record. Safe to use from several threads of the writing process.
+
+    >>> with Ledger.create(Path("out/matmul/ledger.db")) as ledger:
+    ...     ledger.reserve([trial])
+    ...     ledger.attempt(trial.number, pid, start_ticks)
+    ...     trial = ledger.commit(trial, result, reward)
+    """
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self._connection = connection
+        self.transaction = Transaction(path, connection)
+        """What all writes go through; what is held back in it is written together."""
+        self._rows = self.transaction.rows
+
+    # -- opening ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        *,
+        synchronous: Literal["NORMAL", "FULL"] = "NORMAL",
+        state: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """A new ledger without trials, with what is known of the run; one that exists already is refused."""
+        if path.exists():
+            raise LedgerError(f"{path} exists already. Go on with `loopwright resume`, or choose another --output.")
+        # Made aside and moved into place: a ledger is there as a whole or, after a crash right here, not at all.
+        part = path.with_name(f".{path.name}.part")
+        with explained(path), storage(path):
+            for left in part.parent.glob(f"{part.name}*"):
+                left.unlink()
+            with closing(connect(part, synchronous)) as connection:
+                connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+                rows = [(name, text(value)) for name, value in (state or {}).items()]
+                connection.executemany("INSERT INTO state VALUES (?, ?)", rows)
+            part.rename(path)
+            return cls(path, connect(path, synchronous))
+
+    @classmethod
+    def open(cls, path: Path, *, synchronous: Literal["NORMAL", "FULL"] = "NORMAL") -> Self:
+        """An existing ledger, checked for damage, for going on with it."""
+        # Looked at first: opening for writing would make even an empty file look like a database.
+        cls.read(path).close()
+        with explained(path):
+            connection = connect(path, synchronous)
+            damage = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
+        if damage != ["ok"]:
+            connection.close()
+            raise LedgerError(damaged(path, damage[0]))
+        return cls(path, _checked(path, connection))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """An existing ledger, for reading only, also while another process writes it."""
+        _must_exist(path)
+        with explained(path):
+            connection = connect_to_read(path)
+            return cls(path, _checked(path, connection))
+
+    def flush(self) -> None:
+        """Have on disk whatever was reserved and committed."""
+        self.transaction.flush()
+
+    def close(self) -> None:
+        """Fold the write-ahead log into the file and let go of it."""
+        with explained(self.path):
+            self.transaction.flush()
+            self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- writing: reserve, attempt, commit ----------------------------------------------------------------------
+
+    def reserve(self, trials: Sequence[Trial], note: Mapping[str, Any] | None = None, *, hold: bool = False) -> None:
+        """Write down trials before anything else happens to them, with the note that their agent left.
+
+        With `hold` it is on disk only after the next `flush` or `attempt`; one comes before anything is started.
+        """
+        rows = [
+            (t.number, t.group, t.repeat, text(t.action), t.key, t.draw, text(t.regime), t.reserved_at) for t in trials
+        ]
+        with self.transaction.held if hold else self.transaction as connection:
+            connection.executemany(
+                "INSERT INTO trials (number, grp, repeat, action, key, draw, regime, reserved_at) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                rows,
+            )
+            if note is not None:
+                connection.execute("INSERT INTO payloads VALUES (?, 'note', ?)", (trials[0].number, orjson.dumps(note)))
+
+    def attempt(self, number: int, pid: int, start_ticks: int) -> int:
+        """Open an attempt at a trial and say which process works on it, so that a resumed run can end it."""
+        with self.transaction as connection:
+            row = connection.execute(
+                "INSERT INTO attempts (trial, attempt, pid, start_ticks, started_at) "
+                "SELECT ?, 1 + count(*), ?, ?, ? FROM attempts WHERE trial = ? RETURNING attempt",
+                (number, pid, start_ticks, time.time(), number),
+            ).fetchone()
+        return int(row[0])
+
+    def running(self, number: int, attempt: int, pid: int, start_ticks: int) -> None:
+        """Another process works on the same attempt now."""
+        with self.transaction as connection:
+            connection.execute(
+                "UPDATE attempts SET pid = ?, start_ticks = ? WHERE trial = ? AND attempt = ?",
+                (pid, start_ticks, number, attempt),
+            )
+
+    def commit(self, trial: Trial, result: Result, reward: Reward | None = None, *, hold: bool = False) -> Trial:
+        """Write down how a trial ended and return it; its attempt, where there was one, ends with it.
+
+        With `hold` it is on disk only after the next `flush`, or with whatever is written next.
+        """
+        ended = Trial(
+            trial.number,
+            trial.action,
+            trial.key,
+            trial.group,
+            trial.repeat,
+            trial.draw,
+            trial.regime,
+            result.outcome,
+            result.fault,
+            result.reason,
+            reward,
+            result.metrics,
+            result.usage,
+            result.cached_from,
+            trial.reserved_at,
+            time.time(),
+        )
+        detail = None if reward is None else text({"parts": reward.parts, "more": reward.more})
+        with self.transaction.held if hold else self.transaction as connection:
+            changed = connection.execute(
+                "UPDATE trials SET outcome = ?, fault = ?, reason = ?, reward = ?, reward_detail = ?, metrics = ?, "
+                "usage = ?, cached_from = ?, finished_at = ? "
+                "WHERE number = ? AND (outcome IS NULL OR outcome = 'aborted')",
+                (
+                    ended.outcome,
+                    ended.fault,
+                    ended.reason,
+                    None if reward is None else reward.value,
+                    detail,
+                    text(ended.metrics),
+                    text(ended.usage),
+                    ended.cached_from,
+                    ended.finished_at,
+                    ended.number,
+                ),
+            ).rowcount
+            if changed != 1:
+                raise LedgerError(f"{self.path}: trial {trial.number} was never reserved, or has ended already.")
+            if result.episode is not None:
+                connection.execute(
+                    "INSERT OR REPLACE INTO payloads VALUES (?, 'rollout', ?)", (ended.number, result.episode)
+                )
+            if ended.outcome is Outcome.ABORTED:
+                # The end of a trial's last attempt is the end of the trial; only an earlier one needs its own.
+                connection.execute(
+                    "UPDATE attempts SET ended_at = ?, outcome = ?, reason = ? WHERE trial = ? AND ended_at IS NULL",
+                    (ended.finished_at, ended.outcome, ended.reason, ended.number),
+                )
+        return ended
+
+    def append(
+        self,
+        trials: Sequence[tuple[Any, ...]],
+        episodes: Sequence[tuple[int, bytes]] = (),
+        unfinished: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Write down many live trials at once, as (number, group, action, draw, regime, outcome, fault, reason, reward,
+        reward_detail, metrics, reserved_at, finished_at), and the episodes that ended, as (last trial, JSON). The row
+        and the facts of an `unfinished` episode are kept for `close_episode`.
+        """
+        with self.transaction as connection:
+            connection.executemany(
+                "INSERT INTO trials (number, grp, repeat, action, key, draw, regime, outcome, fault, reason, reward, "
+                "reward_detail, metrics, reserved_at, finished_at) "
+                "VALUES (?, ?, 0, ?, '', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                trials,
+            )
+            connection.executemany("INSERT INTO payloads VALUES (?, 'episode', ?)", episodes)
+            if unfinished is not None:
+                connection.execute("INSERT OR REPLACE INTO state VALUES ('unfinished', ?)", (text(unfinished),))
+
+    def put_payload(self, number: int, kind: str, data: bytes) -> None:
+        """Store something larger beside a trial."""
+        with self.transaction as connection:
+            connection.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", (number, kind, data))
+
+    def set_state(self, name: str, value: Any) -> None:
+        """Store something about the run as a whole."""
+        with self.transaction as connection:
+            connection.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (name, text(value)))
+
+    def close_attempts(self) -> None:
+        """End the attempts that a dead process left open; their trials stay unfinished."""
+        with self.transaction as connection:
+            connection.execute(
+                "UPDATE attempts SET ended_at = ?, outcome = 'lost', reason = 'the process that ran it died' "
+                "WHERE ended_at IS NULL "
+                "AND trial IN (SELECT number FROM trials WHERE ifnull(outcome, 'aborted') = 'aborted')",
+                (time.time(),),
+            )
+
+    def close_episode(self) -> None:
+        """End the episode that a dead process left open: as much of it as was written down becomes its row."""
+        row, facts = self.state("unfinished") or ((0,), {})
+        if row[0] > self.last()[0]:
+            self.append([tuple(row)], [(row[0], orjson.dumps(facts))])
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def find(self, key: str) -> Trial | None:
+        """The first trial that answers this key, in time that does not depend on how many there are."""
+        rows = self._rows(
+            f"SELECT {_COLUMNS} FROM trials WHERE key = ? AND outcome IN ('ok', 'infeasible') "
+            "AND cached_from IS NULL AND key <> '' ORDER BY number LIMIT 1",
+            (key,),
+        )
+        return _trial(rows[0]) if rows else None
+
+    def answered(self) -> set[str]:
+        """The keys that `find` has an answer to."""
+        rows = self._rows(
+            "SELECT key FROM trials WHERE outcome IN ('ok', 'infeasible') AND cached_from IS NULL AND key <> ''"
+        )
+        return {key for (key,) in rows}
+
+    def trial(self, number: int) -> Trial | None:
+        """One trial by its number."""
+        rows = self._rows(f"SELECT {_COLUMNS} FROM trials WHERE number = ?", (number,))
+        return _trial(rows[0]) if rows else None
+
+    def trials(self, *, after: int = 0) -> Iterator[Trial]:
+        """All trials by number, in pages, so that the writer is never held up."""
+        while rows := self._rows(
+            f"SELECT {_COLUMNS} FROM trials WHERE number > ? ORDER BY number LIMIT 5000", (after,)
+        ):
+            yield from map(_trial, rows)
+            after = rows[-1][0]
+
+    def unfinished(self) -> list[Trial]:
+        """The trials that a resumed run attempts again: in flight when the process died, or aborted."""
+        where = "WHERE outcome IS NULL OR outcome = 'aborted'"
+        return [_trial(row) for row in self._rows(f"SELECT {_COLUMNS} FROM trials {where} ORDER BY number")]
+
+    def group(self, number: int) -> list[Trial]:
+        """The trials of one group."""
+        return [
+            _trial(row) for row in self._rows(f"SELECT {_COLUMNS} FROM trials WHERE grp = ? ORDER BY number", (number,))
+        ]
+
+    def open_processes(self) -> list[tuple[int, int]]:
+        """(pid, start time) of each process that a dead writer may have left running."""
+        return self._rows(
+            "SELECT pid, start_ticks FROM attempts JOIN trials ON number = trial "
+            "WHERE ended_at IS NULL AND ifnull(trials.outcome, 'aborted') = 'aborted' AND pid IS NOT NULL"
+        )
+
+    def last(self) -> tuple[int, int, int]:
+        """The highest trial number, group and draw that were given out."""
+        (row,) = self._rows("SELECT ifnull(max(number), 0), ifnull(max(grp), 0), ifnull(max(draw), 0) FROM trials")
+        return row  # type: ignore[no-any-return]
+
+    def counts(self) -> dict[str, int]:
+        """How many trials ended in each way; trials in flight count as `running`, cached ones as `cached` as well."""
+        rows = self._rows("SELECT ifnull(outcome, 'running'), count(*), count(cached_from) FROM trials GROUP BY 1")
+        return {name: count for name, count, _ in rows} | {"cached": sum(row[2] for row in rows)}
+
+    def worst(self) -> float | None:
+        """The lowest reward so far."""
+        ((lowest,),) = self._rows("SELECT min(reward) FROM trials")
+        return None if lowest is None else float(lowest)
+
+    def attempts(self, number: int) -> list[tuple[int, float, float | None, str | None]]:
+        """(attempt, started at, ended at, outcome) of a trial."""
+        return self._rows(
+            "SELECT attempt, started_at, ifnull(ended_at, finished_at), ifnull(a.outcome, t.outcome) "
+            "FROM attempts AS a JOIN trials AS t ON t.number = a.trial WHERE trial = ? ORDER BY attempt",
+            (number,),
+        )
+
+    def payload(self, number: int, kind: str) -> bytes | None:
+        """What was stored beside a trial."""
+        rows = self._rows("SELECT data FROM payloads WHERE trial = ? AND kind = ?", (number, kind))
+        return rows[0][0] if rows else None
+
+    def notes(self) -> dict[int, Mapping[str, Any]]:
+        """The notes that the agent left, by the number of the trial."""
+        return {n: orjson.loads(data) for n, data in self._rows("SELECT trial, data FROM payloads WHERE kind = 'note'")}
+
+    def episodes(self) -> Iterator[dict[str, Any]]:
+        """The live episodes that ended, in order: first and last trial, return, length, regime."""
+        after = 0
+        query = "SELECT trial, data FROM payloads WHERE kind = 'episode' AND trial > ? ORDER BY trial LIMIT 5000"
+        while rows := self._rows(query, (after,)):
+            yield from (orjson.loads(data) for _, data in rows)
+            after = rows[-1][0]
+
+    def state(self, name: str, default: Any = None) -> Any:
+        """What was stored about the run."""
+        rows = self._rows("SELECT value FROM state WHERE name = ?", (name,))
+        return orjson.loads(rows[0][0]) if rows else default
+
+
+def _checked(path: Path, connection: sqlite3.Connection) -> sqlite3.Connection:
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version != VERSION:
+        connection.close()
+        found = "is no ledger" if version == 0 else f"has version {version}; this Loopwright reads version {VERSION}"
+        raise LedgerError(f"{path} {found}. Use the Loopwright that wrote it, or choose another --output.")
+    return connection
+
+
+def _must_exist(path: Path) -> None:
+    if not path.is_file():
+        raise LedgerError(f"there is no ledger at {path}. Give the output directory of a run.")
+
+
+def _trial(row: Sequence[Any]) -> Trial:
+    detail = None if row[11] is None else orjson.loads(row[11])
+    return Trial(
+        number=row[0],
+        group=row[1],
+        repeat=row[2],
+        action=orjson.loads(row[3]),
+        key=row[4],
+        draw=row[5],
+        regime=orjson.loads(row[6]),
+        outcome=None if row[7] is None else Outcome(row[7]),
+        fault=None if row[8] is None else Fault(row[8]),
+        reason=row[9],
+        reward=None if detail is None else Reward(row[10], detail["parts"], tuple(detail["more"])),
+        metrics=orjson.loads(row[12]) if row[12] else {},
+        usage=orjson.loads(row[13]) if row[13] else {},
+        cached_from=row[14],
+        reserved_at=row[15],
+        finished_at=row[16],
+    )

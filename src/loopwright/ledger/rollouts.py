@@ -1,0 +1,131 @@
+"""Stored rollouts: a trial with its episode, read from the ledger one at a time, however many there are."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import orjson
+
+from loopwright.core.episode import Episode
+from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.reward import Reward
+from loopwright.ledger.ledger import Ledger
+
+KIND = "rollout"
+"""The payload that holds an episode."""
+REJUDGED = "rejudged"
+"""The payload that holds later verdicts on it, oldest first; the reward that it was given first is never changed."""
+EVALUATED = "json_extract(action, '$.evaluated')"
+"""In a query of trials: the step of training that an evaluation came after; NULL for all other trials."""
+_PAGE = 32
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A trial and its episode. What became of the group later (`filtered`, `expired`) is in the episode, too."""
+
+    number: int
+    episode: Episode
+    evaluated: int | None = None
+    """The step of training after which it measured the policy; None for what may be trained on."""
+
+    @classmethod
+    def of(cls, number: int, data: bytes, outcome: str | None, evaluated: int | None = None) -> Self:
+        """From what the ledger holds. What has expired is too old to be trained on."""
+        episode = Episode.from_bytes(data)
+        if outcome in (Outcome.FILTERED, Outcome.EXPIRED):
+            kept = episode.trainable and outcome != Outcome.EXPIRED
+            episode = replace(episode, outcome=Outcome(outcome), trainable=kept)
+        return cls(number, episode, evaluated)
+
+    @property
+    def judgeable(self) -> bool:
+        """Whether there is something to judge: the policy did it, and at most the judger failed."""
+        return self.episode.fault in (None, Fault.POLICY, Fault.JUDGE)
+
+    def as_json(self) -> dict[str, Any]:
+        """A line of JSONL."""
+        told = {} if self.evaluated is None else {"evaluated": self.evaluated}
+        return {"trial": self.number, **told, **self.episode.as_json()}
+
+
+@dataclass(frozen=True)
+class Rejudgement:
+    """What a later judger said of an episode: a reward, or why there is none."""
+
+    id: str
+    reward: Reward | None
+    reason: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data."""
+        reward = None if self.reward is None else {"value": self.reward.value, "parts": self.reward.parts}
+        return {"id": self.id, "reward": reward, "reason": self.reason}
+
+
+def has_rollouts(ledger: Ledger) -> bool:
+    """Whether a run makes rollouts."""
+    about = ledger.state("run", {})
+    return isinstance(about, dict) and isinstance(about.get("rollout"), dict)
+
+
+def rollouts(ledger: Ledger, numbers: Sequence[int] | None = None) -> Iterator[Rollout]:
+    """All rollouts that have ended, in the order of their numbers, or these; a few at a time are in memory."""
+    if numbers is not None:
+        yield from (found for number in numbers if (found := rollout(ledger, number)) is not None)
+        return
+    after = 0
+    query = (
+        f"SELECT trial, data, outcome, {EVALUATED} FROM payloads JOIN trials ON number = trial "
+        f"WHERE kind = '{KIND}' AND trial > ? ORDER BY trial LIMIT {_PAGE}"
+    )
+    while rows := ledger.transaction.rows(query, (after,)):
+        yield from (Rollout.of(*row) for row in rows)
+        after = rows[-1][0]
+
+
+def rollout(ledger: Ledger, number: int) -> Rollout | None:
+    """One of them; None where a trial has no episode yet, or is not there."""
+    data = ledger.payload(number, KIND)
+    if data is None:
+        return None
+    query = f"SELECT outcome, {EVALUATED} FROM trials WHERE number = ?"
+    return Rollout.of(number, data, *ledger.transaction.rows(query, (number,))[0])
+
+
+def groups_of(ledger: Ledger) -> Iterator[list[Rollout]]:
+    """The rollouts of one group after another."""
+    after = 0
+    query = "SELECT min(grp) FROM trials WHERE grp > ?"
+    members = (
+        f"SELECT trial, data, outcome, {EVALUATED} FROM payloads JOIN trials ON number = trial AND kind = '{KIND}' "
+        "WHERE grp = ? ORDER BY number"
+    )
+    while (group := ledger.transaction.rows(query, (after,))[0][0]) is not None:
+        if found := [Rollout.of(*row) for row in ledger.transaction.rows(members, (group,))]:
+            yield found
+        after = group
+
+
+def rejudgements(ledger: Ledger, number: int) -> list[Rejudgement]:
+    """What later judgers said of an episode, oldest first."""
+    data = ledger.payload(number, REJUDGED)
+    found = [] if data is None else orjson.loads(data)
+    return [
+        Rejudgement(
+            one["id"],
+            None if one["reward"] is None else Reward(one["reward"]["value"], one["reward"]["parts"]),
+            one["reason"],
+        )
+        for one in found
+    ]
+
+
+def add_rejudgements(ledger: Ledger, said: Sequence[tuple[int, Rejudgement]]) -> None:
+    """Store more verdicts behind the earlier ones."""
+    for number, verdict in said:
+        every = [*rejudgements(ledger, number), verdict]
+        data = orjson.dumps([one.as_json() for one in every])
+        with ledger.transaction.held as connection:
+            connection.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", (number, REJUDGED, data))
+    ledger.transaction.flush()

@@ -1,0 +1,113 @@
+"""Exports of rollouts: episodes as they are, or flat rows for training; streamed, however many there are."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from loopwright.core.errors import MissingExtra, storage
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.rollouts import Rollout, rollouts
+from loopwright.reports.export import replacing
+
+_BATCH = 256
+
+
+def write_episodes(ledger: Ledger, directory: Path) -> Path:
+    """`episodes.jsonl`: an episode per line, whole, with the number of its trial."""
+    return _write_lines(directory / "episodes.jsonl", (rollout.as_json() for rollout in rollouts(ledger)))
+
+
+def write_rows(ledger: Ledger, directory: Path) -> Path:
+    """`rows.jsonl`: a row per branch, to train on."""
+    return _write_lines(directory / "rows.jsonl", (row for rollout in _trained(ledger) for row in rows_of(rollout)))
+
+
+def write_verl(ledger: Ledger, directory: Path) -> Path:
+    """`verl.jsonl`: the same rows under the names of verl's AgentLoopOutput."""
+    return _write_lines(directory / "verl.jsonl", (row for rollout in _trained(ledger) for row in verl_of(rollout)))
+
+
+def write_parquet_rows(ledger: Ledger, directory: Path) -> Path:
+    """`rows.parquet`: the rows of `rows.jsonl`, typed."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise MissingExtra("Parquet export", "parquet") from error
+    ids = pa.list_(pa.int64())
+    fields: dict[str, Any] = {
+        **dict.fromkeys(("trial", "group"), pa.int64()),
+        **dict.fromkeys(("task", "data_source", "outcome", "fault"), pa.string()),
+        **dict.fromkeys(("trainable", "in_baseline"), pa.bool_()),
+        **dict.fromkeys(("prompt_ids", "response_ids"), ids),
+        "response_mask": pa.list_(pa.int8()),
+        "logprobs": pa.list_(pa.float64()),
+        "versions": ids,
+        "reward": pa.float64(),
+        "parts": pa.map_(pa.string(), pa.float64()),
+    }
+    schema = pa.schema(fields)
+    path = directory / "rows.parquet"
+    part = path.with_name(f".{path.name}.part")
+    every = (row for rollout in _trained(ledger) for row in rows_of(rollout))
+    with storage(path):
+        try:
+            with pq.ParquetWriter(part, schema, compression="zstd") as writer:
+                while batch := list(islice(every, _BATCH)):
+                    listed = [{**row, "parts": list(row["parts"].items())} for row in batch]
+                    writer.write_table(pa.Table.from_pylist(listed, schema=schema))
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    return path
+
+
+def _trained(ledger: Ledger) -> Iterator[Rollout]:
+    """All but evaluations: whoever trained on these would no longer know how good the policy is."""
+    return (rollout for rollout in rollouts(ledger) if rollout.evaluated is None)
+
+
+def rows_of(rollout: Rollout) -> Iterator[dict[str, Any]]:
+    """The rows of an episode, each with where it comes from and whether it may be trained on."""
+    episode = rollout.episode
+    for row in episode.rows():
+        yield {
+            **_origin(rollout),
+            "prompt_ids": row.prompt_ids,
+            "response_ids": row.response_ids,
+            "response_mask": row.response_mask,
+            "logprobs": row.logprobs,
+            "versions": row.versions,
+            "reward": row.reward,
+            "parts": dict(episode.rewards),
+        }
+
+
+def verl_of(rollout: Rollout) -> Iterator[dict[str, Any]]:
+    """The same rows as verl calls them; what it has no name for is in `extra_fields`."""
+    for row in rollout.episode.as_verl():
+        yield {**row, "extra_fields": {**_origin(rollout), **row["extra_fields"]}}
+
+
+def _origin(rollout: Rollout) -> dict[str, Any]:
+    episode = rollout.episode
+    return {
+        "trial": rollout.number,
+        "group": episode.group,
+        "task": episode.task.id,
+        "data_source": episode.task.data_source,
+        "outcome": str(episode.outcome),
+        "fault": None if episode.fault is None else str(episode.fault),
+        "trainable": episode.trainable,
+        "in_baseline": episode.in_baseline,
+    }
+
+
+def _write_lines(path: Path, lines: Iterator[dict[str, Any]]) -> Path:
+    with replacing(path) as file:
+        for line in lines:
+            file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE).decode())
+    return path

@@ -1,0 +1,218 @@
+"""What the charts show: a run's trials as columns, thinned where there are too many to draw."""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import floor, fsum, log10
+from typing import Any
+
+from loopwright.core.canonical import canonical, key_of
+from loopwright.core.trial import Trial
+from loopwright.reports.markup import assignments, exact, short
+from loopwright.reports.search.best import counts
+from loopwright.reports.search.digest import Digest, regime_key
+from loopwright.spaces.parameter import Choice, Fixed, Parameter, Range, parameter
+
+DRAWN = 5000
+"""More points than this are thinned: a browser gets slow, and the eye sees no more."""
+_THINNED = 3000
+_SKETCHED = 800
+_TICKS = 500
+_CATEGORIES = 24
+COLOURED = 6
+"""As many regimes can be told apart by colour and shape; each then gets its own line."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One parameter as the axis of a chart, with a position for each trial; None where it was not part of it."""
+
+    name: str
+    kind: str
+    """`value`, `log` or `category`."""
+    categories: tuple[str, ...]
+    positions: Sequence[float | None]
+
+
+@dataclass
+class BestSoFar:
+    """The best mean over repeats, as trials come in. A configuration that failed is out, as in the answer."""
+
+    means: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    failed: set[str] = field(default_factory=set)
+    _heap: list[tuple[float, str, int]] = field(default_factory=list)
+
+    def add(self, question: str, value: float | None) -> None:
+        """One more measurement, or a failure."""
+        if value is None:
+            self.failed.add(question)
+        else:
+            self.means[question].append(value)
+            values = self.means[question]
+            heapq.heappush(self._heap, (-fsum(values) / len(values), question, len(values)))
+
+    def value(self) -> float | None:
+        """The best mean now. Means that further repeats have changed are dropped on the way."""
+        while self._heap:
+            mean, question, count = self._heap[0]
+            if question not in self.failed and count == len(self.means[question]):
+                return -mean
+            heapq.heappop(self._heap)
+        return None
+
+
+def chart_data(digest: Digest) -> dict[str, Any]:
+    """Everything that the page's script draws for one run."""
+    ok, labels = digest.ok, digest.labels
+    regimes = {key_of(regime): index for index, regime in enumerate(digest.regimes)}
+    lines = [best_lines(digest, objective) for objective in range(len(labels))]
+    answer = {number for candidate in digest.best.front for number in candidate.trials}
+    if digest.policy is not None:
+        answer = digest.policy.own_trials
+    elif digest.by_regime:
+        answer = {number for candidate in digest.best.by_regime for number in candidate.trials}
+    steps = {point[0] for objective in lines for line in objective for point in line["steps"]}
+    kept = thinned(ok, answer | steps)
+    drawn = [ok[index] for index in kept]
+    failed = [trial for trial in digest.trials if trial.reward is None and not trial.unfinished]
+    return {
+        "labels": labels,
+        "last": digest.trials[-1].number if digest.trials else 0,
+        "number": [trial.number for trial in drawn],
+        "rewards": [[trial.reward.objectives[o] for trial in drawn if trial.reward] for o in range(len(labels))],
+        "regime": [regimes.get(regime_key(trial)) for trial in drawn],
+        "cached": [int(trial.cached_from is not None) for trial in drawn],
+        "answer": [index for index, trial in enumerate(drawn) if trial.number in answer],
+        "sketch": _evenly(range(len(drawn)), _SKETCHED),
+        "floors": [floor_of([t.reward.objectives[o] for t in ok if t.reward]) for o in range(len(labels))],
+        "lines": lines,
+        "regimes": [short(assignments(regime), 60) for regime in digest.regimes],
+        "regime_means": _means_by([regimes.get(regime_key(trial)) for trial in ok], ok, len(regimes)),
+        "parameters": [_drawn_axis(axis, kept, ok) for axis in axes(digest)],
+        "failed": ticks((t.number, str(t.outcome), t.reason) for t in failed),
+    }
+
+
+def ticks(failed: Iterable[tuple[int, str, str]]) -> list[list[Any]]:
+    """Failed trials as (number, outcome, reason), an even share of too many."""
+    return [[number, outcome, short(reason, 160)] for number, outcome, reason in _evenly(failed, _TICKS)]
+
+
+def best_lines(digest: Digest, objective: int) -> list[dict[str, Any]]:
+    """The best so far as steps: one line, or one for each regime while these can be told apart."""
+    apart = 1 < len(digest.regimes) <= COLOURED
+    names = [assignments(regime) for regime in digest.regimes] if apart else [""]
+    index = {key_of(regime): number for number, regime in enumerate(digest.regimes)} if apart else {}
+    races = [BestSoFar() for _ in names]
+    steps: list[list[tuple[int, float | None]]] = [[] for _ in names]
+    for _, group in groupby(digest.trials, key=lambda trial: trial.group):
+        for trial in group:
+            if counts(trial):
+                regime = regime_key(trial)
+                value = trial.reward.objectives[objective] if trial.reward else None
+                races[index.get(regime, 0)].add(key_of(trial.action) + regime, value)
+        # Repeats count together: after the group, not after each of them.
+        for race, line in zip(races, steps, strict=True):
+            value = race.value()
+            if value != (line[-1][1] if line else None):
+                line.append((trial.number, value))
+    last = digest.trials[-1].number if digest.trials else 0
+    return [
+        {"regime": number if apart else None, "steps": [*line, (last, line[-1][1])] if line else []}
+        for number, line in enumerate(steps)
+    ]
+
+
+def axes(digest: Digest) -> list[Axis]:
+    """The parameters that varied, in the order of the scenario."""
+    declared = digest.about.get("parameters")
+    written: Mapping[str, Any] = declared if isinstance(declared, dict) else {}
+    used = {name for trial in digest.ok for name in trial.action}
+    names = [name for name in written if name in used] + sorted(used - set(written))
+    found = [_axis(name, _declared(written.get(name)), digest.ok) for name in names]
+    return [axis for axis in found if axis is not None]
+
+
+def thinned(trials: Sequence[Trial], keep: set[int]) -> list[int]:
+    """The indexes of the trials to draw: all, or those to keep, the best, and an even share of the rest."""
+    if len(trials) <= DRAWN:
+        return list(range(len(trials)))
+    by_reward = sorted(range(len(trials)), key=lambda index: _reward(trials[index]))
+    kept = {index for index, trial in enumerate(trials) if trial.number in keep} | set(by_reward[-_THINNED // 10 :])
+    rest = [index for index in range(len(trials)) if index not in kept]
+    return sorted([*kept, *_evenly(rest, max(0, _THINNED - len(kept)))])
+
+
+def floor_of(rewards: Sequence[float]) -> float | None:
+    """Where a reward axis begins, if a few very bad trials would press all others into one line."""
+    if len(rewards) < 20:
+        return None
+    ordered = sorted(rewards)
+    low, tenth, high = ordered[0], ordered[len(ordered) // 10], ordered[-1]
+    if not tenth - low > 3 * (high - tenth) > 0:
+        return None
+    # A round number, since it is written on the axis.
+    step = 10.0 ** (floor(log10(high - tenth)) - 1)
+    return floor((tenth - 0.15 * (high - tenth)) / step) * step
+
+
+def _axis(name: str, space: Parameter | None, trials: Sequence[Trial]) -> Axis | None:
+    values = [trial.action.get(name) for trial in trials]
+    distinct = {_same(value): value for value in values if value is not None}
+    if len(distinct) < 2 or isinstance(space, Fixed):
+        return None
+    numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in distinct.values())
+    listed = space.values if isinstance(space, Choice) else ()
+    if isinstance(space, Range) or (numeric and (len(listed) > _CATEGORIES or (not listed and len(distinct) > 6))):
+        log = isinstance(space, Range) and space.log and all(value > 0 for value in distinct.values())
+        return Axis(name, "log" if log else "value", (), values) if numeric else None
+    known = {_same(canonical(value)): value for value in listed} | distinct
+    if len(known) > 4 * _CATEGORIES:
+        return None
+    place = {key: index for index, key in enumerate(known)}
+    positions = [None if value is None else place[_same(value)] for value in values]
+    return Axis(name, "category", tuple(short(exact(value), 80) for value in known.values()), positions)
+
+
+def _drawn_axis(axis: Axis, kept: Sequence[int], trials: Sequence[Trial]) -> dict[str, Any]:
+    return {
+        "name": axis.name,
+        "kind": axis.kind,
+        "categories": axis.categories,
+        "means": _means_by(axis.positions, trials, len(axis.categories)),
+        "at": [axis.positions[index] for index in kept],
+    }
+
+
+def _means_by(places: Sequence[float | None], trials: Sequence[Trial], count: int) -> list[float | None]:
+    """The mean reward at each of the places 0..count-1, over all trials, drawn or not."""
+    values: list[list[float]] = [[] for _ in range(count)]
+    for place, trial in zip(places, trials, strict=True):
+        if count and place is not None and trial.reward:
+            values[int(place)].append(trial.reward.value)
+    return [fsum(found) / len(found) if found else None for found in values]
+
+
+def _declared(written: Any) -> Parameter | None:
+    try:
+        return None if written is None else parameter(written)
+    except ValueError:
+        return None
+
+
+def _same(value: Any) -> Any:
+    """Equal for equal values; a flag that is on is not the number one."""
+    return (isinstance(value, bool), value) if isinstance(value, (int, float, str)) else key_of(value)
+
+
+def _reward(trial: Trial) -> float:
+    return trial.reward.value if trial.reward else float("-inf")
+
+
+def _evenly(items: Iterable[Any], most: int) -> list[Any]:
+    found = list(items)
+    if len(found) <= most:
+        return found
+    return [found[round(i * (len(found) - 1) / max(1, most - 1))] for i in range(most)]

@@ -1,0 +1,227 @@
+"""What one ledger says, read once: the facts of a run that a report is made of."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from loopwright.core.canonical import key_of
+from loopwright.core.errors import LoopwrightError
+from loopwright.core.outcome import Outcome
+from loopwright.core.trial import Regime, Trial
+from loopwright.ledger.ledger import Ledger
+from loopwright.reports.live.policy import Comparison, comparison
+from loopwright.reports.search.best import Best, Candidate, best_of
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Trials that ended badly in one way: `reasons` holds each reason with its trials, the commonest first."""
+
+    outcome: str
+    fault: str
+    reasons: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def count(self) -> int:
+        """How many trials there were."""
+        return sum(len(trials) for _, trials in self.reasons)
+
+
+@dataclass(frozen=True)
+class Digest:
+    """A run as its ledger tells it. Whatever an old or half-written ledger lacks is empty here."""
+
+    folder: Path
+    about: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+    failure: str
+    finished: bool
+    trials: Sequence[Trial]
+    trouble: str
+    """Why not all of the ledger could be read."""
+    policy: Comparison | None = None
+    """The policy beside the best static action, where one was trained and evaluated."""
+
+    @property
+    def name(self) -> str:
+        """The run's name; a name from the disk may hold bytes that are no text."""
+        return str(self.about.get("name") or self.folder.name).encode("utf-8", "replace").decode()
+
+    @cached_property
+    def best(self) -> Best:
+        """The answer."""
+        return best_of(self.trials)
+
+    @cached_property
+    def ok(self) -> list[Trial]:
+        """The trials that have a reward."""
+        return [trial for trial in self.trials if trial.reward is not None]
+
+    @property
+    def count(self) -> int:
+        """How many trials were started."""
+        return len(self.trials)
+
+    @property
+    def succeeded(self) -> int:
+        """How many trials have a reward."""
+        return len(self.ok)
+
+    @cached_property
+    def outcomes(self) -> Counter[str]:
+        """How many trials ended in each way; those in flight count as `running`."""
+        return Counter(str(trial.outcome or "running") for trial in self.trials)
+
+    @property
+    def unfinished(self) -> int:
+        """How many trials are in flight or were aborted."""
+        return self.outcomes["running"] + self.outcomes[Outcome.ABORTED]
+
+    @property
+    def done(self) -> int:
+        """How many trials have ended for good."""
+        return self.count - self.unfinished
+
+    @property
+    def cached(self) -> int:
+        """How many trials were answered from the cache."""
+        return sum(trial.cached_from is not None for trial in self.trials)
+
+    @property
+    def repeats(self) -> int:
+        """How often each configuration is measured."""
+        repeats = self.about.get("repeats")
+        return repeats if isinstance(repeats, int) else 1
+
+    @property
+    def budget(self) -> int | None:
+        """How many trials the run may use."""
+        budget = self.about.get("budget")
+        return budget if isinstance(budget, int) else None
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to do. A run that does not say so has used up its budget, as far as repeats allow."""
+        if self.unfinished or self.failure or not self.count:
+            return False
+        return self.finished or self.budget is None or self.count + self.repeats > self.budget
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """A name for each objective."""
+        width = max((len(trial.reward.objectives) for trial in self.ok if trial.reward), default=1)
+        known = self.about.get("objectives")
+        names = [str(label) for label in known] if isinstance(known, list) else []
+        return tuple((names + ["reward", *(f"objective {n}" for n in range(2, width + 1))][len(names) :])[:width])
+
+    @cached_property
+    def regimes(self) -> list[Regime]:
+        """The regimes that were met, in the order of their values."""
+        found = {regime_key(trial): trial.regime for trial in self.trials if trial.regime}
+        return sorted(found.values(), key=self.order)
+
+    def order(self, regime: Regime) -> list[tuple[Any, ...]]:
+        """Sorts regimes as the scenario lists their values, and otherwise numbers as numbers."""
+        declared = self.about.get("parameters")
+        lists = declared if isinstance(declared, dict) else {}
+        return [_rank(value, lists.get(name)) for name, value in sorted(regime.items())]
+
+    @property
+    def by_regime(self) -> bool:
+        """Whether the answer is an action for each regime."""
+        return bool(self.about.get("conditions_on_regime")) and len(self.best.by_regime) > 1
+
+    @property
+    def wall_s(self) -> float | None:
+        """From the first trial's start to the last one's end."""
+        ends = [trial.finished_at for trial in self.trials if trial.finished_at is not None]
+        return max(0.0, max(ends) - self.trials[0].reserved_at) if ends else None
+
+    @property
+    def started_at(self) -> float:
+        """When the run began; runs are shown in this order."""
+        started = self.provenance.get("started_at")
+        if isinstance(started, (int, float)):
+            return float(started)
+        return self.trials[0].reserved_at if self.trials else float("inf")
+
+    def baseline(self, candidate: Candidate) -> Candidate | None:
+        """The action of the first ok trial, if it was measured under the candidate's regimes."""
+        if not self.ok:
+            return None
+        action = key_of(self.ok[0].action)
+        alike = best_of(trial for trial in self.trials if key_of(trial.action) == action).front
+        wanted = {key_of(regime) for regime in candidate.regimes}
+        return alike[0] if alike and {key_of(regime) for regime in alike[0].regimes} == wanted else None
+
+    def failures(self) -> list[Failure]:
+        """The bad outcomes, the commonest first."""
+        return grouped_failures(
+            (trial.number, trial.outcome, trial.fault or "unknown", trial.reason)
+            for trial in self.trials
+            if trial.outcome is not None and trial.outcome is not Outcome.OK
+        )
+
+
+def read(ledger: Ledger) -> Digest:
+    """The digest of a run that searched, or trained on batch trials."""
+    trials, trouble = _readable(ledger)
+    return Digest(**basics(ledger), trials=trials, trouble=trouble, policy=comparison(_state(ledger, "policy")))
+
+
+def basics(ledger: Ledger) -> dict[str, Any]:
+    """What every digest has."""
+    states = {name: _state(ledger, name) for name in ("run", "provenance", "failure", "finished")}
+    return {
+        "folder": ledger.path.parent,
+        "about": states["run"] if isinstance(states["run"], dict) else {},
+        "provenance": states["provenance"] if isinstance(states["provenance"], dict) else {},
+        "failure": str(states["failure"] or ""),
+        "finished": bool(states["finished"]),
+    }
+
+
+def grouped_failures(bad: Iterable[tuple[int, str, str, str]]) -> list[Failure]:
+    """Failed trials (number, outcome, fault, reason) by what they have in common, the commonest first."""
+    found: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for number, outcome, fault, reason in bad:
+        found[outcome, fault][reason].append(number)
+    failures = [
+        Failure(outcome, fault, tuple((reason, tuple(numbers)) for reason, numbers in _commonest(reasons)))
+        for (outcome, fault), reasons in found.items()
+    ]
+    return sorted(failures, key=lambda failure: -failure.count)
+
+
+def regime_key(trial: Trial) -> str:
+    """What sorts a trial to its regime."""
+    return "" if not trial.regime else key_of(trial.regime)
+
+
+def _rank(value: Any, listed: Any) -> tuple[int, bool, float, str]:
+    place = listed.index(value) if isinstance(listed, list) and value in listed else -1
+    return place, isinstance(value, str), value if isinstance(value, (int, float)) else 0.0, str(value)
+
+
+def _readable(ledger: Ledger) -> tuple[list[Trial], str]:
+    trials: list[Trial] = []
+    try:
+        for trial in ledger.trials():
+            trials.append(trial)  # noqa: PERF402  what was read before the damage is kept
+    except (LoopwrightError, ValueError, KeyError, TypeError) as error:
+        return trials, f"Only {len(trials)} trials could be read: {error}"
+    return trials, ""
+
+
+def _state(ledger: Ledger, name: str) -> Any:
+    try:
+        return ledger.state(name)
+    except (LoopwrightError, ValueError):
+        return None
+
+
+def _commonest(reasons: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
+    return sorted(reasons.items(), key=lambda item: -len(item[1]))

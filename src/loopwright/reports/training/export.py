@@ -1,0 +1,74 @@
+"""Exports of a training: what each step and each evaluation measured, as a table."""
+
+import csv
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from loopwright.core.errors import MissingExtra, storage
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.steps import Kind, steps
+from loopwright.reports.export import replacing
+
+_KINDS: tuple[Kind, ...] = ("train", "eval")
+
+
+def write_csv_steps(ledger: Ledger, directory: Path) -> Path:
+    """`steps.csv`: a line per step and per evaluation; a number that was not measured is empty."""
+    path, names = directory / "steps.csv", _names(ledger)
+    with replacing(path) as file:
+        rows = csv.DictWriter(file, names)
+        rows.writeheader()
+        rows.writerows(_rows(ledger))
+    return path
+
+
+def write_json_steps(ledger: Ledger, directory: Path) -> Path:
+    """`steps.jsonl`: the same as an object per line."""
+    path = directory / "steps.jsonl"
+    with replacing(path) as file:
+        for row in _rows(ledger):
+            file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE).decode())
+    return path
+
+
+def write_parquet_steps(ledger: Ledger, directory: Path) -> Path:
+    """`steps.parquet`: the same, typed."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise MissingExtra("Parquet export", "parquet") from error
+    path = directory / "steps.parquet"
+    schema = pa.schema({"kind": pa.string(), "step": pa.int64()} | dict.fromkeys(_names(ledger)[2:], pa.float64()))
+    rows = [
+        {name: value if name in ("kind", "step") else _float(value) for name, value in row.items()}
+        for row in _rows(ledger)
+    ]
+    with storage(path):
+        temporary = path.with_name(f".{path.name}.part")
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary)
+        temporary.replace(path)
+    return path
+
+
+def has_steps(ledger: Ledger) -> bool:
+    """Whether there is anything to write."""
+    return next(_rows(ledger), None) is not None
+
+
+def _rows(ledger: Ledger) -> Iterator[dict[str, Any]]:
+    for kind in _KINDS:
+        for step in steps(ledger, kind):
+            yield {"kind": kind, "step": step.step, "at": step.at, **step.numbers}
+
+
+def _names(ledger: Ledger) -> list[str]:
+    return list(dict.fromkeys(chain(("kind", "step", "at"), *_rows(ledger))))
+
+
+def _float(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None

@@ -1,0 +1,156 @@
+"""Putting a rollout environment together: which pools there are, and where their workers live."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from loopwright.core.errors import MissingExtra
+from loopwright.engines.base import EngineConfig
+from loopwright.ledger.env import Terms
+from loopwright.ledger.groups import Groups
+from loopwright.ledger.observer import Observers
+from loopwright.ledger.run import Run
+from loopwright.rollouts.config import RolloutConfig
+from loopwright.rollouts.env import RolloutEnv, Source
+from loopwright.rollouts.evaluation import EvalConfig
+from loopwright.rollouts.judgers import JudgeWorker, Verdicts
+from loopwright.rollouts.judgers.base import JudgerConfig
+from loopwright.rollouts.loops.worker import LoopWorker
+from loopwright.rollouts.pools.base import Build, Pool
+from loopwright.rollouts.pools.local import LocalPool
+from loopwright.rollouts.pools.resources import Ask
+from loopwright.rollouts.remote.config import RemoteConfig, server_token
+from loopwright.rollouts.remote.gateway_host import EmbeddedConfig, Home, HomeConfig, check_reach, home_of
+from loopwright.rollouts.remote.gateway_pool import Housed
+from loopwright.rollouts.remote.worker import RemoteWorker
+from loopwright.rollouts.tasks.base import TaskMix
+from loopwright.workloads.base import fingerprint_of
+
+_PLACEMENT = {
+    *("workers", "cpus", "memory", "concurrency", "timeout_s", "retries", "pause_s", "breaker", "cooldown_s"),
+    *("server", "token_file", "queue_s", "artifacts"),
+}
+"""What changes where and how fast things run, and not what comes out."""
+
+
+def fingerprint(config: RolloutConfig, engine: EngineConfig, tasks: TaskMix, home: Path) -> str:
+    """Changes with whatever makes rollouts incomparable: tasks, loop, judger, engine, and the code that they name."""
+    parts = {
+        "loop": config.loop.model_dump(mode="json", exclude=_PLACEMENT),
+        "judger": config.judger.model_dump(mode="json", exclude=_PLACEMENT),
+        "engine": engine.model_dump(mode="json"),
+    }
+    text = orjson.dumps([parts, tasks.fingerprint()]).decode()
+    modules = {home / f"{found.replace('.', '/')}.py" for found in re.findall(r'"([\w.]+):[\w.]+"', text)}
+    return fingerprint_of(text, *sorted(module for module in modules if module.is_file()))
+
+
+def rollout_env(
+    run: Run,
+    terms: Terms,
+    observers: Observers,
+    config: RolloutConfig,
+    engine: EngineConfig,
+    tasks: TaskMix,
+    *,
+    home: Path,
+    seed: int,
+    gateway: HomeConfig | None = None,
+    evaluation: EvalConfig | None = None,
+) -> RolloutEnv:
+    """The environment of a rollout run."""
+    loop = config.loop
+    gateway = (gateway or EmbeddedConfig()) if isinstance(loop, RemoteConfig) else None
+    here = not loop.workers if gateway is None else isinstance(gateway, EmbeddedConfig)
+    return RolloutEnv(
+        run,
+        terms,
+        observers,
+        tasks=tasks,
+        loop=_loop(run, config, engine, gateway, home),
+        judge=verdicts_of(config.judger, home),
+        buffer=Groups(run.ledger),
+        produce=config.produce,
+        seed=seed,
+        concurrency=loop.concurrency,
+        deadline_s=loop.deadline_s + (loop.queue_s if isinstance(loop, RemoteConfig) and loop.server else 0.0),
+        source=Source(engine, loop.sampling, home, near=engine.type == "transformers" and here),
+        evaluation=evaluation,
+        cluster=partial(_cluster, [*config.asks(), *(() if gateway is None else gateway.asks())]),
+    )
+
+
+def _loop(run: Run, config: RolloutConfig, engine: EngineConfig, gateway: HomeConfig | None, home: Path) -> Pool:
+    """The loop's workers: each with an engine, or all of them with a gateway that has one."""
+    loop = config.loop
+    if isinstance(loop, RemoteConfig) and gateway is not None:
+        # Read here, where the run was started: a worker may be on a machine that knows nothing of them.
+        passed = {name: os.environ[name] for name in loop.pass_env if name in os.environ}
+        verifies = "verifier" in config.judger.evidence()
+        place = home_of(gateway, engine, home, run.name)
+        if loop.server is not None:
+            return _served(loop, loop.server, place, run, home, passed=passed, verifies=verifies)
+        build: Build = partial(RemoteWorker, loop, home, run=run.name, passed=passed, verifies=verifies)
+        workers = pool_of("loop", build, loop, home, most=loop.concurrency)
+        return Housed(place, workers, _reach if loop.workers else None)
+    return pool_of("loop", partial(LoopWorker.build, loop, engine, home), loop, home, most=loop.concurrency)
+
+
+def _served(
+    loop: RemoteConfig, url: str, place: Home, run: Run, home: Path, *, passed: Mapping[str, str], verifies: bool
+) -> Pool:
+    """A loop whose agents run at a trial server."""
+    from loopwright.rollouts.trial_server.client import ServedWorker, TrialsClient
+
+    client = TrialsClient(url, server_token(loop.token_file, home), connections=2 * loop.concurrency)
+    run_id = str(run.ledger.state("id"))  # the same when it is resumed, so that no trial is run twice
+    build = partial(ServedWorker, client, loop, run=run.name, run_id=run_id, passed=passed, verifies=verifies)
+    return Housed(place, LocalPool(build, name="loop"), client.check)
+
+
+async def _reach(url: str) -> None:
+    check_reach(url)
+
+
+@contextmanager
+def _cluster(asks: Sequence[Ask]) -> Iterator[None]:
+    """Ray, where a pool is on it, once it is clear that all pools fit: together, and before any is launched."""
+    if not asks:
+        yield
+        return
+    from loopwright.rollouts.pools.ray.launch import Connection, check
+
+    with Connection():
+        check(asks, "PACK")
+        yield
+
+
+def verdicts_of(config: JudgerConfig, home: Path) -> Verdicts:
+    """A judger, wherever it lives."""
+    return Verdicts(pool_of("judger", partial(JudgeWorker, config, home), config, home, most=config.room()), config)
+
+
+def pool_of(name: str, build: Build, config: Any, home: Path, *, most: int) -> Pool:
+    """`workers = 0`: in this process; otherwise on Ray, where `most` is what one worker may be given at a time."""
+    if config.workers == 0:
+        return LocalPool(build, name=name)
+    try:
+        from loopwright.rollouts.pools.ray.pool import RayPool
+    except ModuleNotFoundError as error:
+        raise MissingExtra(f"{name} with workers = {config.workers}", "ray") from error
+    return RayPool(
+        build,
+        workers=config.workers,
+        cpus=config.cpus,
+        memory_bytes=config.memory,
+        name=name,
+        home=home,
+        # Calls queue with whoever makes them, where their deadlines do not run, and not in the pool.
+        max_concurrency=max(1000, most),
+    )

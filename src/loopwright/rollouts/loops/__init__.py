@@ -1,0 +1,1 @@
+"""Agent loops: how a task becomes an episode."""

@@ -1,0 +1,1 @@
+"""Pools: the same worker in this process, in one Ray actor, or in many."""

@@ -1,0 +1,86 @@
+"""What lives in a Ray actor: one worker, the deadlines of its calls, and their cancellation."""
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from loopwright.rollouts.pools.base import Build, Worker, answered, too_late
+from loopwright.rollouts.pools.parcel import failure_of, packed, unpacked
+
+
+class Host:
+    """A worker behind methods that take and return parcels; they raise nothing but a cancellation.
+
+    An answer is a pair: what went wrong, and what came out.
+    """
+
+    def __init__(self, path: list[str]) -> None:
+        sys.path[:0] = [place for place in path if place not in sys.path]
+        self._worker: Worker | None = None
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._over = asyncio.Event()
+
+    async def begin(self, build: bytes, news: bytes | None) -> bytes:
+        """Make the worker, and tell it how things are."""
+        try:
+            made: Build = unpacked(build)
+            self._worker = made()
+            told = None if news is None else await answered(self._worker.tell(unpacked(news)))
+            return packed((None, told), "an answer")
+        except Exception as error:  # noqa: BLE001  Everything is carried to the caller.
+            return packed((failure_of(error), None))
+
+    async def handle(self, parcel: bytes) -> bytes:
+        """Answer one request; the parcel holds what is left of its time, all of its time, and the request."""
+        return await self._do("handle", parcel)
+
+    async def stream(self, parcel: bytes) -> AsyncGenerator[bytes, None]:
+        """Answer one request piece by piece; what goes wrong is the last piece. A parcel holds nothing but it."""
+        try:
+            if self._worker is None:
+                raise RuntimeError("the host was asked before it began")
+            async with aclosing(self._worker.stream(unpacked(parcel))) as pieces:
+                async for piece in pieces:
+                    yield packed((None, piece), "an answer")
+        except Exception as error:  # noqa: BLE001  Everything is carried to the caller.
+            yield packed((failure_of(error), None))
+
+    async def tell(self, parcel: bytes) -> bytes:
+        """Pass on news, packed like a request."""
+        return await self._do("tell", parcel)
+
+    async def live(self) -> None:
+        """Return never: whoever awaits this learns of the actor's death at once."""
+        await self._over.wait()
+
+    async def end(self) -> None:
+        """Cancel what runs, and let go of the worker."""
+        for call in self._calls:
+            call.cancel()
+        if self._calls:
+            await asyncio.wait(set(self._calls))
+        if self._worker is not None:
+            await self._worker.close()
+        self._over.set()
+
+    async def _do(self, what: str, parcel: bytes) -> bytes:
+        call = asyncio.current_task()
+        if call is None or self._worker is None:
+            raise RuntimeError("the host was asked before it began")
+        self._calls.add(call)
+        try:
+            left_s, timeout_s, request = unpacked(parcel)
+            try:
+                async with asyncio.timeout(left_s) as deadline:
+                    answer = await answered(getattr(self._worker, what)(request))
+            except TimeoutError:
+                if deadline.expired():
+                    raise too_late(timeout_s) from None
+                raise
+            return packed((None, answer), "an answer")
+        except Exception as error:  # noqa: BLE001  Everything is carried to the caller.
+            return packed((failure_of(error), None))
+        finally:
+            self._calls.discard(call)

@@ -1,0 +1,1 @@
+"""Tasks in Harbor's directory format."""
