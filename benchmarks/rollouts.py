@@ -121,7 +121,7 @@ def judging_lag() -> Ratio:
                 lags.append(time.perf_counter() - before - 0.005)
 
         watcher = asyncio.ensure_future(watch())
-        judger = {"type": "python", "handler": "rollouts:slow_judge", "concurrency": 32}
+        judger = {"type": "python", "function": "rollouts:slow_judge", "concurrency": 32}
         engine = {"delay_s": 0.05, "delay_sigma": 1.0}
         (await produce(320, SingleTurn, engine, judger=judger, type="async")).close()
         watcher.cancel()

@@ -54,11 +54,11 @@ name = "sums"
 name = "collect"
 agent = { type = "collect", trials = 24, group_size = 4, seed = 3 }
 [run.rollout]
-tasks = { type = "python", factory = "parts:sums" }
+tasks = { type = "python", function = "parts:sums" }
 loop = { type = "tools", tools = ["parts:add"], max_turns = 4 }
 [run.rollout.judger]
 type = "composed"
-parts = [{ type = "python", handler = "parts:exact" }, { type = "length", weight = -0.001 }]
+parts = [{ type = "python", function = "parts:exact" }, { type = "length", weight = -0.001 }]
 [run.engine]
 type = "scripted"
 script = "parts:policy"
@@ -82,7 +82,7 @@ def finished(tmp_path_factory):
     (directory / "ranks.toml").write_text('type = "ranking"\nhandler = "parts:ranks"\nneeds = ["answer"]\n')
     (directory / "same.toml").write_text(
         'type = "composed"\n'
-        'parts = [{ type = "python", handler = "parts:exact" }, { type = "length", weight = -0.001 }]\n'
+        'parts = [{ type = "python", function = "parts:exact" }, { type = "length", weight = -0.001 }]\n'
     )
     done = call(directory, "run", "sums.toml", "-o", "out")
     assert done.returncode == 0, done.stderr

@@ -34,13 +34,13 @@ type = "transformers"
 model = "tiny"
 threads = 1
 [run.rollout]
-tasks = { type = "python", factory = "parts:letters", args = { first = 0, last = 4 } }
+tasks = { type = "python", function = "parts:letters", args = { first = 0, last = 4 } }
 loop = { type = "single_turn", sampling = { max_tokens = 4 } }
-judger = { type = "python", handler = "parts:judge" }
+judger = { type = "python", function = "parts:judge" }
 [run.eval]
 every = 2
 samples = 2
-tasks = { type = "python", factory = "parts:letters", args = { first = 4, last = 10 } }
+tasks = { type = "python", function = "parts:letters", args = { first = 4, last = 10 } }
 """
 
 

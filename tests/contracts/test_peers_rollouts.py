@@ -201,7 +201,7 @@ def test_a_synchronous_judge_does_not_hold_up_the_event_loop(tmp_path):
     )
 
     async def main():
-        judge = verdicts_of(parse_judger({"type": "python", "handler": "slow_judge_of_peers:judge"}), tmp_path)
+        judge = verdicts_of(parse_judger({"type": "python", "function": "slow_judge_of_peers:judge"}), tmp_path)
         await judge.start()
         waiting = asyncio.ensure_future(judge.judge(spoken(Task("t", ({"role": "user", "content": "x"},)), 0)))
         await asyncio.sleep(0.05)

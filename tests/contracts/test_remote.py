@@ -434,7 +434,7 @@ agent = {{ type = "collect", trials = 6, group_size = 2 }}
 [run.rollout]
 tasks = {{ type = "jsonl", path = "tasks.jsonl" }}
 loop = {{ type = "remote", command = {command}, deadline_s = 60, concurrency = 2{loop} }}
-judger = {{ type = "python", handler = "judge:exact" }}
+judger = {{ type = "python", function = "judge:exact" }}
 {more}
 """
 ENGINE = '[run.engine]\ntype = "scripted"\nreplies = ["yes"]\nslip = 0.0\n'

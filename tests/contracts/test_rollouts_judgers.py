@@ -19,12 +19,12 @@ from loopwright.testing.judgers import episode, verdicts
 from tests.rollouts import handlers
 
 HANDLERS = "tests.rollouts.handlers"
-EXACT = {"type": "python", "handler": f"{HANDLERS}:exact"}
+EXACT = {"type": "python", "function": f"{HANDLERS}:exact"}
 LENGTH = {"type": "length", "weight": -0.01}
 
 
 def python(function, **settings):
-    return {"type": "python", "handler": f"{HANDLERS}:{function}", "retries": 0, **settings}
+    return {"type": "python", "function": f"{HANDLERS}:{function}", "retries": 0, **settings}
 
 
 def asked(table, story, home=Path()):
@@ -67,7 +67,7 @@ def test_l02_training_and_evaluation_share_one_built_judger():
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"type": "pyton", "handler": "a:b"}, "unknown judger 'pyton'. .*Did you mean 'python'"),
+        ({"type": "pyton", "function": "a:b"}, "unknown judger 'pyton'. .*Did you mean 'python'"),
         ([EXACT, LENGTH], "2 judgers without a rule for combining them.*composed"),
         ({}, "a table with a `type`"),
         ({"type": "composed"}, "either `parts` or `routes`"),
@@ -78,11 +78,11 @@ def test_l02_training_and_evaluation_share_one_built_judger():
         ({"type": "composed", "routes": {"a": EXACT}, "merge": "a:b"}, "`merge` needs `parts`"),
         ({"type": "composed", "parts": [EXACT, LENGTH], "merge": "a:b"}, "'length' has a weight"),
         ({"type": "composed", "parts": [{**EXACT, "workers": 2}]}, "give them to the composed judger"),
-        ({"type": "python", "handler": "no colon"}, "handler"),
+        ({"type": "python", "function": "no colon"}, "function"),
         ({**EXACT, "timeout_s": 0}, "timeout_s: .*greater than 0"),
         ({"type": "http", "url": "http://x", "needs": ["answr"]}, "cannot need 'answr'. .*Did you mean 'answer'"),
         ({"type": "llm", "base_url": "http://x", "model": "m", "rubric": "r", "low": 5, "high": 5}, "below `high`"),
-        ({"type": "ranking"}, "either a `handler` or another judger"),
+        ({"type": "ranking"}, "either a `function` or another judger"),
         ({"type": "command", "command": ["true"], "files": ["../x"]}, "must lie in the scenario's directory"),
         ({"type": "command", "command": []}, "command"),
     ],
@@ -95,17 +95,17 @@ def test_l03_what_config_can_tell_is_told_when_it_is_built(table, said):
 @pytest.mark.parametrize(
     ("table", "key", "said"),
     [
-        ({"type": "python", "handler": "no_such_module_at_all:f"}, "handler", "No module named"),
-        (python("no_such_function"), "handler", "no attribute"),
-        (python("CALLS"), "handler", "CALLS"),
-        (python("unknown"), "handler", "cannot be told 'lable'. .*Did you mean 'label'"),
-        (python("everything"), "handler", "name each parameter"),
-        ({"type": "composed", "routes": {"sums": python("unknown")}}, "routes.sums.handler", "lable"),
-        ({"type": "composed", "parts": [EXACT, python("nope")]}, r"parts\[1\].handler", "nope"),
+        ({"type": "python", "function": "no_such_module_at_all:f"}, "function", "No module named"),
+        (python("no_such_function"), "function", "no attribute"),
+        (python("CALLS"), "function", "CALLS"),
+        (python("unknown"), "function", "cannot be told 'lable'. .*Did you mean 'label'"),
+        (python("everything"), "function", "name each parameter"),
+        ({"type": "composed", "routes": {"sums": python("unknown")}}, "routes.sums.function", "lable"),
+        ({"type": "composed", "parts": [EXACT, python("nope")]}, r"parts\[1\].function", "nope"),
         ({"type": "composed", "parts": [EXACT], "merge": f"{HANDLERS}:nope"}, "merge", "nope"),
         ({"type": "composed", "parts": [EXACT], "merge": f"{HANDLERS}:two"}, "merge", "one argument"),
-        ({"type": "ranking", "of": python("unknown")}, "of.handler", "lable"),
-        ({"type": "ranking", "handler": f"{HANDLERS}:two"}, "handler", "one argument"),
+        ({"type": "ranking", "of": python("unknown")}, "of.function", "lable"),
+        ({"type": "ranking", "function": f"{HANDLERS}:two"}, "function", "one argument"),
         ({"type": "http", "url": "localhost:8000"}, "url", "is no URL"),
         ({"type": "command", "command": ["true"], "files": ["nope.py"]}, "files", "no 'nope.py'"),
         (
@@ -142,7 +142,7 @@ def test_l03_a_single_named_judger_keeps_its_name_as_the_rewards_part():
 
 def test_l03_a_handler_is_imported_from_the_scenarios_directory(tmp_path):
     (tmp_path / "judge_of_this_scenario.py").write_text("def exact(answer, label):\n    return answer == label\n")
-    table = {"type": "python", "handler": "judge_of_this_scenario:exact"}
+    table = {"type": "python", "function": "judge_of_this_scenario:exact"}
     assert parse_judger(table).problems(tmp_path) == []
 
     async def story(found):
@@ -155,7 +155,7 @@ def test_l03_a_handler_is_imported_from_the_scenarios_directory(tmp_path):
 
 
 def test_l04_a_synchronous_judger_does_not_hold_up_the_event_loop():
-    """While the handler blocks, another coroutine runs, and it is that one that lets the handler go on."""
+    """While the function blocks, another coroutine runs and releases it."""
     handlers.RELEASE.clear()
     handlers.STARTED.clear()
 

@@ -623,7 +623,7 @@ agent = {{ type = "collect", trials = {trials}, group_size = 2 }}
 [run.rollout]
 tasks = {{ type = "jsonl", path = "tasks.jsonl" }}
 loop = {{ type = "remote", server = "{address}", token_file = "out/token", command = {command}, deadline_s = 60{more} }}
-judger = {{ type = "python", handler = "served_judge:one" }}
+judger = {{ type = "python", function = "served_judge:one" }}
 {engine}
 """
 ENGINE = '[run.engine]\ntype = "scripted"\nreplies = ["an answer"]'

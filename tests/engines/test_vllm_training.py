@@ -45,9 +45,9 @@ tokenizer = "smollm2"
 [run.gateway]
 type = "embedded"
 [run.rollout]
-tasks = {{ type = "python", factory = "story:tasks" }}
+tasks = {{ type = "python", function = "story:tasks" }}
 loop = {{ type = "remote", function = "story:tell", sampling = {{ max_tokens = 8 }} }}
-judger = {{ type = "python", handler = "story:judge" }}
+judger = {{ type = "python", function = "story:judge" }}
 produce = {{ type = "sync" }}
 """
 STORY = """

@@ -190,7 +190,7 @@ eval = {{ every = 4, tasks = {{ type = "jsonl", path = "held.jsonl" }} }}
 [run.rollout]
 tasks = {{ type = "jsonl", path = "tasks.jsonl" }}
 loop = {{ type = "single_turn", sampling = {{ max_tokens = 8 }} }}
-judger = {{ type = "python", handler = "audited_judge:vowels" }}
+judger = {{ type = "python", function = "audited_judge:vowels" }}
 """
 
 

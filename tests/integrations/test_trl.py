@@ -28,7 +28,7 @@ agent = {{ type = "collect", trials = 8, group_size = 4, seed = 3 }}
 [run.rollout]
 tasks  = {{ type = "jsonl", path = "tasks.jsonl" }}
 loop   = {loop}
-judger = {{ type = "python", handler = "judge_trl:{judge}", retries = 0, breaker = 0 }}
+judger = {{ type = "python", function = "judge_trl:{judge}", retries = 0, breaker = 0 }}
 
 [run.engine]
 type  = "transformers"

@@ -29,7 +29,7 @@ agent = {{ type = "collect", trials = 8, group_size = 4 }}
 [run.rollout]
 tasks  = {{ type = "jsonl", path = "tasks.jsonl" }}
 loop   = {{ type = "remote", function = "agent_verl:{agent}", sampling = {{ max_tokens = 16 }} }}
-judger = {{ type = "python", handler = "agent_verl:{judge}", retries = 0 }}
+judger = {{ type = "python", function = "agent_verl:{judge}", retries = 0 }}
 
 [run.engine]
 type   = "scripted"

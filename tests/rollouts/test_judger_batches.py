@@ -105,7 +105,7 @@ def test_a_batch_counts_as_one_try_for_the_breaker():
 
 
 def python(function, **settings):
-    table = {"type": "python", "handler": f"{HANDLERS}:{function}", "batch": 4, "batch_wait_s": 0.0}
+    table = {"type": "python", "function": f"{HANDLERS}:{function}", "batch": 4, "batch_wait_s": 0.0}
     return {**table, "retries": 0, **settings}
 
 

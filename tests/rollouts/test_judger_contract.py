@@ -33,19 +33,19 @@ def server():
 
 class TestPython(JudgerContract):
     def make_config(self, home, story, **settings):
-        return PythonJudgerConfig(handler=f"{HANDLERS}:{ {'score': 'exact'}.get(story, story) }", **settings)
+        return PythonJudgerConfig(function=f"{HANDLERS}:{ {'score': 'exact'}.get(story, story) }", **settings)
 
 
 class TestPythonAsynchronous(JudgerContract):
     def make_config(self, home, story, **settings):
         function = {"score": "exact_async", "fail": "fail", "hang": "hang_async"}[story]
-        return PythonJudgerConfig(handler=f"{HANDLERS}:{function}", **settings)
+        return PythonJudgerConfig(function=f"{HANDLERS}:{function}", **settings)
 
 
 class TestPythonInBatches(JudgerContract):
     def make_config(self, home, story, **settings):
         function = {"score": "exact_each"}.get(story, story)
-        return PythonJudgerConfig(handler=f"{HANDLERS}:{function}", batch=4, **settings)
+        return PythonJudgerConfig(function=f"{HANDLERS}:{function}", batch=4, **settings)
 
 
 class TestHttp(JudgerContract):
@@ -85,39 +85,39 @@ class TestLength(JudgerContract):
 
 class TestComposed(JudgerContract):
     def make_config(self, home, story, **settings):
-        first = {"type": "python", "handler": f"{HANDLERS}:{ {'score': 'exact'}.get(story, story) }"}
+        first = {"type": "python", "function": f"{HANDLERS}:{ {'score': 'exact'}.get(story, story) }"}
         return ComposedJudgerConfig(parts=(first, {"type": "length", "weight": -0.01}), **settings)
 
 
 class TestMerged(JudgerContract):
     def make_config(self, home, story, **settings):
-        first = {"type": "python", "handler": f"{HANDLERS}:{ {'score': 'exact'}.get(story, story) }"}
+        first = {"type": "python", "function": f"{HANDLERS}:{ {'score': 'exact'}.get(story, story) }"}
         return ComposedJudgerConfig(parts=(first, {"type": "length"}), merge=f"{HANDLERS}:smaller", **settings)
 
 
 class TestRouted(JudgerContract):
     def make_config(self, home, story, **settings):
-        handler = f"{HANDLERS}:{ {'score': 'exact'}.get(story, story) }"
-        return ComposedJudgerConfig(routes={"sums": {"type": "python", "handler": handler}}, **settings)
+        function = f"{HANDLERS}:{ {'score': 'exact'}.get(story, story) }"
+        return ComposedJudgerConfig(routes={"sums": {"type": "python", "function": function}}, **settings)
 
 
 class TestRanking(JudgerContract):
     def make_config(self, home, story, **settings):
         function = {"score": "shortest", "fail": "fail_group", "hang": "hang_group"}[story]
-        return RankingJudgerConfig(handler=f"{HANDLERS}:{function}", **settings)
+        return RankingJudgerConfig(function=f"{HANDLERS}:{function}", **settings)
 
 
 class TestRanks(JudgerContract):
     def make_config(self, home, story, **settings):
         inner = {"score": "exact"}.get(story, story)
         own = {key: settings.pop(key) for key in ("timeout_s", "retries", "pause_s") if key in settings}
-        return RankingJudgerConfig(of={"type": "python", "handler": f"{HANDLERS}:{inner}", **own}, **settings)
+        return RankingJudgerConfig(of={"type": "python", "function": f"{HANDLERS}:{inner}", **own}, **settings)
 
 
 class TestComposedOfAGroup(JudgerContract):
     def make_config(self, home, story, **settings):
         group = {"score": "shortest", "fail": "fail_group", "hang": "hang_group"}[story]
-        ranking = {"type": "ranking", "handler": f"{HANDLERS}:{group}"}
+        ranking = {"type": "ranking", "function": f"{HANDLERS}:{group}"}
         return ComposedJudgerConfig(parts=(ranking, {"type": "length", "weight": -0.01}), **settings)
 
 

@@ -32,7 +32,7 @@ WORKERS = (1, 2)
 
 
 def python(function, workers, **settings):
-    table = {"type": "python", "handler": f"{HANDLERS}:{function}", "workers": workers, "cpus": 0.1, "retries": 0}
+    table = {"type": "python", "function": f"{HANDLERS}:{function}", "workers": workers, "cpus": 0.1, "retries": 0}
     return {**table, **settings}
 
 
@@ -63,7 +63,7 @@ def test_l01_verdicts_and_failures_are_those_of_a_judger_in_this_process(workers
     )
     kinds = ["exact", "parts", "fail", "leave", "returns_none", "returns_nan", "hang_async", "odd"]
     routes = {kind: python(kind, 0, timeout_s=0.2 if kind == "hang_async" else 60.0) for kind in kinds}
-    routes["odd"]["handler"] = "odd_judge:odd"
+    routes["odd"]["function"] = "odd_judge:odd"
     for route in routes.values():
         del route["workers"]
     table = {"type": "composed", "routes": routes, "cpus": 0.1}
@@ -97,7 +97,7 @@ def test_l04_a_group_is_compared_and_a_batch_is_judged_far_away(workers):
     async def story(found):
         return await found.judge_group([episode("four"), episode("4"), episode("vier")])
 
-    ranking = {"type": "ranking", "handler": f"{HANDLERS}:shortest", "workers": workers, "cpus": 0.1}
+    ranking = {"type": "ranking", "function": f"{HANDLERS}:shortest", "workers": workers, "cpus": 0.1}
     assert [verdict.value for verdict in asked(ranking, story)] == [-4.0, -1.0, -4.0]
     assert [verdict.value for verdict in asked(python("exact_each", workers, batch=4), story)] == [0.0, 1.0, 0.0]
 

@@ -92,16 +92,16 @@ class TestPython:
         yield
         sys.modules.pop("task_factories", None)
 
-    def test_a_factory_gives_the_rows(self, tmp_path):
-        found = PythonTasks(factory="task_factories:sums", args={"count": 3}).load(tmp_path)
+    def test_a_function_gives_the_rows(self, tmp_path):
+        found = PythonTasks(function="task_factories:sums", args={"count": 3}).load(tmp_path)
         assert [(task.id, task.data_source) for task in found] == [(f"sums/{n}", "sums") for n in range(3)]
 
     def test_labels_are_as_the_ledger_will_give_them_back(self, tmp_path):
-        assert PythonTasks(factory="task_factories:sums").load(tmp_path)[0].label == [0, 1]
-        assert PythonTasks(factory="task_factories:dated").load(tmp_path)[0].label == "2026-01-02"
+        assert PythonTasks(function="task_factories:sums").load(tmp_path)[0].label == [0, 1]
+        assert PythonTasks(function="task_factories:dated").load(tmp_path)[0].label == "2026-01-02"
 
     @pytest.mark.parametrize(
-        ("factory", "args", "words"),
+        ("function", "args", "words"),
         [
             ("task_factories:broken", {}, "task_factories:broken failed: ValueError: no more"),
             ("task_factories:nothing", {}, "task_factories:nothing failed: TypeError"),
@@ -111,10 +111,10 @@ class TestPython:
             ("no_factories_here:f", {}, "no_factories_here"),
         ],
     )
-    def test_what_is_wrong_is_found_before_anything_starts(self, tmp_path, factory, args, words):
+    def test_what_is_wrong_is_found_before_anything_starts(self, tmp_path, function, args, words):
         with pytest.raises(TasksError, match=words):
-            PythonTasks(factory=factory, args=args).load(tmp_path)
-        assert len(PythonTasks(factory=factory, args=args).problems(tmp_path)) == 1
+            PythonTasks(function=function, args=args).load(tmp_path)
+        assert len(PythonTasks(function=function, args=args).problems(tmp_path)) == 1
 
 
 def test_a_source_of_another_package_may_fail_in_any_way(tmp_path):

@@ -14,7 +14,7 @@ GOOD = {
     "rollout": "[run.rollout]",
     "tasks": 'tasks = { type = "jsonl", path = "sums.jsonl" }',
     "loop": 'loop = { type = "single_turn", memory = "1GiB" }',
-    "judger": 'judger = { type = "python", handler = "rollout_parts:exact" }',
+    "judger": 'judger = { type = "python", function = "rollout_parts:exact" }',
     "produce": 'produce = { type = "async" }',
     "engine": '[run.engine]\ntype = "scripted"',
     "more": "",
@@ -32,7 +32,7 @@ def tool(x: int) -> int: return x
 WORKLOAD = '[run.workload]\ntype = "command"\ncommand = "echo {x}"\nmetrics = { y = { regex = "(.*)" } }'
 NOT_A_ROLLOUT = dict.fromkeys(("rollout", "tasks", "loop", "judger", "produce"), "")
 EVAL = '[run.eval]\ntasks = { type = "jsonl", path = "sums.jsonl" }'
-EXACT = '{ type = "python", handler = "rollout_parts:exact" }'
+EXACT = '{ type = "python", function = "rollout_parts:exact" }'
 
 
 @pytest.fixture
@@ -95,20 +95,24 @@ R = "[run.rollout]"
     ("parts", "key", "words"),
     [
         # judgers
-        ({"judger": ""}, f"{R} judger", 'is missing; for example judger = { type = "python", handler'),
+        ({"judger": ""}, f"{R} judger", 'is missing; for example judger = { type = "python", function'),
         (judger('{ type = "pyton" }'), f"{R} judger", "unknown judger 'pyton'. Known: python, http"),
         (judger('{ type = "pyton" }'), f"{R} judger", "Did you mean 'python'?"),
         (judger('"python"'), f"{R} judger", "a table with a `type`. Known: python, http"),
         (judger(f"[{EXACT}, {EXACT}]"), f"{R} judger", "2 judgers without a rule"),
         (judger(f"[{EXACT}, {EXACT}]"), f"{R} judger", 'Write { type = "composed", parts = [...] }'),
-        (judger('{ type = "python" }'), f"{R} judger.handler", "is missing"),
-        (judger('{ type = "python", handler = "exact" }'), f"{R} judger.handler", "write it as module:function"),
-        (judger('{ type = "python", handler = "no_such:exact" }'), f"{R} judger.handler", "No module named 'no_such'"),
-        (judger('{ type = "python", handler = "rollout_parts:gone" }'), f"{R} judger.handler", "no attribute 'gone'"),
-        (judger('{ type = "python", handler = "rollout_parts:NUMBER" }'), f"{R} judger.handler", "NUMBER"),
-        (judger('{ type = "python", handler = "rollout_parts:misspelt" }'), f"{R} judger.handler", "told 'lable'"),
-        (judger('{ type = "python", handler = "rollout_parts:misspelt" }'), f"{R} judger.handler", "mean 'label'?"),
-        (judger('{ type = "python", handler = "rollout_parts:anything" }'), f"{R} judger.handler", "name each param"),
+        (judger('{ type = "python" }'), f"{R} judger.function", "is missing"),
+        (judger('{ type = "python", function = "exact" }'), f"{R} judger.function", "write it as module:function"),
+        (
+            judger('{ type = "python", function = "no_such:exact" }'),
+            f"{R} judger.function",
+            "No module named 'no_such'",
+        ),
+        (judger('{ type = "python", function = "rollout_parts:gone" }'), f"{R} judger.function", "no attribute 'gone'"),
+        (judger('{ type = "python", function = "rollout_parts:NUMBER" }'), f"{R} judger.function", "NUMBER"),
+        (judger('{ type = "python", function = "rollout_parts:misspelt" }'), f"{R} judger.function", "told 'lable'"),
+        (judger('{ type = "python", function = "rollout_parts:misspelt" }'), f"{R} judger.function", "mean 'label'?"),
+        (judger('{ type = "python", function = "rollout_parts:anything" }'), f"{R} judger.function", "name each param"),
         (judger('{ type = "length", wieght = 2 }'), f"{R} judger", "unknown key 'wieght'."),
         (judger('{ type = "length", wieght = 2 }'), f"{R} judger", "Did you mean 'weight'?"),
         (judger('{ type = "length", memory = "1 apple" }'), f"{R} judger.memory", "write for example '512MiB'"),
@@ -166,9 +170,13 @@ R = "[run.rollout]"
             f"{R} tasks",
             "two sources are called 'sums'; give each its own `name`",
         ),
-        (tasks('{ type = "python", factory = "one" }'), f"{R} tasks.factory", "write it as module:function"),
-        (tasks('{ type = "python", factory = "rollout_parts:none" }'), f"{R} tasks, none", "there is no task in it"),
-        (tasks('{ type = "python", factory = "rollout_parts:broken" }'), f"{R} tasks, broken", "RuntimeError: no disk"),
+        (tasks('{ type = "python", function = "one" }'), f"{R} tasks.function", "write it as module:function"),
+        (tasks('{ type = "python", function = "rollout_parts:none" }'), f"{R} tasks, none", "there is no task in it"),
+        (
+            tasks('{ type = "python", function = "rollout_parts:broken" }'),
+            f"{R} tasks, broken",
+            "RuntimeError: no disk",
+        ),
         # production, engine, agent
         (produce('{ type = "asynk" }'), f"{R} produce.type", "'sync' or 'async', not 'asynk'"),
         (produce("{ over_sampel = 1 }"), f"{R} produce", "Did you mean 'over_sample'?"),
@@ -234,7 +242,7 @@ def test_l03_one_broken_part_does_not_hide_the_next(write):
     assert sorted(line.split(":")[0] for line in found) == [
         "[run.agent] type",
         "[run.engine] type",
-        "[run.rollout] judger.parts[0].handler",
+        "[run.rollout] judger.parts[0].function",
         "[run.rollout] judger.parts[1]",
         "[run.rollout] loop.cpus",
         "[run.rollout] loop.memory",
@@ -254,7 +262,7 @@ def test_l02_memory_is_read_as_people_write_it(text, size):
 
 
 def test_a_route_for_every_data_source_is_enough(write):
-    both = '[{ type = "jsonl", path = "sums.jsonl" }, { type = "python", factory = "rollout_parts:one" }]'
+    both = '[{ type = "jsonl", path = "sums.jsonl" }, { type = "python", function = "rollout_parts:one" }]'
     judger = 'judger = { type = "composed", routes = { sums = { type = "length" }, thirds = { type = "length" } } }'
     assert load(write(tasks=f"tasks = {both}", judger=judger)).scenario.run[0].rollout is not None
     found = problems(write(tasks=f"tasks = {both}", judger=judger.replace("thirds", "third")))

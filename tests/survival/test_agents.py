@@ -215,7 +215,7 @@ def test_an_app_with_tools_is_the_agent_of_a_run(tmp_path, app, turns, rows):
         tmp_path,
         tasks='{ type = "jsonl", path = "tasks.jsonl" }',
         command=json.dumps([str(APPS), str(Path(__file__).parent / "apps" / f"{app}.py"), "{instruction}"]),
-        judger='{ type = "python", handler = "parts:judge" }',
+        judger='{ type = "python", function = "parts:judge" }',
     )
     seen = {name: [(e.reward.value, e.turns, len(e.rows())) for e in several] for name, several in found.items()}
     assert seen == {"both": [(1.0, turns, rows)] * 2, "wrong": [(0.0, turns, rows)] * 2}

@@ -23,9 +23,9 @@ name = "survivor"
 name = "work"
 agent = {{ type = "collect", trials = {trials}, group_size = 8, seed = 1 }}
 [run.rollout]
-tasks = {{ type = "python", factory = "sums:tasks" }}
+tasks = {{ type = "python", function = "sums:tasks" }}
 loop = {{ type = "single_turn", concurrency = 64, workers = {workers}, cpus = 0.5 }}
-judger = {{ type = "python", handler = "sums:exact", workers = {judges}, cpus = 0.5, retries = 1 }}
+judger = {{ type = "python", function = "sums:exact", workers = {judges}, cpus = 0.5, retries = 1 }}
 produce = {{ type = "async", over_sample = 0.5 }}
 [run.engine]
 type = "scripted"

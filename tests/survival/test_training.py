@@ -22,13 +22,13 @@ type = "transformers"
 model = "tiny"
 threads = 1
 [run.rollout]
-tasks = {{ type = "python", factory = "letters:tasks" }}
+tasks = {{ type = "python", function = "letters:tasks" }}
 loop = {{ type = "single_turn", sampling = {{ max_tokens = 6 }} }}
-judger = {{ type = "python", handler = "letters:vowels" }}
+judger = {{ type = "python", function = "letters:vowels" }}
 produce = {{ {produce} }}
 [run.eval]
 every = 4
-tasks = {{ type = "python", factory = "letters:held_out" }}
+tasks = {{ type = "python", function = "letters:held_out" }}
 """
 LETTERS = """
 def tasks():

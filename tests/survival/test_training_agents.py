@@ -52,8 +52,8 @@ def campaign(home: Path, agent_program: str, agent: str = GRPO, **parts: str) ->
     home.mkdir(exist_ok=True)
     (home / "letters.py").write_text(LETTERS)
     told = {
-        "tasks": '{ type = "python", factory = "letters:tasks" }',
-        "judger": '{ type = "python", handler = "letters:judge" }',
+        "tasks": '{ type = "python", function = "letters:tasks" }',
+        "judger": '{ type = "python", function = "letters:judge" }',
         "produce": 'type = "sync"',
         **parts,
     }

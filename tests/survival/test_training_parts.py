@@ -34,8 +34,8 @@ type = "external"
 url = "{address}"
 token_file = "{token}"
 [run.rollout]
-tasks = {{ type = "python", factory = "letters:tasks" }}
-judger = {{ type = "python", handler = "letters:judge" }}
+tasks = {{ type = "python", function = "letters:tasks" }}
+judger = {{ type = "python", function = "letters:judge" }}
 loop = {{ type = "remote", command = {command}, deadline_s = 120, concurrency = 4, sampling = {{ max_tokens = 24 }} }}
 """
 AGENT = """

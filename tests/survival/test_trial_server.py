@@ -21,8 +21,8 @@ type = "transformers"
 model = "tiny"
 threads = 1
 [run.rollout]
-tasks = {{ type = "python", factory = "letters:tasks" }}
-judger = {{ type = "python", handler = "letters:judge" }}
+tasks = {{ type = "python", function = "letters:tasks" }}
+judger = {{ type = "python", function = "letters:judge" }}
 [run.rollout.loop]
 type = "remote"
 server = "{server.address}"

@@ -15,7 +15,7 @@ from loopwright.ledger.rollouts import rollouts
 from loopwright.ledger.steps import steps
 
 WRITING = "def lower(answer):\n    return sum(letter.islower() for letter in answer) / 12\n"
-JUDGER = '{ type = "composed", parts = [{ type = "verifier" }, { type = "python", handler = "writing:lower" }] }'
+JUDGER = '{ type = "composed", parts = [{ type = "verifier" }, { type = "python", function = "writing:lower" }] }'
 SHORTER = {
     '"smollm2"': '"tiny"',
     "threads = 2": "threads = 1",

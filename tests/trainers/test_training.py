@@ -29,9 +29,9 @@ type = "transformers"
 model = "tiny"
 threads = 1
 [run.rollout]
-tasks = {{ type = "python", factory = "letters:tasks" }}
+tasks = {{ type = "python", function = "letters:tasks" }}
 loop = {{ type = "single_turn", sampling = {{ max_tokens = 6{sampling} }} }}
-judger = {{ type = "python", handler = "letters:{judge}", {judger} }}
+judger = {{ type = "python", function = "letters:{judge}", {judger} }}
 produce = {{ {produce} }}
 {more}
 """
@@ -65,7 +65,7 @@ def outage(answer):
         raise RuntimeError("the judge is away")
     return lower(answer)
 """
-HELD_OUT = '{ type = "python", factory = "letters:held_out" }'
+HELD_OUT = '{ type = "python", function = "letters:held_out" }'
 EVAL = f"""
 [run.eval]
 every = 2

@@ -27,7 +27,7 @@ class RolloutConfig(Config):
     """Where tasks come from, one source or a list, each chosen by `type`."""
     loop: _AnyLoop = Field(examples=['{ type = "single_turn" }'])
     """How one task becomes one episode, chosen by `type`."""
-    judger: AnyJudger = Field(examples=['{ type = "python", handler = "my_judge:exact" }'])
+    judger: AnyJudger = Field(examples=['{ type = "python", function = "my_judge:exact" }'])
     """How an episode becomes a reward, chosen by `type`."""
     produce: ProduceConfig = ProduceConfig()
     """How groups of rollouts are produced."""

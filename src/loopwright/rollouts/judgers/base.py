@@ -94,7 +94,7 @@ class JudgerConfig(PlacementConfig):
 
     type: str
     name: str | None = None
-    """The name of this judger's part of the reward; without it, its type or its handler's name."""
+    """The name of this judger's part of the reward; without it, its function's name or its type."""
     weight: float = 1.0
     """What its verdict is multiplied with; negative for a penalty."""
     timeout_s: float = Field(default=60.0, gt=0)

@@ -21,19 +21,19 @@ class PythonJudgerConfig(BatchedConfig):
     """A Python function, synchronous or not. With `batch` it is given a list of each fact and returns a list."""
 
     type: Literal["python"] = "python"
-    handler: str = Field(pattern=PATH)
+    function: str = Field(pattern=PATH)
     """`module:function`, imported from the scenario's directory first. Its parameters are named after what it needs:
     answer, label, data_source, task, messages, tokens, turns, extra, episode. It returns a finite number, a bool, a
     Reward or a dict of named parts, which add up."""
 
     def label(self) -> str:
-        return self.name or self.handler.rpartition(":")[2].rpartition(".")[2]
+        return self.name or self.function.rpartition(":")[2].rpartition(".")[2]
 
     def problems(self, home: Path) -> list[Problem]:
         try:
-            needs_of(Handler(self.handler, home))
+            needs_of(Handler(self.function, home))
         except (ImportError, TypeError, ValueError) as error:
-            return [Problem("handler", f"{self.handler!r}: {sentence(error)}")]
+            return [Problem("function", f"{self.function!r}: {sentence(error)}")]
         return []
 
 
@@ -45,7 +45,7 @@ class PythonJudger(Judger):
 
     def __init__(self, config: PythonJudgerConfig, home: Path) -> None:
         super().__init__(config, home)
-        self._handler = Handler(config.handler, home, threads=config.concurrency)
+        self._handler = Handler(config.function, home, threads=config.concurrency)
         self.needs = needs_of(self._handler)
         self.batch, self.batch_wait_s = config.batch, config.batch_wait_s
 

@@ -24,30 +24,30 @@ class RankingJudgerConfig(JudgerConfig):
     """A group judger: a function over the group, or the ranks of another judger's verdicts."""
 
     type: Literal["ranking"] = "ranking"
-    handler: str | None = Field(default=None, pattern=PATH)
+    function: str | None = Field(default=None, pattern=PATH)
     """`module:function` that is given a list of payloads, one per episode, with what `needs` names as attributes; it
     returns a number for each of them."""
     of: AnyJudger | None = None
-    """Instead of a handler: a judger whose verdicts are ranked. The best is 1, the worst 0, equals share a rank."""
+    """Instead of a function: a judger whose verdicts are ranked. The best is 1, the worst 0, equals share a rank."""
     needs: Needs = ("answer", "label")
-    """What the handler is told of each episode."""
+    """What the function is given of each episode."""
 
     @model_validator(mode="after")
     def _has_one_way(self) -> Self:
-        if (self.handler is None) == (self.of is None):
-            raise ValueError("a ranking judger has either a `handler` or another judger to rank, `of`")
+        if (self.function is None) == (self.of is None):
+            raise ValueError("a ranking judger has either a `function` or another judger to rank, `of`")
         return self
 
     def label(self) -> str:
-        return self.name or (self.handler or "").rpartition(":")[2].rpartition(".")[2] or self.type
+        return self.name or (self.function or "").rpartition(":")[2].rpartition(".")[2] or self.type
 
     def problems(self, home: Path) -> list[Problem]:
         if self.of is not None:
             return [Problem(f"of.{problem.key}", problem.message) for problem in self.of.problems(home)]
         try:
-            Handler(str(self.handler), home).takes_one()
+            Handler(str(self.function), home).takes_one()
         except (ImportError, TypeError, ValueError) as error:
-            return [Problem("handler", f"{self.handler!r}: {sentence(error)}")]
+            return [Problem("function", f"{self.function!r}: {sentence(error)}")]
         return []
 
     def unjudged(self, data_sources: Iterable[str]) -> list[Problem]:
@@ -77,7 +77,7 @@ class RankingJudger(Judger):
     def __init__(self, config: RankingJudgerConfig, home: Path) -> None:
         super().__init__(config, home)
         self._of = build_judger(config.of, home) if config.of is not None else None
-        self._handler = Handler(config.handler, home, threads=config.concurrency) if config.handler else None
+        self._handler = Handler(config.function, home, threads=config.concurrency) if config.function else None
         self.delegates = self._of is not None
         self.needs = config.needs if self._of is None else self._of.needs
 

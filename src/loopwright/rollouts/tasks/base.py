@@ -60,7 +60,7 @@ class TasksConfig(Config, ABC):
             ) from error
         except (LoopwrightError, ImportError) as error:
             raise TasksError(str(error)) from error
-        except Exception as error:  # a factory of the user's own may raise anything
+        except Exception as error:  # user code may raise anything
             raise TasksError(f"{type(error).__name__}: {error}") from error
         tasks = [self._task(number, place, row) for number, (place, row) in enumerate(rows)]
         if not tasks:
@@ -136,20 +136,20 @@ class PythonTasks(TasksConfig):
     """A Python function that gives the rows."""
 
     type: Literal["python"] = "python"
-    factory: str = Field(pattern=r"^[\w.]+:[\w.]+$")
+    function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
     """`module:function`, imported from the scenario's directory first."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Its keyword arguments."""
 
     def label(self) -> str:
-        return self.name or self.factory.partition(":")[2]
+        return self.name or self.function.partition(":")[2]
 
     def rows(self, home: Path) -> Iterable[Mapping[str, Any]]:
-        factory = import_function(self.factory, home)
+        function = import_function(self.function, home)
         try:
-            return list(factory(**self.args))
+            return list(function(**self.args))
         except Exception as error:
-            raise TasksError(f"{self.factory} failed: {type(error).__name__}: {error}") from error
+            raise TasksError(f"{self.function} failed: {type(error).__name__}: {error}") from error
 
 
 task_sources: Registry[type[TasksConfig]] = Registry("task source", "loopwright.tasks", TasksConfig)
