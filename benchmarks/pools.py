@@ -8,7 +8,7 @@ import ray
 
 from benchmarks.measure import Ratio, best_of
 from loopwright.rollouts.pools.base import Worker
-from loopwright.rollouts.pools.ray.launch import Connection
+from loopwright.rollouts.pools.ray.launch import RayConnection
 from loopwright.rollouts.pools.ray.pool import RayPool
 
 WORKERS, CALLS, CONCURRENCY, ROUNDS = 2, 3_000, 64, 6
@@ -42,7 +42,7 @@ async def drive(call: Callable[[int], Awaitable[Any]]) -> None:
 
 def run() -> list[Ratio]:
     """Same request and answer, same number of actors, same concurrency; the pool's calls have a deadline besides."""
-    with Connection(cpus=WORKERS), asyncio.Runner() as runner:
+    with RayConnection(cpus=WORKERS), asyncio.Runner() as runner:
         kind: Any = ray.remote(BareEcho)
         actors = [kind.options(num_cpus=0.5, max_concurrency=1000).remote() for _ in range(WORKERS)]
         pool = RayPool(Echo, workers=WORKERS, cpus=0.5)

@@ -19,7 +19,7 @@ from loopwright.rollouts.judgers.base import judgers
 from loopwright.rollouts.loops.base import loops
 from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.remote.config import BoundsConfig
-from loopwright.rollouts.remote.gateway_host import HOMES
+from loopwright.rollouts.remote.gateway_host import GATEWAY_HOSTS
 from loopwright.rollouts.tasks.base import task_sources
 from loopwright.scenario.schema import PenaltiesConfig, RunConfig, Scenario, SystemConfig
 from loopwright.spaces.draws import EnvParamConfig
@@ -60,7 +60,7 @@ def sections() -> list[str]:
         section("`[run.rollout]`", RolloutConfig),
         section("`[run.rollout] produce`", ProduceConfig),
         section("`[run.rollout] loop`, `sampling`", Sampling),
-        *(section(f'`[run.gateway]`, `type = "{name}"`', model) for name, model in HOMES.items()),
+        *(section(f'`[run.gateway]`, `type = "{name}"`', model) for name, model in GATEWAY_HOSTS.items()),
         section("`[run.rollout] loop`, `bounds`", BoundsConfig),
         section("`[run.eval]`", EvalConfig),
         section("`[run.agent] lora`", LoraConfig),

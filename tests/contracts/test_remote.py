@@ -33,10 +33,16 @@ from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.loops.worker import Request
 from loopwright.rollouts.pools.base import PoolDown, WorkerLost
 from loopwright.rollouts.remote import rollout as trial
-from loopwright.rollouts.remote.access import Access
+from loopwright.rollouts.remote.access import GatewayAccess
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.gateway_host import EmbeddedConfig, EmbeddedHome, ExternalHome, RayConfig, home_of
-from loopwright.rollouts.remote.worker import Order
+from loopwright.rollouts.remote.gateway_host import (
+    EmbeddedGatewayConfig,
+    EmbeddedGatewayHost,
+    ExternalGatewayHost,
+    RayGatewayConfig,
+    build_gateway_host,
+)
+from loopwright.rollouts.remote.worker import RemoteRequest
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
 from loopwright.testing import GatewayContract, LoopContract
@@ -272,7 +278,7 @@ def test_a01_who_only_looks_at_a_workspace_cannot_hold_up_its_episode(tmp_path, 
 
     async def story():
         async with staged(tmp_path, command=program(tmp_path, "chat()")) as stage:
-            order = Order(await stage.home.access(), Request(TASK, "0", trial=1), lambda _: may.wait(30))
+            order = RemoteRequest(await stage.home.access(), Request(TASK, "0", trial=1), lambda _: may.wait(30))
             return await asyncio.wait_for(stage.worker.handle(order), 20)
 
     try:
@@ -285,7 +291,7 @@ def test_a01_a_trial_whose_gateway_is_nowhere_leaves_no_directory(tmp_path):
     async def story():
         async with staged(tmp_path, command=program(tmp_path, "chat()")) as stage:
             with pytest.raises(ValueError, match="no URL"):
-                await stage.worker.handle(Order(Access("nowhere"), Request(TASK, "0", trial=1)))
+                await stage.worker.handle(RemoteRequest(GatewayAccess("nowhere"), Request(TASK, "0", trial=1)))
             assert list(stage.directory.iterdir()) == []
 
     asyncio.run(story())
@@ -622,10 +628,10 @@ def loaded(tmp_path, monkeypatch):
 
 def test_t09_the_command_line_comes_over_the_environment_over_the_file(loaded):
     gateway = ENGINE + "[run.gateway]\nport = 1111\nttl_s = 5\n"
-    assert loaded(more=gateway).gateway == EmbeddedConfig(port=1111, ttl_s=5)
+    assert loaded(more=gateway).gateway == EmbeddedGatewayConfig(port=1111, ttl_s=5)
     environ = {"REMOTE_GATEWAY_PORT": "2222", "REMOTE_DEADLINE_S": "30", "REMOTE_ENV": '{"A": "1"}'}
     run = loaded(more=gateway, environ=environ)
-    assert run.gateway == EmbeddedConfig(port=2222, ttl_s=5)
+    assert run.gateway == EmbeddedGatewayConfig(port=2222, ttl_s=5)
     assert (run.rollout.loop.deadline_s, run.rollout.loop.env) == (30.0, {"A": "1"})
     run = loaded("gateway.port=3333", "loop.deadline_s=7", more=gateway, environ=environ)
     assert (run.gateway.port, run.rollout.loop.deadline_s) == (3333, 7.0)
@@ -686,12 +692,12 @@ def test_t09_settings_of_a_run_are_those_of_its_resume(tmp_path):
 def test_t10_a_remote_agent_without_an_address_is_an_error_before_anything_starts(loaded, tmp_path):
     with pytest.raises(ScenarioError, match=r"\[run.gateway\] host: 0.0.0.0 means all addresses"):
         loaded("gateway.host=0.0.0.0")
-    assert RayConfig(host="0.0.0.0").problems(tmp_path) == [], "an actor knows the address of its node"
+    assert RayGatewayConfig(host="0.0.0.0").problems(tmp_path) == [], "an actor knows the address of its node"
 
     async def story():
         with pytest.raises(AdvertiseError):
-            await EmbeddedHome(GatewayConfig(host="0.0.0.0"), pytest.fail).start()
-        async with aclosing(ExternalHome(Access("http://127.0.0.1:9"))) as home:
+            await EmbeddedGatewayHost(GatewayConfig(host="0.0.0.0"), pytest.fail).start()
+        async with aclosing(ExternalGatewayHost(GatewayAccess("http://127.0.0.1:9"))) as home:
             with pytest.raises(GatewayLost, match=r"cannot reach the gateway at http://127\.0\.0\.1:9"):
                 await home.start()
 
@@ -705,7 +711,7 @@ class OfScripted(GatewayContract):
 
 class TestT11Embedded(OfScripted):
     def make_home(self, home):
-        return home_of(EmbeddedConfig(), SCRIPTED, home, "r")
+        return build_gateway_host(EmbeddedGatewayConfig(), SCRIPTED, home, "r")
 
 
 class TestT11External(OfScripted):
@@ -720,13 +726,13 @@ class TestT11External(OfScripted):
             yield
 
     def make_home(self, home):
-        return ExternalHome(Access(self.url, self.token))
+        return ExternalGatewayHost(GatewayAccess(self.url, self.token))
 
     def test_a_wrong_token_is_known_before_anything_starts(self, tmp_path):
         async def story():
             async with (
                 self.around(tmp_path),
-                aclosing(ExternalHome(Access(self.url, "not-the-token-at-all"))) as home,
+                aclosing(ExternalGatewayHost(GatewayAccess(self.url, "not-the-token-at-all"))) as home,
             ):
                 with pytest.raises(GatewayLost, match=r"opens no session.*token_file"):
                     await home.start()
@@ -747,7 +753,9 @@ class TestT11Relay(TestT11External):
 @pytest.fixture(scope="class")
 def on_ray(cluster, tmp_path_factory):  # noqa: F811
     """One home for all tests of a class: actors take seconds to come."""
-    home = home_of(RayConfig(cpus=0.1, engine_cpus=0.1, engines=2), SCRIPTED, tmp_path_factory.mktemp("ray"), "r")
+    home = build_gateway_host(
+        RayGatewayConfig(cpus=0.1, engine_cpus=0.1, engines=2), SCRIPTED, tmp_path_factory.mktemp("ray"), "r"
+    )
     with asyncio.Runner() as runner:
         runner.run(home.start())
         yield runner, home
@@ -769,7 +777,7 @@ class TestT11Ray(OfScripted):
 @pytest.mark.usefixtures("cluster")
 def test_t11_a_gateway_actor_that_dies_is_replaced(tmp_path):
     async def story():
-        home = home_of(RayConfig(cpus=0.1, engine_cpus=0.1), SCRIPTED, tmp_path, "r")
+        home = build_gateway_host(RayGatewayConfig(cpus=0.1, engine_cpus=0.1), SCRIPTED, tmp_path, "r")
         await home.start()
         try:
             before = await home.access()
@@ -791,7 +799,7 @@ def test_t11_a_gateway_actor_that_dies_is_replaced(tmp_path):
 @pytest.mark.usefixtures("cluster")
 def test_t11_an_engine_actor_that_dies_is_replaced_and_given_the_latest_weights(tmp_path):
     async def story():
-        home = home_of(RayConfig(cpus=0.1, engine_cpus=0.1), SCRIPTED, tmp_path, "r")
+        home = build_gateway_host(RayGatewayConfig(cpus=0.1, engine_cpus=0.1), SCRIPTED, tmp_path, "r")
         await home.start()
         try:
             await home.tell(News(4))

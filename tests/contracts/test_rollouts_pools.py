@@ -18,8 +18,8 @@ import loopwright
 from loopwright.rollouts.pools.base import WorkerLost
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.pools.ray import launch as launch_ray
-from loopwright.rollouts.pools.ray.launch import Connection, check, nodes, reserve
-from loopwright.rollouts.pools.resources import Ask, ResourcesError
+from loopwright.rollouts.pools.ray.launch import RayConnection, check, cluster_nodes, reserve
+from loopwright.rollouts.pools.resources import ResourceRequest, ResourcesError
 from loopwright.testing.pools import Probe
 from tests.rollouts.rays import cluster, killed, pids, pool_of
 
@@ -95,7 +95,7 @@ def test_l01_what_cannot_be_sent_is_named():
 
 
 def test_l03_a_pool_too_large_fails_in_seconds_with_the_numbers():
-    has = sum(node.cpus for node in nodes())
+    has = sum(node.cpus for node in cluster_nodes())
     begin_s = time.monotonic()
     with pytest.raises(ResourcesError) as caught:
         use(pool_of(3, cpus=has, memory_bytes=1 << 30, name="greedy"), None)
@@ -108,18 +108,18 @@ def test_l03_a_pool_too_large_fails_in_seconds_with_the_numbers():
     ):
         assert part in str(caught.value)
     with pytest.raises(ResourcesError, match="no node is large enough for one worker of 'vast'"):
-        check([Ask("vast", 1, 0.1, 1 << 50)])
+        check([ResourceRequest("vast", 1, 0.1, 1 << 50)])
 
 
 def test_l03_resources_that_others_hold_are_told_after_a_bounded_wait():
-    half = max(node.cpus for node in nodes()) * 0.6
+    half = max(node.cpus for node in cluster_nodes()) * 0.6
 
     async def story():
-        held = await reserve([Ask("first", 1, half)])
+        held = await reserve([ResourceRequest("first", 1, half)])
         try:
             begin_s = time.monotonic()
             with pytest.raises(ResourcesError, match="others hold what they need") as caught:
-                await reserve([Ask("second", 1, half)], timeout_s=1.5)
+                await reserve([ResourceRequest("second", 1, half)], timeout_s=1.5)
             assert time.monotonic() - begin_s < 10
             assert "'second' asks for 1 worker" in str(caught.value)
         finally:
@@ -206,7 +206,7 @@ def test_l07_a_replacement_that_cannot_be_built_is_told_not_waited_for(tmp_path)
 
 def test_l10_an_existing_group_is_used_from_the_start_bundle_on():
     async def story():
-        held = await reserve([Ask("loop", 2, 0.1), Ask("judger", 1, 0.2)], strategy="SPREAD")
+        held = await reserve([ResourceRequest("loop", 2, 0.1), ResourceRequest("judger", 1, 0.2)], strategy="SPREAD")
         assert held.start == {"loop": 0, "judger": 2}
         pools = [
             pool_of(2, placement_group=held.group, start_bundle=0),
@@ -231,14 +231,14 @@ def test_l10_an_existing_group_is_used_from_the_start_bundle_on():
 @pytest.mark.parametrize(
     ("ask", "start", "words"),
     [
-        (Ask("loop", 2, 0.1), 1, "from bundle 1 on, but the placement group has 2 bundles"),
-        (Ask("loop", 1, 0.5), 0, "bundle 0 of the placement group has only 0.1 CPUs"),
-        (Ask("loop", 1, 0.1, 1 << 20), 1, "bundle 1 of the placement group has only 0.1 CPUs and 0 B"),
+        (ResourceRequest("loop", 2, 0.1), 1, "from bundle 1 on, but the placement group has 2 bundles"),
+        (ResourceRequest("loop", 1, 0.5), 0, "bundle 0 of the placement group has only 0.1 CPUs"),
+        (ResourceRequest("loop", 1, 0.1, 1 << 20), 1, "bundle 1 of the placement group has only 0.1 CPUs and 0 B"),
     ],
 )
 def test_l10_each_bundle_is_checked(ask, start, words):
     async def story():
-        held = await reserve([Ask("given", 2, 0.1)])
+        held = await reserve([ResourceRequest("given", 2, 0.1)])
         try:
             launch_ray.check_group(ask, held.group, start)
         finally:
@@ -310,7 +310,7 @@ def test_l12_calls_do_not_block_the_event_loop():
 
 
 def test_l12_ray_ends_with_its_last_user_only():
-    with Connection():
+    with RayConnection():
         assert ray.is_initialized()
     assert ray.is_initialized()
 
@@ -346,9 +346,9 @@ def test_l10_a_cluster_of_our_own_is_reached_from_this_machine_alone_and_leaves_
     script = (
         "import signal, ray\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "from loopwright.rollouts.pools.ray.launch import Connection, nodes\n"
-        "with Connection(cpus=1):\n"
-        "    print([node.name for node in nodes()], signal.getsignal(signal.SIGTERM).name)\n"
+        "from loopwright.rollouts.pools.ray.launch import RayConnection, cluster_nodes\n"
+        "with RayConnection(cpus=1):\n"
+        "    print([node.name for node in cluster_nodes()], signal.getsignal(signal.SIGTERM).name)\n"
         "print(ray.is_initialized())\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}

@@ -23,13 +23,13 @@ from loopwright.gateway.gateway import GatewayConfig
 from loopwright.rollouts.loops.worker import Request
 from loopwright.rollouts.pools.base import PoolDown, WorkerLost
 from loopwright.rollouts.pools.local import LocalPool
-from loopwright.rollouts.remote.access import Access
+from loopwright.rollouts.remote.access import GatewayAccess
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.gateway_host import EmbeddedHome
-from loopwright.rollouts.remote.gateway_pool import Housed
-from loopwright.rollouts.remote.worker import Order
+from loopwright.rollouts.remote.gateway_host import EmbeddedGatewayHost
+from loopwright.rollouts.remote.gateway_pool import GatewayPool
+from loopwright.rollouts.remote.worker import RemoteRequest
 from loopwright.rollouts.trial_server import artifacts
-from loopwright.rollouts.trial_server.client import ServedWorker, TrialsClient, TrialServerLost
+from loopwright.rollouts.trial_server.client import TrialServerClient, TrialServerLost, TrialServerWorker
 from loopwright.rollouts.trial_server.result import rollout_details
 from loopwright.rollouts.trial_server.submission import id_of
 from loopwright.scenario.load import load
@@ -448,10 +448,10 @@ class Stage:
         (server.home / "client.token").write_text(token or server.token)
         self.engine = ScriptedEngine(ScriptedConfig(replies=("an answer",), slip=0.0), server.home)
         self.config = RemoteConfig(server=server.address, **server.loop(text, **settings))
-        client = TrialsClient(server.address, token or server.token, patience_s=patience_s)
-        self.pool = Housed(
-            EmbeddedHome(GatewayConfig(), lambda: self.engine),
-            LocalPool(lambda: ServedWorker(client, self.config, run="r", run_id=run_id)),
+        client = TrialServerClient(server.address, token or server.token, patience_s=patience_s)
+        self.pool = GatewayPool(
+            EmbeddedGatewayHost(GatewayConfig(), lambda: self.engine),
+            LocalPool(lambda: TrialServerWorker(client, self.config, run="r", run_id=run_id)),
             client.check,
         )
 
@@ -543,13 +543,13 @@ def test_a04_a_foreign_server_is_named_as_one(server):
 
         listening = await asyncio.start_server(foreign, "127.0.0.1", 0)
         async with listening:
-            client = TrialsClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", patience_s=0.0)
+            client = TrialServerClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", patience_s=0.0)
             with pytest.raises(TrialServerLost, match="Is it a trial server"):
                 await client.check()
-            client = TrialsClient(client.url, patience_s=0.0)
-            worker = ServedWorker(client, RemoteConfig(**server.loop("chat()")), run="r", run_id="r")
+            client = TrialServerClient(client.url, patience_s=0.0)
+            worker = TrialServerWorker(client, RemoteConfig(**server.loop("chat()")), run="r", run_id="r")
             with pytest.raises(TrialServerLost, match="Is it a trial server"):
-                await worker.handle(Order(Access(client.url), Request(TASK, "0:1:0")))
+                await worker.handle(RemoteRequest(GatewayAccess(client.url), Request(TASK, "0:1:0")))
             await worker.close()
 
     asyncio.run(story())

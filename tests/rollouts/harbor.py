@@ -5,7 +5,7 @@ from pathlib import Path
 from loopwright.core.task import Task
 from loopwright.execution import Command, LocalExecutor
 from loopwright.execution.sandbox import NoSandbox
-from loopwright.rollouts.remote.verify import combined, prepare, stage, verify
+from loopwright.rollouts.remote.verify import combine_reports, prepare, stage, verify
 from loopwright.rollouts.tasks.harbor.source import Places
 
 TOML = """
@@ -53,4 +53,4 @@ async def verified(path: Path, home: Path, work=lambda workspace: None, sandbox=
                     break
     finally:
         await executor.close()
-    return combined(prepared, said)
+    return combine_reports(prepared, said)

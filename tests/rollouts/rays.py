@@ -13,9 +13,9 @@ from loopwright.testing.pools import Probe
 
 @pytest.fixture(scope="session")
 def cluster():
-    from loopwright.rollouts.pools.ray.launch import Connection
+    from loopwright.rollouts.pools.ray.launch import RayConnection
 
-    with Connection(cpus=8) as connection:
+    with RayConnection(cpus=8) as connection:
         yield connection
 
 

@@ -11,8 +11,8 @@ from loopwright.gateway.gateway import GatewayConfig
 from loopwright.rollouts.loops.worker import Request
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.gateway_host import EmbeddedHome
-from loopwright.rollouts.remote.gateway_pool import Housed
+from loopwright.rollouts.remote.gateway_host import EmbeddedGatewayHost
+from loopwright.rollouts.remote.gateway_pool import GatewayPool
 from loopwright.rollouts.remote.worker import RemoteWorker
 from tests.gateway.serving import Teller, until
 
@@ -45,10 +45,10 @@ class Stage:
     def __init__(self, home: Path, engine=None, *, verifies=False, **config):
         self.engine = engine or Teller("an answer")
         self.config = RemoteConfig(**{"deadline_s": 20.0, **config})
-        self.home = EmbeddedHome(GatewayConfig(), lambda: self.engine)
+        self.home = EmbeddedGatewayHost(GatewayConfig(), lambda: self.engine)
         self.worker = None
         self._make = lambda: RemoteWorker(self.config, home, run="r", verifies=verifies)
-        self.pool = Housed(self.home, LocalPool(self._made))
+        self.pool = GatewayPool(self.home, LocalPool(self._made))
 
     def _made(self):
         self.worker = self._make()

@@ -11,16 +11,16 @@ from loopwright.gateway.client import Captured
 from loopwright.gateway.sessions.session import Limits
 from loopwright.rollouts.loops.worker import Request
 from loopwright.rollouts.pools.base import Pool, WorkerLost
-from loopwright.rollouts.remote.access import Access
-from loopwright.rollouts.remote.agent import Ended
-from loopwright.rollouts.remote.blame import Allowed, verdict
-from loopwright.rollouts.remote.gateway_host import Home
-from loopwright.rollouts.remote.gateway_pool import Housed
+from loopwright.rollouts.remote.access import GatewayAccess
+from loopwright.rollouts.remote.agent import AgentExit
+from loopwright.rollouts.remote.blame import TimeLimit, verdict
+from loopwright.rollouts.remote.gateway_host import GatewayHost
+from loopwright.rollouts.remote.gateway_pool import GatewayPool
 from tests.gateway.serving import served, until
 from tests.rollouts.remotes import TASK, program, staged
 
 REQUEST = Request(TASK, "0", trial=1)
-FREE, ALLOWED = Limits(), Allowed(20.0, "deadline_s")
+FREE, ALLOWED = Limits(), TimeLimit(20.0, "deadline_s")
 
 
 def spoken(version):
@@ -28,7 +28,7 @@ def spoken(version):
     return Episode(TASK, (Node(None, {}), Node(0, {}, (7,), (-0.5,), (Span(0, 1, version),))))
 
 
-class Place(Home):
+class FakeHost(GatewayHost):
     """A gateway that does as it is told, until it is started anew."""
 
     def __init__(self):
@@ -38,7 +38,7 @@ class Place(Home):
     async def start(self): ...
 
     async def access(self):
-        return Access("http://gateway")
+        return GatewayAccess("http://gateway")
 
     async def tell(self, news):
         self.heard.append(news)
@@ -69,9 +69,9 @@ class Workers(Pool):
 
 
 def housed():
-    place = Place()
+    place = FakeHost()
     workers = Workers(place)
-    return place, workers, Housed(place, workers)
+    return place, workers, GatewayPool(place, workers)
 
 
 def test_t06_a_gateway_that_serves_older_weights_is_told_again_and_what_they_said_is_lost():
@@ -111,13 +111,13 @@ def test_t06_a_gateway_that_was_started_anew_wakes_with_the_weights_that_it_is_s
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("ended", [None, Ended("the agent exited with 1")], ids=["late", "broken"])
+@pytest.mark.parametrize("ended", [None, AgentExit("the agent exited with 1")], ids=["late", "broken"])
 def test_a01_an_agent_that_breaks_while_its_gateway_is_started_anew_is_no_failure_of_the_policy(ended):
     said = spoken(0)
     for restored, fault in ((False, Fault.POLICY), (True, Fault.INFRA)):
         captured = Captured(said, "", 0.0, restored)
         assert verdict(ended, captured, FREE, ALLOWED)[1] is fault
-    assert verdict(Ended(), Captured(said, "", 0.0, restored=True), FREE, ALLOWED) == (Outcome.OK, None, "")
+    assert verdict(AgentExit(), Captured(said, "", 0.0, restored=True), FREE, ALLOWED) == (Outcome.OK, None, "")
 
 
 def test_t04_a_session_tells_whether_its_gateway_was_started_anew_meanwhile(tmp_path):

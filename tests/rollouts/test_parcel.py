@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from loopwright.rollouts.pools.base import ParcelError
-from loopwright.rollouts.pools.parcel import exception_of, failure_of, packed, unpacked
+from loopwright.rollouts.pools.base import SerializationError
+from loopwright.rollouts.pools.parcel import pack, pack_exception, unpack, unpack_exception
 from loopwright.testing.pools import Trouble
 
 
@@ -26,7 +26,7 @@ def sent(error):
     try:
         raise error
     except Exception as raised:  # noqa: BLE001
-        return exception_of(unpacked(packed(failure_of(raised))), "a test")
+        return unpack_exception(unpack(pack(pack_exception(raised))), "a test")
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), OSError(2, "gone", "file"), ExceptionGroup("two", [ValueError("1")])])
@@ -63,6 +63,6 @@ def test_l01_a_message_that_fails_costs_only_itself():
 
 
 def test_values_that_only_one_pickler_can_send_are_sent():
-    assert unpacked(packed(lambda x: x + 1))(1) == 2
-    with pytest.raises(ParcelError, match="a request of type lock cannot be sent to another process"):
-        packed(threading.Lock())
+    assert unpack(pack(lambda x: x + 1))(1) == 2
+    with pytest.raises(SerializationError, match="a request of type lock cannot be sent to another process"):
+        pack(threading.Lock())

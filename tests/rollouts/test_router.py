@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from loopwright.rollouts.pools.base import WorkerLost
-from loopwright.rollouts.pools.router import Router, Seat
+from loopwright.rollouts.pools.router import Backend, Router
 
 
 def seated(count, capacity=10, nodes=""):
-    router, seats = Router(capacity), [Seat() for _ in range(count)]
+    router, seats = Router(capacity), [Backend() for _ in range(count)]
     for seat, node in zip(seats, nodes or " " * count, strict=True):
         seat.node = node
         router.join(seat)
@@ -67,7 +67,7 @@ def test_who_waits_in_vain_is_told_until_somebody_joins():
         for call in (waiting, router.take()):
             with pytest.raises(WorkerLost, match="no worker left"):
                 await call
-        router.join(Seat())
+        router.join(Backend())
         assert (await router.take()).load == 1
 
     asyncio.run(story())

@@ -9,9 +9,9 @@ import ray
 from ray._private import utils
 from ray.cluster_utils import Cluster
 
-from loopwright.rollouts.pools.ray.launch import Connection, check, nodes
+from loopwright.rollouts.pools.ray.launch import RayConnection, check, cluster_nodes
 from loopwright.rollouts.pools.ray.pool import RayPool
-from loopwright.rollouts.pools.resources import Ask, ResourcesError
+from loopwright.rollouts.pools.resources import ResourceRequest, ResourcesError
 from loopwright.testing.pools import Probe
 
 CALLS = 200
@@ -50,13 +50,13 @@ def main() -> int:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     node = cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-    with Connection():
-        must(len(nodes()) == 2)
+    with RayConnection():
+        must(len(cluster_nodes()) == 2)
         # Four CPUs there are, but a worker must fit on one node.
-        must("no node is large enough for one worker of 'wide'" in refused([Ask("wide", 1, 3)]))
-        must("no node has 3 CPUs" in refused([Ask("near", 3, 1)], "STRICT_PACK"))
-        must("each on a node of its own" in refused([Ask("far", 3, 0.1)], "STRICT_SPREAD"))
-        must(refused([Ask("fair", 2, 2)], "STRICT_SPREAD") == "")
+        must("no node is large enough for one worker of 'wide'" in refused([ResourceRequest("wide", 1, 3)]))
+        must("no node has 3 CPUs" in refused([ResourceRequest("near", 3, 1)], "STRICT_PACK"))
+        must("each on a node of its own" in refused([ResourceRequest("far", 3, 0.1)], "STRICT_SPREAD"))
+        must(refused([ResourceRequest("fair", 2, 2)], "STRICT_SPREAD") == "")
         begin_s = time.monotonic()
         asyncio.run(batch(cluster, node))
         print(f"{CALLS} calls in {time.monotonic() - begin_s:.1f} s, none lost")

@@ -124,7 +124,7 @@ def on_ray(made, mark):
 def workers_of(mark):
     """The processes of our actors in this test; Ray has helpers of its own by such names, which it does not survive."""
     found = (command.split(maxsplit=1) for environment, command in processes() if mark.encode() in environment)
-    return [int(pid) for pid, *words in found if words and words[0].startswith("ray::RayHost")]
+    return [int(pid) for pid, *words in found if words and words[0].startswith("ray::RayActorHost")]
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def _show_rollout(console: Any, run: "RunConfig", home: Path) -> None:
     kinds = {"loop": rollout.loop.type, "judger": rollout.judger.type, "engine": run.engine.type if run.engine else "?"}
     lines = [f"{name:<8}  {kind}" for name, kind in kinds.items()]
     lines[0] += f", {_count(rollout.loop.concurrency, 'rollout')} at a time"
-    lines += [f"on Ray    {ask}" for ask in rollout.asks()]
+    lines += [f"on Ray    {ask}" for ask in rollout.resource_requests()]
     tasks = {source.label(): source.load(home) for source in rollout.tasks}
     weights = {source.label(): source.weight for source in rollout.tasks}
     lines += [f"tasks     {name}: {_count(len(tasks[name]), 'task')}, weight {weights[name]:g}" for name in tasks]

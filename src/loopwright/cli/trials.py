@@ -10,8 +10,8 @@ from loopwright.cli.options import assignment
 from loopwright.cli.serving import checked, die_next_time, say, signalled, token_of
 
 if TYPE_CHECKING:
-    from loopwright.rollouts.remote.gateway_host import Home
-    from loopwright.rollouts.trial_server.server import TrialsConfig
+    from loopwright.rollouts.remote.gateway_host import GatewayHost
+    from loopwright.rollouts.trial_server.server import TrialServerConfig
 
 NAME = "trials"
 app = typer.Typer(help="Run trials of agents for trainers elsewhere.", no_args_is_help=True)
@@ -55,13 +55,13 @@ def serve(
     from loopwright.core.eventloop import run
 
     try:
-        from loopwright.rollouts.trial_server.server import TrialsConfig
+        from loopwright.rollouts.trial_server.server import TrialServerConfig
     except ImportError as error:
         raise MissingExtra("the trial server", "gateway") from error
     words: dict[str, Any] = {"host": host, "port": port, "concurrency": concurrency}
     given = dict(assignment(text, "--set") for text in settings or ())
     of_engine = {name.removeprefix("engine."): given.pop(name) for name in list(given) if name.startswith("engine.")}
-    config = checked(TrialsConfig, words | given)
+    config = checked(TrialServerConfig, words | given)
     if config.public and token_file is None:
         raise typer.BadParameter(
             f"{config.host} lets other machines in, and whoever is let in runs commands here. Say who may with "
@@ -74,7 +74,7 @@ def serve(
     raise typer.Exit(128 + run(_serve(config, token, output, home.resolve(), own)))
 
 
-async def _serve(config: "TrialsConfig", token: str, output: Path, home: Path, own: "Home | None") -> int:
+async def _serve(config: "TrialServerConfig", token: str, output: Path, home: Path, own: "GatewayHost | None") -> int:
     from loopwright.rollouts.trial_server.server import TrialServer
 
     ended = signalled()
@@ -106,10 +106,10 @@ def _own_token(file: Path) -> str:
     return token_of(file)
 
 
-def _own_engine(name: str, tokenizer: str | None, more: dict[str, Any]) -> "Home":
+def _own_engine(name: str, tokenizer: str | None, more: dict[str, Any]) -> "GatewayHost":
     from loopwright.cli.gateway import loaded
     from loopwright.gateway.gateway import GatewayConfig
-    from loopwright.rollouts.remote.gateway_host import EmbeddedHome
+    from loopwright.rollouts.remote.gateway_host import EmbeddedGatewayHost
 
     made = loaded([name], tokenizer, {"engine": more, "fleet": {}})
-    return EmbeddedHome(GatewayConfig(), lambda: made)
+    return EmbeddedGatewayHost(GatewayConfig(), lambda: made)

@@ -42,7 +42,7 @@
     ├── TrainingFailed   (RuntimeError)     training cannot go on, but can be resumed      trainers/failure.py
     ├── SeveralRows      (ValueError)       a rollout of which a trainer takes one branch  integrations/branch.py
     ├── NoReward         (RuntimeError)     a rollout that a trainer needs a reward of     integrations/branch.py
-    └── ParcelError      (TypeError)        something that cannot be sent to a process     rollouts/pools/base.py
+    └── SerializationError      (TypeError)        something that cannot be sent to a process     rollouts/pools/base.py
 
 Each message says what happened, where, and the next move.
 """

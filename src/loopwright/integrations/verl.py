@@ -40,8 +40,8 @@ from loopwright.rollouts.loops.worker import Request
 from loopwright.rollouts.pools.base import Pool, PoolDown, WorkerLost
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.gateway_host import EmbeddedConfig, EmbeddedHome
-from loopwright.rollouts.remote.gateway_pool import Housed
+from loopwright.rollouts.remote.gateway_host import EmbeddedGatewayConfig, EmbeddedGatewayHost
+from loopwright.rollouts.remote.gateway_pool import GatewayPool
 from loopwright.rollouts.remote.worker import RemoteWorker
 from loopwright.scenario.load import load
 from loopwright.scenario.make import chosen_run
@@ -107,8 +107,8 @@ class Works:
         rollout, engine = config.rollout, config.engine
         if rollout is None or engine is None or not isinstance(rollout.loop, RemoteConfig):
             raise ValueError(f'run {config.name!r} has no loop = {{ type = "remote", ... }}')
-        gateway = config.gateway or EmbeddedConfig()
-        if not isinstance(gateway, EmbeddedConfig):
+        gateway = config.gateway or EmbeddedGatewayConfig()
+        if not isinstance(gateway, EmbeddedGatewayConfig):
             raise ValueError("[run.gateway] must be \"embedded\" here: its engine is verl's, in verl's worker process")
         if rollout.loop.workers:
             raise ValueError("`workers` of the loop must be 0 here: verl has workers of its own (rollout.agent)")
@@ -117,8 +117,8 @@ class Works:
         verifies = "verifier" in rollout.judger.evidence()
         build = partial(RemoteWorker, self.config, home, run=config.name, passed=passed, verifies=verifies)
         said = EngineConfig(type="verl", template=engine.template, reasoning=engine.reasoning)
-        place = EmbeddedHome(gateway, lambda: VerlEngine(servers, tokenizer, said))
-        self._pool: Pool = Housed(place, LocalPool(build))
+        place = EmbeddedGatewayHost(gateway, lambda: VerlEngine(servers, tokenizer, said))
+        self._pool: Pool = GatewayPool(place, LocalPool(build))
         self._verdicts: Verdicts = verdicts_of(rollout.judger, home)
         self._slots = asyncio.Semaphore(self.config.concurrency)
 

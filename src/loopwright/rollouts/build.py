@@ -22,12 +22,18 @@ from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.judgers import JudgeWorker, Verdicts
 from loopwright.rollouts.judgers.base import JudgerConfig
 from loopwright.rollouts.loops.worker import LoopWorker
-from loopwright.rollouts.pools.base import Build, Pool
+from loopwright.rollouts.pools.base import Pool, WorkerFactory
 from loopwright.rollouts.pools.local import LocalPool
-from loopwright.rollouts.pools.resources import Ask
+from loopwright.rollouts.pools.resources import ResourceRequest
 from loopwright.rollouts.remote.config import RemoteConfig, server_token
-from loopwright.rollouts.remote.gateway_host import EmbeddedConfig, Home, HomeConfig, check_reach, home_of
-from loopwright.rollouts.remote.gateway_pool import Housed
+from loopwright.rollouts.remote.gateway_host import (
+    EmbeddedGatewayConfig,
+    GatewayHost,
+    GatewayHostConfig,
+    build_gateway_host,
+    check_reachable,
+)
+from loopwright.rollouts.remote.gateway_pool import GatewayPool
 from loopwright.rollouts.remote.worker import RemoteWorker
 from loopwright.rollouts.tasks.base import TaskMix
 from loopwright.workloads.base import fingerprint_of
@@ -61,13 +67,13 @@ def rollout_env(
     *,
     home: Path,
     seed: int,
-    gateway: HomeConfig | None = None,
+    gateway: GatewayHostConfig | None = None,
     evaluation: EvalConfig | None = None,
 ) -> RolloutEnv:
     """The environment of a rollout run."""
     loop = config.loop
-    gateway = (gateway or EmbeddedConfig()) if isinstance(loop, RemoteConfig) else None
-    here = not loop.workers if gateway is None else isinstance(gateway, EmbeddedConfig)
+    gateway = (gateway or EmbeddedGatewayConfig()) if isinstance(loop, RemoteConfig) else None
+    here = not loop.workers if gateway is None else isinstance(gateway, EmbeddedGatewayConfig)
     return RolloutEnv(
         run,
         terms,
@@ -82,52 +88,54 @@ def rollout_env(
         deadline_s=loop.deadline_s + (loop.queue_s if isinstance(loop, RemoteConfig) and loop.server else 0.0),
         source=Source(engine, loop.sampling, home, near=engine.type == "transformers" and here),
         evaluation=evaluation,
-        cluster=partial(_cluster, [*config.asks(), *(() if gateway is None else gateway.asks())]),
+        cluster=partial(
+            _cluster, [*config.resource_requests(), *(gateway.resource_requests() if gateway is not None else ())]
+        ),
     )
 
 
-def _loop(run: Run, config: RolloutConfig, engine: EngineConfig, gateway: HomeConfig | None, home: Path) -> Pool:
+def _loop(run: Run, config: RolloutConfig, engine: EngineConfig, gateway: GatewayHostConfig | None, home: Path) -> Pool:
     """The loop's workers: each with an engine, or all of them with a gateway that has one."""
     loop = config.loop
     if isinstance(loop, RemoteConfig) and gateway is not None:
         # Read here, where the run was started: a worker may be on a machine that knows nothing of them.
         passed = {name: os.environ[name] for name in loop.pass_env if name in os.environ}
         verifies = "verifier" in config.judger.evidence()
-        place = home_of(gateway, engine, home, run.name)
+        place = build_gateway_host(gateway, engine, home, run.name)
         if loop.server is not None:
             return _served(loop, loop.server, place, run, home, passed=passed, verifies=verifies)
-        build: Build = partial(RemoteWorker, loop, home, run=run.name, passed=passed, verifies=verifies)
+        build: WorkerFactory = partial(RemoteWorker, loop, home, run=run.name, passed=passed, verifies=verifies)
         workers = pool_of("loop", build, loop, home, most=loop.concurrency)
-        return Housed(place, workers, _reach if loop.workers else None)
+        return GatewayPool(place, workers, _reach if loop.workers else None)
     return pool_of("loop", partial(LoopWorker.build, loop, engine, home), loop, home, most=loop.concurrency)
 
 
 def _served(
-    loop: RemoteConfig, url: str, place: Home, run: Run, home: Path, *, passed: Mapping[str, str], verifies: bool
+    loop: RemoteConfig, url: str, place: GatewayHost, run: Run, home: Path, *, passed: Mapping[str, str], verifies: bool
 ) -> Pool:
     """A loop whose agents run at a trial server."""
-    from loopwright.rollouts.trial_server.client import ServedWorker, TrialsClient
+    from loopwright.rollouts.trial_server.client import TrialServerClient, TrialServerWorker
 
-    client = TrialsClient(url, server_token(loop.token_file, home), connections=2 * loop.concurrency)
+    client = TrialServerClient(url, server_token(loop.token_file, home), connections=2 * loop.concurrency)
     run_id = str(run.ledger.state("id"))  # the same when it is resumed, so that no trial is run twice
-    build = partial(ServedWorker, client, loop, run=run.name, run_id=run_id, passed=passed, verifies=verifies)
-    return Housed(place, LocalPool(build, name="loop"), client.check)
+    build = partial(TrialServerWorker, client, loop, run=run.name, run_id=run_id, passed=passed, verifies=verifies)
+    return GatewayPool(place, LocalPool(build, name="loop"), client.check)
 
 
 async def _reach(url: str) -> None:
-    check_reach(url)
+    check_reachable(url)
 
 
 @contextmanager
-def _cluster(asks: Sequence[Ask]) -> Iterator[None]:
+def _cluster(requests: Sequence[ResourceRequest]) -> Iterator[None]:
     """Ray, where a pool is on it, once it is clear that all pools fit: together, and before any is launched."""
-    if not asks:
+    if not requests:
         yield
         return
-    from loopwright.rollouts.pools.ray.launch import Connection, check
+    from loopwright.rollouts.pools.ray.launch import RayConnection, check
 
-    with Connection():
-        check(asks, "PACK")
+    with RayConnection():
+        check(requests, "PACK")
         yield
 
 
@@ -136,7 +144,7 @@ def verdicts_of(config: JudgerConfig, home: Path) -> Verdicts:
     return Verdicts(pool_of("judger", partial(JudgeWorker, config, home), config, home, most=config.room()), config)
 
 
-def pool_of(name: str, build: Build, config: Any, home: Path, *, most: int) -> Pool:
+def pool_of(name: str, build: WorkerFactory, config: Any, home: Path, *, most: int) -> Pool:
     """`workers = 0`: in this process; otherwise on Ray, where `most` is what one worker may be given at a time."""
     if config.workers == 0:
         return LocalPool(build, name=name)

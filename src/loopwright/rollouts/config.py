@@ -12,7 +12,7 @@ from loopwright.core.tagged_config import chosen
 from loopwright.rollouts.judgers.base import JudgerConfig
 from loopwright.rollouts.judgers.parse import AnyJudger
 from loopwright.rollouts.loops.base import LoopConfig, loops
-from loopwright.rollouts.pools.resources import Ask
+from loopwright.rollouts.pools.resources import ResourceRequest
 from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.tasks.base import TasksConfig
 from loopwright.rollouts.tasks.sources import Sources, source_problems
@@ -32,10 +32,12 @@ class RolloutConfig(Config):
     produce: ProduceConfig = ProduceConfig()
     """How groups of rollouts are produced."""
 
-    def asks(self) -> list[Ask]:
+    def resource_requests(self) -> list[ResourceRequest]:
         """What its pools ask of a Ray cluster; nothing if they are in this process."""
         parts: dict[str, LoopConfig | JudgerConfig] = {"loop": self.loop, "judger": self.judger}
-        return [Ask(name, part.workers, part.cpus, part.memory) for name, part in parts.items() if part.workers]
+        return [
+            ResourceRequest(name, part.workers, part.cpus, part.memory) for name, part in parts.items() if part.workers
+        ]
 
     def problems(self, home: Path, held_out: Sequence[TasksConfig] = ()) -> list[Problem]:
         """What is wrong with it, for its own tasks and those that are held out; found before anything starts."""

@@ -26,7 +26,7 @@ from loopwright.rollouts.group import Bench, Group, Judge
 from loopwright.rollouts.judgers import JudgerDown
 from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.loops.worker import News, Request
-from loopwright.rollouts.pools.base import ParcelError, Pool, PoolDown, WorkerLost
+from loopwright.rollouts.pools.base import Pool, PoolDown, SerializationError, WorkerLost
 from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.tasks.base import Prompt, TaskMix
 
@@ -259,7 +259,7 @@ class RolloutEnv(Env):
             episode: Episode = await self.loop.call(request, timeout_s=self._deadline_s + _GRACE_S)
         except PoolDown:
             raise  # every further rollout would be lost as well
-        except ParcelError as error:
+        except SerializationError as error:
             return Episode(request.task).failed(Outcome.CRASHED, Fault.WORKLOAD, str(error))
         except WorkerLost as error:
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, str(error))

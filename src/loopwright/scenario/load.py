@@ -22,7 +22,13 @@ from loopwright.envs.live.env import LiveConfig
 from loopwright.ledger.observer import Observer
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
-from loopwright.rollouts.remote.gateway_host import ELSEWHERE, HOMES, ExternalConfig, HomeConfig, ServersConfig
+from loopwright.rollouts.remote.gateway_host import (
+    EXTERNAL_ENGINE,
+    GATEWAY_HOSTS,
+    ExternalGatewayConfig,
+    GatewayHostConfig,
+    TrialServerGatewayConfig,
+)
 from loopwright.rollouts.tasks.sources import in_both
 from loopwright.scenario.schema import PenaltiesConfig, RunBasics, RunConfig, Scenario, SystemConfig
 from loopwright.scenario.settings import is_remote, resolved
@@ -155,8 +161,8 @@ class _Checker:
         parts["workload"], parts["live"], parts["rollout"] = workload, live, rollout
         parts["engine"] = self._engine(raw["engine"]) if "engine" in raw else None
         parts["gateway"] = self._gateway(raw["gateway"]) if "gateway" in raw else None
-        if isinstance(parts["gateway"], ExternalConfig | ServersConfig):
-            parts["engine"] = ELSEWHERE
+        if isinstance(parts["gateway"], ExternalGatewayConfig | TrialServerGatewayConfig):
+            parts["engine"] = EXTERNAL_ENGINE
         parts["eval"] = self._model("[run.eval]", raw["eval"], EvalConfig) if "eval" in raw else None
         parts["env_params"] = self._env_params(raw.get("env_params", {}))
         parts["rewards"] = self._model("[run.rewards]", raw.get("rewards", {}), PenaltiesConfig)
@@ -223,12 +229,12 @@ class _Checker:
                 self._say(f"[run.engine] {problem.key}", problem.message)
         return config
 
-    def _gateway(self, raw: Any) -> HomeConfig | None:
+    def _gateway(self, raw: Any) -> GatewayHostConfig | None:
         kind = str(raw.get("type", "embedded")) if isinstance(raw, dict) else "embedded"
-        if kind not in HOMES:
-            self._say("[run.gateway] type", f"unknown gateway {kind!r}. {did_you_mean(kind, list(HOMES))}")
+        if kind not in GATEWAY_HOSTS:
+            self._say("[run.gateway] type", f"unknown gateway {kind!r}. {did_you_mean(kind, list(GATEWAY_HOSTS))}")
             return None
-        config: HomeConfig | None = self._model("[run.gateway]", raw, HOMES[kind])
+        config: GatewayHostConfig | None = self._model("[run.gateway]", raw, GATEWAY_HOSTS[kind])
         for problem in config.problems(self.home) if config is not None else ():
             self._say(f"[run.gateway] {problem.key}", problem.message)
         return config
@@ -283,11 +289,11 @@ class _Checker:
                 self._say(f"[[run]] {key}", f"has no meaning in a run with [run.rollout]: {instead}.")
         if "gateway" in raw and not is_remote(raw):
             self._say("[run.gateway]", 'has no meaning without loop = { type = "remote" }.')
-        if isinstance(run.gateway, ServersConfig) and getattr(rollout.loop, "server", None) is None:
+        if isinstance(run.gateway, TrialServerGatewayConfig) and getattr(rollout.loop, "server", None) is None:
             self._say("[run.gateway] type", '"server" is for loops with `server`, a trial server.')
-        if isinstance(run.gateway, ExternalConfig | ServersConfig):
+        if isinstance(run.gateway, ExternalGatewayConfig | TrialServerGatewayConfig):
             if "engine" in raw:
-                whose = "a trial server's" if isinstance(run.gateway, ServersConfig) else "an external"
+                whose = "a trial server's" if isinstance(run.gateway, TrialServerGatewayConfig) else "an external"
                 self._say("[run.engine]", f"has no meaning with {whose} gateway, which has engines of its own.")
         elif "engine" not in raw:
             self._say("[run.engine]", 'is missing; it says what the policy runs on, such as type = "scripted".')
@@ -306,7 +312,7 @@ class _Checker:
 
     def _trained(self, run: RunConfig) -> None:
         """Whether what is sampled from can be trained."""
-        if isinstance(run.gateway, ServersConfig):
+        if isinstance(run.gateway, TrialServerGatewayConfig):
             self._say("[run.gateway] type", '"server" takes no weights, so nothing can be trained; leave it out.')
         elif run.engine is not None and not run.engine.takes_weights:
             said = f"{run.engine.type!r} takes no weights, so nothing can be trained"

@@ -12,7 +12,7 @@ from loopwright.engines.base import EngineConfig
 from loopwright.envs.live.env import LiveConfig
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
-from loopwright.rollouts.remote.gateway_host import HomeConfig
+from loopwright.rollouts.remote.gateway_host import GatewayHostConfig
 from loopwright.spaces.draws import EnvParamConfig
 from loopwright.workloads.base import WorkloadConfig
 
@@ -82,7 +82,7 @@ class RunConfig(RunBasics):
     """What the policy of a rollout runs on, chosen by `type`."""
     eval: EvalConfig | None = None
     """Tasks that the policy is measured at while it is trained, and never trained on."""
-    gateway: HomeConfig | None = None
+    gateway: GatewayHostConfig | None = None
     """Where remote agents reach the policy, chosen by `type`; without it, a gateway in the run's own process."""
     rewards: PenaltiesConfig = PenaltiesConfig()
     """What the agent is told for failed trials."""

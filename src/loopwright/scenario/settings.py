@@ -6,7 +6,7 @@ from typing import Any
 from loopwright.core.errors import did_you_mean
 from loopwright.gateway.settings import GATEWAY, LOOP, from_environment, value_of
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.gateway_host import HOMES
+from loopwright.rollouts.remote.gateway_host import GATEWAY_HOSTS
 
 _TABLES = ("loop", "gateway")
 _ELSEWHERE = ("external", "server")
@@ -40,7 +40,7 @@ def _gateway(table: Any, environ: Mapping[str, str]) -> dict[str, Any]:
         raise ValueError("[run.gateway] must be a table")
     url = environ.get("PROXY_SERVER_URL")
     kind = environ.get(f"{GATEWAY}TYPE") or ("external" if url else table.get("type", "embedded"))
-    model = HOMES.get(kind)
+    model = GATEWAY_HOSTS.get(kind)
     if model is None:  # the loader says which there are
         return dict(table) | {"type": kind}
     # Keys of the kind that the file speaks of have no place in another.
@@ -55,7 +55,7 @@ def _assigned(text: str, gateway: Mapping[str, Any]) -> tuple[str, str, Any]:
     table, dot, key = name.partition(".")
     if not equals or not dot or not key or table not in _TABLES:
         raise ValueError(f"--set {text!r}: write loop.KEY=VALUE or gateway.KEY=VALUE. {did_you_mean(table, _TABLES)}")
-    model = RemoteConfig if table == "loop" else HOMES.get(str(gateway.get("type", "embedded")), RemoteConfig)
+    model = RemoteConfig if table == "loop" else GATEWAY_HOSTS.get(str(gateway.get("type", "embedded")), RemoteConfig)
     try:
         return table, key, value_of(value, model, key)
     except ValueError as error:

@@ -1,7 +1,7 @@
 """What every home of a gateway promises, as tests.
 
     class TestMine(GatewayContract):
-        def make_home(self, home: Path) -> Home:
+        def make_home(self, home: Path) -> GatewayHost:
             return MyHome(...)
 
 Its engine answers whatever it likes, in a few tokens.
@@ -25,7 +25,7 @@ from loopwright.engines.weight_update import News
 from loopwright.gateway.client import GatewayClient, RemoteSession
 from loopwright.gateway.refusal import Refused
 from loopwright.gateway.sessions.session_config import Terms
-from loopwright.rollouts.remote.gateway_host import Home
+from loopwright.rollouts.remote.gateway_host import GatewayHost
 from loopwright.testing.engines import ids_of, logprobs_of
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class GatewayContract(ABC):
     """Subclass it, name the subclass `Test…`, and give it a home."""
 
     @abstractmethod
-    def make_home(self, home: Path) -> Home:
+    def make_home(self, home: Path) -> GatewayHost:
         """The home that is tested, not yet started."""
 
     def make_engine(self, home: Path) -> Engine | None:
@@ -116,7 +116,7 @@ class GatewayContract(ABC):
         """What has to be there for it, such as a gateway elsewhere."""
         return nullcontext()
 
-    def use(self, home: Path, story: Callable[[Home], Awaitable[T]]) -> T:
+    def use(self, home: Path, story: Callable[[GatewayHost], Awaitable[T]]) -> T:
         """Run `story` with the home in an event loop, and close it."""
 
         async def main() -> T:
@@ -129,7 +129,7 @@ class GatewayContract(ABC):
     def test_a_session_becomes_an_episode(self, tmp_path: Path) -> None:
         """With the ids, logprobs and version of each token; and then takes no more calls."""
 
-        async def story(home: Home) -> None:
+        async def story(home: GatewayHost) -> None:
             session = await home.open("trial-1", Terms(run="r", trial=1, sampling=Sampling(max_tokens=5)))
             assert session.id == "trial-1"
             assert session.openai_base_url.endswith("/trial-1/v1")
@@ -152,7 +152,7 @@ class GatewayContract(ABC):
     def test_what_is_sampled_is_told_and_captured_token_by_token(self, tmp_path: Path) -> None:
         """Whole and as a stream, in both dialects: the engine's own ids, logprobs and alternatives."""
 
-        async def story(home: Home) -> None:
+        async def story(home: GatewayHost) -> None:
             session = await home.open("trial-5", Terms(seed="s", sampling=Sampling(max_tokens=6)))
             told = [await _whole(session, "a"), await _in_parts(session, "b")]
             text = await _as_anthropic(session, "c")
@@ -173,7 +173,7 @@ class GatewayContract(ABC):
     def test_ids_that_are_no_tokens_are_refused(self, tmp_path: Path) -> None:
         """As the request's own fault: the session goes on, and so does every other."""
 
-        async def story(home: Home) -> None:
+        async def story(home: GatewayHost) -> None:
             session = await home.open("trial-6", Terms(sampling=Sampling(max_tokens=4)))
             status, answer = await asked(
                 f"{session.openai_base_url}/completions", {"prompt": [2_000_000_000]}, session.key
@@ -187,7 +187,7 @@ class GatewayContract(ABC):
     def test_the_same_id_is_the_same_session(self, tmp_path: Path) -> None:
         """For the same run and trial; another trial's is refused."""
 
-        async def story(home: Home) -> None:
+        async def story(home: GatewayHost) -> None:
             first = await home.open("trial-2", Terms(run="r", trial=2))
             again = await home.open("trial-2", Terms(run="r", trial=2))
             assert (first.id, first.key) == (again.id, again.key)
@@ -202,7 +202,7 @@ class GatewayContract(ABC):
     def test_a_wrong_key_is_refused(self, tmp_path: Path) -> None:
         """Another session's, and the lack of the gateway's own."""
 
-        async def story(home: Home) -> None:
+        async def story(home: GatewayHost) -> None:
             mine, other = await home.open("a"), await home.open("b")
             assert (await said(mine, key=other.key))[0] == 401
             assert (await said(mine))[0] == 200
@@ -218,7 +218,7 @@ class GatewayContract(ABC):
     def test_a_session_can_be_forgotten(self, tmp_path: Path) -> None:
         """With all that was recorded of it."""
 
-        async def story(home: Home) -> None:
+        async def story(home: GatewayHost) -> None:
             session = await home.open("gone")
             await session.delete()
             await session.delete()
@@ -231,7 +231,7 @@ class GatewayContract(ABC):
     def test_news_of_the_policy_reach_its_engine(self, tmp_path: Path) -> None:
         """Each token says which version sampled it."""
 
-        async def story(home: Home) -> None:
+        async def story(home: GatewayHost) -> None:
             session = await home.open("trial-4", Terms(sampling=Sampling(max_tokens=4)))
             assert (await said(session))[0] == 200
             assert await home.tell(News(3, paused=True)) == 3

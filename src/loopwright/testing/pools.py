@@ -1,7 +1,7 @@
 """What every pool promises, as tests: near or far, callers cannot tell.
 
 class TestMine(PoolContract):
-    def make_pool(self, build: Build) -> Pool:
+    def make_pool(self, build: WorkerFactory) -> Pool:
         return Mine(build)
 """
 # ruff: noqa: S101  These are tests, wherever they stand.
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from loopwright.rollouts.pools.base import Build, Pool, Worker, WorkerLost
+from loopwright.rollouts.pools.base import Pool, Worker, WorkerFactory, WorkerLost
 
 T = TypeVar("T")
 _DEADLINE_S = 60.0
@@ -119,10 +119,10 @@ class PoolContract(ABC):
     """Subclass it, name the subclass `Test…`, and give it a pool whose grace is about a second."""
 
     @abstractmethod
-    def make_pool(self, build: Build) -> Pool:
+    def make_pool(self, build: WorkerFactory) -> Pool:
         """A pool of workers that `build` makes."""
 
-    def use(self, story: Callable[[Pool], Awaitable[T]], build: Build = Probe) -> T:
+    def use(self, story: Callable[[Pool], Awaitable[T]], build: WorkerFactory = Probe) -> T:
         """Run `story` with a started pool in an event loop, and close it."""
 
         async def main() -> T:

@@ -19,8 +19,8 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch import distributed as dist
 
-from loopwright.rollouts.pools.ray.launch import Connection, check
-from loopwright.rollouts.pools.resources import Ask, ResourcesError
+from loopwright.rollouts.pools.ray.launch import RayConnection, check
+from loopwright.rollouts.pools.resources import ResourceRequest, ResourcesError
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.learner import Learner, Setting
 from loopwright.trainers.learners import LocalStudent
@@ -112,7 +112,7 @@ def _got(reference: Any) -> Any:
 
 def _check(workers: int, cpus: float, gpus: float) -> None:
     """Ray Train would wait for what the cluster does not have."""
-    check([Ask("trainer", workers, cpus)])
+    check([ResourceRequest("trainer", workers, cpus)])
     there: float = ray.cluster_resources().get("GPU", 0.0)  # type: ignore[no-untyped-call]
     if there < workers * gpus:
         raise ResourcesError(
@@ -125,7 +125,7 @@ class RayStudent:
     """Workers of Ray Train, which learn as one."""
 
     def __init__(self, setting: Setting, directory: Path, *, workers: int, cpus: float, gpus: float) -> None:
-        self._connection = Connection()
+        self._connection = RayConnection()
         try:
             _check(workers, cpus, gpus)
         except ResourcesError:

@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from loopwright.rollouts.pools.base import Build, Worker, answered, too_late
-from loopwright.rollouts.pools.parcel import failure_of, packed, unpacked
+from loopwright.rollouts.pools.base import Worker, WorkerFactory, answered, timeout_error
+from loopwright.rollouts.pools.parcel import pack, pack_exception, unpack
 
 
-class Host:
+class ActorHost:
     """A worker behind methods that take and return parcels; they raise nothing but a cancellation.
 
     An answer is a pair: what went wrong, and what came out.
@@ -25,12 +25,12 @@ class Host:
     async def begin(self, build: bytes, news: bytes | None) -> bytes:
         """Make the worker, and tell it how things are."""
         try:
-            made: Build = unpacked(build)
+            made: WorkerFactory = unpack(build)
             self._worker = made()
-            told = None if news is None else await answered(self._worker.tell(unpacked(news)))
-            return packed((None, told), "an answer")
+            told = None if news is None else await answered(self._worker.tell(unpack(news)))
+            return pack((None, told), "an answer")
         except Exception as error:  # noqa: BLE001  Everything is carried to the caller.
-            return packed((failure_of(error), None))
+            return pack((pack_exception(error), None))
 
     async def handle(self, parcel: bytes) -> bytes:
         """Answer one request; the parcel holds what is left of its time, all of its time, and the request."""
@@ -41,11 +41,11 @@ class Host:
         try:
             if self._worker is None:
                 raise RuntimeError("the host was asked before it began")
-            async with aclosing(self._worker.stream(unpacked(parcel))) as pieces:
+            async with aclosing(self._worker.stream(unpack(parcel))) as pieces:
                 async for piece in pieces:
-                    yield packed((None, piece), "an answer")
+                    yield pack((None, piece), "an answer")
         except Exception as error:  # noqa: BLE001  Everything is carried to the caller.
-            yield packed((failure_of(error), None))
+            yield pack((pack_exception(error), None))
 
     async def tell(self, parcel: bytes) -> bytes:
         """Pass on news, packed like a request."""
@@ -71,16 +71,16 @@ class Host:
             raise RuntimeError("the host was asked before it began")
         self._calls.add(call)
         try:
-            left_s, timeout_s, request = unpacked(parcel)
+            left_s, timeout_s, request = unpack(parcel)
             try:
                 async with asyncio.timeout(left_s) as deadline:
                     answer = await answered(getattr(self._worker, what)(request))
             except TimeoutError:
                 if deadline.expired():
-                    raise too_late(timeout_s) from None
+                    raise timeout_error(timeout_s) from None
                 raise
-            return packed((None, answer), "an answer")
+            return pack((None, answer), "an answer")
         except Exception as error:  # noqa: BLE001  Everything is carried to the caller.
-            return packed((failure_of(error), None))
+            return pack((pack_exception(error), None))
         finally:
             self._calls.discard(call)

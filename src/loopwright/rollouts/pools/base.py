@@ -16,7 +16,7 @@ class PoolDown(WorkerLost):
     """A pool has no worker left and cannot make one: nothing can be done there until somebody looks into it."""
 
 
-class ParcelError(LoopwrightError, TypeError):
+class SerializationError(LoopwrightError, TypeError):
     """Something that cannot be sent to another process, or not be read there."""
 
 
@@ -76,7 +76,7 @@ class Pool(ABC):
         """End the workers. Calls that are still in flight are cancelled where they run, and raise WorkerLost."""
 
 
-Build = Callable[[], Worker]
+WorkerFactory = Callable[[], Worker]
 """Makes a worker where it will live; must be picklable where that is another process."""
 
 
@@ -93,6 +93,6 @@ async def answered(work: Awaitable[Any]) -> Any:
         raise RuntimeError(f"the worker raised {error!r}, which would have ended more than its call") from error
 
 
-def too_late(timeout_s: float | None) -> TimeoutError:
+def timeout_error(timeout_s: float | None) -> TimeoutError:
     """What a call raises that had no answer in time."""
     return TimeoutError(f"no answer within {timeout_s:g} s" if timeout_s is not None else "no answer in time")

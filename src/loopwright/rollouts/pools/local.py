@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from loopwright.rollouts.pools.base import Build, Pool, Worker, WorkerLost, answered, too_late
+from loopwright.rollouts.pools.base import Pool, Worker, WorkerFactory, WorkerLost, answered, timeout_error
 
 
 class LocalPool(Pool):
     """One worker in this process. Its code is not copied, and cannot be killed: only cancelled, and then left alone."""
 
-    def __init__(self, build: Build, *, name: str = "loop", grace_s: float = 5.0) -> None:
+    def __init__(self, build: WorkerFactory, *, name: str = "loop", grace_s: float = 5.0) -> None:
         self._build, self._name, self._grace_s = build, name, grace_s
         self._worker: Worker | None = None
         self._calls: set[asyncio.Task[Any]] = set()
@@ -56,7 +56,7 @@ class LocalPool(Pool):
             await news
             if not call.done():
                 await self._ended(call)
-                raise too_late(timeout_s)
+                raise timeout_error(timeout_s)
             if call.cancelled():
                 raise WorkerLost(f"pool {self._name!r} was closed with this call in it")
             return call.result()

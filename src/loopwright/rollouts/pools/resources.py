@@ -15,7 +15,7 @@ class ResourcesError(LoopwrightError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Ask:
+class ResourceRequest:
     """What one pool needs: so many workers, each of this size."""
 
     name: str
@@ -33,16 +33,16 @@ class Ask:
         return {"CPU": self.cpus} | ({} if self.memory_bytes is None else {"memory": float(self.memory_bytes)})
 
     def __str__(self) -> str:
-        size = amount(self.cpus, self.memory_bytes)
+        size = format_resources(self.cpus, self.memory_bytes)
         if self.workers == 1:
             return f"{self.name!r} asks for 1 worker of {size}"
         memory = None if self.memory_bytes is None else self.memory_bytes * self.workers
-        total = amount(self.cpus * self.workers, memory)
+        total = format_resources(self.cpus * self.workers, memory)
         return f"{self.name!r} asks for {self.workers} workers of {size} each ({total})"
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """One machine of a cluster."""
 
     name: str
@@ -51,13 +51,13 @@ class Node:
     free_cpus: float
     free_memory_bytes: float
 
-    def holds(self, ask: Ask) -> int:
+    def holds(self, ask: ResourceRequest) -> int:
         """How many of its workers an empty node holds."""
         by_cpu = int((self.cpus + _CLOSE) // ask.cpus)
         return by_cpu if ask.memory_bytes is None else min(by_cpu, int(self.memory_bytes // ask.memory_bytes))
 
 
-def amount(cpus: float, memory_bytes: float | None) -> str:
+def format_resources(cpus: float, memory_bytes: float | None) -> str:
     """CPUs and memory in words."""
     words = f"{cpus:g} CPU{'' if cpus == 1 else 's'}"
     if memory_bytes is None:
@@ -70,39 +70,40 @@ def amount(cpus: float, memory_bytes: float | None) -> str:
     return f"{words} and {size:.3g} {unit}"
 
 
-def shortage(asks: Sequence[Ask], nodes: Sequence[Node], strategy: Strategy) -> str | None:
+def find_shortage(requests: Sequence[ResourceRequest], nodes: Sequence[ClusterNode], strategy: Strategy) -> str | None:
     """Why these can never be placed, even if the cluster were idle; None if they may be."""
-    cpus = sum(ask.cpus * ask.workers for ask in asks)
-    memory = sum((ask.memory_bytes or 0) * ask.workers for ask in asks)
+    cpus = sum(ask.cpus * ask.workers for ask in requests)
+    memory = sum((ask.memory_bytes or 0) * ask.workers for ask in requests)
     if strategy == "STRICT_PACK":
         if not any(node.cpus + _CLOSE >= cpus and node.memory_bytes >= memory for node in nodes):
-            return f"no node has {amount(cpus, memory or None)}, and STRICT_PACK wants all workers on one"
-    elif strategy == "STRICT_SPREAD" and (workers := sum(ask.workers for ask in asks)) > len(nodes):
+            return f"no node has {format_resources(cpus, memory or None)}, and STRICT_PACK wants all workers on one"
+    elif strategy == "STRICT_SPREAD" and (workers := sum(ask.workers for ask in requests)) > len(nodes):
         return f"there are {workers} workers, and STRICT_SPREAD wants each on a node of its own"
-    for ask in asks:
+    for ask in requests:
         held = sum(node.holds(ask) for node in nodes)
         if held == 0:
             return f"no node is large enough for one worker of {ask.name!r}"
         if held < ask.workers:
             return f"only {held} workers of {ask.name!r} fit"
     if cpus > sum(node.cpus for node in nodes) + _CLOSE or memory > sum(node.memory_bytes for node in nodes):
-        return f"together they need {amount(cpus, memory or None)}"
+        return f"together they need {format_resources(cpus, memory or None)}"
     return None
 
 
-def refusal(asks: Sequence[Ask], nodes: Sequence[Node], why: str) -> ResourcesError:
+def placement_error(requests: Sequence[ResourceRequest], nodes: Sequence[ClusterNode], why: str) -> ResourcesError:
     """The error that tells all of it."""
-    has = amount(sum(node.cpus for node in nodes), sum(node.memory_bytes for node in nodes))
-    taken = amount(
+    has = format_resources(sum(node.cpus for node in nodes), sum(node.memory_bytes for node in nodes))
+    taken = format_resources(
         max(0.0, sum(node.cpus - node.free_cpus for node in nodes)),
         max(0.0, sum(node.memory_bytes - node.free_memory_bytes for node in nodes)),
     )
     each = ", ".join(
-        f"{node.name}: {amount(node.cpus, node.memory_bytes)}, free {amount(node.free_cpus, node.free_memory_bytes)}"
+        f"{node.name}: {format_resources(node.cpus, node.memory_bytes)}, "
+        f"free {format_resources(node.free_cpus, node.free_memory_bytes)}"
         for node in nodes
     )
     return ResourcesError(
-        f"the workers cannot be placed: {why}. {'; '.join(map(str, asks))}. "
+        f"the workers cannot be placed: {why}. {'; '.join(map(str, requests))}. "
         f"The Ray cluster has {has}, of which {taken} are taken ({each or 'no node is alive'}). "
         "Ask for fewer `workers`, for less `cpus` or `memory` each, or add nodes."
     )

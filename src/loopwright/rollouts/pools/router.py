@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from loopwright.rollouts.pools.base import PoolDown
 
 
-class Seat:
+class Backend:
     """A worker as the router sees it: how many calls are in it."""
 
     load = 0
@@ -16,10 +16,10 @@ class Seat:
     """The machine that it is on; machines die as a whole."""
 
 
-S = TypeVar("S", bound=Seat)
+S = TypeVar("S", bound=Backend)
 
 
-def _burden(seat: Seat) -> tuple[int, int]:
+def _burden(seat: Backend) -> tuple[int, int]:
     # Of equally loaded ones the one that did least, so that slow callers use all of them too.
     return seat.load, seat.served
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class GatewayAccess:
     """The address of a gateway and, if it has one, its token."""
 
     url: str

@@ -35,7 +35,7 @@ _GIVE_UP_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AgentExit:
     """How an agent ended by itself."""
 
     failure: str = ""
@@ -47,7 +47,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class AgentJob:
     """One trial for an agent: its task, its session, and the room that it works in."""
 
     task: Task
@@ -91,26 +91,26 @@ def instruction(task: Task) -> str:
     return str(content or "")
 
 
-class Agent(ABC):
+class ExternalAgent(ABC):
     """Works on one job at a time per call; calls are many at a time."""
 
     @abstractmethod
-    async def work(self, job: Job) -> Ended:
+    async def work(self, job: AgentJob) -> AgentExit:
         """Attempt it. When this is cancelled, whatever was begun is ended first."""
 
-    def printed(self, job: Job) -> dict[str, str]:
+    def printed(self, job: AgentJob) -> dict[str, str]:
         """The ends of its output streams, by name."""
         return {}
 
 
-class CommandAgent(Agent):
+class CommandAgent(ExternalAgent):
     """A program, started afresh for each trial in a small environment."""
 
     def __init__(self, config: RemoteConfig, home: Path, passed: Mapping[str, str], executor: Executor) -> None:
         self._config, self._home, self._passed, self._executor = config, home, passed, executor
         self._template = Template(config.command or ())
 
-    async def work(self, job: Job) -> Ended:
+    async def work(self, job: AgentJob) -> AgentExit:
         places = job.places(self._home)
         command = Command(
             argv=tuple(self._template.words(places)),
@@ -123,17 +123,17 @@ class CommandAgent(Agent):
         try:
             completion = await self._executor.run(job.room.command(command), unrecorded)
         except LaunchError as error:
-            return Ended(str(error), error.infra)
+            return AgentExit(str(error), error.infra)
         if job.room.failed(completion):
             said = _tail(job.directory / "stderr").strip()[-_SHOWN:]
-            return Ended(f"the agent's room could not be set up: {said}", infra=True)
+            return AgentExit(f"the agent's room could not be set up: {said}", infra=True)
         if completion.signal is not None:
             reason = job.room.exceeded or f"by {signal_name(completion.signal)}"
-            return Ended(f"the agent was ended: {reason}", seen={"signal": completion.signal})
+            return AgentExit(f"the agent was ended: {reason}", seen={"signal": completion.signal})
         code = completion.exit_code
-        return Ended(f"the agent exited with {code}" if code else "", seen={"exit_code": code})
+        return AgentExit(f"the agent exited with {code}" if code else "", seen={"exit_code": code})
 
-    def environment(self, job: Job, places: Mapping[str, str]) -> dict[str, str]:
+    def environment(self, job: AgentJob, places: Mapping[str, str]) -> dict[str, str]:
         """All that its process is told: little of ours, and how to reach the policy in both dialects."""
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         workspace, openai, key = places["workspace"], places["openai_base_url"], places["key"]
@@ -158,11 +158,11 @@ class CommandAgent(Agent):
             **self._config.env,
         }
 
-    def printed(self, job: Job) -> dict[str, str]:
+    def printed(self, job: AgentJob) -> dict[str, str]:
         return {name: tail for name in ("stdout", "stderr") if (tail := _tail(job.directory / name))}
 
 
-class FunctionAgent(Agent):
+class FunctionAgent(ExternalAgent):
     """An async function in this process."""
 
     def __init__(self, config: RemoteConfig, home: Path) -> None:
@@ -170,7 +170,7 @@ class FunctionAgent(Agent):
         self._function: Callable[..., Any] = import_function(config.function or "", home)
         self._home = home
 
-    async def work(self, job: Job) -> Ended:
+    async def work(self, job: AgentJob) -> AgentExit:
         places = job.places(self._home)
         task = deepcopy(replace(job.task, label=None))  # its own to change; the label is the judger's
         names = {"task": task, "base_url": places["openai_base_url"], "api_key": places["key"]}
@@ -184,10 +184,10 @@ class FunctionAgent(Agent):
             call.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise
         if call.cancelled():
-            return Ended("the agent cancelled itself")
+            return AgentExit("the agent cancelled itself")
         if (error := call.exception()) is not None:
-            return Ended(f"the agent raised {words_of(error)}")
-        return Ended(seen=_plain(call.result()))
+            return AgentExit(f"the agent raised {words_of(error)}")
+        return AgentExit(seen=_plain(call.result()))
 
 
 def _plain(returned: Any) -> dict[str, Any]:

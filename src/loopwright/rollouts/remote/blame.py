@@ -10,13 +10,13 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.gateway.client import Captured
 from loopwright.gateway.sessions.session import Limits
 from loopwright.rollouts.loops.worker import STALLED_S
-from loopwright.rollouts.remote.agent import Ended
+from loopwright.rollouts.remote.agent import AgentExit
 
 Verdict = tuple[Outcome, Fault | None, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class TimeLimit:
     """The time that an agent has, and the key that says so."""
 
     time_s: float
@@ -26,7 +26,7 @@ class Allowed:
         return f"not done within {self.time_s:g} s ({self.key})"
 
 
-def verdict(ended: Ended | None, captured: Captured, limits: Limits, allowed: Allowed) -> Verdict:
+def verdict(ended: AgentExit | None, captured: Captured, limits: Limits, allowed: TimeLimit) -> Verdict:
     """The outcome, who caused it, and the reason; `ended` is None for an agent whose time was up."""
     episode = captured.episode
     if captured.broken:
@@ -50,7 +50,7 @@ def verdict(ended: Ended | None, captured: Captured, limits: Limits, allowed: Al
     return Outcome.TRUNCATED, Fault.POLICY, f"{ended.failure}, after {turns}"
 
 
-def _late(captured: Captured, allowed: Allowed) -> Verdict:
+def _late(captured: Captured, allowed: TimeLimit) -> Verdict:
     if captured.silent_s >= min(STALLED_S, allowed.time_s / 2):
         return Outcome.LOST, Fault.INFRA, f"{allowed}; the engine gave no token for {captured.silent_s:.3g} s"
     if not captured.episode.turns:

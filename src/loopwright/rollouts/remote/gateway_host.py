@@ -18,14 +18,14 @@ from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig, i
 from loopwright.gateway.refusal import Refused
 from loopwright.gateway.sessions.session_config import Terms
 from loopwright.gateway.settings import TOKEN, token_in
-from loopwright.rollouts.pools.resources import Ask
-from loopwright.rollouts.remote.access import Access
+from loopwright.rollouts.pools.resources import ResourceRequest
+from loopwright.rollouts.remote.access import GatewayAccess
 
 _AWAY_S = 120.0
 """Seconds that a gateway elsewhere may take to be started again."""
 
 
-class Home(ABC):
+class GatewayHost(ABC):
     """A gateway for as long as a run needs it.
 
         async with aclosing(home):
@@ -39,14 +39,14 @@ class Home(ABC):
 
     def __init__(self) -> None:
         self._client: GatewayClient | None = None
-        self._at: Access | None = None
+        self._at: GatewayAccess | None = None
 
     @abstractmethod
     async def start(self) -> None:
         """Have it there. AdvertiseError if agents could not reach it, GatewayLost if we cannot."""
 
     @abstractmethod
-    async def access(self) -> Access:
+    async def access(self) -> GatewayAccess:
         """How it is reached now."""
 
     @abstractmethod
@@ -72,7 +72,7 @@ class Home(ABC):
             await client.close()
 
 
-class EmbeddedConfig(GatewayConfig):
+class EmbeddedGatewayConfig(GatewayConfig):
     """A gateway in the run's own process."""
 
     type: Literal["embedded"] = "embedded"
@@ -81,12 +81,12 @@ class EmbeddedConfig(GatewayConfig):
         """What is wrong with it; found before anything starts."""
         return _address_of(self)
 
-    def asks(self) -> list[Ask]:
+    def resource_requests(self) -> list[ResourceRequest]:
         """What it asks of a Ray cluster."""
         return []
 
 
-class RayConfig(GatewayConfig):
+class RayGatewayConfig(GatewayConfig):
     """A gateway in an actor of the Ray cluster, with its engines in actors beside it."""
 
     type: Literal["ray"] = "ray"
@@ -109,15 +109,15 @@ class RayConfig(GatewayConfig):
         everywhere = self.host in ("0.0.0.0", "::") and self.advertise is None and self.advertise_host is None  # noqa: S104
         return [] if everywhere else _address_of(self)
 
-    def asks(self) -> list[Ask]:
+    def resource_requests(self) -> list[ResourceRequest]:
         """What it asks of a Ray cluster."""
         return [
-            Ask("gateway", 1, self.cpus),
-            Ask("engine", self.engines, self.engine_cpus, self.engine_memory),
+            ResourceRequest("gateway", 1, self.cpus),
+            ResourceRequest("engine", self.engines, self.engine_cpus, self.engine_memory),
         ]
 
 
-class ExternalConfig(Config):
+class ExternalGatewayConfig(Config):
     """A gateway that somebody else started, with `loopwright gateway serve`; its engines are its own."""
 
     type: Literal["external"] = "external"
@@ -148,12 +148,12 @@ class ExternalConfig(Config):
             return [Problem("token_file", f"{error}.")]
         return []
 
-    def asks(self) -> list[Ask]:
+    def resource_requests(self) -> list[ResourceRequest]:
         """What it asks of a Ray cluster."""
         return []
 
 
-class ServersConfig(Config):
+class TrialServerGatewayConfig(Config):
     """The trial server's own gateway and engine (`loopwright trials serve --engine NAME`)."""
 
     type: Literal["server"] = "server"
@@ -162,17 +162,17 @@ class ServersConfig(Config):
         """Nothing: it is the trial server's to have one."""
         return []
 
-    def asks(self) -> list[Ask]:
+    def resource_requests(self) -> list[ResourceRequest]:
         """What it asks of a Ray cluster."""
         return []
 
 
-HomeConfig = EmbeddedConfig | RayConfig | ExternalConfig | ServersConfig
-HOMES: dict[str, type[HomeConfig]] = {
-    "embedded": EmbeddedConfig,
-    "ray": RayConfig,
-    "external": ExternalConfig,
-    "server": ServersConfig,
+GatewayHostConfig = EmbeddedGatewayConfig | RayGatewayConfig | ExternalGatewayConfig | TrialServerGatewayConfig
+GATEWAY_HOSTS: dict[str, type[GatewayHostConfig]] = {
+    "embedded": EmbeddedGatewayConfig,
+    "ray": RayGatewayConfig,
+    "external": ExternalGatewayConfig,
+    "server": TrialServerGatewayConfig,
 }
 
 
@@ -185,18 +185,18 @@ def _address_of(config: GatewayConfig) -> list[Problem]:
     return []
 
 
-def check_reach(url: str) -> None:
+def check_reachable(url: str) -> None:
     """AdvertiseError if a gateway is on loopback, and the Ray cluster has machines beside this one."""
-    from loopwright.rollouts.pools.ray.launch import nodes
+    from loopwright.rollouts.pools.ray.launch import cluster_nodes
 
-    if is_loopback(endpoint(url)[0]) and len(nodes()) > 1:
+    if is_loopback(endpoint(url)[0]) and len(cluster_nodes()) > 1:
         raise AdvertiseError(
             f"the gateway is at {url}, which agents on the other nodes of the cluster cannot reach. Have it listen "
             'elsewhere, and say where: [run.gateway] host = "0.0.0.0", advertise_host = "10.0.0.1".'
         )
 
 
-class EmbeddedHome(Home):
+class EmbeddedGatewayHost(GatewayHost):
     """A gateway and its engine in the run's own process and event loop.
 
     It keeps nothing on disk: a trial's turns are committed with its episode, in the run's ledger. Had the run been
@@ -219,8 +219,8 @@ class EmbeddedHome(Home):
         await gateway.__aenter__()
         self._gateway = gateway
 
-    async def access(self) -> Access:
-        return Access(self._open().address, self._token)
+    async def access(self) -> GatewayAccess:
+        return GatewayAccess(self._open().address, self._token)
 
     async def tell(self, news: News) -> int:
         return await self._open().tell(news)
@@ -242,10 +242,10 @@ class EmbeddedHome(Home):
                 await engine.close()
 
 
-class ExternalHome(Home):
+class ExternalGatewayHost(GatewayHost):
     """A gateway elsewhere, reached over HTTP; whatever it holds stays there."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: GatewayAccess) -> None:
         super().__init__()
         self._access = access
 
@@ -261,39 +261,39 @@ class ExternalHome(Home):
                 f"Give its token by `token_file`, or in {TOKEN}."
             ) from error
 
-    async def access(self) -> Access:
+    async def access(self) -> GatewayAccess:
         return self._access
 
     async def tell(self, news: News) -> int:
         return await (await self._connected()).tell(news)
 
 
-class ServersHome(Home):
+class TrialServerGatewayHost(GatewayHost):
     """The gateway of a trial server, which alone knows where it is. Nobody can tell it of new weights."""
 
     async def start(self) -> None: ...
 
-    async def access(self) -> Access:
-        return Access("")
+    async def access(self) -> GatewayAccess:
+        return GatewayAccess("")
 
     async def tell(self, news: News) -> int:
         raise GatewayLost('the engine of a trial server takes no weights from a run; leave out `type = "server"`')
 
 
-ELSEWHERE = EngineConfig(type="external")
+EXTERNAL_ENGINE = EngineConfig(type="external")
 """The engine of a gateway elsewhere, of which we know nothing."""
 
 
-def home_of(config: HomeConfig, engine: EngineConfig, home: Path, name: str) -> Home:
+def build_gateway_host(config: GatewayHostConfig, engine: EngineConfig, home: Path, name: str) -> GatewayHost:
     """The home that a config describes."""
-    if isinstance(config, ServersConfig):
-        return ServersHome()
-    if isinstance(config, ExternalConfig):
-        return ExternalHome(Access(config.url, config.token(home), _AWAY_S))
-    if isinstance(config, EmbeddedConfig):
-        return EmbeddedHome(config, lambda: engines.get(engine.type)(engine, home))
+    if isinstance(config, TrialServerGatewayConfig):
+        return TrialServerGatewayHost()
+    if isinstance(config, ExternalGatewayConfig):
+        return ExternalGatewayHost(GatewayAccess(config.url, config.token(home), _AWAY_S))
+    if isinstance(config, EmbeddedGatewayConfig):
+        return EmbeddedGatewayHost(config, lambda: engines.get(engine.type)(engine, home))
     try:
-        from loopwright.rollouts.remote.gateway_host_ray import RayHome
+        from loopwright.rollouts.remote.gateway_host_ray import RayGatewayHost
     except ModuleNotFoundError as error:
         raise MissingExtra("a gateway on Ray", "ray") from error
-    return RayHome(config, engine, home, name)
+    return RayGatewayHost(config, engine, home, name)

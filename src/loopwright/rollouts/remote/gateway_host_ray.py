@@ -26,11 +26,11 @@ from loopwright.engines.weight_update import News
 from loopwright.gateway.client import GatewayLost
 from loopwright.gateway.gateway import Gateway
 from loopwright.rollouts.pools.base import Worker, WorkerLost
-from loopwright.rollouts.pools.parcel import exception_of, packed, unpacked
+from loopwright.rollouts.pools.parcel import pack, unpack, unpack_exception
 from loopwright.rollouts.pools.ray.actor import brief
 from loopwright.rollouts.pools.ray.pool import RayPool
-from loopwright.rollouts.remote.access import Access
-from loopwright.rollouts.remote.gateway_host import Home, RayConfig, check_reach
+from loopwright.rollouts.remote.access import GatewayAccess
+from loopwright.rollouts.remote.gateway_host import GatewayHost, RayGatewayConfig, check_reachable
 
 _START_S = 300.0
 """Seconds that a gateway may take to be there, with the tokenizer that it gets from an engine."""
@@ -91,23 +91,23 @@ class NamedEngine(Engine):
     async def _ask(self, what: str, *given: Any) -> Any:
         actor = await self._actor()
         try:
-            failure, answer = unpacked(await actor.handle.remote(packed((None, None, (what, given)))))
+            failure, answer = unpack(await actor.handle.remote(pack((None, None, (what, given)))))
         except RayError as error:
             self._handle = None
             raise EngineError(f"{self.name}: {brief(error)}") from error
         if failure is not None:
-            raise _as_engine_error(exception_of(failure, self.name))
+            raise _as_engine_error(unpack_exception(failure, self.name))
         return answer
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
         actor = await self._actor()
-        pieces = actor.stream.remote(packed((list(ids), sampling, seed)))
+        pieces = actor.stream.remote(pack((list(ids), sampling, seed)))
         ended = False
         try:
             async for piece in pieces:
-                failure, chunk = unpacked(await piece)
+                failure, chunk = unpack(await piece)
                 if failure is not None:
-                    raise _as_engine_error(exception_of(failure, self.name))
+                    raise _as_engine_error(unpack_exception(failure, self.name))
                 if chunk.version < self.version:
                     # It took a dead one's place and has yet to be given the weights that we think it has.
                     self.version = chunk.version
@@ -152,13 +152,13 @@ class NamedFleet(Fleet):
 class GatewayWorker(Worker):
     """A gateway in an actor; it opens when it is first asked where it is."""
 
-    def __init__(self, config: RayConfig, names: Sequence[str], token: str) -> None:
+    def __init__(self, config: RayGatewayConfig, names: Sequence[str], token: str) -> None:
         self._config, self._names, self._token = config, names, token
         self._gateway: Gateway | None = None
         self._opening = asyncio.Lock()
 
-    async def handle(self, request: str) -> Access:
-        return Access((await self._opened()).address, self._token)
+    async def handle(self, request: str) -> GatewayAccess:
+        return GatewayAccess((await self._opened()).address, self._token)
 
     async def tell(self, news: News) -> int:
         return await (await self._opened()).tell(news)
@@ -173,7 +173,7 @@ class GatewayWorker(Worker):
                 self._gateway = gateway
             return self._gateway
 
-    def _here(self) -> RayConfig:
+    def _here(self) -> RayGatewayConfig:
         """The config, with the address of this node where agents would be given all addresses."""
         config = self._config
         if config.advertise is None and config.advertise_host is None and config.host in ("0.0.0.0", "::"):  # noqa: S104
@@ -186,13 +186,13 @@ class GatewayWorker(Worker):
             await self._gateway.engine.close()
 
 
-class RayHome(Home):
+class RayGatewayHost(GatewayHost):
     """A gateway and its engines in actors; one that dies is replaced, and the rollouts it had are made again.
 
     Like an embedded gateway it keeps nothing on disk: who could go on with a session, the agents, are with the run.
     """
 
-    def __init__(self, config: RayConfig, engine: EngineConfig, home: Path, name: str) -> None:
+    def __init__(self, config: RayGatewayConfig, engine: EngineConfig, home: Path, name: str) -> None:
         super().__init__()
         named = f"loopwright-{name}-{secrets.token_hex(4)}-engine"
         names = [f"{named}-{index}" for index in range(config.engines)]
@@ -212,11 +212,11 @@ class RayHome(Home):
     async def start(self) -> None:
         await self._engines.start()
         await self._gateway.start()
-        check_reach((await self.access()).url)
+        check_reachable((await self.access()).url)
 
-    async def access(self) -> Access:
+    async def access(self) -> GatewayAccess:
         try:
-            found: Access = await self._gateway.call("access", timeout_s=_START_S)
+            found: GatewayAccess = await self._gateway.call("access", timeout_s=_START_S)
         except (WorkerLost, TimeoutError, EngineError) as error:
             raise GatewayLost(f"the gateway's actor cannot be asked: {error}") from error
         return found

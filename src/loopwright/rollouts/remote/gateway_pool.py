@@ -14,8 +14,8 @@ from loopwright.gateway.gateway import AdvertiseError
 from loopwright.gateway.refusal import Refused
 from loopwright.rollouts.loops.worker import Request
 from loopwright.rollouts.pools.base import Pool, PoolDown, WorkerLost
-from loopwright.rollouts.remote.gateway_host import Home
-from loopwright.rollouts.remote.worker import Order
+from loopwright.rollouts.remote.gateway_host import GatewayHost
+from loopwright.rollouts.remote.worker import RemoteRequest
 
 log = logging.getLogger(__name__)
 Check = Callable[[str], Awaitable[None]]
@@ -24,14 +24,14 @@ _MOST_LOST = 8
 """Rollouts in a row that may lose their gateway before it counts as gone."""
 
 
-class Housed(Pool):
+class GatewayPool(Pool):
     """Remote workers and their gateway. A rollout whose gateway is lost is lost; when it stays away, all ends.
 
     A gateway that was started anew may serve older weights than it was told of. What these have said is lost, too, and
     it is told again.
     """
 
-    def __init__(self, home: Home, workers: Pool, check: Check | None = None) -> None:
+    def __init__(self, home: GatewayHost, workers: Pool, check: Check | None = None) -> None:
         self._home, self._workers, self._check = home, workers, check
         self._lost = 0
         self._told: News | None = None
@@ -50,7 +50,7 @@ class Housed(Pool):
     async def call(self, request: Request, *, timeout_s: float | None = None) -> Any:
         told = self._told
         try:
-            answer = await self._workers.call(Order(await self._home.access(), request), timeout_s=timeout_s)
+            answer = await self._workers.call(RemoteRequest(await self._home.access(), request), timeout_s=timeout_s)
         except GatewayLost as error:
             self._lost += 1
             if self._lost >= _MOST_LOST:

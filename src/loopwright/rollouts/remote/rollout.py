@@ -21,10 +21,10 @@ from loopwright.gateway.refusal import Refused
 from loopwright.gateway.sessions.session_config import Terms
 from loopwright.rollouts.loops.base import words_of
 from loopwright.rollouts.loops.worker import Request
-from loopwright.rollouts.remote.agent import Agent, Ended, Job, instruction
-from loopwright.rollouts.remote.blame import Allowed, verdict
+from loopwright.rollouts.remote.agent import AgentExit, AgentJob, ExternalAgent, instruction
+from loopwright.rollouts.remote.blame import TimeLimit, verdict
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.verify import Prepared, Said, combined, prepare, stage, verify
+from loopwright.rollouts.remote.verify import PreparedTask, VerifierReport, combine_reports, prepare, stage, verify
 from loopwright.rollouts.tasks.harbor.source import Places
 from loopwright.rollouts.tasks.harbor.task import Step
 
@@ -43,12 +43,12 @@ _TTL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class RolloutContext:
     """What all trials of a worker share."""
 
     config: RemoteConfig
     run: str
-    agent: Agent
+    agent: ExternalAgent
     sandbox: Sandbox
     executor: Executor
     places: Places
@@ -58,12 +58,12 @@ class Means:
     """What is still let go of, of trials whose episodes are there."""
 
 
-class Trial:
+class RemoteRollout:
     """One attempt at one task. Use it once."""
 
     def __init__(
         self,
-        means: Means,
+        means: RolloutContext,
         client: GatewayClient,
         request: Request,
         directory: Path,
@@ -77,7 +77,7 @@ class Trial:
         self._begun = self._clock()
         self._phases: dict[str, float] = {}
         self._captured: Captured | None = None
-        self._allowed = Allowed(self._config.deadline_s, "deadline_s")
+        self._allowed = TimeLimit(self._config.deadline_s, "deadline_s")
         self._session: RemoteSession | None = None
 
     async def run(self) -> Episode:
@@ -122,12 +122,12 @@ class Trial:
         seen = {} if ended is None else dict(ended.seen)
         evidence: dict[str, Any] = {"agent": {**seen, **self._means.agent.printed(job)}}
         if said and prepared is not None:
-            evidence["verifier"] = combined(prepared, said)
+            evidence["verifier"] = combine_reports(prepared, said)
         return self._episode(captured, found, evidence)
 
     # -- its phases ---------------------------------------------------------------------------------------------
 
-    async def _boot(self, stack: AsyncExitStack) -> tuple[Job, Prepared | None]:
+    async def _boot(self, stack: AsyncExitStack) -> tuple[AgentJob, PreparedTask | None]:
         request, means = self._request, self._means
         # New for each attempt: after a crash of ours the last one's session may still be there, with turns in it.
         id = f"trial-{'x' if request.trial is None else request.trial}-{secrets.token_hex(6)}"
@@ -140,12 +140,12 @@ class Trial:
         )
         env = {} if prepared is None else prepared.env
         task = request.task
-        job = Job(
+        job = AgentJob(
             task, instruction(task), env, self._session, room, self._directory, request.trial, f"{self._marker}.agent"
         )
         return job, prepared
 
-    def _laid_out(self, workspace: Path) -> Prepared | None:
+    def _laid_out(self, workspace: Path) -> PreparedTask | None:
         workspace.mkdir(parents=True)
         (self._directory / "home").mkdir()
         return prepare(self._request.task, workspace, self._means.places, verifies=self._means.verifies)
@@ -163,11 +163,13 @@ class Trial:
             ttl_s=config.deadline_s + _TTL_S,
         )
 
-    async def _work(self, job: Job, prepared: Prepared | None) -> tuple[Ended | None, list[Said]]:
+    async def _work(
+        self, job: AgentJob, prepared: PreparedTask | None
+    ) -> tuple[AgentExit | None, list[VerifierReport]]:
         """The agent and then the tests, for each step of the task; how the agent ended, and what the tests said."""
         tested = self._means.verifies and prepared is not None and prepared.tested
         steps: tuple[Step | None, ...] = (None,) if prepared is None else prepared.steps
-        said = list[Said]()
+        said = list[VerifierReport]()
         for number, step in enumerate(steps):
             if step is not None and prepared is not None:
                 job = replace(job, instruction=step.instruction)
@@ -192,12 +194,12 @@ class Trial:
         until = self._begun + deadline_s - verify_s - min(2.0, 0.05 * deadline_s)
         own_s = None if step is None else step.agent_timeout_s
         if own_s is not None and now + own_s < until:
-            self._allowed = Allowed(own_s, "agent.timeout_sec")
+            self._allowed = TimeLimit(own_s, "agent.timeout_sec")
             return now + own_s
-        self._allowed = Allowed(deadline_s - verify_s, "deadline_s less verify_s" if tested else "deadline_s")
+        self._allowed = TimeLimit(deadline_s - verify_s, "deadline_s less verify_s" if tested else "deadline_s")
         return until
 
-    async def _agent(self, job: Job, until: float) -> Ended | None:
+    async def _agent(self, job: AgentJob, until: float) -> AgentExit | None:
         """How it ended; None if its time was up."""
         work = asyncio.ensure_future(self._means.agent.work(job))
         try:
@@ -214,7 +216,7 @@ class Trial:
                 with self._phase("teardown"):
                     await asyncio.wait({work})
 
-    async def _verify(self, prepared: Prepared, step: Step, room: Room) -> Said:
+    async def _verify(self, prepared: PreparedTask, step: Step, room: Room) -> VerifierReport:
         means = self._means
         with self._phase("verify"):
             try:
@@ -226,7 +228,7 @@ class Trial:
                 said = f"were not done by the rollout's deadline of {self._config.deadline_s:g} s"
                 return {"error": f"the tests {said}", "stopped": True}
 
-    async def _collected(self, ended: Ended | None) -> Captured:
+    async def _collected(self, ended: AgentExit | None) -> Captured:
         """What the session has recorded; it takes no more calls from now on."""
         if self._captured is None:
             if self._session is None:

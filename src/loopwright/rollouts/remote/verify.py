@@ -34,7 +34,7 @@ from loopwright.rollouts.tasks.harbor.task import (
     tree,
 )
 
-Said = dict[str, Any]
+VerifierReport = dict[str, Any]
 """What tests said, as plain data: `rewards` by name or an `error`, and `exit_code`, `seconds`, `output`."""
 _SEARCHED = ("PATH", "LD_LIBRARY_PATH")
 _KEPT = (*_SEARCHED, "LANG", "LC_ALL", "TZ", VARIABLE)
@@ -49,7 +49,7 @@ _VARIABLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedTask:
     """A task whose workspace is ready."""
 
     task: HarborTask
@@ -80,7 +80,7 @@ class Prepared:
         return (self.task.path.resolve(),)
 
 
-def prepare(task: Task, workspace: Path, places: Places, *, verifies: bool = True) -> Prepared | None:
+def prepare(task: Task, workspace: Path, places: Places, *, verifies: bool = True) -> PreparedTask | None:
     """Put the task's files into the workspace; None for a task without a directory.
 
     TasksError if it has none where it should be, needs Docker or a variable that is not set (those of the tests
@@ -94,10 +94,10 @@ def prepare(task: Task, workspace: Path, places: Places, *, verifies: bool = Tru
     tests_env = {step.name: found.tests_env(step) for step in found.steps if verifies}
     layout.lay_out(workspace)
     _unchanged(found)
-    return Prepared(found, layout, env, tests_env)
+    return PreparedTask(found, layout, env, tests_env)
 
 
-def stage(prepared: Prepared, step: Step, workspace: Path) -> None:
+def stage(prepared: PreparedTask, step: Step, workspace: Path) -> None:
     """Add a step's own files to the workspace."""
     files = prepared.task.files(step)
     for name, source, found in tree(files, PASSED_OVER) if files is not None else ():
@@ -115,7 +115,7 @@ def stage(prepared: Prepared, step: Step, workspace: Path) -> None:
 
 
 async def verify(
-    prepared: Prepared,
+    prepared: PreparedTask,
     step: Step,
     room: Room,
     executor: Executor,
@@ -123,7 +123,7 @@ async def verify(
     *,
     marker: str = "",
     started: Started = lambda _pid, _ticks: None,
-) -> Said:
+) -> VerifierReport:
     """Run a step's tests in the room that the agent has left; only a room that cannot be had, or a full disk, raises.
 
     They see copies, made now, below `scratch`, which no agent ever saw, and have a home of their own; programs are
@@ -191,7 +191,7 @@ def _clean(room: Room) -> dict[str, str]:
 
 
 async def solve(
-    prepared: Prepared, step: Step, room: Room, executor: Executor, scratch: Path, *, marker: str = ""
+    prepared: PreparedTask, step: Step, room: Room, executor: Executor, scratch: Path, *, marker: str = ""
 ) -> str:
     """Run a step's own solution in place of an agent; what went wrong, or nothing."""
     solution = prepared.task.solution(step)
@@ -218,7 +218,7 @@ async def solve(
         await removed(directory)
 
 
-def combined(prepared: Prepared, said: Sequence[Said]) -> Said:
+def combine_reports(prepared: PreparedTask, said: Sequence[VerifierReport]) -> VerifierReport:
     """What the tests of all steps said together, as Harbor has it: the mean over steps begun, or the last one's."""
     if len(prepared.steps) == 1:
         return said[0]
@@ -257,8 +257,8 @@ def _copy(sources: Sequence[Path], target: Path, script: str) -> None:
     (target / script).chmod(0o755)
 
 
-def _said(directory: Path, completion: Completion, timeout_s: float, exceeded: str | None) -> Said:
-    said: Said = {
+def _said(directory: Path, completion: Completion, timeout_s: float, exceeded: str | None) -> VerifierReport:
+    said: VerifierReport = {
         "exit_code": completion.exit_code,
         "seconds": round(completion.usage.wall_s, 3),
         "output": _tail(directory),

@@ -14,18 +14,18 @@ from loopwright.gateway.client import GatewayClient, GatewayLost
 from loopwright.rollouts.loops.base import words_of
 from loopwright.rollouts.loops.worker import Request
 from loopwright.rollouts.pools.base import Worker
-from loopwright.rollouts.remote.access import Access
+from loopwright.rollouts.remote.access import GatewayAccess
 from loopwright.rollouts.remote.agent import CommandAgent, FunctionAgent
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.rollout import Keep, Means, Trial
+from loopwright.rollouts.remote.rollout import Keep, RemoteRollout, RolloutContext
 from loopwright.rollouts.tasks.harbor.source import Places
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RemoteRequest:
     """A rollout to be made, and the gateway that it is made at."""
 
-    access: Access
+    access: GatewayAccess
     request: Request
     keep: Keep | None = None
     """What is to look at the workspace before it is gone."""
@@ -49,7 +49,7 @@ class RemoteWorker(Worker):
         self._config, self._closed = config, False
         self._executor = LocalExecutor(parallel=config.concurrency, output_bytes=config.output)
         self._keeper, self._numbers = Keeper("agent"), count(1)
-        self._clients: dict[Access, GatewayClient] = {}
+        self._clients: dict[GatewayAccess, GatewayClient] = {}
         sandbox = config.walls(home)
         sandbox.check()
         agent = (
@@ -58,16 +58,16 @@ class RemoteWorker(Worker):
             else FunctionAgent(config, home)
         )
         places = Places(home, config.task_root, config.task_template)
-        self._means = Means(config, run, agent, sandbox, self._executor, places, verifies)
+        self._means = RolloutContext(config, run, agent, sandbox, self._executor, places, verifies)
 
-    async def handle(self, order: Order) -> Episode:
+    async def handle(self, order: RemoteRequest) -> Episode:
         if self._closed:
             raise GatewayLost("the worker was closed")
         self._keeper.keep()
         client = await self._client(order.access)
         directory = Path(tempfile.mkdtemp(dir=self._keeper.directory, prefix="trial-"))
         marker = f"{self._keeper.marker}.{next(self._numbers)}"
-        trial = Trial(self._means, client, order.request, directory, marker, order.keep)
+        trial = RemoteRollout(self._means, client, order.request, directory, marker, order.keep)
         try:
             return await trial.run()
         except GatewayLost:
@@ -75,7 +75,7 @@ class RemoteWorker(Worker):
         except Exception as error:  # noqa: BLE001  an agent of the user's own may do anything
             return Episode(order.request.task).failed(Outcome.CRASHED, Fault.WORKLOAD, words_of(error))
 
-    async def _client(self, access: Access) -> GatewayClient:
+    async def _client(self, access: GatewayAccess) -> GatewayClient:
         """The client of a gateway: one, for as long as the gateway stays where it is."""
         if access not in self._clients:
             former, self._clients = self._clients, {}

@@ -12,9 +12,9 @@ from loopwright.gateway.client import GatewayClient, GatewayLost, endpoint
 from loopwright.gateway.gateway import AdvertiseError, is_loopback
 from loopwright.gateway.refusal import Refused
 from loopwright.gateway.settings import SERVER_TOKEN
-from loopwright.rollouts.pools.base import ParcelError, PoolDown, Worker
+from loopwright.rollouts.pools.base import PoolDown, SerializationError, Worker
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.worker import Order
+from loopwright.rollouts.remote.worker import RemoteRequest
 from loopwright.rollouts.trial_server.submission import OF_THE_RUN, id_of
 
 _POLL_S = 30.0
@@ -31,7 +31,7 @@ class TrialServerLost(GatewayLost):
     """A trial server that cannot be reached, or that lost a trial."""
 
 
-class TrialsClient(GatewayClient):
+class TrialServerClient(GatewayClient):
     """A trial server elsewhere, over one HTTP session.
 
     `patience_s` is how long it may be away, as when it is started anew, before its trials count as lost.
@@ -72,12 +72,12 @@ class TrialsClient(GatewayClient):
         return told
 
 
-class ServedWorker(Worker):
+class TrialServerWorker(Worker):
     """Has a trial server make each rollout. A trial that is known there is not run twice."""
 
     def __init__(
         self,
-        client: TrialsClient,
+        client: TrialServerClient,
         config: RemoteConfig,
         *,
         run: str,
@@ -94,7 +94,7 @@ class ServedWorker(Worker):
             "artifacts": list(config.artifacts),
         }
 
-    async def handle(self, order: Order) -> Episode:
+    async def handle(self, order: RemoteRequest) -> Episode:
         # The seed tells the run's seed, the trial and the attempt at it.
         flight = _Flight(self._client, f"{self._run_id}:{order.request.seed}", self._body(order))
         task, config = order.request.task, self._config
@@ -114,7 +114,7 @@ class ServedWorker(Worker):
         except Refused as error:
             return self._refused(Episode(task), error)
 
-    def _body(self, order: Order) -> dict[str, Any]:
+    def _body(self, order: RemoteRequest) -> dict[str, Any]:
         access, request = order.access, order.request
         # Without its label: that is for the judger, who is here.
         task = {**request.task.as_json(), "label": None}
@@ -139,7 +139,7 @@ class ServedWorker(Worker):
 class _Flight:
     """One rollout at a trial server."""
 
-    def __init__(self, client: TrialsClient, key: str, body: Mapping[str, Any]) -> None:
+    def __init__(self, client: TrialServerClient, key: str, body: Mapping[str, Any]) -> None:
         self._client, self._key, self._body = client, key, body
         self._id = id_of(key)
 
@@ -171,7 +171,7 @@ class _Flight:
                     raise
                 await asyncio.sleep(_PAUSE_S)  # its queue is full, for as long as ours has patience
             except ValueError as error:  # a task that is no plain data
-                raise ParcelError(str(error)) from error
+                raise SerializationError(str(error)) from error
 
     async def _followed(self) -> Episode:
         while True:

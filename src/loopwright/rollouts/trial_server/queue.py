@@ -38,7 +38,7 @@ STATUSES = ("queued", "running", "cancelling", *OVER)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TrialEntry:
     """How a trial is."""
 
     id: str
@@ -59,7 +59,7 @@ class Entry:
         return asdict(self)
 
 
-class Queue:
+class TrialQueue:
     """Trials in the order in which they came. Only its owner can read the file: it holds tokens of gateways."""
 
     def __init__(self, output: Path, *, most: int = 1000, clock: Callable[[], float] = time.time) -> None:
@@ -83,7 +83,7 @@ class Queue:
 
     # -- taking in ----------------------------------------------------------------------------------------------
 
-    def add(self, key: str, digest: bytes, body: bytes) -> Entry:
+    def add(self, key: str, digest: bytes, body: bytes) -> TrialEntry:
         """Queue a trial; with a key that is known, the one that there is. Refused if that asks for something else."""
         id = id_of(key)
         with self._transaction as connection:
@@ -99,7 +99,7 @@ class Queue:
                 raise Refused(409, "conflict", "this key belongs to a trial that asks for something else", retry=False)
         return self.find(id)
 
-    def claim(self) -> tuple[Entry, bytes] | None:
+    def claim(self) -> tuple[TrialEntry, bytes] | None:
         """The trial that has waited longest, which is running from now on, and its submission."""
         with self._transaction as connection:
             row = connection.execute(
@@ -107,7 +107,7 @@ class Queue:
                 f"number FROM trials WHERE status = 'queued' ORDER BY number LIMIT 1) RETURNING {_COLUMNS}, body",
                 (self._clock(),),
             ).fetchall()
-        return (Entry(*row[0][:-1]), row[0][-1]) if row else None
+        return (TrialEntry(*row[0][:-1]), row[0][-1]) if row else None
 
     # -- what became of them ------------------------------------------------------------------------------------
 
@@ -192,17 +192,17 @@ class Queue:
 
     # -- looking ------------------------------------------------------------------------------------------------
 
-    def find(self, id: str) -> Entry:
+    def find(self, id: str) -> TrialEntry:
         """How a trial is; Refused if there is none of this id."""
         rows = self._transaction.rows(f"SELECT {_COLUMNS} FROM trials WHERE id = ?", (id,))
         if not rows:
             raise Refused(404, "not_found", f"there is no trial {id[:80]!r}; submit one with POST /trials", retry=False)
-        return Entry(*rows[0])
+        return TrialEntry(*rows[0])
 
-    def latest(self, most: int) -> list[Entry]:
+    def latest(self, most: int) -> list[TrialEntry]:
         """The latest trials, newest first."""
         query = f"SELECT {_COLUMNS} FROM trials ORDER BY number DESC LIMIT ?"
-        return [Entry(*row) for row in self._transaction.rows(query, (most,))]
+        return [TrialEntry(*row) for row in self._transaction.rows(query, (most,))]
 
     def counts(self) -> dict[str, int]:
         """How many trials there are of each status."""

@@ -8,14 +8,14 @@ from typing import Any
 
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Outcome
-from loopwright.rollouts.trial_server.queue import Entry
+from loopwright.rollouts.trial_server.queue import TrialEntry
 from loopwright.rollouts.trial_server.submission import Submission
 
 _PHASES = {"boot": "environment_setup", "agent": "agent_execution", "verify": "verifier"}
 """Our phases, and what Harbor calls them."""
 
 
-def result_of(entry: Entry, submission: Submission, episode: Episode, ended_at: float) -> dict[str, Any]:
+def result_of(entry: TrialEntry, submission: Submission, episode: Episode, ended_at: float) -> dict[str, Any]:
     """All that is told of a trial that ended, as plain data."""
     task, evidence = episode.task, episode.evidence
     agent, verifier = evidence.get("agent", {}), evidence.get("verifier", {})

@@ -14,11 +14,11 @@ import orjson
 from loopwright.core.errors import StorageError
 from loopwright.gateway.client import GatewayLost
 from loopwright.rollouts.loops.base import words_of
-from loopwright.rollouts.remote.access import Access
-from loopwright.rollouts.remote.gateway_host import Home
-from loopwright.rollouts.remote.worker import Order, RemoteWorker
+from loopwright.rollouts.remote.access import GatewayAccess
+from loopwright.rollouts.remote.gateway_host import GatewayHost
+from loopwright.rollouts.remote.worker import RemoteRequest, RemoteWorker
 from loopwright.rollouts.trial_server.artifacts import Artifacts
-from loopwright.rollouts.trial_server.queue import Entry, Queue
+from loopwright.rollouts.trial_server.queue import TrialEntry, TrialQueue
 from loopwright.rollouts.trial_server.result import result_of
 from loopwright.rollouts.trial_server.submission import Submission
 
@@ -32,17 +32,17 @@ _Made = tuple[str, str, bytes | None, Mapping[str, bytes]]
 """How a trial ended: status, reason, result, artifacts."""
 
 
-class Runner:
+class TrialRunner:
     """Runs what is queued. Whoever waits for a trial is told whenever its status changes."""
 
     def __init__(
         self,
-        queue: Queue,
+        queue: TrialQueue,
         home: Path,
         *,
         concurrency: int,
         artifact_bytes: int,
-        own: Home | None = None,
+        own: GatewayHost | None = None,
         say: Callable[[str], None] = log.info,
     ) -> None:
         self.queue, self.own, self._say = queue, own, say
@@ -76,7 +76,7 @@ class Runner:
 
     # -- waiting and cancelling ---------------------------------------------------------------------------------
 
-    async def wait(self, id: str, wait_s: float, seen: str | None = None) -> Entry:
+    async def wait(self, id: str, wait_s: float, seen: str | None = None) -> TrialEntry:
         """How a trial is, once it is over or no longer as it was `seen`, or when the time is up."""
         until = asyncio.get_running_loop().time() + wait_s
         while True:
@@ -90,7 +90,7 @@ class Runner:
             except TimeoutError:
                 return entry
 
-    async def cancel(self, id: str) -> Entry:
+    async def cancel(self, id: str) -> TrialEntry:
         """End a trial with all its processes. One that is over stays as it is."""
         making, running = self._running.get(id, (None, None))
         try:
@@ -117,7 +117,7 @@ class Runner:
         elif not self._closing or not self.queue.give_back(id):
             await self._finish(id, "cancelled", "it was cancelled", None, {})
 
-    async def _made(self, entry: Entry, body: bytes) -> _Made:
+    async def _made(self, entry: TrialEntry, body: bytes) -> _Made:
         try:
             submission = Submission.model_validate(orjson.loads(body))
             artifacts = Artifacts(submission.artifacts, self._artifact_bytes)
@@ -125,7 +125,7 @@ class Runner:
             worker = await self._workers.take(submission, access)
             try:
                 keep = artifacts.keep if submission.artifacts else None
-                episode = await worker.handle(Order(access, submission.request(), keep))
+                episode = await worker.handle(RemoteRequest(access, submission.request(), keep))
             finally:
                 await self._workers.give(worker)
             self.outcomes[str(episode.outcome)] += 1
@@ -142,7 +142,7 @@ class Runner:
             log.exception("trial %s failed", entry.id)
             return "lost", words_of(error), None, {}
 
-    async def _access(self, submission: Submission) -> Access:
+    async def _access(self, submission: Submission) -> GatewayAccess:
         if submission.gateway is not None:
             return submission.gateway.access()
         if self.own is None:
@@ -182,7 +182,7 @@ class _Workers:
         self._known: dict[bytes, RemoteWorker] = {}
         self._users: dict[RemoteWorker, int] = {}
 
-    async def take(self, submission: Submission, access: Access) -> RemoteWorker:
+    async def take(self, submission: Submission, access: GatewayAccess) -> RemoteWorker:
         """The worker for a trial; SandboxError if there can be none here."""
         shared = submission.model_dump_json(include={"loop", "run", "verify", "passed"})
         key = orjson.dumps([shared, access.url, access.token])

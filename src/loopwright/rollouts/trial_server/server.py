@@ -20,9 +20,9 @@ from loopwright.gateway.server.body import body_of
 from loopwright.gateway.server.metrics import CONTENT_TYPE, family
 from loopwright.gateway.server.request_handler import answered
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.gateway_host import Home
-from loopwright.rollouts.trial_server.queue import STATUSES, Entry, Queue
-from loopwright.rollouts.trial_server.runner import Runner
+from loopwright.rollouts.remote.gateway_host import GatewayHost
+from loopwright.rollouts.trial_server.queue import STATUSES, TrialEntry, TrialQueue
+from loopwright.rollouts.trial_server.runner import TrialRunner
 from loopwright.rollouts.trial_server.submission import Submission, checked_key, digest_of
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _RETRY_S = 2
 _CHECK_S = 15.0
 
 
-class TrialsConfig(Config):
+class TrialServerConfig(Config):
     """How a trial server serves."""
 
     host: str = "127.0.0.1"
@@ -65,18 +65,18 @@ class TrialsConfig(Config):
 class TrialServer:
     """A queue, its runner, and the routes to them.
 
-    async with TrialServer(TrialsConfig(), token, output=Path("trials"), home=Path()) as server:
+    async with TrialServer(TrialServerConfig(), token, output=Path("trials"), home=Path()) as server:
         …                                   # trials are submitted to server.address
     """
 
     def __init__(
         self,
-        config: TrialsConfig,
+        config: TrialServerConfig,
         token: str,
         *,
         output: Path,
         home: Path,
-        own: Home | None = None,
+        own: GatewayHost | None = None,
         say: Callable[[str], None] = log.info,
     ) -> None:
         self.config, self._token = config, token.encode()
@@ -106,9 +106,9 @@ class TrialServer:
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     async def __aenter__(self) -> Self:
-        self.queue = Queue(self._output, most=self.config.queue)
+        self.queue = TrialQueue(self._output, most=self.config.queue)
         self.recovered = self.queue.recover()
-        self.runner = Runner(
+        self.runner = TrialRunner(
             self.queue,
             self._home,
             concurrency=self.config.concurrency,
@@ -203,7 +203,7 @@ class TrialServer:
                 await asyncio.to_thread(sandbox.check)
             self._standing.add(asked)
 
-    def _moved(self, entry: Entry, submission: Submission) -> bool:
+    def _moved(self, entry: TrialEntry, submission: Submission) -> bool:
         """Whether a trial that is not over was submitted with another gateway than now."""
         body = self.queue.body(entry.id)
         return bool(body) and Submission.model_validate(orjson.loads(body)).gateway != submission.gateway

@@ -14,7 +14,7 @@ from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 from loopwright.gateway.client import endpoint
 from loopwright.rollouts.loops.worker import Request
-from loopwright.rollouts.remote.access import Access
+from loopwright.rollouts.remote.access import GatewayAccess
 from loopwright.rollouts.remote.config import RemoteConfig
 
 _NAMES = UUID("6f0b3d0c-7d0a-5b1e-9f6e-3c1f2a4d8e57")
@@ -68,9 +68,9 @@ class At(Config):
         endpoint(url)
         return url
 
-    def access(self) -> Access:
+    def access(self) -> GatewayAccess:
         """As remote workers take it."""
-        return Access(self.url.rstrip("/"), self.token)
+        return GatewayAccess(self.url.rstrip("/"), self.token)
 
 
 class Submission(Config):

@@ -10,9 +10,9 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from loopwright.rollouts.pools.actor_host import Host
-from loopwright.rollouts.pools.resources import Ask
-from loopwright.rollouts.pools.router import Seat
+from loopwright.rollouts.pools.actor_host import ActorHost
+from loopwright.rollouts.pools.resources import ResourceRequest
+from loopwright.rollouts.pools.router import Backend
 
 _CONTROL = 64
 """How many of an actor's methods may run besides its calls: news, the watch over it, its end."""
@@ -22,7 +22,7 @@ Method = Callable[[bytes], Any]
 """A method of an actor: takes a parcel and returns the reference to one."""
 
 
-class RayHost(Host):
+class RayActorHost(ActorHost):
     """A host that knows where it is."""
 
     async def node(self) -> str:
@@ -30,7 +30,7 @@ class RayHost(Host):
         return own_node()
 
 
-_Actor: Any = ray.remote(RayHost)
+_Actor: Any = ray.remote(RayActorHost)
 
 
 class Deadline(NamedTuple):
@@ -49,17 +49,17 @@ class Deadline(NamedTuple):
         return None if self.at is None else max(0.0, self.at - asyncio.get_running_loop().time())
 
 
-class Lost(Exception):
+class ActorLost(Exception):
     """A call's worker is gone."""
 
-    def __init__(self, member: "Member") -> None:
+    def __init__(self, member: "WorkerActor") -> None:
         super().__init__(member.lost)
         self.node = member.node
         self.blamed = not member.killed
         """Whether it died by itself, and was not killed for another call's sake."""
 
 
-class Member(Seat):
+class WorkerActor(Backend):
     """An actor with a worker in it."""
 
     def __init__(self, index: int, actor: Any) -> None:
@@ -81,10 +81,10 @@ class Member(Seat):
 
 
 @dataclass(frozen=True)
-class Place:
+class ActorPlacement:
     """Where the actors of a pool go: which bundles of which placement group, and what is importable there."""
 
-    ask: Ask
+    ask: ResourceRequest
     group: PlacementGroup
     start_bundle: int
     max_concurrency: int
@@ -92,7 +92,7 @@ class Place:
     named: str | None = None
     """What its actors are called, each with its number; others on the cluster find them by that."""
 
-    def member(self, index: int) -> Member:
+    def member(self, index: int) -> WorkerActor:
         """A new actor in the bundle of this number; it has no worker yet."""
         bundle = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.start_bundle + index)
         options = _Actor.options(
@@ -104,7 +104,7 @@ class Place:
             scheduling_strategy=bundle,
             name=None if self.named is None else f"{self.named}-{index}",
         )
-        return Member(index, options.remote(list(self.path)))
+        return WorkerActor(index, options.remote(list(self.path)))
 
 
 def awaited(ref: Any) -> asyncio.Task[None]:

@@ -14,7 +14,15 @@ from ray._private import ray_constants, services
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from loopwright.rollouts.pools.resources import Ask, Node, ResourcesError, Strategy, amount, refusal, shortage
+from loopwright.rollouts.pools.resources import (
+    ClusterNode,
+    ResourceRequest,
+    ResourcesError,
+    Strategy,
+    find_shortage,
+    format_resources,
+    placement_error,
+)
 
 PLACE_TIMEOUT_S = 10.0
 """How long to wait for resources that others hold."""
@@ -22,7 +30,7 @@ _POLL_S = 0.05
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
-class Connection:
+class RayConnection:
     """Ray, for as long as somebody uses it. Whoever began it ends it, once its last user is gone."""
 
     _users = 0
@@ -32,17 +40,17 @@ class Connection:
         self._open = True
         if not ray.is_initialized():
             _init(cpus)
-            Connection._ours, Connection._users = True, 0
-        Connection._users += 1
+            RayConnection._ours, RayConnection._users = True, 0
+        RayConnection._users += 1
 
     def close(self) -> None:
         """Let go of Ray."""
         if not self._open:
             return
         self._open = False
-        Connection._users -= 1
-        if Connection._users == 0 and Connection._ours:
-            Connection._ours = False
+        RayConnection._users -= 1
+        if RayConnection._users == 0 and RayConnection._ours:
+            RayConnection._ours = False
             ray.shutdown()
 
     def __enter__(self) -> Self:
@@ -86,12 +94,12 @@ def _loopback() -> Iterator[None]:
             os.environ[_LOOPBACK] = before
 
 
-def nodes() -> list[Node]:
+def cluster_nodes() -> list[ClusterNode]:
     """The machines that are alive, and what is free on each."""
     free = _free()
     there: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return [
-        Node(
+        ClusterNode(
             name=node["NodeManagerAddress"],
             cpus=node["Resources"].get("CPU", 0.0),
             memory_bytes=node["Resources"].get("memory", 0.0),
@@ -108,14 +116,14 @@ def _free() -> dict[str, dict[str, float]]:
     return free
 
 
-def check(asks: Sequence[Ask], strategy: Strategy = "PACK") -> None:
+def check(requests: Sequence[ResourceRequest], strategy: Strategy = "PACK") -> None:
     """Raise ResourcesError if the cluster could not hold these even if it were idle."""
-    there = nodes()
-    if why := shortage(asks, there, strategy):
-        raise refusal(asks, there, why)
+    there = cluster_nodes()
+    if why := find_shortage(requests, there, strategy):
+        raise placement_error(requests, there, why)
 
 
-def check_group(ask: Ask, group: PlacementGroup, start_bundle: int = 0) -> None:
+def check_group(ask: ResourceRequest, group: PlacementGroup, start_bundle: int = 0) -> None:
     """Raise ResourcesError if a bundle that a pool is to use is not there, or too small."""
     bundles = group.bundle_specs
     last = start_bundle + ask.workers - 1
@@ -129,19 +137,20 @@ def check_group(ask: Ask, group: PlacementGroup, start_bundle: int = 0) -> None:
         if any(bundle.get(kind, 0) + 1e-6 < wanted for kind, wanted in ask.bundle.items()):
             raise ResourcesError(
                 f"{ask}, but bundle {index} of the placement group has only "
-                f"{amount(bundle.get('CPU', 0), bundle.get('memory', 0))}. Make its bundles as large as the workers."
+                f"{format_resources(bundle.get('CPU', 0), bundle.get('memory', 0))}. "
+                f"Make its bundles as large as the workers."
             )
 
 
 class Reservation:
     """A placement group with a bundle for every worker: those of the first pool first."""
 
-    def __init__(self, group: PlacementGroup, asks: Sequence[Ask]) -> None:
+    def __init__(self, group: PlacementGroup, requests: Sequence[ResourceRequest]) -> None:
         self.group = group
         self.start: dict[str, int] = {}
         """The first bundle of each pool, by name."""
         bundle = 0
-        for ask in asks:
+        for ask in requests:
             self.start[ask.name] = bundle
             bundle += ask.workers
 
@@ -153,33 +162,41 @@ class Reservation:
 
 
 async def reserve(
-    asks: Sequence[Ask], *, strategy: Strategy = "PACK", timeout_s: float = PLACE_TIMEOUT_S
+    requests: Sequence[ResourceRequest], *, strategy: Strategy = "PACK", timeout_s: float = PLACE_TIMEOUT_S
 ) -> Reservation:
     """Resources for these pools, in one placement group; ResourcesError if they are not there in time."""
-    check(asks, strategy)
-    group = placement_group([ask.bundle for ask in asks for _ in range(ask.workers)], strategy=strategy)
-    reservation = Reservation(group, asks)
+    check(requests, strategy)
+    group = placement_group([ask.bundle for ask in requests for _ in range(ask.workers)], strategy=strategy)
+    reservation = Reservation(group, requests)
     try:
-        await placed(group, asks, timeout_s=timeout_s)
+        await placed(group, requests, timeout_s=timeout_s)
     except BaseException:
         reservation.release()
         raise
     return reservation
 
 
-async def placed(group: PlacementGroup, asks: Sequence[Ask], *, timeout_s: float = PLACE_TIMEOUT_S) -> None:
+async def placed(
+    group: PlacementGroup, requests: Sequence[ResourceRequest], *, timeout_s: float = PLACE_TIMEOUT_S
+) -> None:
     """Wait until a group holds its resources; ResourcesError if that takes too long."""
     loop = asyncio.get_running_loop()
     until = loop.time() + timeout_s
     while (state := placement_group_table(group).get("state")) != "CREATED":
         if state == "REMOVED":
-            raise ResourcesError(f"{'; '.join(map(str, asks))}, but the placement group was removed. Make a new one.")
+            raise ResourcesError(
+                f"{'; '.join(map(str, requests))}, but the placement group was removed. Make a new one."
+            )
         if loop.time() > until:
-            raise refusal(asks, nodes(), f"others hold what they need, and still did after {timeout_s:g} s")
+            raise placement_error(
+                requests, cluster_nodes(), f"others hold what they need, and still did after {timeout_s:g} s"
+            )
         await asyncio.sleep(_POLL_S)
 
 
-async def vacant(ask: Ask, group: PlacementGroup, start_bundle: int, *, timeout_s: float = PLACE_TIMEOUT_S) -> None:
+async def vacant(
+    ask: ResourceRequest, group: PlacementGroup, start_bundle: int, *, timeout_s: float = PLACE_TIMEOUT_S
+) -> None:
     """Wait until the bundles that a pool is to use are not in somebody else's use."""
     loop = asyncio.get_running_loop()
     until = loop.time() + timeout_s

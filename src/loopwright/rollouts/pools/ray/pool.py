@@ -9,11 +9,20 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
-from loopwright.rollouts.pools.base import Build, Pool, WorkerLost, too_late
-from loopwright.rollouts.pools.parcel import exception_of, packed, unpacked
-from loopwright.rollouts.pools.ray.actor import Deadline, Lost, Member, Method, Place, awaited, brief, own_node
-from loopwright.rollouts.pools.ray.launch import Connection, Reservation, check_group, placed, reserve, vacant
-from loopwright.rollouts.pools.resources import Ask, Strategy
+from loopwright.rollouts.pools.base import Pool, WorkerFactory, WorkerLost, timeout_error
+from loopwright.rollouts.pools.parcel import pack, unpack, unpack_exception
+from loopwright.rollouts.pools.ray.actor import (
+    ActorLost,
+    ActorPlacement,
+    Deadline,
+    Method,
+    WorkerActor,
+    awaited,
+    brief,
+    own_node,
+)
+from loopwright.rollouts.pools.ray.launch import RayConnection, Reservation, check_group, placed, reserve, vacant
+from loopwright.rollouts.pools.resources import ResourceRequest, Strategy
 from loopwright.rollouts.pools.router import Router
 
 _LONGEST_PAUSE_S = 30.0
@@ -32,7 +41,7 @@ class RayPool(Pool):
 
     def __init__(
         self,
-        build: Build,
+        build: WorkerFactory,
         *,
         workers: int = 1,
         cpus: float = 1.0,
@@ -47,20 +56,20 @@ class RayPool(Pool):
         grace_s: float = 5.0,
         start_timeout_s: float = 120.0,
     ) -> None:
-        self._ask = Ask(name, workers, cpus, memory_bytes)
+        self._ask = ResourceRequest(name, workers, cpus, memory_bytes)
         self._build, self._name, self._named, self._home = build, name, named, home
         self._given, self._start_bundle, self._strategy = placement_group, start_bundle, strategy
         self._max_concurrency, self._grace_s, self._start_timeout_s = max_concurrency, grace_s, start_timeout_s
-        self._place: Place | None = None
-        self._router: Router[Member] = Router(max_concurrency)
-        self._slots: list[asyncio.Task[Member]] = []
+        self._place: ActorPlacement | None = None
+        self._router: Router[WorkerActor] = Router(max_concurrency)
+        self._slots: list[asyncio.Task[WorkerActor]] = []
         self._watches: set[asyncio.Task[None]] = set()
         self._in_flight = 0
         self._news: bytes | None = None
         self._parcel = b""
         self._own_node = ""
         self._open = False
-        self._connection: Connection | None = None
+        self._connection: RayConnection | None = None
         self._reservation: Reservation | None = None
 
     # -- for callers ----------------------------------------------------------------------------------------------
@@ -69,13 +78,13 @@ class RayPool(Pool):
         if self._open:
             return
         self._router = Router(self._max_concurrency)
-        self._parcel = packed(self._build, "the builder")
-        self._connection = Connection()
+        self._parcel = pack(self._build, "the builder")
+        self._connection = RayConnection()
         self._own_node = own_node()
         try:
             path = () if self._home is None else (str(self._home.absolute()),)
             group = await self._group()
-            self._place = Place(self._ask, group, self._start_bundle, self._max_concurrency, path, self._named)
+            self._place = ActorPlacement(self._ask, group, self._start_bundle, self._max_concurrency, path, self._named)
             self._open = True
             self._slots = [asyncio.create_task(self._begin(index)) for index in range(self._ask.workers)]
             await asyncio.gather(*self._slots)
@@ -101,7 +110,7 @@ class RayPool(Pool):
             while True:
                 try:
                     return await self._issue(request, deadline, avoid)
-                except Lost as lost:
+                except ActorLost as lost:
                     losses += lost.blamed
                     self._check_lost(losses, str(lost))
                     avoid = await self._elsewhere(lost.node, deadline)
@@ -110,8 +119,8 @@ class RayPool(Pool):
 
     async def tell(self, news: Any, *, timeout_s: float | None = None) -> list[Any]:
         self._check_open()
-        self._news = parcel = packed(news, "news")
-        order = packed((timeout_s, timeout_s, news), "news")
+        self._news = parcel = pack(news, "news")
+        order = pack((timeout_s, timeout_s, news), "news")
         return await asyncio.gather(*(self._tell(index, parcel, order, timeout_s) for index in range(len(self._slots))))
 
     @property
@@ -147,30 +156,30 @@ class RayPool(Pool):
             async with asyncio.timeout_at(deadline.at):
                 member = await self._router.take(avoid)
         except TimeoutError:
-            raise too_late(deadline.timeout_s) from None
+            raise timeout_error(deadline.timeout_s) from None
         try:
-            parcel = packed((deadline.left_s(), deadline.timeout_s, request))
+            parcel = pack((deadline.left_s(), deadline.timeout_s, request))
             return await self._answer(member, member.handle, parcel, deadline)
         finally:
             self._router.give_back(member)
 
-    async def _answer(self, member: Member, method: Method, parcel: bytes, deadline: Deadline) -> Any:
+    async def _answer(self, member: WorkerActor, method: Method, parcel: bytes, deadline: Deadline) -> Any:
         """What an actor answers; it keeps the deadline by itself, and is killed if it does not."""
         try:
             ref = method(parcel)
             async with asyncio.timeout_at(None if deadline.at is None else deadline.at + self._grace_s):
-                failure, answer = unpacked(await ref)
+                failure, answer = unpack(await ref)
         except TimeoutError:
             self._lose(member, f"a call blocked it {self._grace_s:g} s beyond its deadline", killed=True)
-            raise too_late(deadline.timeout_s) from None
+            raise timeout_error(deadline.timeout_s) from None
         except asyncio.CancelledError:
             await self._cancel(member, ref)
             raise
         except RayError as error:
             self._lose(member, brief(error))
-            raise Lost(member) from None
+            raise ActorLost(member) from None
         if failure is not None:
-            raise exception_of(failure, f"worker {member.index} of pool {self._name!r}")
+            raise unpack_exception(failure, f"worker {member.index} of pool {self._name!r}")
         return answer
 
     async def _elsewhere(self, node: str, deadline: Deadline) -> str:
@@ -182,7 +191,7 @@ class RayPool(Pool):
             await asyncio.sleep(_SETTLE_S if left_s is None else min(_SETTLE_S, left_s))
         return node
 
-    async def _cancel(self, member: Member, ref: Any) -> None:
+    async def _cancel(self, member: WorkerActor, ref: Any) -> None:
         with suppress(Exception):
             ray.cancel(ref)
         ending = awaited(ref)
@@ -199,7 +208,7 @@ class RayPool(Pool):
                 return member.told
             try:
                 answer = await self._answer(member, member.tell, order, deadline)
-            except Lost as lost:
+            except ActorLost as lost:
                 losses += 1
                 self._check_lost(losses, str(lost))
             else:
@@ -224,7 +233,7 @@ class RayPool(Pool):
 
     # -- the life of an actor -------------------------------------------------------------------------------------
 
-    async def _begin(self, index: int) -> Member:
+    async def _begin(self, index: int) -> WorkerActor:
         """Make an actor and its worker, and let calls go to it."""
         if self._place is None:
             raise RuntimeError("a pool has no place before it is started")
@@ -234,10 +243,10 @@ class RayPool(Pool):
             async with asyncio.timeout(self._start_timeout_s) as deadline:
                 member.node = await member.actor.node.remote()
                 news = self._news
-                failure, told = unpacked(await member.actor.begin.remote(self._parcel, news))
+                failure, told = unpack(await member.actor.begin.remote(self._parcel, news))
                 while failure is None and news is not self._news:  # There were newer ones meanwhile.
                     news = self._news
-                    failure, told = unpacked(await member.tell(packed((None, None, unpacked(news or b"")))))
+                    failure, told = unpack(await member.tell(pack((None, None, unpack(news or b"")))))
         except TimeoutError as error:
             member.kill()
             if not deadline.expired():
@@ -251,7 +260,7 @@ class RayPool(Pool):
             raise
         if failure is not None:
             member.kill()
-            raise exception_of(failure, where)
+            raise unpack_exception(failure, where)
         member.news, member.told = news, told
         self._router.join(member)
         watch = asyncio.create_task(self._watch(member))
@@ -259,14 +268,14 @@ class RayPool(Pool):
         watch.add_done_callback(self._watches.discard)
         return member
 
-    async def _watch(self, member: Member) -> None:
+    async def _watch(self, member: WorkerActor) -> None:
         """Learn of an actor's death at once, also while no call is in it."""
         try:
             await member.actor.live.remote()
         except RayError as error:
             self._lose(member, brief(error))
 
-    def _lose(self, member: Member, reason: str, *, killed: bool = False) -> None:
+    def _lose(self, member: WorkerActor, reason: str, *, killed: bool = False) -> None:
         """Have a dead actor, or one that has to die, replaced; whoever comes first says why."""
         if member.lost is not None or not self._open:
             return
@@ -275,7 +284,7 @@ class RayPool(Pool):
         member.kill()
         self._slots[member.index] = asyncio.create_task(self._replace(member.index))
 
-    async def _replace(self, index: int) -> Member:
+    async def _replace(self, index: int) -> WorkerActor:
         pause_s, failures = 0.5, 0
         while True:
             try:
@@ -287,7 +296,7 @@ class RayPool(Pool):
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _settled(self, index: int) -> Member:
+    async def _settled(self, index: int) -> WorkerActor:
         """The worker of a slot, once it is there."""
         done, _ = await asyncio.wait((self._slots[index],), timeout=self._start_timeout_s)
         if not done or not self._open:

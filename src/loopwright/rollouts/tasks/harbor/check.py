@@ -13,7 +13,7 @@ from loopwright.core.task import Task
 from loopwright.execution import Executor, Keeper, LocalExecutor
 from loopwright.execution.sandbox import Sandbox, SandboxError
 from loopwright.execution.sandbox.files import aside, remove
-from loopwright.rollouts.remote.verify import Said, combined, prepare, solve, stage, verify
+from loopwright.rollouts.remote.verify import VerifierReport, combine_reports, prepare, solve, stage, verify
 from loopwright.rollouts.tasks.base import TasksError
 from loopwright.rollouts.tasks.harbor.source import Found, Places
 
@@ -25,8 +25,8 @@ class Checked:
     """What the tests of a task gave for the state it begins with and for its solution; None where it has none."""
 
     found: Found
-    untouched: Said
-    solved: Said | None
+    untouched: VerifierReport
+    solved: VerifierReport | None
 
     @property
     def problems(self) -> list[str]:
@@ -35,7 +35,7 @@ class Checked:
         return [why for name, said, reward in wanted if said is not None and (why := _unlike(name, said, reward))]
 
 
-def _unlike(name: str, said: Said, reward: float) -> str:
+def _unlike(name: str, said: VerifierReport, reward: float) -> str:
     if "error" in said:
         return f"{name}: {said['error']}" + (f" ({said['output']})" if said.get("output") else "")
     given = said["rewards"]
@@ -80,7 +80,7 @@ async def _place(jobs: int) -> AsyncIterator[tuple[Executor, Keeper]]:
 
 async def _attempt(
     found: Found, sandbox: Sandbox, executor: Executor, root: Path, marker: str, *, solving: bool
-) -> Said:
+) -> VerifierReport:
     workspace = Path(tempfile.mkdtemp(dir=root, prefix="workspace-"))
     task = Task(found.id, (), extra={"local_task_path": str(found.path)})
     try:
@@ -88,7 +88,7 @@ async def _attempt(
         if prepared is None or not prepared.tested:
             return {"error": "it has no tests/test.sh"}
         async with sandbox.room(workspace, at=prepared.workdir, hide=prepared.hide) as room:
-            said: list[Said] = []
+            said: list[VerifierReport] = []
             for step in prepared.steps:
                 await asyncio.to_thread(stage, prepared, step, workspace)
                 if solving and (problem := await solve(prepared, step, room, executor, root, marker=marker)):
@@ -96,7 +96,7 @@ async def _attempt(
                 said.append(await verify(prepared, step, room, executor, root, marker=marker))
                 if not step.goes_on(said[-1]):
                     break
-            return combined(prepared, said)
+            return combine_reports(prepared, said)
     except (TasksError, SandboxError, LaunchError) as error:
         return {"error": str(error)}
     finally:
