@@ -28,7 +28,7 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observers
 from loopwright.ledger.run import Run
 from loopwright.rollouts.buffer import Buffer, MemoryBuffer
-from loopwright.rollouts.build import verdicts_of
+from loopwright.rollouts.build import build_judger_client
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.judgers import parse_judger
 from loopwright.rollouts.judgers.base import Payload
@@ -85,7 +85,7 @@ async def produce(
         Observers(),
         tasks=TaskMix({"t": TASKS}, {"t": 1.0}, 0),
         loop=LocalPool(lambda: worker),
-        judge=verdicts_of(parse_judger(judger), HOME),
+        judge=build_judger_client(parse_judger(judger), HOME),
         buffer=Groups(ledger),
         produce=ProduceConfig(**how),
         concurrency=batch * GROUP_SIZE,

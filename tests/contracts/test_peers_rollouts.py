@@ -10,11 +10,11 @@ from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.gateway.sessions.session import Session
-from loopwright.rollouts.build import verdicts_of
+from loopwright.rollouts.build import build_judger_client
 from loopwright.rollouts.judgers import parse_judger
 from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, SingleTurn, SingleTurnConfig
-from loopwright.rollouts.loops.worker import LoopWorker, Request
+from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
 from loopwright.testing import simulate
 from tests.rollouts.harness import World, instantly, spoken, tasks
 
@@ -29,7 +29,7 @@ def working(loop: type[AgentLoop], home: Path, **config: float) -> LoopWorker:
 
 
 def test_an_infrastructure_failure_is_not_trained_as_reward_zero(tmp_path):
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         return lost(request.task)
 
     async def main():
@@ -81,7 +81,7 @@ def test_one_raising_loop_does_not_abort_the_batch(tmp_path):
 def test_one_bad_sample_costs_one_sample_not_its_group(tmp_path):
     calls = Counter[str]()
 
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         calls[request.task.id] += 1
         return lost(request.task) if calls[request.task.id] <= 2 else spoken(request.task, 0)
 
@@ -95,7 +95,7 @@ def test_one_bad_sample_costs_one_sample_not_its_group(tmp_path):
 
 
 def test_a_resume_loses_no_prompt_and_no_more_of_the_long_ones(tmp_path):
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         await asyncio.sleep(400 if int(request.task.label) % 2 else 1)
         return spoken(request.task, 0)
 
@@ -201,7 +201,7 @@ def test_a_synchronous_judge_does_not_hold_up_the_event_loop(tmp_path):
     )
 
     async def main():
-        judge = verdicts_of(parse_judger({"type": "python", "function": "slow_judge_of_peers:judge"}), tmp_path)
+        judge = build_judger_client(parse_judger({"type": "python", "function": "slow_judge_of_peers:judge"}), tmp_path)
         await judge.start()
         waiting = asyncio.ensure_future(judge.judge(spoken(Task("t", ({"role": "user", "content": "x"},)), 0)))
         await asyncio.sleep(0.05)

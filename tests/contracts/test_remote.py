@@ -30,7 +30,7 @@ from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig
 from loopwright.gateway.sessions.session_config import Terms
 from loopwright.ledger.ledger import Ledger
 from loopwright.rollouts.config import RolloutConfig
-from loopwright.rollouts.loops.worker import Request
+from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.pools.base import PoolDown, WorkerLost
 from loopwright.rollouts.remote import rollout as trial
 from loopwright.rollouts.remote.access import GatewayAccess
@@ -208,7 +208,7 @@ def test_a01_what_an_evaluation_says_of_sampling_lies_over_what_the_loop_says(tm
 
     async def story():
         async with staged(tmp_path, engine, command=program(tmp_path, "chat()"), sampling=sampling) as stage:
-            return await stage.pool.call(Request(TASK, "0", Sampling(temperature=0), 1), timeout_s=60)
+            return await stage.pool.call(RolloutRequest(TASK, "0", Sampling(temperature=0), 1), timeout_s=60)
 
     assert asyncio.run(story()).sampled == 7
     assert engine.calls[-1][2].temperature == 0
@@ -278,7 +278,7 @@ def test_a01_who_only_looks_at_a_workspace_cannot_hold_up_its_episode(tmp_path, 
 
     async def story():
         async with staged(tmp_path, command=program(tmp_path, "chat()")) as stage:
-            order = RemoteRequest(await stage.home.access(), Request(TASK, "0", trial=1), lambda _: may.wait(30))
+            order = RemoteRequest(await stage.home.access(), RolloutRequest(TASK, "0", trial=1), lambda _: may.wait(30))
             return await asyncio.wait_for(stage.worker.handle(order), 20)
 
     try:
@@ -291,7 +291,7 @@ def test_a01_a_trial_whose_gateway_is_nowhere_leaves_no_directory(tmp_path):
     async def story():
         async with staged(tmp_path, command=program(tmp_path, "chat()")) as stage:
             with pytest.raises(ValueError, match="no URL"):
-                await stage.worker.handle(RemoteRequest(GatewayAccess("nowhere"), Request(TASK, "0", trial=1)))
+                await stage.worker.handle(RemoteRequest(GatewayAccess("nowhere"), RolloutRequest(TASK, "0", trial=1)))
             assert list(stage.directory.iterdir()) == []
 
     asyncio.run(story())

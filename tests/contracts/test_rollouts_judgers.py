@@ -12,7 +12,7 @@ import pytest
 from loopwright.core.errors import MissingExtra
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Reward
-from loopwright.rollouts.judgers import JudgeWorker, Verdicts, build_judger, parse_judger
+from loopwright.rollouts.judgers import JudgerClient, JudgeWorker, build_judger, parse_judger
 from loopwright.rollouts.judgers.base import JudgeFailed, Payload
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.testing.judgers import episode, verdicts
@@ -32,7 +32,7 @@ def asked(table, story, home=Path()):
 
     async def main():
         config = parse_judger(table)
-        found = Verdicts(LocalPool(partial(JudgeWorker, config, home)), config)
+        found = JudgerClient(LocalPool(partial(JudgeWorker, config, home)), config)
         await found.start()
         try:
             return await story(found)
@@ -298,7 +298,7 @@ def test_l05_a_worker_that_is_lost_is_no_verdict():
 
     async def main():
         config = parse_judger(EXACT)
-        found = Verdicts(Lost(partial(JudgeWorker, config, Path())), config)
+        found = JudgerClient(Lost(partial(JudgeWorker, config, Path())), config)
         await found.start()
         with pytest.raises(JudgeFailed, match="the actor died") as caught:
             await found.judge(episode())
@@ -323,7 +323,7 @@ def test_l06_only_what_a_judger_needs_crosses_a_process_boundary():
 
     async def main():
         config = parse_judger(EXACT)
-        found = Verdicts(Counting(partial(JudgeWorker, config, Path())), config)
+        found = JudgerClient(Counting(partial(JudgeWorker, config, Path())), config)
         await found.start()
         assert found.needs == ("answer", "label")
         short = episode("4")

@@ -7,7 +7,7 @@ import loopwright
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.rollouts.tasks.base import ParquetTasks, TasksError
 from loopwright.rollouts.tasks.harbor import cache as harbor_cache
-from loopwright.rollouts.tasks.harbor.source import HarborTasks, Places
+from loopwright.rollouts.tasks.harbor.source import HarborTasks, TaskLocator
 from tests.rollouts.harbor import task_at, write
 
 VERL = {"data_source", "prompt", "ability", "reward_model", "extra_info"}
@@ -62,11 +62,11 @@ def test_a02_train_and_validation_directories(tmp_path):
 
 def test_a02_a_path_resolves_explicit_then_root_and_id_then_template(tmp_path):
     explicit, rooted, shaped = (write(tmp_path / name / "x") for name in ("explicit", "root", "by/template"))
-    template = Places(tmp_path, root="root", template="by/template/{instance_id}")
+    template = TaskLocator(tmp_path, root="root", template="by/template/{instance_id}")
     assert template.find(task_at("explicit/x", instance_id="x")) == explicit
     assert template.find(task_at("", instance_id="x")) == rooted
     assert template.find(task_at("gone", instance_id="x")) == rooted, "a dataset of another machine"
-    assert Places(tmp_path, template="by/template/{instance_id}").find(task_at("", instance_id="x")) == shaped
+    assert TaskLocator(tmp_path, template="by/template/{instance_id}").find(task_at("", instance_id="x")) == shaped
     assert template.find(task_at("")) is None
     with pytest.raises(TasksError, match="nor in"):
         template.find(task_at("gone", instance_id="y"))
@@ -82,7 +82,7 @@ def test_a02_a_scanned_dataset_is_a_source_like_any_other(tmp_path):
     assert done.exit_code == 0, done.output
     (task,) = ParquetTasks(path="tasks.parquet").load(tmp_path)
     assert task.messages == HarborTasks(path="mine").load(tmp_path)[0].messages
-    assert Places(tmp_path / "elsewhere").read(task).path == tmp_path / "mine/one"
+    assert TaskLocator(tmp_path / "elsewhere").read(task).path == tmp_path / "mine/one"
 
 
 SCENARIO = """

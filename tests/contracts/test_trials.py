@@ -20,7 +20,7 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.execution.sandbox import SandboxError, sandbox_of
 from loopwright.gateway.gateway import GatewayConfig
-from loopwright.rollouts.loops.worker import Request
+from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.pools.base import PoolDown, WorkerLost
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.remote.access import GatewayAccess
@@ -456,7 +456,7 @@ class Stage:
         )
 
     async def roll(self, trial=1, attempt=0):
-        return await self.pool.call(Request(TASK, f"0:{trial}:{attempt}", trial=trial), timeout_s=90)
+        return await self.pool.call(RolloutRequest(TASK, f"0:{trial}:{attempt}", trial=trial), timeout_s=90)
 
 
 @asynccontextmanager
@@ -549,7 +549,7 @@ def test_a04_a_foreign_server_is_named_as_one(server):
             client = TrialServerClient(client.url, patience_s=0.0)
             worker = TrialServerWorker(client, RemoteConfig(**server.loop("chat()")), run="r", run_id="r")
             with pytest.raises(TrialServerLost, match="Is it a trial server"):
-                await worker.handle(RemoteRequest(GatewayAccess(client.url), Request(TASK, "0:1:0")))
+                await worker.handle(RemoteRequest(GatewayAccess(client.url), RolloutRequest(TASK, "0:1:0")))
             await worker.close()
 
     asyncio.run(story())

@@ -6,7 +6,7 @@ from loopwright.core.task import Task
 from loopwright.execution import Command, LocalExecutor
 from loopwright.execution.sandbox import NoSandbox
 from loopwright.rollouts.remote.verify import combine_reports, prepare, stage, verify
-from loopwright.rollouts.tasks.harbor.source import Places
+from loopwright.rollouts.tasks.harbor.source import TaskLocator
 
 TOML = """
 [metadata]
@@ -39,7 +39,7 @@ def _script(text: str, home: Path) -> Command:
 async def verified(path: Path, home: Path, work=lambda workspace: None, sandbox=None, agent: str = ""):
     """What the tests of the task say after `work` was done to the workspace, and this script was run in its room."""
     (home / "workspace").mkdir()
-    prepared = prepare(task_at(path), home / "workspace", Places(home))
+    prepared = prepare(task_at(path), home / "workspace", TaskLocator(home))
     executor, said = LocalExecutor(), []
     try:
         async with (sandbox or NoSandbox()).room(home / "workspace", at=prepared.workdir, hide=prepared.hide) as room:

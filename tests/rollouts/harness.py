@@ -16,14 +16,14 @@ from loopwright.ledger.observer import Observers
 from loopwright.ledger.run import Run
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.judgers.base import JudgeFailed
-from loopwright.rollouts.loops.worker import News, Request
+from loopwright.rollouts.loops.worker import News, RolloutRequest
 from loopwright.rollouts.pools.base import Worker
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.producer import Producer
 from loopwright.rollouts.tasks.base import TaskMix
 
-Roll = Callable[[Request], Awaitable[Episode]]
+Roll = Callable[[RolloutRequest], Awaitable[Episode]]
 
 
 def tasks(count: int, name: str = "t") -> list[Task]:
@@ -43,7 +43,7 @@ class FunctionWorker(Worker):
     def __init__(self, roll: Roll) -> None:
         self.roll, self.version, self.news = roll, 0, list[News]()
 
-    async def handle(self, request: Request) -> Episode:
+    async def handle(self, request: RolloutRequest) -> Episode:
         return await self.roll(request)
 
     async def tell(self, news: News) -> int:
@@ -121,7 +121,7 @@ class World:
         self.ledger.close()
 
 
-def instantly(request: Request) -> Awaitable[Episode]:
+def instantly(request: RolloutRequest) -> Awaitable[Episode]:
     async def roll() -> Episode:
         await asyncio.sleep(0)
         return spoken(request.task, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from loopwright.core.task import Task
 from loopwright.gateway.gateway import GatewayConfig
-from loopwright.rollouts.loops.worker import Request
+from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_host import EmbeddedGatewayHost
@@ -55,7 +55,7 @@ class Stage:
         return self.worker
 
     async def roll(self, task=TASK, seed="0", trial=1, timeout_s=60.0):
-        return await self.pool.call(Request(task, seed, trial=trial), timeout_s=timeout_s)
+        return await self.pool.call(RolloutRequest(task, seed, trial=trial), timeout_s=timeout_s)
 
     @property
     def sessions(self):

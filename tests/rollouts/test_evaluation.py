@@ -10,7 +10,7 @@ from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.ledger.rollouts import EVALUATED, rollouts
 from loopwright.rollouts.evaluation import EvalConfig, summary
-from loopwright.rollouts.loops.worker import Request
+from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.testing import simulate
 from tests.rollouts.harness import World, instantly, spoken, tasks
 
@@ -53,7 +53,7 @@ def test_there_is_one_before_the_first_step_and_one_after_the_last():
 def losing(lost: int, last: int = 1000):
     """Rollouts of which the first `lost` trials break, at both attempts, and all after the `last`."""
 
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         await asyncio.sleep(1.0)
         if not lost < int(request.seed.split(":")[1]) <= last:
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, "the engine died")
@@ -63,7 +63,7 @@ def losing(lost: int, last: int = 1000):
 
 
 def test_a_judger_that_compares_does_not_wait_for_what_stays_lost(tmp_path):
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         await asyncio.sleep(1.0)
         if int(request.seed.split(":")[1]) > 2:  # all samples of the task but two, however often they are tried
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, "the engine died")
@@ -100,7 +100,7 @@ def test_what_an_evaluation_lost_is_made_again_and_never_trained_on(tmp_path):
 def test_a_rollout_of_an_evaluation_that_raises_ends_the_others(tmp_path):
     ended = []
 
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         if request.task.id == "h/1":
             raise KeyError("a bug")
         try:

@@ -10,8 +10,8 @@ import pytest
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.tasks.base import JsonlTasks, TaskMix, TasksError
 from loopwright.rollouts.tasks.harbor import cache as harbor_cache
-from loopwright.rollouts.tasks.harbor.dockerfile import layout_of
-from loopwright.rollouts.tasks.harbor.source import HarborTasks, Places, scan
+from loopwright.rollouts.tasks.harbor.dockerfile import read_layout
+from loopwright.rollouts.tasks.harbor.source import HarborTasks, TaskLocator, scan
 from loopwright.rollouts.tasks.harbor.task import HarborTask, digest_of
 from loopwright.rollouts.tasks.sources import in_both
 from tests.rollouts.harbor import task_at, write
@@ -155,8 +155,8 @@ def test_files_just_written_are_not_trusted_to_stay(tmp_path):
 
 def laid_out(tmp_path, dockerfile=None, toml="", **files):
     more = {} if dockerfile is None else {"environment__Dockerfile": dockerfile}
-    layout = layout_of(HarborTask.read(write(tmp_path / "t", toml=toml, **files, **more)))
-    layout.lay_out(tmp_path / "workspace")
+    layout = read_layout(HarborTask.read(write(tmp_path / "t", toml=toml, **files, **more)))
+    layout.copy_into(tmp_path / "workspace")
     found = (tmp_path / "workspace").rglob("*")
     return layout, sorted(str(p.relative_to(tmp_path / "workspace")) for p in found if p.is_file())
 
@@ -246,12 +246,12 @@ def test_the_task_says_where_it_works(tmp_path):
 def test_an_instance_id_cannot_leave_its_root(tmp_path):
     task = task_at("", instance_id="../elsewhere")
     with pytest.raises(TasksError, match="would leave the directory"):
-        Places(tmp_path, root="tasks").find(task)
+        TaskLocator(tmp_path, root="tasks").find(task)
 
 
 def test_a_task_that_is_nowhere_says_where_it_was_looked_for(tmp_path):
     with pytest.raises(TasksError, match=r"no task\.toml in .*/gone, nor in .*/tasks/x"):
-        Places(tmp_path, root="tasks").find(task_at("gone", instance_id="x"))
+        TaskLocator(tmp_path, root="tasks").find(task_at("gone", instance_id="x"))
 
 
 # -- at load time --------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_rows_of_other_sources_can_be_tested_too(tmp_path):
     config = rollout(tasks={"type": "jsonl", "path": "tasks.jsonl"}, loop={"type": "remote", "command": ["true"]})
     assert config.problems(tmp_path) == []
     (task,) = config.tasks[0].load(tmp_path)
-    assert Places(tmp_path).read(task).path == path
+    assert TaskLocator(tmp_path).read(task).path == path
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.engines.weight_update import News
 from loopwright.gateway.client import Captured
 from loopwright.gateway.sessions.session import Limits
-from loopwright.rollouts.loops.worker import Request
+from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.pools.base import Pool, WorkerLost
 from loopwright.rollouts.remote.access import GatewayAccess
 from loopwright.rollouts.remote.agent import AgentExit
@@ -19,7 +19,7 @@ from loopwright.rollouts.remote.gateway_pool import GatewayPool
 from tests.gateway.serving import served, until
 from tests.rollouts.remotes import TASK, program, staged
 
-REQUEST = Request(TASK, "0", trial=1)
+REQUEST = RolloutRequest(TASK, "0", trial=1)
 FREE, ALLOWED = Limits(), TimeLimit(20.0, "deadline_s")
 
 

@@ -14,11 +14,11 @@ from loopwright.core.reward import Reward
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 from loopwright.engines.scripted import ScriptedConfig
-from loopwright.rollouts.build import verdicts_of
-from loopwright.rollouts.judgers import JudgerDown, JudgeWorker, Verdicts, parse_judger
+from loopwright.rollouts.build import build_judger_client
+from loopwright.rollouts.judgers import JudgerClient, JudgerDown, JudgeWorker, parse_judger
 from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.loops.base import SingleTurnConfig
-from loopwright.rollouts.loops.worker import LoopWorker, Request
+from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.pools.ray.pool import RayPool
 from loopwright.testing.executors import alive, appears, written_pid
@@ -38,7 +38,7 @@ def python(function, workers, **settings):
 
 def asked(table, story, home=Path()):
     async def main():
-        found = verdicts_of(parse_judger(table), home)
+        found = build_judger_client(parse_judger(table), home)
         await found.start()
         try:
             return await asyncio.wait_for(story(found), 100)
@@ -154,7 +154,7 @@ def test_l06_bytes_that_cross_do_not_depend_on_the_episodes_length(workers):
     async def main():
         config = parse_judger(python("exact", workers))
         pool = Weighed(partial(JudgeWorker, config, Path()), workers=workers, cpus=0.1, name="judger")
-        found = Verdicts(pool, config)
+        found = JudgerClient(pool, config)
         await found.start()
         short = episode("4")
         long_ = Episode(short.task, (*short.nodes[:2], *[short.nodes[1]] * 10_000, short.nodes[2]))
@@ -182,7 +182,7 @@ def test_l02_loops_that_sample_differently_share_one_built_judger():
 
     async def rewards(loop, verdicts, count):
         await loop.start()
-        episodes = await asyncio.gather(*(loop.call(Request(task, str(seed))) for seed in range(count)))
+        episodes = await asyncio.gather(*(loop.call(RolloutRequest(task, str(seed))) for seed in range(count)))
         found = await asyncio.gather(*map(verdicts.judge, episodes))
         await loop.close()
         return [reward.value for reward in found]
@@ -190,7 +190,7 @@ def test_l02_loops_that_sample_differently_share_one_built_judger():
     async def main():
         config = parse_judger(python("exact_by", 1))
         pool = RayPool(partial(JudgeWorker, config, Path()), workers=1, cpus=0.1, name="judger")
-        training, evaluation = Verdicts(pool, config), Verdicts(pool, config)
+        training, evaluation = JudgerClient(pool, config), JudgerClient(pool, config)
         await training.start()
         await evaluation.start()
         found = await asyncio.gather(

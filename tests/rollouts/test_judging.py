@@ -335,6 +335,6 @@ def test_hanging_handlers_do_not_use_up_the_threads():
 
 
 def test_a_handler_that_never_returns_is_called_no_more_in_the_end(monkeypatch):
-    monkeypatch.setattr("loopwright.rollouts.threads.MOST_LEFT", 2)
+    monkeypatch.setattr("loopwright.rollouts.threads.MAX_HANGING_CALLS", 2)
     found = judged(python("hang", concurrency=1, timeout_s=0.05, breaker=0), Path(), *[episode()] * 3)
     assert "never returned" in str(found[2])

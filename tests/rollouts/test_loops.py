@@ -15,7 +15,7 @@ from loopwright.engines.base import Sampling
 from loopwright.engines.scripted import ScriptedConfig
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, SingleTurnConfig, loops
 from loopwright.rollouts.loops.tools import ToolLoopConfig
-from loopwright.rollouts.loops.worker import LoopWorker, Request
+from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
 from loopwright.testing import LoopContract
 
 TASK = Task("t", ({"role": "user", "content": "Is it?"},), "yes")
@@ -80,7 +80,7 @@ def roll(home, config, **engine):
     async def main():
         worker = LoopWorker.build(config, ScriptedConfig(slip=0.0, **engine), home)
         try:
-            return await worker.handle(Request(TASK, "0"))
+            return await worker.handle(RolloutRequest(TASK, "0"))
         finally:
             await worker.close()
 
@@ -101,8 +101,8 @@ def test_an_answer_that_does_not_end_is_truncated_and_scored_as_it_stands(tmp_pa
 def test_a_request_can_be_sampled_otherwise_than_the_loop_says(tmp_path):
     async def main():
         worker = LoopWorker.build(SingleTurnConfig(), ScriptedConfig(replies=("a long answer",), slip=0.5), tmp_path)
-        plain = await worker.handle(Request(TASK, "0"))
-        greedy = await worker.handle(Request(TASK, "0", Sampling(temperature=0)))
+        plain = await worker.handle(RolloutRequest(TASK, "0"))
+        greedy = await worker.handle(RolloutRequest(TASK, "0", Sampling(temperature=0)))
         await worker.close()
         return plain.answer, greedy.answer
 

@@ -13,14 +13,14 @@ from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.ledger.rollouts import rollouts
 from loopwright.rollouts.judgers.base import JudgeFailed
-from loopwright.rollouts.loops.worker import Request
-from loopwright.rollouts.producer import NothingProduced
+from loopwright.rollouts.loops.worker import RolloutRequest
+from loopwright.rollouts.producer import ProductionFailed
 from loopwright.testing import simulate
 from tests.rollouts.harness import World, instantly, spoken, tasks
 
 
 def lasting(seconds: float | dict[str, float]):
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         await asyncio.sleep(seconds if isinstance(seconds, float) else seconds.get(request.task.id, 1.0))
         return spoken(request.task, 0)
 
@@ -59,7 +59,7 @@ def test_asynchronous_production_hands_out_what_is_done_first_and_keeps_the_rest
 def test_l07_a_lost_sample_is_made_again_alone(tmp_path):
     calls = Counter[str]()
 
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         calls[request.task.id] += 1
         if calls[request.task.id] in (1, 2):  # the first sample and its second attempt
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, "the engine died")
@@ -80,7 +80,7 @@ def test_l07_a_lost_sample_is_made_again_alone(tmp_path):
 
 
 def test_l07_one_prompt_that_always_breaks_does_not_end_the_batch(tmp_path):
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         if request.task.id == "t/0":
             return Episode(request.task).failed(Outcome.CRASHED, Fault.WORKLOAD, "ValueError: no")
         return spoken(request.task, 0)
@@ -112,13 +112,13 @@ def test_l05_a_judge_that_always_fails_gives_no_reward_and_never_zero(tmp_path):
 
 
 def test_l07_where_every_group_fails_production_ends_and_says_why(tmp_path):
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         await asyncio.sleep(0.1)
         return Episode(request.task).failed(Outcome.CRASHED, Fault.WORKLOAD, "ValueError: no")
 
     async def main():
         async with World(tmp_path, roll) as world, asyncio.timeout(10_000):
-            with pytest.raises(NothingProduced, match=r"20 groups in a row .* 20 failed .*: ValueError: no"):
+            with pytest.raises(ProductionFailed, match=r"20 groups in a row .* 20 failed .*: ValueError: no"):
                 await world.producer.batch(2, 1)
             assert world.env.buffer.counts()["failed"] == 20
 
@@ -126,7 +126,7 @@ def test_l07_where_every_group_fails_production_ends_and_says_why(tmp_path):
 
 
 def test_what_the_policy_caused_is_scored_and_counts(tmp_path):
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         return spoken(request.task, 0, outcome=Outcome.TRUNCATED)
 
     async def main():
@@ -140,7 +140,7 @@ def test_what_the_policy_caused_is_scored_and_counts(tmp_path):
 
 
 def test_groups_from_which_nothing_can_be_learned_are_left_out_and_recorded(tmp_path):
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         return spoken(request.task, 0, text=request.seed)
 
     async def main():
@@ -164,7 +164,7 @@ def test_where_nearly_all_groups_are_left_out_a_batch_has_what_there_is(tmp_path
     """Of the prompts, in the order in which they come, two are of use, the third fails, and no other has a contrast."""
     came: dict[str, int] = {}
 
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         came.setdefault(request.task.id, len(came))
         await asyncio.sleep(0.1)
         return spoken(request.task, 0, text=request.seed)
@@ -178,13 +178,13 @@ def test_where_nearly_all_groups_are_left_out_a_batch_has_what_there_is(tmp_path
         async with World(tmp_path, roll, verdict=verdict, filter="equal_rewards") as world, asyncio.timeout(1000):
             groups = await world.producer.batch(3, 1)
             assert [came[group.prompt.task.id] for group in groups] == [0, 1]
-            left_out = world.producer.left_out
-            assert left_out.groups == {"filtered": 29, "failed": 1}
-            assert left_out.trials == 29 * 4 + 12, "of a group that fails all samples are tried three times"
-            assert left_out.rewards == [0.5] * 29 * 4
+            discarded = world.producer.discarded
+            assert discarded.groups == {"filtered": 29, "failed": 1}
+            assert discarded.trials == 29 * 4 + 12, "of a group that fails all samples are tried three times"
+            assert discarded.rewards == [0.5] * 29 * 4
             assert "2 groups instead of 3" in caplog.text
             assert "1 failed (the last one: no verdict on this one) and 29 had equal rewards" in caplog.text
-            with pytest.raises(NothingProduced, match="10 had equal rewards"):
+            with pytest.raises(ProductionFailed, match="10 had equal rewards"):
                 await world.producer.batch(1, 2)
 
     simulate(main())
@@ -192,7 +192,7 @@ def test_where_nearly_all_groups_are_left_out_a_batch_has_what_there_is(tmp_path
 
 @pytest.mark.parametrize("staleness", ["group", "token"])
 def test_l08_a_group_that_never_called_the_policy_is_as_young_as_it(tmp_path, staleness):
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         await asyncio.sleep(0.1)
         return spoken(request.task)
 
@@ -209,7 +209,7 @@ def test_l08_a_group_that_never_called_the_policy_is_as_young_as_it(tmp_path, st
 def test_l08_groups_that_are_too_old_expire_and_their_prompts_come_again(tmp_path):
     world: World
 
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         version = world.worker.version
         await asyncio.sleep(1.0)
         return spoken(request.task, version)
@@ -236,7 +236,7 @@ def test_l08_groups_that_are_too_old_expire_and_their_prompts_come_again(tmp_pat
 def test_l08_what_broke_a_rule_expires_with_its_group_and_is_not_trained_on(tmp_path):
     policy = [0]
 
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         broken = request.seed.endswith(":1:0")
         episode = spoken(request.task, policy[-1], outcome=Outcome.INVALID if broken else Outcome.OK)
         return replace(episode, fault=Fault.POLICY) if broken else episode
@@ -258,7 +258,7 @@ def test_l08_what_broke_a_rule_expires_with_its_group_and_is_not_trained_on(tmp_
 
 
 def test_l08_staleness_by_token_keeps_a_group_of_which_something_is_young(tmp_path):
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         return spoken(request.task, 0, 0, 3)
 
     async def main():
@@ -316,7 +316,7 @@ def test_l09_a_crash_at_any_moment_loses_no_prompt_and_trains_none_twice(tmp_pat
     """The process is dropped as it stands, again and again; the ledger alone goes on."""
     random = Random(1)
 
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         await asyncio.sleep(random.lognormvariate(0, 1))
         if random.random() < 0.05:
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, "gone")
@@ -366,7 +366,7 @@ def test_at_five_percent_faults_and_groups_of_eight_little_is_made_again(tmp_pat
     random = Random(7)
     rolled = 0
 
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         nonlocal rolled
         rolled += 1
         if random.random() < 0.05:
@@ -385,7 +385,7 @@ def test_at_five_percent_faults_and_groups_of_eight_little_is_made_again(tmp_pat
 def test_a_group_judger_sees_the_whole_group_refills_included(tmp_path):
     calls = Counter[str]()
 
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         calls[request.task.id] += 1
         if calls[request.task.id] <= 2:
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, "gone")
@@ -404,7 +404,7 @@ def test_a_group_judger_sees_the_whole_group_refills_included(tmp_path):
 def test_a_group_judger_judges_what_there_is_when_the_budget_allows_no_refill(tmp_path):
     calls = Counter[str]()
 
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         calls[request.task.id] += 1
         if calls[request.task.id] <= 2:
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, "gone")
@@ -419,7 +419,7 @@ def test_a_group_judger_judges_what_there_is_when_the_budget_allows_no_refill(tm
 
 
 def test_a_bug_reaches_whoever_waits_for_a_batch(tmp_path):
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         raise KeyError("a bug")
 
     async def main():
@@ -431,7 +431,7 @@ def test_a_bug_reaches_whoever_waits_for_a_batch(tmp_path):
 
 
 def test_an_episode_that_cannot_be_stored_costs_its_own_sample(tmp_path):
-    async def roll(request: Request) -> Episode:
+    async def roll(request: RolloutRequest) -> Episode:
         episode = spoken(request.task, 0)
         odd = replace(request.task, extra={"handle": object()})
         return replace(episode, task=odd) if request.seed.split(":")[1] == "1" else episode

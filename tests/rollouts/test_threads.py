@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from loopwright.rollouts import threads
-from loopwright.rollouts.threads import Threads, TooManyLeft
+from loopwright.rollouts.threads import Threads, TooManyHangingCalls
 
 
 @pytest.fixture
@@ -110,18 +110,18 @@ def test_a_call_that_was_given_up_while_it_waited_is_not_made(gate):
 
 
 def test_when_too_many_never_return_no_more_are_made_until_some_do(gate, monkeypatch):
-    monkeypatch.setattr(threads, "MOST_LEFT", 2)
+    monkeypatch.setattr(threads, "MAX_HANGING_CALLS", 2)
 
     async def story(pool):
         for _ in range(2):
             await given_up(pool, gate.wait)
-        with pytest.raises(TooManyLeft, match="2 calls never returned"):
+        with pytest.raises(TooManyHangingCalls, match="2 calls never returned"):
             await pool.run(lambda: 1)
         gate.set()
         while True:
             try:
                 return await pool.run(lambda: 1)
-            except TooManyLeft:
+            except TooManyHangingCalls:
                 await asyncio.sleep(0.001)
 
     assert run(story) == 1

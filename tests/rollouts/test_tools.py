@@ -15,7 +15,7 @@ from loopwright.core.task import Task
 from loopwright.engines.scripted import ScriptedConfig
 from loopwright.rollouts import threads
 from loopwright.rollouts.loops.tools import FunctionTool, ToolLoopConfig
-from loopwright.rollouts.loops.worker import LoopWorker, Request
+from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
 
 TASK = Task("t", ({"role": "user", "content": "Go."},))
 
@@ -188,7 +188,7 @@ def roll(home, turns, names=("double",), **settings):
 
         tools_script.turns[:] = turns
         try:
-            return await asyncio.wait_for(worker.handle(Request(TASK, "0")), 30)
+            return await asyncio.wait_for(worker.handle(RolloutRequest(TASK, "0")), 30)
         finally:
             await worker.close()
 
@@ -278,7 +278,7 @@ def test_a_policy_cannot_escape_its_score_by_calling_a_tool_until_the_deadline(h
 
 
 def test_tools_of_which_too_many_never_return_are_called_no_more(home, monkeypatch):
-    monkeypatch.setattr(threads, "MOST_LEFT", 2)
+    monkeypatch.setattr(threads, "MAX_HANGING_CALLS", 2)
     said = [call("hang"), call("hang"), call("hang"), "well"]
     episode, _ = roll(home, said, ("hang",), tool_timeout_s=0.05)
     assert (episode.outcome, episode.fault) == (Outcome.CRASHED, Fault.WORKLOAD)

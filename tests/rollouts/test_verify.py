@@ -19,7 +19,7 @@ from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.verify import prepare
 from loopwright.rollouts.tasks.base import TasksError
 from loopwright.rollouts.tasks.harbor.reward import NoVerdict, rewards_in
-from loopwright.rollouts.tasks.harbor.source import Places
+from loopwright.rollouts.tasks.harbor.source import TaskLocator
 from loopwright.rollouts.tasks.harbor.task import TaskChanged, digest_of, resolved
 from loopwright.testing.executors import alive
 from tests.rollouts.harbor import PASS, task_at, verified, write
@@ -199,15 +199,15 @@ def test_variables_of_the_environment_and_of_the_verifier(tmp_path, monkeypatch)
 def test_a_variable_that_is_not_set_is_named(tmp_path):
     path = write(tmp_path / "task", toml='[environment.env]\nA = "${NOWHERE}"\n')
     with pytest.raises(TasksError, match=r"task\.toml, environment\.env needs the environment variable NOWHERE"):
-        prepare(task_at(path), tmp_path, Places(tmp_path))
+        prepare(task_at(path), tmp_path, TaskLocator(tmp_path))
 
 
 def test_a_variable_that_only_tests_need_is_missed_before_the_agent_begins(tmp_path):
     path = write(tmp_path / "task", toml='[verifier.env]\nA = "${NOWHERE}"\n')
     says = r"task\.toml, verifier\.env needs the environment variable NOWHERE, which is not set"
     with pytest.raises(TasksError, match=says):
-        prepare(task_at(path), tmp_path, Places(tmp_path))
-    assert prepare(task_at(path), tmp_path, Places(tmp_path), verifies=False).tests_env == {}
+        prepare(task_at(path), tmp_path, TaskLocator(tmp_path))
+    assert prepare(task_at(path), tmp_path, TaskLocator(tmp_path), verifies=False).tests_env == {}
     assert re.search(says, RemoteConfig(command=("agent",)).lacks(task_at(path), tmp_path))
 
 
@@ -233,12 +233,12 @@ def test_what_python_leaves_in_a_task_is_no_part_of_it_and_a_repository_is(tmp_p
 
 def test_a_task_that_changed_since_it_was_loaded_is_refused(tmp_path):
     path = write(tmp_path / "task")
-    prepared = prepare(task_at(path), tmp_path, Places(tmp_path))
+    prepared = prepare(task_at(path), tmp_path, TaskLocator(tmp_path))
     known = task_at(path, task_hash=prepared.task.digest)
-    assert prepare(known, tmp_path, Places(tmp_path)) == prepared
+    assert prepare(known, tmp_path, TaskLocator(tmp_path)) == prepared
     (path / "tests/test.sh").write_text("exit 0")
     with pytest.raises(TaskChanged, match="has changed since its tasks were loaded"):
-        prepare(known, tmp_path, Places(tmp_path))
+        prepare(known, tmp_path, TaskLocator(tmp_path))
 
 
 def test_a_task_that_changes_while_the_agent_works_gives_no_verdict(tmp_path):

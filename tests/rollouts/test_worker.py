@@ -14,7 +14,7 @@ from loopwright.engines.base import ContextFull, EngineError, Sampling
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.gateway.sessions.session import BudgetSpent
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig
-from loopwright.rollouts.loops.worker import LoopWorker, News, Request
+from loopwright.rollouts.loops.worker import LoopWorker, News, RolloutRequest
 from loopwright.testing import simulate
 from tests.rollouts.harness import timed
 
@@ -38,7 +38,7 @@ def rolled(run, *, engine=None, **settings):
 
     async def main():
         policy = ScriptedEngine(ScriptedConfig(slip=0.0, **(engine or {})), Path())
-        return await LoopWorker(FunctionLoop(run, **settings), policy).handle(Request(TASK, "0"))
+        return await LoopWorker(FunctionLoop(run, **settings), policy).handle(RolloutRequest(TASK, "0"))
 
     episode, seconds = simulate(timed(main()))
     assert Episode.from_bytes(episode.to_bytes()) == episode
@@ -57,15 +57,15 @@ async def hang(task, session):
 
 def test_l02_what_a_request_says_of_sampling_lies_over_what_the_loop_says():
     loop = Sampling(temperature=0.7, max_tokens=3, stop=("!",))
-    assert Request(TASK, "0").over(loop) == loop
-    told = Request(TASK, "0", Sampling(temperature=0)).over(loop)
+    assert RolloutRequest(TASK, "0").over(loop) == loop
+    told = RolloutRequest(TASK, "0", Sampling(temperature=0)).over(loop)
     assert told == Sampling(temperature=0, max_tokens=3, stop=("!",))
     assert told.model_fields_set == {"temperature", "max_tokens", "stop"}
 
     async def main():
         policy = ScriptedEngine(ScriptedConfig(slip=0.0, replies=("long words",)), Path())
         worker = LoopWorker(FunctionLoop(talk, sampling=loop), policy)
-        return await worker.handle(Request(TASK, "0", Sampling(temperature=0)))
+        return await worker.handle(RolloutRequest(TASK, "0", Sampling(temperature=0)))
 
     assert simulate(main()).sampled == 3
 
@@ -210,7 +210,7 @@ def test_a_budget_that_is_spent_in_one_of_several_tasks_is_the_policys_doing():
 def test_cancelling_a_rollout_is_no_outcome():
     async def main():
         worker = LoopWorker(FunctionLoop(hang), ScriptedEngine(ScriptedConfig(), Path()))
-        flight = asyncio.ensure_future(worker.handle(Request(TASK, "0")))
+        flight = asyncio.ensure_future(worker.handle(RolloutRequest(TASK, "0")))
         await asyncio.sleep(1)
         flight.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -225,7 +225,7 @@ class TestNews:
             engine = ScriptedEngine(ScriptedConfig(slip=0.0), Path())
             worker = LoopWorker(FunctionLoop(talk), engine)
             assert await worker.tell(News(2, paused=True)) == 2
-            flight = asyncio.ensure_future(worker.handle(Request(TASK, "0")))
+            flight = asyncio.ensure_future(worker.handle(RolloutRequest(TASK, "0")))
             await asyncio.sleep(5)
             assert not flight.done()
             await worker.tell(News(2))
@@ -237,7 +237,7 @@ class TestNews:
         async def main():
             engine = ScriptedEngine(ScriptedConfig(slip=0.0, replies=("x" * 40,), token_s=0.1), Path())
             worker = LoopWorker(FunctionLoop(talk), engine)
-            flight = asyncio.ensure_future(worker.handle(Request(TASK, "0")))
+            flight = asyncio.ensure_future(worker.handle(RolloutRequest(TASK, "0")))
             await asyncio.sleep(2)
             await worker.tell(News(1))
             episode = await flight

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from loopwright.engines.base import Sampling
 from loopwright.engines.inprocess.engine import TransformersConfig
 from loopwright.engines.inprocess.models import causal_model
-from loopwright.rollouts.env import Source
+from loopwright.rollouts.env import PolicySource
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.grpo import GrpoConfig, GrpoRule
 from loopwright.trainers.learner import Alone, Learner
@@ -137,7 +137,7 @@ def test_a_device_that_is_not_here_is_said_with_the_next_move(tmp_path):
     [(None, "cuda", True, "cuda"), (None, "cuda", False, "cpu"), ("cuda:1", "cpu", True, "cuda:1")],
 )
 def test_training_is_where_it_is_said_or_where_the_engine_of_this_process_is(tmp_path, own, engine, near, device):
-    source = Source(TransformersConfig(model="tiny", device=engine), Sampling(), tmp_path, near=near)
+    source = PolicySource(TransformersConfig(model="tiny", device=engine), Sampling(), tmp_path, near=near)
     config = GrpoConfig(steps=1, device=own)
     assert setting_of(config, GrpoRule, SimpleNamespace(source=source)).device == device
 

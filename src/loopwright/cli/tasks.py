@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from loopwright.rollouts.tasks.harbor.check import Checked
-    from loopwright.rollouts.tasks.harbor.source import Found
+    from loopwright.rollouts.tasks.harbor.check import TaskCheck
+    from loopwright.rollouts.tasks.harbor.source import TaskDirectory
 
 NAME = "tasks"
 app = typer.Typer(help="Look through directories of tasks.", no_args_is_help=True)
@@ -61,7 +61,7 @@ def scan(
     raise typer.Exit(2 if problems or not found else 0)
 
 
-def _checked(found: Sequence["Found"], sandbox: str, jobs: int) -> "Mapping[str, Checked]":
+def _checked(found: Sequence["TaskDirectory"], sandbox: str, jobs: int) -> "Mapping[str, TaskCheck]":
     import asyncio
 
     from rich.console import Console
@@ -70,7 +70,7 @@ def _checked(found: Sequence["Found"], sandbox: str, jobs: int) -> "Mapping[str,
     from loopwright.execution.sandbox import sandbox_of
     from loopwright.rollouts.tasks.harbor.check import check
 
-    async def main() -> "dict[str, Checked]":
+    async def main() -> "dict[str, TaskCheck]":
         done = {}
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task("running tests", total=len(found))
@@ -84,7 +84,7 @@ def _checked(found: Sequence["Found"], sandbox: str, jobs: int) -> "Mapping[str,
     return asyncio.run(main())
 
 
-def _show(found: Sequence["Found"], checked: "Mapping[str, Checked]") -> None:
+def _show(found: Sequence["TaskDirectory"], checked: "Mapping[str, TaskCheck]") -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -122,7 +122,7 @@ def _reward(said: Mapping[str, Any] | None) -> str:
     return ", ".join(f"{value:g}" if list(rewards) == ["reward"] else f"{n} {value:g}" for n, value in rewards.items())
 
 
-def _write(found: Sequence["Found"], root: Path, name: str | None, split: str | None, output: Path) -> None:
+def _write(found: Sequence["TaskDirectory"], root: Path, name: str | None, split: str | None, output: Path) -> None:
     import orjson
 
     from loopwright.core.errors import MissingExtra, storage

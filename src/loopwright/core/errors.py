@@ -34,10 +34,10 @@
     │   ├── JudgerDown                      too many failures in a row; it is left alone   rollouts/judgers/guard.py
     │   ├── BadVerdict   (ValueError)       a verdict that is not a number, or NaN  rollouts/judgers/verdict_parsing.py
     │   └── BadVerdictType (TypeError)      a verdict that is not even a number  rollouts/judgers/verdict_parsing.py
-    ├── TooManyLeft      (RuntimeError)     too many calls of a function never returned    rollouts/threads.py
+    ├── TooManyHangingCalls (RuntimeError)     too many calls of a function never returned    rollouts/threads.py
     ├── WorkerLost       (ConnectionError)  a worker died with a call in it, twice         rollouts/pools/base.py
     │   └── PoolDown                        no worker is left, and none can be made        rollouts/pools/base.py
-    ├── NothingProduced  (RuntimeError)     group after group came to nothing              rollouts/producer.py
+    ├── ProductionFailed (RuntimeError)     group after group came to nothing              rollouts/producer.py
     ├── ResourcesError   (RuntimeError)     a cluster does not have what was asked for     rollouts/pools/resources.py
     ├── TrainingFailed   (RuntimeError)     training cannot go on, but can be resumed      trainers/failure.py
     ├── SeveralRows      (ValueError)       a rollout of which a trainer takes one branch  integrations/branch.py

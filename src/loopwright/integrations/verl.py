@@ -32,11 +32,11 @@ from loopwright.engines.base import Chunk, Engine, EngineConfig, EngineError, Fi
 from loopwright.engines.hub_tokenizer import HubTokenizer
 from loopwright.engines.named_tokenizer import stop_ids
 from loopwright.integrations.branch import Branches, NoReward, one_row
-from loopwright.rollouts.build import verdicts_of
-from loopwright.rollouts.judgers import Verdicts
+from loopwright.rollouts.build import build_judger_client
+from loopwright.rollouts.judgers import JudgerClient
 from loopwright.rollouts.judgers.base import JudgeFailed
-from loopwright.rollouts.loops.base import words_of
-from loopwright.rollouts.loops.worker import Request
+from loopwright.rollouts.loops.base import describe_error
+from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.pools.base import Pool, PoolDown, WorkerLost
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.remote.config import RemoteConfig
@@ -119,7 +119,7 @@ class Works:
         said = EngineConfig(type="verl", template=engine.template, reasoning=engine.reasoning)
         place = EmbeddedGatewayHost(gateway, lambda: VerlEngine(servers, tokenizer, said))
         self._pool: Pool = GatewayPool(place, LocalPool(build))
-        self._verdicts: Verdicts = verdicts_of(rollout.judger, home)
+        self._verdicts: JudgerClient = build_judger_client(rollout.judger, home)
         self._slots = asyncio.Semaphore(self.config.concurrency)
 
     async def start(self) -> Self:
@@ -139,12 +139,12 @@ class Works:
         for _ in range(_TRIES):
             try:
                 async with self._slots:
-                    request = Request(task, uuid4().hex, sampling)
+                    request = RolloutRequest(task, uuid4().hex, sampling)
                     episode: Episode = await self._pool.call(request, timeout_s=self.config.deadline_s + _GRACE_S)
             except PoolDown:
                 raise
             except (WorkerLost, TimeoutError) as error:
-                reason = words_of(error)
+                reason = describe_error(error)
                 continue
             if episode.fault not in (None, Fault.POLICY):
                 reason = episode.reason

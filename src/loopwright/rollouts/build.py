@@ -17,9 +17,9 @@ from loopwright.ledger.groups import Groups
 from loopwright.ledger.observer import Observers
 from loopwright.ledger.run import Run
 from loopwright.rollouts.config import RolloutConfig
-from loopwright.rollouts.env import RolloutEnv, Source
+from loopwright.rollouts.env import PolicySource, RolloutEnv
 from loopwright.rollouts.evaluation import EvalConfig
-from loopwright.rollouts.judgers import JudgeWorker, Verdicts
+from loopwright.rollouts.judgers import JudgerClient, JudgeWorker
 from loopwright.rollouts.judgers.base import JudgerConfig
 from loopwright.rollouts.loops.worker import LoopWorker
 from loopwright.rollouts.pools.base import Pool, WorkerFactory
@@ -80,13 +80,13 @@ def rollout_env(
         observers,
         tasks=tasks,
         loop=_loop(run, config, engine, gateway, home),
-        judge=verdicts_of(config.judger, home),
+        judge=build_judger_client(config.judger, home),
         buffer=Groups(run.ledger),
         produce=config.produce,
         seed=seed,
         concurrency=loop.concurrency,
         deadline_s=loop.deadline_s + (loop.queue_s if isinstance(loop, RemoteConfig) and loop.server else 0.0),
-        source=Source(engine, loop.sampling, home, near=engine.type == "transformers" and here),
+        source=PolicySource(engine, loop.sampling, home, near=engine.type == "transformers" and here),
         evaluation=evaluation,
         cluster=partial(
             _cluster, [*config.resource_requests(), *(gateway.resource_requests() if gateway is not None else ())]
@@ -105,9 +105,9 @@ def _loop(run: Run, config: RolloutConfig, engine: EngineConfig, gateway: Gatewa
         if loop.server is not None:
             return _served(loop, loop.server, place, run, home, passed=passed, verifies=verifies)
         build: WorkerFactory = partial(RemoteWorker, loop, home, run=run.name, passed=passed, verifies=verifies)
-        workers = pool_of("loop", build, loop, home, most=loop.concurrency)
+        workers = build_pool("loop", build, loop, home, most=loop.concurrency)
         return GatewayPool(place, workers, _reach if loop.workers else None)
-    return pool_of("loop", partial(LoopWorker.build, loop, engine, home), loop, home, most=loop.concurrency)
+    return build_pool("loop", partial(LoopWorker.build, loop, engine, home), loop, home, most=loop.concurrency)
 
 
 def _served(
@@ -139,12 +139,14 @@ def _cluster(requests: Sequence[ResourceRequest]) -> Iterator[None]:
         yield
 
 
-def verdicts_of(config: JudgerConfig, home: Path) -> Verdicts:
+def build_judger_client(config: JudgerConfig, home: Path) -> JudgerClient:
     """A judger, wherever it lives."""
-    return Verdicts(pool_of("judger", partial(JudgeWorker, config, home), config, home, most=config.room()), config)
+    return JudgerClient(
+        build_pool("judger", partial(JudgeWorker, config, home), config, home, most=config.room()), config
+    )
 
 
-def pool_of(name: str, build: WorkerFactory, config: Any, home: Path, *, most: int) -> Pool:
+def build_pool(name: str, build: WorkerFactory, config: Any, home: Path, *, most: int) -> Pool:
     """`workers = 0`: in this process; otherwise on Ray, where `most` is what one worker may be given at a time."""
     if config.workers == 0:
         return LocalPool(build, name=name)

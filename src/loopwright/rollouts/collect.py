@@ -14,7 +14,7 @@ from loopwright.core.trial import Action, Observation
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.pools.base import PoolDown
 from loopwright.rollouts.pools.resources import ResourcesError
-from loopwright.rollouts.producer import NothingProduced, Producer
+from loopwright.rollouts.producer import Producer, ProductionFailed
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Collect(Agent):
         """Collect; 1 if not one group could be used, or if there is nothing left to make them with."""
         try:
             counts = run(self._collect())
-        except (PoolDown, ResourcesError, NothingProduced) as error:
+        except (PoolDown, ResourcesError, ProductionFailed) as error:
             log.error("%s Then go on with `loopwright resume`: nothing that was recorded is lost.", sentence(error))
             self.env.run.ledger.set_state("failure", str(error))
             return 1

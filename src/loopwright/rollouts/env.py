@@ -22,10 +22,10 @@ from loopwright.ledger.rollouts import EVALUATED
 from loopwright.ledger.run import Run
 from loopwright.rollouts.buffer import Buffer
 from loopwright.rollouts.evaluation import EvalConfig
-from loopwright.rollouts.group import Bench, Group, Judge
+from loopwright.rollouts.group import EpisodeJudge, Group, GroupJudging
 from loopwright.rollouts.judgers import JudgerDown
 from loopwright.rollouts.judgers.base import JudgeFailed
-from loopwright.rollouts.loops.worker import News, Request
+from loopwright.rollouts.loops.worker import News, RolloutRequest
 from loopwright.rollouts.pools.base import Pool, PoolDown, SerializationError, WorkerLost
 from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.tasks.base import Prompt, TaskMix
@@ -40,7 +40,7 @@ _EXAMINED = f"CREATE INDEX IF NOT EXISTS trials_examined ON trials ({EVALUATED},
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PolicySource:
     """Where a run's tokens come from: what a trainer must know of it."""
 
     engine: EngineConfig
@@ -67,13 +67,13 @@ class RolloutEnv(Env):
         *,
         tasks: TaskMix,
         loop: Pool,
-        judge: Judge,
+        judge: EpisodeJudge,
         buffer: Buffer,
         produce: ProduceConfig,
         seed: int = 0,
         concurrency: int = 64,
         deadline_s: float = 600.0,
-        source: Source | None = None,
+        source: PolicySource | None = None,
         evaluation: EvalConfig | None = None,
         cluster: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
@@ -86,7 +86,7 @@ class RolloutEnv(Env):
         self._seed, self._deadline_s, self._cluster = seed, deadline_s, cluster
         self._slots = asyncio.Semaphore(concurrency)
         (self._evaluations,) = run.ledger.transaction.rows(f"SELECT count({EVALUATED}) FROM trials")[0]
-        self._benches: dict[int, Bench] = {}
+        self._benches: dict[int, GroupJudging] = {}
         self._kept: dict[int, Episode] = {}
 
     # -- numbering ----------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class RolloutEnv(Env):
     def group(self, number: int, prompt: Prompt, size: int, trials: Sequence[Trial]) -> Group:
         """A group with these trials, of which some may have ended."""
         group = Group(number, prompt, size, trials=len(trials), action=trials[0].action)
-        group.bench = Bench(self.judge, group) if self.judge.compares else None
+        group.bench = GroupJudging(self.judge, group) if self.judge.compares else None
         for trial in trials:
             if trial.unfinished:
                 group.flying[trial.number] = trial
@@ -229,7 +229,7 @@ class RolloutEnv(Env):
             while True:
                 begun, at = clock(), time.time()
                 seed = f"{self._seed}:{trial.number}:{len(earlier)}"
-                episode = await self._attempt(Request(task, seed, sampling, trial.number))
+                episode = await self._attempt(RolloutRequest(task, seed, sampling, trial.number))
                 phases = {"queue": begun - waiting, "loop": clock() - begun}
                 if episode.attempts:
                     phases |= episode.attempts[-1].phases_s
@@ -254,7 +254,7 @@ class RolloutEnv(Env):
         self._kept[trial.number] = episode
         return _result(episode, data)
 
-    async def _attempt(self, request: Request) -> Episode:
+    async def _attempt(self, request: RolloutRequest) -> Episode:
         try:
             episode: Episode = await self.loop.call(request, timeout_s=self._deadline_s + _GRACE_S)
         except PoolDown:

@@ -14,7 +14,7 @@ from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.tasks.base import Prompt
 
 
-class Judge(Protocol):
+class EpisodeJudge(Protocol):
     """How episodes are judged, near or far."""
 
     @property
@@ -56,7 +56,7 @@ class Group:
     """What the ledger has its trials under."""
     lost: str = ""
     """Why the last sample that does not count was lost."""
-    bench: "Bench | None" = None
+    bench: "GroupJudging | None" = None
 
     @property
     def missing(self) -> int:
@@ -76,7 +76,7 @@ class Group:
 
 
 @dataclass
-class LeftOut:
+class DiscardedGroups:
     """What was produced since the batch before and is in none: `filtered` groups, and those that `failed`."""
 
     groups: Counter[str] = field(default_factory=Counter)
@@ -100,10 +100,10 @@ class LeftOut:
         return " and ".join(said + ([f"{filtered} had equal rewards"] if filtered else []))
 
 
-class Bench:
+class GroupJudging:
     """Where the episodes of a group wait until all have come that are compared with one another."""
 
-    def __init__(self, judge: Judge, group: Group) -> None:
+    def __init__(self, judge: EpisodeJudge, group: Group) -> None:
         self._judge, self._group = judge, group
         self._waiting: list[tuple[Episode, asyncio.Future[Reward]]] = []
         self._judging: asyncio.Task[None] | None = None

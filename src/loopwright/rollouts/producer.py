@@ -14,7 +14,7 @@ from loopwright.core.episode import Episode
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.trial import Trial
 from loopwright.rollouts.env import RolloutEnv
-from loopwright.rollouts.group import Group, LeftOut
+from loopwright.rollouts.group import DiscardedGroups, Group
 from loopwright.rollouts.loops.worker import News
 from loopwright.rollouts.produce import ProduceConfig
 
@@ -23,7 +23,7 @@ _MOST_LEFT_OUT = 10
 """How many groups may be left out for a batch, as a multiple of its size."""
 
 
-class NothingProduced(LoopwrightError, RuntimeError):
+class ProductionFailed(LoopwrightError, RuntimeError):
     """Group after group came to nothing."""
 
 
@@ -33,9 +33,9 @@ class Producer:
     def __init__(self, env: RolloutEnv, config: ProduceConfig, *, group_size: int) -> None:
         self.env, self.config, self.group_size = env, config, group_size
         self.version = 0
-        self.left_out = LeftOut()
+        self.discarded = DiscardedGroups()
         """What was produced for the last batch and is not in it."""
-        self._left_out = LeftOut()
+        self._left_out = DiscardedGroups()
         self._open: dict[int, Group] = {}
         self._done: dict[int, Group] = {}
         self._again: list[Group] = []
@@ -52,7 +52,7 @@ class Producer:
     async def batch(self, size: int, step: int) -> list[Group]:
         """The next groups to train on, for this step: `size` of them, or fewer when the budget is used up.
 
-        Fewer, too, when ten times as many came to nothing meanwhile; NothingProduced if not one is ready by then.
+        Fewer, too, when ten times as many came to nothing meanwhile; ProductionFailed if not one is ready by then.
         """
         while True:
             if self._bug is not None:
@@ -64,7 +64,7 @@ class Producer:
             if waiting >= size or not self._open or self._in_vain(size):
                 if not self._ahead:
                     self._most_open = 0
-                self.left_out, self._left_out = self._left_out, LeftOut()
+                self.discarded, self._left_out = self._left_out, DiscardedGroups()
                 return [self._load(number) for number in self.env.buffer.take(size, step)]
             self._news.clear()
             await self._news.wait()
@@ -136,7 +136,7 @@ class Producer:
         if tried < _MOST_LEFT_OUT * size:
             return False
         if not ready:
-            raise NothingProduced(
+            raise ProductionFailed(
                 f"{tried} groups in a row gave nothing to train on: {self._left_out}. "
                 "Mend what fails, or choose tasks that are neither too easy nor too hard."
             )

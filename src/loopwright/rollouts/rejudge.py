@@ -17,8 +17,8 @@ from loopwright.core.errors import Problem, ScenarioError
 from loopwright.core.reward import Reward
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import Rollout, groups_of
-from loopwright.rollouts.build import verdicts_of
-from loopwright.rollouts.group import Judge
+from loopwright.rollouts.build import build_judger_client
+from loopwright.rollouts.group import EpisodeJudge
 from loopwright.rollouts.judgers import parse_judger
 from loopwright.rollouts.judgers.base import JudgeFailed, JudgerConfig
 
@@ -176,7 +176,7 @@ class Changes:
 
 async def rejudge(ledger: Ledger, config: JudgerConfig, home: Path) -> AsyncGenerator[tuple[list[Change], int]]:
     """The verdicts of a judger on the stored episodes, group by group, each with how many could not be judged."""
-    judge = verdicts_of(config, home)
+    judge = build_judger_client(config, home)
     # As many groups at a time as keep the judger busy, however small they are.
     most = 2 * config.room() * max(1, config.workers)
     flying: set[asyncio.Task[tuple[list[Change], int]]] = set()
@@ -197,7 +197,7 @@ async def rejudge(ledger: Ledger, config: JudgerConfig, home: Path) -> AsyncGene
         await judge.close()
 
 
-async def _judged(judge: Judge, group: Sequence[Rollout]) -> tuple[list[Change], int]:
+async def _judged(judge: EpisodeJudge, group: Sequence[Rollout]) -> tuple[list[Change], int]:
     able = [rollout for rollout in group if rollout.judgeable]
     verdicts = await judge.judge_group([rollout.episode for rollout in able]) if able else []
     found = [_change(rollout, verdict) for rollout, verdict in zip(able, verdicts, strict=True)]

@@ -9,11 +9,11 @@ from typing import Any
 
 from loopwright.core.errors import LoopwrightError
 
-MOST_LEFT = 512
+MAX_HANGING_CALLS = 512
 """How many calls that never return may be left behind before nothing more is called."""
 
 
-class TooManyLeft(LoopwrightError, RuntimeError):
+class TooManyHangingCalls(LoopwrightError, RuntimeError):
     """So many calls never returned that no more are made."""
 
 
@@ -59,8 +59,10 @@ class Threads:
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the threads of {self._name} are closed")
-            if self._left >= MOST_LEFT:
-                raise TooManyLeft(f"{self._left} calls never returned, so no more are made. Find out where they hang.")
+            if self._left >= MAX_HANGING_CALLS:
+                raise TooManyHangingCalls(
+                    f"{self._left} calls never returned, so no more are made. Find out where they hang."
+                )
             self._waiting += 1
             self._calls.put(call)
             self._grow()

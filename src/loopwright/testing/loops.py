@@ -27,7 +27,7 @@ from loopwright.core.task import Task
 from loopwright.engines.base import Chunk, EngineError, Sampling
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.rollouts.loops.base import LoopConfig, agent_loop, loops
-from loopwright.rollouts.loops.worker import LoopWorker, News, Request
+from loopwright.rollouts.loops.worker import LoopWorker, News, RolloutRequest
 
 T = TypeVar("T")
 _DEADLINE_S = 60.0
@@ -94,9 +94,9 @@ class LoopContract(ABC):
 
         return asyncio.run(main())
 
-    def request(self, seed: str = "0") -> Request:
+    def request(self, seed: str = "0") -> RolloutRequest:
         """A rollout to be made."""
-        return Request(self.task, seed)
+        return RolloutRequest(self.task, seed)
 
     def test_an_episode_holds_exactly_what_the_engine_was_given_and_gave(self, tmp_path: Path) -> None:
         """In each turn; and each sampled token is trained on once."""

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from loopwright.engines.named_tokenizer import BYTES, place
 from loopwright.engines.tokenizer import ByteTokenizer
-from loopwright.rollouts.env import RolloutEnv, Source
+from loopwright.rollouts.env import PolicySource, RolloutEnv
 from loopwright.trainers.algorithm import Rule
 from loopwright.trainers.config import TrainConfig
 from loopwright.trainers.failure import TrainingFailed
@@ -111,7 +111,7 @@ def setting_of(config: TrainConfig, rule: type[Rule], env: RolloutEnv) -> Settin
     )
 
 
-def source_of(env: RolloutEnv) -> Source:
+def source_of(env: RolloutEnv) -> PolicySource:
     """Where the run's tokens come from."""
     if env.source is None:
         raise TrainingFailed("a trainer needs to know which engine samples: give its environment a `source`.")

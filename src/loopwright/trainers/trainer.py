@@ -24,7 +24,7 @@ from loopwright.ledger.steps import Kind, Step, Steps
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.evaluation import summary
-from loopwright.rollouts.group import Group, LeftOut
+from loopwright.rollouts.group import DiscardedGroups, Group
 from loopwright.rollouts.producer import Producer
 from loopwright.trainers.algorithm import Rule
 from loopwright.trainers.checkpoint import Checkpoints
@@ -161,7 +161,7 @@ class _Training:
                 waited = time.monotonic() - begun
                 if config.colocated:
                     await self._rest(producer)
-                numbers = await self._learn(student, groups, step, producer.in_flight, producer.left_out)
+                numbers = await self._learn(student, groups, step, producer.in_flight, producer.discarded)
                 await self._publish(producer, student, step)
                 self._note(step, {**numbers, "rollout_s": waited})
                 if step % config.checkpoint_every == 0 or step == config.steps or self._failing:
@@ -193,7 +193,12 @@ class _Training:
     # -- one step -------------------------------------------------------------------------------------------------
 
     async def _learn(
-        self, student: "Student", groups: Sequence[Group], step: int, flying: int = 0, left_out: LeftOut | None = None
+        self,
+        student: "Student",
+        groups: Sequence[Group],
+        step: int,
+        flying: int = 0,
+        discarded: DiscardedGroups | None = None,
     ) -> dict[str, float]:
         """Train on these groups; what there is to tell of it."""
         begun = time.monotonic()
@@ -204,7 +209,7 @@ class _Training:
         if not told.get("updates") and not told.get("skipped"):
             log.warning("step %d is skipped: there is nothing to learn from in its %d groups", step, len(groups))
         self._count(step, told)
-        seen = _seen(groups, samples, step, left_out or LeftOut())
+        seen = _seen(groups, samples, step, discarded or DiscardedGroups())
         return {**seen, **told, "train_s": time.monotonic() - begun, "in_flight": float(flying)}
 
     def _samples(self, groups: Sequence[Group], step: int) -> list[Sample]:
@@ -313,14 +318,16 @@ class _Training:
             raise
 
 
-def _seen(groups: Sequence[Group], samples: Sequence[Sample], step: int, left_out: LeftOut) -> dict[str, float]:
+def _seen(
+    groups: Sequence[Group], samples: Sequence[Sample], step: int, discarded: DiscardedGroups
+) -> dict[str, float]:
     """What the batch itself has to tell, and what was left out of it."""
     episodes = [episode for group in groups for episode in group.episodes.values()]
     rewards = [episode.reward.value for episode in episodes if episode.reward is not None]
     if not rewards:
         return {"episodes": float(len(episodes))}
-    wanted = sum(group.trials for group in groups) + left_out.trials
-    mean, every = fmean(rewards), rewards + left_out.rewards
+    wanted = sum(group.trials for group in groups) + discarded.trials
+    mean, every = fmean(rewards), rewards + discarded.rewards
     return {
         "reward": mean,
         "reward_std": fmean((reward - mean) ** 2 for reward in rewards) ** 0.5,
@@ -330,9 +337,9 @@ def _seen(groups: Sequence[Group], samples: Sequence[Sample], step: int, left_ou
         "length": fmean(episode.sampled for episode in episodes),
         "turns": fmean(episode.turns for episode in episodes),
         "staleness": fmean(sample.staleness for sample in samples) if samples else 0.0,
-        **({"reward_all": fmean(every)} if left_out.rewards else {}),
-        "filtered": float(left_out.groups["filtered"]),
-        "failed": float(left_out.groups["failed"]),
+        **({"reward_all": fmean(every)} if discarded.rewards else {}),
+        "filtered": float(discarded.groups["filtered"]),
+        "failed": float(discarded.groups["failed"]),
         "fault_rate": (wanted - len(every)) / wanted if wanted else 0.0,
         "version": float(step - 1),
     }

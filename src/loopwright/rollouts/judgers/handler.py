@@ -10,7 +10,7 @@ from typing import Any
 from loopwright.core.imports import import_function
 from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.pools.base import answered
-from loopwright.rollouts.threads import Threads, TooManyLeft
+from loopwright.rollouts.threads import Threads, TooManyHangingCalls
 
 
 class Handler:
@@ -47,7 +47,7 @@ class Handler:
             return await answered(self._function(*args, **kwargs))
         try:
             value = await self._threads.run(partial(copy_context().run, self._function, *args, **kwargs))
-        except TooManyLeft as error:
+        except TooManyHangingCalls as error:
             raise JudgeFailed(
                 f"{self.path!r} is called no more: {error} A command judger can be ended, a function cannot."
             ) from error

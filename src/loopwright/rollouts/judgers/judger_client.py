@@ -1,4 +1,4 @@
-"""Verdicts: what whoever has episodes asks for their rewards, wherever the judger lives."""
+"""JudgerClient: what whoever has episodes asks for their rewards, wherever the judger lives."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from loopwright.rollouts.pools.base import Pool, PoolDown
 _MARGIN_S = 10.0
 
 
-class Verdicts:
+class JudgerClient:
     """Takes from an episode the little that the judger needs and asks the pool. Training and evaluation can share one.
 
-    verdicts = Verdicts(pool, config)
+    verdicts = JudgerClient(pool, config)
     await verdicts.start()
     reward = await verdicts.judge(episode)
     """
 
     def __init__(self, pool: Pool, config: JudgerConfig) -> None:
         self._pool, self._config = pool, config
-        # Verdicts queue here, where no time runs, and not in a worker that is busy.
+        # JudgerClient queue here, where no time runs, and not in a worker that is busy.
         self._room = asyncio.Semaphore(config.room() * max(1, config.workers))
         self.needs: tuple[str, ...] = ()
         self.compares = False

@@ -101,7 +101,7 @@ def out_of_tokens(task: Task, session: Session) -> Episode:
     return session.episode(task, Outcome.TRUNCATED, reason="a turn ran out of tokens")
 
 
-def words_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An exception of the user's own in a line, whatever its `__str__` does."""
     try:
         return f"{type(error).__name__}: {error}"

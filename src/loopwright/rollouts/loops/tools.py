@@ -16,9 +16,9 @@ from loopwright.core.errors import Problem
 from loopwright.core.imports import import_function
 from loopwright.core.task import Message, Task
 from loopwright.gateway.sessions.session import Session, Turn
-from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, out_of_tokens, words_of
+from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, describe_error, out_of_tokens
 from loopwright.rollouts.pools.base import answered
-from loopwright.rollouts.threads import Threads, TooManyLeft
+from loopwright.rollouts.threads import Threads, TooManyHangingCalls
 
 
 class ToolLoopConfig(LoopConfig):
@@ -127,12 +127,12 @@ class ToolLoop(AgentLoop):
                 if inspect.isawaitable(value):
                     value = await answered(value)
             return _shown(value)[: self.config.max_tool_chars]
-        except TooManyLeft:
+        except TooManyHangingCalls:
             raise
         except Exception as error:  # noqa: BLE001  a tool is the user's own and may raise anything
             if isinstance(error, TimeoutError) and deadline.expired():
                 return f"error: {tool.name} took longer than {self.config.tool_timeout_s:g} s"
-            return _clean(f"error: {words_of(error)}")
+            return _clean(f"error: {describe_error(error)}")
 
     async def close(self) -> None:
         self._threads.close()

@@ -13,7 +13,7 @@ from loopwright.engines.base import ContextFull, Engine, EngineConfig, EngineErr
 from loopwright.engines.weight_update import News as News
 from loopwright.engines.weight_update import take_in
 from loopwright.gateway.sessions.session import BudgetSpent, Session
-from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, agent_loop, words_of
+from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, agent_loop, describe_error
 from loopwright.rollouts.pools.base import Worker, answered
 
 STALLED_S = 30.0
@@ -23,7 +23,7 @@ _TOLERANCE_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RolloutRequest:
     """One rollout to be made. The same seed gives the same samples."""
 
     task: Task
@@ -49,7 +49,7 @@ class LoopWorker(Worker):
         """Make both from their configuration, where the worker lives."""
         return cls(agent_loop(loop, home), engines.get(engine.type)(engine, home))
 
-    async def handle(self, request: Request) -> Episode:
+    async def handle(self, request: RolloutRequest) -> Episode:
         config = self._loop.config
         engine, sampling = self._engine.for_session(request.seed), request.over(config.sampling)
         session = Session(engine, sampling, seed=request.seed, limits=config.limits())
@@ -71,7 +71,7 @@ class LoopWorker(Worker):
                     return session.episode(request.task, Outcome.TRUNCATED, reason=str(cause))
                 if isinstance(cause, EngineError):
                     return session.episode(request.task, Outcome.LOST, reason=str(cause))
-            return session.episode(request.task, Outcome.CRASHED, reason=words_of(error))
+            return session.episode(request.task, Outcome.CRASHED, reason=describe_error(error))
 
     async def tell(self, news: News) -> int:
         return await take_in(self._engine, news)

@@ -20,7 +20,7 @@ from loopwright.execution.local.process_tree import signal_name
 from loopwright.execution.local.processes import VARIABLE
 from loopwright.execution.sandbox import Room
 from loopwright.gateway.client import RemoteSession
-from loopwright.rollouts.loops.base import words_of
+from loopwright.rollouts.loops.base import describe_error
 from loopwright.rollouts.pools.base import answered
 from loopwright.rollouts.remote.config import RemoteConfig, taken
 from loopwright.workloads.template import Template
@@ -186,7 +186,7 @@ class FunctionAgent(ExternalAgent):
         if call.cancelled():
             return AgentExit("the agent cancelled itself")
         if (error := call.exception()) is not None:
-            return AgentExit(f"the agent raised {words_of(error)}")
+            return AgentExit(f"the agent raised {describe_error(error)}")
         return AgentExit(seen=_plain(call.result()))
 
 

@@ -18,7 +18,7 @@ from loopwright.gateway.client import endpoint
 from loopwright.gateway.settings import SERVER_TOKEN, token_in
 from loopwright.rollouts.loops.base import Loop, LoopConfig
 from loopwright.rollouts.tasks.base import TasksError
-from loopwright.rollouts.tasks.harbor.source import Places
+from loopwright.rollouts.tasks.harbor.source import TaskLocator
 from loopwright.workloads.template import Template
 
 PLACES = ("instruction", "id", "task_path", "workspace", "home", "openai_base_url", "anthropic_base_url", "key")
@@ -179,7 +179,7 @@ class RemoteConfig(LoopConfig):
         if self.workers or self.server is not None:
             return ""  # they may be on machines that have it
         try:
-            found = Places(home, self.task_root, self.task_template).read(task)
+            found = TaskLocator(home, self.task_root, self.task_template).read(task)
             if found is not None:
                 found.check_variables()
         except TasksError as error:

@@ -12,7 +12,7 @@ from loopwright.engines.weight_update import News
 from loopwright.gateway.client import GatewayLost
 from loopwright.gateway.gateway import AdvertiseError
 from loopwright.gateway.refusal import Refused
-from loopwright.rollouts.loops.worker import Request
+from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.pools.base import Pool, PoolDown, WorkerLost
 from loopwright.rollouts.remote.gateway_host import GatewayHost
 from loopwright.rollouts.remote.worker import RemoteRequest
@@ -47,7 +47,7 @@ class GatewayPool(Pool):
             raise PoolDown(str(error)) from error
         await self._workers.start()
 
-    async def call(self, request: Request, *, timeout_s: float | None = None) -> Any:
+    async def call(self, request: RolloutRequest, *, timeout_s: float | None = None) -> Any:
         told = self._told
         try:
             answer = await self._workers.call(RemoteRequest(await self._home.access(), request), timeout_s=timeout_s)

@@ -19,14 +19,14 @@ from loopwright.execution.sandbox.files import aside, remove
 from loopwright.gateway.client import Captured, GatewayClient, GatewayLost, RemoteSession
 from loopwright.gateway.refusal import Refused
 from loopwright.gateway.sessions.session_config import Terms
-from loopwright.rollouts.loops.base import words_of
-from loopwright.rollouts.loops.worker import Request
+from loopwright.rollouts.loops.base import describe_error
+from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.remote.agent import AgentExit, AgentJob, ExternalAgent, instruction
 from loopwright.rollouts.remote.blame import TimeLimit, verdict
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.verify import PreparedTask, VerifierReport, combine_reports, prepare, stage, verify
-from loopwright.rollouts.tasks.harbor.source import Places
-from loopwright.rollouts.tasks.harbor.task import Step
+from loopwright.rollouts.tasks.harbor.source import TaskLocator
+from loopwright.rollouts.tasks.harbor.task import TaskStep
 
 log = logging.getLogger(__name__)
 Keep = Callable[[Path], None]
@@ -51,7 +51,7 @@ class RolloutContext:
     agent: ExternalAgent
     sandbox: Sandbox
     executor: Executor
-    places: Places
+    places: TaskLocator
     verifies: bool
     """Whether the task's tests are run."""
     leaving: set[asyncio.Task[None]] = field(default_factory=set)
@@ -65,7 +65,7 @@ class RemoteRollout:
         self,
         means: RolloutContext,
         client: GatewayClient,
-        request: Request,
+        request: RolloutRequest,
         directory: Path,
         marker: str,
         keep: Keep | None = None,
@@ -168,7 +168,7 @@ class RemoteRollout:
     ) -> tuple[AgentExit | None, list[VerifierReport]]:
         """The agent and then the tests, for each step of the task; how the agent ended, and what the tests said."""
         tested = self._means.verifies and prepared is not None and prepared.tested
-        steps: tuple[Step | None, ...] = (None,) if prepared is None else prepared.steps
+        steps: tuple[TaskStep | None, ...] = (None,) if prepared is None else prepared.steps
         said = list[VerifierReport]()
         for number, step in enumerate(steps):
             if step is not None and prepared is not None:
@@ -187,7 +187,7 @@ class RemoteRollout:
                 break
         return ended, said
 
-    def _until(self, step: Step | None, *, tested: bool) -> float:
+    def _until(self, step: TaskStep | None, *, tested: bool) -> float:
         """When the agent has to be done: by the task's own limit, and early enough for what comes after it."""
         deadline_s, now = self._config.deadline_s, self._clock()
         verify_s = (self._config.verify_s or deadline_s / 4) if tested else 0.0
@@ -216,7 +216,7 @@ class RemoteRollout:
                 with self._phase("teardown"):
                     await asyncio.wait({work})
 
-    async def _verify(self, prepared: PreparedTask, step: Step, room: Room) -> VerifierReport:
+    async def _verify(self, prepared: PreparedTask, step: TaskStep, room: Room) -> VerifierReport:
         means = self._means
         with self._phase("verify"):
             try:
@@ -271,7 +271,7 @@ async def _let_go(stack: AsyncExitStack) -> None:
     try:
         await stack.aclose()
     except Exception as error:  # noqa: BLE001  whatever it is, it must not take the place of the episode
-        log.warning("not all of a trial could be let go of: %s", words_of(error))
+        log.warning("not all of a trial could be let go of: %s", describe_error(error))
 
 
 def _pinned(sampling: Sampling) -> Sampling:

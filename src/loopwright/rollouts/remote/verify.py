@@ -20,15 +20,15 @@ from loopwright.execution.local.processes import VARIABLE
 from loopwright.execution.sandbox import Room, SandboxError
 from loopwright.execution.sandbox.files import remove, removed
 from loopwright.rollouts.tasks.base import TasksError
-from loopwright.rollouts.tasks.harbor.dockerfile import Layout, layout_of
+from loopwright.rollouts.tasks.harbor.dockerfile import WorkspaceLayout, read_layout
 from loopwright.rollouts.tasks.harbor.reward import NoVerdict, rewards_in
-from loopwright.rollouts.tasks.harbor.source import Places
+from loopwright.rollouts.tasks.harbor.source import TaskLocator
 from loopwright.rollouts.tasks.harbor.task import (
     PASSED_OVER,
     TEST,
     HarborTask,
-    Step,
     TaskChanged,
+    TaskStep,
     digest_of,
     resolved,
     tree,
@@ -53,14 +53,14 @@ class PreparedTask:
     """A task whose workspace is ready."""
 
     task: HarborTask
-    layout: Layout
+    layout: WorkspaceLayout
     env: Mapping[str, str]
     """The variables of the task's environment, for the agent and the tests."""
     tests_env: Mapping[str, Mapping[str, str]]
     """The variables of the tests alone, by the name of their step."""
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[TaskStep, ...]:
         """What the agent is asked to do, one after the other."""
         return self.task.steps
 
@@ -80,7 +80,7 @@ class PreparedTask:
         return (self.task.path.resolve(),)
 
 
-def prepare(task: Task, workspace: Path, places: Places, *, verifies: bool = True) -> PreparedTask | None:
+def prepare(task: Task, workspace: Path, places: TaskLocator, *, verifies: bool = True) -> PreparedTask | None:
     """Put the task's files into the workspace; None for a task without a directory.
 
     TasksError if it has none where it should be, needs Docker or a variable that is not set (those of the tests
@@ -89,15 +89,15 @@ def prepare(task: Task, workspace: Path, places: Places, *, verifies: bool = Tru
     found = places.read(task)
     if found is None:
         return None
-    layout = layout_of(found)
+    layout = read_layout(found)
     env = {**layout.env, **found.agent_env()}
     tests_env = {step.name: found.tests_env(step) for step in found.steps if verifies}
-    layout.lay_out(workspace)
+    layout.copy_into(workspace)
     _unchanged(found)
     return PreparedTask(found, layout, env, tests_env)
 
 
-def stage(prepared: PreparedTask, step: Step, workspace: Path) -> None:
+def stage(prepared: PreparedTask, step: TaskStep, workspace: Path) -> None:
     """Add a step's own files to the workspace."""
     files = prepared.task.files(step)
     for name, source, found in tree(files, PASSED_OVER) if files is not None else ():
@@ -116,7 +116,7 @@ def stage(prepared: PreparedTask, step: Step, workspace: Path) -> None:
 
 async def verify(
     prepared: PreparedTask,
-    step: Step,
+    step: TaskStep,
     room: Room,
     executor: Executor,
     scratch: Path,
@@ -191,7 +191,7 @@ def _clean(room: Room) -> dict[str, str]:
 
 
 async def solve(
-    prepared: PreparedTask, step: Step, room: Room, executor: Executor, scratch: Path, *, marker: str = ""
+    prepared: PreparedTask, step: TaskStep, room: Room, executor: Executor, scratch: Path, *, marker: str = ""
 ) -> str:
     """Run a step's own solution in place of an agent; what went wrong, or nothing."""
     solution = prepared.task.solution(step)
@@ -240,7 +240,7 @@ def _unchanged(task: HarborTask) -> None:
         raise TaskChanged(f"{task.path} has changed during a rollout; restore it, or start a run of its own")
 
 
-def _copy_tests(task: HarborTask, step: Step, directory: Path) -> None:
+def _copy_tests(task: HarborTask, step: TaskStep, directory: Path) -> None:
     sources = task.test_directories(step)
     if not sources:
         raise TasksError(f"{task.path} has no tests/{TEST}")

@@ -11,14 +11,14 @@ from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.execution import Keeper, LocalExecutor
 from loopwright.gateway.client import GatewayClient, GatewayLost
-from loopwright.rollouts.loops.base import words_of
-from loopwright.rollouts.loops.worker import Request
+from loopwright.rollouts.loops.base import describe_error
+from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.pools.base import Worker
 from loopwright.rollouts.remote.access import GatewayAccess
 from loopwright.rollouts.remote.agent import CommandAgent, FunctionAgent
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.rollout import Keep, RemoteRollout, RolloutContext
-from loopwright.rollouts.tasks.harbor.source import Places
+from loopwright.rollouts.tasks.harbor.source import TaskLocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class RemoteRequest:
     """A rollout to be made, and the gateway that it is made at."""
 
     access: GatewayAccess
-    request: Request
+    request: RolloutRequest
     keep: Keep | None = None
     """What is to look at the workspace before it is gone."""
 
@@ -57,7 +57,7 @@ class RemoteWorker(Worker):
             if config.command is not None
             else FunctionAgent(config, home)
         )
-        places = Places(home, config.task_root, config.task_template)
+        places = TaskLocator(home, config.task_root, config.task_template)
         self._means = RolloutContext(config, run, agent, sandbox, self._executor, places, verifies)
 
     async def handle(self, order: RemoteRequest) -> Episode:
@@ -73,7 +73,7 @@ class RemoteWorker(Worker):
         except GatewayLost:
             raise
         except Exception as error:  # noqa: BLE001  an agent of the user's own may do anything
-            return Episode(order.request.task).failed(Outcome.CRASHED, Fault.WORKLOAD, words_of(error))
+            return Episode(order.request.task).failed(Outcome.CRASHED, Fault.WORKLOAD, describe_error(error))
 
     async def _client(self, access: GatewayAccess) -> GatewayClient:
         """The client of a gateway: one, for as long as the gateway stays where it is."""

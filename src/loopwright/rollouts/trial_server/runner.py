@@ -13,7 +13,7 @@ import orjson
 
 from loopwright.core.errors import StorageError
 from loopwright.gateway.client import GatewayLost
-from loopwright.rollouts.loops.base import words_of
+from loopwright.rollouts.loops.base import describe_error
 from loopwright.rollouts.remote.access import GatewayAccess
 from loopwright.rollouts.remote.gateway_host import GatewayHost
 from loopwright.rollouts.remote.worker import RemoteRequest, RemoteWorker
@@ -140,7 +140,7 @@ class TrialRunner:
             return "lost", str(error), None, {}
         except Exception as error:
             log.exception("trial %s failed", entry.id)
-            return "lost", words_of(error), None, {}
+            return "lost", describe_error(error), None, {}
 
     async def _access(self, submission: Submission) -> GatewayAccess:
         if submission.gateway is not None:

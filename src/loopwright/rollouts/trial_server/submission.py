@@ -13,7 +13,7 @@ from loopwright.core.config import Config, Explained
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 from loopwright.gateway.client import endpoint
-from loopwright.rollouts.loops.worker import Request
+from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.remote.access import GatewayAccess
 from loopwright.rollouts.remote.config import RemoteConfig
 
@@ -118,9 +118,9 @@ class Submission(Config):
             raise ValueError("loop: a trial server runs commands; a function would run in its own process")
         return self
 
-    def request(self) -> Request:
+    def request(self) -> RolloutRequest:
         """As remote workers take it."""
-        return Request(_task(self.task), self.seed, self.sampling, self.trial)
+        return RolloutRequest(_task(self.task), self.seed, self.sampling, self.trial)
 
 
 def _task(given: Mapping[str, Any]) -> Task:

@@ -15,16 +15,16 @@ from loopwright.execution.sandbox import Sandbox, SandboxError
 from loopwright.execution.sandbox.files import aside, remove
 from loopwright.rollouts.remote.verify import VerifierReport, combine_reports, prepare, solve, stage, verify
 from loopwright.rollouts.tasks.base import TasksError
-from loopwright.rollouts.tasks.harbor.source import Found, Places
+from loopwright.rollouts.tasks.harbor.source import TaskDirectory, TaskLocator
 
 _OUTPUT_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class TaskCheck:
     """What the tests of a task gave for the state it begins with and for its solution; None where it has none."""
 
-    found: Found
+    found: TaskDirectory
     untouched: VerifierReport
     solved: VerifierReport | None
 
@@ -43,18 +43,18 @@ def _unlike(name: str, said: VerifierReport, reward: float) -> str:
     return "" if value == reward else f"{name} scores {value:g}, not {reward:g}"
 
 
-async def check(found: Sequence[Found], sandbox: Sandbox, *, jobs: int) -> AsyncIterator[Checked]:
+async def check(found: Sequence[TaskDirectory], sandbox: Sandbox, *, jobs: int) -> AsyncIterator[TaskCheck]:
     """Check tasks, so many at a time, and give them as they are done."""
     async with _place(jobs) as (executor, keeper):
         slots = asyncio.Semaphore(jobs)
 
-        async def one(number: int, each: Found) -> Checked:
+        async def one(number: int, each: TaskDirectory) -> TaskCheck:
             async with slots:
                 attempt = partial(_attempt, each, sandbox, executor, keeper.directory)
                 marker = f"{keeper.marker}.{number}"
                 untouched = await attempt(f"{marker}u", solving=False)
                 solvable = each.task is not None and each.task.solution(each.task.steps[0]) is not None
-                return Checked(each, untouched, await attempt(f"{marker}s", solving=True) if solvable else None)
+                return TaskCheck(each, untouched, await attempt(f"{marker}s", solving=True) if solvable else None)
 
         flights = [asyncio.ensure_future(one(number, each)) for number, each in enumerate(found)]
         try:
@@ -79,12 +79,12 @@ async def _place(jobs: int) -> AsyncIterator[tuple[Executor, Keeper]]:
 
 
 async def _attempt(
-    found: Found, sandbox: Sandbox, executor: Executor, root: Path, marker: str, *, solving: bool
+    found: TaskDirectory, sandbox: Sandbox, executor: Executor, root: Path, marker: str, *, solving: bool
 ) -> VerifierReport:
     workspace = Path(tempfile.mkdtemp(dir=root, prefix="workspace-"))
     task = Task(found.id, (), extra={"local_task_path": str(found.path)})
     try:
-        prepared = await asyncio.to_thread(prepare, task, workspace, Places(root))
+        prepared = await asyncio.to_thread(prepare, task, workspace, TaskLocator(root))
         if prepared is None or not prepared.tested:
             return {"error": "it has no tests/test.sh"}
         async with sandbox.room(workspace, at=prepared.workdir, hide=prepared.hide) as room:

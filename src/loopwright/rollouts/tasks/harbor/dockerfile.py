@@ -23,7 +23,7 @@ _DEFINITIONS = ("docker-compose.yaml", "docker-compose.yml")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WorkspaceLayout:
     """What there is before an agent begins: where it works, its variables, and what is copied from where to where."""
 
     workdir: str
@@ -31,7 +31,7 @@ class Layout:
     copies: tuple[tuple[Path, PurePosixPath], ...]
     """Files and directories of the task, and where in the workspace they go; a directory's content is what goes."""
 
-    def lay_out(self, workspace: Path) -> None:
+    def copy_into(self, workspace: Path) -> None:
         """Copy it all into the workspace."""
         for source, place in self.copies:
             target = workspace / place
@@ -43,7 +43,7 @@ class Layout:
                 shutil.copy2(source, target, follow_symlinks=False)
 
 
-def layout_of(task: HarborTask) -> Layout:
+def read_layout(task: HarborTask) -> WorkspaceLayout:
     """The layout of a task; a TasksError names the line of its Dockerfile that only Docker can do."""
     directory = task.path / "environment"
     for name in _DEFINITIONS:
@@ -53,7 +53,7 @@ def layout_of(task: HarborTask) -> Layout:
         return _Reader(directory, task.workdir).layout()
     # Without a Dockerfile Harbor puts these files into the working directory of the task's image.
     copies = ((directory, PurePosixPath()),) if directory.is_dir() else ()
-    return Layout(task.workdir or WORKDIR, {}, copies)
+    return WorkspaceLayout(task.workdir or WORKDIR, {}, copies)
 
 
 class _Reader:
@@ -69,7 +69,7 @@ class _Reader:
         self._begun = False
         self._copies: list[tuple[Path, PurePosixPath, str]] = []
 
-    def layout(self) -> Layout:
+    def layout(self) -> WorkspaceLayout:
         for number, line in _lines(self._directory / "Dockerfile"):
             where = f"{self._directory / 'Dockerfile'}, line {number}"
             word, _, rest = line.partition(" ")
@@ -80,7 +80,7 @@ class _Reader:
             except (ValueError, LookupError) as error:  # an open quote, no JSON, or nothing where there must be words
                 raise TasksError(f"{where}: {line[:80]!r} cannot be read: {error}") from error
         workdir = PurePosixPath(self._given or (self._at if self._at != PurePosixPath("/") else WORKDIR))
-        return Layout(str(workdir), self._env, tuple(_inside(workdir, *copy) for copy in self._copies))
+        return WorkspaceLayout(str(workdir), self._env, tuple(_inside(workdir, *copy) for copy in self._copies))
 
     def _read(self, word: str, rest: str, where: str) -> None:
         if word == "FROM":

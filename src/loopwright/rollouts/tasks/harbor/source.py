@@ -11,7 +11,7 @@ from loopwright.core.errors import Problem, sentence
 from loopwright.core.task import Task
 from loopwright.rollouts.tasks.base import TasksConfig, TasksError
 from loopwright.rollouts.tasks.harbor.cache import kept
-from loopwright.rollouts.tasks.harbor.dockerfile import layout_of
+from loopwright.rollouts.tasks.harbor.dockerfile import read_layout
 from loopwright.rollouts.tasks.harbor.task import TOML, HarborTask, TaskChanged
 
 _VALIDATION = frozenset({"validation", "valid", "val", "eval", "test"})
@@ -19,7 +19,7 @@ _MOST_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TaskDirectory:
     """A task directory below a root: what it is called there, and the task or what is wrong with it."""
 
     id: str
@@ -28,7 +28,7 @@ class Found:
     problem: str = ""
 
 
-def scan(root: Path) -> Iterator[Found]:
+def scan(root: Path) -> Iterator[TaskDirectory]:
     """All task directories below a root, which may be one itself; in the order of their names."""
     if not root.is_dir():
         raise TasksError(f"there is no directory {root}; is its path relative to the scenario?")
@@ -37,11 +37,11 @@ def scan(root: Path) -> Iterator[Found]:
         name = path.name if name == "." else name
         try:
             task = HarborTask.read(path)
-            layout_of(task)
+            read_layout(task)
         except TasksError as error:
-            yield Found(name, path, None, str(error))
+            yield TaskDirectory(name, path, None, str(error))
         else:
-            yield Found(name, path, task)
+            yield TaskDirectory(name, path, task)
 
 
 def _directories(path: Path) -> Iterator[Path]:
@@ -53,7 +53,7 @@ def _directories(path: Path) -> Iterator[Path]:
             yield from _directories(Path(entry.path))
 
 
-def row_of(found: Found, task: HarborTask, index: int, data_source: str, split: str) -> dict[str, Any]:
+def row_of(found: TaskDirectory, task: HarborTask, index: int, data_source: str, split: str) -> dict[str, Any]:
     """One row of the dataset: what Loopwright reads on top, what verl reads beside it."""
     first = task.steps[0]
     difficulty = task.metadata.get("difficulty")
@@ -124,7 +124,7 @@ class HarborTasks(TasksConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class TaskLocator:
     """Where the directories of tasks are looked for: the row's own path, root and instance id, a template.
 
     A dataset that was made on another machine needs a root or a template.

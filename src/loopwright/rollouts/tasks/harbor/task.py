@@ -74,7 +74,7 @@ class _Toml(_Part):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TaskStep:
     """What an agent is asked to do and how that is checked. Most tasks have one step, which has no name."""
 
     name: str
@@ -98,7 +98,7 @@ class HarborTask:
     path: Path
     digest: str
     """Of every file in it."""
-    steps: tuple[Step, ...]
+    steps: tuple[TaskStep, ...]
     workdir: str | None
     env: Mapping[str, str]
     solution_env: Mapping[str, str]
@@ -129,12 +129,12 @@ class HarborTask:
         """Whether each step has tests."""
         return all(self.test_directories(step) for step in self.steps)
 
-    def test_directories(self, step: Step) -> list[Path]:
+    def test_directories(self, step: TaskStep) -> list[Path]:
         """The directories that make up a step's /tests, the later over the earlier; none without a test.sh."""
         mine = [self.path / "tests", self.path / "steps" / step.name / "tests"][: 2 if step.name else 1]
         return [each for each in mine if each.is_dir()] if any((each / TEST).is_file() for each in mine) else []
 
-    def solution(self, step: Step) -> Path | None:
+    def solution(self, step: TaskStep) -> Path | None:
         """The directory with the solve.sh of a step, where there is one."""
         mine = [self.path / "steps" / step.name / "solution"] if step.name else []
         return next((each for each in [*mine, self.path / "solution"] if (each / "solve.sh").is_file()), None)
@@ -143,7 +143,7 @@ class HarborTask:
         """The variables of its environment; TasksError if one that they are taken from is not set."""
         return resolved(self.env, f"{self.path / TOML}, environment.env")
 
-    def tests_env(self, step: Step) -> dict[str, str]:
+    def tests_env(self, step: TaskStep) -> dict[str, str]:
         """The variables of a step's tests alone; TasksError likewise."""
         return resolved(step.verifier_env, f"{self.path / TOML}, verifier.env")
 
@@ -153,7 +153,7 @@ class HarborTask:
         for step in self.steps:
             self.tests_env(step)
 
-    def files(self, step: Step) -> Path | None:
+    def files(self, step: TaskStep) -> Path | None:
         """The directory of files that are put into the workspace before a step begins."""
         mine = self.path / "steps" / step.name / "workdir"
         return mine if step.name and mine.is_dir() else None
@@ -191,13 +191,13 @@ def _refuse(toml: _Toml, file: Path) -> None:
         raise TasksError(f"{file}, steps: two are called {twice.pop()!r}; each needs a name of its own")
 
 
-def _steps(toml: _Toml, path: Path) -> Iterator[Step]:
+def _steps(toml: _Toml, path: Path) -> Iterator[TaskStep]:
     if not toml.steps:
         verifier = toml.verifier
-        yield Step("", _text(path / INSTRUCTION), toml.agent.timeout_sec, verifier.timeout_sec, verifier.env)
+        yield TaskStep("", _text(path / INSTRUCTION), toml.agent.timeout_sec, verifier.timeout_sec, verifier.env)
     for step in toml.steps:
         least = step.min_reward
-        yield Step(
+        yield TaskStep(
             step.name,
             _text(path / "steps" / step.name / INSTRUCTION),
             step.agent.timeout_sec or toml.agent.timeout_sec,
