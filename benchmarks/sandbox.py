@@ -1,4 +1,4 @@
-"""Sandbox: what a room and a command in it cost, against the same command without one."""
+"""Sandbox: what a sandbox and a command in it cost, against the same command without one."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ BOUNDS = Bounds(cpu_s=600, memory_bytes=8 << 30, processes=512, disk_bytes=8 << 
 
 
 async def once(sandbox: Sandbox, executor: LocalExecutor, root: Path, number: int) -> tuple[float, float]:
-    """The milliseconds of a whole room with one command in it, and those of the command."""
+    """The milliseconds of a whole sandbox with one command in it, and those of the command."""
     workspace = root / f"{type(sandbox).__name__}-{number}"
     workspace.mkdir()
     command = Command(
@@ -30,9 +30,9 @@ async def once(sandbox: Sandbox, executor: LocalExecutor, root: Path, number: in
         marker=f"bench-{os.getpid()}-{workspace.name}",
     )
     start_s = time.perf_counter()
-    async with sandbox.room(workspace, reach=("http://127.0.0.1:8400",)) as room:
+    async with sandbox.open(workspace, allowed_urls=("http://127.0.0.1:8400",)) as instance:
         inside_s = time.perf_counter()
-        done = await executor.run(room.command(command), ignore)
+        done = await executor.run(instance.wrap(command), ignore)
         taken_s = time.perf_counter() - inside_s
         if done.exit_code != 0:
             raise RuntimeError((root / "stderr").read_text())
@@ -40,7 +40,7 @@ async def once(sandbox: Sandbox, executor: LocalExecutor, root: Path, number: in
 
 
 async def measure() -> dict[str, tuple[float, float]]:
-    """The best room and the best command of each, taken in turns."""
+    """The best time of each sandbox and of a command in it, measured in turns."""
     sandboxes = {name: sandbox_of(name, BOUNDS) for name in ("none", "bwrap")}
     executor = LocalExecutor()
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in sandboxes}
@@ -49,15 +49,15 @@ async def measure() -> dict[str, tuple[float, float]]:
             for name, sandbox in sandboxes.items():
                 taken[name].append(await once(sandbox, executor, Path(root), number))
     await executor.close()
-    return {name: (min(room for room, _ in times), min(ran for _, ran in times)) for name, times in taken.items()}
+    return {name: (min(whole for whole, _ in times), min(ran for _, ran in times)) for name, times in taken.items()}
 
 
 def run() -> list[Ratio]:
-    """A room by bubblewrap, in milliseconds that it adds."""
+    """The milliseconds that a bubblewrap sandbox adds."""
     best = asyncio.run(measure())
-    (bare_ms, bare_command_ms), (room_ms, command_ms) = best["none"], best["bwrap"]
+    (bare_ms, bare_command_ms), (sandbox_ms, command_ms) = best["none"], best["bwrap"]
     detail = f"bare {bare_ms:.1f} ms"
     return [
-        Ratio("sandbox: a bwrap room with one command", room_ms, TRIAL_MS, "ms", detail=detail),
+        Ratio("sandbox: a bwrap sandbox with one command", sandbox_ms, TRIAL_MS, "ms", detail=detail),
         Ratio("sandbox: one command in it", command_ms, COMMAND_MS, "ms", detail=f"bare {bare_command_ms:.1f} ms"),
     ]

@@ -494,7 +494,7 @@ def driver(tmp_path):
     past.close()
     earlier.run.ledger.close()
     env = world(tmp_path / "now", REGIMES, best_when, env_params={"wind": {}})
-    env.workload.site = SimpleNamespace(home=tmp_path)
+    env.workload.site = SimpleNamespace(scenario_dir=tmp_path)
     driver = Driver(env, "flat")
     yield driver
     driver.close()

@@ -24,8 +24,8 @@ class Recording(FunctionWorkload):
 
     async def run(self, job: Job):
         self.__dict__.setdefault("jobs", []).append(job)
-        job.started(100 + job.trial, 1)
-        job.started(200 + job.trial, 2)
+        job.on_start(100 + job.trial, 1)
+        job.on_start(200 + job.trial, 2)
         return await super().run(job)
 
 
@@ -40,7 +40,7 @@ def make(tmp_path):
             Terms(Objectives((Identity(metrics=("y",)),))),
             Observers(),
             space=space,
-            workload=Recording(function, Site(home=tmp_path, directory=tmp_path)),
+            workload=Recording(function, Site(scenario_dir=tmp_path, directory=tmp_path)),
             draws=Draws(3, space.parameters, dict.fromkeys(drawn, EnvParamConfig())),
             metric_names=("y",),
         )
@@ -62,7 +62,7 @@ def test_the_workload_gets_chosen_fixed_and_drawn_values(make):
     step(env, tile=2)
     (job,) = env.workload.jobs
     assert job.arguments == {"tile": 2, **context, "mode": "fast"}
-    assert json.loads(job.record) == {
+    assert json.loads(job.parameters_json) == {
         "trial": 1,
         "arguments": dict(job.arguments),
         "action": {"tile": 2},

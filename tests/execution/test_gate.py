@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loopwright.execution.sandbox import SandboxError
-from loopwright.execution.sandbox.network_proxy import Gate, received
+from loopwright.execution.sandbox.network_proxy import NetworkProxy, received
 
 
 def descriptors():
@@ -29,7 +29,7 @@ def test_connections_that_are_too_many_wait_and_get_their_turn():
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         listening = socket.create_server(("127.0.0.1", 0), backlog=128)
-        gate = Gate((f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",))
+        gate = NetworkProxy((f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",))
         await gate.serve([listening])
         before = len(descriptors())
         try:
@@ -55,7 +55,7 @@ def test_connections_that_are_too_many_wait_and_get_their_turn():
 def test_a_shut_gate_lets_nobody_through():
     async def main():
         listening = socket.create_server(("127.0.0.1", 0))
-        gate = Gate(("http://127.0.0.1:9",))
+        gate = NetworkProxy(("http://127.0.0.1:9",))
         await gate.serve([listening])
         gate.shut = True
         reader, writer = await asyncio.open_connection(*listening.getsockname())

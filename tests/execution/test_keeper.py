@@ -1,4 +1,4 @@
-"""The keeper: what a killed process left running is ended, and what it left lying about is deleted."""
+"""The reaper: what a killed process left running is ended, and what it left lying about is deleted."""
 
 import os
 import signal
@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from loopwright.execution import Keeper
+from loopwright.execution import Reaper
 from loopwright.testing.executors import alive
 
 # Starts a command that has a daemon of its own, which left its session; both carry the marker.
 DRIVER = """
 import os, subprocess, sys, time
-from loopwright.execution import Keeper
-keeper = Keeper("test")
-keeper.keep()
-environment = {**os.environ, "LOOPWRIGHT_TRIAL": f":{keeper.marker}.1"}
+from loopwright.execution import Reaper
+reaper = Reaper("test")
+reaper.start()
+environment = {**os.environ, "LOOPWRIGHT_TRIAL": f":{reaper.marker}.1"}
 daemon = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(1000)"
 for _ in range(2):
     subprocess.Popen([sys.executable, "-IS", "-c", daemon], env=environment)
-(keeper.directory / "file").touch()
-print(keeper.directory, flush=True)
-os.chdir(keeper.directory)
+(reaper.directory / "file").touch()
+print(reaper.directory, flush=True)
+os.chdir(reaper.directory)
 for _ in range(1500):
     os.mkdir("d")
     os.chdir("d")
@@ -53,19 +53,19 @@ def test_a_killed_process_leaves_neither_processes_nor_files(number):
 
 
 def test_what_is_closed_leaves_nothing_either():
-    keeper = Keeper("test")
-    keeper.keep()
-    directory, pid = keeper.directory, _children()[-1]
-    keeper.keep()  # it is there already
+    reaper = Reaper("test")
+    reaper.start()
+    directory, pid = reaper.directory, _children()[-1]
+    reaper.start()  # it is there already
     assert _children()[-1] == pid
     os.kill(pid, signal.SIGKILL)
     until(lambda: not alive(pid))
-    keeper.keep()  # another takes its place
+    reaper.start()  # another takes its place
     other = _children()[-1]
     assert other != pid
     deep(directory)
-    keeper.close()
-    keeper.close()
+    reaper.close()
+    reaper.close()
     assert not alive(other)
     assert not directory.exists()
 

@@ -11,7 +11,7 @@ import pytest
 
 from loopwright.execution.sandbox import bubblewrap, cgroup, files
 from loopwright.execution.sandbox.cgroup import Group
-from loopwright.execution.sandbox.files import remove, removed
+from loopwright.execution.sandbox.files import remove, remove_in_background
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_what_takes_long_to_remove_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "remove", lambda path: may.wait(20) and remove(path))
 
     async def main():
-        await removed(root, within_s=0.05)
+        await remove_in_background(root, within_s=0.05)
         assert root.exists()
         may.set()
         async with asyncio.timeout(10):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from loopwright.execution.local.processes import VARIABLE, descendants, end_leftovers, marked, read, start_ticks
+from loopwright.execution.local.processes import MARKER_VARIABLE, descendants, end_leftovers, marked, read, start_ticks
 from loopwright.testing.executors import alive, written_pid
 
 
 @contextmanager
 def process(*argv, marker="", session=True, cwd=None):
-    environment = {**os.environ, VARIABLE: f":{marker}"} if marker else dict(os.environ)
+    environment = {**os.environ, MARKER_VARIABLE: f":{marker}"} if marker else dict(os.environ)
     child = subprocess.Popen(argv, env=environment, start_new_session=session, cwd=cwd)
     # Its pipe is closed a moment before its new environment can be read.
     while not Path(f"/proc/{child.pid}/environ").read_bytes():

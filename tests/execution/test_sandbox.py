@@ -15,9 +15,9 @@ from loopwright.execution.sandbox.bubblewrap import remove_stale
 from loopwright.execution.sandbox.cgroup import Group
 from loopwright.execution.sandbox.docker import _machine, remove_stale_containers
 from loopwright.execution.sandbox.files import read_inside, remove, size_bytes
-from loopwright.execution.sandbox.network_proxy import Gate
+from loopwright.execution.sandbox.network_proxy import NetworkProxy
 from loopwright.testing import SandboxContract, WallsContract
-from loopwright.testing.sandboxes import Place
+from loopwright.testing.sandboxes import SandboxHarness
 
 NO_BOUNDS = Bounds()
 
@@ -76,13 +76,13 @@ class TestWhatStrangersLeave:
     def test_what_lies_thousands_deep_is_measured_and_removed(self, tmp_path):
         root = tmp_path / "room"
         root.mkdir()
-        place = os.open(root, os.O_RDONLY)
+        harness = os.open(root, os.O_RDONLY)
         for _ in range(3000):
-            os.mkdir("d", dir_fd=place)
-            inner = os.open("d", os.O_RDONLY, dir_fd=place)
-            os.close(place)
-            place = inner
-        os.close(place)
+            os.mkdir("d", dir_fd=harness)
+            inner = os.open("d", os.O_RDONLY, dir_fd=harness)
+            os.close(harness)
+            harness = inner
+        os.close(harness)
         assert size_bytes(root) is not None
         remove(root)
         assert not root.exists()
@@ -100,7 +100,7 @@ class TestDoors:
     def test_names_and_loopback_stay_and_other_addresses_become_loopback(self):
         """Given several places, each has an address of its own inside; a name stays, so that certificates fit."""
         reach = ("https://models.example/v1", "http://10.0.0.5:8400", "http://10.0.0.6:8400", "http://localhost:9/x")
-        gate = Gate(reach)
+        gate = NetworkProxy(reach)
         assert gate.reachable("https://models.example/v1/chat") == "https://models.example/v1/chat"
         assert gate.reachable("http://10.0.0.5:8400/a?b=c") == "http://127.77.0.2:8400/a?b=c"
         assert gate.reachable("http://10.0.0.6:8400") == "http://127.77.0.3:8400"
@@ -109,12 +109,12 @@ class TestDoors:
 
     def test_what_was_not_named_has_no_door(self):
         with pytest.raises(SandboxError, match="reach"):
-            Gate(("http://127.0.0.1:8400",)).reachable("http://127.0.0.1:8401")
+            NetworkProxy(("http://127.0.0.1:8400",)).reachable("http://127.0.0.1:8401")
 
     @pytest.mark.parametrize("url", ["127.0.0.1:8400", "http://", "file:///etc", "http://a:port"])
     def test_what_is_no_place_is_refused(self, url):
         with pytest.raises(SandboxError, match="http://host:port"):
-            Gate((url,))
+            NetworkProxy((url,))
 
 
 class TestNotToBeHad:
@@ -142,8 +142,8 @@ class TestNotToBeHad:
         assert advice in str(caught.value)
 
     def test_what_is_to_be_readable_must_exist(self, tmp_path):
-        with pytest.raises(SandboxError, match="no-such-place"):
-            sandbox_of("bwrap", readable=(tmp_path / "no-such-place",)).check()
+        with pytest.raises(SandboxError, match="no-such-harness"):
+            sandbox_of("bwrap", readable=(tmp_path / "no-such-harness",)).check()
 
     def test_without_a_daemon_docker_says_so(self, tmp_path, monkeypatch):
         tool(tmp_path / "docker", "echo 'Cannot connect to the Docker daemon' >&2; exit 1")
@@ -165,8 +165,8 @@ class TestReadable:
         tool(agent / "agent", "echo working")
         (tmp_path / "agents" / "other").write_text("hidden")
         (tmp_path / "trial").mkdir()
-        place = Place(tmp_path / "trial", sandbox_of("bwrap", readable=(agent,)))
-        said = place.says(place.command('"$1"/agent; touch "$1"/x; ls "$1"/..; exit 0', str(agent)))
+        harness = SandboxHarness(tmp_path / "trial", sandbox_of("bwrap", readable=(agent,)))
+        said = harness.output_of(harness.command('"$1"/agent; touch "$1"/x; ls "$1"/..; exit 0', str(agent)))
         assert said == "working\nmine\n"
         assert not (agent / "x").exists()
 
@@ -218,9 +218,9 @@ class TestDocker:
             fake.close()
 
     def test_a_command_is_a_container_without_powers_or_network(self, docker, tmp_path):
-        place = Place(tmp_path / "trial", sandbox_of("docker", Bounds(memory_bytes=1000, processes=7)))
-        place.at = "/app"
-        [done] = place.runs(place.command("exit 3"))
+        harness = SandboxHarness(tmp_path / "trial", sandbox_of("docker", Bounds(memory_bytes=1000, processes=7)))
+        harness.mount_at = "/app"
+        [done] = harness.run_all(harness.command("exit 3"))
         version, _, run, removed = docker.asked
         assert done.exit_code == 3
         assert version[0] == "version"
@@ -231,16 +231,16 @@ class TestDocker:
         assert {
             *("--cap-drop=ALL", "--security-opt=no-new-privileges", f"--user={os.getuid()}:{os.getgid()}"),
             *("--pids-limit=7", "--memory=1000", "--memory-swap=1000"),
-            f"--mount=type=bind,source={place.workspace},target=/app",
+            f"--mount=type=bind,source={harness.workspace},target=/app",
         } <= set(options)
         assert removed[:2] == ["rm", "--force"]
         assert run[run.index("--name") + 1] in removed
 
     def test_secrets_go_by_file_and_the_file_is_gone(self, docker, tmp_path):
-        place = Place(tmp_path / "trial", sandbox_of("docker"))
-        command = place.command('echo "$SESSION_KEY" "$LONG"')
+        harness = SandboxHarness(tmp_path / "trial", sandbox_of("docker"))
+        command = harness.command('echo "$SESSION_KEY" "$LONG"')
         keys = {"SESSION_KEY": "sk-1", "LONG": "sk-2\n it's"}
-        said = place.says(replace(command, environment={**command.environment, **keys}))
+        said = harness.output_of(replace(command, environment={**command.environment, **keys}))
         assert said == "sk-1 sk-2\n it's\n"
         run = docker.asked[2]
         assert not [word for word in run if "sk-" in word]
@@ -248,24 +248,24 @@ class TestDocker:
 
     def test_what_its_client_left_behind_is_gone_before_the_next_command_and_after_the_room(self, docker, tmp_path):
         """Given an agent that ignores its end, it is not there while the tests run."""
-        place = Place(tmp_path / "trial", sandbox_of("docker"))
-        stubborn = place.command("trap '' TERM; while :; do touch beat; sleep 0.01; done", timeout_s=1.0)
-        place.runs(stubborn, place.command("rm beat; sleep 0.2; ls"))
-        assert place.stdout == ""
-        place.runs(stubborn)
+        harness = SandboxHarness(tmp_path / "trial", sandbox_of("docker"))
+        stubborn = harness.command("trap '' TERM; while :; do touch beat; sleep 0.01; done", timeout_s=1.0)
+        harness.run_all(stubborn, harness.command("rm beat; sleep 0.2; ls"))
+        assert harness.stdout == ""
+        harness.run_all(stubborn)
         assert docker.running() == []
 
     def test_a_container_that_cannot_be_removed_lets_no_command_begin(self, docker, tmp_path):
         docker._rm = lambda *_: 1
-        place = Place(tmp_path / "trial", sandbox_of("docker"))
-        stubborn = place.command("trap '' TERM; while :; do sleep 0.01; done", timeout_s=1.0)
+        harness = SandboxHarness(tmp_path / "trial", sandbox_of("docker"))
+        stubborn = harness.command("trap '' TERM; while :; do sleep 0.01; done", timeout_s=1.0)
         with pytest.raises(AssertionError, match="cannot be removed"):
-            place.runs(stubborn, place.command("true"))
+            harness.run_all(stubborn, harness.command("true"))
 
     def test_a_command_that_ends_as_if_it_had_not_begun_has_begun(self, docker, tmp_path):
         """Else an agent could have its failures blamed on the machine."""
-        place = Place(tmp_path / "trial", sandbox_of("docker"))
-        assert [done.exit_code for done in place.runs(place.command("exit 125"))] == [125]
+        harness = SandboxHarness(tmp_path / "trial", sandbox_of("docker"))
+        assert [done.exit_code for done in harness.run_all(harness.command("exit 125"))] == [125]
 
     def test_containers_of_a_process_that_was_killed_are_removed(self, docker, tmp_path):
         """Those of others at work, here or on other machines that use the daemon too, are not."""
@@ -276,8 +276,8 @@ class TestDocker:
             ("elsewhere", "another", "999999999-1"),
         ):
             docker.leave(name, **{"loopwright.machine": machine, "loopwright.owner": owner})
-        place = Place(tmp_path / "trial", sandbox_of("docker"))
-        place.runs(place.command("true"))
+        harness = SandboxHarness(tmp_path / "trial", sandbox_of("docker"))
+        harness.run_all(harness.command("true"))
         assert docker.running() == ["ours", "elsewhere"]
         assert {f"--label=loopwright.machine={_machine()}", f"--label=loopwright.owner={own}"} <= set(docker.asked[3])
 
@@ -285,9 +285,9 @@ class TestDocker:
         tasks, other = tmp_path / "tasks", tmp_path / "other"
         (tasks / "one").mkdir(parents=True)
         other.mkdir()
-        place = Place(tmp_path / "trial", sandbox_of("docker", readable=(tasks,)))
-        place.hide = (tasks / "one", other)
-        place.runs(place.command("true"))
+        harness = SandboxHarness(tmp_path / "trial", sandbox_of("docker", readable=(tasks,)))
+        harness.hide = (tasks / "one", other)
+        harness.run_all(harness.command("true"))
         mounts = [word for word in docker.asked[2] if word.startswith("--mount=") and word.endswith(",readonly")]
         assert mounts[0] == f"--mount=type=bind,source={tasks},target={tasks},readonly"
         assert mounts[1].endswith(f"/nothing,target={tasks / 'one'},readonly")
@@ -315,15 +315,15 @@ class TestDocker:
 
             server = await asyncio.start_server(answer, "127.0.0.1", 0)
             port = server.sockets[0].getsockname()[1]
-            # The fake shares our network, so the door must not be the place itself; this is 127.0.0.1, as a name.
+            # The fake shares our network, so the door must not be the harness itself; this is 127.0.0.1, as a name.
             url = f"http://127.1:{port}"
             sandbox = sandbox_of("docker")
-            async with server, sandbox.room(tmp_path / "trial", reach=(url,)) as room:
-                assert room.reachable(url) == url
+            async with server, sandbox.open(tmp_path / "trial", allowed_urls=(url,)) as room:
+                assert room.url_inside(url) == url
                 reader, writer = await asyncio.open_connection("127.77.0.1", port)
                 assert await reader.read() == b"hello"
                 writer.close()
-                return room.command(Place(tmp_path / "trial", sandbox).command("true")).argv, docker.asked[2]
+                return room.wrap(SandboxHarness(tmp_path / "trial", sandbox).command("true")).argv, docker.asked[2]
 
         argv, gate = asyncio.run(main())
         assert gate[gate.index("--network") + 1] == "none"

@@ -7,7 +7,7 @@ import pytest
 
 from loopwright.execution.sandbox import Bounds
 from loopwright.execution.sandbox import resource_monitor as watch
-from loopwright.execution.sandbox.resource_monitor import Used, Watch, Watched
+from loopwright.execution.sandbox.resource_monitor import MonitoredSandbox, ResourceMonitor, ResourceUsage
 
 SLOW, GREEDY = 1, 2
 """Network namespaces, as far as this file goes."""
@@ -17,14 +17,16 @@ SLOW, GREEDY = 1, 2
 def ended(monkeypatch):
     """Rooms in which something runs; those whose processes are ended are listed."""
     found = []
-    monkeypatch.setattr(watch, "usage", lambda: {SLOW: Used([1]), GREEDY: Used([2], memory_bytes=1000)})
+    monkeypatch.setattr(
+        watch, "usage", lambda: {SLOW: ResourceUsage([1]), GREEDY: ResourceUsage([2], memory_bytes=1000)}
+    )
     monkeypatch.setattr(watch, "end", lambda net, _pids: found.append(net))
     return found
 
 
 async def watched(ended, *rooms, count=1):
-    """Watch these rooms until so many were ended."""
-    looking = Watch()
+    """ResourceMonitor these rooms until so many were ended."""
+    looking = ResourceMonitor()
     for room in rooms:
         looking.add(room)
     try:
@@ -40,9 +42,9 @@ def test_a_disk_that_takes_long_to_measure_blinds_nobody(ended, monkeypatch, tmp
     """Given a room with files without end, then the memory of another is bounded all the same."""
     measured = threading.Event()
     monkeypatch.setattr(watch, "size_bytes", lambda *_: measured.wait(30) and 0)
-    slow = Watched(SLOW, Bounds(disk_bytes=1), (tmp_path,), lambda _: None)
+    slow = MonitoredSandbox(SLOW, Bounds(disk_bytes=1), (tmp_path,), lambda _: None)
     reasons = []
-    greedy = Watched(GREEDY, Bounds(memory_bytes=10), (), reasons.append)
+    greedy = MonitoredSandbox(GREEDY, Bounds(memory_bytes=10), (), reasons.append)
     try:
         asyncio.run(watched(ended, slow, greedy))
     finally:
@@ -59,7 +61,7 @@ def test_a_look_that_fails_is_not_the_last(ended, monkeypatch, tmp_path, caplog)
     def usage():
         for error in failures:
             raise error
-        return {GREEDY: Used([2], memory_bytes=1000)}
+        return {GREEDY: ResourceUsage([2], memory_bytes=1000)}
 
     def size_bytes(*_):
         for error in measures:
@@ -70,7 +72,7 @@ def test_a_look_that_fails_is_not_the_last(ended, monkeypatch, tmp_path, caplog)
     monkeypatch.setattr(watch, "usage", usage)
     monkeypatch.setattr(watch, "size_bytes", size_bytes)
     reasons = []
-    room = Watched(GREEDY, Bounds(memory_bytes=10, disk_bytes=10), (tmp_path,), reasons.append)
+    room = MonitoredSandbox(GREEDY, Bounds(memory_bytes=10, disk_bytes=10), (tmp_path,), reasons.append)
     asyncio.run(watched(ended, room, count=4))
     assert {reason.partition(":")[0] for reason in reasons} == {"memory", "disk"}
     assert "no memory" in caplog.text
@@ -79,5 +81,5 @@ def test_a_look_that_fails_is_not_the_last(ended, monkeypatch, tmp_path, caplog)
 
 def test_what_cannot_be_measured_in_time_is_too_much(monkeypatch, tmp_path):
     monkeypatch.setattr("loopwright.execution.sandbox.files._MEASURED_WITHIN_S", 1e-6)
-    room = Watched(SLOW, Bounds(disk_bytes=10**9), (tmp_path,), lambda _: None)
+    room = MonitoredSandbox(SLOW, Bounds(disk_bytes=10**9), (tmp_path,), lambda _: None)
     assert "cannot be measured" in room.disk()

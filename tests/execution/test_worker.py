@@ -12,7 +12,7 @@ import pytest
 from tests.children import children
 
 from loopwright.core.errors import StorageError
-from loopwright.execution import Call, Returned, WorkerPool, check
+from loopwright.execution import CallResult, FunctionCall, WorkerPool, check
 from loopwright.testing.executors import alive, appears, ignore, written_pid
 
 MODULE = """
@@ -84,9 +84,11 @@ def code(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def make(code, tmp_path):
-    def make(name: str, number: int = 1, *, timeout_s: float | None = 60.0, environment=None, **arguments) -> Call:
+    def make(
+        name: str, number: int = 1, *, timeout_s: float | None = 60.0, environment=None, **arguments
+    ) -> FunctionCall:
         directory = tmp_path / "trials" / str(number)
-        return Call(
+        return FunctionCall(
             function=name if ":" in name else f"tasks:{name}",
             path=(code,),
             arguments=arguments,
@@ -111,7 +113,7 @@ def using(story, **options):
     return asyncio.run(main())
 
 
-def run(*calls: Call, **options) -> list[Returned]:
+def run(*calls: FunctionCall, **options) -> list[CallResult]:
     """The calls one after the other."""
 
     async def story(pool):

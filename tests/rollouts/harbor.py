@@ -37,18 +37,20 @@ def _script(text: str, home: Path) -> Command:
 
 
 async def verified(path: Path, home: Path, work=lambda workspace: None, sandbox=None, agent: str = ""):
-    """What the tests of the task say after `work` was done to the workspace, and this script was run in its room."""
+    """What the tests of the task say after `work` was done to the workspace, and this script was run in its sandbox."""
     (home / "workspace").mkdir()
     prepared = prepare(task_at(path), home / "workspace", TaskLocator(home))
     executor, said = LocalExecutor(), []
     try:
-        async with (sandbox or NoSandbox()).room(home / "workspace", at=prepared.workdir, hide=prepared.hide) as room:
+        async with (sandbox or NoSandbox()).open(
+            home / "workspace", mount_at=prepared.workdir, hide=prepared.hide
+        ) as instance:
             for step in prepared.steps:
                 stage(prepared, step, home / "workspace")
                 work(home / "workspace")
                 if agent:
-                    await executor.run(room.command(_script(agent, home)), lambda _pid, _ticks: None)
-                said.append(await verify(prepared, step, room, executor, home, marker="m"))
+                    await executor.run(instance.wrap(_script(agent, home)), lambda _pid, _ticks: None)
+                said.append(await verify(prepared, step, instance, executor, home, marker="m"))
                 if not step.goes_on(said[-1]):
                     break
     finally:

@@ -64,7 +64,7 @@ class Stage:
     @property
     def directory(self) -> Path:
         """Where the workspaces of its trials are."""
-        return self.worker._keeper.directory
+        return self.worker._reaper.directory
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""An agent that would fool its tests: what it left in its room sways them as little as can be."""
+"""An agent that would fool its tests: what it left in its sandbox sways them as little as can be."""
 
 import asyncio
 import os
@@ -9,8 +9,8 @@ import pytest
 
 from loopwright.execution.sandbox import Bounds, sandbox_of
 from loopwright.execution.sandbox.bubblewrap import _home
-from loopwright.execution.sandbox.resource_monitor import Watched
-from loopwright.testing.sandboxes import Place
+from loopwright.execution.sandbox.resource_monitor import MonitoredSandbox
+from loopwright.testing.sandboxes import SandboxHarness
 from tests.rollouts.harbor import PASS, verified, write
 
 TASKS = Path(__file__).parents[2] / "examples" / "tasks"
@@ -94,7 +94,7 @@ def test_an_agent_that_filled_the_disk_is_scored(tmp_path):
 
 
 def test_what_could_not_be_measured_when_the_agent_left_is_not_counted(tmp_path, monkeypatch):
-    watched = Watched(0, Bounds(disk_bytes=1), (tmp_path,), print)
+    watched = MonitoredSandbox(0, Bounds(disk_bytes=1), (tmp_path,), print)
     monkeypatch.setattr("loopwright.execution.sandbox.resource_monitor.size_bytes", lambda *_: None)
     assert "cannot be measured" in watched.disk()
     watched.spare()
@@ -105,7 +105,7 @@ def test_what_could_not_be_measured_when_the_agent_left_is_not_counted(tmp_path,
 @NEEDS_BWRAP
 def test_no_door_is_open_while_tests_run(tmp_path):
     """Between two steps the session takes calls, but the tests run the agent's code, which may know its key."""
-    place = Place(tmp_path, sandbox_of("bwrap"))
+    harness = SandboxHarness(tmp_path, sandbox_of("bwrap"))
 
     async def main():
         async def answer(_, writer):
@@ -115,13 +115,16 @@ def test_no_door_is_open_while_tests_run(tmp_path):
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         script = f"import socket; print(socket.create_connection(('127.0.0.1', {port})).recv(9))"
-        async with server, place.sandbox.room(place.workspace, reach=(f"http://127.0.0.1:{port}",)) as room:
+        async with (
+            server,
+            harness.sandbox.open(harness.workspace, allowed_urls=(f"http://127.0.0.1:{port}",)) as instance,
+        ):
             heard = []
             for tests in (False, True, False):
                 if tests:
-                    room.settle()
-                await place.run(room, place.python(script))
-                heard.append(place.stdout.strip())
+                    instance.begin_verification()
+                await harness.run(instance, harness.python(script))
+                heard.append(harness.stdout.strip())
             return heard
 
     assert asyncio.run(asyncio.wait_for(main(), 60)) == ["b'hello'", "b''", "b'hello'"]

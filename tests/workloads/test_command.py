@@ -15,7 +15,7 @@ Y = {"y": {"regex": "y=([0-9.]+)"}}
 @pytest.fixture
 def site(tmp_path):
     (tmp_path / "home").mkdir()
-    return Site(home=tmp_path / "home", directory=tmp_path / "run", parallel=2, grace_s=0.1)
+    return Site(scenario_dir=tmp_path / "home", directory=tmp_path / "run", parallel=2, grace_s=0.1)
 
 
 def run(site: Site, config: CommandConfig, *arguments: dict) -> list[Result]:
@@ -37,7 +37,7 @@ def run(site: Site, config: CommandConfig, *arguments: dict) -> list[Result]:
 
 class TestTheSetUp:
     def test_runs_once_per_distinct_set_of_the_arguments_that_it_names(self, site):
-        (site.home / "in.txt").write_text("")
+        (site.scenario_dir / "in.txt").write_text("")
         config = CommandConfig(
             files=("in.txt",),
             setup="sh -c 'test -e in.txt && echo y={a} > made; mktemp -p ../.. built.XXXX'",
@@ -49,8 +49,8 @@ class TestTheSetUp:
         assert len(list(site.directory.glob("built.*"))) == 2
 
     def test_shares_folders_with_the_inputs(self, site):
-        (site.home / "src" / "deep").mkdir(parents=True)
-        (site.home / "src" / "deep" / "in").write_text("y=4")
+        (site.scenario_dir / "src" / "deep").mkdir(parents=True)
+        (site.scenario_dir / "src" / "deep" / "in").write_text("y=4")
         config = CommandConfig(
             files=("src/deep/in",),
             setup="cp src/deep/in src/deep/made",
@@ -137,7 +137,7 @@ class TestTheFingerprint:
         return CommandWorkload(CommandConfig(**{"command": "echo {a}", **settings}), site).fingerprint()
 
     def test_covers_what_is_run_and_how_it_is_read(self, site):
-        (site.home / "in").write_text("1")
+        (site.scenario_dir / "in").write_text("1")
         ways = [{}, {"command": "echo -n {a}"}, {"setup": "true"}, {"metrics": Y}, {"files": ["in"]}]
         ways.append({"success": {"regex": "x"}})
         assert len({self.of(site, **way) for way in ways}) == len(ways)
@@ -146,10 +146,10 @@ class TestTheFingerprint:
         assert self.of(site) == self.of(site, args={"a": [1, 2]}, timeout_s=5, constraints=["a > 1"])
 
     def test_covers_all_files_of_a_directory(self, site):
-        (site.home / "data" / "deep").mkdir(parents=True)
-        (site.home / "data" / "deep" / "x").write_text("1")
+        (site.scenario_dir / "data" / "deep").mkdir(parents=True)
+        (site.scenario_dir / "data" / "deep" / "x").write_text("1")
         before = self.of(site, files=["data"])
-        (site.home / "data" / "deep" / "x").write_text("2")
+        (site.scenario_dir / "data" / "deep" / "x").write_text("2")
         assert self.of(site, files=["data"]) != before
 
 
@@ -176,9 +176,9 @@ class TestTheFingerprint:
     ],
 )
 def test_what_is_found_before_anything_runs(site, settings, key, words):
-    (site.home / "here").touch()
-    (site.home / "stdout").touch()
-    problems = CommandConfig(**{"args": {"a": [1, 2]}, **settings}).problems(site.home)
+    (site.scenario_dir / "here").touch()
+    (site.scenario_dir / "stdout").touch()
+    problems = CommandConfig(**{"args": {"a": [1, 2]}, **settings}).problems(site.scenario_dir)
     assert [problem.key for problem in problems if words in problem.message] == [key], problems
 
 

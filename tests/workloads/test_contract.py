@@ -34,9 +34,9 @@ SCRIPT = f"{MODULE}\nimport sys\nprint(globals()[sys.argv[1]](sys.argv[2]))\n"
 
 class TestCommand(WorkloadContract):
     def make_workload(self, site, story, **settings):
-        (site.home / "script.py").write_text(SCRIPT)
+        (site.scenario_dir / "script.py").write_text(SCRIPT)
         config = CommandConfig(
-            command=(sys.executable, str(site.home / "script.py"), story, "{value}"),
+            command=(sys.executable, str(site.scenario_dir / "script.py"), story, "{value}"),
             metrics={"length": {"regex": "'length': ([0-9]+)"}},
             **settings,
         )
@@ -45,5 +45,5 @@ class TestCommand(WorkloadContract):
 
 class TestPython(WorkloadContract):
     def make_workload(self, site, story, **settings):
-        (site.home / "contract_stories.py").write_text(MODULE)
+        (site.scenario_dir / "contract_stories.py").write_text(MODULE)
         return PythonWorkload(PythonConfig(function=f"contract_stories:{story}", metrics=("length",), **settings), site)

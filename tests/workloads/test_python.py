@@ -33,7 +33,7 @@ def site(tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     (home / "callables_of_test.py").write_text(MODULE)
-    return Site(home=home, directory=tmp_path / "run", grace_s=0.1)
+    return Site(scenario_dir=home, directory=tmp_path / "run", grace_s=0.1)
 
 
 def run(site: Site, name: str, arguments=None, **settings) -> Result:
@@ -81,7 +81,7 @@ def test_a_changed_source_is_another_question(site):
         return PythonWorkload(PythonConfig(function="callables_of_test:good"), site).fingerprint()
 
     before = fingerprint()
-    (site.home / "callables_of_test.py").write_text(MODULE + "\n# changed")
+    (site.scenario_dir / "callables_of_test.py").write_text(MODULE + "\n# changed")
     assert fingerprint() != before
 
 
@@ -96,5 +96,5 @@ def test_a_changed_source_is_another_question(site):
     ],
 )
 def test_what_is_found_before_anything_runs(site, function, args, key, words):
-    problems = PythonConfig(function=function, args=args).problems(site.home)
+    problems = PythonConfig(function=function, args=args).problems(site.scenario_dir)
     assert [problem.key for problem in problems if words in problem.message] == [key], problems

@@ -4,19 +4,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopwright.workloads.template import Template, as_text
+from loopwright.workloads.template import CommandTemplate, as_text
 
 
 @given(st.text())
 def test_a_value_stays_one_word_whatever_it_holds(value):
-    assert Template("run --name={a} {a} 'x {a}'").words({"a": value}) == ["run", f"--name={value}", value, f"x {value}"]
+    assert CommandTemplate("run --name={a} {a} 'x {a}'").words({"a": value}) == [
+        "run",
+        f"--name={value}",
+        value,
+        f"x {value}",
+    ]
 
 
 @given(st.lists(st.sampled_from(["-O3", "-march=native", "a b", "'", '"', "", "\\"])))
 def test_words_of_a_value_are_split_like_a_shell_would(words):
     from shlex import join
 
-    assert Template("gcc {opt:words} x.c").words({"opt": join(words)}) == ["gcc", *words, "x.c"]
+    assert CommandTemplate("gcc {opt:words} x.c").words({"opt": join(words)}) == ["gcc", *words, "x.c"]
 
 
 @pytest.mark.parametrize(
@@ -31,13 +36,13 @@ def test_words_of_a_value_are_split_like_a_shell_would(words):
     ],
 )
 def test_places(text, words):
-    assert Template(text).words({"a": 1}) == words
+    assert CommandTemplate(text).words({"a": 1}) == words
 
 
 @pytest.mark.parametrize("text", ["", "   ", "echo 'open", "echo x{a:words}", "echo {a:word}", ()])
 def test_what_is_no_template(text):
     with pytest.raises(ValueError, match=r".+"):
-        Template(text)
+        CommandTemplate(text)
 
 
 @pytest.mark.parametrize(
@@ -49,23 +54,23 @@ def test_a_value_as_text(value, text):
 
 
 def test_what_a_template_names():
-    assert Template("run {a} --b={b} {c:words} {{d}}").names == {"a", "b", "c"}
+    assert CommandTemplate("run {a} --b={b} {c:words} {{d}}").names == {"a", "b", "c"}
 
 
 def test_the_program_is_known_unless_an_argument_decides_it():
-    assert Template("./bench {a}").program == "./bench"
-    assert Template("./bench-{a}").program is None
+    assert CommandTemplate("./bench {a}").program == "./bench"
+    assert CommandTemplate("./bench-{a}").program is None
 
 
 def test_an_option_that_an_absent_value_would_leave_alone():
-    template = Template("run --depth {depth} --width={width} {more}")
+    template = CommandTemplate("run --depth {depth} --width={width} {more}")
     assert template.lonely("depth") == "--depth"
     assert template.lonely("width") is None
     assert template.lonely("more") is None
 
 
 def test_a_value_that_no_command_line_can_hold():
-    template = Template("run {a} {opt:words}")
+    template = CommandTemplate("run {a} {opt:words}")
     assert "NUL" in template.problem_with("a", "x\0y")
     assert "cannot be split into words" in template.problem_with("opt", "an open 'quote")
     assert template.problem_with("a", "an open 'quote") is None

@@ -122,7 +122,7 @@ def _first_commands(run: "RunConfig", space: "Space") -> list[str]:
 
     from loopwright.spaces.draws import Draws
     from loopwright.workloads.command import CommandConfig
-    from loopwright.workloads.template import Template
+    from loopwright.workloads.template import CommandTemplate
 
     seed = run.agent.seed if run.agent else 0
     exact = run.agent is None or run.agent.type in ("grid", "random")
@@ -139,7 +139,9 @@ def _first_commands(run: "RunConfig", space: "Space") -> list[str]:
         arguments = space.arguments(action, draws.sample(number))
         if isinstance(run.workload, CommandConfig):
             variables = [f"{name}={arguments[name]}" for name in run.workload.env if name in arguments]
-            lines.append("  " + " ".join([*variables, shlex.join(Template(run.workload.command).words(arguments))]))
+            lines.append(
+                "  " + " ".join([*variables, shlex.join(CommandTemplate(run.workload.command).words(arguments))])
+            )
         else:
             lines.append(f"  {arguments}")
     return lines

@@ -64,11 +64,11 @@ class TrialEnv(Env):
             trial=trial.number,
             directory=self.run.trial_directory(trial.number),
             arguments=arguments,
-            record=orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE),
+            parameters_json=orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE),
             marker=f"{self._marker}.{trial.number}",
-            started=_Attempt(self.run.ledger, trial.number).started,
-            settle=self.run.ledger.flush,
-            again=trial.reserved_at < self._opened_at,
+            on_start=_Attempt(self.run.ledger, trial.number).started,
+            flush_reservation=self.run.ledger.flush,
+            is_retry=trial.reserved_at < self._opened_at,
         )
         return await self.workload.run(job)
 

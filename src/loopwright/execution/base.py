@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-Started = Callable[[int, int], None]
+OnStart = Callable[[int, int], None]
 """Told the process id and its start time (clock ticks since boot), as soon as the process exists."""
 
 
@@ -62,17 +62,17 @@ class Executor(ABC):
     """Runs commands.
 
         class Remote(Executor):
-            async def run(self, command: Command, started: Started) -> Completion: ...
+            async def run(self, command: Command, on_start: OnStart) -> Completion: ...
             def kill_all(self) -> None: ...
 
     Subclass `loopwright.testing.executors.ExecutorContract` to test one.
     """
 
     @abstractmethod
-    async def run(self, command: Command, started: Started) -> Completion:
+    async def run(self, command: Command, on_start: OnStart) -> Completion:
         """Run `command` to its end; when cancelled, end the whole process tree first.
 
-        Raises LaunchError if it cannot be started, StorageError if its output cannot be kept.
+        Raises LaunchError if it cannot be on_start, StorageError if its output cannot be kept.
         """
 
     @abstractmethod

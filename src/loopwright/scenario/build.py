@@ -176,7 +176,7 @@ def _trial_env(
 ) -> TrialEnv:
     system = loaded.scenario.system
     site = Site(
-        home=loaded.home,
+        scenario_dir=loaded.home,
         directory=(output / config.name).absolute(),
         parallel=system.parallel,
         pin_cpus=system.pin_cpus,

@@ -83,7 +83,7 @@ class Campaign:
         )
         configs = {name: EnvParamConfig.model_validate(dict(table)) for name, table in self.drawn.items()}
         self.draws = Draws(seed, space.parameters, configs)
-        site = Site(home=self.directory, directory=self.directory, parallel=self.parallel)
+        site = Site(scenario_dir=self.directory, directory=self.directory, parallel=self.parallel)
         stoppers = [observer for observer in self.observers if isinstance(observer, StopAfter)]
         for stopper in stoppers:
             stopper.run = run

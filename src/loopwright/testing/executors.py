@@ -22,7 +22,7 @@ from typing import TypeVar
 import pytest
 
 from loopwright.core.errors import LaunchError
-from loopwright.execution.base import Command, Completion, Executor, Started
+from loopwright.execution.base import Command, Completion, Executor, OnStart
 from loopwright.execution.local.processes import read
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ async def appears(path: Path) -> None:
 
 
 def ignore(pid: int, start_ticks: int) -> None:
-    """A `started` that records nothing."""
+    """An `on_start` callback that records nothing."""
 
 
 class ExecutorContract(ABC):
@@ -92,9 +92,9 @@ class ExecutorContract(ABC):
 
         return asyncio.run(main())
 
-    def run(self, command: Command, started: Started = ignore, *, output_bytes: int = _LIMIT_BYTES) -> Completion:
+    def run(self, command: Command, on_start: OnStart = ignore, *, output_bytes: int = _LIMIT_BYTES) -> Completion:
         """Run one command to its end."""
-        return self.use(lambda executor: executor.run(command, started), output_bytes=output_bytes)
+        return self.use(lambda executor: executor.run(command, on_start), output_bytes=output_bytes)
 
     def test_a_good_end_has_exit_code_zero_and_usage(self, tmp_path: Path) -> None:
         """Given a command that succeeds, the completion says so and what it used."""

@@ -94,7 +94,7 @@ class WorkloadContract(ABC):
         """A scenario's directory, a run's directory, and little patience with what does not end."""
         home = tmp_path / "home"
         home.mkdir()
-        return Site(home=home, directory=tmp_path / "run", parallel=2, grace_s=0.1)
+        return Site(scenario_dir=home, directory=tmp_path / "run", parallel=2, grace_s=0.1)
 
     def use(self, workload: Workload, story: Callable[[Workload], Awaitable[T]]) -> T:
         """Run `story` with a workload in an event loop, and close it."""
@@ -133,7 +133,7 @@ class WorkloadContract(ABC):
     def test_a_trial_that_takes_too_long_is_ended(self, site: Site) -> None:
         """After the time-out its process is gone and the outcome says why."""
         known: list[int] = []
-        hanging = job(site, started=lambda pid, _: known.append(pid))
+        hanging = job(site, on_start=lambda pid, _: known.append(pid))
         workload = self.make_workload(site, "hang", timeout_s=0.3)
         result = self.use(workload, lambda workload: workload.run(hanging))
         assert (result.outcome, result.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
@@ -169,12 +169,12 @@ class WorkloadContract(ABC):
         """`started` gets a process id and its start time, by which a resumed run recognises it."""
         known: list[tuple[int, int]] = []
 
-        def started(pid: int, ticks: int) -> None:
+        def record(pid: int, ticks: int) -> None:
             assert start_ticks(pid) == ticks
             known.append((pid, ticks))
 
         workload = self.make_workload(site, "measure")
-        self.use(workload, lambda workload: workload.run(job(site, started=started)))
+        self.use(workload, lambda workload: workload.run(job(site, on_start=record)))
         assert known
         assert os.getpid() not in [pid for pid, _ in known]
 
@@ -183,7 +183,7 @@ class WorkloadContract(ABC):
         """Whatever it holds, it arrives as it is, and nothing of it is ever run."""
         assert self.run(self.make_workload(site, "measure"), value).outcome is Outcome.OK
         assert (directory(site) / "seen").read_bytes().decode() == value
-        assert not list(site.home.parent.rglob("*broken*"))
+        assert not list(site.scenario_dir.parent.rglob("*broken*"))
 
     def test_each_trial_has_a_directory_of_its_own(self, site: Site) -> None:
         """Trials in flight at the same time do not meet."""
@@ -202,16 +202,16 @@ class WorkloadContract(ABC):
 
     def test_inputs_stand_in_the_directory(self, site: Site) -> None:
         """Files of the scenario are found under their own relative names."""
-        (site.home / "data").mkdir()
-        (site.home / "data" / "in.txt").write_text("input")
+        (site.scenario_dir / "data").mkdir()
+        (site.scenario_dir / "data" / "in.txt").write_text("input")
         assert self.run(self.make_workload(site, "measure", files=("data/in.txt",))).outcome is Outcome.OK
         assert (directory(site) / "data" / "in.txt").read_text() == "input"
 
     def test_a_changed_input_is_another_question(self, site: Site) -> None:
         """The fingerprint covers the contents of the inputs."""
-        (site.home / "in.txt").write_text("one")
+        (site.scenario_dir / "in.txt").write_text("one")
         one, same = (self.make_workload(site, "measure", files=("in.txt",)).fingerprint() for _ in range(2))
-        (site.home / "in.txt").write_text("two")
+        (site.scenario_dir / "in.txt").write_text("two")
         assert one == same != self.make_workload(site, "measure", files=("in.txt",)).fingerprint()
 
     def test_another_attempt_starts_in_a_clean_directory(self, site: Site) -> None:
@@ -228,14 +228,14 @@ def directory(site: Site, number: int = 1) -> Path:
     return site.directory / "trials" / str(number)
 
 
-def job(site: Site, value: str = "abc", number: int = 1, started: Callable[[int, int], None] = ignore) -> Job:
+def job(site: Site, value: str = "abc", number: int = 1, on_start: Callable[[int, int], None] = ignore) -> Job:
     """A trial with one argument."""
     arguments: Mapping[str, Any] = {"value": value}
     return Job(
         trial=number,
         directory=directory(site, number),
         arguments=arguments,
-        record=json.dumps({"trial": number, "arguments": arguments}).encode(),
+        parameters_json=json.dumps({"trial": number, "arguments": arguments}).encode(),
         marker=f"contract-{os.getpid()}-{id(site)}.{number}",
-        started=started,
+        on_start=on_start,
     )

@@ -95,17 +95,17 @@ class WorkloadConfig(Config):
 
 @dataclass(frozen=True)
 class Job:
-    """One trial as a workload sees it. `started` is told of each process, so that it can be ended after a crash."""
+    """One trial as a workload sees it. `on_start` records each process, so that it can be ended after a crash."""
 
     trial: int
     directory: Path
     arguments: Mapping[str, Any]
-    record: bytes
+    parameters_json: bytes
     marker: str
-    started: Callable[[int, int], None]
-    settle: Callable[[], None] = lambda: None
-    """Has the reservation on disk; to be called before a process is started, unless `started` comes before that."""
-    again: bool = True
+    on_start: Callable[[int, int], None]
+    flush_reservation: Callable[[], None] = lambda: None
+    """Has the reservation on disk; to be called before a process is started, unless `on_start` is called before that."""
+    is_retry: bool = True
     """Whether an earlier attempt may have left something behind."""
 
 
@@ -137,7 +137,7 @@ class Workload(ABC):
 
     def inputs(self) -> list[Path]:
         """The files that the fingerprint covers."""
-        return [self.site.home / name for name in self.config.files]
+        return [self.site.scenario_dir / name for name in self.config.files]
 
     def open(self) -> None:
         """Get ready, inside the event loop of the run."""
@@ -153,7 +153,7 @@ class Workload(ABC):
 class Site:
     """Where a workload runs: the scenario's directory, the run's own, and what the system allows."""
 
-    home: Path
+    scenario_dir: Path
     directory: Path
     parallel: int = 1
     pin_cpus: bool = False

@@ -28,7 +28,7 @@ from loopwright.workloads.base import (
     link_into,
 )
 from loopwright.workloads.metric import MetricConfig, MetricMissing
-from loopwright.workloads.template import Template, as_text
+from loopwright.workloads.template import CommandTemplate, as_text
 
 _NOT_LINKED = (".done", "setup.stdout", "setup.stderr")
 
@@ -73,7 +73,7 @@ class CommandConfig(WorkloadConfig):
     @classmethod
     def _splits(cls, text: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         if text is not None:
-            Template(text)
+            CommandTemplate(text)
         return text
 
     @field_validator("metrics")
@@ -94,7 +94,7 @@ class CommandConfig(WorkloadConfig):
         for key, text in (("command", self.command), ("setup", self.setup)):
             if text is None:
                 continue
-            template = Template(text)
+            template = CommandTemplate(text)
             named |= template.names
             for name in sorted(template.names - parameters.keys()):
                 hint = did_you_mean(name, list(parameters))
@@ -113,7 +113,7 @@ class CommandConfig(WorkloadConfig):
                 found.append(Problem(f"args.{name}", f"is searched, but neither command nor setup names {{{name}}}."))
         return found
 
-    def _unusable_values(self, template: Template) -> list[Problem]:
+    def _unusable_values(self, template: CommandTemplate) -> list[Problem]:
         """Values that no command line can hold; all of a list are tried, so that no night ends on one."""
         found = []
         for name, parameter in {**self.args, **self.env}.items():
@@ -124,7 +124,7 @@ class CommandConfig(WorkloadConfig):
             found += [Problem(f"{'args' if name in self.args else 'env'}.{name}", problem) for problem in wrong]
         return found
 
-    def _missing_program(self, key: str, template: Template, home: Path) -> list[Problem]:
+    def _missing_program(self, key: str, template: CommandTemplate, home: Path) -> list[Problem]:
         program = template.program
         if program is None or program.startswith("/"):
             gone = program is not None and not os.access(program, os.X_OK)
@@ -157,8 +157,8 @@ class CommandWorkload(Workload):
             output_bytes=site.output_bytes,
             grace_s=site.grace_s,
         )
-        self._command = Template(config.command)
-        self._setup = Template(config.setup) if config.setup is not None else None
+        self._command = CommandTemplate(config.command)
+        self._setup = CommandTemplate(config.setup) if config.setup is not None else None
         self._locks: dict[str, asyncio.Lock] = {}
         self._broken: dict[str, Result] = {}
         self._base = {**os.environ, **{n: as_text(p.value) for n, p in config.env.items() if isinstance(p, Fixed)}}
@@ -169,11 +169,11 @@ class CommandWorkload(Workload):
         return fingerprint_of(text, *self.inputs())
 
     async def run(self, job: Job) -> Result:
-        job.settle()
+        job.flush_reservation()
         fresh_directory(job.directory)
         with storage(job.directory):
-            (job.directory / "parameters.json").write_bytes(job.record)
-        link_into(job.directory, self.site.home, self.config.files)
+            (job.directory / "parameters.json").write_bytes(job.parameters_json)
+        link_into(job.directory, self.site.scenario_dir, self.config.files)
         try:
             failed = await self._prepare(job)
             if failed is not None:
@@ -187,7 +187,7 @@ class CommandWorkload(Workload):
                 timeout_s=self.config.timeout_s,
                 marker=job.marker,
             )
-            completion = await self.executor.run(command, job.started)
+            completion = await self.executor.run(command, job.on_start)
         except LaunchError as error:
             return _not_started(error)
         return self._judge(job.directory, completion)
@@ -225,7 +225,7 @@ class CommandWorkload(Workload):
     async def _set_up(self, job: Job, used: Mapping[str, Any], directory: Path) -> Result | None:
         assert self._setup is not None  # noqa: S101
         _empty(directory)
-        link_into(directory, self.site.home, self.config.files)
+        link_into(directory, self.site.scenario_dir, self.config.files)
         command = Command(
             argv=tuple(self._setup.words(used)),
             directory=directory,
@@ -235,7 +235,7 @@ class CommandWorkload(Workload):
             timeout_s=self.config.setup_timeout_s,
             marker=job.marker,
         )
-        completion = await self.executor.run(command, job.started)
+        completion = await self.executor.run(command, job.on_start)
         if completion.exit_code == 0 and not completion.timed_out:
             with storage(directory):
                 (directory / ".done").touch()

@@ -10,7 +10,7 @@ from pydantic import Field
 from loopwright.core.errors import LaunchError, Problem
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Result
-from loopwright.execution import Call, Returned, WorkerPool, check
+from loopwright.execution import CallResult, FunctionCall, WorkerPool, check
 from loopwright.spaces.parameter import Fixed
 from loopwright.workloads.base import (
     Job,
@@ -68,7 +68,7 @@ class PythonWorkload(Workload):
             memory_bytes=site.memory_bytes,
             pin_cpus=site.pin_cpus,
         )
-        self._paths = config._paths(site.home)
+        self._paths = config._paths(site.scenario_dir)
         self._base = {**os.environ, **{n: as_text(p.value) for n, p in config.env.items() if isinstance(p, Fixed)}}
 
     def fingerprint(self) -> str:
@@ -90,9 +90,9 @@ class PythonWorkload(Workload):
 
     def _directory(self, job: Job) -> None:
         # Made by the worker, unless there is something to put into it or an earlier attempt to move aside.
-        if self.config.files or (job.again and job.directory.exists()):
+        if self.config.files or (job.is_retry and job.directory.exists()):
             fresh_directory(job.directory)
-            link_into(job.directory, self.site.home, self.config.files)
+            link_into(job.directory, self.site.scenario_dir, self.config.files)
 
     async def run(self, job: Job) -> Result:
         self._directory(job)
@@ -101,22 +101,22 @@ class PythonWorkload(Workload):
             named = {n: as_text(job.arguments[n]) for n in self.config.env if n in job.arguments}
             environment = {**self._base, **named}
         arguments = {name: value for name, value in job.arguments.items() if name not in self.config.env}
-        call = Call(
+        call = FunctionCall(
             function=self.config.function,
             path=self._paths,
             arguments=arguments,
             environment=environment,
             directory=job.directory,
-            parameters=job.record,
+            parameters=job.parameters_json,
             timeout_s=self.config.timeout_s,
             marker=job.marker,
         )
         try:
-            return self._judge(await self._pool.call(call, job.started))
+            return self._judge(await self._pool.call(call, job.on_start))
         except LaunchError as error:
             return Result(Outcome.LOST, reason=str(error), fault=Fault.INFRA)
 
-    def _judge(self, returned: Returned) -> Result:
+    def _judge(self, returned: CallResult) -> Result:
         usage = returned.usage.known()
         if returned.timed_out:
             return Result(Outcome.TIMEOUT, reason=f"it was ended after {self.config.timeout_s:g} s", usage=usage)

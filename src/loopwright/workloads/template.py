@@ -10,10 +10,10 @@ import orjson
 _PLACE = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)(?::([A-Za-z]*))?\}")
 
 
-class Template:
+class CommandTemplate:
     """A command with places for arguments.
 
-    >>> Template("gcc {opt:words} bench.c -o bench").words({"opt": "-O3 -march=native"})
+    >>> CommandTemplate("gcc {opt:words} bench.c -o bench").words({"opt": "-O3 -march=native"})
     ['gcc', '-O3', '-march=native', 'bench.c', '-o', 'bench']
     """
 

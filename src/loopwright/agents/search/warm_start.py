@@ -11,7 +11,7 @@ from loopwright.ledger.ledger import Ledger
 
 def warm_trials(env: TrialEnv, folder: str) -> Iterator[tuple[Action, Regime, tuple[float, ...]]]:
     """Actions that are valid here, each with its regime, and with its reward by this run's reward function."""
-    with Ledger.read(env.workload.site.home / folder / "ledger.db") as ledger:
+    with Ledger.read(env.workload.site.scenario_dir / folder / "ledger.db") as ledger:
         # The other run may have gone on since: after a resume this one must learn from what it learned from before.
         until = env.run.ledger.state("warm_until")
         if until is None:

@@ -9,7 +9,7 @@ from loopwright.execution.base import Usage
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """One call of a function, in a trial's directory."""
 
     function: str
@@ -31,7 +31,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Returned:
+class CallResult:
     """What became of a call: a value, an error, a timeout or a death. Only a value is a good end."""
 
     usage: Usage

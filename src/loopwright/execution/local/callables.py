@@ -13,15 +13,15 @@ from typing import Any
 import orjson
 
 from loopwright.execution.local.process_tree import signal_name
-from loopwright.execution.local.processes import VARIABLE, end_leftovers
-from loopwright.execution.local.spawn import Limits, spawn
+from loopwright.execution.local.processes import MARKER_VARIABLE, end_leftovers
+from loopwright.execution.local.spawn import ProcessLimits, spawn
 from loopwright.execution.local.worker_process import COMMAND
 
 _DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True)
-class Checked:
+class CallableSignature:
     """What a callable takes, or why it cannot be called."""
 
     problem: str | None = None
@@ -43,7 +43,7 @@ class Checked:
 
 def check(
     function: str, path: Sequence[Path], environment: Mapping[str, str], deadline_s: float = _DEADLINE_S
-) -> Checked:
+) -> CallableSignature:
     """Import the module of `module:callable` as a worker would, and say what the callable takes or what is wrong."""
     marker = f"check-{uuid.uuid4().hex}"
     ours, theirs = socket.socketpair()
@@ -51,10 +51,10 @@ def check(
         spawned = spawn(
             [*COMMAND, str(theirs.fileno())],
             directory=Path("/"),
-            environment={**environment, VARIABLE: f"{environment.get(VARIABLE, '')}:{marker}"},
+            environment={**environment, MARKER_VARIABLE: f"{environment.get(MARKER_VARIABLE, '')}:{marker}"},
             stdout=nowhere.fileno(),
             stderr=nowhere.fileno(),
-            limits=Limits(),
+            limits=ProcessLimits(),
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
@@ -70,8 +70,8 @@ def check(
             end_leftovers([recorded], marker)
             process.wait()
     if answer is None or problem is not None:
-        return Checked(problem=problem)
-    return Checked(None, tuple(answer["accepts"]), tuple(answer["requires"]), answer["any"])
+        return CallableSignature(problem=problem)
+    return CallableSignature(None, tuple(answer["accepts"]), tuple(answer["requires"]), answer["any"])
 
 
 def _death(function: str, process: subprocess.Popen[bytes]) -> str:

@@ -12,7 +12,7 @@ Frame = dict[str, Any]
 _PIECE_BYTES = 8192
 
 
-class Connection:
+class FrameSocket:
     """The parent's end. `received` is told each frame, and None when the worker has hung up."""
 
     def __init__(self, received: Callable[[Frame | None], None]) -> None:

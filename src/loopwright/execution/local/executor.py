@@ -5,11 +5,11 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 from loopwright.core.errors import StorageError
-from loopwright.execution.base import Command, Completion, Executor, Started
+from loopwright.execution.base import Command, Completion, Executor, OnStart
 from loopwright.execution.local.output import CappedFile, Pump
-from loopwright.execution.local.process_tree import Exit, Tree
-from loopwright.execution.local.processes import VARIABLE
-from loopwright.execution.local.spawn import Limits, room, spawn
+from loopwright.execution.local.process_tree import Exit, ProcessTree
+from loopwright.execution.local.processes import MARKER_VARIABLE
+from loopwright.execution.local.spawn import ProcessLimits, room, spawn
 from loopwright.execution.slots import Slots
 
 OUTPUT_BYTES = 64 * 1024 * 1024
@@ -31,13 +31,13 @@ class LocalExecutor(Executor):
         self._memory_bytes = memory_bytes
         self._output_bytes = output_bytes
         self._grace_s = grace_s
-        self._flying: dict[Tree, asyncio.Future[None]] = {}
+        self._flying: dict[ProcessTree, asyncio.Future[None]] = {}
 
-    async def run(self, command: Command, started: Started) -> Completion:
+    async def run(self, command: Command, on_start: OnStart) -> Completion:
         """Run `command` to its end; see `Executor.run`."""
         slot = await self._slots.take()
         try:
-            return await self._run(command, started, Limits(self._slots.cores(slot), self._memory_bytes))
+            return await self._run(command, on_start, ProcessLimits(self._slots.cores(slot), self._memory_bytes))
         finally:
             self._slots.give(slot)
 
@@ -52,7 +52,7 @@ class LocalExecutor(Executor):
         if self._flying:
             await asyncio.wait(list(self._flying.values()))
 
-    async def _run(self, command: Command, started: Started, limits: Limits) -> Completion:
+    async def _run(self, command: Command, on_start: OnStart, limits: ProcessLimits) -> Completion:
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
             with room():
@@ -61,7 +61,7 @@ class LocalExecutor(Executor):
             over = self._flying[tree] = loop.create_future()
             output.wake = tree.wake
             try:
-                exit_, timed_out = await self._supervise(command, started, tree, output)
+                exit_, timed_out = await self._supervise(command, on_start, tree, output)
             finally:
                 del self._flying[tree]
                 over.set_result(None)
@@ -78,23 +78,25 @@ class LocalExecutor(Executor):
             stderr_bytes=output.stderr.produced_bytes,
         )
 
-    def _spawn(self, command: Command, output: "_Output", limits: Limits) -> Tree:
-        inherited = command.environment.get(VARIABLE, "")
+    def _spawn(self, command: Command, output: "_Output", limits: ProcessLimits) -> ProcessTree:
+        inherited = command.environment.get(MARKER_VARIABLE, "")
         spawned = spawn(
             command.argv,
             directory=command.directory,
-            environment={**command.environment, VARIABLE: f"{inherited}:{command.marker}"},
+            environment={**command.environment, MARKER_VARIABLE: f"{inherited}:{command.marker}"},
             stdout=output.pumps[0].write_fd,
             stderr=output.pumps[1].write_fd,
             limits=limits,
         )
-        return Tree(spawned, command.marker)
+        return ProcessTree(spawned, command.marker)
 
-    async def _supervise(self, command: Command, started: Started, tree: Tree, output: "_Output") -> tuple[Exit, bool]:
+    async def _supervise(
+        self, command: Command, on_start: OnStart, tree: ProcessTree, output: "_Output"
+    ) -> tuple[Exit, bool]:
         """Follow the process to its end, or put an end to it; either way all of it is gone afterwards."""
         loop = asyncio.get_running_loop()
         try:
-            started(tree.pid, tree.start_ticks)
+            on_start(tree.pid, tree.start_ticks)
             output.attach(loop)
             tree.attach(loop)
             await tree.wait(command.timeout_s)

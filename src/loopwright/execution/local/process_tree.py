@@ -14,7 +14,7 @@ from loopwright.core.errors import LaunchError
 from loopwright.execution.base import Usage
 from loopwright.execution.local import processes
 from loopwright.execution.local.processes import Process
-from loopwright.execution.local.spawn import Birth, Spawned, newcomers, now
+from loopwright.execution.local.spawn import PidSnapshot, StartedProcess, now, pids_since
 
 _log = logging.getLogger(__name__)
 _ROUNDS = 50
@@ -30,14 +30,14 @@ class Exit:
     usage: Usage
 
 
-class Tree:
+class ProcessTree:
     """The processes of one trial.
 
     The main process stays unreaped until `reap`, so its id cannot be given to another while we signal by it.
     No method is cut short by a cancellation; it is noted in `interrupted`, and the caller passes it on.
     """
 
-    def __init__(self, spawned: Spawned, marker: str) -> None:
+    def __init__(self, spawned: StartedProcess, marker: str) -> None:
         self.pid = spawned.process.pid
         self.start_ticks = spawned.start_ticks
         self.interrupted = False
@@ -138,7 +138,7 @@ class Tree:
 
     def alone(self) -> bool:
         """Whether the main process certainly left nothing behind."""
-        return newcomers(self._birth, now()) == ()
+        return pids_since(self._birth, now()) == ()
 
     async def sweep(self, *, main: bool = False) -> None:
         """SIGKILL whatever the main process left behind (and itself), again until nothing is left."""
@@ -151,9 +151,9 @@ class Tree:
                     break
         _log.warning("process %d left processes behind that cannot be ended; they may disturb later trials", self.pid)
 
-    def leftovers(self, since: Birth, present: Birth) -> list[Process]:
+    def leftovers(self, since: PidSnapshot, present: PidSnapshot) -> list[Process]:
         """What the main process started in between and left running."""
-        return self._find(newcomers(since, present), main=False)
+        return self._find(pids_since(since, present), main=False)
 
     def reap(self) -> Exit:
         """Take the exit status, and let go of the process."""
@@ -204,7 +204,7 @@ class Tree:
         """Pidfds of the living processes of this tree: a snapshot, taken before any of them is signalled."""
         opened: dict[int, Process] = {}
         try:
-            for process in self._find(newcomers(self._birth, now()), main=main):
+            for process in self._find(pids_since(self._birth, now()), main=main):
                 if (pidfd := processes.open_same(process)) is not None:
                     opened[pidfd] = process
             yield list(opened)

@@ -14,14 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-VARIABLE = "LOOPWRIGHT_TRIAL"
+MARKER_VARIABLE = "LOOPWRIGHT_TRIAL"
 """Holds `:marker` for each trial that a process runs under: several if a trial runs a Loopwright of its own."""
 
 _WAIT_S = 10.0
 _ROUNDS = 100
 _BIRTH_S = 0.1
 """How long it takes at most until a process that is being started shows its marker."""
-_PREFIX = f"{VARIABLE}=".encode()
+_PREFIX = f"{MARKER_VARIABLE}=".encode()
 
 
 @dataclass(frozen=True)
@@ -211,5 +211,5 @@ def outlive(pid: int, ticks: int, marker: str, directory: str) -> None:
         os.spawnvp(os.P_WAIT, argv[0], [*argv, "--", directory])  # noqa: S606  No shell is wanted.
 
 
-if __name__ == "__main__":  # see keeper.py
+if __name__ == "__main__":  # see reaper.py
     outlive(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -1,4 +1,4 @@
-"""The keeper: a small process that outlives this one, if it is killed, for as long as it takes to clean up after it."""
+"""The reaper: a small process that outlives this one, if it is killed, for as long as it takes to clean up after it."""
 
 import os
 import subprocess
@@ -8,27 +8,27 @@ import uuid
 from pathlib import Path
 
 from loopwright.execution.local import processes
-from loopwright.execution.local.spawn import Limits, Spawned, spawn
+from loopwright.execution.local.spawn import ProcessLimits, StartedProcess, spawn
 from loopwright.execution.sandbox.files import remove
 
 # As a file and not by -m, and without any packages: it is there for good and should weigh next to nothing.
 _COMMAND = (sys.executable, "-IS", str(Path(processes.__file__)))
 
 
-class Keeper:
+class Reaper:
     """Whatever runs under a marker of its, and whatever lies in its directory, is gone soon after this process is.
 
-    keeper = Keeper("judge")
-    keeper.keep()
-    await executor.run(Command(..., directory=keeper.directory, marker=f"{keeper.marker}.1"), started)
-    keeper.close()
+    reaper = Reaper("judge")
+    reaper.start()
+    await executor.run(Command(..., directory=reaper.directory, marker=f"{reaper.marker}.1"), started)
+    reaper.close()
     """
 
     def __init__(self, name: str) -> None:
         self.marker = f"{name}-{uuid.uuid4().hex}"
         self._name = name
         self._directory: Path | None = None
-        self._spawned: Spawned | None = None
+        self._spawned: StartedProcess | None = None
 
     @property
     def directory(self) -> Path:
@@ -37,8 +37,8 @@ class Keeper:
             self._directory = Path(tempfile.mkdtemp(prefix=f"loopwright-{self._name}-"))
         return self._directory
 
-    def keep(self) -> None:
-        """See to it that the keeper is there; LaunchError if it cannot be."""
+    def start(self) -> None:
+        """See to it that the reaper is there; LaunchError if it cannot be."""
         if self._spawned is not None and self._spawned.process.poll() is None:
             return
         self._end()
@@ -46,10 +46,10 @@ class Keeper:
         self._spawned = spawn(
             [*_COMMAND, str(own), str(processes.start_ticks(own)), f"{self.marker}.", str(self.directory)],
             directory=Path("/"),
-            environment={name: value for name, value in os.environ.items() if name == processes.VARIABLE},
+            environment={name: value for name, value in os.environ.items() if name == processes.MARKER_VARIABLE},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            limits=Limits(),
+            limits=ProcessLimits(),
         )
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ _lock = threading.RLock()
 _spawned = 0
 
 
-class Birth(NamedTuple):
+class PidSnapshot(NamedTuple):
     """A moment in the sequence of process ids. A tuple, since one is made for each trial."""
 
     pid: int
@@ -39,17 +39,17 @@ class Birth(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spawned:
+class StartedProcess:
     """A process that has just been started; its pidfd is the caller's to close."""
 
     process: subprocess.Popen[bytes]
     start_ticks: int
     pidfd: int
-    birth: Birth
+    birth: PidSnapshot
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProcessLimits:
     """What a process may use."""
 
     cores: Collection[int] | None = None
@@ -63,9 +63,9 @@ def spawn(
     environment: Mapping[str, str],
     stdout: int,
     stderr: int,
-    limits: Limits,
+    limits: ProcessLimits,
     pass_fds: Sequence[int] = (),
-) -> Spawned:
+) -> StartedProcess:
     """Start a process, or raise LaunchError."""
     global _spawned
     with _lock:
@@ -89,14 +89,14 @@ def spawn(
             if before:
                 os.sched_setaffinity(0, before)
         _spawned += 1
-        birth = Birth(process.pid, _spawned, at_s)
+        birth = PidSnapshot(process.pid, _spawned, at_s)
     if limits.memory_bytes is not None:
         # DATA and not AS: Go, Java, CUDA and sanitizers reserve address space by the terabyte and touch little of it.
         with suppress(ProcessLookupError):
             resource.prlimit(process.pid, resource.RLIMIT_DATA, (limits.memory_bytes, limits.memory_bytes))
     try:
         # Never None: at the worst the process is a zombie of ours, which is still listed.
-        return Spawned(process, start_ticks(process.pid) or 0, os.pidfd_open(process.pid), birth)
+        return StartedProcess(process, start_ticks(process.pid) or 0, os.pidfd_open(process.pid), birth)
     except BaseException:
         process.kill()
         process.wait()
@@ -115,13 +115,13 @@ def room() -> Iterator[None]:
         raise
 
 
-def now() -> Birth:
+def now() -> PidSnapshot:
     """The present moment in the sequence of process ids."""
     with _lock:
-        return Birth(_last_pid(), _spawned, time.monotonic())
+        return PidSnapshot(_last_pid(), _spawned, time.monotonic())
 
 
-def newcomers(since: Birth, present: Birth) -> Collection[int] | None:
+def pids_since(since: PidSnapshot, present: PidSnapshot) -> Collection[int] | None:
     """The ids given out in between, none if all of them are known to be ours; None if they cannot be told."""
     born = present.pid - since.pid
     ids_may_have_wrapped = born < 0 or (present.at_s - since.at_s) * _FASTEST_FORKS_PER_S > _pid_max()

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from loopwright.execution.base import Started
-from loopwright.execution.local.call import Call, Returned
+from loopwright.execution.base import OnStart
+from loopwright.execution.local.call import CallResult, FunctionCall
 from loopwright.execution.local.executor import GRACE_S, OUTPUT_BYTES
-from loopwright.execution.local.spawn import Limits
+from loopwright.execution.local.spawn import ProcessLimits
 from loopwright.execution.local.worker_process import WorkerProcess
 from loopwright.execution.slots import Slots
 
@@ -27,19 +27,19 @@ class WorkerPool:
         self._most_idle = _IDLE_PER_SLOT * size
         self._output_bytes = output_bytes
         self._grace_s = grace_s
-        self._limits = [Limits(self._slots.cores(slot), memory_bytes) for slot in range(size)]
+        self._limits = [ProcessLimits(self._slots.cores(slot), memory_bytes) for slot in range(size)]
         self._idle: list[WorkerProcess] = []
         self._busy: set[WorkerProcess] = set()
         self._quiet: asyncio.Future[None] | None = None
 
-    async def call(self, call: Call, started: Started) -> Returned:
+    async def call(self, call: FunctionCall, on_start: OnStart) -> CallResult:
         """Make the call; raise LaunchError if no worker can be started, StorageError if its files cannot be written."""
         slot = await self._slots.take()
         try:
             worker = await self._hire(call, self._limits[slot])
             self._busy.add(worker)
             try:
-                return await worker.call(call, self._output_bytes, started)
+                return await worker.call(call, self._output_bytes, on_start)
             finally:
                 self._busy.remove(worker)
                 if worker.usable:
@@ -51,7 +51,7 @@ class WorkerPool:
             self._slots.give(slot)
 
     def kill_all(self) -> None:
-        """SIGKILL every worker and what it started, at once; callable from a signal handler."""
+        """SIGKILL every worker and what it on_start, at once; callable from a signal handler."""
         for worker in [*self._busy, *self._idle]:
             worker.kill()
 
@@ -65,7 +65,7 @@ class WorkerPool:
         idle, self._idle = self._idle, []
         await asyncio.gather(*(worker.dismiss() for worker in idle))
 
-    async def _hire(self, call: Call, limits: Limits) -> WorkerProcess:
+    async def _hire(self, call: FunctionCall, limits: ProcessLimits) -> WorkerProcess:
         """An idle worker with the same environment (OMP_NUM_THREADS and its like are read at import), or a new one."""
         for worker in reversed(self._idle):
             if worker.fits(call, limits):

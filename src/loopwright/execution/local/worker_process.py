@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from loopwright.core.errors import StorageError, storage
-from loopwright.execution.base import Started, Usage
+from loopwright.execution.base import OnStart, Usage
 from loopwright.execution.local import spawn as births
-from loopwright.execution.local.call import Call, Returned
-from loopwright.execution.local.connection import Connection, Frame
+from loopwright.execution.local.call import CallResult, FunctionCall
+from loopwright.execution.local.connection import Frame, FrameSocket
 from loopwright.execution.local.output import CappedFile, Pump
-from loopwright.execution.local.process_tree import Exit, Tree, describe
-from loopwright.execution.local.processes import VARIABLE
-from loopwright.execution.local.spawn import Limits, room, spawn
+from loopwright.execution.local.process_tree import Exit, ProcessTree, describe
+from loopwright.execution.local.processes import MARKER_VARIABLE
+from loopwright.execution.local.spawn import ProcessLimits, room, spawn
 
 # As a file and not by -m, which would import the package around it; -P keeps its folder off sys.path.
 COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("worker_main.py")))
@@ -25,13 +25,13 @@ _IMPORT_S = 60.0
 class WorkerProcess:
     """A worker, good for one call at a time, and for another one while it is `usable`."""
 
-    def __init__(self, call: Call, limits: Limits, grace_s: float) -> None:
+    def __init__(self, call: FunctionCall, limits: ProcessLimits, grace_s: float) -> None:
         self.usable = False
         self._environment, self._path, self._limits = call.environment, call.path, limits
         self._grace_s = grace_s
         # Recognised by a mark of its own, since the trial's changes from call to call.
         self._mark = f"worker-{uuid.uuid4().hex}"
-        self._inherited = call.environment.get(VARIABLE, "")
+        self._inherited = call.environment.get(MARKER_VARIABLE, "")
         self._imported: set[str] = set()
         self._answer: Frame | None = None
         self._ready = self._hung_up = False
@@ -41,7 +41,7 @@ class WorkerProcess:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._files: tuple[CappedFile, ...] = ()
         with room():
-            self._connection = Connection(self._on_frame)
+            self._connection = FrameSocket(self._on_frame)
             self._pumps: list[Pump] = []
             try:
                 for _ in ("stdout", "stderr"):
@@ -58,7 +58,7 @@ class WorkerProcess:
         """Whether the process is gone, or will not answer any more."""
         return self._tree.ended or self._hung_up
 
-    def fits(self, call: Call, limits: Limits) -> bool:
+    def fits(self, call: FunctionCall, limits: ProcessLimits) -> bool:
         """Whether this call may be made here."""
         # Identity first: comparing an environment and paths costs a tenth of a call, and they are the same each time.
         return (
@@ -67,7 +67,7 @@ class WorkerProcess:
             and (self._limits is limits or self._limits == limits)
         )
 
-    async def call(self, call: Call, output_bytes: int, started: Started) -> Returned:
+    async def call(self, call: FunctionCall, output_bytes: int, on_start: OnStart) -> CallResult:
         """Make a call. Unless it is answered in good order, the worker is gone afterwards."""
         self._attach(asyncio.get_running_loop())
         self._answer, self._ready, self.usable = None, False, False
@@ -77,7 +77,7 @@ class WorkerProcess:
             pump.sink = file
         start_s = time.monotonic()
         try:
-            started(self._tree.pid, self._tree.start_ticks)
+            on_start(self._tree.pid, self._tree.start_ticks)
             self._connection.send(self._frame(call))
             await self._wait(call)
             returned = await self._conclude(call, time.monotonic() - start_s)
@@ -91,7 +91,7 @@ class WorkerProcess:
         return returned
 
     def kill(self) -> None:
-        """SIGKILL the worker and all that it started, without waiting."""
+        """SIGKILL the worker and all that it on_start, without waiting."""
         if self._exit is None:
             self._tree.kill()
 
@@ -104,7 +104,7 @@ class WorkerProcess:
         if self._tree.interrupted:
             raise asyncio.CancelledError
 
-    async def _wait(self, call: Call) -> None:
+    async def _wait(self, call: FunctionCall) -> None:
         """Wait for the answer, the worker's end, a full disk, or the timeout."""
         if call.function not in self._imported:
             await self._tree.wait(max(call.timeout_s, _IMPORT_S) if call.timeout_s is not None else None)
@@ -118,7 +118,7 @@ class WorkerProcess:
     def _settled(self) -> bool:
         return self.ended or self._answer is not None or self._failure is not None
 
-    async def _conclude(self, call: Call, wall_s: float) -> Returned:
+    async def _conclude(self, call: FunctionCall, wall_s: float) -> CallResult:
         answer = self._answer
         if answer is not None and answer["output"]:
             for pump in self._pumps:
@@ -146,7 +146,7 @@ class WorkerProcess:
             value |= {name: float(text) for name, text in others.items()}
         return self._returned(usage, value=value, error=answer.get("error"))
 
-    async def _give_up(self, wall_s: float) -> Returned:
+    async def _give_up(self, wall_s: float) -> CallResult:
         timed_out = not self.ended
         if self._hung_up:
             # The socket closes a moment before the process is gone; one that lives on without it has to go too.
@@ -173,9 +173,9 @@ class WorkerProcess:
         error: str | None = None,
         timed_out: bool = False,
         died: str | None = None,
-    ) -> Returned:
+    ) -> CallResult:
         stdout, stderr = self._files
-        return Returned(usage, stdout.produced_bytes, stderr.produced_bytes, value, error, timed_out, died)
+        return CallResult(usage, stdout.produced_bytes, stderr.produced_bytes, value, error, timed_out, died)
 
     def _finish_files(self) -> None:
         for pump, file in zip(self._pumps, self._files, strict=True):
@@ -186,7 +186,7 @@ class WorkerProcess:
                 file.close()
 
     async def _end(self, grace_s: float) -> Exit:
-        """End the worker and all that it started, and let go of it. Safe to call twice."""
+        """End the worker and all that it on_start, and let go of it. Safe to call twice."""
         self.usable = False
         if self._exit is None:
             await self._tree.end(grace_s)
@@ -203,12 +203,12 @@ class WorkerProcess:
         for pump in self._pumps:
             pump.close()
 
-    def _spawn(self, marker: str) -> Tree:
+    def _spawn(self, marker: str) -> ProcessTree:
         child = self._connection.child.fileno()
         spawned = spawn(
             [*COMMAND, str(child)],
             directory=Path("/"),
-            environment={**self._environment, VARIABLE: self._variable(marker)},
+            environment={**self._environment, MARKER_VARIABLE: self._variable(marker)},
             stdout=self._pumps[0].write_fd,
             stderr=self._pumps[1].write_fd,
             limits=self._limits,
@@ -217,12 +217,12 @@ class WorkerProcess:
         self._connection.child.close()
         for pump in self._pumps:
             pump.close_writer()
-        return Tree(spawned, self._mark)
+        return ProcessTree(spawned, self._mark)
 
     def _variable(self, marker: str) -> str:
         return f"{self._inherited}:{marker}:{self._mark}"
 
-    def _frame(self, call: Call) -> Frame:
+    def _frame(self, call: FunctionCall) -> Frame:
         return {
             "function": call.function,
             "arguments": call.arguments,

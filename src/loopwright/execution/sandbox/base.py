@@ -29,24 +29,24 @@ class Bounds:
 NO_MOUNTS: Mapping[str, Path] = MappingProxyType({})
 
 
-class Room(ABC):
+class SandboxInstance(ABC):
     """One trial's place. What a command leaves in it is there for the next, and gone with the room.
 
     Commands run in it one after another, each to its end.
     """
 
-    mounts: ClassVar[bool] = False
+    has_own_paths: ClassVar[bool] = False
     """Whether it has paths of its own, so that `mounts` and `at` are honoured; otherwise they are passed over."""
 
     def __init__(self, workspace: Path) -> None:
         self.workspace = workspace
         """The directory that commands work in, as it is called outside."""
-        self.exceeded: str | None = None
+        self.exceeded_limit: str | None = None
         """The bound for whose sake the room ended a command, in words; None if none was broken."""
         self._settled = False
 
     @abstractmethod
-    def command(
+    def wrap(
         self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, fixed: Mapping[str, Path] = NO_MOUNTS
     ) -> Command:
         """The command that runs this one inside. Its `directory` is the workspace or lies in it.
@@ -55,26 +55,26 @@ class Room(ABC):
         `fixed` are others, read-only.
         """
 
-    def settle(self) -> None:
+    def begin_verification(self) -> None:
         """Say that the next command is to look at what the ones before have left, and is none of them.
 
         For it the disk bound counts from here, and no door is open. Measuring takes time: call it in a thread.
         """
-        self.exceeded, self._settled = None, True
+        self.exceeded_limit, self._settled = None, True
 
-    def untouched(self, directory: Path) -> bool:
-        """Whether no command of the room can have put anything into this directory, a layer over /usr aside."""
+    def is_trusted(self, directory: Path) -> bool:
+        """Whether no command of the room can have put anything into this directory, a layer over /usr run_in_thread."""
         return any(directory.is_relative_to(place) for place in ("/usr", "/bin", "/sbin"))
 
-    def inside(self, path: Path) -> str:
+    def path_inside(self, path: Path) -> str:
         """What a path in the workspace is called inside."""
         return str(path)
 
-    def reachable(self, url: str) -> str:
+    def url_inside(self, url: str) -> str:
         """What to call a URL inside that commands may reach."""
         return url
 
-    def failed(self, completion: Completion) -> bool:
+    def setup_failed(self, completion: Completion) -> bool:
         """Whether the last command never began, since the room could not be set up. Its stderr says why."""
         return False
 
@@ -82,23 +82,23 @@ class Room(ABC):
 class Sandbox(ABC):
     """Makes rooms.
 
-    async with sandbox.room(workspace, reach=("http://127.0.0.1:8400",)) as room:
-        await executor.run(room.command(agent), started)
-        await executor.run(room.command(tests), started)
+    async with sandbox.open(workspace, allowed_urls=("http://127.0.0.1:8400",)) as room:
+        await executor.run(room.wrap(agent), started)
+        await executor.run(room.wrap(tests), started)
     """
 
     def __init__(self, bounds: Bounds = Bounds()) -> None:  # noqa: B008  frozen
         self.bounds = bounds
 
     @abstractmethod
-    def room(
+    def open(
         self,
         workspace: Path,
         *,
-        reach: tuple[str, ...] = (),
-        at: str | None = None,
+        allowed_urls: tuple[str, ...] = (),
+        mount_at: str | None = None,
         hide: tuple[Path, ...] = (),
-    ) -> AbstractAsyncContextManager[Room]:
+    ) -> AbstractAsyncContextManager[SandboxInstance]:
         """A room over this directory; of the network only these URLs can be reached from it.
 
         `at` is what the workspace is called inside, such as /app; without it, what it is called outside.
@@ -109,13 +109,13 @@ class Sandbox(ABC):
         """SandboxError, with the next move, if there can be no rooms here; called before anything starts."""
 
 
-class _Open(Room):
-    def command(
+class _Open(SandboxInstance):
+    def wrap(
         self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, fixed: Mapping[str, Path] = NO_MOUNTS
     ) -> Command:
         return command
 
-    def untouched(self, directory: Path) -> bool:
+    def is_trusted(self, directory: Path) -> bool:
         return not directory.is_relative_to(self.workspace)
 
 
@@ -123,14 +123,14 @@ class NoSandbox(Sandbox):
     """No walls: for agents that are trusted as the user is."""
 
     @asynccontextmanager
-    async def room(
+    async def open(
         self,
         workspace: Path,
         *,
-        reach: tuple[str, ...] = (),
-        at: str | None = None,
+        allowed_urls: tuple[str, ...] = (),
+        mount_at: str | None = None,
         hide: tuple[Path, ...] = (),
-    ) -> AsyncIterator[Room]:
+    ) -> AsyncIterator[SandboxInstance]:
         yield _Open(workspace)
 
 

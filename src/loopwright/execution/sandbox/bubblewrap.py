@@ -22,11 +22,11 @@ from typing import ClassVar
 
 from loopwright.execution.base import Command, Completion
 from loopwright.execution.local.processes import start_ticks
-from loopwright.execution.sandbox.base import NO_MOUNTS, Bounds, Room, Sandbox, SandboxError
-from loopwright.execution.sandbox.cgroup import Group, parents
-from loopwright.execution.sandbox.files import aside, remove
-from loopwright.execution.sandbox.network_proxy import TOOLS, Gate, explain, plain_environment
-from loopwright.execution.sandbox.resource_monitor import OWN_PROCESSES, Watch, Watched
+from loopwright.execution.sandbox.base import NO_MOUNTS, Bounds, Sandbox, SandboxError, SandboxInstance
+from loopwright.execution.sandbox.cgroup import Cgroup, parents
+from loopwright.execution.sandbox.files import remove, run_in_thread
+from loopwright.execution.sandbox.network_proxy import TOOLS, NetworkProxy, explain, plain_environment
+from loopwright.execution.sandbox.resource_monitor import OWN_PROCESSES, MonitoredSandbox, ResourceMonitor
 from loopwright.execution.sandbox.status import TRUE_STATUS
 
 _SYSTEM = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
@@ -55,7 +55,7 @@ class Bubblewrap(Sandbox):
     def __init__(self, bounds: Bounds = Bounds(), readable: tuple[Path, ...] = ()) -> None:  # noqa: B008  frozen
         super().__init__(bounds)
         self._readable = (*dict.fromkeys((Path(sys.base_prefix), Path(sys.prefix), *readable)),)
-        self._watch = Watch()
+        self._watch = ResourceMonitor()
 
     def check(self) -> None:
         """See `Sandbox.check`."""
@@ -73,28 +73,28 @@ class Bubblewrap(Sandbox):
             raise SandboxError(explain(done.stderr))
 
     @asynccontextmanager
-    async def room(
+    async def open(
         self,
         workspace: Path,
         *,
-        reach: tuple[str, ...] = (),
-        at: str | None = None,
+        allowed_urls: tuple[str, ...] = (),
+        mount_at: str | None = None,
         hide: tuple[Path, ...] = (),
-    ) -> AsyncIterator[Room]:
-        """See `Sandbox.room`."""
+    ) -> AsyncIterator[SandboxInstance]:
+        """See `Sandbox.open`."""
         _checked(self)
         remove_stale()
-        gate = Gate(reach)
+        gate = NetworkProxy(allowed_urls)
         async with AsyncExitStack() as stack:
             scratch = _Scratch.make(gate.hosts(), hide)
-            stack.push_async_callback(aside, remove, scratch.path)
+            stack.push_async_callback(run_in_thread, remove, scratch.path)
             stack.push_async_callback(gate.close)
             await gate.open(scratch.path, _LAYERED if os.access("/usr", os.W_OK) else ())
-            group = Group(None)
+            group = Cgroup(None)
             if self.bounds.processes is not None:
-                group = Group.make(scratch.path.name, self.bounds.processes + OWN_PROCESSES)
+                group = Cgroup.make(scratch.path.name, self.bounds.processes + OWN_PROCESSES)
                 stack.push_async_callback(group.close)
-            room = _Room(workspace, at, gate, group, scratch, self.bounds, (*_visible(self._readable),), hide)
+            room = _Instance(workspace, mount_at, gate, group, scratch, self.bounds, (*_visible(self._readable),), hide)
             self._watch.add(room.watched)
             stack.push_async_callback(self._watch.drop, room.watched)
             yield room
@@ -158,54 +158,54 @@ class _Scratch:
                     place.mkdir(exist_ok=True)
 
 
-class _Room(Room):
-    mounts: ClassVar[bool] = True
+class _Instance(SandboxInstance):
+    has_own_paths: ClassVar[bool] = True
 
     def __init__(
         self,
         workspace: Path,
-        at: str | None,
-        gate: Gate,
-        group: Group,
+        mount_at: str | None,
+        gate: NetworkProxy,
+        group: Cgroup,
         scratch: _Scratch,
         bounds: Bounds,
         readable: tuple[Path, ...],
         hide: tuple[Path, ...],
     ) -> None:
         super().__init__(workspace.absolute())
-        self._at = at or str(self.workspace)
+        self._at = mount_at or str(self.workspace)
         self._gate, self._group, self._scratch, self._bounds = gate, group, scratch, bounds
         self._readable, self._hide = readable, hide
         self._commands = 0
-        self.watched = Watched(gate.net, bounds, (workspace, scratch.path), self.break_)
+        self.watched = MonitoredSandbox(gate.net, bounds, (workspace, scratch.path), self.break_)
         if _lies_in(Path(self._at), _fixed(gate.laid)) and not Path(self._at).is_dir():
-            raise SandboxError(f"the workspace cannot be {at} here, where the system is read-only. Choose /app.")
+            raise SandboxError(f"the workspace cannot be {mount_at} here, where the system is read-only. Choose /app.")
 
     def break_(self, reason: str) -> None:
         """Take note of a bound that was broken."""
-        self.exceeded = self.exceeded or reason
+        self.exceeded_limit = self.exceeded_limit or reason
 
-    def inside(self, path: Path) -> str:
-        """See `Room.inside`."""
+    def path_inside(self, path: Path) -> str:
+        """See `SandboxInstance.path_inside`."""
         return str(PurePosixPath(self._at) / path.absolute().relative_to(self.workspace))
 
-    def reachable(self, url: str) -> str:
-        """See `Room.reachable`."""
-        return self._gate.reachable(url)
+    def url_inside(self, url: str) -> str:
+        """See `SandboxInstance.url_inside`."""
+        return self._gate.url_inside(url)
 
-    def settle(self) -> None:
-        """See `Room.settle`."""
-        super().settle()
+    def begin_verification(self) -> None:
+        """See `SandboxInstance.begin_verification`."""
+        super().begin_verification()
         self.watched.spare()
 
-    def untouched(self, directory: Path) -> bool:
-        """See `Room.untouched`."""
+    def is_trusted(self, directory: Path) -> bool:
+        """See `SandboxInstance.is_trusted`."""
         return _lies_in(directory, (*self._readable, *map(Path, _SYSTEM)))
 
-    def command(
+    def wrap(
         self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, fixed: Mapping[str, Path] = NO_MOUNTS
     ) -> Command:
-        """See `Room.command`."""
+        """See `SandboxInstance.wrap`."""
         if not self._settled:
             self.watched.spared_bytes = 0
         self._gate.shut, self._settled = self._settled, False
@@ -220,8 +220,8 @@ class _Room(Room):
         environment = {**plain_environment(), "LOOPWRIGHT_GROUP": self._group.entry}
         return replace(command, argv=(*outside, *inside, *command.argv), environment=environment)
 
-    def failed(self, completion: Completion) -> bool:
-        """See `Room.failed`."""
+    def setup_failed(self, completion: Completion) -> bool:
+        """See `SandboxInstance.setup_failed`."""
         status = self._scratch.path / f"arguments-{self._commands}.status"
         return completion.exit_code is not None and not (status.exists() and b"exit-code" in status.read_bytes())
 
@@ -241,7 +241,7 @@ class _Room(Room):
         for inside, path in {self._at: self.workspace, **mounts, **fixed}.items():
             self._scratch.clear(inside)
             yield from ("--ro-bind" if inside in fixed else "--bind", str(path), inside)
-        yield from ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self.inside(command.directory))
+        yield from ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self.path_inside(command.directory))
         for name, value in _environment(command.environment).items():
             yield from ("--setenv", name, value)
 

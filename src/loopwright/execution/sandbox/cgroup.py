@@ -16,14 +16,14 @@ _left: set[Path] = set()
 """Groups whose processes would not go."""
 
 
-class Group:
+class Cgroup:
     """One group, or none where there can be none."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
     @classmethod
-    def make(cls, name: str, processes: int) -> "Group":
+    def make(cls, name: str, processes: int) -> "Cgroup":
         """A group of this name for so many processes."""
         for path in (*_left,):
             _remove(path)

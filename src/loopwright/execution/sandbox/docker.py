@@ -23,10 +23,10 @@ from typing import ClassVar
 from loopwright.execution.base import Command, Completion
 from loopwright.execution.local.processes import start_ticks
 from loopwright.execution.sandbox import network_proxy_main as gate_main
-from loopwright.execution.sandbox.base import NO_MOUNTS, Bounds, Room, Sandbox, SandboxError
+from loopwright.execution.sandbox.base import NO_MOUNTS, Bounds, Sandbox, SandboxError, SandboxInstance
 from loopwright.execution.sandbox.bubblewrap import remove_stale
 from loopwright.execution.sandbox.files import remove
-from loopwright.execution.sandbox.network_proxy import Gate, received
+from loopwright.execution.sandbox.network_proxy import NetworkProxy, received
 from loopwright.execution.sandbox.status import TRUE_STATUS
 
 IMAGE = "python:3.11-slim"
@@ -81,23 +81,23 @@ class Docker(Sandbox):
             )
 
     @asynccontextmanager
-    async def room(
+    async def open(
         self,
         workspace: Path,
         *,
-        reach: tuple[str, ...] = (),
-        at: str | None = None,
+        allowed_urls: tuple[str, ...] = (),
+        mount_at: str | None = None,
         hide: tuple[Path, ...] = (),
-    ) -> AsyncIterator[Room]:
-        """See `Sandbox.room`."""
+    ) -> AsyncIterator[SandboxInstance]:
+        """See `Sandbox.open`."""
         await asyncio.to_thread(self.check)
         await asyncio.to_thread(remove_stale_containers)
         await asyncio.to_thread(remove_stale)
-        gate = Gate(reach)
+        gate = NetworkProxy(allowed_urls)
         hidden = tuple(path.absolute() for path in hide)
-        room = _Room(workspace, at, gate, self.bounds, self._readable, self._image, hidden)
+        room = _Instance(workspace, mount_at, gate, self.bounds, self._readable, self._image, hidden)
         try:
-            if reach:
+            if allowed_urls:
                 await gate.serve(await asyncio.to_thread(room.open_gate))
             yield room
         finally:
@@ -105,21 +105,21 @@ class Docker(Sandbox):
             await asyncio.to_thread(room.close)
 
 
-class _Room(Room):
-    mounts: ClassVar[bool] = True
+class _Instance(SandboxInstance):
+    has_own_paths: ClassVar[bool] = True
 
     def __init__(
         self,
         workspace: Path,
-        at: str | None,
-        gate: Gate,
+        mount_at: str | None,
+        gate: NetworkProxy,
         bounds: Bounds,
         readable: tuple[Path, ...],
         image: str,
         hide: tuple[Path, ...],
     ) -> None:
         super().__init__(workspace.absolute())
-        self._at = at or str(self.workspace)
+        self._at = mount_at or str(self.workspace)
         self._gate, self._bounds, self._readable, self._image = gate, bounds, readable, image
         # What is not readable is not there.
         self._hide = [path for path in hide if any(path.is_relative_to(place) for place in readable) and path.exists()]
@@ -131,23 +131,23 @@ class _Room(Room):
         self._containers: list[str] = []
         self._caller: socket.socket | None = None
 
-    def inside(self, path: Path) -> str:
-        """See `Room.inside`."""
+    def path_inside(self, path: Path) -> str:
+        """See `SandboxInstance.path_inside`."""
         return str(PurePosixPath(self._at) / path.absolute().relative_to(self.workspace))
 
-    def reachable(self, url: str) -> str:
-        """See `Room.reachable`."""
-        return self._gate.reachable(url)
+    def url_inside(self, url: str) -> str:
+        """See `SandboxInstance.url_inside`."""
+        return self._gate.url_inside(url)
 
-    def failed(self, completion: Completion) -> bool:
-        """See `Room.failed`."""
+    def setup_failed(self, completion: Completion) -> bool:
+        """See `SandboxInstance.setup_failed`."""
         # Commands may end with the same code, but then there was a container.
         return completion.exit_code == _NEVER_BEGAN and not self._made(self._containers[-1]).exists()
 
-    def command(
+    def wrap(
         self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, fixed: Mapping[str, Path] = NO_MOUNTS
     ) -> Command:
-        """See `Room.command`."""
+        """See `SandboxInstance.wrap`."""
         self._gate.shut, self._settled = self._settled, False
         before = self._containers[-1:] if len(self._containers) > bool(self._gate.doors) else []
         name = self._container()
@@ -166,7 +166,7 @@ class _Room(Room):
             *("--network", f"container:{self._containers[0]}" if self._gate.doors else "none"),
             *(f"--mount=type=bind,source={path},target={inside}" for inside, path in places.items()),
             *(f"--mount=type=bind,source={path},target={inside},readonly" for inside, path in shown.items()),
-            *("--workdir", self.inside(command.directory), "--env-file", str(environment), self._image),
+            *("--workdir", self.path_inside(command.directory), "--env-file", str(environment), self._image),
             *(("/bin/sh", "-c", '. "$0" && exec "$@"', _VARIABLES) if longer else ()),
             *command.argv,
         )

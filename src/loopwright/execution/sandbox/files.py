@@ -67,14 +67,14 @@ def size_bytes(*roots: Path) -> int | None:
     return sum(int(line.split()[0]) for line in done.stdout.splitlines())
 
 
-async def aside(work: Callable[[Any], T], what: Any) -> T:
+async def run_in_thread(work: Callable[[Any], T], what: Any) -> T:
     """Do this in a thread that is for such work alone: how long it takes is for strangers to decide."""
     return await asyncio.get_running_loop().run_in_executor(_threads, work, what)
 
 
-async def removed(root: Path, within_s: float = 1.0) -> None:
+async def remove_in_background(root: Path, within_s: float = 1.0) -> None:
     """Remove a directory; if that takes longer, it goes on while the caller does."""
-    await asyncio.wait({asyncio.ensure_future(aside(remove, root))}, timeout=within_s)
+    await asyncio.wait({asyncio.ensure_future(run_in_thread(remove, root))}, timeout=within_s)
 
 
 def remove(root: Path) -> None:

@@ -36,7 +36,7 @@ _MAKE = ("unshare", "--user", "--map-root-user", "--net", "--mount", "--", sys.e
 
 
 @dataclass(frozen=True)
-class Door:
+class ForwardedPort:
     """One place that can be reached from inside, and what it is called there."""
 
     host: str
@@ -45,7 +45,7 @@ class Door:
     """A loopback address inside."""
 
     @classmethod
-    def to(cls, url: str, number: int) -> "Door":
+    def to(cls, url: str, number: int) -> "ForwardedPort":
         """The door for a URL, the `number`-th of a room."""
         host, port = _place(url)
         loopback = _is_address(host) and ipaddress.ip_address(host) in _LOOPBACK
@@ -64,14 +64,14 @@ class Door:
         return parts._replace(netloc=f"{self.address}:{self.port}").geturl()
 
 
-class Gate:
+class NetworkProxy:
     """Namespaces for one room, kept alive by open files of ours, and the forwarding through its doors."""
 
-    def __init__(self, reach: tuple[str, ...]) -> None:
-        places = {_place(url): url for url in reach}
+    def __init__(self, allowed_urls: tuple[str, ...]) -> None:
+        places = {_place(url): url for url in allowed_urls}
         if len(places) > _MOST_DOORS:
             raise SandboxError(f"a room cannot have {len(places)} doors. Give it {_MOST_DOORS} at most.")
-        self.doors = {place: Door.to(url, number) for number, (place, url) in enumerate(places.items())}
+        self.doors = {place: ForwardedPort.to(url, number) for number, (place, url) in enumerate(places.items())}
         self.laid: tuple[str, ...] = ()
         """The directories below `scratch/root` that have a writable layer over them."""
         self.shut = False
@@ -122,7 +122,7 @@ class Gate:
         named = [f"{door.address}\t{door.host}\n" for door in self.doors.values() if door.named]
         return "".join(["127.0.0.1\tlocalhost\n", *named])
 
-    def reachable(self, url: str) -> str:
+    def url_inside(self, url: str) -> str:
         """What a URL is called inside."""
         door = self.doors.get(_place(url))
         if door is None:
@@ -167,7 +167,7 @@ def received(caller: socket.socket, count: int) -> tuple[bytes, list[int]]:
 class _Forwarder:
     """Carries connections from one door to its place; those that are too many for the room wait outside."""
 
-    def __init__(self, door: Door, listening: socket.socket, gate: Gate) -> None:
+    def __init__(self, door: ForwardedPort, listening: socket.socket, gate: NetworkProxy) -> None:
         self._door, self._listening, self._gate = door, listening, gate
         self._open: set[asyncio.Task[None]] = set()
 

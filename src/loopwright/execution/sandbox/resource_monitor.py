@@ -17,7 +17,7 @@ from pathlib import Path
 
 from loopwright.execution.local.processes import all_pids, send
 from loopwright.execution.sandbox.base import Bounds
-from loopwright.execution.sandbox.files import aside, size_bytes
+from loopwright.execution.sandbox.files import run_in_thread, size_bytes
 
 _log = logging.getLogger(__name__)
 POLL_S = 0.2
@@ -31,7 +31,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
-class Used:
+class ResourceUsage:
     """What the processes of a room use at one moment."""
 
     pids: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Used:
 
 
 @dataclass(eq=False)
-class Watched:
+class MonitoredSandbox:
     """One room under watch."""
 
     net: int
@@ -82,15 +82,15 @@ class Watched:
         return f"disk: {size - spared} bytes of {limit}" if size - spared > limit else None
 
 
-class Watch:
+class ResourceMonitor:
     """Looks after the rooms of a sandbox, all with one look at the process table."""
 
     def __init__(self) -> None:
-        self._rooms: set[Watched] = set()
-        self._disks: dict[Watched, asyncio.Task[None]] = {}
+        self._rooms: set[MonitoredSandbox] = set()
+        self._disks: dict[MonitoredSandbox, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    def add(self, room: Watched) -> None:
+    def add(self, room: MonitoredSandbox) -> None:
         """Look after this room."""
         if room.bounds == Bounds():
             return
@@ -100,7 +100,7 @@ class Watch:
         if room.bounds.disk_bytes is not None:
             self._disks[room] = asyncio.ensure_future(_again(partial(self._measure, room)))
 
-    async def drop(self, room: Watched) -> None:
+    async def drop(self, room: MonitoredSandbox) -> None:
         """Look after it no more."""
         self._rooms.discard(room)
         tasks = [self._disks.pop(room)] if room in self._disks else []
@@ -114,9 +114,9 @@ class Watch:
     async def _look(self) -> None:
         await asyncio.to_thread(end_excess, tuple(self._rooms))
 
-    async def _measure(self, room: Watched) -> None:
+    async def _measure(self, room: MonitoredSandbox) -> None:
         """By itself, for it may take long: the others are not to go without their look meanwhile."""
-        if reason := await aside(Watched.disk, room):
+        if reason := await run_in_thread(MonitoredSandbox.disk, room):
             await asyncio.to_thread(end_room, room, reason)
 
 
@@ -133,7 +133,7 @@ async def _again(look: Callable[[], Awaitable[None]]) -> None:
             _log.warning("the bounds of rooms cannot be looked after for %g s: %r", pause_s, error)
 
 
-def end_excess(rooms: tuple[Watched, ...]) -> None:
+def end_excess(rooms: tuple[MonitoredSandbox, ...]) -> None:
     """End what is in the rooms that broke a bound, but for that of the disk."""
     used = usage()
     for room in rooms:
@@ -141,7 +141,7 @@ def end_excess(rooms: tuple[Watched, ...]) -> None:
             end_room(room, reason, used)
 
 
-def end_room(room: Watched, reason: str, used: Mapping[int, Used] | None = None) -> None:
+def end_room(room: MonitoredSandbox, reason: str, used: Mapping[int, ResourceUsage] | None = None) -> None:
     """End what is in a room that broke a bound, if anything is."""
     now = (usage() if used is None else used).get(room.net)
     if now is not None:
@@ -163,10 +163,10 @@ def end(net: int, pids: list[int]) -> None:
                 os.close(held)
 
 
-def usage() -> dict[int, Used]:
+def usage() -> dict[int, ResourceUsage]:
     """What is used in each network namespace that we may look into."""
     own = _net(os.getpid())
-    found: dict[int, Used] = defaultdict(Used)
+    found: dict[int, ResourceUsage] = defaultdict(ResourceUsage)
     for pid in all_pids():
         with suppress(OSError, ValueError, IndexError):
             if (net := _net(pid)) != own:

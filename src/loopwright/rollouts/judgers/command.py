@@ -11,18 +11,18 @@ from pydantic import Field, field_validator
 
 from loopwright.core.errors import Problem
 from loopwright.core.reward import Reward
-from loopwright.execution import Command, Completion, Keeper, LocalExecutor
+from loopwright.execution import Command, Completion, LocalExecutor, Reaper
 from loopwright.execution.local.executor import GRACE_S
 from loopwright.execution.local.process_tree import signal_name
-from loopwright.execution.local.processes import VARIABLE
-from loopwright.execution.sandbox.files import removed
+from loopwright.execution.local.processes import MARKER_VARIABLE
+from loopwright.execution.sandbox.files import remove_in_background
 from loopwright.rollouts.judgers import scratch
 from loopwright.rollouts.judgers.base import JudgeFailed, Judger, JudgerConfig, Payload
 from loopwright.rollouts.judgers.needs import Needs
 from loopwright.rollouts.judgers.verdict_parsing import as_reward
 from loopwright.rollouts.threads import Threads
 
-_KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", VARIABLE)
+_KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", MARKER_VARIABLE)
 _OUTPUT_BYTES = 2**20
 _CLEAN_UP_S = 5.0
 
@@ -83,20 +83,20 @@ class CommandJudger(Judger):
         self._executor = LocalExecutor(
             parallel=config.concurrency, memory_bytes=config.memory_limit, output_bytes=_OUTPUT_BYTES
         )
-        self._keeper, self._numbers, self._closed = Keeper("judge"), count(1), False
+        self._reaper, self._numbers, self._closed = Reaper("judge"), count(1), False
 
     async def judge(self, payload: Payload) -> Reward:
         if self._closed:
             raise JudgeFailed("the judger was closed")
-        self._keeper.keep()
-        root = self._keeper.directory
+        self._reaper.start()
+        root = self._reaper.directory
         prepare = partial(scratch.make, payload.only(self.needs), self.home, self.config.files, root)
         directory: Path = await self._threads.run(prepare)
         try:
             completion = await self._executor.run(self._command(directory), _unrecorded)
             return as_reward(self._verdict(directory, completion), self.config.label())
         finally:
-            await removed(directory)
+            await remove_in_background(directory)
 
     def _command(self, directory: Path) -> Command:
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
@@ -108,7 +108,7 @@ class CommandJudger(Judger):
             stdout=directory / ".stdout",
             stderr=directory / ".stderr",
             timeout_s=self.config.timeout_s,
-            marker=f"{self._keeper.marker}.{next(self._numbers)}",
+            marker=f"{self._reaper.marker}.{next(self._numbers)}",
         )
 
     def _verdict(self, directory: Path, completion: Completion) -> Any:
@@ -129,7 +129,7 @@ class CommandJudger(Judger):
         self._closed = True
         await self._executor.close()
         self._threads.close()
-        self._keeper.close()
+        self._reaper.close()
 
 
 def _unrecorded(pid: int, start_ticks: int) -> None:

@@ -1,4 +1,4 @@
-"""An agent at work: a command in a room, or a function of the user's. Both end in what is known of how they ended."""
+"""Agents: a command in a sandbox, or a function of the user's. Both report how they ended."""
 
 import asyncio
 import os
@@ -17,15 +17,15 @@ from loopwright.core.imports import import_function
 from loopwright.core.task import Task
 from loopwright.execution import Command, Executor
 from loopwright.execution.local.process_tree import signal_name
-from loopwright.execution.local.processes import VARIABLE
-from loopwright.execution.sandbox import Room
+from loopwright.execution.local.processes import MARKER_VARIABLE
+from loopwright.execution.sandbox import SandboxInstance
 from loopwright.gateway.client import RemoteSession
 from loopwright.rollouts.loops.base import describe_error
 from loopwright.rollouts.pools.base import answered
 from loopwright.rollouts.remote.config import RemoteConfig, taken
-from loopwright.workloads.template import Template
+from loopwright.workloads.template import CommandTemplate
 
-_KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", VARIABLE)
+_KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", MARKER_VARIABLE)
 _TAIL_BYTES = 16 * 1024
 """How much of the end of each output stream is evidence."""
 _SHOWN = 300
@@ -48,14 +48,14 @@ class AgentExit:
 
 @dataclass(frozen=True, slots=True)
 class AgentJob:
-    """One trial for an agent: its task, its session, and the room that it works in."""
+    """One trial for an agent: its task, its session, and the sandbox that it works in."""
 
     task: Task
     instruction: str
     env: Mapping[str, str]
     """Variables of the task's own environment."""
     session: RemoteSession
-    room: Room
+    sandbox: SandboxInstance
     directory: Path
     """Where its output streams go, out of its own reach."""
     trial: int | None
@@ -64,20 +64,20 @@ class AgentJob:
 
     @property
     def home(self) -> Path:
-        """A home for its agent, where the room has none."""
+        """A home for its agent, where the sandbox has none."""
         return self.directory / "home"
 
     def places(self, home: Path) -> dict[str, str]:
         """What its agent is told, by the names that a command has for it."""
-        room, session = self.room, self.session
+        sandbox, session = self.sandbox, self.session
         return {
             "instruction": self.instruction,
             "id": self.task.id,
             "home": str(home),
             "task_path": str(self.task.extra.get("local_task_path", "")),
-            "workspace": room.inside(room.workspace),
-            "openai_base_url": room.reachable(session.openai_base_url),
-            "anthropic_base_url": room.reachable(session.anthropic_base_url),
+            "workspace": sandbox.path_inside(sandbox.workspace),
+            "openai_base_url": sandbox.url_inside(session.openai_base_url),
+            "anthropic_base_url": sandbox.url_inside(session.anthropic_base_url),
             "key": session.key,
         }
 
@@ -108,27 +108,27 @@ class CommandAgent(ExternalAgent):
 
     def __init__(self, config: RemoteConfig, home: Path, passed: Mapping[str, str], executor: Executor) -> None:
         self._config, self._home, self._passed, self._executor = config, home, passed, executor
-        self._template = Template(config.command or ())
+        self._template = CommandTemplate(config.command or ())
 
     async def work(self, job: AgentJob) -> AgentExit:
         places = job.places(self._home)
         command = Command(
             argv=tuple(self._template.words(places)),
-            directory=job.room.workspace,
+            directory=job.sandbox.workspace,
             environment=self.environment(job, places),
             stdout=job.directory / "stdout",
             stderr=job.directory / "stderr",
             marker=job.marker,
         )
         try:
-            completion = await self._executor.run(job.room.command(command), unrecorded)
+            completion = await self._executor.run(job.sandbox.wrap(command), unrecorded)
         except LaunchError as error:
             return AgentExit(str(error), error.infra)
-        if job.room.failed(completion):
+        if job.sandbox.setup_failed(completion):
             said = _tail(job.directory / "stderr").strip()[-_SHOWN:]
-            return AgentExit(f"the agent's room could not be set up: {said}", infra=True)
+            return AgentExit(f"the agent's sandbox could not be set up: {said}", infra=True)
         if completion.signal is not None:
-            reason = job.room.exceeded or f"by {signal_name(completion.signal)}"
+            reason = job.sandbox.exceeded_limit or f"by {signal_name(completion.signal)}"
             return AgentExit(f"the agent was ended: {reason}", seen={"signal": completion.signal})
         code = completion.exit_code
         return AgentExit(f"the agent exited with {code}" if code else "", seen={"exit_code": code})
@@ -138,7 +138,7 @@ class CommandAgent(ExternalAgent):
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
         workspace, openai, key = places["workspace"], places["openai_base_url"], places["key"]
         # Not the workspace: what programs leave in their home is nothing for the task's tests.
-        home = {} if job.room.mounts else {"HOME": str(job.home), "TMPDIR": str(job.home)}
+        home = {} if job.sandbox.has_own_paths else {"HOME": str(job.home), "TMPDIR": str(job.home)}
         return {
             **kept,
             **home,
@@ -210,4 +210,4 @@ def _tail(path: Path) -> str:
 
 
 def unrecorded(pid: int, start_ticks: int) -> None:
-    """A trial is begun again, not gone on with, and the keeper finds its processes by their marker."""
+    """A trial is begun again, not gone on with, and the reaper finds its processes by their marker."""

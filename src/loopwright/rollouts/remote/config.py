@@ -19,7 +19,7 @@ from loopwright.gateway.settings import SERVER_TOKEN, token_in
 from loopwright.rollouts.loops.base import Loop, LoopConfig
 from loopwright.rollouts.tasks.base import TasksError
 from loopwright.rollouts.tasks.harbor.source import TaskLocator
-from loopwright.workloads.template import Template
+from loopwright.workloads.template import CommandTemplate
 
 PLACES = ("instruction", "id", "task_path", "workspace", "home", "openai_base_url", "anthropic_base_url", "key")
 """What can stand in braces in a command."""
@@ -104,7 +104,7 @@ class RemoteConfig(LoopConfig):
     @field_validator("command")
     @classmethod
     def _known_places(cls, command: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        for name in sorted(Template(command).names - set(PLACES)) if command else ():
+        for name in sorted(CommandTemplate(command).names - set(PLACES)) if command else ():
             raise ValueError(f"nothing is called {{{name}}}. {did_you_mean(name, PLACES)} Write {{{{ for a brace")
         return command
 

@@ -14,8 +14,8 @@ from loopwright.core.errors import LoopwrightError
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.engines.base import Sampling
 from loopwright.execution import Executor
-from loopwright.execution.sandbox import Room, Sandbox
-from loopwright.execution.sandbox.files import aside, remove
+from loopwright.execution.sandbox import Sandbox, SandboxInstance
+from loopwright.execution.sandbox.files import remove, run_in_thread
 from loopwright.gateway.client import Captured, GatewayClient, GatewayLost, RemoteSession
 from loopwright.gateway.refusal import Refused
 from loopwright.gateway.sessions.session_config import Terms
@@ -83,7 +83,7 @@ class RemoteRollout:
     async def run(self) -> Episode:
         """The episode. GatewayLost if the gateway is; whatever else goes wrong is part of the episode."""
         stack = AsyncExitStack()
-        stack.push_async_callback(aside, remove, self._directory)
+        stack.push_async_callback(run_in_thread, remove, self._directory)
         stack.push_async_callback(self._release)
         try:
             return await self._attempt(stack)
@@ -116,7 +116,7 @@ class RemoteRollout:
         ended, said = await self._work(job, prepared)
         if self._keep is not None:
             with self._phase("keep"), suppress(TimeoutError):
-                await asyncio.wait_for(aside(self._keep, job.room.workspace), _KEEP_S)
+                await asyncio.wait_for(run_in_thread(self._keep, job.sandbox.workspace), _KEEP_S)
         captured = await self._collected(ended)
         found = verdict(ended, captured, self._config.limits(), self._allowed)
         seen = {} if ended is None else dict(ended.seen)
@@ -135,13 +135,20 @@ class RemoteRollout:
         workspace = self._directory / "workspace"
         prepared = await asyncio.to_thread(self._laid_out, workspace)
         at, hide = (None, ()) if prepared is None else (prepared.workdir, prepared.hide)
-        room: Room = await stack.enter_async_context(
-            means.sandbox.room(workspace, reach=(self._session.openai_base_url,), at=at, hide=hide)
+        sandbox: SandboxInstance = await stack.enter_async_context(
+            means.sandbox.open(workspace, allowed_urls=(self._session.openai_base_url,), mount_at=at, hide=hide)
         )
         env = {} if prepared is None else prepared.env
         task = request.task
         job = AgentJob(
-            task, instruction(task), env, self._session, room, self._directory, request.trial, f"{self._marker}.agent"
+            task,
+            instruction(task),
+            env,
+            self._session,
+            sandbox,
+            self._directory,
+            request.trial,
+            f"{self._marker}.agent",
         )
         return job, prepared
 
@@ -173,7 +180,7 @@ class RemoteRollout:
         for number, step in enumerate(steps):
             if step is not None and prepared is not None:
                 job = replace(job, instruction=step.instruction)
-                await asyncio.to_thread(stage, prepared, step, job.room.workspace)
+                await asyncio.to_thread(stage, prepared, step, job.sandbox.workspace)
             ended = await self._agent(job, self._until(step, tested=tested))
             last = ended is None or bool(ended.failure) or number == len(steps) - 1
             if last:
@@ -182,7 +189,7 @@ class RemoteRollout:
                 if fault not in (None, Fault.POLICY):  # it is tried again, or has no reward
                     break
             if tested and step is not None and prepared is not None:
-                said.append(await self._verify(prepared, step, job.room))
+                said.append(await self._verify(prepared, step, job.sandbox))
             if last or (step is not None and said and not step.goes_on(said[-1])):
                 break
         return ended, said
@@ -216,13 +223,13 @@ class RemoteRollout:
                 with self._phase("teardown"):
                     await asyncio.wait({work})
 
-    async def _verify(self, prepared: PreparedTask, step: TaskStep, room: Room) -> VerifierReport:
+    async def _verify(self, prepared: PreparedTask, step: TaskStep, sandbox: SandboxInstance) -> VerifierReport:
         means = self._means
         with self._phase("verify"):
             try:
                 async with asyncio.timeout_at(self._begun + self._config.deadline_s):
                     return await verify(
-                        prepared, step, room, means.executor, self._directory, marker=f"{self._marker}.tests"
+                        prepared, step, sandbox, means.executor, self._directory, marker=f"{self._marker}.tests"
                     )
             except TimeoutError:
                 said = f"were not done by the rollout's deadline of {self._config.deadline_s:g} s"

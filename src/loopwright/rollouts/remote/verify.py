@@ -14,11 +14,11 @@ from typing import Any
 
 from loopwright.core.task import Task
 from loopwright.execution import Command, Completion, Executor
-from loopwright.execution.base import Started
+from loopwright.execution.base import OnStart
 from loopwright.execution.local.process_tree import signal_name
-from loopwright.execution.local.processes import VARIABLE
-from loopwright.execution.sandbox import Room, SandboxError
-from loopwright.execution.sandbox.files import remove, removed
+from loopwright.execution.local.processes import MARKER_VARIABLE
+from loopwright.execution.sandbox import SandboxError, SandboxInstance
+from loopwright.execution.sandbox.files import remove, remove_in_background
 from loopwright.rollouts.tasks.base import TasksError
 from loopwright.rollouts.tasks.harbor.dockerfile import WorkspaceLayout, read_layout
 from loopwright.rollouts.tasks.harbor.reward import NoVerdict, rewards_in
@@ -37,7 +37,7 @@ from loopwright.rollouts.tasks.harbor.task import (
 VerifierReport = dict[str, Any]
 """What tests said, as plain data: `rewards` by name or an `error`, and `exit_code`, `seconds`, `output`."""
 _SEARCHED = ("PATH", "LD_LIBRARY_PATH")
-_KEPT = (*_SEARCHED, "LANG", "LC_ALL", "TZ", VARIABLE)
+_KEPT = (*_SEARCHED, "LANG", "LC_ALL", "TZ", MARKER_VARIABLE)
 _TAIL_BYTES = 2000
 _TESTS, _VERIFIER, _SOLUTION, _HOME = "/tests", "/logs/verifier", "/solution", "/logs/home"
 _VARIABLES = {
@@ -71,7 +71,7 @@ class PreparedTask:
 
     @property
     def workdir(self) -> str:
-        """What the workspace is called inside, where a room has paths of its own."""
+        """What the workspace is called inside, where a sandbox has paths of its own."""
         return self.layout.workdir
 
     @property
@@ -102,7 +102,7 @@ def stage(prepared: PreparedTask, step: TaskStep, workspace: Path) -> None:
     files = prepared.task.files(step)
     for name, source, found in tree(files, PASSED_OVER) if files is not None else ():
         target = workspace / name
-        # The agent of an earlier step may have put a link here that leads out of its room.
+        # The agent of an earlier step may have put a link here that leads out of its sandbox.
         if stat.S_ISDIR(found.st_mode):
             if target.is_symlink() or not target.is_dir():
                 target.unlink(missing_ok=True)
@@ -117,14 +117,14 @@ def stage(prepared: PreparedTask, step: TaskStep, workspace: Path) -> None:
 async def verify(
     prepared: PreparedTask,
     step: TaskStep,
-    room: Room,
+    sandbox: SandboxInstance,
     executor: Executor,
     scratch: Path,
     *,
     marker: str = "",
-    started: Started = lambda _pid, _ticks: None,
+    started: OnStart = lambda _pid, _ticks: None,
 ) -> VerifierReport:
-    """Run a step's tests in the room that the agent has left; only a room that cannot be had, or a full disk, raises.
+    """Run a step's tests in the sandbox that the agent used. Raises only if the sandbox fails or the disk is full.
 
     They see copies, made now, below `scratch`, which no agent ever saw, and have a home of their own; programs are
     looked for where no agent could put any. Tests that are broken are an `error`.
@@ -136,15 +136,15 @@ async def verify(
         except TasksError as error:
             return {"error": str(error)}
         mounts = {place: directory / Path(place).name for place in (_VERIFIER, _HOME)}
-        env = {**_clean(room), **prepared.env, **prepared.tests_env[step.name]}
+        env = {**_clean(sandbox), **prepared.env, **prepared.tests_env[step.name]}
         script = Script(f"{_TESTS}/{TEST}", mounts, env, step.verifier_timeout_s, {_TESTS: directory / "tests"})
-        await asyncio.to_thread(room.settle)
-        completion = await executor.run(script.command(room, directory, marker), started)
-        if room.failed(completion):
-            raise SandboxError(f"the room for the tests could not be set up: {_tail(directory)}")
-        return await asyncio.to_thread(_said, directory, completion, step.verifier_timeout_s, room.exceeded)
+        await asyncio.to_thread(sandbox.begin_verification)
+        completion = await executor.run(script.command(sandbox, directory, marker), started)
+        if sandbox.setup_failed(completion):
+            raise SandboxError(f"the sandbox for the tests could not be set up: {_tail(directory)}")
+        return await asyncio.to_thread(_said, directory, completion, step.verifier_timeout_s, sandbox.exceeded_limit)
     finally:
-        await removed(directory)
+        await remove_in_background(directory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +158,12 @@ class Script:
     fixed: Mapping[str, Path] = field(default_factory=dict)
     """Those of the directories that nothing is to change."""
 
-    def command(self, room: Room, outputs: Path, marker: str) -> Command:
-        """The command that runs it in a room. Where nothing can be mounted, variables say where things are."""
-        at = {p: p if room.mounts else str(path) for p, path in {**self.mounts, **self.fixed}.items()}
+    def command(self, sandbox: SandboxInstance, outputs: Path, marker: str) -> Command:
+        """The command that runs it in a sandbox. Where nothing can be mounted, variables say where things are."""
+        at = {p: p if sandbox.has_own_paths else str(path) for p, path in {**self.mounts, **self.fixed}.items()}
         place, _, name = self.path.rpartition("/")
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        own = {} if room.mounts else {"HOME": str(outputs), "TMPDIR": str(outputs)}
+        own = {} if sandbox.has_own_paths else {"HOME": str(outputs), "TMPDIR": str(outputs)}
         own |= {"HOME": at[_HOME]} if _HOME in at else {}
         # What an agent left in its home must not be imported by the tests.
         own |= {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -171,27 +171,33 @@ class Script:
         command = Command(
             # As Harbor does it, by a shell: a script without a first line that says what runs it is the shell's own.
             argv=("bash", "-c", '"$0"', f"{at[place]}/{name}"),
-            directory=room.workspace,
+            directory=sandbox.workspace,
             environment={**kept, **own, **self.env, **variables},
             stdout=outputs / "stdout",
             stderr=outputs / "stderr",
             timeout_s=self.timeout_s,
             marker=marker,
         )
-        return room.command(command, self.mounts, self.fixed)
+        return sandbox.wrap(command, self.mounts, self.fixed)
 
 
-def _clean(room: Room) -> dict[str, str]:
+def _clean(sandbox: SandboxInstance) -> dict[str, str]:
     """Where tests look for programs: nowhere that the agent could have put one of its own."""
     kept = {}
     for name in _SEARCHED:
         parts = map(os.path.normpath, os.environ.get(name, "").split(os.pathsep))
-        kept[name] = os.pathsep.join(part for part in parts if part[0] == "/" and room.untouched(Path(part)))
+        kept[name] = os.pathsep.join(part for part in parts if part[0] == "/" and sandbox.is_trusted(Path(part)))
     return {"PATH": kept["PATH"] or os.defpath, "LD_LIBRARY_PATH": kept["LD_LIBRARY_PATH"]}
 
 
 async def solve(
-    prepared: PreparedTask, step: TaskStep, room: Room, executor: Executor, scratch: Path, *, marker: str = ""
+    prepared: PreparedTask,
+    step: TaskStep,
+    sandbox: SandboxInstance,
+    executor: Executor,
+    scratch: Path,
+    *,
+    marker: str = "",
 ) -> str:
     """Run a step's own solution in place of an agent; what went wrong, or nothing."""
     solution = prepared.task.solution(step)
@@ -205,7 +211,7 @@ async def solve(
             **resolved(prepared.task.solution_env, f"{prepared.task.path / 'task.toml'}, solution.env"),
         }
         script = Script(f"{_SOLUTION}/solve.sh", {_SOLUTION: directory / "solution"}, env, step.agent_timeout_s)
-        completion = await executor.run(script.command(room, directory, marker), lambda _pid, _ticks: None)
+        completion = await executor.run(script.command(sandbox, directory, marker), lambda _pid, _ticks: None)
         if completion.exit_code == 0 and not completion.timed_out:
             return ""
         how = f"ended with code {completion.exit_code}"
@@ -215,7 +221,7 @@ async def solve(
             how = f"was ended by {signal_name(completion.signal)}"
         return f"solve.sh {how}: {_tail(directory)}"
     finally:
-        await removed(directory)
+        await remove_in_background(directory)
 
 
 def combine_reports(prepared: PreparedTask, said: Sequence[VerifierReport]) -> VerifierReport:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.execution import Keeper, LocalExecutor
+from loopwright.execution import LocalExecutor, Reaper
 from loopwright.gateway.client import GatewayClient, GatewayLost
 from loopwright.rollouts.loops.base import describe_error
 from loopwright.rollouts.loops.worker import RolloutRequest
@@ -48,7 +48,7 @@ class RemoteWorker(Worker):
     ) -> None:
         self._config, self._closed = config, False
         self._executor = LocalExecutor(parallel=config.concurrency, output_bytes=config.output)
-        self._keeper, self._numbers = Keeper("agent"), count(1)
+        self._reaper, self._numbers = Reaper("agent"), count(1)
         self._clients: dict[GatewayAccess, GatewayClient] = {}
         sandbox = config.walls(home)
         sandbox.check()
@@ -63,10 +63,10 @@ class RemoteWorker(Worker):
     async def handle(self, order: RemoteRequest) -> Episode:
         if self._closed:
             raise GatewayLost("the worker was closed")
-        self._keeper.keep()
+        self._reaper.start()
         client = await self._client(order.access)
-        directory = Path(tempfile.mkdtemp(dir=self._keeper.directory, prefix="trial-"))
-        marker = f"{self._keeper.marker}.{next(self._numbers)}"
+        directory = Path(tempfile.mkdtemp(dir=self._reaper.directory, prefix="trial-"))
+        marker = f"{self._reaper.marker}.{next(self._numbers)}"
         trial = RemoteRollout(self._means, client, order.request, directory, marker, order.keep)
         try:
             return await trial.run()
@@ -93,4 +93,4 @@ class RemoteWorker(Worker):
         if self._means.leaving:
             await asyncio.wait(self._means.leaving)
         await asyncio.gather(*(client.close() for client in self._clients.values()))
-        await asyncio.to_thread(self._keeper.close)
+        await asyncio.to_thread(self._reaper.close)

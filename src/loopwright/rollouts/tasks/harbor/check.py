@@ -10,9 +10,9 @@ from pathlib import Path
 
 from loopwright.core.errors import LaunchError
 from loopwright.core.task import Task
-from loopwright.execution import Executor, Keeper, LocalExecutor
+from loopwright.execution import Executor, LocalExecutor, Reaper
 from loopwright.execution.sandbox import Sandbox, SandboxError
-from loopwright.execution.sandbox.files import aside, remove
+from loopwright.execution.sandbox.files import remove, run_in_thread
 from loopwright.rollouts.remote.verify import VerifierReport, combine_reports, prepare, solve, stage, verify
 from loopwright.rollouts.tasks.base import TasksError
 from loopwright.rollouts.tasks.harbor.source import TaskDirectory, TaskLocator
@@ -45,13 +45,13 @@ def _unlike(name: str, said: VerifierReport, reward: float) -> str:
 
 async def check(found: Sequence[TaskDirectory], sandbox: Sandbox, *, jobs: int) -> AsyncIterator[TaskCheck]:
     """Check tasks, so many at a time, and give them as they are done."""
-    async with _place(jobs) as (executor, keeper):
+    async with _place(jobs) as (executor, reaper):
         slots = asyncio.Semaphore(jobs)
 
         async def one(number: int, each: TaskDirectory) -> TaskCheck:
             async with slots:
-                attempt = partial(_attempt, each, sandbox, executor, keeper.directory)
-                marker = f"{keeper.marker}.{number}"
+                attempt = partial(_attempt, each, sandbox, executor, reaper.directory)
+                marker = f"{reaper.marker}.{number}"
                 untouched = await attempt(f"{marker}u", solving=False)
                 solvable = each.task is not None and each.task.solution(each.task.steps[0]) is not None
                 return TaskCheck(each, untouched, await attempt(f"{marker}s", solving=True) if solvable else None)
@@ -67,15 +67,15 @@ async def check(found: Sequence[TaskDirectory], sandbox: Sandbox, *, jobs: int) 
 
 
 @asynccontextmanager
-async def _place(jobs: int) -> AsyncIterator[tuple[Executor, Keeper]]:
-    keeper = Keeper("tasks")
-    keeper.keep()
+async def _place(jobs: int) -> AsyncIterator[tuple[Executor, Reaper]]:
+    reaper = Reaper("tasks")
+    reaper.start()
     executor = LocalExecutor(parallel=jobs, output_bytes=_OUTPUT_BYTES)
     try:
-        yield executor, keeper
+        yield executor, reaper
     finally:
         await executor.close()
-        keeper.close()
+        reaper.close()
 
 
 async def _attempt(
@@ -87,17 +87,17 @@ async def _attempt(
         prepared = await asyncio.to_thread(prepare, task, workspace, TaskLocator(root))
         if prepared is None or not prepared.tested:
             return {"error": "it has no tests/test.sh"}
-        async with sandbox.room(workspace, at=prepared.workdir, hide=prepared.hide) as room:
+        async with sandbox.open(workspace, mount_at=prepared.workdir, hide=prepared.hide) as instance:
             said: list[VerifierReport] = []
             for step in prepared.steps:
                 await asyncio.to_thread(stage, prepared, step, workspace)
-                if solving and (problem := await solve(prepared, step, room, executor, root, marker=marker)):
+                if solving and (problem := await solve(prepared, step, instance, executor, root, marker=marker)):
                     return {"error": problem}
-                said.append(await verify(prepared, step, room, executor, root, marker=marker))
+                said.append(await verify(prepared, step, instance, executor, root, marker=marker))
                 if not step.goes_on(said[-1]):
                     break
             return combine_reports(prepared, said)
     except (TasksError, SandboxError, LaunchError) as error:
         return {"error": str(error)}
     finally:
-        await aside(remove, workspace)
+        await run_in_thread(remove, workspace)
