@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from loopwright.execution.sandbox import bubblewrap, cgroup, files
-from loopwright.execution.sandbox.cgroup import Group
+from loopwright.execution.sandbox.cgroup import Cgroup
 from loopwright.execution.sandbox.files import remove, remove_in_background
 
 
@@ -34,10 +34,10 @@ def temporary(tmp_path, monkeypatch):
 
 def test_a_group_whose_processes_would_not_go_is_removed_later(groups, monkeypatch):
     monkeypatch.setattr(cgroup, "_TRIES", 1)
-    asyncio.run(Group.make("room-1", 40).close())
+    asyncio.run(Cgroup.make("room-1", 40).close())
     assert (groups / "room-1").exists()
     (groups / "room-1/pids.max").unlink()
-    Group.make("room-2", 40)
+    Cgroup.make("room-2", 40)
     assert not (groups / "room-1").exists()
 
 

@@ -12,7 +12,7 @@ from tests.fake_docker import FakeDocker
 from loopwright.execution.local.processes import start_ticks
 from loopwright.execution.sandbox import Bounds, SandboxError, cgroup, sandbox_of
 from loopwright.execution.sandbox.bubblewrap import remove_stale
-from loopwright.execution.sandbox.cgroup import Group
+from loopwright.execution.sandbox.cgroup import Cgroup
 from loopwright.execution.sandbox.docker import _machine, remove_stale_containers
 from loopwright.execution.sandbox.files import read_inside, remove, size_bytes
 from loopwright.execution.sandbox.network_proxy import NetworkProxy
@@ -177,7 +177,7 @@ class TestGroup:
         (tmp_path / "user.slice/ours.scope").mkdir(parents=True)
         monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
         monkeypatch.setattr(cgroup, "_own_groups", lambda: "0::/user.slice/ours.scope\n")
-        group = Group.make("room-1", 40)
+        group = Cgroup.make("room-1", 40)
         assert (tmp_path / "user.slice/room-1/pids.max").read_text() == "40"
         assert group.entry == str(tmp_path / "user.slice/room-1/cgroup.procs")
         # The kernel's own files go with their directory.
@@ -187,7 +187,7 @@ class TestGroup:
 
     def test_where_there_can_be_none_there_is_none(self, tmp_path, monkeypatch):
         monkeypatch.setattr(cgroup, "_ROOT", tmp_path / "nowhere")
-        group = Group.make("room-1", 40)
+        group = Cgroup.make("room-1", 40)
         assert group.entry == ""
         asyncio.run(group.close())
 

@@ -388,7 +388,7 @@ def test_nothing_leaks(make):
 
 
 def test_a_worker_imports_nothing_of_ours():
-    main = Path(sys.modules["loopwright.execution"].__file__).with_name("worker_main.py")
+    main = Path(sys.modules["loopwright.execution"].__file__).parent / "local" / "worker_main.py"
     program = f"import sys, runpy; runpy.run_path({str(main)!r}); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert not {"loopwright", "pydantic", "rich", "optuna", "numpy", "asyncio"} & set(loaded)

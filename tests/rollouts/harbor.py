@@ -1,5 +1,6 @@
 """Harbor task directories for tests."""
 
+import os
 from pathlib import Path
 
 from loopwright.core.task import Task
@@ -33,7 +34,14 @@ def task_at(path: Path, **extra: object) -> Task:
 def _script(text: str, home: Path) -> Command:
     outputs = {name: home / f"agent.{name}" for name in ("stdout", "stderr")}
     environment = {"PATH": "/usr/bin:/bin"}
-    return Command(("/bin/sh", "-c", text), home / "workspace", environment, **outputs, timeout_s=20.0, marker="a")
+    return Command(
+        ("/bin/sh", "-c", text),
+        home / "workspace",
+        environment,
+        **outputs,
+        timeout_s=20.0,
+        marker=f"agent-{os.getpid()}",
+    )
 
 
 async def verified(path: Path, home: Path, work=lambda workspace: None, sandbox=None, agent: str = ""):
@@ -50,7 +58,7 @@ async def verified(path: Path, home: Path, work=lambda workspace: None, sandbox=
                 work(home / "workspace")
                 if agent:
                     await executor.run(instance.wrap(_script(agent, home)), lambda _pid, _ticks: None)
-                said.append(await verify(prepared, step, instance, executor, home, marker="m"))
+                said.append(await verify(prepared, step, instance, executor, home, marker=f"verify-{os.getpid()}"))
                 if not step.goes_on(said[-1]):
                     break
     finally:

@@ -104,7 +104,7 @@ class Job:
     marker: str
     on_start: Callable[[int, int], None]
     flush_reservation: Callable[[], None] = lambda: None
-    """Has the reservation on disk; to be called before a process is started, unless `on_start` is called before that."""
+    """Writes the reservation to disk. Call it before starting a process that `on_start` does not record first."""
     is_retry: bool = True
     """Whether an earlier attempt may have left something behind."""
 

@@ -33,7 +33,7 @@ class WorkerPool:
         self._quiet: asyncio.Future[None] | None = None
 
     async def call(self, call: FunctionCall, on_start: OnStart) -> CallResult:
-        """Make the call; raise LaunchError if no worker can be started, StorageError if its files cannot be written."""
+        """Make the call. Raise LaunchError if no worker can be started, StorageError if a file cannot be written."""
         slot = await self._slots.take()
         try:
             worker = await self._hire(call, self._limits[slot])
