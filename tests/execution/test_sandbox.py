@@ -101,15 +101,15 @@ class TestDoors:
         """Given several places, each has an address of its own inside; a name stays, so that certificates fit."""
         reach = ("https://models.example/v1", "http://10.0.0.5:8400", "http://10.0.0.6:8400", "http://localhost:9/x")
         gate = NetworkProxy(reach)
-        assert gate.reachable("https://models.example/v1/chat") == "https://models.example/v1/chat"
-        assert gate.reachable("http://10.0.0.5:8400/a?b=c") == "http://127.77.0.2:8400/a?b=c"
-        assert gate.reachable("http://10.0.0.6:8400") == "http://127.77.0.3:8400"
-        assert gate.reachable("http://localhost:9/y") == "http://localhost:9/y"
+        assert gate.url_inside("https://models.example/v1/chat") == "https://models.example/v1/chat"
+        assert gate.url_inside("http://10.0.0.5:8400/a?b=c") == "http://127.77.0.2:8400/a?b=c"
+        assert gate.url_inside("http://10.0.0.6:8400") == "http://127.77.0.3:8400"
+        assert gate.url_inside("http://localhost:9/y") == "http://localhost:9/y"
         assert gate.hosts() == "127.0.0.1\tlocalhost\n127.77.0.1\tmodels.example\n"
 
     def test_what_was_not_named_has_no_door(self):
         with pytest.raises(SandboxError, match="reach"):
-            NetworkProxy(("http://127.0.0.1:8400",)).reachable("http://127.0.0.1:8401")
+            NetworkProxy(("http://127.0.0.1:8400",)).url_inside("http://127.0.0.1:8401")
 
     @pytest.mark.parametrize("url", ["127.0.0.1:8400", "http://", "file:///etc", "http://a:port"])
     def test_what_is_no_place_is_refused(self, url):
