@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from loopwright.gateway.dialects.chat import ChatCompletions
-from loopwright.gateway.sessions.session_config import Terms
+from loopwright.gateway.sessions.session_config import SessionConfig
 from tests.gateway.asking import chat, streamed, text_of
 from tests.gateway.serving import Teller, client_of, run, served, until, user
 
@@ -24,8 +24,8 @@ def test_t07_a_client_that_leaves_ends_its_generation(stream):
                 await engine.held.wait()
                 talk.cancel()
                 await until(lambda: engine.closed == 1)
-            await until(lambda: not session.live.described()["running"])
-            told = session.live.described()
+            await until(lambda: not session.served.describe()["running"])
+            told = session.served.describe()
             assert [(turn["finish"], turn["sampled_tokens"]) for turn in told["turns"]] == [("cut", 3)]
             assert sum(told["rows"][0]["response_mask"]) == 3, "it was sampled, so it is exported"
 
@@ -51,9 +51,9 @@ def test_t07_a_retry_goes_on_with_the_turn_that_was_cut(stream):
                 again = await talk(client, [user("a")], **retry)
                 assert (text_of(again) if stream else again.choices[0].message.content) == "hello"
                 assert len(engine.calls) == 2
-                assert [t["finish"] for t in session.live.described()["turns"]] == ["stop"]
+                assert [t["finish"] for t in session.served.describe()["turns"]] == ["stop"]
                 await talk(client, [user("a")])
-                assert len(session.live.described()["turns"]) == 2, "the same question again is another turn"
+                assert len(session.served.describe()["turns"]) == 2, "the same question again is another turn"
 
     run(story)
 
@@ -69,7 +69,7 @@ def test_t07_the_sdk_s_own_retry_joins_the_call_that_it_gave_up():
                 await until(lambda: engine.closed == 1)
                 engine.hold_at = None
                 assert (await talk).choices[0].message.content == "hello"
-            assert len(session.live.described()["turns"]) == 1
+            assert len(session.served.describe()["turns"]) == 1
             assert session.episode().sampled == 6
 
     run(story)
@@ -91,13 +91,13 @@ def test_t07_after_a_restart_a_retry_finds_its_turn(tmp_path):
         engine = Teller("hello")
         async with served(engine, output=tmp_path.with_name(tmp_path.name + "-crash")) as gateway:
             session = await gateway.open("t")
-            assert session.live.described()["verdicts"]["broken"] == 1
+            assert session.served.describe()["verdicts"]["broken"] == 1
             async with client_of(session) as client:
                 again = await chat(client, [user("never held")], max_tokens=1, **retry)
                 assert (again.id, again.choices) == (done.id, done.choices)
                 assert not engine.calls
                 assert (await chat(client, [user("a")], **retry)).choices[0].message.content == "hello"
-            told = session.live.described()
+            told = session.served.describe()
             assert (told["verdicts"]["broken"], told["trainable"], len(told["turns"])) == (0, True, 2)
 
     run(story)
@@ -125,7 +125,7 @@ def test_t07_a_retry_waits_for_the_call_that_is_still_given_up(given_up):
         engine = Lingering("hello", hold_at=3)
         retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
         async with served(engine) as gateway:
-            session = await gateway.open(terms=Terms(tokens=7))
+            session = await gateway.open(config=SessionConfig(tokens=7))
             async with client_of(session) as client:
                 first = asyncio.create_task(chat(client, [user("a")]))
                 await engine.held.wait()
@@ -141,7 +141,7 @@ def test_t07_a_retry_waits_for_the_call_that_is_still_given_up(given_up):
                 assert len(engine.calls) == 1, "one at a time"
                 engine.gone.set()
                 assert (await again).choices[0].message.content == "hello"
-            (turn,) = session.live.described()["turns"]
+            (turn,) = session.served.describe()["turns"]
             assert (turn["finish"], turn["verdict"], turn["sampled_tokens"]) == ("stop", "exact", 6)
 
     run(story)
@@ -166,7 +166,7 @@ def test_t07_a_session_is_closed_once_the_call_that_is_given_up_is_gone():
                 assert not closing.done()
                 engine.gone.set()
                 assert (await closing).sampled == 3
-            assert (session.live.running, len(engine.calls)) == (0, 1)
+            assert (session.served.running, len(engine.calls)) == (0, 1)
 
     run(story)
 
@@ -206,8 +206,8 @@ def test_t07_a_call_that_is_just_moved_to_another_engine_can_be_given_up():
 def test_t07_a_call_that_is_given_up_at_once_holds_nothing():
     async def story():
         async with served(Teller("hello")) as gateway:
-            live = (await gateway.open(terms=Terms(tokens=6))).live
-            dialect = ChatCompletions(live.session.engine.tokenizer, live.terms.defaults)
+            live = (await gateway.open(config=SessionConfig(tokens=6))).served
+            dialect = ChatCompletions(live.session.engine.tokenizer, live.config.defaults)
             body, digest = live.read("chat", b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}')
             call = live.call("chat", dialect.parse(body, {}), digest, retried=False)
             call.join()
@@ -222,14 +222,14 @@ def test_t07_a_client_that_leaves_while_it_waits_costs_nothing():
     async def story():
         engine = Teller("hello", hold_at=1)
         async with served(engine) as gateway:
-            session = await gateway.open(terms=Terms(concurrency=1, tokens=20, max_tokens=10))
+            session = await gateway.open(config=SessionConfig(concurrency=1, tokens=20, max_tokens=10))
             async with client_of(session) as client:
                 first = asyncio.create_task(chat(client, [user("a")]))
                 await engine.held.wait()
                 second = asyncio.create_task(chat(client, [user("b")]))
-                await until(lambda: session.live.described()["running"] == 2)
+                await until(lambda: session.served.describe()["running"] == 2)
                 second.cancel()
-                await until(lambda: session.live.described()["running"] == 1)
+                await until(lambda: session.served.describe()["running"] == 1)
                 engine.go.set()
                 await first
                 assert (await chat(client, [user("c")])).usage.completion_tokens == 6

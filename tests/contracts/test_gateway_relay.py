@@ -30,7 +30,7 @@ def worker_process(gateway, tmp_path, name, **engine):
 
 
 def exact_count(session, turns):
-    told, episode = session.live.described(), session.episode()
+    told, episode = session.served.describe(), session.episode()
     assert (len(told["turns"]), told["verdicts"]["broken"], told["trainable"]) == (turns, 0, True)
     assert spans_of(episode) == [(len(COUNTED) + 1, 0)] * turns
 

@@ -182,7 +182,7 @@ def test_t01_an_engine_that_fails_in_mid_stream_raises_in_the_sdk():
                 with pytest.raises(openai.APIError, match="out of memory"):
                     await followed(client, [user("hi")], heard)
                 assert text_of(heard) == "he"
-                told = session.live.described()
+                told = session.served.describe()
                 assert (told["verdicts"]["broken"], told["trainable"]) == (1, False)
                 assert "out of memory" in told["turns"][0]["reason"]
 
@@ -235,7 +235,7 @@ def test_t01_anthropic_and_responses_are_served_too():
                     event.type async for event in await client.responses.create(model="m", input="hi", stream=True)
                 ]
                 assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
-            dialects = {turn["dialect"] for turn in session.live.described()["turns"]}
+            dialects = {turn["dialect"] for turn in session.served.describe()["turns"]}
             assert len(dialects) == 2
 
     run(story)

@@ -9,7 +9,7 @@ import pytest
 
 from loopwright.engines.base import Sampling
 from loopwright.gateway.gateway import AdvertiseError, GatewayConfig
-from loopwright.gateway.sessions.session_config import Terms
+from loopwright.gateway.sessions.session_config import SessionConfig
 from tests.gateway.asking import asked, chat, streamed, text_of
 from tests.gateway.serving import Teller, client_of, run, served, until, user
 
@@ -91,9 +91,9 @@ def test_t05_sessions_expire():
                 await chat(client, [user("hi")])
                 now[0] += 50
                 await asyncio.sleep(1.2)
-                assert session.live.status == "open"
+                assert session.served.status == "open"
                 now[0] += 60
-                await until(lambda: session.live.status == "expired")
+                await until(lambda: session.served.status == "expired")
                 with pytest.raises(openai.ConflictError, match="expired"):
                     await chat(client, [user("hi")])
 
@@ -104,8 +104,8 @@ def test_t05_quotas_and_pinned_sampling():
     async def story():
         engine, now = Teller("hello"), [0.0]
         async with served(engine, clock=lambda: now[0]) as gateway:
-            pinned = Terms(sampling=Sampling(temperature=0.25, max_tokens=4), calls=3, time_s=100)
-            async with client_of(await gateway.open(terms=pinned), max_retries=2) as client:
+            pinned = SessionConfig(sampling=Sampling(temperature=0.25, max_tokens=4), calls=3, time_s=100)
+            async with client_of(await gateway.open(config=pinned), max_retries=2) as client:
                 await chat(client, [user("a")], temperature=1.5, max_tokens=100, top_p=0.5)
                 assert (engine.calls[-1][2].temperature, engine.calls[-1][2].max_tokens) == (0.25, 4)
                 assert engine.calls[-1][2].top_p == 0.5
@@ -116,12 +116,12 @@ def test_t05_quotas_and_pinned_sampling():
                 with pytest.raises(openai.RateLimitError, match="all 3 turns are used up"):
                     await chat(client, [user("a")])
                 assert time.monotonic() - begun < 0.4, "not retried"
-            async with client_of(await gateway.open(terms=Terms(tokens=8, time_s=10))) as client:
+            async with client_of(await gateway.open(config=SessionConfig(tokens=8, time_s=10))) as client:
                 assert (await chat(client, [user("a")])).usage.completion_tokens == 6
                 assert (await chat(client, [user("a")])).usage.completion_tokens == 2
                 with pytest.raises(openai.RateLimitError, match="all 8 tokens"):
                     await chat(client, [user("a")])
-            async with client_of(await gateway.open(terms=Terms(time_s=10))) as client:
+            async with client_of(await gateway.open(config=SessionConfig(time_s=10))) as client:
                 now[0] += 10
                 with pytest.raises(openai.RateLimitError, match="10 s are over"):
                     await chat(client, [user("a")])
@@ -132,7 +132,7 @@ def test_t05_quotas_and_pinned_sampling():
 def test_t05_choices_share_a_quota_or_cost_nothing():
     async def story():
         async with served(Teller("hello")) as gateway:
-            async with client_of(await gateway.open(terms=Terms(tokens=16))) as client:
+            async with client_of(await gateway.open(config=SessionConfig(tokens=16))) as client:
                 shared = await chat(client, [user("a")], n=2)
                 assert shared.usage.completion_tokens == 12, "each had eight, and took six"
                 with pytest.raises(openai.RateLimitError, match="12 of 16 tokens are used up"):
@@ -140,13 +140,13 @@ def test_t05_choices_share_a_quota_or_cost_nothing():
                 assert (await chat(client, [user("a")], n=4)).usage.completion_tokens == 4
                 with pytest.raises(openai.RateLimitError, match="all 16 tokens are used up"):
                     await chat(client, [user("a")])
-            session = await gateway.open(terms=Terms(calls=3))
+            session = await gateway.open(config=SessionConfig(calls=3))
             async with client_of(session) as client:
                 await chat(client, [user("a")])
                 with pytest.raises(openai.RateLimitError, match="1 of 3 turns are used up, and 3 more"):
                     await chat(client, [user("a")], n=3)
                 await chat(client, [user("a")], n=2)
-            assert len(session.live.described()["turns"]) == 3, "what was refused is no turn"
+            assert len(session.served.describe()["turns"]) == 3, "what was refused is no turn"
 
     run(story)
 
@@ -154,7 +154,7 @@ def test_t05_choices_share_a_quota_or_cost_nothing():
 def test_t05_what_calls_under_way_hold_is_not_called_used_up():
     async def story():
         engine = Teller("hello", hold_at=1)
-        async with served(engine) as gateway, client_of(await gateway.open(terms=Terms(tokens=100))) as client:
+        async with served(engine) as gateway, client_of(await gateway.open(config=SessionConfig(tokens=100))) as client:
             first = asyncio.create_task(chat(client, [user("a")]))
             await engine.held.wait()
             with pytest.raises(
@@ -174,14 +174,14 @@ def test_t05_a_retry_has_what_is_left_of_the_quotas():
         engine, now = Teller("x" * 50, hold_at=1), [0.0]
         retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
         async with served(engine, clock=lambda: now[0]) as gateway:
-            session = await gateway.open(terms=Terms(tokens=40, time_s=100))
+            session = await gateway.open(config=SessionConfig(tokens=40, time_s=100))
             async with client_of(session) as client:
                 for number in range(4):
                     engine.held.clear()
                     talk = asyncio.create_task(chat(client, [user(str(number))], n=1 + (number == 0)))
                     await engine.held.wait()
                     talk.cancel()
-                    await until(lambda: not session.live.running)
+                    await until(lambda: not session.served.running)
                 sampled = session.episode().sampled
                 engine.hold_at = None
                 both = await chat(client, [user("0")], n=2, **retry)
@@ -210,10 +210,10 @@ def test_t05_a_session_that_ended_holds_no_more_than_can_be_asked_for():
             async with client_of(done) as client:
                 with pytest.raises(openai.ConflictError, match="complete"):
                     await chat(client, [user("hi"), user("once more")])
-            live = done.live
+            live = done.served
             assert [len(held) for held in (live._bodies, live._calls, live.session.graph._sent)] == [0, 0, 0]
             now[0] += 60
-            await until(lambda: left.live.status == "expired")
+            await until(lambda: left.served.status == "expired")
             assert gateway.find("done").episode() == told
             now[0] += 60
             await until(lambda: not gateway.knows("done"))
@@ -229,7 +229,7 @@ def test_t05_calls_beyond_the_concurrency_wait():
         engine = Teller("hello", hold_at=1)
         async with (
             served(engine, keepalive_s=0.05) as gateway,
-            client_of(await gateway.open(terms=Terms(concurrency=2))) as client,
+            client_of(await gateway.open(config=SessionConfig(concurrency=2))) as client,
         ):
             talks = [asyncio.create_task(streamed(client, [user(str(n))])) for n in range(5)]
             await until(lambda: engine.running == 2)

@@ -11,8 +11,8 @@ import pytest
 
 from loopwright.core.errors import StorageError
 from loopwright.engines.base import Sampling
-from loopwright.gateway.refusal import Refused
-from loopwright.gateway.sessions.session_config import Terms
+from loopwright.gateway.refusal import Refusal
+from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.gateway.sessions.store import DiskStore
 from tests.gateway.asking import asked, chat, exact, followed, serving, streamed, text_of
 from tests.gateway.serving import Teller, client_of, run, served, until, user
@@ -65,7 +65,7 @@ def test_t04_the_end_is_told_once_the_turn_is_committed(tmp_path, stream, monkey
                         heard.append(await chat(client, [user("hi")]))
 
                 talking = asyncio.create_task(talk())
-                await until(lambda: session.live.session.graph.nodes[-1].finish == "stop")
+                await until(lambda: session.served.session.graph.nodes[-1].finish == "stop")
                 await asyncio.sleep(0.1)
                 assert not [answer for answer in heard if answer.choices[0].finish_reason]
                 assert not talking.done()
@@ -79,20 +79,20 @@ def test_t04_the_end_is_told_once_the_turn_is_committed(tmp_path, stream, monkey
 def test_t04_a_session_goes_on_after_a_restart(tmp_path):
     async def story():
         async with served(Teller("one"), output=tmp_path) as gateway:
-            session = await gateway.open("trial-7", Terms(run="r", trial=7, sampling=Sampling(temperature=0.5)))
+            session = await gateway.open("trial-7", SessionConfig(run="r", trial=7, sampling=Sampling(temperature=0.5)))
             async with client_of(session) as client:
                 first = (await chat(client, [user("a")])).choices[0].message
             before = session.episode()
         engine = Teller("two")
         async with served(engine, output=tmp_path) as gateway:
-            session = await gateway.open("trial-7", Terms(run="r", trial=7))
+            session = await gateway.open("trial-7", SessionConfig(run="r", trial=7))
             assert session.episode().nodes == before.nodes
             async with client_of(session) as client:
                 await chat(client, [user("a"), first, user("b")])
             episode = exact(engine, session)
             assert engine.calls[0][2].temperature == 0.5
             assert len(episode.rows()) == 1
-            assert session.live.described()["verdicts"]["exact"] == 2
+            assert session.served.describe()["verdicts"]["exact"] == 2
             await session.close()
         async with served(output=tmp_path) as gateway:
             live = gateway.find("trial-7")
@@ -191,7 +191,7 @@ def test_t04_a_turn_that_cannot_be_recorded_is_not_told(tmp_path, monkeypatch):
                             await talk(client, [user("a")])
                 retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
                 assert text_of(await streamed(client, [user("a")], **retry)) == "hello"
-                assert len(session.live.described()["turns"]) == 2
+                assert len(session.served.describe()["turns"]) == 2
 
     run(story)
 
@@ -209,18 +209,18 @@ def test_t04_a_call_that_never_had_a_slot_is_in_the_snapshot_and_in_the_store(tm
     async def story():
         engine = Teller("hello", hold_at=2)
         async with served(engine, output=tmp_path) as gateway:
-            session = await gateway.open("t", Terms(concurrency=1))
+            session = await gateway.open("t", SessionConfig(concurrency=1))
             async with client_of(session) as client:
                 talks = [asyncio.create_task(chat(client, [user("a")]))]
                 await engine.held.wait()
                 talks.append(asyncio.create_task(chat(client, [user("b")], temperature=0.5)))
-                await until(lambda: session.live.running == 2)
+                await until(lambda: session.served.running == 2)
                 if leaves:
                     talks[1].cancel()
-                    await until(lambda: session.live.running == 1)
+                    await until(lambda: session.served.running == 1)
                 await session.close()
                 await asyncio.gather(*talks, return_exceptions=True)
-            told = session.live.checked()
+            told = session.served.checked()
             assert [turn["sampled_tokens"] for turn in told["turns"]] == [2, 0]
         async with served(output=tmp_path) as gateway:
             again = gateway.find("t").checked()
@@ -249,7 +249,7 @@ def test_t04_what_a_full_disk_left_out_is_written_once_there_is_room(tmp_path, f
                     await session.close()
                 else:
                     await chat(client, [user("after")])
-                told = session.live.checked()
+                told = session.served.checked()
                 shutil.copytree(tmp_path, f"{tmp_path}-killed")
         assert told["verdicts"]["broken"] == 0
         assert told["turns"][1]["sampled_tokens"] == (0 if fails == "intent" else 6)
@@ -271,13 +271,13 @@ def test_t04_a_retry_that_could_not_be_recorded_is_once_there_is_room(tmp_path):
                 first = asyncio.create_task(chat(client, [user("a")]))
                 await engine.held.wait()
                 first.cancel()
-                await until(lambda: not session.live.running)
+                await until(lambda: not session.served.running)
                 engine.hold_at, engine.before = None, lambda: refusing(gateway)
                 with pytest.raises(openai.InternalServerError, match="cannot be recorded"):
                     await chat(client, [user("a")], extra_headers={"x-stainless-retry-count": "1"})
             refusing(gateway, False)
         async with served(output=tmp_path) as gateway:
-            (turn,) = gateway.find("t").described()["turns"]
+            (turn,) = gateway.find("t").describe()["turns"]
             assert (turn["verdict"], turn["finish"], turn["sampled_tokens"]) == ("exact", "stop", 6)
 
     run(story)
@@ -289,7 +289,7 @@ def test_t04_nobody_is_given_a_session_that_the_store_does_not_have(tmp_path):
             refusing(gateway)
             for _ in range(2):
                 with pytest.raises(StorageError):
-                    await gateway.open("t", Terms(run="r"))
+                    await gateway.open("t", SessionConfig(run="r"))
             both = await asyncio.gather(*(gateway.open("t") for _ in range(2)), return_exceptions=True)
             assert all(isinstance(each, StorageError) for each in both)
             refusing(gateway, False)
@@ -353,7 +353,7 @@ def test_t04_a_session_that_could_not_be_closed_is_not_open_again(tmp_path):
             with pytest.raises(StorageError):
                 await completed.close()
             now[0] += 1000
-            await until(lambda: expired.live.status == "expired")
+            await until(lambda: expired.served.status == "expired")
             now[0] += 1000
             await asyncio.sleep(1.2)
             assert [gateway.find(id).status for id in "ce"] == ["complete", "expired"]
@@ -398,7 +398,7 @@ def test_t05_a_session_can_be_deleted_though_nothing_more_can_be_written_of_it(t
             refusing(gateway)
             with pytest.raises(StorageError):
                 await gateway.delete("t")
-            with pytest.raises(Refused, match="deleted"):
+            with pytest.raises(Refusal, match="deleted"):
                 await gateway.open("t")
             refusing(gateway, False)
             await asyncio.gather(gateway.delete("t"), gateway.delete("t"))
@@ -440,17 +440,17 @@ def test_t02_a_turn_that_failed_is_as_good_as_its_prompt_once_a_retry_ends_it_af
                 engine.fail_at = 2
                 with pytest.raises(openai.InternalServerError, match="out of memory"):
                     await chat(client, [user("b")])
-            before = session.live.described()["turns"]
+            before = session.served.describe()["turns"]
             assert [turn["verdict"] for turn in before] == ["exact", "broken"]
         if old:
             as_format_2(tmp_path)
         async with served(Teller("hello"), output=tmp_path) as gateway:
             session = await gateway.open("t")
-            assert session.live.described()["turns"] == before
+            assert session.served.describe()["turns"] == before
             async with client_of(session) as client:
                 answer = await chat(client, [user("b")], extra_headers={"x-stainless-retry-count": "1"})
                 assert answer.choices[0].message.content == "hello"
-            told = session.live.described()
+            told = session.served.describe()
             assert [turn["verdict"] for turn in told["turns"]] == ["exact", "exact" if old else "forked"]
             assert told["trainable"]
 

@@ -23,7 +23,7 @@ def test_t02_t03_a_conversation_is_spliced_and_exported_once():
                         dict(sorted(arguments.items())), indent=1
                     )
                     messages += [sent, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}]
-            assert session.live.described()["verdicts"] == {"exact": 4, "bridged": 0, "forked": 0, "broken": 0}
+            assert session.served.describe()["verdicts"] == {"exact": 4, "bridged": 0, "forked": 0, "broken": 0}
             assert len(exact(engine, session).rows()) == 1
 
     run(story)
@@ -39,7 +39,7 @@ def test_t02_verdicts_say_what_parted_and_where():
                 await chat(client, [user("a"), first, user("b")])
                 await chat(client, [user("a"), {"role": "assistant", "content": "hellish"}, user("b")])
                 await chat(client, [user("z")])
-            turns = session.live.described()["turns"]
+            turns = session.served.describe()["turns"]
             assert [turn["verdict"] for turn in turns] == ["exact", "bridged", "forked", "forked"]
             bridged, forked, other = (turn["token"] for turn in turns[1:])
             assert engine.calls[1][0][bridged] == END, "the end that nobody sampled"
@@ -61,7 +61,7 @@ def test_t02_raw_text_goes_on_from_what_was_sampled():
                 await client.completions.create(model="m", prompt="abxyc", max_tokens=3)
                 await client.completions.create(model="m", prompt=list(b"abxycxyz"), max_tokens=3)
                 await client.completions.create(model="m", prompt="abq", max_tokens=3, n=2)
-            turns = session.live.described()["turns"]
+            turns = session.served.describe()["turns"]
             assert [turn["verdict"] for turn in turns] == ["exact", "exact", "exact", "forked", "forked"]
             assert turns[-1]["token"] == 2
             assert [bytes(given) for given, *_ in engine.calls] == [b"ab", b"abxyc", b"abxycxyz", b"abq", b"abq"]

@@ -52,7 +52,7 @@ def test_t06_running_calls_are_held_kept_alive_and_go_on_under_the_new_version(c
             for spans in (spans_of(session.episode())[:2], spans_of(session.episode())[2:]):
                 (old, zero), (new, five) = spans
                 assert (zero, five, old + new) == (0, 5, len(COUNTED) + 1)
-            assert session.live.described()["trainable"]
+            assert session.served.describe()["trainable"]
 
     run(story)
 

@@ -27,7 +27,7 @@ from loopwright.execution.sandbox import SandboxError, sandbox_of
 from loopwright.execution.sandbox.files import remove
 from loopwright.gateway.client import GatewayClient, GatewayLost, endpoint
 from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig
-from loopwright.gateway.sessions.session_config import Terms
+from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.ledger.ledger import Ledger
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.loops.worker import RolloutRequest
@@ -803,7 +803,7 @@ def test_t11_an_engine_actor_that_dies_is_replaced_and_given_the_latest_weights(
         await home.start()
         try:
             await home.tell(News(4))
-            session = await home.open("s", Terms(sampling=Sampling(max_tokens=4)))
+            session = await home.open("s", SessionConfig(sampling=Sampling(max_tokens=4)))
             assert (await said(session))[0] == 200
             ray.kill(home._engines._router.seats[0].actor)
             assert (await said(session, "still there?"))[0] == 200, "the call waits for the one that takes its place"

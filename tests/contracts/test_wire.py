@@ -46,7 +46,7 @@ async def chat(client, messages, **more):
 
 
 def kinds(session):
-    return [str(verdict.kind) for verdict in session.live.session.verdicts.values()]
+    return [str(verdict.kind) for verdict in session.served.session.verdicts.values()]
 
 
 def spliced(engine):
@@ -129,7 +129,7 @@ def test_row_dropped_reasoning(policy, sends_back):
             else:
                 assert kinds(session) == ["exact", "forked", "forked"], "never a silent mask"
                 assert "<think>" not in last
-                reason = session.live.session.verdicts[max(session.live.session.verdicts)].reason
+                reason = session.served.session.verdicts[max(session.served.session.verdicts)].reason
                 assert reason == "the reasoning of message 4 is left out"
             rows = session.episode().rows()
             assert len(rows) == (1 if policy == "preserve" else 3)
@@ -265,7 +265,7 @@ def test_row_lost_call(tmp_path):
             await talking
         async with served(Teller(), output=copy) as gateway:
             live = gateway.find(session.id)
-            shown = live.described()
+            shown = live.describe()
             assert (shown["trainable"], shown["verdicts"]["broken"]) == (False, 1)
             assert "ended before this turn did" in shown["turns"][0]["reason"]
 
@@ -283,7 +283,7 @@ def test_row_none_logprobs(logprob):
             with pytest.raises(openai.InternalServerError, match="as a logprob"):
                 await chat(client, [user("a")])
             assert kinds(session) == ["broken"]
-            shown = session.live.described()
+            shown = session.served.describe()
             assert (shown["trainable"], shown["rows"]) == (False, [])
 
     run(story)

@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from loopwright.gateway.gateway import Gateway, GatewayConfig
 from loopwright.gateway.relay.relay import Relay, RelayConfig
-from loopwright.gateway.relay.worker import Worker
+from loopwright.gateway.relay.worker import RelayWorker
 from tests.gateway.serving import until
 
 TOKEN = "a-token-of-the-gateway"
@@ -34,7 +34,7 @@ def door(gateway):
 
 @asynccontextmanager
 async def working(gateway, engine, name="w", url=None):
-    worker = Worker(engine, url or door(gateway), TOKEN, name=name, drain_s=5.0)
+    worker = RelayWorker(engine, url or door(gateway), TOKEN, name=name, drain_s=5.0)
     task = asyncio.create_task(worker.run())
     try:
         yield worker

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from loopwright.engines.base import EngineError
 from loopwright.engines.tokenizer import ByteTokenizer
-from loopwright.gateway.dialects.base import BadRequest, Piece
+from loopwright.gateway.dialects.base import BadRequest, Delta
 from loopwright.gateway.dialects.messages import Messages
 from loopwright.gateway.sessions.graph import Graph
 from loopwright.gateway.sessions.session import Turn
@@ -282,7 +282,7 @@ def test_reasoning_ends_with_a_signature():
     ask = parse(stream=True)
     turn = Turn({"role": "assistant", "content": "yes", "reasoning_content": "hm"}, "stop", 1, 5, 7)
     writer = DIALECT.stream(ask, "7")
-    pieces = writer.piece(0, Piece(thought="hm")) + writer.piece(0, Piece("yes"))
+    pieces = writer.piece(0, Delta(thought="hm")) + writer.piece(0, Delta("yes"))
     sent = read_events(writer.begin(5) + pieces + writer.end([turn]))
     assert outline(sent)[1:5] == [
         "content_block_start thinking",

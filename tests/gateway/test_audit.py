@@ -18,7 +18,7 @@ from loopwright.engines.inprocess.engine import TransformersConfig, Transformers
 from loopwright.engines.inprocess.forward import off_by
 from loopwright.engines.inprocess.models import tiny
 from loopwright.gateway.gateway import Gateway
-from loopwright.gateway.sessions.session_config import Terms
+from loopwright.gateway.sessions.session_config import SessionConfig
 from tests.gateway.serving import Teller, client_of, user
 
 SAMPLINGS = [
@@ -48,7 +48,7 @@ async def talked(engine, output, *, weights=None):
     """Sessions with several turns, branches, choices and an update of the weights."""
     async with Gateway(engine, output=output) as gateway:
         for sampling in SAMPLINGS:
-            session = await gateway.open(terms=Terms(sampling=Sampling(max_tokens=24, **sampling)))
+            session = await gateway.open(config=SessionConfig(sampling=Sampling(max_tokens=24, **sampling)))
             async with client_of(session) as client:
                 said, ask = [user("one")], client.chat.completions.create
                 for more in ("two", "three"):

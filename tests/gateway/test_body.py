@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from loopwright.gateway.dialects.base import BadRequest
 from loopwright.gateway.server import body as module
-from loopwright.gateway.server.body import Bodies, body_of
+from loopwright.gateway.server.body import Bodies, parse_object
 
 DIALECT = "chat.completions"
 
@@ -32,7 +32,7 @@ def agrees(bodies, body):
 
 
 def alone(body):
-    return body_of(body), digest(body)
+    return parse_object(body), digest(body)
 
 
 def outcome(read, body):

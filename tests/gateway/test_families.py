@@ -17,7 +17,7 @@ from loopwright.engines.base import Chunk, Engine, EngineConfig, Sampling
 from loopwright.engines.tokenizer import ByteTokenizer
 from loopwright.gateway.sessions.calls import HERMES, JSON, LLAMA3, Object
 from loopwright.gateway.sessions.manner import Manner
-from loopwright.gateway.sessions.reader import Reader
+from loopwright.gateway.sessions.reader import TurnParser
 from loopwright.gateway.sessions.session import Session
 from loopwright.gateway.sessions.template import ChatML, Llama3, TemplateError, Unframed, template_of
 
@@ -157,7 +157,7 @@ def test_pieces_joined_are_the_message_however_they_come(family, data):
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     manner = Manner(single=data.draw(st.booleans()), calls=data.draw(st.integers(0, 4)) > 0)
     options = {"call_id": "c", "grammar": grammar, "manner": manner}
-    reader, whole = (Reader(tokenizer, {tokenizer.specials[end]}, **options) for _ in range(2))
+    reader, whole = (TurnParser(tokenizer, {tokenizer.specials[end]}, **options) for _ in range(2))
     pieces, at, turn = [], 0, 0
     while at < len(ids):
         size = sizes[turn % len(sizes)]
@@ -339,7 +339,7 @@ def test_a_template_is_chosen_by_the_special_tokens():
 
 def test_arguments_come_token_by_token():
     tokenizer = ByteTokenizer()
-    reader = Reader(tokenizer, {257}, call_id="c")
+    reader = TurnParser(tokenizer, {257}, call_id="c")
     heard = [
         piece.arguments or f"<{piece.name}>"
         for token in tokenizer.encode('<tool_call>{"name": "f", "arguments": {"x": "ab", "n": 17}}</tool_call>')

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loopwright.gateway.sessions.session_config import Terms
+from loopwright.gateway.sessions.session_config import SessionConfig
 from tests.gateway.serving import ADD, Teller, client_of, run, served, until, user
 
 PATHS = ["v1/chat/completions", "v1/completions", "v1/responses", "v1/messages", "v1/messages/count_tokens"]
@@ -55,7 +55,7 @@ BODY = st.tuples(
 def test_no_body_makes_the_gateway_fail():
     async def story():
         async with served(body_bytes=100_000) as gateway, aiohttp.ClientSession() as http:
-            session = await gateway.open(terms=Terms(max_tokens=8))
+            session = await gateway.open(config=SessionConfig(max_tokens=8))
             loop = asyncio.get_running_loop()
 
             async def send(path, body):
@@ -82,7 +82,7 @@ def test_no_body_makes_the_gateway_fail():
             for raw in (b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"a":' * 5000, b"x" * 200_000):
                 for path in PATHS:
                     await send(path, raw)
-            assert not session.live.described()["running"]
+            assert not session.served.describe()["running"]
 
     run(story)
 
@@ -100,7 +100,7 @@ def test_no_field_of_any_kind_makes_the_gateway_fail():
 
     async def story():
         async with served() as gateway, aiohttp.ClientSession() as http:
-            session = await gateway.open(terms=Terms(max_tokens=2))
+            session = await gateway.open(config=SessionConfig(max_tokens=2))
             auth = {"authorization": f"Bearer {session.key}"}
             for path in PATHS:
                 for field in {*FIELDS, *MORE} - {"n"}:
@@ -134,7 +134,7 @@ def test_a_client_that_does_not_read_is_let_go_and_holds_nobody_up():
     async def story():
         engine = Teller("x" * 3000)
         async with served(engine, write_s=0.3) as gateway:
-            session = await gateway.open(terms=Terms(max_tokens=100_000))
+            session = await gateway.open(config=SessionConfig(max_tokens=100_000))
             body = orjson.dumps({"model": "m", "stream": True, "logprobs": True, "messages": [user("a")]})
             head = (
                 f"POST /{session.id}/v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {session.key}\r\n"
@@ -149,7 +149,7 @@ def test_a_client_that_does_not_read_is_let_go_and_holds_nobody_up():
             async with client_of(session) as client:
                 heard = await client.chat.completions.create(model="m", messages=[user("b")], max_tokens=5)
                 assert heard.choices[0].message.content == "xxxxx"
-            await until(lambda: not session.live.described()["running"], 20)
+            await until(lambda: not session.served.describe()["running"], 20)
             deaf.close()
 
     run(story)
@@ -203,7 +203,7 @@ def test_a_gateway_that_ends_tells_those_who_wait(tmp_path):
                     await talk
         assert engine.running == 0
         async with served(output=tmp_path) as gateway:
-            told = gateway.find("t").described()
+            told = gateway.find("t").describe()
             assert [(turn["finish"], turn["sampled_tokens"]) for turn in told["turns"]] == [("cut", 2)]
 
     run(story)

@@ -15,7 +15,7 @@ from loopwright.gateway.dialects.openai import MOST_CHOICES
 from loopwright.gateway.gateway import Gateway
 from loopwright.gateway.server import openapi
 from loopwright.gateway.server.server import Server
-from loopwright.gateway.sessions.session_config import Terms
+from loopwright.gateway.sessions.session_config import SessionConfig
 from tests.gateway.serving import Teller, client_of, run, served, until, user
 
 TOKEN = "a token of the opener"
@@ -240,7 +240,7 @@ def in_thread():
 
     async def main():
         async with served(Teller("hello"), token=TOKEN, body_bytes=100_000) as gateway:
-            session = await gateway.open("known", Terms(max_tokens=8))
+            session = await gateway.open("known", SessionConfig(max_tokens=8))
             found.update(url=gateway.address, key=session.key, loop=asyncio.get_running_loop())
             ready.set()
             await done.wait()
@@ -332,7 +332,7 @@ def test_a_gateway_that_ends_lets_streams_come_to_their_end_and_takes_no_new_one
                 assert text == "hello"
                 await ending
         async with served(output=tmp_path) as gateway:
-            (turn,) = gateway.find("t").described()["turns"]
+            (turn,) = gateway.find("t").describe()["turns"]
             assert (turn["finish"], turn["verdict"]) == ("stop", "exact")
 
     run(story)
@@ -349,7 +349,7 @@ def test_a_stream_that_does_not_end_in_time_is_cut_and_what_it_said_is_kept(tmp_
         with pytest.raises(Exception, match=r"Connection|takes no more"):
             await talk
         async with served(output=tmp_path) as gateway:
-            (turn,) = gateway.find("t").described()["turns"]
+            (turn,) = gateway.find("t").describe()["turns"]
             assert (turn["finish"], turn["sampled_tokens"]) == ("cut", 2)
 
     run(story)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopwright.engines.tokenizer import ByteTokenizer
-from loopwright.gateway.sessions.pieces import TextReader
-from loopwright.gateway.sessions.reader import Reader
+from loopwright.gateway.sessions.pieces import TextDecoder
+from loopwright.gateway.sessions.reader import TurnParser
 
 END = 257
 TEXT = st.text(alphabet="ab \n<>/€😀\u0301", max_size=8)
@@ -18,7 +18,7 @@ SPEECH = st.lists(PART, max_size=6).map("".join)
 
 
 def reader_of(**options):
-    return Reader(ByteTokenizer(), {END}, call_id="c", **options)
+    return TurnParser(ByteTokenizer(), {END}, call_id="c", **options)
 
 
 def told(ids, sizes, **options):
@@ -71,7 +71,7 @@ def test_text_is_cut_at_the_first_stop_string(text, stops):
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=24), st.integers(1, 5))
 def test_bytes_that_are_no_text_are_read_as_if_at_once(data, size):
-    reader = TextReader(ByteTokenizer())
+    reader = TextDecoder(ByteTokenizer())
     text = "".join(reader.feed(data[at : at + size]) for at in range(0, len(data), size)) + reader.finish()
     assert text == data.decode("utf-8", "replace")
 

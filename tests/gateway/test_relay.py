@@ -17,7 +17,7 @@ from loopwright.engines.tokenizer import ByteTokenizer
 from loopwright.gateway.gateway import Gateway, GatewayConfig
 from loopwright.gateway.relay.link import PROTOCOL
 from loopwright.gateway.relay.relay import Relay, RelayConfig
-from loopwright.gateway.relay.worker import Worker, WorkerRefused
+from loopwright.gateway.relay.worker import RelayWorker, WorkerRefused
 from loopwright.testing import EngineContract
 from tests.gateway.relaying import TOKEN, door, relayed, working
 from tests.gateway.serving import END, Teller, client_of, run, until, user
@@ -98,11 +98,11 @@ def test_who_has_no_token_is_not_let_in_and_gives_up():
         async with relayed() as gateway:
             for token in ("wrong-token-of-the-gateway", "", TOKEN + "x"):
                 with pytest.raises(WorkerRefused, match="does not know this token"):
-                    await Worker(Teller(), door(gateway), token).run()
+                    await RelayWorker(Teller(), door(gateway), token).run()
             assert gateway.engine.described() == []
         async with Gateway(Teller(), token=TOKEN) as plain:
             with pytest.raises(WorkerRefused, match="start the gateway with --relay"):
-                await Worker(Teller(), door(plain), TOKEN).run()
+                await RelayWorker(Teller(), door(plain), TOKEN).run()
 
     run(story)
 
@@ -116,10 +116,10 @@ def test_a_worker_with_other_tokens_is_refused_with_the_reason():
         other.tokenizer = Other()
         async with relayed(Teller()) as gateway:
             with pytest.raises(WorkerRefused, match="all workers must serve the same model"):
-                await Worker(other, door(gateway), TOKEN).run()
+                await RelayWorker(other, door(gateway), TOKEN).run()
         async with relayed(tokenizer=Other()) as gateway:
             with pytest.raises(WorkerRefused, match="all workers must serve the same model"):
-                await Worker(Teller(), door(gateway), TOKEN).run()
+                await RelayWorker(Teller(), door(gateway), TOKEN).run()
 
     run(story)
 
@@ -241,7 +241,7 @@ def test_t08_of_two_workers_with_one_name_the_later_one_serves_and_the_first_one
     async def story():
         first, later = Teller("hello", hold_at=2), Teller("hello")
         async with relayed() as gateway:
-            worker = asyncio.create_task(Worker(first, door(gateway), TOKEN, name="w").run())
+            worker = asyncio.create_task(RelayWorker(first, door(gateway), TOKEN, name="w").run())
             await until(lambda: gateway.engine.described())
             async with client_of(await gateway.open()) as client:
                 call = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("a")]))
@@ -290,7 +290,7 @@ def test_t08_a_gateway_that_ends_hears_its_workers_until_calls_have_ended(tmp_pa
             await end
         assert clock() - begun < 5
         async with relayed(Teller(), output=tmp_path) as gateway:
-            (turn,) = gateway.find("s").described()["turns"]
+            (turn,) = gateway.find("s").describe()["turns"]
             said = (6, "stop") if drain_s > 1 else (2, "cut")
             assert (turn["sampled_tokens"], turn["finish"], turn["verdict"]) == (*said, "exact")
 

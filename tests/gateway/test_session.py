@@ -14,7 +14,7 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.task import Task
 from loopwright.engines.base import BadSampling, Chunk, Engine, EngineConfig, EngineError, Sampling
 from loopwright.engines.tokenizer import ByteTokenizer
-from loopwright.gateway.sessions.session import BudgetSpent, Limits, Session
+from loopwright.gateway.sessions.session import BudgetSpent, Session, SessionLimits
 from loopwright.gateway.sessions.template import ChatML
 
 TASK = Task("t", ({"role": "user", "content": "hi"},))
@@ -514,7 +514,7 @@ def test_turns_are_counted():
         with pytest.raises(BudgetSpent, match="all 1 turns are used up"):
             await session.turn([user("b")])
 
-    run(story, "x", limits=Limits(turns=1))
+    run(story, "x", limits=SessionLimits(turns=1))
 
 
 def test_tokens_are_counted_over_all_turns():
@@ -525,7 +525,7 @@ def test_tokens_are_counted_over_all_turns():
         with pytest.raises(BudgetSpent, match="all 5 tokens are used up"):
             await session.turn([user("c")])
 
-    run(story, "xy", "longer", limits=Limits(tokens=5))
+    run(story, "xy", "longer", limits=SessionLimits(tokens=5))
 
 
 def test_turns_at_the_same_time_do_not_spend_the_same_tokens_twice():
@@ -535,7 +535,7 @@ def test_turns_at_the_same_time_do_not_spend_the_same_tokens_twice():
         assert [getattr(turn, "sampled_tokens", None) for turn in done] == [4, 2, None]
         assert isinstance(done[2], BudgetSpent)
 
-    run(story, "abcdefg", "abcdefg", limits=Limits(tokens=6))
+    run(story, "abcdefg", "abcdefg", limits=SessionLimits(tokens=6))
 
 
 # -- episodes ----------------------------------------------------------------------------------------------------

@@ -97,11 +97,11 @@ def test_t04_tools_and_calls_are_found_again_after_a_restart(tmp_path):
     async def story():
         async with served(output=tmp_path) as gateway:
             session = await gateway.open("s")
-            await session.live.session.turn(told, [ADD])
-            await session.live.keep()
-            before = len(session.live.session.graph.nodes)
+            await session.served.session.turn(told, [ADD])
+            await session.served.keep()
+            before = len(session.served.session.graph.nodes)
         async with served(output=tmp_path) as gateway:
-            session = (await gateway.open("s")).live.session
+            session = (await gateway.open("s")).served.session
             assert len(session.graph.nodes) == before
             turn = await session.turn(told, [ADD])
             assert session.graph.nodes[turn.node].parent == before - 2, "all messages are known"

@@ -16,7 +16,7 @@ FLAT = [{"type": "function", "name": "add", "parameters": SHAPE, "strict": False
 
 
 def kinds(session):
-    return [str(verdict.kind) for verdict in session.live.session.verdicts.values()]
+    return [str(verdict.kind) for verdict in session.served.session.verdicts.values()]
 
 
 async def chat(client, messages=None, **more):
@@ -130,7 +130,7 @@ def test_what_cannot_be_wished_for_is_refused(more, words):
     async def story(session, client, _):
         with pytest.raises(openai.BadRequestError, match=words):
             await chat(client, **more)
-        assert len(session.live.session.graph.nodes) == 1
+        assert len(session.served.session.graph.nodes) == 1
 
     story_of(Teller(), story)
 

@@ -59,7 +59,7 @@ def run(story, *plans):
         async with Gateway(engine, GatewayConfig(keepalive_s=0.05)) as gateway:
             opened = await gateway.open()
             result = await asyncio.wait_for(story(opened, engine), 60)
-            return result, opened.live.session, engine
+            return result, opened.served.session, engine
 
     return asyncio.run(main())
 

@@ -7,8 +7,8 @@ import pytest
 from loopwright.core.episode import Episode, Node, Span
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.engines.weight_update import News
-from loopwright.gateway.client import Captured
-from loopwright.gateway.sessions.session import Limits
+from loopwright.gateway.client import CompletedSession
+from loopwright.gateway.sessions.session import SessionLimits
 from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.pools.base import Pool, WorkerLost
 from loopwright.rollouts.remote.access import GatewayAccess
@@ -20,7 +20,7 @@ from tests.gateway.serving import served, until
 from tests.rollouts.remotes import TASK, program, staged
 
 REQUEST = RolloutRequest(TASK, "0", trial=1)
-FREE, ALLOWED = Limits(), TimeLimit(20.0, "deadline_s")
+FREE, ALLOWED = SessionLimits(), TimeLimit(20.0, "deadline_s")
 
 
 def spoken(version):
@@ -115,9 +115,9 @@ def test_t06_a_gateway_that_was_started_anew_wakes_with_the_weights_that_it_is_s
 def test_a01_an_agent_that_breaks_while_its_gateway_is_started_anew_is_no_failure_of_the_policy(ended):
     said = spoken(0)
     for restored, fault in ((False, Fault.POLICY), (True, Fault.INFRA)):
-        captured = Captured(said, "", 0.0, restored)
+        captured = CompletedSession(said, "", 0.0, restored)
         assert verdict(ended, captured, FREE, ALLOWED)[1] is fault
-    assert verdict(AgentExit(), Captured(said, "", 0.0, restored=True), FREE, ALLOWED) == (Outcome.OK, None, "")
+    assert verdict(AgentExit(), CompletedSession(said, "", 0.0, restored=True), FREE, ALLOWED) == (Outcome.OK, None, "")
 
 
 def test_t04_a_session_tells_whether_its_gateway_was_started_anew_meanwhile(tmp_path):
@@ -125,11 +125,11 @@ def test_t04_a_session_tells_whether_its_gateway_was_started_anew_meanwhile(tmp_
         for restored in (False, True):
             async with served(output=tmp_path) as gateway:
                 session = await gateway.open("one")
-                assert session.live.described()["restored"] is restored
+                assert session.served.describe()["restored"] is restored
         async with served(output=tmp_path) as gateway:
             await (await gateway.open("one")).close()
         async with served(output=tmp_path) as gateway:
-            assert gateway.find("one").described()["restored"] is False, "it had ended before"
+            assert gateway.find("one").describe()["restored"] is False, "it had ended before"
 
     asyncio.run(story())
 

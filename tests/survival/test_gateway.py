@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loopwright.core.errors import StorageError
-from loopwright.gateway.sessions.session_config import Terms
+from loopwright.gateway.sessions.session_config import SessionConfig
 from tests.gateway.serving import Teller, client_of, run, served, until, user
 from tests.survival.serving import serving
 
@@ -125,14 +125,14 @@ def test_a_full_disk_refuses_calls_keeps_what_there_is_and_is_got_over(tmp_path)
                     with pytest.raises(Exception, match="cannot be recorded"):
                         await talk(model="m", messages=[user(f"full {number} " + "x" * 200_000)])
                 with pytest.raises(StorageError):
-                    await gateway.open("another", Terms(run="x" * 200_000))
+                    await gateway.open("another", SessionConfig(run="x" * 200_000))
                 assert not gateway.knows("another")
                 connection.execute("PRAGMA max_page_count = 1073741823")
                 await talk(model="m", messages=[user("after")])
                 async with http.get(f"{gateway.address}/healthz") as answer:
                     assert answer.status == 200
         async with served(output=tmp_path) as gateway:
-            told = gateway.find("t").described()
+            told = gateway.find("t").describe()
             sampled = [turn["sampled_tokens"] for turn in told["turns"]]
             asked = [node["message"]["content"][:5] for node in told["episode"]["nodes"] if not node["spans"]]
             assert "befor" in asked
@@ -159,10 +159,10 @@ def test_clients_that_vanish_in_mid_stream_cost_only_their_own_turns():
     async def story():
         engine = Teller("x" * 2000)
         async with served(engine) as gateway:
-            session = await gateway.open(terms=Terms(max_tokens=4000))
+            session = await gateway.open(config=SessionConfig(max_tokens=4000))
             body = {"model": "m", "stream": True, "messages": [user("a")]}
             sockets = [raw_request(session, gateway, {**body, "messages": [user(str(n))]}) for n in range(30)]
-            await until(lambda: session.live.running, 30)
+            await until(lambda: session.served.running, 30)
             for number, one in enumerate(sockets):
                 if number % 2:  # a reset, and not even a goodbye
                     one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -170,8 +170,8 @@ def test_clients_that_vanish_in_mid_stream_cost_only_their_own_turns():
             async with client_of(session) as client:
                 answer = await client.chat.completions.create(model="m", messages=[user("b")], max_tokens=5)
                 assert answer.choices[0].message.content == "xxxxx"
-            await until(lambda: not session.live.running and not engine.running, 30)
-            told = session.live.described()
+            await until(lambda: not session.served.running and not engine.running, 30)
+            told = session.served.describe()
             assert sum(sum(row["response_mask"]) for row in told["rows"]) == sum(
                 turn["sampled_tokens"] for turn in told["turns"]
             )
@@ -184,7 +184,7 @@ def test_a_client_that_reads_a_byte_a_second_holds_nobody_up():
     async def story():
         engine = Teller("x" * 20_000)
         async with served(engine, write_s=3.0) as gateway:
-            session = await gateway.open(terms=Terms(max_tokens=100_000))
+            session = await gateway.open(config=SessionConfig(max_tokens=100_000))
             body = {"model": "m", "stream": True, "logprobs": True, "messages": [user("a")]}
             slow = raw_request(session, gateway, body)
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -196,7 +196,7 @@ def test_a_client_that_reads_a_byte_a_second_holds_nobody_up():
                         slow.recv(1)
                     heard = await client.chat.completions.create(model="m", messages=[user(str(number))], max_tokens=5)
                     assert heard.choices[0].message.content == "xxxxx"
-            await until(lambda: not session.live.running, 40)
+            await until(lambda: not session.served.running, 40)
             slow.close()
 
     run(story)
@@ -324,7 +324,7 @@ BODY = WEIRD | st.dictionaries(FIELD, HUGE, max_size=3).map(lambda more: json.du
 def test_no_bytes_make_it_fail(examples):
     async def story():
         async with served(body_bytes=100_000) as gateway, aiohttp.ClientSession() as http:
-            session = await gateway.open(terms=Terms(max_tokens=8))
+            session = await gateway.open(config=SessionConfig(max_tokens=8))
             loop, auth = asyncio.get_running_loop(), {"authorization": f"Bearer {session.key}"}
 
             async def send(path, body, kind):
@@ -343,7 +343,7 @@ def test_no_bytes_make_it_fail(examples):
                 max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
             )
             await asyncio.to_thread(quick(given(PATHS, BODY, kinds)(check)))
-            assert not session.live.running
+            assert not session.served.running
 
     run(story) if examples < 1000 else asyncio.run(story())
 

@@ -11,7 +11,7 @@ from loopwright.cli.options import RunOption, emit
 
 if TYPE_CHECKING:
     from loopwright.engines.inprocess.engine import TransformersConfig
-    from loopwright.gateway.audit import Captured, Checked, Summary
+    from loopwright.gateway.audit import AuditSummary, EpisodeSource, TurnAudit
 
 NAME = "audit"
 
@@ -43,14 +43,14 @@ def command(
 
     Ends with 1 if a token is off by more than the tolerance, or if there was nothing to look at.
     """
-    from loopwright.gateway.audit import Summary, audit, versions_of
+    from loopwright.gateway.audit import AuditSummary, audit, versions_of
 
     with _captured(output, run) as (captured, about, kept, scenario):
         model = _model(engine, about)
         counts = versions_of(captured)
         places: dict[int, Path | None] = {0: None, **kept, **_weights(weights or [], counts)}
         at_hand = {version: place for version, place in places.items() if version in counts}
-        summary = Summary(left_out={v: count for v, count in counts.items() if v not in at_hand})
+        summary = AuditSummary(left_out={v: count for v, count in counts.items() if v not in at_hand})
         if at_hand:
             from loopwright.engines.inprocess.forward import Forward
 
@@ -73,7 +73,7 @@ def command(
 @contextmanager
 def _captured(
     output: Path, run: str | None
-) -> "Iterator[tuple[Captured, dict[str, Any] | None, dict[int, Path], Path]]":
+) -> "Iterator[tuple[EpisodeSource, dict[str, Any] | None, dict[int, Path], Path]]":
     """The episodes, what the run says of its engine, the weights of versions that it kept, and its scenario."""
     from loopwright.cli.rollout_run import rollout_run
     from loopwright.gateway.audit import STORE, in_gateway, in_ledger, weights_in
@@ -142,7 +142,7 @@ def _weights(given: list[str], counts: dict[int, int]) -> dict[int, Path]:
     return found
 
 
-def _shown(found: "Iterator[list[Checked]]", total: int, *, hidden: bool) -> "Iterator[list[Checked]]":
+def _shown(found: "Iterator[list[TurnAudit]]", total: int, *, hidden: bool) -> "Iterator[list[TurnAudit]]":
     """The same, with a bar that grows."""
     import sys
 
@@ -157,7 +157,7 @@ def _shown(found: "Iterator[list[Checked]]", total: int, *, hidden: bool) -> "It
             yield turns
 
 
-def _show(summary: "Summary", tolerance: float) -> None:
+def _show(summary: "AuditSummary", tolerance: float) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -147,9 +147,9 @@ async def _work(engine: "Engine", url: str, token: str, name: str | None, drain_
     import asyncio
 
     with _gateway_extra():
-        from loopwright.gateway.relay.worker import Worker
+        from loopwright.gateway.relay.worker import RelayWorker
     ended = signalled()
-    made = Worker(engine, url, token, name=name, drain_s=drain_s, say=say)
+    made = RelayWorker(engine, url, token, name=name, drain_s=drain_s, say=say)
     working: asyncio.Future[Any] = asyncio.ensure_future(made.run())
     try:
         await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)

@@ -29,7 +29,7 @@ _VERSION = re.compile(r"(\d+)(\.safetensors|\.pt)?$")
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class EpisodeSource:
     """Stored episodes: how many there are, and each with the name of its trial or session."""
 
     count: int
@@ -37,7 +37,7 @@ class Captured:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class TurnAudit:
     """The tokens of one turn that one version sampled: how far their logprobs are from those of a forward pass."""
 
     episode: str
@@ -69,18 +69,18 @@ class Checked:
 
 
 @dataclass
-class Summary:
+class AuditSummary:
     """All turns of an audit, as one."""
 
     turns: int = 0
     tokens: int = 0
     total: float = 0.0
-    worst: list[Checked] = field(default_factory=list)
+    worst: list[TurnAudit] = field(default_factory=list)
     """The turns that are off most, the worst first."""
     left_out: dict[int, int] = field(default_factory=dict)
     """Turns by the version that sampled them, where its weights are not at hand."""
 
-    def add(self, turn: Checked, shown: int = 10) -> None:
+    def add(self, turn: TurnAudit, shown: int = 10) -> None:
         """Take in a turn."""
         self.turns += 1
         self.tokens += len(turn.off_by)
@@ -109,15 +109,15 @@ class Summary:
 
 
 @contextmanager
-def in_ledger(path: Path) -> Iterator[Captured]:
+def in_ledger(path: Path) -> Iterator[EpisodeSource]:
     """The episodes of a run."""
     with Ledger.read(path) as ledger:
         ((count,),) = ledger.transaction.rows("SELECT count(*) FROM payloads WHERE kind = 'rollout'")
-        yield Captured(count, lambda: ((f"trial {one.number}", one.episode) for one in rollouts(ledger)))
+        yield EpisodeSource(count, lambda: ((f"trial {one.number}", one.episode) for one in rollouts(ledger)))
 
 
 @contextmanager
-def in_gateway(path: Path) -> Iterator[Captured]:
+def in_gateway(path: Path) -> Iterator[EpisodeSource]:
     """The sessions of a gateway, also while it serves."""
     with explained(path):
         connection = connect_to_read(path)
@@ -130,7 +130,7 @@ def in_gateway(path: Path) -> Iterator[Captured]:
                 nodes = (node for node, _ in nodes_of(store, id))
                 yield f"session {id}", Episode(Task(id, ()), (ROOT, *nodes))
 
-        yield Captured(len(ids), episodes)
+        yield EpisodeSource(len(ids), episodes)
 
 
 def weights_in(place: Path) -> dict[int, Path]:
@@ -143,7 +143,7 @@ def weights_in(place: Path) -> dict[int, Path]:
     return found
 
 
-def versions_of(captured: Captured) -> dict[int, int]:
+def versions_of(captured: EpisodeSource) -> dict[int, int]:
     """How many turns each version sampled, the oldest first."""
     counts: dict[int, int] = {}
     for _, episode in captured.episodes():
@@ -153,7 +153,7 @@ def versions_of(captured: Captured) -> dict[int, int]:
     return dict(sorted(counts.items()))
 
 
-def audit(captured: Captured, forward: "Forward", weights: Mapping[int, Path | None]) -> Iterator[list[Checked]]:
+def audit(captured: EpisodeSource, forward: "Forward", weights: Mapping[int, Path | None]) -> Iterator[list[TurnAudit]]:
     """What a forward pass says of the turns that these versions sampled, some episodes at a time.
 
     None stands for the weights that the model comes with; they come first, for others take their place.
@@ -204,10 +204,10 @@ def _branches(name: str, episode: Episode, version: int) -> Iterator[_Branch]:
             yield _Branch(name, nodes, Passage(ids, places, logprobs, samplings))
 
 
-def _checked(branches: list[_Branch], forward: "Forward", version: int) -> Iterator[Checked]:
+def _checked(branches: list[_Branch], forward: "Forward", version: int) -> Iterator[TurnAudit]:
     differences = forward.differences([branch.passage for branch in branches])
     for branch, off_by in zip(branches, differences, strict=True):
         turns: dict[int, list[float]] = {}
         for node, off in zip(branch.nodes, off_by, strict=True):
             turns.setdefault(node, []).append(off)
-        yield from (Checked(branch.episode, node, version, tuple(offs)) for node, offs in turns.items())
+        yield from (TurnAudit(branch.episode, node, version, tuple(offs)) for node, offs in turns.items())

@@ -1,7 +1,7 @@
 """The gateway's client: opens sessions at a gateway elsewhere and brings home their episodes, over one HTTP session.
 
 async with GatewayClient("http://gpu-box:8400", token) as gateway:
-    session = await gateway.open("trial-7", Terms(run="r", trial=7))
+    session = await gateway.open("trial-7", SessionConfig(run="r", trial=7))
     …                                   # an agent is given session.openai_base_url and session.key
     episode = await session.close()
 """
@@ -19,8 +19,8 @@ from loopwright.core.episode import Episode
 from loopwright.core.errors import LoopwrightError, MissingExtra
 from loopwright.core.outcome import Outcome
 from loopwright.engines.weight_update import News
-from loopwright.gateway.refusal import Refused
-from loopwright.gateway.sessions.session_config import Terms
+from loopwright.gateway.refusal import Refusal
+from loopwright.gateway.sessions.session_config import SessionConfig
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -49,7 +49,7 @@ def endpoint(url: str, kind: str = "gateway", port: int = 8400) -> tuple[str, in
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CompletedSession:
     """What a session had recorded when it ended."""
 
     episode: Episode
@@ -71,18 +71,18 @@ class RemoteSession:
     openai_base_url: str
     anthropic_base_url: str
 
-    async def described(self) -> dict[str, Any]:
+    async def describe(self) -> dict[str, Any]:
         """How it is: status, graph, rows for training, and a verdict per turn."""
         return await self.client.ask("GET", f"/sessions/{self.id}", key=self.key)
 
-    async def captured(self, outcome: Outcome = Outcome.OK, reason: str = "") -> Captured:
+    async def complete(self, outcome: Outcome = Outcome.OK, reason: str = "") -> CompletedSession:
         """End the session; all that its opener may want to know. To do it twice changes nothing."""
         body = {"outcome": str(outcome), "reason": reason}
         data = await self.client.ask("POST", f"/sessions/{self.id}/complete", body, key=self.key, waits=True)
         try:
             broken = next((turn["reason"] for turn in data["turns"] if turn["verdict"] == "broken"), "")
             episode, silent_s = Episode.from_json(data["episode"]), float(data.get("silent_s", 0.0))
-            return Captured(episode, broken, silent_s, bool(data.get("restored", False)))
+            return CompletedSession(episode, broken, silent_s, bool(data.get("restored", False)))
         except (KeyError, TypeError, ValueError) as error:
             raise GatewayLost(
                 f"{self.client.url} answered no session: {error!r}. Is it a Loopwright gateway?"
@@ -90,13 +90,13 @@ class RemoteSession:
 
     async def close(self, outcome: Outcome = Outcome.OK, reason: str = "") -> Episode:
         """End the session; its episode, yet to be judged."""
-        return (await self.captured(outcome, reason)).episode
+        return (await self.complete(outcome, reason)).episode
 
     async def delete(self) -> None:
         """Forget it and all that was recorded of it. To do it twice changes nothing."""
         try:
             await self.client.ask("DELETE", f"/sessions/{self.id}", key=self.key)
-        except Refused as error:
+        except Refusal as error:
             if error.status != 404:
                 raise
 
@@ -123,9 +123,9 @@ class GatewayClient:
         self._session: ClientSession | None = None
         self._closed = False
 
-    async def open(self, id: str | None = None, terms: Terms | None = None) -> RemoteSession:
+    async def open(self, id: str | None = None, config: SessionConfig | None = None) -> RemoteSession:
         """A new session; with an id that is known, and the same run and trial, the one that there is."""
-        body = {} if terms is None else terms.model_dump(mode="json", exclude_unset=True)
+        body = {} if config is None else config.model_dump(mode="json", exclude_unset=True)
         path = "/sessions" if id is None else f"/sessions/{id}"
         data = await self.ask("POST", path, body, key=self._token, again=id is not None, waits=id is not None)
         try:
@@ -157,7 +157,7 @@ class GatewayClient:
         waits: bool = False,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """What it answers. Refused if it will not, GatewayLost if it cannot be asked; whoever `waits` gives it time."""
+        """What it answers. Refusal if it will not, GatewayLost if it cannot be asked; whoever `waits` gives it time."""
         try:
             data = None if body is None else orjson.dumps(body)
         except TypeError as error:
@@ -195,7 +195,7 @@ class GatewayClient:
             if status == 200 and isinstance(read, dict):
                 return read
             said = read["error"]
-            raise Refused(status, str(said.get("code") or said.get("type")), str(said["message"]), retry=False)
+            raise Refusal(status, str(said.get("code") or said.get("type")), str(said["message"]), retry=False)
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
             shown = answer[:_SHOWN].decode(errors="replace")
             raise GatewayLost(f"{self.url} answered {status}: {shown} Is it a Loopwright {self.kind}?") from None

@@ -25,9 +25,9 @@ from loopwright.core.errors import LoopwrightError, MissingExtra, StorageError
 from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Engine, Reasoning
 from loopwright.engines.weight_update import News, take_in
-from loopwright.gateway.refusal import Refused
-from loopwright.gateway.sessions.served_session import Live
-from loopwright.gateway.sessions.session_config import Terms, is_id, new_id
+from loopwright.gateway.refusal import Refusal
+from loopwright.gateway.sessions.served_session import ServedSession
+from loopwright.gateway.sessions.session_config import SessionConfig, is_id, new_id
 from loopwright.gateway.sessions.store import DiskStore, NoStore, Store
 from loopwright.gateway.sessions.template import template_of
 
@@ -127,18 +127,18 @@ def _everywhere(host: str) -> bool:
 class OpenSession:
     """A session for whoever opened it."""
 
-    live: Live
+    served: ServedSession
     address: str
 
     @property
     def id(self) -> str:
         """Its name, and the first part of its paths."""
-        return self.live.id
+        return self.served.id
 
     @property
     def key(self) -> str:
         """Its secret: the API key that its agent uses."""
-        return self.live.key
+        return self.served.key
 
     @property
     def openai_base_url(self) -> str:
@@ -152,18 +152,18 @@ class OpenSession:
 
     def episode(self) -> Episode:
         """What was recorded by now."""
-        return self.live.episode()
+        return self.served.episode()
 
     async def close(self, outcome: Outcome = Outcome.OK, reason: str = "") -> Episode:
         """End the session; its episode, yet to be judged."""
-        return await self.live.close("complete", outcome, reason)
+        return await self.served.close("complete", outcome, reason)
 
     def as_json(self) -> dict[str, Any]:
         """What its opener is told."""
         return {
             "id": self.id,
             "key": self.key,
-            "status": self.live.status,
+            "status": self.served.status,
             "openai_base_url": self.openai_base_url,
             "anthropic_base_url": self.anthropic_base_url,
         }
@@ -193,7 +193,7 @@ class Gateway:
         self.engine, self.config, self.token, self.clock = engine, config, token, clock
         self._output = output
         self._store: Store = NoStore()
-        self._sessions: dict[str, Live] = {}
+        self._sessions: dict[str, ServedSession] = {}
         self._server: Server | None = None
         self._telling = asyncio.Lock()
         self._forgets = forgets or output is not None
@@ -224,7 +224,7 @@ class Gateway:
             self._sweeper.cancel()
         if self._server is not None:
             await self._server.stop()
-        await asyncio.gather(*(live.leave() for live in self._sessions.values()))
+        await asyncio.gather(*(served.leave() for served in self._sessions.values()))
         self._store.close()
 
     async def _listen(self, server: "Server") -> None:
@@ -265,8 +265,8 @@ class Gateway:
 
     def counted(self) -> tuple[int, int]:
         """How many sessions are open, and how many calls are under way."""
-        lives = self._sessions.values()
-        return sum(live.status == "open" for live in lives), sum(live.running for live in lives)
+        all_served = self._sessions.values()
+        return sum(served.status == "open" for served in all_served), sum(served.running for served in all_served)
 
     def knows(self, id: str | None) -> bool:
         """Whether a session of this id is in memory."""
@@ -274,66 +274,65 @@ class Gateway:
 
     # -- sessions -----------------------------------------------------------------------------------------------
 
-    async def open(self, id: str | None = None, terms: Terms | None = None) -> OpenSession:
+    async def open(self, id: str | None = None, config: SessionConfig | None = None) -> OpenSession:
         """A new session; with an id that is known, and the same run and trial, the one that there is."""
-        terms = Terms(ttl_s=self.config.ttl_s) if terms is None else terms
-        if "ttl_s" not in terms.model_fields_set:
-            terms = terms.model_copy(update={"ttl_s": self.config.ttl_s})
+        config = SessionConfig(ttl_s=self.config.ttl_s) if config is None else config
+        if "ttl_s" not in config.model_fields_set:
+            config = config.model_copy(update={"ttl_s": self.config.ttl_s})
         if id is None:
             id = new_id()
         elif not is_id(id):
             said = "letters, digits, '.', '_' and '-', and begins with a letter or digit"
-            raise Refused(400, "invalid", f"{id[:80]!r} is no id of a session: it has up to 128 {said}", retry=False)
+            raise Refusal(400, "invalid", f"{id[:80]!r} is no id of a session: it has up to 128 {said}", retry=False)
         try:
-            live = self.find(id)
-        except Refused:
-            live = self._sessions[id] = self._live(id, terms)
-        if (live.terms.run, live.terms.trial) != (terms.run, terms.trial):
-            raise Refused(
+            served = self.find(id)
+        except Refusal:
+            served = self._sessions[id] = self._serve(id, config)
+        if (served.config.run, served.config.trial) != (config.run, config.trial):
+            raise Refusal(
                 409, "closed", f"session {id!r} belongs to another run or trial; choose another id", retry=False
             )
-        if live.status != "open":
-            raise live.refusal()
+        if served.status != "open":
+            raise served.refusal()
         try:
-            await live.settled()
+            await served.settled()
         except Exception:
-            self._drop(live)
+            self._drop(served)
             raise
-        return OpenSession(live, self.address)
+        return OpenSession(served, self.address)
 
-    def find(self, id: str) -> Live:
+    def find(self, id: str) -> ServedSession:
         """The session of this id; one that has ended is read again."""
-        live = self._sessions.get(id)
-        if live is None and is_id(id):
+        served = self._sessions.get(id)
+        if served is None and is_id(id):
             self._recover("id = ?", (id,))
-            live = self._sessions.get(id)
-        if live is None:
-            raise Refused.unknown(id)
-        return live
+            served = self._sessions.get(id)
+        if served is None:
+            raise Refusal.unknown(id)
+        return served
 
     async def delete(self, id: str) -> None:
         """Forget a session and all that was recorded of it."""
-        live = self.find(id)
-        await live.delete()
-        self._drop(live)
+        served = self.find(id)
+        await served.delete()
+        self._drop(served)
 
-    def _drop(self, live: Live) -> None:
-        if self._sessions.get(live.id) is live:  # there may be a new one of this id by now
-            del self._sessions[live.id]
+    def _drop(self, served: ServedSession) -> None:
+        if self._sessions.get(served.id) is served:  # there may be a new one of this id by now
+            del self._sessions[served.id]
 
-    def _live(self, id: str, terms: Terms, key: str | None = None) -> Live:
-        engine, config = self.engine.for_session(id), self.config
-        template = None if config.template == "auto" else template_of(config.template, engine.tokenizer)
-        return Live(
+    def _serve(self, id: str, config: SessionConfig, key: str | None = None) -> ServedSession:
+        engine, template = self.engine.for_session(id), self.config.template
+        return ServedSession(
             engine,
             self._store,
             self.clock,
             id,
-            terms,
+            config,
             key,
-            template=template,
-            reasoning=config.reasoning,
-            thinks=config.thinks,
+            template=None if template == "auto" else template_of(template, engine.tokenizer),
+            reasoning=self.config.reasoning,
+            thinks=self.config.thinks,
         )
 
     def _recover_open(self) -> None:
@@ -343,31 +342,31 @@ class Gateway:
 
     def _recover(self, which: str, values: tuple[str, ...]) -> None:
         query = "SELECT id, key, terms, opened_at, status, closed_at, outcome, reason, snapshot FROM sessions WHERE "
-        for id, key, terms, *row in self._store.rows(query + which, values):
+        for id, key, config, *row in self._store.rows(query + which, values):
             if id in self._sessions:
                 continue
-            live = self._live(id, Terms.model_validate_json(terms), key)
-            live.restore(tuple(row))
-            self._sessions[id] = live
+            served = self._serve(id, SessionConfig.model_validate_json(config), key)
+            served.restore(tuple(row))
+            self._sessions[id] = served
 
     async def _sweep(self) -> None:
         """End sessions whose time is up, and let go of those that have ended and can be read again."""
         while True:
             await asyncio.sleep(1.0)
             self._recover_open()
-            for live in list(self._sessions.values()):
+            for served in list(self._sessions.values()):
                 with suppress(StorageError):  # tried again the next time, and told to whoever asks
-                    if live.expires():
-                        await live.close("expired", Outcome.EXPIRED, f"no call came for {live.terms.ttl_s:g} s")
-                    elif live.untold:
-                        await live.settled()
-                if self._is_over(live):
-                    self._drop(live)
+                    if served.expires():
+                        await served.close("expired", Outcome.EXPIRED, f"no call came for {served.config.ttl_s:g} s")
+                    elif served.untold:
+                        await served.settled()
+                if self._is_over(served):
+                    self._drop(served)
 
-    def _is_over(self, live: Live) -> bool:
+    def _is_over(self, served: ServedSession) -> bool:
         """Whether a session need not be in memory: it can be read again, or whoever completed it has its episode."""
-        if live.status == "deleted":  # whoever wanted that has left before it was done
-            return live.ended_s() > 0
+        if served.status == "deleted":  # whoever wanted that has left before it was done
+            return served.ended_s() > 0
         if self._forgets:
-            return live.ended_s() > _KEPT_S
-        return live.status == "complete" and live.ended_s() > self.config.kept_s
+            return served.ended_s() > _KEPT_S
+        return served.status == "complete" and served.ended_s() > self.config.kept_s

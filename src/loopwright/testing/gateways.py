@@ -23,8 +23,8 @@ from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Chunk, Engine, Sampling
 from loopwright.engines.weight_update import News
 from loopwright.gateway.client import GatewayClient, RemoteSession
-from loopwright.gateway.refusal import Refused
-from loopwright.gateway.sessions.session_config import Terms
+from loopwright.gateway.refusal import Refusal
+from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.rollouts.remote.gateway_host import GatewayHost
 from loopwright.testing.engines import ids_of, logprobs_of
 
@@ -130,13 +130,13 @@ class GatewayContract(ABC):
         """With the ids, logprobs and version of each token; and then takes no more calls."""
 
         async def story(home: GatewayHost) -> None:
-            session = await home.open("trial-1", Terms(run="r", trial=1, sampling=Sampling(max_tokens=5)))
+            session = await home.open("trial-1", SessionConfig(run="r", trial=1, sampling=Sampling(max_tokens=5)))
             assert session.id == "trial-1"
             assert session.openai_base_url.endswith("/trial-1/v1")
             assert session.anthropic_base_url.endswith("/trial-1")
             status, answer = await said(session)
             assert status == 200
-            captured = await session.captured()
+            captured = await session.complete()
             episode = captured.episode
             assert (episode.turns, captured.broken, captured.silent_s) == (1, "", 0.0)
             assert episode.sampled == answer["usage"]["completion_tokens"] <= 5
@@ -153,7 +153,7 @@ class GatewayContract(ABC):
         """Whole and as a stream, in both dialects: the engine's own ids, logprobs and alternatives."""
 
         async def story(home: GatewayHost) -> None:
-            session = await home.open("trial-5", Terms(seed="s", sampling=Sampling(max_tokens=6)))
+            session = await home.open("trial-5", SessionConfig(seed="s", sampling=Sampling(max_tokens=6)))
             told = [await _whole(session, "a"), await _in_parts(session, "b")]
             text = await _as_anthropic(session, "c")
             episode = await session.close()
@@ -174,13 +174,13 @@ class GatewayContract(ABC):
         """As the request's own fault: the session goes on, and so does every other."""
 
         async def story(home: GatewayHost) -> None:
-            session = await home.open("trial-6", Terms(sampling=Sampling(max_tokens=4)))
+            session = await home.open("trial-6", SessionConfig(sampling=Sampling(max_tokens=4)))
             status, answer = await asked(
                 f"{session.openai_base_url}/completions", {"prompt": [2_000_000_000]}, session.key
             )
             assert (status, orjson.loads(answer)["error"]["type"]) == (400, "invalid_request_error"), answer
             assert (await said(session))[0] == 200
-            assert (await session.captured()).broken == ""
+            assert (await session.complete()).broken == ""
 
         self.use(tmp_path, story)
 
@@ -188,11 +188,11 @@ class GatewayContract(ABC):
         """For the same run and trial; another trial's is refused."""
 
         async def story(home: GatewayHost) -> None:
-            first = await home.open("trial-2", Terms(run="r", trial=2))
-            again = await home.open("trial-2", Terms(run="r", trial=2))
+            first = await home.open("trial-2", SessionConfig(run="r", trial=2))
+            again = await home.open("trial-2", SessionConfig(run="r", trial=2))
             assert (first.id, first.key) == (again.id, again.key)
-            with pytest.raises(Refused, match="belongs to another run or trial"):
-                await home.open("trial-2", Terms(run="r", trial=3))
+            with pytest.raises(Refusal, match="belongs to another run or trial"):
+                await home.open("trial-2", SessionConfig(run="r", trial=3))
             other = await home.open()
             assert other.id != first.id
             assert other.key != first.key
@@ -208,9 +208,9 @@ class GatewayContract(ABC):
             assert (await said(mine))[0] == 200
             access = await home.access()
             async with GatewayClient(access.url, "no-such-token-at-all") as stranger:
-                with pytest.raises(Refused, match="token"):
+                with pytest.raises(Refusal, match="token"):
                     await stranger.open()
-                with pytest.raises(Refused, match="token"):
+                with pytest.raises(Refusal, match="token"):
                     await stranger.tell(News(7))
 
         self.use(tmp_path, story)
@@ -222,8 +222,8 @@ class GatewayContract(ABC):
             session = await home.open("gone")
             await session.delete()
             await session.delete()
-            with pytest.raises(Refused, match="no session"):
-                await session.described()
+            with pytest.raises(Refusal, match="no session"):
+                await session.describe()
             assert (await said(session))[0] == 404
 
         self.use(tmp_path, story)
@@ -232,7 +232,7 @@ class GatewayContract(ABC):
         """Each token says which version sampled it."""
 
         async def story(home: GatewayHost) -> None:
-            session = await home.open("trial-4", Terms(sampling=Sampling(max_tokens=4)))
+            session = await home.open("trial-4", SessionConfig(sampling=Sampling(max_tokens=4)))
             assert (await said(session))[0] == 200
             assert await home.tell(News(3, paused=True)) == 3
             held = asyncio.ensure_future(said(session, "again"))

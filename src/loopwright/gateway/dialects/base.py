@@ -14,7 +14,7 @@ from loopwright.engines.base import Sampling
 from loopwright.engines.tokenizer import Tokenizer
 from loopwright.gateway.sessions.calls import Grammar
 from loopwright.gateway.sessions.manner import PLAIN, Manner
-from loopwright.gateway.sessions.pieces import Piece as Piece
+from loopwright.gateway.sessions.pieces import Delta as Delta
 from loopwright.gateway.sessions.template import Tool
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class BadRequest(LoopwrightError, ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class TurnRequest:
     """What an agent asks for, whichever dialect it speaks."""
 
     messages: Sequence[Message]
@@ -74,7 +74,7 @@ class StreamWriter(ABC):
         """What comes before the first piece."""
 
     @abstractmethod
-    def piece(self, choice: int, piece: Piece) -> bytes:
+    def piece(self, choice: int, piece: Delta) -> bytes:
         """The next piece of a choice; nothing (b"") where there is nothing to show."""
 
     @abstractmethod
@@ -99,15 +99,15 @@ class Dialect(ABC):
         self.tokenizer, self.defaults = tokenizer, defaults
 
     @abstractmethod
-    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Ask:
+    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         """What is asked for; BadRequest if that cannot be told or done. Unknown fields are let through."""
 
     @abstractmethod
-    def render(self, ask: Ask, call_id: str, turns: Sequence["Turn"]) -> dict[str, Any]:
+    def render(self, ask: TurnRequest, call_id: str, turns: Sequence["Turn"]) -> dict[str, Any]:
         """The whole answer; a turn per choice."""
 
     @abstractmethod
-    def stream(self, ask: Ask, call_id: str) -> StreamWriter:
+    def stream(self, ask: TurnRequest, call_id: str) -> StreamWriter:
         """A writer for the answer as a stream."""
 
     @abstractmethod

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopwright.core.task import Message
-from loopwright.gateway.dialects.base import Ask, BadRequest, Dialect, Piece, StreamWriter
+from loopwright.gateway.dialects.base import BadRequest, Delta, Dialect, StreamWriter, TurnRequest
 from loopwright.gateway.dialects.fields import flag, function, model, objects, refusal, text
 from loopwright.gateway.dialects.openai import (
     DONE,
@@ -36,7 +36,7 @@ class ChatCompletions(Dialect):
 
     name = "chat.completions"
 
-    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Ask:
+    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         messages = [_message(each, index) for index, each in enumerate(objects(body.get("messages"), "messages"))]
         if not messages:
             raise BadRequest("messages: at least one message is required", "messages")
@@ -44,7 +44,7 @@ class ChatCompletions(Dialect):
             raise BadRequest("modalities: only text can be sampled", "modalities")
         tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(objects(body.get("tools"), "tools"))]
         top = integer(body, "top_logprobs", 0, 20) or 0
-        return Ask(
+        return TurnRequest(
             messages,
             with_tops(sampling_of(self.defaults, body, "max_completion_tokens", "max_tokens"), top),
             tools=tools,
@@ -59,7 +59,7 @@ class ChatCompletions(Dialect):
             wish=openai_wish(body, tools, form(body.get("response_format"), "response_format")),
         )
 
-    def render(self, ask: Ask, call_id: str, turns: Sequence["Turn"]) -> dict[str, Any]:
+    def render(self, ask: TurnRequest, call_id: str, turns: Sequence["Turn"]) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
@@ -73,7 +73,7 @@ class ChatCompletions(Dialect):
         ]
         return {**_head(ask, call_id, "chat.completion"), "choices": choices, "usage": usage(turns)}
 
-    def stream(self, ask: Ask, call_id: str) -> StreamWriter:
+    def stream(self, ask: TurnRequest, call_id: str) -> StreamWriter:
         return _Stream(ask, call_id, self.tokenizer)
 
     def error(self, status: int, message: str, *, kind: str, param: str | None = None) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class ChatCompletions(Dialect):
 class _Stream(StreamWriter):
     """A role chunk for each choice, deltas, why each choice ended, and the usage if it was asked for."""
 
-    def __init__(self, ask: Ask, call_id: str, tokenizer: "Tokenizer") -> None:
+    def __init__(self, ask: TurnRequest, call_id: str, tokenizer: "Tokenizer") -> None:
         self._ask, self._tokenizer = ask, tokenizer
         self._head = _head(ask, call_id, "chat.completion.chunk")
 
@@ -91,7 +91,7 @@ class _Stream(StreamWriter):
         delta = {"role": "assistant", "content": "", "refusal": None}
         return b"".join(self._chunk(choice, delta) for choice in range(self._ask.n))
 
-    def piece(self, choice: int, piece: Piece) -> bytes:
+    def piece(self, choice: int, piece: Delta) -> bytes:
         delta: dict[str, Any] = {}
         if piece.index is not None:
             called: dict[str, Any] = {"index": piece.index, "function": {"arguments": piece.arguments}}
@@ -112,7 +112,7 @@ class _Stream(StreamWriter):
         return self._chunk(choice, delta, piece)
 
     def _chunk(
-        self, choice: int, delta: Mapping[str, Any], piece: Piece | None = None, finish: str | None = None
+        self, choice: int, delta: Mapping[str, Any], piece: Delta | None = None, finish: str | None = None
     ) -> bytes:
         logprobs = None
         if self._ask.logprobs and piece is not None and piece.ids:
@@ -134,7 +134,7 @@ class _Stream(StreamWriter):
         return event(error_body(message, kind))
 
 
-def _head(ask: Ask, call_id: str, kind: str) -> dict[str, Any]:
+def _head(ask: TurnRequest, call_id: str, kind: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{call_id}",
         "object": kind,

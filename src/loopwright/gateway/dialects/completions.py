@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from loopwright.gateway.dialects.base import Ask, BadRequest, Dialect, Piece, StreamWriter
+from loopwright.gateway.dialects.base import BadRequest, Delta, Dialect, StreamWriter, TurnRequest
 from loopwright.gateway.dialects.fields import flag, model
 from loopwright.gateway.dialects.openai import (
     DONE,
@@ -31,14 +31,14 @@ class Completions(Dialect):
 
     name = "completions"
 
-    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Ask:
+    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         for name in ("echo", "suffix"):
             if body.get(name):
                 raise BadRequest(f"{name}: not supported", name)
         if (integer(body, "best_of", 1, MOST_CHOICES) or 1) > (integer(body, "n", 1, MOST_CHOICES) or 1):
             raise BadRequest("best_of: not supported; ask for n and choose", "best_of")
         logprobs = integer(body, "logprobs", 0, 20)
-        return Ask(
+        return TurnRequest(
             [{"role": RAW, "content": _prompt(body.get("prompt"), self.tokenizer)}],
             with_tops(sampling_of(self.defaults, body, "max_tokens"), logprobs or 0),
             stop=stop_of(body),
@@ -51,7 +51,7 @@ class Completions(Dialect):
             seed=integer(body, "seed"),
         )
 
-    def render(self, ask: Ask, call_id: str, turns: Sequence["Turn"]) -> dict[str, Any]:
+    def render(self, ask: TurnRequest, call_id: str, turns: Sequence["Turn"]) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
@@ -63,7 +63,7 @@ class Completions(Dialect):
         ]
         return {**_head(ask, call_id), "choices": choices, "usage": usage(turns)}
 
-    def stream(self, ask: Ask, call_id: str) -> StreamWriter:
+    def stream(self, ask: TurnRequest, call_id: str) -> StreamWriter:
         return _Stream(ask, call_id, self.tokenizer)
 
     def error(self, status: int, message: str, *, kind: str, param: str | None = None) -> dict[str, Any]:
@@ -73,14 +73,14 @@ class Completions(Dialect):
 class _Stream(StreamWriter):
     """A chunk of text for each piece."""
 
-    def __init__(self, ask: Ask, call_id: str, tokenizer: "Tokenizer") -> None:
+    def __init__(self, ask: TurnRequest, call_id: str, tokenizer: "Tokenizer") -> None:
         self._ask, self._tokenizer, self._head = ask, tokenizer, _head(ask, call_id)
         self._said = [0] * ask.n
 
     def begin(self, prompt_tokens: int) -> bytes:
         return b""
 
-    def piece(self, choice: int, piece: Piece) -> bytes:
+    def piece(self, choice: int, piece: Delta) -> bytes:
         if not piece.text and not (self._ask.logprobs and piece.ids):
             return b""
         logprobs = None
@@ -104,7 +104,7 @@ class _Stream(StreamWriter):
         return event(error_body(message, kind))
 
 
-def _head(ask: Ask, call_id: str) -> dict[str, Any]:
+def _head(ask: TurnRequest, call_id: str) -> dict[str, Any]:
     return {"id": f"cmpl-{call_id}", "object": "text_completion", "created": now(), "model": ask.model}
 
 
@@ -121,7 +121,7 @@ def _prompt(prompt: Any, tokenizer: "Tokenizer") -> str | list[int]:
     raise BadRequest("prompt: expected a text or a list of token ids, and one of them only", "prompt")
 
 
-def _logprobs(tokenizer: "Tokenizer", said: "Turn | Piece", ask: Ask, start: int = 0) -> dict[str, Any]:
+def _logprobs(tokenizer: "Tokenizer", said: "Turn | Delta", ask: TurnRequest, start: int = 0) -> dict[str, Any]:
     texts, top = tokenizer.pieces(said.ids), None
     offsets = []
     for text in texts:

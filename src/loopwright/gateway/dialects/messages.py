@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import from_json
 
 from loopwright.gateway.dialects import blocks, fields
-from loopwright.gateway.dialects.base import Ask, BadRequest, Dialect, Piece, StreamWriter
+from loopwright.gateway.dialects.base import BadRequest, Delta, Dialect, StreamWriter, TurnRequest
 from loopwright.gateway.sessions.calls import is_object
 from loopwright.gateway.sessions.template import Tool
 from loopwright.gateway.sessions.wish import Wish, form, wish
@@ -37,7 +37,7 @@ class Messages(Dialect):
 
     name = "messages"
 
-    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Ask:
+    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         given = fields.objects(body.get("tools"), "tools")
         tools = [blocks.tool(tool, f"tools.{index}") for index, tool in enumerate(given)]
         messages = list(blocks.system(body.get("system"), "system"))
@@ -48,7 +48,7 @@ class Messages(Dialect):
         prefill = blocks.prefill(messages.pop()) if messages[-1]["role"] == "assistant" else ""
         if not messages:
             raise BadRequest("messages: there is nothing to answer before the assistant's message", "messages")
-        return Ask(
+        return TurnRequest(
             messages,
             fields.sampling(self.defaults, body, _SAMPLING),
             tools=tools,
@@ -58,7 +58,7 @@ class Messages(Dialect):
             wish=_wish(body, tools, prefill),
         )
 
-    def render(self, ask: Ask, call_id: str, turns: Sequence["Turn"]) -> dict[str, Any]:
+    def render(self, ask: TurnRequest, call_id: str, turns: Sequence["Turn"]) -> dict[str, Any]:
         (turn,) = turns
         return {
             **_opened(ask, call_id, turn.prompt_tokens),
@@ -67,7 +67,7 @@ class Messages(Dialect):
             "usage": _usage(turn.prompt_tokens, turn.sampled_tokens),
         }
 
-    def stream(self, ask: Ask, call_id: str) -> StreamWriter:
+    def stream(self, ask: TurnRequest, call_id: str) -> StreamWriter:
         return _Stream(ask, call_id)
 
     def error(self, status: int, message: str, *, kind: str, param: str | None = None) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _wish(body: Mapping[str, Any], tools: Sequence[Tool], prefill: str) -> Wish:
     return made
 
 
-def _opened(ask: Ask, call_id: str, prompt_tokens: int) -> dict[str, Any]:
+def _opened(ask: TurnRequest, call_id: str, prompt_tokens: int) -> dict[str, Any]:
     return {
         "id": f"msg_{call_id}",
         "type": "message",
@@ -153,7 +153,7 @@ _SIGNATURE = "loopwright"
 class _Stream(StreamWriter):
     """One block after another: each is closed before the next one opens."""
 
-    def __init__(self, ask: Ask, call_id: str) -> None:
+    def __init__(self, ask: TurnRequest, call_id: str) -> None:
         self._ask, self._call_id = ask, call_id
         self._open: int | str | None = None  # the tool call or the kind of block that is being written
         self._index = -1
@@ -161,7 +161,7 @@ class _Stream(StreamWriter):
     def begin(self, prompt_tokens: int) -> bytes:
         return _sent({"type": "message_start", "message": _opened(self._ask, self._call_id, prompt_tokens)})
 
-    def piece(self, choice: int, piece: Piece) -> bytes:
+    def piece(self, choice: int, piece: Delta) -> bytes:
         if piece.index is not None:
             started = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
             events = self._at(piece.index, started)

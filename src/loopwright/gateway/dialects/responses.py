@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from loopwright.gateway.dialects import fields, items
-from loopwright.gateway.dialects.base import Ask, BadRequest, Dialect, Piece, StreamWriter
+from loopwright.gateway.dialects.base import BadRequest, Delta, Dialect, StreamWriter, TurnRequest
 from loopwright.gateway.dialects.openai import content_logprobs, error_body, integer, now, sampling_of, with_tops
 from loopwright.gateway.sessions.calls import is_object
 from loopwright.gateway.sessions.reader import THOUGHT
@@ -29,7 +29,7 @@ class Responses(Dialect):
 
     name = "responses"
 
-    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> Ask:
+    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
         items.check_stateless(body)
         messages = items.messages(body)
         if body.get("input") is None or not messages:
@@ -38,7 +38,7 @@ class Responses(Dialect):
         tools = [items.tool(tool, f"tools.{index}") for index, tool in enumerate(given)]
         told, top = body.get("text"), integer(body, "top_logprobs", 0, 20) or 0
         wanted = form(told.get("format") if isinstance(told, Mapping) else None, "text.format")
-        return Ask(
+        return TurnRequest(
             messages,
             with_tops(sampling_of(self.defaults, body, "max_output_tokens"), top),
             tools=tools,
@@ -49,19 +49,19 @@ class Responses(Dialect):
             wish=openai_wish(body, tools, wanted),
         )
 
-    def render(self, ask: Ask, call_id: str, turns: Sequence["Turn"]) -> dict[str, Any]:
+    def render(self, ask: TurnRequest, call_id: str, turns: Sequence["Turn"]) -> dict[str, Any]:
         (turn,) = turns
         scores = _scores(self.tokenizer, ask, turn)
         return {**_opened(ask, call_id), **_ended(self.tokenizer, turn), "output": list(_output(turn, call_id, scores))}
 
-    def stream(self, ask: Ask, call_id: str) -> StreamWriter:
+    def stream(self, ask: TurnRequest, call_id: str) -> StreamWriter:
         return _Stream(self.tokenizer, ask, call_id)
 
     def error(self, status: int, message: str, *, kind: str, param: str | None = None) -> dict[str, Any]:
         return error_body(message, kind, param)
 
 
-def _opened(ask: Ask, call_id: str) -> dict[str, Any]:
+def _opened(ask: TurnRequest, call_id: str) -> dict[str, Any]:
     return {
         "id": f"resp_{call_id}",
         "object": "response",
@@ -109,7 +109,7 @@ def _thinking(tokenizer: "Tokenizer", turn: "Turn") -> int:
     return bisect_left(range(len(turn.ids)), True, key=lambda count: THOUGHT in tokenizer.decode(turn.ids[:count]))
 
 
-def _scores(tokenizer: "Tokenizer", ask: Ask, said: "Turn | Piece") -> list[dict[str, Any]]:
+def _scores(tokenizer: "Tokenizer", ask: TurnRequest, said: "Turn | Delta") -> list[dict[str, Any]]:
     if not ask.logprobs:
         return []
     told = content_logprobs(tokenizer, said.ids, said.logprobs, ask.top_logprobs, said.tops)
@@ -163,7 +163,7 @@ def _call(id: str, call_id: str, name: str) -> dict[str, Any]:
 class _Stream(StreamWriter):
     """One item after another: each is done before the next one is added."""
 
-    def __init__(self, tokenizer: "Tokenizer", ask: Ask, call_id: str) -> None:
+    def __init__(self, tokenizer: "Tokenizer", ask: TurnRequest, call_id: str) -> None:
         self._tokenizer, self._ask, self._call_id = tokenizer, ask, call_id
         self._response = _opened(ask, call_id)
         self._done: list[dict[str, Any]] = []
@@ -178,7 +178,7 @@ class _Stream(StreamWriter):
             "response.in_progress", response=self._response
         )
 
-    def piece(self, choice: int, piece: Piece) -> bytes:
+    def piece(self, choice: int, piece: Delta) -> bytes:
         if piece.index is not None:
             events = b""
             if self._open is None or self._place != piece.index:

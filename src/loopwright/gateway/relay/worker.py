@@ -30,7 +30,7 @@ class WorkerRefused(LoopwrightError, PermissionError):
     """The gateway will not have this worker, now or later."""
 
 
-class Worker:
+class RelayWorker:
     """Serves one engine to one gateway. A connection that is lost is made anew, a little later each time."""
 
     def __init__(

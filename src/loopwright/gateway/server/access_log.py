@@ -15,9 +15,9 @@ from loopwright.gateway.server.metrics import CONTENT_TYPE, Metrics
 from loopwright.gateway.server.request_handler import ASKED
 
 if TYPE_CHECKING:
-    from loopwright.gateway.dialects.base import Ask
+    from loopwright.gateway.dialects.base import TurnRequest
     from loopwright.gateway.gateway import Gateway
-    from loopwright.gateway.sessions.call import Call
+    from loopwright.gateway.sessions.call import SessionCall
 
 log = logging.getLogger(__name__)
 _LEFT = 499
@@ -52,7 +52,7 @@ class AccessLog:
         os.close(self._file)
 
 
-class Watch:
+class RequestObserver:
     """Sees every request end: counts it, and writes it down where an access log is asked for."""
 
     def __init__(self, gateway: "Gateway") -> None:
@@ -93,7 +93,7 @@ class Watch:
         if self._log is not None and route not in _SILENT:
             self._log.write(self._entry(request, route, status, seconds, asked))
 
-    def _called(self, call: "Call") -> None:
+    def _called(self, call: "SessionCall") -> None:
         """Count what a call sampled, once, however often it is followed."""
         sampled = sum(len(draft.ids) for draft in call.drafts)
         self.metrics.sampled_tokens += sampled - call.counted
@@ -101,12 +101,17 @@ class Watch:
         if call.turns is not None and not call.told:
             call.told = True
             for draft in call.drafts:
-                self.metrics.turns[call.live.session.verdicts[draft.node].kind] += 1
+                self.metrics.turns[call.served.session.verdicts[draft.node].kind] += 1
         if isinstance(call.error, EngineError) and not isinstance(call.error, ContextFull):
             self.metrics.engine_errors += 1
 
     def _entry(
-        self, request: web.Request, route: str, status: int, seconds: float, asked: "tuple[Ask, Call] | None"
+        self,
+        request: web.Request,
+        route: str,
+        status: int,
+        seconds: float,
+        asked: "tuple[TurnRequest, SessionCall] | None",
     ) -> dict[str, Any]:
         id = request.match_info.get("id")
         entry = {
@@ -121,7 +126,7 @@ class Watch:
         if asked is None:
             return entry
         ask, call = asked
-        verdicts = call.live.session.verdicts
+        verdicts = call.served.session.verdicts
         entry |= {
             "dialect": call.dialect,
             "call": call.id,
@@ -133,5 +138,5 @@ class Watch:
         }
         if self._gateway.config.log_prompts:
             entry["messages"] = ask.messages
-            entry["said"] = [call.live.session.graph.nodes[draft.node].message for draft in call.drafts]
+            entry["said"] = [call.served.session.graph.nodes[draft.node].message for draft in call.drafts]
         return entry

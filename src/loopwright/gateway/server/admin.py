@@ -8,9 +8,9 @@ from aiohttp import web
 
 from loopwright.engines.fleet import Fleet
 from loopwright.engines.weight_update import News
-from loopwright.gateway.refusal import Refused
-from loopwright.gateway.server.body import body_of
-from loopwright.gateway.server.request_handler import answered
+from loopwright.gateway.refusal import Refusal
+from loopwright.gateway.server.body import parse_object
+from loopwright.gateway.server.request_handler import json_response
 
 if TYPE_CHECKING:
     from loopwright.gateway.gateway import Gateway
@@ -50,13 +50,13 @@ class Admin:
 
     async def _weights(self, request: web.Request) -> web.StreamResponse:
         self._check(request)
-        body = body_of(await request.read())
+        body = parse_object(await request.read())
         version, paused = body.get("version"), body.get("paused", False)
         if type(version) is not int or version < 0 or not isinstance(paused, bool):
-            raise Refused(400, "invalid", "version: a whole number; paused: true or false", retry=False)
+            raise Refusal(400, "invalid", "version: a whole number; paused: true or false", retry=False)
         source = body.get("source", body.get("weights"))
         if not isinstance(source, str | None):
-            raise Refused(400, "invalid", "source: a path, as the engines see it", retry=False)
+            raise Refusal(400, "invalid", "source: a path, as the engines see it", retry=False)
         await self._done(News(version, paused, source))
         return self._told()
 
@@ -72,7 +72,7 @@ class Admin:
 
     def _check(self, request: web.Request) -> None:
         if not self._admits(request):
-            raise Refused(401, "authentication", "this needs the gateway's token (--token-file)", retry=False)
+            raise Refusal(401, "authentication", "this needs the gateway's token (--token-file)", retry=False)
 
     async def _done(self, news: News) -> None:
         """An update that has begun comes to its end, also when whoever asked for it has left."""
@@ -86,4 +86,4 @@ class Admin:
         told: dict[str, Any] = {"version": engine.version}
         if isinstance(engine, Fleet):
             told["engines"] = engine.described()
-        return answered(told)
+        return json_response(told)

@@ -29,7 +29,7 @@ _REST = secrets.token_hex(16)
 _OPEN = b'{"%b":[' % _REST.encode()
 
 
-def body_of(body: bytes, *, empty: bool = False) -> dict[str, Any]:
+def parse_object(body: bytes, *, empty: bool = False) -> dict[str, Any]:
     """The JSON object that a request brings; `empty` if it may bring none."""
     if empty and not body.strip():
         return {}
@@ -80,7 +80,7 @@ class Bodies:
             if body.startswith(begun.data) and (told := begun.told(body)) is not None:
                 return told, self._digest(begun, body, told[begun.name])
         # Before its tokens are looked at: looking for the end of a string that has none takes forever.
-        told = body_of(body)
+        told = parse_object(body)
         first = self._first(body)
         if first is not None and first.told(body) is not None:
             return told, self._digest(first, body, told[first.name])

@@ -9,7 +9,7 @@ from aiohttp import web
 from loopwright.core.outcome import Outcome
 from loopwright.gateway.dialects.base import ROUTES
 from loopwright.gateway.dialects.openai import MOST_CHOICES
-from loopwright.gateway.sessions.session_config import Terms
+from loopwright.gateway.sessions.session_config import SessionConfig
 
 Schema = dict[str, Any]
 
@@ -135,7 +135,7 @@ _ROUTES: dict[str, Route] = {
         "Open a session",
         _OPENER,
         _OPENED,
-        {"$ref": "#/components/schemas/Terms"},
+        {"$ref": "#/components/schemas/SessionConfig"},
         (400, 401, 403, 413, 503),
         needs_body=False,
     ),
@@ -143,7 +143,7 @@ _ROUTES: dict[str, Route] = {
         "Open a session of this id, or find it again",
         _OPENER,
         _OPENED,
-        {"$ref": "#/components/schemas/Terms"},
+        {"$ref": "#/components/schemas/SessionConfig"},
         (400, 401, 403, 409, 413, 503),
         needs_body=False,
     ),
@@ -188,13 +188,17 @@ def described(router: web.UrlDispatcher) -> Schema:
         if route.resource is not None:
             path = route.resource.canonical
             paths.setdefault(path, {})[route.method.lower()] = _operation(route.method, path)
-    terms = Terms.model_json_schema(ref_template="#/components/schemas/{model}")
+    config = SessionConfig.model_json_schema(ref_template="#/components/schemas/{model}")
     return {
         "openapi": "3.1.0",
         "info": {"title": "Loopwright gateway", "version": version("loopwright")},
         "paths": paths,
         "components": {
-            "schemas": {**terms.pop("$defs", {}), "Terms": terms, "Error": _object("error", error=_object("message"))},
+            "schemas": {
+                **config.pop("$defs", {}),
+                "SessionConfig": config,
+                "Error": _object("error", error=_object("message")),
+            },
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},

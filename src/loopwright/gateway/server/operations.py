@@ -9,10 +9,10 @@ from aiohttp import web
 
 from loopwright.core.errors import StorageError
 from loopwright.engines.base import EngineError
-from loopwright.gateway.refusal import Refused
-from loopwright.gateway.server.access_log import Watch
+from loopwright.gateway.refusal import Refusal
+from loopwright.gateway.server.access_log import RequestObserver
 from loopwright.gateway.server.openapi import described
-from loopwright.gateway.server.request_handler import answered
+from loopwright.gateway.server.request_handler import json_response
 from loopwright.gateway.sessions.store import PROBE, written
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _PATIENCE_S = 5.0
 class Operations:
     """The routes of whoever watches the gateway."""
 
-    def __init__(self, gateway: "Gateway", watch: Watch, admits: Callable[[web.Request], bool]) -> None:
+    def __init__(self, gateway: "Gateway", watch: RequestObserver, admits: Callable[[web.Request], bool]) -> None:
         self._gateway, self._watch, self._admits = gateway, watch, admits
         self._ill: tuple[str, ...] = ()
 
@@ -43,7 +43,7 @@ class Operations:
             self._ill = tuple(problems)
             log.warning("health: %s", "; ".join(f"{part}: {said}" for part, said in problems.items()) or "well again")
         told = {"status": "failing" if problems else "ok", "version": self._gateway.engine.version}
-        return answered({**told, "failing": list(problems)}, 503 if problems else 200)
+        return json_response({**told, "failing": list(problems)}, 503 if problems else 200)
 
     async def _engine_problem(self) -> dict[str, str]:
         try:
@@ -67,9 +67,9 @@ class Operations:
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         if self._gateway.token is not None and not self._admits(request):
-            raise Refused(401, "authentication", "the metrics need the gateway's token (--token-file)", retry=False)
+            raise Refusal(401, "authentication", "the metrics need the gateway's token (--token-file)", retry=False)
         sessions, calls = self._gateway.counted()
         return self._watch.exposed(calls, sessions, self._gateway.store.waiting)
 
     async def _openapi(self, request: web.Request) -> web.StreamResponse:
-        return answered(described(request.app.router))
+        return json_response(described(request.app.router))

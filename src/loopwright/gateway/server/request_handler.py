@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-from loopwright.gateway.dialects.base import Ask, Dialect, StreamWriter
+from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest
 from loopwright.gateway.refusal import refusal_of
-from loopwright.gateway.sessions.call import Call
-from loopwright.gateway.sessions.served_session import Live
+from loopwright.gateway.sessions.call import SessionCall
+from loopwright.gateway.sessions.served_session import ServedSession
 
 if TYPE_CHECKING:
     from loopwright.gateway.gateway import GatewayConfig
@@ -21,32 +21,32 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
-ASKED = web.RequestKey("asked", tuple[Ask, Call])
+ASKED = web.RequestKey("asked", tuple[TurnRequest, SessionCall])
 """What a request came to, for whoever watches."""
 
 
 class Answer:
     """An answer on its way."""
 
-    def __init__(self, request: web.Request, dialect: Dialect, live: Live, config: "GatewayConfig") -> None:
-        self._request, self._dialect, self._live, self._config = request, dialect, live, config
+    def __init__(self, request: web.Request, dialect: Dialect, served: ServedSession, config: "GatewayConfig") -> None:
+        self._request, self._dialect, self._served, self._config = request, dialect, served, config
 
     async def give(self) -> web.StreamResponse:
         """Answer, and end the call with the connection."""
         request, dialect = self._request, self._dialect
-        body, digest = self._live.read(dialect.name, await request.read())
+        body, digest = self._served.read(dialect.name, await request.read())
         ask = dialect.parse(body, request.headers)
-        call = self._live.call(dialect.name, ask, digest, retried=_is_retry(request))
+        call = self._served.call(dialect.name, ask, digest, retried=_is_retry(request))
         request[ASKED] = ask, call
         call.join()
         try:
             if ask.stream:
                 return await self._streamed(ask, call)
-            return answered(dialect.render(ask, call.id, await call.result()))
+            return json_response(dialect.render(ask, call.id, await call.result()))
         finally:
             call.leave()
 
-    async def _streamed(self, ask: Ask, call: Call) -> web.StreamResponse:
+    async def _streamed(self, ask: TurnRequest, call: SessionCall) -> web.StreamResponse:
         """Pieces as they are sampled. What fails before the first of them is refused with a status of its own."""
         writer, watch = self._dialect.stream(ask, call.id), _Watch(self._request, self._config.write_s)
         response: web.StreamResponse | None = None
@@ -68,13 +68,13 @@ class Answer:
                 raise
             refused = refusal_of(error)
             if refused.status == 500:
-                log.exception("a stream of session %s failed", self._live.id)
+                log.exception("a stream of session %s failed", self._served.id)
             await watch.write(response, writer.fail(str(refused), kind=refused.kind))
         finally:
             watch.end()
         return response
 
-    async def _opened(self, call: Call, writer: StreamWriter) -> web.StreamResponse:
+    async def _opened(self, call: SessionCall, writer: StreamWriter) -> web.StreamResponse:
         response = web.StreamResponse(headers=_STREAM)
         await response.prepare(self._request)
         await response.write(writer.begin(call.drafts[0].prompt_tokens))
@@ -111,7 +111,7 @@ class _Watch:
         self._timer.cancel()
 
 
-def answered(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """Data as JSON."""
     try:
         body = orjson.dumps(data)

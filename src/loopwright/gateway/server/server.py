@@ -17,14 +17,14 @@ from loopwright.engines.base import Sampling
 from loopwright.gateway.dialects.base import ROUTES, Dialect
 from loopwright.gateway.dialects.chat import ChatCompletions
 from loopwright.gateway.gateway import is_loopback
-from loopwright.gateway.refusal import Refused, refusal_of
-from loopwright.gateway.server.access_log import Watch
+from loopwright.gateway.refusal import Refusal, refusal_of
+from loopwright.gateway.server.access_log import RequestObserver
 from loopwright.gateway.server.admin import Admin
-from loopwright.gateway.server.body import body_of
+from loopwright.gateway.server.body import parse_object
 from loopwright.gateway.server.operations import Operations
-from loopwright.gateway.server.request_handler import Answer, answered
-from loopwright.gateway.sessions.served_session import Live
-from loopwright.gateway.sessions.session_config import Terms, is_ours
+from loopwright.gateway.server.request_handler import Answer, json_response
+from loopwright.gateway.sessions.served_session import ServedSession
+from loopwright.gateway.sessions.session_config import SessionConfig, is_ours
 
 if TYPE_CHECKING:
     from loopwright.gateway.gateway import Gateway
@@ -44,7 +44,7 @@ class Server:
         self._dialects = _dialects()
         # Each dialect speaks for itself where there is no session to speak of.
         self._voices = {path: made(tokenizer, Sampling()) for path, made in self._dialects.items()}
-        self._watch = watch = Watch(gateway)
+        self._watch = watch = RequestObserver(gateway)
         around = [watch.middleware, self._refusals]
         self._app = web.Application(client_max_size=self._config.body_bytes, middlewares=around)
         self._runner = web.AppRunner(
@@ -96,34 +96,36 @@ class Server:
 
     def _speaks(self, path: str) -> Handler:
         async def speak(request: web.Request) -> web.StreamResponse:
-            dialect, live = self._heard(request, path)
-            return await Answer(request, dialect, live, self._config).give()
+            dialect, served = self._heard(request, path)
+            return await Answer(request, dialect, served, self._config).give()
 
         return speak
 
     def _counts(self, path: str) -> Handler:
         async def count(request: web.Request) -> web.StreamResponse:
-            dialect, live = self._heard(request, path)
-            ask = dialect.parse(body_of(await request.read()), request.headers)
-            session = live.session
+            dialect, served = self._heard(request, path)
+            ask = dialect.parse(parse_object(await request.read()), request.headers)
+            session = served.session
             tokens = session.count(ask.messages, ask.tools, ask.manner(session.template.grammar))
-            return answered(dialect.counted(tokens))
+            return json_response(dialect.counted(tokens))
 
         return count
 
-    def _heard(self, request: web.Request, path: str) -> tuple[Dialect, Live]:
-        live = self._session(request)
-        dialect = live.voices.get(path)
+    def _heard(self, request: web.Request, path: str) -> tuple[Dialect, ServedSession]:
+        served = self._session(request)
+        dialect = served.voices.get(path)
         if dialect is None:
-            dialect = live.voices[path] = self._dialects[path](live.session.engine.tokenizer, live.terms.defaults)
-        return dialect, live
+            dialect = served.voices[path] = self._dialects[path](
+                served.session.engine.tokenizer, served.config.defaults
+            )
+        return dialect, served
 
-    def _session(self, request: web.Request, *, admin: bool = False) -> Live:
-        live = self._gateway.find(request.match_info["id"])
+    def _session(self, request: web.Request, *, admin: bool = False) -> ServedSession:
+        served = self._gateway.find(request.match_info["id"])
         key = _key(request)
-        if live.admits(key) or (admin and self._is_admin(key)):
-            return live
-        raise Refused.key()
+        if served.admits(key) or (admin and self._is_admin(key)):
+            return served
+        raise Refusal.key()
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
@@ -131,51 +133,51 @@ class Server:
         listed = getattr(self._voices.get("v1/messages"), "models", None)
         if "anthropic-version" in request.headers and listed is not None:
             told = listed([name])
-            return answered(told if "model" not in request.match_info else told["data"][0])
+            return json_response(told if "model" not in request.match_info else told["data"][0])
         model = {"id": name, "object": "model", "created": 0, "owned_by": "loopwright"}
         if "model" in request.match_info:
-            return answered({**model, "id": request.match_info["model"]})
-        return answered({"object": "list", "data": [model]})
+            return json_response({**model, "id": request.match_info["model"]})
+        return json_response({"object": "list", "data": [model]})
 
     # -- sessions -----------------------------------------------------------------------------------------------
 
     async def _open(self, request: web.Request) -> web.StreamResponse:
         id, admin = request.match_info.get("id"), self._is_admin(_key(request))
         if self._gateway.token is not None and not admin:
-            raise Refused(401, "authentication", "opening a session needs the gateway's token", retry=False)
+            raise Refusal(401, "authentication", "opening a session needs the gateway's token", retry=False)
         if self._gateway.token is None and not self._config.public and not self._meant(request.url.host or ""):
             # A page in a browser here may have pointed a name of its own at this machine.
-            raise Refused(403, "authentication", "this gateway opens sessions for this machine only", retry=False)
+            raise Refusal(403, "authentication", "this gateway opens sessions for this machine only", retry=False)
         if id is not None and is_ours(id) and not admin:
             self._session(request)  # or everybody who has seen its URL would be told its key
         try:
-            terms = Terms.model_validate(body_of(await request.read(), empty=True))
+            config = SessionConfig.model_validate(parse_object(await request.read(), empty=True))
         except ValidationError as error:
-            key, message = next(explain(error, Terms))
-            raise Refused(400, "invalid", f"{key}: {message}" if key else message, param=key, retry=False) from error
-        return answered((await self._gateway.open(id, terms)).as_json())
+            key, message = next(explain(error, SessionConfig))
+            raise Refusal(400, "invalid", f"{key}: {message}" if key else message, param=key, retry=False) from error
+        return json_response((await self._gateway.open(id, config)).as_json())
 
     async def _show(self, request: web.Request) -> web.StreamResponse:
-        return answered(self._session(request, admin=True).checked(request.query.get("snapshot")))
+        return json_response(self._session(request, admin=True).checked(request.query.get("snapshot")))
 
     async def _freeze(self, request: web.Request) -> web.StreamResponse:
-        live = self._session(request, admin=True)
-        await live.freeze()
-        return answered({"id": live.id, "status": live.status, "snapshot": live.snapshot})
+        served = self._session(request, admin=True)
+        await served.freeze()
+        return json_response({"id": served.id, "status": served.status, "snapshot": served.snapshot})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        live = self._session(request, admin=True)
-        body = body_of(await request.read(), empty=True)
+        served = self._session(request, admin=True)
+        body = parse_object(await request.read(), empty=True)
         given, reason = body.get("outcome", Outcome.OK), str(body.get("reason") or "")
         if given not in list(Outcome):
-            raise Refused(400, "invalid", f"outcome: one of {', '.join(Outcome)}", param="outcome", retry=False)
-        await live.close("complete", Outcome(given), reason)
-        return answered(live.described())
+            raise Refusal(400, "invalid", f"outcome: one of {', '.join(Outcome)}", param="outcome", retry=False)
+        await served.close("complete", Outcome(given), reason)
+        return json_response(served.describe())
 
     async def _delete(self, request: web.Request) -> web.StreamResponse:
-        live = self._session(request, admin=True)
-        await self._gateway.delete(live.id)
-        return answered({"id": live.id, "deleted": True})
+        served = self._session(request, admin=True)
+        await self._gateway.delete(served.id)
+        return json_response({"id": served.id, "deleted": True})
 
     def _meant(self, host: str) -> bool:
         """Whether a request was sent to this gateway by one of its own names."""
@@ -194,10 +196,10 @@ class Server:
             return await handler(request)
         except web.HTTPRequestEntityTooLarge:
             most = self._config.body_bytes
-            refused = Refused(413, "too_large", f"the request is larger than {most} bytes", retry=False)
+            refused = Refusal(413, "too_large", f"the request is larger than {most} bytes", retry=False)
         except web.HTTPException as error:
             said = f"{request.method} {request.path[:200]}: {error.reason.lower()}"
-            refused = Refused(error.status, "not_found" if error.status == 404 else "invalid", said, retry=False)
+            refused = Refusal(error.status, "not_found" if error.status == 404 else "invalid", said, retry=False)
         except ConnectionResetError:
             raise
         except Exception as error:
@@ -217,10 +219,10 @@ class Server:
         return self._voices.get(path, self._plain)
 
 
-def told(refused: Refused, dialect: Dialect) -> web.Response:
+def told(refused: Refusal, dialect: Dialect) -> web.Response:
     """A refusal as an answer."""
     body = dialect.error(refused.status, str(refused), kind=refused.kind, param=refused.param)
-    return answered(body, refused.status, headers={} if refused.retry else {"x-should-retry": "false"})
+    return json_response(body, refused.status, headers={} if refused.retry else {"x-should-retry": "false"})
 
 
 def _key(request: web.Request) -> str:

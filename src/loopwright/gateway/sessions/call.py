@@ -11,23 +11,23 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from loopwright.gateway.sessions.draft import Draft
-from loopwright.gateway.sessions.exactness import Kind
-from loopwright.gateway.sessions.pieces import Piece
+from loopwright.gateway.sessions.exactness import Exactness
+from loopwright.gateway.sessions.pieces import Delta
 from loopwright.gateway.sessions.store import INTENT, RESULT, Statement, node_statement
 
 if TYPE_CHECKING:
-    from loopwright.gateway.sessions.served_session import Live
+    from loopwright.gateway.sessions.served_session import ServedSession
     from loopwright.gateway.sessions.session import Turn
 
-Heard = tuple[int, Piece]
+Heard = tuple[int, Delta]
 """A choice, and its next piece."""
 
 
 @dataclass(eq=False)
-class Call:
+class SessionCall:
     """One request and its choices."""
 
-    live: "Live"
+    served: "ServedSession"
     id: str
     digest: bytes
     dialect: str
@@ -132,40 +132,40 @@ class Call:
             task.exception()  # whoever follows is told; that nobody does is no error of its own
         if task is self._task:  # here, as one that is given up at once never begins
             for draft in self.drafts:
-                self.live.session.release(draft)
+                self.served.session.release(draft)
         self._wake()
 
     def _raise(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
-            raise self.live.refusal()
+            raise self.served.refusal()
         if (error := task.exception()) is not None:
             raise error
 
-    def _retold(self, draft: Draft) -> list[Piece]:
-        return self.live.session.retold(draft)
+    def _retold(self, draft: Draft) -> list[Delta]:
+        return self.served.session.retold(draft)
 
     # -- sampling -----------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        live = self.live
-        async with self._alone, live.slot(self):
-            live.session.resume(self.drafts)
-            live.unsure.add(self)
+        served = self.served
+        async with self._alone, served.slot(self):
+            served.session.resume(self.drafts)
+            served.unsure.add(self)
             turns = await self._recorded()
         self.turns = turns
         self._wake()
 
     async def _recorded(self) -> list["Turn"]:
         """Sample, with the intent on disk before and the result after it."""
-        live, intended = self.live, False
+        served, intended = self.served, False
         try:
-            await live.keep(self._intents())
+            await served.keep(self._intents())
             intended = True
             return await self._speak()
         finally:
             # Whatever was sampled is kept, also when nobody waits any more.
-            await live.keep(self._results() if intended else self.rows())
-            live.unsure.discard(self)
+            await served.keep(self._results() if intended else self.rows())
+            served.unsure.discard(self)
 
     async def _speak(self) -> list["Turn"]:
         if len(self.drafts) == 1:
@@ -179,7 +179,7 @@ class Call:
             await asyncio.wait(tasks)
 
     async def _turn(self, choice: int, draft: Draft) -> "Turn":
-        session, heard = self.live.session, partial(self._heard, choice) if self.streamed else None
+        session, heard = self.served.session, partial(self._heard, choice) if self.streamed else None
         if not session.ended(draft):
             return await session.speak(draft, heard)
         if heard is not None:  # it came to its end before the call was given up
@@ -187,7 +187,7 @@ class Call:
                 heard(piece)
         return session.said(draft)
 
-    def _heard(self, choice: int, piece: Piece) -> None:
+    def _heard(self, choice: int, piece: Delta) -> None:
         self.pieces.append((choice, piece))
         self._wake()
 
@@ -200,23 +200,23 @@ class Call:
         return [*self._intents(), *self._results()]
 
     def _intents(self) -> list[Statement]:
-        live, now = self.live, self.live.clock()
+        served, now = self.served, self.served.clock()
         statements: list[Statement] = []
         for choice, draft in enumerate(self.drafts):
             verdict = draft.verdict
-            values = (live.id, draft.node, self.id, choice, self.digest, self.dialect)
+            values = (served.id, draft.node, self.id, choice, self.digest, self.dialect)
             more = (draft.sampling.model_dump_json(), draft.seed, now, verdict.kind, verdict.reason, verdict.token)
             statements.append((INTENT, (*values, *more, draft.manner.written)))
         return statements
 
     def _results(self) -> list[Statement]:
-        live, now = self.live, self.live.clock()
+        served, now = self.served, self.served.clock()
         statements: list[Statement] = []
         for draft in self.drafts:
-            node, verdict = live.session.graph.nodes[draft.node], live.session.verdicts[draft.node]
-            statements.append(node_statement(live.id, draft.node, node, live.session.graph.keys.get(draft.node)))
-            failure = (verdict.reason, verdict.token) if verdict.kind == Kind.BROKEN else (None, None)
-            statements.append((RESULT, (now, *failure, live.id, draft.node)))
+            node, verdict = served.session.graph.nodes[draft.node], served.session.verdicts[draft.node]
+            statements.append(node_statement(served.id, draft.node, node, served.session.graph.keys.get(draft.node)))
+            failure = (verdict.reason, verdict.token) if verdict.kind == Exactness.BROKEN else (None, None)
+            statements.append((RESULT, (now, *failure, served.id, draft.node)))
         return statements
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class Exactness(StrEnum):
     """From best to worst."""
 
     EXACT = "exact"
@@ -21,6 +21,6 @@ class Kind(StrEnum):
 class Verdict:
     """A turn's verdict; `token` is the first place of the prompt, or of prompt and turn, where it parts."""
 
-    kind: Kind = Kind.EXACT
+    kind: Exactness = Exactness.EXACT
     reason: str = ""
     token: int | None = None

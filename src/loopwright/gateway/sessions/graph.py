@@ -12,9 +12,9 @@ from pydantic_core import from_json
 
 from loopwright.core.episode import ROOT, Node
 from loopwright.core.task import Message
-from loopwright.gateway.sessions.exactness import Kind, Verdict
+from loopwright.gateway.sessions.exactness import Exactness, Verdict
 from loopwright.gateway.sessions.manner import PLAIN, Manner
-from loopwright.gateway.sessions.template import Template, Tool, calls_of, text_of
+from loopwright.gateway.sessions.template import ChatTemplate, Tool, calls_of, text_of
 
 Ids: TypeAlias = "array[int]"
 """All ids of a conversation, which are copied in every turn: as plain numbers, whose copy costs next to nothing."""
@@ -38,7 +38,7 @@ class Graph:
     on that is a branch, too. Otherwise it stays as it was sampled.
     """
 
-    def __init__(self, template: Template, *, forks: bool = False) -> None:
+    def __init__(self, template: ChatTemplate, *, forks: bool = False) -> None:
         self._forks = forks
         self.nodes: list[Node] = [ROOT]
         self.keys: dict[int, Key] = {}
@@ -94,7 +94,7 @@ class Graph:
             return node, Verdict()
         others = list(self._first.get(node, ()))
         shared = max((_shared(rest, self.nodes[other].ids) for other in others), default=0)
-        forked = Verdict(Kind.FORKED, "the text goes on otherwise than before", begun + shared)
+        forked = Verdict(Exactness.FORKED, "the text goes on otherwise than before", begun + shared)
         message = {"role": RAW, "content": rest if begun else content}
         return self.add(Node(node, copied(message), rest, (0.0,) * len(rest))), forked if others else Verdict()
 
@@ -194,10 +194,12 @@ class Graph:
             new = self._child(found, node)
             shared = max(_shared(self.nodes[new].ids, self.nodes[other].ids) for other in others)
             said = f"message {known + 1} goes on otherwise than before" if found else "it begins another conversation"
-            return Verdict(Kind.FORKED, said, len(self.ids(found)) + shared)
+            return Verdict(Exactness.FORKED, said, len(self.ids(found)) + shared)
         closing = self.closing(found)
         if closing and closing[0] == self._template.end_id:
-            return Verdict(Kind.BRIDGED, f"the end of node {found} was not sampled, but added", len(self.ids(found)))
+            return Verdict(
+                Exactness.BRIDGED, f"the end of node {found} was not sampled, but added", len(self.ids(found))
+            )
         return Verdict()
 
     def _child(self, above: int, node: int) -> int:

@@ -10,7 +10,7 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Delta:
     """What streaming adds: text, reasoning, or more of the tool call `index`. `id` and `name` come once, first.
 
     A piece may be empty but for its tokens: those that stand for nothing visible, such as the end of a turn.
@@ -31,11 +31,11 @@ class Piece:
     """What else was likely at each of its tokens, where the engine was asked."""
 
 
-Heard = Callable[[Piece], None]
+Heard = Callable[[Delta], None]
 """Whoever follows a turn as it is sampled."""
 
 
-class TextReader:
+class TextDecoder:
     """Ids to text, a few at a time; half a character waits for its other half."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -13,7 +13,7 @@ from loopwright.core.task import Message
 from loopwright.engines.tokenizer import Tokenizer
 from loopwright.gateway.sessions.calls import HERMES, Grammar, Head, Object, head, whole
 from loopwright.gateway.sessions.manner import PLAIN, Manner
-from loopwright.gateway.sessions.pieces import Piece, TextReader
+from loopwright.gateway.sessions.pieces import Delta, TextDecoder
 
 THINK, THOUGHT = "<think>", "</think>"
 _BETWEEN = " \t\r\n;,]"
@@ -23,7 +23,7 @@ _FENCE = re.compile(r"```(?:json)?\s*(?=[\[{])")
 _FENCE_BEGUN = re.compile(r"`{1,3}|```(?:j|js|jso|json)?\s*")
 
 
-class Reader:
+class TurnParser:
     """One turn's message as it is sampled. `stop` ends it: the text is cut there, the tokens are not.
 
     Raw text has no calls, no reasoning and no white space to leave out. `manner` may begin the message with text that
@@ -42,7 +42,7 @@ class Reader:
         manner: Manner = PLAIN,
     ) -> None:
         self._grammar, self._manner = grammar, manner
-        self._decode, self._text = tokenizer.decode, TextReader(tokenizer)
+        self._decode, self._text = tokenizer.decode, TextDecoder(tokenizer)
         self._ends, self._call_id = ends, call_id
         self._stop = tuple(text for text in stop if text)
         self._held: list[int] = []  # an end that is shown only if something follows it
@@ -60,7 +60,7 @@ class Reader:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._tops: list[Any] | None = None
-        self._pieces: list[Piece] = []
+        self._pieces: list[Delta] = []
         self.stopped_by: str | None = None
         """The stop string that was met."""
         self.ended = False
@@ -73,7 +73,7 @@ class Reader:
             self._pieces = []
             self.unshown = len("".join(self._thoughts)), len("".join(self._content))
 
-    def feed(self, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Any] | None = None) -> list[Piece]:
+    def feed(self, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Any] | None = None) -> list[Delta]:
         """Take in tokens; the pieces that can be told by now."""
         if tops is not None or self._tops is not None:
             self._tops = [*(self._tops or [()] * len(self._tokens)), *(tops or [()] * len(ids))]
@@ -85,12 +85,12 @@ class Reader:
             self._cut(self._text.feed(ids))
         return self._taken()
 
-    def whole(self, ids: Sequence[int]) -> list[Piece]:
+    def whole(self, ids: Sequence[int]) -> list[Delta]:
         """Take in a whole turn at once, as if fed and finished; cheaper, and its pieces have no tokens."""
         self._cut(self._decode(ids[:-1] if ids and ids[-1] in self._ends else ids))
         return self.finish()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[Delta]:
         """The rest: nothing more can change it. The last piece holds every token that is left."""
         if not self.ended:
             self._cut(self._text.finish())
@@ -107,7 +107,7 @@ class Reader:
         if not self._calls and not (self._thought and not self._content):
             self._tell(self._space)
         if self._tokens:
-            self._show(Piece())
+            self._show(Delta())
         return self._taken()
 
     @property
@@ -311,12 +311,12 @@ class Reader:
         index = len(self._calls)
         id = f"{self._call_id}_{index}"
         self._calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": ""}})
-        self._show(Piece(index=index, id=id, name=name))
+        self._show(Delta(index=index, id=id, name=name))
 
     def _argue(self, text: str) -> None:
         if text:
             self._calls[-1]["function"]["arguments"] += text
-            self._show(Piece(index=len(self._calls) - 1, arguments=text))
+            self._show(Delta(index=len(self._calls) - 1, arguments=text))
 
     # -- pieces -------------------------------------------------------------------------------------------------
 
@@ -327,7 +327,7 @@ class Reader:
         self._space = text[len(shown) :]
         if shown:
             self._thoughts.append(shown)
-            self._show(Piece(thought=shown))
+            self._show(Delta(thought=shown))
 
     def _say(self, text: str) -> None:
         """Text of the message; white space at its end waits, since before a call it is none of the text."""
@@ -341,12 +341,12 @@ class Reader:
     def _tell(self, text: str) -> None:
         if text:
             self._content.append(text)
-            self._show(Piece(text))
+            self._show(Delta(text))
 
-    def _show(self, piece: Piece) -> None:
+    def _show(self, piece: Delta) -> None:
         if self._tokens:
             # Not by `replace`, which takes as long as all the rest: this is done for every token.
-            piece = Piece(
+            piece = Delta(
                 piece.text,
                 piece.index,
                 piece.id,
@@ -360,7 +360,7 @@ class Reader:
             self._tokens, self._logprobs, self._tops = [], [], None
         self._pieces.append(piece)
 
-    def _taken(self) -> list[Piece]:
+    def _taken(self) -> list[Delta]:
         pieces, self._pieces = self._pieces, []
         return pieces
 

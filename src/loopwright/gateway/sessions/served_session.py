@@ -1,4 +1,4 @@
-"""A live session: a session with a key, terms, calls under way, and a place in the store."""
+"""A live session: a session with a key, config, calls under way, and a place in the store."""
 
 import asyncio
 import hmac
@@ -13,18 +13,18 @@ from loopwright.core.episode import Episode
 from loopwright.core.errors import StorageError
 from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Engine, Reasoning, Sampling
-from loopwright.gateway.dialects.base import Ask, Dialect
-from loopwright.gateway.refusal import Refused
+from loopwright.gateway.dialects.base import Dialect, TurnRequest
+from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.server.body import Bodies
-from loopwright.gateway.sessions.call import Call
+from loopwright.gateway.sessions.call import SessionCall
 from loopwright.gateway.sessions.draft import Draft
-from loopwright.gateway.sessions.exactness import Kind, Verdict
+from loopwright.gateway.sessions.exactness import Exactness, Verdict
 from loopwright.gateway.sessions.manner import Manner
-from loopwright.gateway.sessions.session import Limits, Session
-from loopwright.gateway.sessions.session_config import Terms
+from loopwright.gateway.sessions.session import Session, SessionLimits
+from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.gateway.sessions.snapshot import snapshot_of
 from loopwright.gateway.sessions.store import GAP, Statement, Store, forgotten, node_statement, nodes_of
-from loopwright.gateway.sessions.template import Template
+from loopwright.gateway.sessions.template import ChatTemplate
 
 _REMEMBERED = 64
 """Calls of a session that a retry can still find."""
@@ -36,7 +36,7 @@ _SESSION = "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _LOST = "the gateway ended before this turn did: what was sampled is not known"
 
 
-class Live:
+class ServedSession:
     """One agent's session on the wire. `status` is `open`, `frozen`, `complete`, or `expired`."""
 
     def __init__(
@@ -45,20 +45,20 @@ class Live:
         store: Store,
         clock: Callable[[], float],
         id: str,
-        terms: Terms,
+        config: SessionConfig,
         key: str | None = None,
         *,
-        template: Template | None = None,
+        template: ChatTemplate | None = None,
         reasoning: Reasoning | None = None,
         thinks: bool | None = None,
     ) -> None:
-        self.id, self.terms, self.store, self.clock = id, terms, store, clock
+        self.id, self.config, self.store, self.clock = id, config, store, clock
         self.key = key or f"sk-{secrets.token_urlsafe(24)}"
-        limits = Limits(terms.calls, terms.tokens)
+        limits = SessionLimits(config.calls, config.tokens)
         self.session = Session(
             engine,
-            terms.defaults,
-            seed=terms.seed or id,
+            config.defaults,
+            seed=config.seed or id,
             limits=limits,
             template=template,
             reasoning=reasoning,
@@ -72,20 +72,20 @@ class Live:
         """How long the engine had given no token, to a call that was under way when the session was closed."""
         self.restored = False
         """Whether the gateway was started anew while it was open."""
-        self._calls: OrderedDict[bytes, Call] = OrderedDict()
+        self._calls: OrderedDict[bytes, SessionCall] = OrderedDict()
         # Random once per process and session: asking the kernel for every call costs more than it is worth.
         self._mark, self._numbers = secrets.token_hex(8), count(1)
-        self._running: set[Call] = set()
-        self.unsure: set[Call] = set()
+        self._running: set[SessionCall] = set()
+        self.unsure: set[SessionCall] = set()
         """Calls of which the store may not have all that is known here."""
         self._dialects: dict[int, str] = {}
         self._bodies: dict[str, Bodies] = {}
-        self._pinned: tuple[Sampling | None, tuple[str, ...], Sampling] = (None, (), terms.defaults)
+        self._pinned: tuple[Sampling | None, tuple[str, ...], Sampling] = (None, (), config.defaults)
         self.voices: dict[str, Dialect] = {}
         """The dialects that it is spoken to in, by path."""
         self._saved, self._kept = 1, ""
         self._settling: asyncio.Task[None] | None = None
-        self._slots = None if terms.concurrency is None else asyncio.Semaphore(terms.concurrency)
+        self._slots = None if config.concurrency is None else asyncio.Semaphore(config.concurrency)
         self._waiting = 0
 
     def admits(self, key: str) -> bool:
@@ -103,16 +103,16 @@ class Live:
             bodies = self._bodies[dialect] = Bodies(dialect)
         return bodies.read(body)
 
-    def call(self, dialect: str, ask: Ask, digest: bytes, *, retried: bool) -> Call:
+    def call(self, dialect: str, ask: TurnRequest, digest: bytes, *, retried: bool) -> SessionCall:
         """The call that a request stands for: an SDK's retry is the one that it retries."""
         found = self._calls.get(digest) if retried else None
         if found is not None and not found.idle:
             return found
         now = self.clock()
-        if self.terms.time_s is not None and now - self.opened_at >= self.terms.time_s:
-            raise Refused.spent(f"its {self.terms.time_s:g} s are over")
+        if self.config.time_s is not None and now - self.opened_at >= self.config.time_s:
+            raise Refusal.spent(f"its {self.config.time_s:g} s are over")
         if self._waiting >= _WAITING:
-            raise Refused(429, "quota", f"{self._waiting} calls of this session wait already")
+            raise Refusal(429, "quota", f"{self._waiting} calls of this session wait already")
         self._used_at = now
         if found is not None:
             return found
@@ -121,7 +121,7 @@ class Live:
         self._remember(call)
         return call
 
-    def _new(self, dialect: str, ask: Ask, digest: bytes) -> Call:
+    def _new(self, dialect: str, ask: TurnRequest, digest: bytes) -> SessionCall:
         sampling = self._sampling(ask)
         drafts: list[Draft] = []
         manner = ask.manner(self.session.template.grammar)
@@ -132,24 +132,24 @@ class Live:
             )
             drafts.append(draft)
             draft.verdict = self.session.verdicts[draft.node] = drafts[0].verdict  # choices share their prompt
-        return Call(self, f"{self._mark}{next(self._numbers):x}", digest, dialect, drafts, ask.stream)
+        return SessionCall(self, f"{self._mark}{next(self._numbers):x}", digest, dialect, drafts, ask.stream)
 
-    def _sampling(self, ask: Ask) -> Sampling:
+    def _sampling(self, ask: TurnRequest) -> Sampling:
         """How a call is sampled; mostly as the one before it."""
         asked, stop, pinned = self._pinned
         if ask.sampling is not asked or ask.stop != stop:
-            pinned = self.terms.pinned(ask.sampling, ask.stop)
+            pinned = self.config.pinned(ask.sampling, ask.stop)
             self._pinned = ask.sampling, ask.stop, pinned
         return pinned
 
-    def _remember(self, call: Call) -> None:
+    def _remember(self, call: SessionCall) -> None:
         self._calls[call.digest] = call
         self._dialects.update({draft.node: call.dialect for draft in call.drafts})
         while len(self._calls) > _REMEMBERED:
             self._calls.popitem(last=False)
 
     @asynccontextmanager
-    async def slot(self, call: Call) -> AsyncIterator[None]:
+    async def slot(self, call: SessionCall) -> AsyncIterator[None]:
         """A place among the calls that are answered at once."""
         self._running.add(call)
         try:
@@ -217,10 +217,10 @@ class Live:
             await self.store.write(forgotten(self.id))
         else:
             if status != "open":
-                self.snapshot = self.snapshot or snapshot_of(self.described())
-            terms = self.terms.model_dump_json(exclude_unset=True)
+                self.snapshot = self.snapshot or snapshot_of(self.describe())
+            config = self.config.model_dump_json(exclude_unset=True)
             state = (self.opened_at, status, self.closed_at, str(self.outcome), self.reason, self.snapshot)
-            await self.keep([(_SESSION, (self.id, self.key, terms, *state))])
+            await self.keep([(_SESSION, (self.id, self.key, config, *state))])
         self._kept = status
         if status != "open":
             self._let_go()
@@ -235,13 +235,13 @@ class Live:
 
     # -- its life -----------------------------------------------------------------------------------------------
 
-    def refusal(self) -> Refused:
+    def refusal(self) -> Refusal:
         """What a call is told that this session does not take, or that was ended with it."""
-        return Refused.closed(self.id, "closing" if self.status == "open" else self.status)
+        return Refusal.closed(self.id, "closing" if self.status == "open" else self.status)
 
     def expires(self) -> bool:
         """Whether its time is up."""
-        return self.status == "open" and not self._running and self.clock() - self._used_at >= self.terms.ttl_s
+        return self.status == "open" and not self._running and self.clock() - self._used_at >= self.config.ttl_s
 
     def ended_s(self) -> float:
         """Seconds since it ended, and the store knows that; 0 before."""
@@ -280,13 +280,13 @@ class Live:
 
     def checked(self, snapshot: str | None = None) -> dict[str, Any]:
         """The session for whoever opened it; refused if it is not what was frozen, or not that snapshot."""
-        shown = self.described()
+        shown = self.describe()
         if snapshot is not None and snapshot != self.snapshot:
             told = f"is at snapshot {self.snapshot}" if self.snapshot else "is not frozen: it has no snapshot yet"
-            raise Refused(409, "closed", f"session {self.id!r} {told}", param="snapshot", retry=False)
+            raise Refusal(409, "closed", f"session {self.id!r} {told}", param="snapshot", retry=False)
         if self.snapshot and snapshot_of(shown) != self.snapshot:
             told = "what is stored is not what was frozen; its store is damaged, or was changed"
-            raise Refused(409, "internal", f"session {self.id!r}: {told}", retry=False)
+            raise Refusal(409, "internal", f"session {self.id!r}: {told}", retry=False)
         return shown
 
     async def rest(self) -> None:
@@ -295,23 +295,23 @@ class Live:
 
     def episode(self) -> Episode:
         """Everything that was recorded, yet to be judged."""
-        return self.session.episode(self.terms.task_of(self.id), self.outcome, reason=self.reason)
+        return self.session.episode(self.config.task_of(self.id), self.outcome, reason=self.reason)
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """The session for whoever opened it: the graph, rows for training, and a verdict per turn."""
         episode, verdicts = self.episode(), self.session.verdicts
-        counts = {str(kind): sum(verdict.kind == kind for verdict in verdicts.values()) for kind in Kind}
+        counts = {str(kind): sum(verdict.kind == kind for verdict in verdicts.values()) for kind in Exactness}
         running = len(self._running)
         return {
             "id": self.id,
-            "run": self.terms.run,
-            "trial": self.terms.trial,
+            "run": self.config.run,
+            "trial": self.config.trial,
             "status": self.status,
             "snapshot": self.snapshot or None,
             "running": running,
             "silent_s": self.silent_s,
             "restored": self.restored,
-            "trainable": not counts[Kind.BROKEN] and not running and episode.sampled > 0,
+            "trainable": not counts[Exactness.BROKEN] and not running and episode.sampled > 0,
             "verdicts": counts,
             "turns": [self._told(number, verdict) for number, verdict in sorted(verdicts.items())],
             "rows": [
@@ -352,16 +352,16 @@ class Live:
         rows = self.store.rows(query, (self.id,))
         prompts, verdicts = {}, {}
         for node, *_, ended_at, kind, reason, token, failure, failed_at in rows:
-            prompts[node] = verdicts[node] = Verdict(Kind(kind), reason, token)
+            prompts[node] = verdicts[node] = Verdict(Exactness(kind), reason, token)
             if ended_at is None:
-                verdicts[node] = Verdict(Kind.BROKEN, _LOST, None)
+                verdicts[node] = Verdict(Exactness.BROKEN, _LOST, None)
             elif failure is not None:
-                verdicts[node] = Verdict(Kind.BROKEN, failure, failed_at)
+                verdicts[node] = Verdict(Exactness.BROKEN, failure, failed_at)
         nodes, lost = nodes_of(self.store, self.id), set[int | None]()
         for number, (found, _) in enumerate(nodes, 1):
             if found is GAP or found.parent in lost:
                 lost.add(number)
-        verdicts |= {node: Verdict(Kind.BROKEN, _LOST, None) for node in verdicts if node in lost}
+        verdicts |= {node: Verdict(Exactness.BROKEN, _LOST, None) for node in verdicts if node in lost}
         self.session.restore(nodes, verdicts)
         self._saved = len(self.session.graph.nodes)
         calls: dict[str, list[Any]] = {}
@@ -374,7 +374,7 @@ class Live:
             for node, _, _, _, _, sampling, seed, manner, *_ in parts:
                 read, how = Sampling.model_validate_json(sampling), Manner.model_validate_json(manner)
                 drafts.append(self.session.redraft(node, read, seed, prompts[node], how))
-            call = Call(self, id, parts[0][3], parts[0][4], drafts, True)
+            call = SessionCall(self, id, parts[0][3], parts[0][4], drafts, True)
             if all(map(self.session.ended, drafts)):
                 call.turns = [self.session.said(draft) for draft in drafts]
             self._remember(call)

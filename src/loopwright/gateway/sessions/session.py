@@ -12,12 +12,12 @@ from loopwright.core.outcome import FAULT_OF, Fault, Outcome
 from loopwright.core.task import Message, Task
 from loopwright.engines.base import BadSampling, ContextFull, Engine, EngineError, Reasoning, Sampling
 from loopwright.gateway.sessions.draft import Draft, check
-from loopwright.gateway.sessions.exactness import Kind, Verdict
+from loopwright.gateway.sessions.exactness import Exactness, Verdict
 from loopwright.gateway.sessions.graph import RAW, Graph, Key, copied, ids_of
 from loopwright.gateway.sessions.manner import PLAIN, Manner
-from loopwright.gateway.sessions.pieces import Heard, Piece
-from loopwright.gateway.sessions.reader import THINK, Reader
-from loopwright.gateway.sessions.template import Template, Tool, template_of
+from loopwright.gateway.sessions.pieces import Delta, Heard
+from loopwright.gateway.sessions.reader import THINK, TurnParser
+from loopwright.gateway.sessions.template import ChatTemplate, Tool, template_of
 from loopwright.gateway.sessions.turn import Turn as Turn
 
 
@@ -31,7 +31,7 @@ class BudgetSpent(LoopwrightError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SessionLimits:
     """What a session may use; None for no limit."""
 
     turns: int | None = None
@@ -52,8 +52,8 @@ class Session:
         sampling: Sampling,
         *,
         seed: str,
-        limits: Limits = Limits(),  # noqa: B008  frozen
-        template: Template | None = None,
+        limits: SessionLimits = SessionLimits(),  # noqa: B008  frozen
+        template: ChatTemplate | None = None,
         reasoning: Reasoning | None = None,
         thinks: bool | None = None,
     ) -> None:
@@ -149,7 +149,7 @@ class Session:
             raise
         except EngineError as error:
             told = f"the engine failed: {error}".encode("utf-8", "replace").decode()  # what a store can write
-            self.verdicts[node] = Verdict(Kind.BROKEN, told, len(draft.prompt) + len(draft.ids))
+            self.verdicts[node] = Verdict(Exactness.BROKEN, told, len(draft.prompt) + len(draft.ids))
             raise
         finally:
             # Whatever was sampled is kept, also when this call ends here: it is a branch that leads no further.
@@ -183,7 +183,7 @@ class Session:
         """Whether a turn has come to its end."""
         return self.graph.nodes[draft.node].finish in ("stop", "length")
 
-    def retold(self, draft: Draft) -> list[Piece]:
+    def retold(self, draft: Draft) -> list[Delta]:
         """The pieces of a turn that has come to its end."""
         reader = self._reader(draft)
         return [*reader.feed(draft.ids, draft.logprobs, draft.tops), *reader.finish()]
@@ -194,7 +194,7 @@ class Session:
         reader.whole(draft.ids)
         return self._turn(draft, reader, self.graph.nodes[draft.node].finish or "cut")
 
-    def _turn(self, draft: Draft, reader: Reader, finish: str) -> Turn:
+    def _turn(self, draft: Draft, reader: TurnParser, finish: str) -> Turn:
         return Turn(
             copied(reader.message),
             finish,
@@ -209,7 +209,7 @@ class Session:
             reader.unshown,
         )
 
-    def _reader(self, draft: Draft) -> Reader:
+    def _reader(self, draft: Draft) -> TurnParser:
         raw = self.graph.nodes[draft.parent].message.get("role") == RAW
         stop, manner = draft.sampling.stop, draft.manner
         return self.template.reader(call_id=f"call_{draft.node}", stop=stop, raw=raw, manner=manner)
@@ -281,7 +281,7 @@ class Session:
         spent.held = True
         raise spent
 
-    async def _sample(self, draft: Draft, reader: Reader | None, show: "_Show") -> str:
+    async def _sample(self, draft: Draft, reader: TurnParser | None, show: "_Show") -> str:
         """Sample until the turn ends, and say why it did; a pause in between only begins a new span."""
         clock, sampling = asyncio.get_running_loop().time, draft.sampling
         while (left := draft.left) > 0:
@@ -324,13 +324,15 @@ class _Phase:
 
 
 _SILENCE: Message = {"role": "assistant", "content": ""}
-_Show = Callable[[Reader, Sequence[int], Sequence[float], Sequence[Any] | None], int]
+_Show = Callable[[TurnParser, Sequence[int], Sequence[float], Sequence[Any] | None], int]
 
 
 def _shown(heard: Heard | None) -> _Show:
     """Reads tokens, lets them be heard, and tells how many there are up to the end of a stop string."""
 
-    def show(reader: Reader, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Any] | None = None) -> int:
+    def show(
+        reader: TurnParser, ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Any] | None = None
+    ) -> int:
         # Where a text may end the turn it must be known which token did: nobody is shown what came after it.
         step = 1 if reader.stops else len(ids) or 1
         for start in range(0, len(ids), step):

@@ -30,7 +30,7 @@ def is_ours(id: str) -> bool:
     return _OURS.fullmatch(id) is not None
 
 
-class Terms(Config):
+class SessionConfig(Config):
     """The terms of a session."""
 
     run: str = ""

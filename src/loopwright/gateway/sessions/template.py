@@ -17,7 +17,7 @@ from loopwright.core.task import Message
 from loopwright.engines.tokenizer import Tokenizer
 from loopwright.gateway.sessions.calls import HERMES, JSON, LLAMA3, Grammar, is_object
 from loopwright.gateway.sessions.manner import PLAIN, Manner
-from loopwright.gateway.sessions.reader import THINK, THOUGHT, Reader
+from loopwright.gateway.sessions.reader import THINK, THOUGHT, TurnParser
 
 Tool = Mapping[str, Any]
 """A tool as OpenAI describes it: {"type": "function", "function": {"name", "description", "parameters"}}."""
@@ -55,7 +55,7 @@ class Parsed:
     malformed: tuple[str, ...] = ()
 
 
-class Template(Protocol):
+class ChatTemplate(Protocol):
     """How a family of models writes conversations. Ids of later messages never change those of earlier ones."""
 
     end_id: int
@@ -77,7 +77,9 @@ class Template(Protocol):
         """The ids of raw text, or of ids: neither role nor end."""
         ...
 
-    def reader(self, *, call_id: str, stop: Sequence[str] = (), raw: bool = False, manner: Manner = PLAIN) -> Reader:
+    def reader(
+        self, *, call_id: str, stop: Sequence[str] = (), raw: bool = False, manner: Manner = PLAIN
+    ) -> TurnParser:
         """What reads the message that sampled ids stand for."""
         ...
 
@@ -159,8 +161,10 @@ class Framed(ABC):
         reader.whole(ids)
         return Parsed(reader.message, reader.malformed)
 
-    def reader(self, *, call_id: str, stop: Sequence[str] = (), raw: bool = False, manner: Manner = PLAIN) -> Reader:
-        return Reader(
+    def reader(
+        self, *, call_id: str, stop: Sequence[str] = (), raw: bool = False, manner: Manner = PLAIN
+    ) -> TurnParser:
+        return TurnParser(
             self._tokenizer, self._ends, call_id=call_id, stop=stop, raw=raw, grammar=self.grammar, manner=manner
         )
 
@@ -202,7 +206,7 @@ class Unframed(Framed):
         return [], f"### {role}\n"
 
 
-def template_of(name: str, tokenizer: Tokenizer) -> Template:
+def template_of(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     """The template of this name; TemplateError if the tokenizer cannot write it.
 
     `json` frames messages as the tokenizer's family does, and has calls without marks.

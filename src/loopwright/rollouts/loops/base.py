@@ -12,7 +12,7 @@ from loopwright.core.outcome import Outcome
 from loopwright.core.registry import Registry
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
-from loopwright.gateway.sessions.session import Limits, Session
+from loopwright.gateway.sessions.session import Session, SessionLimits
 from loopwright.rollouts.pools.placement import PlacementConfig
 
 
@@ -33,9 +33,9 @@ class LoopConfig(PlacementConfig):
     concurrency: int = Field(default=64, ge=1)
     """How many rollouts are in flight at a time, over all workers."""
 
-    def limits(self) -> Limits:
+    def limits(self) -> SessionLimits:
         """What a session of this loop may use."""
-        return Limits(self.max_turns, self.max_tokens)
+        return SessionLimits(self.max_turns, self.max_tokens)
 
     def problems(self, home: Path) -> list[Problem]:
         """What is wrong with it; found before anything starts."""

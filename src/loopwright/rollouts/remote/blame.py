@@ -7,8 +7,8 @@ broken over what it was told, so it is scored; one that broke before its first c
 from dataclasses import dataclass
 
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.gateway.client import Captured
-from loopwright.gateway.sessions.session import Limits
+from loopwright.gateway.client import CompletedSession
+from loopwright.gateway.sessions.session import SessionLimits
 from loopwright.rollouts.loops.worker import STALLED_S
 from loopwright.rollouts.remote.agent import AgentExit
 
@@ -26,7 +26,7 @@ class TimeLimit:
         return f"not done within {self.time_s:g} s ({self.key})"
 
 
-def verdict(ended: AgentExit | None, captured: Captured, limits: Limits, allowed: TimeLimit) -> Verdict:
+def verdict(ended: AgentExit | None, captured: CompletedSession, limits: SessionLimits, allowed: TimeLimit) -> Verdict:
     """The outcome, who caused it, and the reason; `ended` is None for an agent whose time was up."""
     episode = captured.episode
     if captured.broken:
@@ -50,7 +50,7 @@ def verdict(ended: AgentExit | None, captured: Captured, limits: Limits, allowed
     return Outcome.TRUNCATED, Fault.POLICY, f"{ended.failure}, after {turns}"
 
 
-def _late(captured: Captured, allowed: TimeLimit) -> Verdict:
+def _late(captured: CompletedSession, allowed: TimeLimit) -> Verdict:
     if captured.silent_s >= min(STALLED_S, allowed.time_s / 2):
         return Outcome.LOST, Fault.INFRA, f"{allowed}; the engine gave no token for {captured.silent_s:.3g} s"
     if not captured.episode.turns:

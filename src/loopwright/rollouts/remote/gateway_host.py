@@ -15,8 +15,8 @@ from loopwright.engines.base import Engine, EngineConfig, engines
 from loopwright.engines.weight_update import News
 from loopwright.gateway.client import GatewayClient, GatewayLost, RemoteSession, endpoint
 from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig, is_loopback
-from loopwright.gateway.refusal import Refused
-from loopwright.gateway.sessions.session_config import Terms
+from loopwright.gateway.refusal import Refusal
+from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.gateway.settings import TOKEN, token_in
 from loopwright.rollouts.pools.resources import ResourceRequest
 from loopwright.rollouts.remote.access import GatewayAccess
@@ -30,7 +30,7 @@ class GatewayHost(ABC):
 
         async with aclosing(home):
             await home.start()
-            session = await home.open("trial-7", Terms(trial=7))
+            session = await home.open("trial-7", SessionConfig(trial=7))
             await home.tell(News(version=1))
             episode = await session.close()
 
@@ -53,9 +53,9 @@ class GatewayHost(ABC):
     async def tell(self, news: News) -> int:
         """Have its engines take in news of the policy; the version that they are at then."""
 
-    async def open(self, id: str | None = None, terms: Terms | None = None) -> RemoteSession:
+    async def open(self, id: str | None = None, config: SessionConfig | None = None) -> RemoteSession:
         """A session; with an id that is known, and the same run and trial, the one that there is."""
-        return await (await self._connected()).open(id, terms)
+        return await (await self._connected()).open(id, config)
 
     async def _connected(self) -> GatewayClient:
         at = await self.access()
@@ -255,7 +255,7 @@ class ExternalGatewayHost(GatewayHost):
             await client.check()
             # A session of no use: now is the time to learn that the token is wrong.
             await (await client.open()).delete()
-        except Refused as error:
+        except Refusal as error:
             raise GatewayLost(
                 f"the gateway at {self._access.url} opens no session: {error}. "
                 f"Give its token by `token_file`, or in {TOKEN}."

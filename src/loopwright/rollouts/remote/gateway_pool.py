@@ -11,7 +11,7 @@ from loopwright.core.errors import sentence
 from loopwright.engines.weight_update import News
 from loopwright.gateway.client import GatewayLost
 from loopwright.gateway.gateway import AdvertiseError
-from loopwright.gateway.refusal import Refused
+from loopwright.gateway.refusal import Refusal
 from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.pools.base import Pool, PoolDown, WorkerLost
 from loopwright.rollouts.remote.gateway_host import GatewayHost
@@ -72,7 +72,7 @@ class GatewayPool(Pool):
             news = replace(known, paused=False)  # which it does not take twice, unless it was started anew
         try:
             version = await self._home.tell(news)
-        except (GatewayLost, Refused) as error:
+        except (GatewayLost, Refusal) as error:
             raise PoolDown(f"the gateway could not be told of version {news.version}: {error}") from error
         if isinstance(news.weights, str):  # what lies in a file can be told again
             self._told = news

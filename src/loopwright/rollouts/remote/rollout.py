@@ -16,9 +16,9 @@ from loopwright.engines.base import Sampling
 from loopwright.execution import Executor
 from loopwright.execution.sandbox import Sandbox, SandboxInstance
 from loopwright.execution.sandbox.files import remove, run_in_thread
-from loopwright.gateway.client import Captured, GatewayClient, GatewayLost, RemoteSession
-from loopwright.gateway.refusal import Refused
-from loopwright.gateway.sessions.session_config import Terms
+from loopwright.gateway.client import CompletedSession, GatewayClient, GatewayLost, RemoteSession
+from loopwright.gateway.refusal import Refusal
+from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.rollouts.loops.base import describe_error
 from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.remote.agent import AgentExit, AgentJob, ExternalAgent, instruction
@@ -76,7 +76,7 @@ class RemoteRollout:
         self._clock = asyncio.get_running_loop().time
         self._begun = self._clock()
         self._phases: dict[str, float] = {}
-        self._captured: Captured | None = None
+        self._captured: CompletedSession | None = None
         self._allowed = TimeLimit(self._config.deadline_s, "deadline_s")
         self._session: RemoteSession | None = None
 
@@ -87,7 +87,7 @@ class RemoteRollout:
         stack.push_async_callback(self._release)
         try:
             return await self._attempt(stack)
-        except Refused as error:
+        except Refusal as error:
             if error.status != 404:
                 raise GatewayLost(str(error)) from error
             reason = f"the gateway was started anew, and has not kept its sessions (--output): {error}"
@@ -157,10 +157,10 @@ class RemoteRollout:
         (self._directory / "home").mkdir()
         return prepare(self._request.task, workspace, self._means.places, verifies=self._means.verifies)
 
-    def _terms(self) -> Terms:
+    def _terms(self) -> SessionConfig:
         config, request = self._config, self._request
         # Without the task: whoever has the session's key can read its terms, and a label is nothing for an agent.
-        return Terms(
+        return SessionConfig(
             run=self._means.run,
             trial=request.trial,
             sampling=_pinned(request.over(config.sampling)),
@@ -235,21 +235,21 @@ class RemoteRollout:
                 said = f"were not done by the rollout's deadline of {self._config.deadline_s:g} s"
                 return {"error": f"the tests {said}", "stopped": True}
 
-    async def _collected(self, ended: AgentExit | None) -> Captured:
+    async def _collected(self, ended: AgentExit | None) -> CompletedSession:
         """What the session has recorded; it takes no more calls from now on."""
         if self._captured is None:
             if self._session is None:
                 raise GatewayLost("the session was never opened")
             reason = str(self._allowed) if ended is None else ended.failure
             with self._phase("collect"):
-                self._captured = await self._session.captured(Outcome.TRUNCATED if reason else Outcome.OK, reason)
+                self._captured = await self._session.complete(Outcome.TRUNCATED if reason else Outcome.OK, reason)
         return self._captured
 
     async def _release(self) -> None:
         if self._session is not None and self._captured is None:
-            with suppress(GatewayLost, Refused, TimeoutError):
+            with suppress(GatewayLost, Refusal, TimeoutError):
                 async with asyncio.timeout(_RELEASE_S):
-                    await self._session.captured(Outcome.ABORTED, "its agent was given up")
+                    await self._session.complete(Outcome.ABORTED, "its agent was given up")
 
     # -- what is told of it -------------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class RemoteRollout:
             self._phases[name] = self._phases.get(name, 0.0) + self._clock() - begun
 
     def _episode(
-        self, captured: Captured | None, found: tuple[Outcome, Fault | None, str], evidence: dict[str, Any]
+        self, captured: CompletedSession | None, found: tuple[Outcome, Fault | None, str], evidence: dict[str, Any]
     ) -> Episode:
         outcome, fault, reason = found
         task = self._request.task

@@ -10,7 +10,7 @@ from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.gateway.client import GatewayClient, GatewayLost, endpoint
 from loopwright.gateway.gateway import AdvertiseError, is_loopback
-from loopwright.gateway.refusal import Refused
+from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.settings import SERVER_TOKEN
 from loopwright.rollouts.pools.base import PoolDown, SerializationError, Worker
 from loopwright.rollouts.remote.config import RemoteConfig
@@ -52,7 +52,7 @@ class TrialServerClient(GatewayClient):
             )
         try:
             await self.told("GET", "/trials", wanted="counts")
-        except Refused as error:
+        except Refusal as error:
             await self.close()
             raise TrialServerLost(_unauthorised(self.url, error)) from error
         except TrialServerLost:
@@ -62,7 +62,7 @@ class TrialServerClient(GatewayClient):
     async def told(
         self, method: str, path: str, body: Any = None, *, wait_s: float = 0.0, wanted: str = "status"
     ) -> dict[str, Any]:
-        """What it answers. Refused if it will not, TrialServerLost if it cannot be asked, or is somebody else."""
+        """What it answers. Refusal if it will not, TrialServerLost if it cannot be asked, or is somebody else."""
         try:
             told = await self.ask(method, path, body, key=self._token, timeout_s=wait_s + _ANSWER_S)
         except GatewayLost as error:
@@ -111,7 +111,7 @@ class TrialServerWorker(Worker):
             # In a task of its own: a second cancellation must not leave the agent at work.
             await asyncio.shield(asyncio.ensure_future(flight.cancel()))
             raise
-        except Refused as error:
+        except Refusal as error:
             return self._refused(Episode(task), error)
 
     def _body(self, order: RemoteRequest) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class TrialServerWorker(Worker):
             body["gateway"] = {"url": access.url, "token": access.token}
         return body
 
-    def _refused(self, episode: Episode, error: Refused) -> Episode:
+    def _refused(self, episode: Episode, error: Refusal) -> Episode:
         if error.status == 413:
             return episode.failed(Outcome.CRASHED, Fault.WORKLOAD, f"the trial server: {error}")
         if error.status in (400, 401, 403):  # and so would all others be
@@ -164,7 +164,7 @@ class _Flight:
         while True:
             try:
                 return await self._told("POST", "/trials", {**self._body, "key": key})
-            except Refused as error:
+            except Refusal as error:
                 if error.status == 409:  # a trial of this key asks for something else, as before a change of the loop
                     return {"status": "conflict"}
                 if error.status != 429:
@@ -208,11 +208,11 @@ class _Flight:
 
     async def cancel(self) -> None:
         """Have it ended there, if somebody is there."""
-        with suppress(GatewayLost, Refused, TimeoutError):
+        with suppress(GatewayLost, Refusal, TimeoutError):
             async with asyncio.timeout(_CANCEL_S):
                 await self._client.told("POST", f"/trials/{self._id}/cancel")
 
 
-def _unauthorised(url: str, error: Refused) -> str:
+def _unauthorised(url: str, error: Refusal) -> str:
     said = f"the trial server at {url} refuses: {error}."
     return f"{said} Give its token by `token_file`, or in {SERVER_TOKEN}." if error.status == 401 else said

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loopwright.core.errors import LedgerError, OutputBusy, storage
-from loopwright.gateway.refusal import Refused
+from loopwright.gateway.refusal import Refusal
 from loopwright.ledger.sqlite import Transaction, connect, explained
 from loopwright.rollouts.trial_server.submission import id_of, is_id
 
@@ -84,19 +84,19 @@ class TrialQueue:
     # -- taking in ----------------------------------------------------------------------------------------------
 
     def add(self, key: str, digest: bytes, body: bytes) -> TrialEntry:
-        """Queue a trial; with a key that is known, the one that there is. Refused if that asks for something else."""
+        """Queue a trial; with a key that is known, the one that there is. Refusal if that asks for something else."""
         id = id_of(key)
         with self._transaction as connection:
             known = connection.execute("SELECT digest FROM trials WHERE id = ?", (id,)).fetchone()
             if known is None:
                 (waiting,) = connection.execute("SELECT count(*) FROM trials WHERE status = 'queued'").fetchone()
                 if waiting >= self._most:
-                    raise Refused(429, "full", f"{waiting} trials wait already; ask again later")
+                    raise Refusal(429, "full", f"{waiting} trials wait already; ask again later")
                 row = (id, digest, body, self._clock())
                 columns = "id, digest, body, submitted_at, status, attempts, reason"
                 connection.execute(f"INSERT INTO trials ({columns}) VALUES (?, ?, ?, ?, 'queued', 0, '')", row)
             elif known[0] not in (digest, b""):  # without a digest: it was cancelled before it came
-                raise Refused(409, "conflict", "this key belongs to a trial that asks for something else", retry=False)
+                raise Refusal(409, "conflict", "this key belongs to a trial that asks for something else", retry=False)
         return self.find(id)
 
     def claim(self) -> tuple[TrialEntry, bytes] | None:
@@ -193,10 +193,10 @@ class TrialQueue:
     # -- looking ------------------------------------------------------------------------------------------------
 
     def find(self, id: str) -> TrialEntry:
-        """How a trial is; Refused if there is none of this id."""
+        """How a trial is; Refusal if there is none of this id."""
         rows = self._transaction.rows(f"SELECT {_COLUMNS} FROM trials WHERE id = ?", (id,))
         if not rows:
-            raise Refused(404, "not_found", f"there is no trial {id[:80]!r}; submit one with POST /trials", retry=False)
+            raise Refusal(404, "not_found", f"there is no trial {id[:80]!r}; submit one with POST /trials", retry=False)
         return TrialEntry(*rows[0])
 
     def latest(self, most: int) -> list[TrialEntry]:

@@ -15,10 +15,10 @@ from pydantic import Field, ValidationError, field_validator
 from loopwright.core.config import Config, explain, size_bytes
 from loopwright.execution.sandbox import SandboxError
 from loopwright.gateway.gateway import AdvertiseError, is_loopback
-from loopwright.gateway.refusal import Refused, refusal_of
-from loopwright.gateway.server.body import body_of
+from loopwright.gateway.refusal import Refusal, refusal_of
+from loopwright.gateway.server.body import parse_object
 from loopwright.gateway.server.metrics import CONTENT_TYPE, family
-from loopwright.gateway.server.request_handler import answered
+from loopwright.gateway.server.request_handler import json_response
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_host import GatewayHost
 from loopwright.rollouts.trial_server.queue import STATUSES, TrialEntry, TrialQueue
@@ -146,7 +146,7 @@ class TrialServer:
     # -- routes -------------------------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        return answered({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         counts = {**dict.fromkeys(STATUSES, 0), **self.queue.counts()}
@@ -167,7 +167,7 @@ class TrialServer:
         return web.Response(body="\n".join([*lines, ""]).encode(), headers={"content-type": CONTENT_TYPE})
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
-        body = body_of(await request.read())
+        body = parse_object(await request.read())
         key = checked_key(request.headers.get("idempotency-key") or body.get("key"))
         body.pop("key", None)
         submission = await self._checked(body)
@@ -175,24 +175,24 @@ class TrialServer:
         self.queue.forget(self.config.keep_s)
         self.runner.fill()
         entry = self.queue.find(entry.id)
-        return answered({**entry.as_json(), "moved": self._moved(entry, submission)})
+        return json_response({**entry.as_json(), "moved": self._moved(entry, submission)})
 
     async def _checked(self, body: dict[str, Any]) -> Submission:
-        """What is asked for; Refused if it can never be done here."""
+        """What is asked for; Refusal if it can never be done here."""
         try:
             submission = Submission.model_validate(body)
             await self._stands(submission.loop)
         except ValidationError as error:
             key, message = next(explain(error, Submission))
-            raise Refused(400, "invalid", f"{key}: {message}" if key else message, param=key, retry=False) from error
+            raise Refusal(400, "invalid", f"{key}: {message}" if key else message, param=key, retry=False) from error
         except SandboxError as error:
-            raise Refused(400, "invalid", f"loop.sandbox: {error}", param="loop.sandbox", retry=False) from error
+            raise Refusal(400, "invalid", f"loop.sandbox: {error}", param="loop.sandbox", retry=False) from error
         except TimeoutError as error:
             said = f"loop.sandbox: {submission.loop.sandbox} could not be looked at within {_CHECK_S:g} s"
-            raise Refused(503, "busy", said, param="loop.sandbox") from error
+            raise Refusal(503, "busy", said, param="loop.sandbox") from error
         if submission.gateway is None and self._own is None:
             said = "gateway: say where the policy is; this trial server has no engine of its own (--engine)"
-            raise Refused(400, "invalid", said, param="gateway", retry=False)
+            raise Refusal(400, "invalid", said, param="gateway", retry=False)
         return submission
 
     async def _stands(self, loop: RemoteConfig) -> None:
@@ -210,24 +210,24 @@ class TrialServer:
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
         listed = [entry.as_json() for entry in self.queue.latest(_LISTED)]
-        return answered({"counts": self.queue.counts(), "trials": listed})
+        return json_response({"counts": self.queue.counts(), "trials": listed})
 
     async def _show(self, request: web.Request) -> web.StreamResponse:
         try:
             wait_s = min(max(float(request.query.get("wait_s", "0")), 0.0), _LONGEST_S)
         except ValueError as error:
-            raise Refused(400, "invalid", "wait_s: give a number of seconds", param="wait_s", retry=False) from error
+            raise Refusal(400, "invalid", "wait_s: give a number of seconds", param="wait_s", retry=False) from error
         entry = await self.runner.wait(request.match_info["id"], wait_s, request.query.get("seen"))
-        return answered(entry.as_json())
+        return json_response(entry.as_json())
 
     async def _cancel(self, request: web.Request) -> web.StreamResponse:
-        return answered((await self.runner.cancel(request.match_info["id"])).as_json())
+        return json_response((await self.runner.cancel(request.match_info["id"])).as_json())
 
     async def _result(self, request: web.Request) -> web.StreamResponse:
         entry = self.queue.find(request.match_info["id"])
         result = self.queue.result(entry.id)
         if result is None:
-            raise Refused(
+            raise Refusal(
                 409,
                 entry.status,
                 f"the trial has no result: it is {entry.status}; GET /trials/{entry.id} says more",
@@ -238,13 +238,13 @@ class TrialServer:
     async def _artifacts(self, request: web.Request) -> web.StreamResponse:
         entry = self.queue.find(request.match_info["id"])
         found = [{"name": name, "size_bytes": size} for name, size in self.queue.artifacts(entry.id)]
-        return answered({"artifacts": found})
+        return json_response({"artifacts": found})
 
     async def _artifact(self, request: web.Request) -> web.StreamResponse:
         id, name = request.match_info["id"], request.match_info["name"]
         data = self.queue.artifact(id, name)
         if data is None:
-            raise Refused(404, "not_found", f"the trial has no artifact {name[:200]!r}", retry=False)
+            raise Refusal(404, "not_found", f"the trial has no artifact {name[:200]!r}", retry=False)
         headers = {"x-content-type-options": "nosniff", "content-disposition": "attachment"}
         return web.Response(body=data, content_type="application/octet-stream", headers=headers)
 
@@ -258,10 +258,10 @@ class TrialServer:
             return await handler(request)
         except web.HTTPRequestEntityTooLarge:
             most = self.config.body
-            refused = Refused(413, "too_large", f"the submission is larger than {most} bytes", retry=False)
+            refused = Refusal(413, "too_large", f"the submission is larger than {most} bytes", retry=False)
         except web.HTTPException as error:
             kind = "not_found" if error.status == 404 else "invalid"
-            refused = Refused(error.status, kind, f"{request.method} {request.path[:200]}: {error.reason}", retry=False)
+            refused = Refusal(error.status, kind, f"{request.method} {request.path[:200]}: {error.reason}", retry=False)
         except ConnectionResetError:
             raise
         except Exception as error:
@@ -270,10 +270,10 @@ class TrialServer:
                 log.exception("%s %s failed", request.method, request.match_info.route.resource)
         told = {"message": str(refused), "type": refused.kind, "code": refused.kind, "param": refused.param}
         headers = {"retry-after": str(_RETRY_S)} if refused.status == 429 else {}
-        return answered({"error": told}, refused.status, headers=headers)
+        return json_response({"error": told}, refused.status, headers=headers)
 
     def _admit(self, request: web.Request) -> None:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else ""
         if not hmac.compare_digest(given.encode("utf-8", "replace"), self._token):
-            raise Refused(401, "authentication", "this needs the trial server's token", retry=False)
+            raise Refusal(401, "authentication", "this needs the trial server's token", retry=False)
