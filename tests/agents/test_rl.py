@@ -18,10 +18,11 @@ from tests.envs.live.peers import served
 from tests.envs.worlds import Line, wait_until, world
 from tests.envs.worlds import live as live_world
 
-from loopwright.agents.rl.agent import Books, PpoConfig
+from loopwright.agents.rl.agent import PpoConfig
+from loopwright.agents.rl.learner import LearnerContext
 from loopwright.agents.rl.policy import act
 from loopwright.agents.rl.sb3 import Sb3Learner, SlotVecEnv
-from loopwright.agents.rl.session import _imitated
+from loopwright.agents.rl.training import warm_start_pairs
 from loopwright.core.errors import ScenarioError
 from loopwright.core.outcome import Outcome
 from loopwright.envs.gym.adapter import Driver, LiveAdapter
@@ -138,23 +139,23 @@ def test_a_live_run_trains_and_acts(tmp_path):
     [
         ('type = "sac", trials = 90', LISTS, "[run.agent] type: 'sac' needs a range"),
         ('type = "dqn", trials = 90', RANGE, "[run.agent] type: 'dqn' needs lists of at most 4096 points"),
-        ('type = "a2c", trials = 90, library = "rllib"', LISTS, "'a2c' comes from sb3, not from 'rllib'"),
+        ('type = "a2c", trials = 90, library = "rllib"', LISTS, "'a2c' needs 'sb3', not 'rllib'"),
         ('type = "ppo", trials = 4', LISTS, "evaluating the policy takes 4 of 4; raise it, or set evaluate = 0"),
         (
             'type = "ppo", trials = 5',
             LISTS,
-            "1 of 5 are left to learn from, and the first update of the policy takes 2",
+            "1 of 5 remain for training, but the first update of the policy needs 2",
         ),
-        ('type = "ppo", trials = 50, rollout = 64', LISTS, "46 of 50 are left to learn from, and the first update"),
+        ('type = "ppo", trials = 50, rollout = 64', LISTS, "46 of 50 remain for training, but the first update"),
         ('type = "ppo", trials = 90, count_cached = false', LISTS, "count_cached"),
         (
             'type = "ppo", trials = 90, options = { n_stepz = 8 }',
             LISTS,
-            "[run.agent] options: 'ppo' of sb3 takes no 'n_stepz'. Known: learning_rate, n_steps,",
+            "[run.agent] options: unknown option 'n_stepz' of PPO. Known: learning_rate, n_steps,",
         ),
-        ('type = "dqn", trials = 90, options = { clip_range = 1 }', LISTS, "'dqn' of sb3 takes no 'clip_range'"),
+        ('type = "dqn", trials = 90, options = { clip_range = 1 }', LISTS, "unknown option 'clip_range' of DQN"),
         ('type = "ppo", trials = 90, warm_start = "nowhere"', LISTS, "there is no ledger.db"),
-        ('type = "dqn", trials = 90, warm_start = "nowhere"', LISTS, "'dqn' of sb3 does not imitate"),
+        ('type = "dqn", trials = 90, warm_start = "nowhere"', LISTS, "'dqn' of sb3 cannot imitate"),
         ('type = "ppo"', LISTS, "trials"),
     ],
 )
@@ -167,7 +168,7 @@ def test_repeats_take_their_share_of_the_budget(tmp_path):
     said = problem(tmp_path, batch(agent, run="repeats = 3"))
     assert "evaluating the policy takes 12 of 12" in said
     said = problem(tmp_path, batch(agent.replace("12", "15"), run="repeats = 3"))
-    assert "3 of 15 are left to learn from, and the first update of the policy takes 6" in said
+    assert "3 of 15 remain for training, but the first update of the policy needs 6" in said
     assert trained(tmp_path, batch(agent.replace("12", "18"), run="repeats = 3")) == 0
     assert updates(tmp_path) > 0
 
@@ -198,9 +199,9 @@ def updates(home, algorithm="PPO"):
 def test_rllib_is_asked_for_its_options_too(tmp_path):
     text = batch('type = "ppo", library = "rllib", trials = 90, options = { lamda_ = 1.0, gamma = 0.5 }')
     said = problem(tmp_path, text)
-    assert "'ppo' of rllib takes no 'lamda_'" in said
+    assert "unknown option 'lamda_' of PPO" in said
     assert "Did you mean 'lambda_'?" in said
-    assert "no 'gamma'" not in said
+    assert "'gamma'" not in said
 
 
 @pytest.mark.parametrize(
@@ -215,11 +216,13 @@ def test_a_range_with_points_is_good_for_both(tmp_path, kind, args):
 
 
 def test_a_live_policy_starts_cold(tmp_path):
-    assert "a live policy starts cold" in problem(tmp_path, live('type = "ppo", trials = 9, warm_start = "x"'))
+    assert "warm_start: not supported in a live run" in problem(
+        tmp_path, live('type = "ppo", trials = 9, warm_start = "x"')
+    )
 
 
 def test_a_live_policy_has_room_for_a_rollout(tmp_path):
-    assert "the first update of the policy takes 64" in problem(
+    assert "the first update of the policy needs 64" in problem(
         tmp_path, live('type = "ppo", trials = 9, rollout = 64')
     )
 
@@ -240,10 +243,10 @@ def test_a_failing_training_is_a_code_and_the_next_run_starts(tmp_path):
 def test_a_live_algorithm_that_cannot_act_there_is_a_code(tmp_path, caplog):
     with served(Line, f"unix://{tmp_path}/s") as server:  # at an address nothing is known before it is there
         assert trained(tmp_path, at(server.address)) == 1
-    assert "'sac' acts in Box; the server has a Discrete" in caplog.text
+    assert "'sac' supports the action spaces Box; the server has a Discrete" in caplog.text
     assert "Traceback" not in caplog.text
     assert numbers(tmp_path) == []
-    assert state(tmp_path, "failure") == "'sac' acts in Box; the server has a Discrete."
+    assert state(tmp_path, "failure") == "'sac' supports the action spaces Box; the server has a Discrete."
 
 
 def at(address, agent='type = "sac", trials = 50'):
@@ -256,7 +259,7 @@ def at(address, agent='type = "sac", trials = 50'):
 def test_a_live_algorithm_that_cannot_act_there_is_refused_at_load_time(tmp_path, path):
     (tmp_path / "rl_late.py").write_text(LATE)
     said = problem(tmp_path, live('type = "sac", trials = 50', path))
-    assert "[run.agent] type: 'sac' acts in Box; the server has a Discrete." in said
+    assert "[run.agent] type: 'sac' supports the action spaces Box; the server has a Discrete." in said
 
 
 def test_a_server_that_is_not_there_is_a_code_and_the_next_run_starts(tmp_path, caplog, monkeypatch):
@@ -457,8 +460,8 @@ def test_s13_live_rows_are_in_the_ledger_before_each_checkpoint(tmp_path):
     env = LiveAdapter(live_world(tmp_path))
     run, saved = env.inner.run, []
     config = PpoConfig(trials=50, rollout=16, checkpoint_every=10)
-    learner = Sb3Learner("PPO", env, config, Books(tmp_path / "policy", lambda: run.step, env.inner.flush, 1, 100))
-    learner.save = lambda _: saved.append((run.step, run.ledger.last()[0]))
+    learner = Sb3Learner("PPO", env, config, LearnerContext(run, 1, 100, env.inner.flush))
+    learner.save = lambda: saved.append((run.step, run.ledger.last()[0]))
     learner.learn(50)
     assert saved == [(n, n) for n in (10, 20, 30, 40, 50)]
     env.close()
@@ -501,16 +504,15 @@ def driver(tmp_path):
 
 
 def test_each_imitated_trial_is_seen_under_its_own_regime(driver):
-    pairs = _imitated(driver, "earlier/run")
+    pairs = warm_start_pairs(driver, "earlier/run")
     told = {(int(seen["context"].argmax()), driver.actions.decode(action)["x"]) for seen, action in pairs}
     assert told == {(0, 1), (0, 2), (1, 4), (1, 3)}
 
 
-def test_imitation_raises_the_probability_of_what_was_good(driver, tmp_path):
-    learner = Sb3Learner(
-        "PPO", SlotVecEnv(driver, 1), PpoConfig(trials=100), Books(tmp_path / "p", lambda: 0, lambda: None, 1, 100)
-    )
-    pairs = _imitated(driver, "earlier/run")
+def test_imitation_raises_the_probability_of_what_was_good(driver):
+    context = LearnerContext(driver.env.run, 1, 100, lambda: None)
+    learner = Sb3Learner("PPO", SlotVecEnv(driver, 1), PpoConfig(trials=100), context)
+    pairs = warm_start_pairs(driver, "earlier/run")
 
     def probability():
         policy, found = learner.model.policy, []

@@ -10,7 +10,7 @@ from tests.agents.trainings import live, rows, trained
 from tests.envs.worlds import Shown
 from tests.envs.worlds import live as live_world
 
-from loopwright.agents.rl.observation_wrappers import in_sight, row_for
+from loopwright.agents.rl.observation_wrappers import flatten_codec, wrap_for_library
 from loopwright.agents.rl.policy import PolicyError, act
 from loopwright.core.errors import LoopwrightError
 from loopwright.envs.gym.adapter import LiveAdapter
@@ -81,21 +81,21 @@ def served(home, agent, name, more=SIDES):
 )
 def test_what_a_network_does_not_take_becomes_a_row(space, sb3, rllib):
     for library, length in (("sb3", sb3), ("rllib", rllib)):
-        row = row_for(space, library)
+        row = flatten_codec(space, library)
         assert (row and row.gym_space.shape) == (length and (length,))
         if row is not None:
             assert row.encode(space.sample()) in row.gym_space
 
 
 def test_what_no_network_can_look_at_is_said():
-    with pytest.raises(LoopwrightError, match="no network can look at Sequence"):
-        row_for(spaces.Sequence(TWO), "sb3")
+    with pytest.raises(LoopwrightError, match="cannot be flattened for a network"):
+        flatten_codec(spaces.Sequence(TWO), "sb3")
 
 
 def test_a_row_holds_the_regime_too(tmp_path):
     shown = spaces.Tuple((BOX, TWO))
     env = LiveAdapter(live_world(tmp_path, Shown(shown), drawn={"speed": [1, 2, 3]}))
-    row = in_sight(env, "sb3")
+    row = wrap_for_library(env, "sb3")
     seen, info = row.reset()
     assert seen.shape == (3 + 2 + 2,)  # in gymnasium's order: "context" before "observation"
     assert seen[:3].argmax() == info["env_params"]["speed"] - 1
@@ -131,7 +131,7 @@ def test_a_live_policy_acts_on_whatever_its_server_shows(tmp_path, algorithm, na
     assert act(policy, {"side": "left"}, observation) in (0, 1)
     with pytest.raises(PolicyError) as raised:
         act(policy, {"side": "left"}, wrong)
-    assert str(raised.value).startswith(f"{wrong!r} is no observation of this policy: observation")
+    assert str(raised.value).startswith(f"{wrong!r} is not an observation of this policy: observation")
     assert words in str(raised.value)
 
 
@@ -146,5 +146,5 @@ def test_the_card_of_a_live_policy_is_plain_json(tmp_path):
     assert parts["far"] == {"type": "Box", "shape": [2], "dtype": "float32"}
     del card["observation_space"]
     (policy / "policy.json").write_text(json.dumps(card))
-    with pytest.raises(PolicyError, match="does not say what the policy sees"):
+    with pytest.raises(PolicyError, match="lacks the policy's observation space"):
         act(policy, {}, {"far": [0, 0], "near": 0})

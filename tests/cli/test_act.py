@@ -46,12 +46,12 @@ def test_it_answers_alike_in_a_process_of_its_own(act, policy, loopwright):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "this policy acts on the regime wind; give each with --regime"),
+        ((), "this policy acts on the regime wind; give each parameter with --regime"),
         (("--regime", "wind=0", "--regime", "sea=1"), "acts on the regime wind"),
         (("--regime", "wind=7"), "--regime wind: 7 is none of 0, 1"),
         (("--regime", "wind"), "write it as NAME=VALUE"),
         (("--regime", "wind=0", "--regime", "wind=1"), "--regime wind is given twice"),
-        (("--regime", "wind=0", "--observation", "[0]"), "--observation is for policies of live runs"),
+        (("--regime", "wind=0", "--observation", "[0]"), "--observation is for live policies"),
     ],
 )
 def test_a_regime_that_it_does_not_know_is_named(act, policy, words, said):
@@ -63,14 +63,14 @@ def test_a_regime_that_it_does_not_know_is_named(act, policy, words, said):
 def test_no_policy_is_said(act, tmp_path):
     code, _, err = act(tmp_path)
     assert code == 1
-    assert "holds no policy" in err
+    assert "no policy in" in err
 
 
 def test_half_a_policy_is_said(act, policy, tmp_path):
     (tmp_path / "policy.json").write_text((policy / "policy.json").read_text())
     code, _, err = act(tmp_path, "--regime", "wind=0")
     assert code == 1
-    assert "holds no whole policy yet" in err
+    assert "is incomplete" in err
 
 
 def test_a_live_policy_answers_for_an_observation(act, tmp_path):
@@ -81,7 +81,7 @@ def test_a_live_policy_answers_for_an_observation(act, tmp_path):
     for wrong in ("[0, 0]", '["a"]', "x"):
         code, _, err = act(policy, "--observation", wrong)
         assert code == 1
-        assert "is no observation of this policy" in err
+        assert "is not an observation of this policy" in err
 
 
 def test_a_live_policy_with_a_regime_needs_both(act, tmp_path):
@@ -93,7 +93,10 @@ def test_a_live_policy_with_a_regime_needs_both(act, tmp_path):
     assert json.loads(out) in (0, 1)
     for words, said in (
         (("--regime", "gravity=1.6"), "give --observation with one of Box("),
-        (("--observation", "[0, 0, 0, 0]"), "this policy acts on the regime gravity; give each with --regime"),
+        (
+            ("--observation", "[0, 0, 0, 0]"),
+            "this policy acts on the regime gravity; give each parameter with --regime",
+        ),
         (("--regime", "gravity=2", "--observation", "[0, 0, 0, 0]"), "--regime gravity: 2 is none of 9.8, 1.6"),
     ):
         code, _, err = act(policy, *words)

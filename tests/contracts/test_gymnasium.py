@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from stable_baselines3 import PPO
 
 import loopwright
-from loopwright.agents.rl.observation_wrappers import in_sight
+from loopwright.agents.rl.observation_wrappers import wrap_for_library
 from loopwright.agents.rl.sb3 import SlotVecEnv
 from loopwright.core.errors import ScenarioError
 from loopwright.core.outcome import Outcome
@@ -171,8 +171,8 @@ def test_g01_whatever_a_server_shows_passes_with_the_regime_beside_it(tmp_path_f
     checked(env, skip_close_check=True)
     if view == "flat":
         # SB3 takes nothing nested: what its learner gets is one row then.
-        checked(in_sight(env, "sb3") if nested else env, sb3_checker.check_env)
-        checked(in_sight(env, "rllib"), sb3_checker.check_env)
+        checked(wrap_for_library(env, "sb3") if nested else env, sb3_checker.check_env)
+        checked(wrap_for_library(env, "rllib"), sb3_checker.check_env)
     env.close()
     inner.run.ledger.close()
 

@@ -127,7 +127,7 @@ def test_g02_a_constant_behind_a_condition_leaves_lists_discrete():
 
 
 def test_a_continuum_cannot_be_numbered():
-    with pytest.raises(ValueError, match=r"r cannot be numbered: list values, or say how many `points`"):
+    with pytest.raises(ValueError, match=r"r: view 'discrete' needs a list of values or `points`"):
         ActionCodec(Space({"a": parameter([1, 2]), "r": Range(low=0, high=1)}), "discrete")
     assert ActionCodec(Space({"r": Range(low=0, high=1, points=3)}), "discrete").decode(1) == {"r": 0.5}
 
@@ -142,13 +142,13 @@ SPACE = Space({"a": parameter([10, 20]), "r": Range(low=0, high=1)})
         ({"a": 0, "r": [0.5], "q": 1}, "unknown key 'q'"),
         ({"a": 2, "r": [0.5]}, r"a: index 2 is outside 0\.\.1"),
         ({"a": -1, "r": [0.5]}, r"a: index -1"),
-        ({"a": 0.5, "r": [0.5]}, r"a: 0\.5 is no index"),
+        ({"a": 0.5, "r": [0.5]}, r"a: 0\.5 is not an index"),
         ({"a": None, "r": [0.5]}, "a: None"),
-        ({"a": 0, "r": [math.nan]}, "r: .*nan.* is no finite number"),
-        ({"a": 0, "r": []}, r"r: \[\] is no finite number"),
+        ({"a": 0, "r": [math.nan]}, "r: .*nan.* is not a finite number"),
+        ({"a": 0, "r": []}, r"r: \[\] is not a finite number"),
         ({"a": 0, "r": [0.1, 0.2]}, "r: "),
-        ({"a": 0, "r": "x"}, "r: 'x' is no number"),
-        ([0, 0.5], "an action has the keys a, r"),
+        ({"a": 0, "r": "x"}, "r: 'x' is not a number"),
+        ([0, 0.5], "an action is a dict with the keys a, r"),
     ],
 )
 def test_g04_what_does_not_fit_is_named(action, words):
@@ -175,9 +175,9 @@ def test_g04_no_candidate_is_encoded_that_is_none(values, words):
     [
         ({"a": [1, 2], "b": [3, 4]}, [0], "an action has 2 numbers, not 1"),
         ({"a": [1, 2], "b": [3, 4]}, [0, 2], r"b: index 2 is outside 0\.\.1"),
-        ({"a": [1, 2], "b": [3, 4]}, [0, 0.4], r"b: 0\.4 is no index"),
+        ({"a": [1, 2], "b": [3, 4]}, [0, 0.4], r"b: 0\.4 is not an index"),
         ({"a": [1, 2], "b": {"low": 0, "high": 1}}, [0, math.inf], "not finite"),
-        ({"a": [1, 2], "b": {"low": 0, "high": 1}}, ["x", 0], "is no number"),
+        ({"a": [1, 2], "b": {"low": 0, "high": 1}}, ["x", 0], "is not a number"),
     ],
 )
 def test_g04_a_row_of_numbers_is_checked_too(arguments, action, words):
@@ -245,12 +245,12 @@ LEAVES = {"wind": ObsLeafDescriptor.box(2), "side": ObsLeafDescriptor.discrete(3
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"wind": [1, 2]}, r"gave \['wind'\], but the descriptors are \['side', 'wind'\]"),
-        ({"wind": [1, 2], "side": 0, "more": 1}, r"gave \['more', 'side', 'wind'\]"),
-        ({"wind": [1], "side": 0}, r"wind: 1 numbers where box\(2\) is declared"),
-        ({"wind": [1, 2], "side": 3}, r"side: 3 where discrete\(3\) is declared"),
-        ({"wind": [1, 2], "side": -1}, "side: -1"),
-        ({"wind": [1, 2], "side": 1.5}, r"side: 1\.5"),
+        ({"wind": [1, 2]}, r"returned the keys \['wind'\]; the descriptors have \['side', 'wind'\]"),
+        ({"wind": [1, 2], "side": 0, "more": 1}, r"returned the keys \['more', 'side', 'wind'\]"),
+        ({"wind": [1], "side": 0}, r"wind: expected 2 numbers \(box\(2\)\), got 1"),
+        ({"wind": [1, 2], "side": 3}, r"side: expected an index below 3 \(discrete\(3\)\), got 3"),
+        ({"wind": [1, 2], "side": -1}, "side: .*got -1"),
+        ({"wind": [1, 2], "side": 1.5}, r"side: .*got 1\.5"),
     ],
 )
 def test_g05_encoded_leaves_must_be_as_declared(values, words):

@@ -77,7 +77,7 @@ def test_without_an_output_nothing_is_left_behind(write, temporary):
 
 
 def test_nothing_is_left_behind_by_one_that_cannot_be_made(write, temporary):
-    with pytest.raises(ValueError, match="cannot be numbered"):
+    with pytest.raises(ValueError, match="view 'discrete' needs"):
         loopwright.make(write(args="[run.workload.args]\nx = { low = 0, high = 1 }"), view="discrete")
     assert list(temporary.iterdir()) == []
 
@@ -147,5 +147,5 @@ def test_what_is_not_there_is_said(write):
         loopwright.make(write(), run="other")
     with pytest.raises(ScenarioError, match="Runs: none"):
         loopwright.make(write(agent="", args="[run.workload.args]\nx = 1"))
-    with pytest.raises(ValueError, match="there is no view 'round'; known: flat, dict, discrete"):
+    with pytest.raises(ValueError, match="unknown view 'round'; use one of flat, dict, discrete"):
         loopwright.make(write(), view="round")

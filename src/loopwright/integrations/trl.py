@@ -36,7 +36,7 @@ from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.group import Group
 from loopwright.rollouts.tasks.base import Prompt
 from loopwright.scenario.load import load
-from loopwright.scenario.make import chosen_run, environment
+from loopwright.scenario.make import environment, select_run
 from loopwright.trainers.sample import check_sampling, narrows
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class Rollouts:
         branches: Branches = "refuse",
     ) -> None:
         self._loaded = load(Path(file))
-        config = chosen_run(self._loaded, run)
+        config = select_run(self._loaded, run)
         if config.rollout is None or config.agent is None:
             raise ValueError(f"run {config.name!r} of {file} makes no rollouts: it has no [run.rollout]")
         if rank := int(os.environ.get("RANK", "0")):  # one of several processes of torchrun or accelerate

@@ -44,7 +44,7 @@ from loopwright.rollouts.remote.gateway_host import EmbeddedGatewayConfig, Embed
 from loopwright.rollouts.remote.gateway_pool import GatewayPool
 from loopwright.rollouts.remote.worker import RemoteWorker
 from loopwright.scenario.load import load
-from loopwright.scenario.make import chosen_run
+from loopwright.scenario.make import select_run
 from loopwright.scenario.schema import RunConfig
 
 SCENARIO = "LOOPWRIGHT_SCENARIO"
@@ -207,7 +207,7 @@ class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]
         known, key = _works.setdefault(loop, {}), (self._scenario, self._name, id(self.server_manager))
         if key not in known:
             loaded = load(Path(self._scenario))
-            works = Works(chosen_run(loaded, self._name), loaded.home, self.server_manager, self.tokenizer)
+            works = Works(select_run(loaded, self._name), loaded.home, self.server_manager, self.tokenizer)
             known[key] = loop.create_task(works.start())
         return await asyncio.shield(known[key])
 

@@ -1,4 +1,4 @@
-"""`loopwright.make`: a run of a scenario as a `gymnasium.Env`, for an algorithm of one's own."""
+"""`loopwright.make`: a run of a scenario as a `gymnasium.Env`, for your own algorithm."""
 
 import shutil
 import tempfile
@@ -31,11 +31,11 @@ def make(
 ) -> Any:
     """The environment of a run; `info["trial"]` is the trial number. The caller's algorithm decides when to stop.
 
-    Without `output` the record is kept in a temporary directory until the environment is closed. `view` is "flat" (no
-    nesting: what most algorithms take), "dict" (named parts) or "discrete" (one number per point); a live run has the
-    spaces of its server, and the drawn regime beside its observations. With `num_envs` it is a
-    `gymnasium.vector.VectorEnv` with that many trials in flight.
-    `server` is stepped by a live run instead of the one that the scenario names: an object of your own.
+    Without `output`, the ledger is in a temporary directory that is deleted when the environment is closed.
+    `view` is "flat" (no nesting, as most algorithms expect), "dict" (named parts) or "discrete" (the index of a grid
+    point). A live run has the spaces of its server, plus the drawn regime in its observations.
+    With `num_envs`, the result is a `gymnasium.vector.VectorEnv` with `num_envs` trials in flight.
+    `server` replaces the server that a live run names in the scenario.
 
         env = loopwright.make("study.toml", run="tcp-policy")
         PPO("MultiInputPolicy", env).learn(2000)
@@ -45,51 +45,48 @@ def make(
     except ImportError as error:
         raise MissingExtra("loopwright.make", "rl") from error
     if view not in _VIEWS:
-        raise ValueError(f"there is no view {view!r}; known: {', '.join(_VIEWS)}")
+        raise ValueError(f"unknown view {view!r}; use one of {', '.join(_VIEWS)}")
     loaded = load(Path(file))
-    config = chosen_run(loaded, run)
+    config = select_run(loaded, run)
     if config.rollout is not None:
-        raise ValueError(f"run {config.name!r} makes rollouts, which have no gymnasium spaces; `loopwright run` it")
+        raise ValueError(f"run {config.name!r} collects rollouts, which have no gymnasium spaces; use `loopwright run`")
     if num_envs is not None:
         if config.live is not None:
-            raise ValueError("a live run has one server: make one environment per server, without num_envs")
+            raise ValueError("a live run has one server: remove num_envs, and make one environment per server")
         system = loaded.scenario.system.model_copy(update={"parallel": num_envs})
         loaded = replace(loaded, scenario=loaded.scenario.model_copy(update={"system": system}))
     with ExitStack() as undo:
-        adapter = _adapted(environment(loaded, config, output, undo, server), view, num_envs)
-        kept = undo.pop_all()
-    close = adapter.close
+        adapter = _adapter(environment(loaded, config, output, undo, server), view, num_envs)
+        resources = undo.pop_all()
+    close_adapter = adapter.close
 
-    def closing() -> None:
-        # What was taken last is let go of first, once, however often this is called.
-        close()
-        kept.close()
+    def close() -> None:
+        close_adapter()
+        resources.close()
 
-    adapter.close = closing
+    adapter.close = close
     if num_envs is None:
-        from loopwright.envs.gym.adapter import spec_of
+        from loopwright.envs.gym.adapter import env_spec
 
-        adapter.spec = spec_of(file=str(loaded.path), run=config.name, view=view)
+        adapter.spec = env_spec(file=str(loaded.path), run=config.name, view=view)
     return adapter
 
 
-def chosen_run(loaded: Loaded, run: str | None) -> RunConfig:
+def select_run(loaded: Loaded, name: str | None) -> RunConfig:
     """The run of this name, or the first that has an agent."""
-    able = [one for one in loaded.scenario.run if one.agent is not None]
-    found = next((one for one in able if run in (None, one.name)), None)
-    if found is None:
-        names = ", ".join(one.name for one in able)
-        raise ScenarioError(
-            loaded.path, [Problem("[[run]]", f"there is no run {run!r} with an agent. Runs: {names or 'none'}.")]
-        )
-    return found
+    runs = [run for run in loaded.scenario.run if run.agent is not None]
+    for run in runs:
+        if name in (None, run.name):
+            return run
+    names = ", ".join(run.name for run in runs) or "none"
+    raise ScenarioError(loaded.path, [Problem("[[run]]", f"there is no run {name!r} with an agent. Runs: {names}.")])
 
 
 def environment(
     loaded: Loaded, config: RunConfig, output: str | Path | None, undo: ExitStack, server: GymServer | None = None
 ) -> AnyEnv:
-    """The environment of a run whose agent is somebody else's; `undo` lets go of all that it holds."""
-    assert config.agent is not None  # noqa: S101  chosen_run sees to it
+    """The environment of a run whose actions the caller chooses. `undo` releases everything that it holds."""
+    assert config.agent is not None  # noqa: S101  guaranteed by select_run
     if output is None:
         directory = Path(tempfile.mkdtemp(prefix="loopwright-"))
         undo.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -108,11 +105,11 @@ def environment(
     return env
 
 
-def _adapted(env: AnyEnv, view: Any, num_envs: int | None) -> Any:
+def _adapter(env: AnyEnv, view: Any, num_envs: int | None) -> Any:
     from loopwright.envs.gym.adapter import GymnasiumAdapter, LiveAdapter, VectorAdapter
 
     if isinstance(env, LiveEnv):
         return LiveAdapter(env, view=view)
     if not isinstance(env, TrialEnv):
-        raise TypeError(f"a {type(env).__name__} is no environment for gymnasium")
+        raise TypeError(f"a {type(env).__name__} cannot be used with gymnasium")
     return GymnasiumAdapter(env, view=view) if num_envs is None else VectorAdapter(env, num_envs, view=view)

@@ -1,4 +1,4 @@
-"""What a library's networks can look at: an observation as it is, or as one row of numbers. Import it late."""
+"""Observations as a library's networks accept them: unchanged, or flattened to a vector. Requires gymnasium."""
 
 from typing import Any
 
@@ -8,36 +8,31 @@ from gymnasium import spaces
 from gymnasium.wrappers import TransformObservation
 
 from loopwright.core.errors import LoopwrightError
-from loopwright.envs.gym.codec import RowCodec
-
-_IMAGE = 3
-"""The dimensions of an image: height, width, channels."""
+from loopwright.envs.gym.codec import FlattenCodec
 
 
-def in_sight(env: "gym.Env[Any, Any]", library: str) -> "gym.Env[Any, Any]":
-    """A live environment with observations that the library's networks take."""
-    row = row_for(env.observation_space, library)
-    return env if row is None else TransformObservation(env, row.encode, row.gym_space)
+def wrap_for_library(env: "gym.Env[Any, Any]", library: str) -> "gym.Env[Any, Any]":
+    """A live environment whose observations the library's networks accept."""
+    codec = flatten_codec(env.observation_space, library)
+    return env if codec is None else TransformObservation(env, codec.encode, codec.gym_space)
 
 
-def row_for(space: "spaces.Space[Any]", library: str) -> RowCodec | None:
-    """What makes a row of an observation; None where the library takes it as it is."""
-    if _seen_by_rllib(space) if library == "rllib" else _seen_by_sb3(space):
+def flatten_codec(space: "spaces.Space[Any]", library: str) -> FlattenCodec | None:
+    """The codec that flattens observations for a library, or None if the library accepts them as they are."""
+    if library == "rllib":
+        accepted = _rllib_accepts(space)
+    else:  # named parts, but no nested ones
+        accepted = all(map(_sb3_accepts, space.spaces.values() if isinstance(space, spaces.Dict) else [space]))
+    if accepted:
         return None
     try:
-        return RowCodec(space)
+        return FlattenCodec(space)
     except (ValueError, NotImplementedError) as error:
-        raise LoopwrightError(f"no network can look at {space}: {error}") from error
+        raise LoopwrightError(f"observation space {space} cannot be flattened for a network: {error}") from error
 
 
-def _seen_by_sb3(space: "spaces.Space[Any]") -> bool:
-    """Named parts are, nested ones are not; an index becomes one of n cases, counted from 0."""
-    if isinstance(space, spaces.Dict):
-        return all(_plain(part) for part in space.spaces.values())
-    return _plain(space)
-
-
-def _plain(space: "spaces.Space[Any]") -> bool:
+def _sb3_accepts(space: "spaces.Space[Any]") -> bool:
+    """Whether SB3 accepts a part. It one-hot encodes indices, counting from 0."""
     match space:
         case spaces.Box():
             return space.shape != ()
@@ -48,7 +43,8 @@ def _plain(space: "spaces.Space[Any]") -> bool:
     return isinstance(space, spaces.MultiBinary)
 
 
-def _seen_by_rllib(space: "spaces.Space[Any]") -> bool:
+def _rllib_accepts(space: "spaces.Space[Any]") -> bool:
+    """Whether RLlib's default networks accept it: an image (height, width, channels) or a vector of floats."""
     if not isinstance(space, spaces.Box):
         return False
-    return len(space.shape) == _IMAGE or (len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating))
+    return len(space.shape) == 3 or (len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating))

@@ -1,16 +1,17 @@
-"""RLlib as a learner: PPO and DQN on Ray's API stack, stepping our environment in this very process."""
+"""The backend for RLlib: PPO and DQN on Ray's new API stack, stepping the environment in this process."""
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gymnasium as gym
 import numpy as np
 import ray
+import torch
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.dqn import DQNConfig
 from ray.rllib.algorithms.ppo import PPO, PPOConfig
@@ -19,130 +20,128 @@ from ray.rllib.core.rl_module.rl_module import RLModule
 from ray.rllib.utils.spaces.space_utils import unsquash_action
 from ray.tune.registry import register_env
 
-from loopwright.agents.rl.agent import Books, Learner, RlConfig
+from loopwright.agents.rl.learner import LearnerContext, PolicyLearner, RlConfig
 from loopwright.core.errors import storage
-from loopwright.envs.gym.adapter import Driver, info_of
-from loopwright.envs.gym.codec import RowCodec
+from loopwright.core.trial import Observation
+from loopwright.envs.gym.adapter import Driver, step_info
+from loopwright.envs.gym.codec import FlattenCodec
 
-_CHECKPOINT, _OLDER = "rllib", "rllib.older"
-_KINDS: dict[str, type[Any]] = {"PPO": PPOConfig, "DQN": DQNConfig}
-_worlds: dict[str, gym.Env[Any, Any]] = {}
-"""Environments by key: RLlib wants to make them itself, but ours hold a ledger and cannot be pickled."""
+_CHECKPOINT, _PREVIOUS = "rllib", "rllib.older"
+_CONFIGS: dict[str, type[Any]] = {"PPO": PPOConfig, "DQN": DQNConfig}
+_environments: dict[str, gym.Env[Any, Any]] = {}
+"""Environments by key: RLlib makes them itself, but ours hold a ledger and cannot be pickled."""
 
 
-class FlatWorld(gym.Env[Any, Any]):
-    """A batch run with observations in one row of numbers, as RLlib's default networks take them."""
+class FlatBatchEnv(gym.Env[Any, Any]):
+    """A batch run whose observations are the regime as a vector, as RLlib's default networks take it."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self.action_space = driver.actions.gym_space
-        self._row = RowCodec(driver.observations.gym_space)
-        self.observation_space = self._row.gym_space
+        self._flatten = FlattenCodec(driver.observations.gym_space)
+        self.observation_space = self._flatten.gym_space
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed, options=options)
-        return self._row.encode(self._driver.regime_alone(self._driver.env.reset().context)), {}
+        return self._encode(self._driver.env.reset()), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         (feedback,) = self._driver.step([self._driver.actions.decode(action)])
-        seen = self._row.encode(self._driver.regime_alone(feedback.observation.context))
-        return seen, self._driver.told(feedback), True, False, info_of(feedback)
+        return self._encode(feedback.observation), self._driver.reward(feedback), True, False, step_info(feedback)
+
+    def _encode(self, observation: Observation) -> Any:
+        return self._flatten.encode(self._driver.encode_regime(observation.context))
 
 
-def _world(context: Any) -> gym.Env[Any, Any]:
-    return _worlds[context["key"]]
+def batch_env(driver: Driver, _: int) -> FlatBatchEnv:
+    """A batch run for RLlib, which steps one trial at a time."""
+    return FlatBatchEnv(driver)
 
 
-class RllibLearner(Learner):
-    """An RLlib algorithm without remote runners; a checkpoint in the directory is gone on from."""
+def _environment(env_config: Any) -> gym.Env[Any, Any]:  # a module-level function, since Ray pickles it
+    return _environments[env_config["key"]]
 
-    def __init__(self, algorithm: str, env: Any, config: RlConfig, books: Books) -> None:
-        super().__init__(config, books)
-        directory = books.directory
-        self._began_ray = not ray.is_initialized()
-        if self._began_ray:
+
+class RllibLearner(PolicyLearner):
+    """An RLlib algorithm without remote runners. Continues from the checkpoint in the directory, if there is one."""
+
+    def __init__(self, algorithm: str, env: Any, config: RlConfig, context: LearnerContext) -> None:
+        super().__init__(config, context)
+        directory = context.directory
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
             ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         self._key = str(directory)
-        _worlds[self._key] = FlatWorld(env) if isinstance(env, Driver) else env
-        register_env("loopwright", _world)
-        self._batch = min(config.rollout or books.rollout(config), books.room)
-        made: Any = _configured(algorithm, config, self._key, self._batch).build_algo()
-        self._algorithm = made
-        # A crash between the two renames of `save` leaves only the older one.
-        for found in (directory / _CHECKPOINT, directory / _OLDER):
-            if found.exists():
-                self._algorithm.restore_from_path(str(found.absolute()))
+        _environments[self._key] = env
+        register_env("loopwright", _environment)
+        self._batch = min(config.rollout or context.default_rollout(config), context.max_steps)
+        self._algorithm = cast("Any", _algorithm_config(algorithm, config, self._key, self._batch).build_algo())
+        # A crash between the two renames of `save` leaves only the previous checkpoint.
+        for checkpoint in (directory / _CHECKPOINT, directory / _PREVIOUS):
+            if checkpoint.exists():
+                self._algorithm.restore_from_path(str(checkpoint.absolute()))
                 break
 
     def learn(self, until: int) -> None:
-        while (left := (until - self.books.counted()) // self.books.cost) > 0:
-            with self._shortened(left) if left < self._batch else nullcontext():
+        while (left := (until - self.context.run.step) // self.context.trials_per_step) > 0:
+            with self._shorter_batch(left) if left < self._batch else nullcontext():
                 self._algorithm.train()
             self.checkpoint_if_due()
 
     @contextmanager
-    def _shortened(self, steps: int) -> Iterator[None]:
-        """A last batch of what is left of the budget: RLlib looks its size up whenever it collects one."""
+    def _shorter_batch(self, steps: int) -> Iterator[None]:
+        """A last batch of the remaining budget. RLlib reads the size from its config whenever it collects a batch."""
         owners = (self._algorithm, self._algorithm.env_runner)
-        whole = [owner.config for owner in owners]
+        configs = [owner.config for owner in owners]
         for owner in owners:
-            owner.config = _sized(owner.config, steps)
+            owner.config = _with_batch(owner.config, steps)
         try:
             yield
         finally:
-            for owner, config in zip(owners, whole, strict=True):
+            for owner, config in zip(owners, configs, strict=True):
                 owner.config = config
 
     def act(self, observation: Any) -> Any:
-        space = _worlds[self._key].observation_space
-        flat = observation if np.shape(observation) == space.shape else _joined(observation)
-        module = self._algorithm.get_module()
-        assert module is not None  # noqa: S101
-        return _choose(module, flat)
+        return _predict(self._algorithm.get_module(), observation)
 
-    def imitate(self, pairs: list[tuple[Any, Any]]) -> None:
-        """Not offered by RLlib's stack without a data set on disk; such a policy starts cold."""
-
-    def save(self, directory: Path) -> None:
-        new, now, older = (directory / name for name in (f".{_CHECKPOINT}", _CHECKPOINT, _OLDER))
+    def save(self) -> None:
+        directory = self.context.directory
+        new, current, previous = (directory / name for name in (f".{_CHECKPOINT}", _CHECKPOINT, _PREVIOUS))
         with storage(directory):
             shutil.rmtree(new, ignore_errors=True)
             self._algorithm.save_to_path(str(new.absolute()))
-            if now.exists():
-                shutil.rmtree(older, ignore_errors=True)
-                now.rename(older)
-            new.rename(now)
-            shutil.rmtree(older, ignore_errors=True)
+            if current.exists():
+                shutil.rmtree(previous, ignore_errors=True)
+                current.rename(previous)
+            new.rename(current)
+            shutil.rmtree(previous, ignore_errors=True)
 
     def close(self) -> None:
         self._algorithm.stop()
-        _worlds.pop(self._key, None)
-        if self._began_ray:
+        _environments.pop(self._key, None)
+        if self._owns_ray:
             ray.shutdown()
 
 
+build_learner = RllibLearner
+
+
 def option_names(algorithm: str) -> list[str]:
-    """What `training()` takes: each configuration adds its own to what those before it take."""
-    methods = [vars(kind)["training"] for kind in _KINDS[algorithm].__mro__ if "training" in vars(kind)]
-    found = [name for method in methods for name in _keywords(method)]
-    return list(dict.fromkeys(found))
+    """The keyword arguments of `training()`: each config class adds its own to those of its bases."""
+    methods = [vars(kind)["training"] for kind in _CONFIGS[algorithm].__mro__ if "training" in vars(kind)]
+    parameters = [parameter for method in methods for parameter in signature(method).parameters.values()]
+    return list(dict.fromkeys(p.name for p in parameters if p.kind is p.KEYWORD_ONLY))
 
 
-def _keywords(callee: Any) -> list[str]:
-    return [
-        name for name, parameter in signature(callee).parameters.items() if parameter.kind is parameter.KEYWORD_ONLY
-    ]
-
-
-def _configured(algorithm: str, config: RlConfig, key: str, batch: int) -> AlgorithmConfig:
-    made: AlgorithmConfig = _KINDS[algorithm]()
+def _algorithm_config(algorithm: str, config: RlConfig, key: str, batch: int) -> AlgorithmConfig:
+    algorithm_config: AlgorithmConfig = _CONFIGS[algorithm]()
     options: dict[str, Any] = {} if config.learning_rate is None else {"lr": config.learning_rate}
     if algorithm == "PPO":
         options |= {"train_batch_size_per_learner": batch, "minibatch_size": min(64, batch), "num_epochs": 10}
     else:
         options |= {"train_batch_size_per_learner": 32, "num_steps_sampled_before_learning_starts": min(100, batch)}
     return (
-        made.environment("loopwright", env_config={"key": key})
+        algorithm_config.environment("loopwright", env_config={"key": key})
         .env_runners(num_env_runners=0, rollout_fragment_length=batch if algorithm == "PPO" else 1)
         .learners(num_learners=0)
         .reporting(min_sample_timesteps_per_iteration=0 if algorithm == "PPO" else batch, min_time_s_per_iteration=0)
@@ -152,41 +151,37 @@ def _configured(algorithm: str, config: RlConfig, key: str, batch: int) -> Algor
     )
 
 
-def _sized(config: AlgorithmConfig, steps: int) -> AlgorithmConfig:
-    """The same, but for iterations of so many steps."""
-    made: Any = config.copy(copy_frozen=False)
-    if made.algo_class is PPO:
-        made.train_batch_size_per_learner = made.rollout_fragment_length = steps
-        made.minibatch_size = min(made.minibatch_size or steps, steps)
+def _with_batch(config: AlgorithmConfig, steps: int) -> AlgorithmConfig:
+    """A copy whose iterations collect this many steps."""
+    changed: Any = config.copy(copy_frozen=False)
+    if changed.algo_class is PPO:
+        changed.train_batch_size_per_learner = changed.rollout_fragment_length = steps
+        changed.minibatch_size = min(changed.minibatch_size or steps, steps)
     else:
-        made.min_sample_timesteps_per_iteration = steps
-    return made  # type: ignore[no-any-return]
+        changed.min_sample_timesteps_per_iteration = steps
+    return changed  # type: ignore[no-any-return]
 
 
-def _joined(observation: Any) -> Any:
-    # The order of gymnasium's own flattening: keys sorted.
-    return np.concatenate([np.ravel(observation[name]) for name in sorted(observation)]).astype(np.float32)
-
-
-def _choose(module: RLModule, observation: Any) -> Any:
-    import torch
-
+def _predict(module: RLModule, observation: Any) -> Any:
+    """The action that the policy prefers."""
+    if isinstance(observation, dict):  # in the order of gymnasium's flattening: keys sorted
+        observation = np.concatenate([np.ravel(observation[name]) for name in sorted(observation)])
     with torch.no_grad():
         out = module.forward_inference({"obs": torch.as_tensor(np.asarray(observation, np.float32))[None]})
     if "actions" in out:
-        chosen = out["actions"][0].numpy()
+        action = out["actions"][0].numpy()
     else:
         distribution: Any = module.get_inference_action_dist_cls().from_logits(out["action_dist_inputs"])
-        chosen = distribution.to_deterministic().sample()[0].numpy()
-    # As RLlib does on the way to the environment: the network's numbers, around 0, are spread over a Box and clipped.
+        action = distribution.to_deterministic().sample()[0].numpy()
+    # RLlib does the same before a step: it scales the network's output, around 0, to the Box and clips it.
     space = module.action_space
     if not isinstance(space, gym.spaces.Box):
-        return chosen
-    return np.asarray(unsquash_action(chosen, space), space.dtype)  # type: ignore[no-untyped-call]
+        return action
+    return np.asarray(unsquash_action(action, space), space.dtype)  # type: ignore[no-untyped-call]
 
 
-def load_policy(_: str, directory: Path) -> Any:
+def load_policy(_: str, directory: Path) -> Callable[[Any], Any]:
     """The saved policy as a function from observation to action."""
     path = directory / _CHECKPOINT / "learner_group" / "learner" / "rl_module" / "default_policy"
     module = RLModule.from_checkpoint(str(path.absolute()))
-    return lambda seen: _choose(module, _joined(seen) if isinstance(seen, dict) else seen)
+    return lambda observation: _predict(module, observation)

@@ -1,4 +1,4 @@
-"""Observations for learners: named leaves with strict descriptors, and one encoding per drawn parameter."""
+"""Structured observations: named leaves with descriptors, and an encoding for each drawn parameter."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class ObsLeafDescriptor:
         if self.kind not in ("box", "discrete"):
             raise ValueError(f"a leaf is 'box' or 'discrete', not {self.kind!r}")
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise ValueError(f"a {self.kind} leaf needs a whole size of at least 1, not {self.size!r}")
+            raise ValueError(f"the size of a {self.kind} leaf must be an integer of at least 1, not {self.size!r}")
 
     @classmethod
     def box(cls, dim: int) -> Self:
@@ -35,7 +35,7 @@ class ObsLeafDescriptor:
 
 @runtime_checkable
 class StructuredObservation(Protocol):
-    """What an environment implements to give structured observations; the encoded keys equal the descriptors' keys."""
+    """Implement this on an environment for structured observations. Encoded values and descriptors have equal keys."""
 
     def structured_observation_descriptors(self) -> Mapping[str, ObsLeafDescriptor]:
         """The leaves, by name."""
@@ -47,21 +47,22 @@ class StructuredObservation(Protocol):
 
 
 class RegimeEncoder:
-    """The regime as leaves: `categorical` is the candidate's index, `scalar` its value, `log` the value's logarithm."""
+    """Encodes the regime: `categorical` as the candidate's index, `scalar` as its value, `log` as its logarithm."""
 
     def __init__(self, draws: Draws) -> None:
         self._draws = draws
 
     def structured_observation_descriptors(self) -> dict[str, ObsLeafDescriptor]:
         """One leaf per drawn parameter."""
-        return {name: self._leaf(name, choice) for name, choice in self._draws.values.items()}
-
-    def _leaf(self, name: str, choice: Choice) -> ObsLeafDescriptor:
-        categorical = self._draws.configs[name].encoding == "categorical"
-        return ObsLeafDescriptor.discrete(choice.size) if categorical else ObsLeafDescriptor.box(1)
+        return {
+            name: ObsLeafDescriptor.discrete(choice.size)
+            if self._draws.configs[name].encoding == "categorical"
+            else ObsLeafDescriptor.box(1)
+            for name, choice in self._draws.values.items()
+        }
 
     def encode_observation(self, regime: Mapping[str, Any]) -> dict[str, Any]:
-        """The drawn values as a learner sees them."""
+        """The encoded value of each drawn parameter."""
         return {name: self._value(name, choice, regime[name]) for name, choice in self._draws.values.items()}
 
     def _value(self, name: str, choice: Choice, value: Any) -> Any:
