@@ -45,6 +45,7 @@ from loopwright.rollouts.remote.gateway_host import (
 from loopwright.rollouts.remote.worker import RemoteRequest
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
+from loopwright.scenario.overrides import parse_assignments
 from loopwright.testing import GatewayContract, LoopContract
 from loopwright.testing.gateways import said
 from loopwright.testing.loops import RecordingEngine
@@ -621,7 +622,7 @@ def loaded(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             for name, value in (environ or {}).items():
                 patched.setenv(name, value)
-            return load(file, settings=settings).scenario.run[0]
+            return load(file, set=parse_assignments(settings)).scenario.run[0]
 
     return of
 
@@ -665,7 +666,7 @@ def test_t09_what_is_wrong_is_named(loaded):
         loaded(environ={"REMOTE_GATEWAY_PORT": "[84"})
     with pytest.raises(ScenarioError, match=r"\[run.gateway\]: unknown key 'prot'. Known: .* Did you mean 'port'"):
         loaded("gateway.prot=1")
-    with pytest.raises(ScenarioError, match=r"--set 'port=1': write loop.KEY=VALUE or gateway.KEY=VALUE"):
+    with pytest.raises(ScenarioError, match=r"unknown key 'port'. Known: name, home, system, run"):
         loaded("port=1")
     with pytest.raises(ScenarioError, match=r"unknown gateway 'rai'. Known: embedded, ray, .* Did you mean 'ray'"):
         loaded(environ={"REMOTE_GATEWAY_TYPE": "rai"})

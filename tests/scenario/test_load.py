@@ -161,7 +161,7 @@ def test_paths_are_relative_to_home_where_it_is_given(write, loaded, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "in").touch()
     parts = {"head": 'name = "x"\nhome = "elsewhere"', "workload": f'{W}files = ["in"]\ncommand = "echo y={{x}}"\n{Y}'}
-    assert loaded(**parts).home == tmp_path / "elsewhere"
+    assert loaded(**parts).directory == tmp_path / "elsewhere"
     parts["head"] = 'name = "x"\nhome = "gone"'
     assert problems(write(**parts))[0] == f"home: there is no directory {tmp_path / 'gone'}."
 
@@ -192,7 +192,7 @@ def test_a_name_that_is_no_text_is_a_problem_and_not_a_bug(write, name):
     ("content", "words"),
     [
         (b"name = ", "is not valid TOML"),
-        (b"\xff\xfe", "is no text"),
+        (b"\xff\xfe", "is not text"),
         (b"", "[[run]]: is missing"),
         (b"name = 'x'\nrun = 5", "[[run]]: is missing"),
         (b"name = 'x'\nrun = []", "[[run]]: is missing"),

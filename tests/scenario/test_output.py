@@ -59,7 +59,7 @@ def test_what_was_begun_is_reopened_as_it_was_then(tmp_path, write, loaded):
     write(args="[run.workload.args]\nx = [7, 8]")
     again = reopen(tmp_path / "out")
     assert again.scenario.run[0].workload.args["x"].values == (1, 2)
-    assert again.home == tmp_path
+    assert again.directory == tmp_path
 
 
 def test_a_directory_with_a_campaign_is_not_begun_again(tmp_path, loaded):

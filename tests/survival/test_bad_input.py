@@ -20,7 +20,7 @@ SCENARIOS = {
         "directory",
         "is a directory. Give one of the scenarios in it, or check them all with `loopwright verify`.",
     ),
-    "binary": (b"\x7fELF\x02\x01\xff\xfe" * 100, "is no text: byte 6 is not UTF-8. Give a scenario, one TOML file."),
+    "binary": (b"\x7fELF\x02\x01\xff\xfe" * 100, "is not text: byte 6 is not UTF-8. Give a scenario, one TOML file."),
     "empty": (b"", "[[run]]: is missing; a scenario has at least one [[run]]."),
     "broken": (b'name = "x"\n[[run]\n', "is not valid TOML: Expected ']]' at the end of an array declaration"),
     "unknown key": (PLAIN.encode() + b"comand = 3\n", "unknown key 'comand'."),

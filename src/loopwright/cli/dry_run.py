@@ -4,7 +4,7 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loopwright.cli.options import ScenarioFile, Settings
+from loopwright.cli.options import Overrides, ScenarioFile, overrides_of
 
 if TYPE_CHECKING:
     from loopwright.scenario.schema import RunConfig
@@ -14,7 +14,7 @@ NAME = "dry-run"
 _SHOWN = 3
 
 
-def command(scenario: ScenarioFile, *, settings: Settings = None) -> None:
+def command(scenario: ScenarioFile, *, overrides: Overrides = None) -> None:
     """Show the space, the number of trials and the first commands of each run; nothing is run."""
     from rich.console import Console
     from rich.markup import escape
@@ -22,14 +22,14 @@ def command(scenario: ScenarioFile, *, settings: Settings = None) -> None:
     from loopwright.scenario.load import load
 
     console = Console(highlight=False)
-    loaded = load(scenario, settings=settings or ())
+    loaded = load(scenario, set=overrides_of(overrides))
     runs, parallel = loaded.scenario.run, loaded.scenario.system.parallel
     name = escape(loaded.scenario.name)
     at_a_time = f", {_count(parallel, 'trial')} at a time" if any(run.rollout is None for run in runs) else ""
     console.print(f"[bold]{name}[/]: {_count(len(runs), 'run')}{at_a_time}")
     for run in runs:
         if run.rollout is not None:
-            _show_rollout(console, run, loaded.home)
+            _show_rollout(console, run, loaded.directory)
         else:
             _show(console, run)
 

@@ -13,10 +13,25 @@ RunOption = Annotated[
     str | None, typer.Option("--run", metavar="NAME", help="The run, where several of the output made rollouts.")
 ]
 
-Settings = Annotated[
+Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="loop.KEY=VALUE or gateway.KEY=VALUE, for remote loops."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a key, such as system.parallel=4 or run.agent.trials=100; loop.KEY and gateway.KEY are those "
+        "of remote loops. VALUE is JSON or text. May be repeated.",
+    ),
 ]
+
+
+def overrides_of(texts: list[str] | None) -> dict[str, Any]:
+    """The overrides of `--set` options, by dotted key."""
+    from loopwright.scenario.overrides import parse_assignments
+
+    try:
+        return parse_assignments(texts or ())
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}.") from error
 
 
 def assignment(text: str, option: str) -> tuple[str, Any]:

@@ -25,7 +25,7 @@ from loopwright.reports.training.digest import read_training, training_result, t
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.scenario.build import planned
 from loopwright.scenario.dispatch import dispatch
-from loopwright.scenario.load import Loaded
+from loopwright.scenario.load import LoadedScenario
 
 _EVERY_S = 10.0
 _MOST_ANSWERS = 10
@@ -220,7 +220,7 @@ class JsonEvents(Tally):
         _emit(event)
 
 
-def conduct(loaded: Loaded, output: Path, *, quiet: bool, json: bool, **options: bool) -> int:
+def conduct(loaded: LoadedScenario, output: Path, *, quiet: bool, json: bool, **options: bool) -> int:
     """Run a scenario with progress, and say at the end what was found and where it is."""
     kind: Callable[[Env], Tally] = Tally if quiet else JsonEvents if json else Bar if sys.stdout.isatty() else LogLines
     tallies: list[Tally] = []

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from loopwright.cli.options import JsonLines, OutputArgument, Quiet, Settings
+from loopwright.cli.options import JsonLines, OutputArgument, Overrides, Quiet, overrides_of
 
 NAME = "resume"
 
@@ -15,7 +15,7 @@ def command(
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Go on although the workload's inputs have changed.")
     ] = False,
-    settings: Settings = None,
+    overrides: Overrides = None,
     quiet: Quiet = False,
     json: JsonLines = False,
 ) -> None:
@@ -23,5 +23,5 @@ def command(
     from loopwright.cli.progress import conduct
     from loopwright.scenario.output import reopen
 
-    loaded = reopen(output, settings or ())
+    loaded = reopen(output, overrides_of(overrides))
     raise typer.Exit(conduct(loaded, output, quiet=quiet, json=json, resume=True, accept_changes=accept_changes))

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from loopwright.cli.options import JsonLines, Quiet, ScenarioFile, Settings
+from loopwright.cli.options import JsonLines, Overrides, Quiet, ScenarioFile, overrides_of
 
 NAME = "run"
 
@@ -14,7 +14,7 @@ def command(
     scenario: ScenarioFile,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the results go; made if it is not there.")],
     *,
-    settings: Settings = None,
+    overrides: Overrides = None,
     quiet: Quiet = False,
     json: JsonLines = False,
 ) -> None:
@@ -22,4 +22,4 @@ def command(
     from loopwright.cli.progress import conduct
     from loopwright.scenario.load import load
 
-    raise typer.Exit(conduct(load(scenario, settings=settings or ()), output, quiet=quiet, json=json))
+    raise typer.Exit(conduct(load(scenario, set=overrides_of(overrides)), output, quiet=quiet, json=json))

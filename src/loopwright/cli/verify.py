@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from loopwright.cli.options import Settings
+from loopwright.cli.options import Overrides, overrides_of
 
 NAME = "verify"
 
@@ -13,7 +13,7 @@ NAME = "verify"
 def command(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Scenarios, or directories of them.")],
     *,
-    settings: Settings = None,
+    overrides: Overrides = None,
 ) -> None:
     """Check scenarios: every problem is listed, with file, key and what to do."""
     from loopwright.core.errors import ScenarioError
@@ -23,7 +23,7 @@ def command(
     files = [file for path in paths for file in (_scenarios(path) if path.is_dir() else [path])]
     for file in files:
         try:
-            loaded = load(file, settings=settings or ())
+            loaded = load(file, set=overrides_of(overrides))
         except ScenarioError as error:
             broken += 1
             typer.echo(f"{error}", err=True)

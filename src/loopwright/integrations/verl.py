@@ -207,7 +207,7 @@ class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]
         known, key = _works.setdefault(loop, {}), (self._scenario, self._name, id(self.server_manager))
         if key not in known:
             loaded = load(Path(self._scenario))
-            works = Works(select_run(loaded, self._name), loaded.home, self.server_manager, self.tokenizer)
+            works = Works(select_run(loaded, self._name), loaded.directory, self.server_manager, self.tokenizer)
             known[key] = loop.create_task(works.start())
         return await asyncio.shield(known[key])
 

@@ -30,7 +30,7 @@ from loopwright.rollouts.build import fingerprint as rollout_fingerprint
 from loopwright.rollouts.build import rollout_env
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.tasks.base import TaskMix
-from loopwright.scenario.load import Loaded, import_observer
+from loopwright.scenario.load import LoadedScenario, import_observer
 from loopwright.scenario.schema import RunConfig, SystemConfig
 from loopwright.spaces.draws import Draws
 from loopwright.workloads.base import Site, WorkloadConfig, workloads
@@ -63,7 +63,7 @@ class Built:
         self.run.ledger.close()
 
 
-def build(loaded: Loaded, config: RunConfig, output: Path, *, accept_changes: bool = False) -> Built:
+def build(loaded: LoadedScenario, config: RunConfig, output: Path, *, accept_changes: bool = False) -> Built:
     """Wire one run together; if its ledger exists, it goes on from there."""
     # A run without an agent is a grid over a space of one point.
     agent_config = config.agent or GridConfig()
@@ -83,7 +83,7 @@ def build(loaded: Loaded, config: RunConfig, output: Path, *, accept_changes: bo
 
 
 def build_env(
-    loaded: Loaded,
+    loaded: LoadedScenario,
     config: RunConfig,
     output: Path,
     agent: AgentConfig,
@@ -93,7 +93,7 @@ def build_env(
     server: GymServer | None = None,
 ) -> AnyEnv:
     """The environment of a run, with its ledger open."""
-    observers = Observers([import_observer(path, loaded.home) for path in config.observers])
+    observers = Observers([import_observer(path, loaded.directory) for path in config.observers])
     terms = Terms(
         objectives=Objectives(config.reward),
         penalties=Penalties(config.rewards.metric_failure, config.rewards.constraint_failure),
@@ -111,8 +111,8 @@ def build_env(
 
     if config.rollout is not None and config.engine is not None:
         held_out = config.eval.tasks if config.eval else ()
-        tasks = TaskMix.load(config.rollout.tasks, agent.seed, loaded.home, held_out)
-        fingerprint = rollout_fingerprint(config.rollout, config.engine, tasks, loaded.home)
+        tasks = TaskMix.load(config.rollout.tasks, agent.seed, loaded.directory, held_out)
+        fingerprint = rollout_fingerprint(config.rollout, config.engine, tasks, loaded.directory)
         terms = replace(terms, fingerprint=fingerprint, objectives=Objectives((JudgedReward(),)))
         run = opened(fingerprint)
         return rollout_env(
@@ -122,7 +122,7 @@ def build_env(
             config.rollout,
             config.engine,
             tasks,
-            home=loaded.home,
+            home=loaded.directory,
             seed=agent.seed,
             gateway=config.gateway,
             evaluation=config.eval,
@@ -138,7 +138,7 @@ Opened = Callable[[str], Run]
 
 
 def _live_env(
-    loaded: Loaded,
+    loaded: LoadedScenario,
     config: RunConfig,
     live: LiveConfig,
     agent: AgentConfig,
@@ -154,7 +154,7 @@ def _live_env(
     draws = Draws(agent.seed, live.args, config.env_params)
     terms = replace(terms, fingerprint=fingerprint, objectives=Objectives((ServerReward(),)))
     try:
-        server = server or live.connect(loaded.home)
+        server = server or live.connect(loaded.directory)
         return LiveEnv(run, terms, observers, server=server, draws=draws, record=live.record, timeout_s=timeout_s)
     except BaseException:
         # The report has this run all the same.
@@ -164,7 +164,7 @@ def _live_env(
 
 
 def _trial_env(
-    loaded: Loaded,
+    loaded: LoadedScenario,
     config: RunConfig,
     configured: WorkloadConfig,
     agent: AgentConfig,
@@ -176,7 +176,7 @@ def _trial_env(
 ) -> TrialEnv:
     system = loaded.scenario.system
     site = Site(
-        scenario_dir=loaded.home,
+        scenario_dir=loaded.directory,
         directory=(output / config.name).absolute(),
         parallel=system.parallel,
         pin_cpus=system.pin_cpus,
@@ -223,16 +223,16 @@ def _ledger(directory: Path, system: SystemConfig, fingerprint: str, *, accept_c
     return ledger
 
 
-def shared_cache(loaded: Loaded, config: RunConfig, output: Path) -> SharedCache | None:
+def shared_cache(loaded: LoadedScenario, config: RunConfig, output: Path) -> SharedCache | None:
     """What other runs and campaigns have measured, if the run asks for that."""
     if config.cache != "shared":
         return None
     chosen = loaded.scenario.system.shared_cache
-    return SharedCache(loaded.home / Path(chosen).expanduser() if chosen else output / "cache.db")
+    return SharedCache(loaded.directory / Path(chosen).expanduser() if chosen else output / "cache.db")
 
 
 def describe(
-    loaded: Loaded, config: RunConfig, env: AnyEnv | Unreached, agent_class: type[Agent], agent: AgentConfig
+    loaded: LoadedScenario, config: RunConfig, env: AnyEnv | Unreached, agent_class: type[Agent], agent: AgentConfig
 ) -> None:
     """Write down in the ledger all that a report needs, so that it can be made from the ledger alone."""
     ledger = env.run.ledger
@@ -260,7 +260,7 @@ def describe(
     ledger.set_state("run", about)
     if config.workload is not None:
         system = loaded.raw.get("system", {})
-        source = {"name": loaded.scenario.name, "home": str(loaded.home), "run": raw, "system": system}
+        source = {"name": loaded.scenario.name, "home": str(loaded.directory), "run": raw, "system": system}
         ledger.set_state("source", source)
     if ledger.state("provenance") is None:
         ledger.set_state("provenance", _provenance(loaded))
@@ -286,7 +286,7 @@ def planned(env: AnyEnv | Unreached) -> int | None:
     return env.space.grid_size * env.terms.repeats if env.space.enumerable else None
 
 
-def _provenance(loaded: Loaded) -> dict[str, Any]:
+def _provenance(loaded: LoadedScenario) -> dict[str, Any]:
     return {
         "loopwright": version("loopwright"),
         "python": platform.python_version(),
@@ -295,9 +295,9 @@ def _provenance(loaded: Loaded) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "name": loaded.scenario.name,
-        "scenario": str(loaded.path),
+        "scenario": loaded.label,
         "started_at": time.time(),
-        "git": _commit(loaded.home),
+        "git": _commit(loaded.directory),
     }
 
 

@@ -16,7 +16,7 @@ from loopwright.ledger.observer import Observer
 from loopwright.reports.export import write_best, write_csv
 from loopwright.reports.html import write_report
 from loopwright.scenario.build import Built, build
-from loopwright.scenario.load import Loaded
+from loopwright.scenario.load import LoadedScenario
 from loopwright.scenario.output import begin, hold
 from loopwright.scenario.schema import RunConfig
 from loopwright.scenario.signals import Signals
@@ -28,7 +28,7 @@ Watch = Callable[[Env], Sequence[Observer]]
 
 
 def dispatch(
-    loaded: Loaded,
+    loaded: LoadedScenario,
     output: Path,
     *,
     resume: bool = False,
@@ -55,7 +55,7 @@ def dispatch(
 
 
 def _run(
-    loaded: Loaded, config: RunConfig, output: Path, signals: Signals, watch: Watch, *, accept_changes: bool
+    loaded: LoadedScenario, config: RunConfig, output: Path, signals: Signals, watch: Watch, *, accept_changes: bool
 ) -> int:
     built = _build(loaded, config, output, accept_changes=accept_changes)
     if built is None:
@@ -81,7 +81,7 @@ def _run(
     return code
 
 
-def _build(loaded: Loaded, config: RunConfig, output: Path, *, accept_changes: bool) -> Built | None:
+def _build(loaded: LoadedScenario, config: RunConfig, output: Path, *, accept_changes: bool) -> Built | None:
     """Wire a run together; None if a live server is not there, or is none.
 
     A bug in its agent or workload is recorded like one that shows later.

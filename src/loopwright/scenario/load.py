@@ -2,11 +2,12 @@
 
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from loopwright.agents import agents
@@ -30,8 +31,8 @@ from loopwright.rollouts.remote.gateway_host import (
     TrialServerGatewayConfig,
 )
 from loopwright.rollouts.tasks.sources import in_both
+from loopwright.scenario.overrides import is_remote, override
 from loopwright.scenario.schema import PenaltiesConfig, RunBasics, RunConfig, Scenario, SystemConfig
-from loopwright.scenario.settings import is_remote, resolved
 from loopwright.spaces.draws import EnvParamConfig, problem_with
 from loopwright.spaces.space import Space
 from loopwright.workloads.base import WorkloadConfig, workloads
@@ -49,42 +50,73 @@ _NOT_WITH_ROLLOUTS = {
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A checked scenario, with the text it came from and the directory that its paths are relative to."""
+class LoadedScenario:
+    """A checked scenario, with its source and the directory that its paths are relative to."""
 
     scenario: Scenario
     raw: Mapping[str, Any]
+    """The tables as they were checked, overrides included."""
     text: str
-    path: Path
-    home: Path
-    settings: tuple[str, ...] = ()
-    """What the command line set, each `table.key=value`."""
+    """The source as TOML, without overrides."""
+    path: Path | None
+    """The file; None if the source was a dict."""
+    directory: Path
+    overrides: Mapping[str, Any]
+    """What `set=` or `--set` changed, by dotted key."""
+
+    @property
+    def label(self) -> str:
+        """Where it came from, for messages and records."""
+        return "scenario from Python" if self.path is None else str(self.path)
 
 
-def load(path: Path, *, home: Path | None = None, settings: Sequence[str] = ()) -> Loaded:
-    """Read and check a scenario; a ScenarioError lists everything that is wrong with it.
+def load(
+    source: str | Path | Mapping[str, Any],
+    *,
+    directory: str | Path | None = None,
+    set: Mapping[str, Any] | None = None,
+) -> LoadedScenario:
+    """Read and check a scenario, a TOML file or the same as a dict. A ScenarioError lists everything that is wrong.
 
-    `settings` come over the environment, and both over what the file says of remote loops and gateways.
+    Paths in it are relative to `directory`: by default the file's directory, for a dict the current one.
+    `set` overrides keys: `{"system.parallel": 4, "run.agent.trials": 100}`; see `loopwright.scenario.overrides`.
     """
-    text, raw = _read(path)
-    home = (home or path.parent / str(raw.get("home", ""))).absolute()
-    checker = _Checker(home, settings)
+    if isinstance(source, Mapping):
+        text, raw, path, start = _dump(source), dict(source), None, Path.cwd()
+    else:
+        path = Path(source).absolute()
+        text, raw = _read(Path(source))
+        start = path.parent
+    problems = []
+    try:
+        raw = override(raw, set or {}, os.environ)
+    except ValueError as error:
+        problems = [Problem("", f"{error}.")]
+    directory = Path(directory).absolute() if directory is not None else start / str(raw.get("home", ""))
+    checker = _Checker(directory, problems)
     scenario = checker.scenario(raw)
     if checker.problems or scenario is None:
-        raise ScenarioError(path, checker.problems)
-    return Loaded(scenario, raw, text, path.absolute(), home, tuple(settings))
+        raise ScenarioError("scenario" if path is None else str(source), checker.problems)
+    return LoadedScenario(scenario, raw, text, path, directory, dict(set or {}))
+
+
+def _dump(source: Mapping[str, Any]) -> str:
+    try:
+        return tomli_w.dumps(source)
+    except TypeError as error:
+        raise ScenarioError("scenario", [Problem("", f"{error}. Use the values that TOML has.")]) from error
 
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8-sig")  # Some editors begin a file with a mark.
+        text = path.read_text(encoding="utf-8-sig")  # Some editors begin a file with a byte order mark.
         return text, tomllib.loads(text)
     except FileNotFoundError:
         problem = "there is no such file. Give the path of a scenario, one TOML file."
     except IsADirectoryError:
         problem = "is a directory. Give one of the scenarios in it, or check them all with `loopwright verify`."
     except UnicodeDecodeError as error:
-        problem = f"is no text: byte {error.start} is not UTF-8. Give a scenario, one TOML file."
+        problem = f"is not text: byte {error.start} is not UTF-8. Give a scenario, one TOML file."
     except OSError as error:
         problem = f"cannot be read: {error.strerror}. Check its permissions."
     except tomllib.TOMLDecodeError as error:
@@ -95,9 +127,8 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
 class _Checker:
     """Collects problems while it turns tables into configurations; a broken part does not hide the next one."""
 
-    def __init__(self, home: Path, settings: Sequence[str] = ()) -> None:
-        self.home, self._settings = home, settings
-        self.problems: list[Problem] = []
+    def __init__(self, directory: Path, problems: list[Problem]) -> None:
+        self.directory, self.problems = directory, problems
         self._suffix = ""
         self._parallel = 1
 
@@ -107,21 +138,19 @@ class _Checker:
         self._parallel = system.parallel if system is not None else 1
         name = raw.get("name", "")
         if not isinstance(name, str) or not name:
-            self._say("name", "is missing; give the scenario a name, in quotes.")
-        if not self.home.is_dir():
-            self._say("home", f"there is no directory {self.home}.")
+            self.add("name", "is missing; give the scenario a name, in quotes.")
+        if not self.directory.is_dir():
+            self.add("home", f"there is no directory {self.directory}.")
         tables = raw.get("run")
         if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
-            self._say("[[run]]", "is missing; a scenario has at least one [[run]].")
+            self.add("[[run]]", "is missing; a scenario has at least one [[run]].")
             return None
-        if self._settings and not any(map(is_remote, tables)):
-            self._say("--set", "there is no run with a remote loop whose settings it could change.")
-        runs = [self._run(self._resolved(table), several=len(tables) > 1) for table in tables]
+        runs = [self._run(table, several=len(tables) > 1) for table in tables]
         self._across(tables)
         if self.problems or system is None:
             return None
         return Scenario.model_construct(
-            name=name, home=str(self.home), system=system, run=tuple(run for run in runs if run)
+            name=name, home=str(self.directory), system=system, run=tuple(run for run in runs if run)
         )
 
     def _across(self, tables: list[dict[str, Any]]) -> None:
@@ -129,21 +158,12 @@ class _Checker:
         self._suffix = ""
         names = [table["name"] for table in tables if isinstance(table.get("name"), str)]
         for name in dict.fromkeys(n for n in names if names.count(n) > 1):
-            self._say(
-                "[[run]] name", f"{name!r} is used {names.count(name)} times; each run needs a folder of its own."
-            )
+            self.add("[[run]] name", f"{name!r} is used {names.count(name)} times; each run needs a folder of its own.")
         plain = [str(table.get("name")) for table in tables if "agent" not in table]
         if plain and len(plain) < len(tables):
-            self._say(
+            self.add(
                 "[[run]]", f"runs with and without an agent are mixed; {', '.join(plain)} has none. Split the file."
             )
-
-    def _resolved(self, table: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return resolved(table, self._settings, os.environ)
-        except ValueError as error:
-            self._say("", f"{error}.")
-            return table
 
     # -- one run ------------------------------------------------------------------------------------------------
 
@@ -188,14 +208,14 @@ class _Checker:
 
     def _kind(self, where: str, raw: Any, registry: Registry[Any]) -> Any:
         if not isinstance(raw, dict) or "type" not in raw:
-            self._say(f"{where} type", f"is missing. {did_you_mean('', registry.names())}")
+            self.add(f"{where} type", f"is missing. {did_you_mean('', registry.names())}")
             return None
         try:
             return registry.get(str(raw["type"]))
         except KeyError as error:
-            self._say(f"{where} type", error.args[0])
+            self.add(f"{where} type", error.args[0])
         except ImportError as error:
-            self._say(f"{where} type", f"{raw['type']!r} cannot be imported: {error}.")
+            self.add(f"{where} type", f"{raw['type']!r} cannot be imported: {error}.")
         return None
 
     def _rewards(self, raw: Any) -> tuple[RewardFunction, ...] | None:
@@ -210,38 +230,38 @@ class _Checker:
     def _workload(self, raw: Any, agent: type[Agent] | None) -> WorkloadConfig | None:
         if raw is None:
             if agent is not None and agent.rolls_out:
-                self._say("[run.rollout]", "is missing; the agent works on rollouts.")
+                self.add("[run.rollout]", "is missing; the agent works on rollouts.")
             else:
-                self._say("[run.workload]", "is missing; it says what a trial runs.")
+                self.add("[run.workload]", "is missing; it says what a trial runs.")
             return None
         kind = self._kind("[run.workload]", raw, workloads)
         config = self._model("[run.workload]", raw, kind.Config) if kind else None
         if config is not None:
-            for problem in config.problems(self.home):
-                self._say(f"[run.workload] {problem.key}", problem.message)
+            for problem in config.problems(self.directory):
+                self.add(f"[run.workload] {problem.key}", problem.message)
         return config
 
     def _engine(self, raw: Any) -> EngineConfig | None:
         kind = self._kind("[run.engine]", raw, engines)
         config: EngineConfig | None = self._model("[run.engine]", raw, kind.Config) if kind else None
         if config is not None:
-            for problem in config.problems(self.home):
-                self._say(f"[run.engine] {problem.key}", problem.message)
+            for problem in config.problems(self.directory):
+                self.add(f"[run.engine] {problem.key}", problem.message)
         return config
 
     def _gateway(self, raw: Any) -> GatewayHostConfig | None:
         kind = str(raw.get("type", "embedded")) if isinstance(raw, dict) else "embedded"
         if kind not in GATEWAY_HOSTS:
-            self._say("[run.gateway] type", f"unknown gateway {kind!r}. {did_you_mean(kind, list(GATEWAY_HOSTS))}")
+            self.add("[run.gateway] type", f"unknown gateway {kind!r}. {did_you_mean(kind, list(GATEWAY_HOSTS))}")
             return None
         config: GatewayHostConfig | None = self._model("[run.gateway]", raw, GATEWAY_HOSTS[kind])
-        for problem in config.problems(self.home) if config is not None else ():
-            self._say(f"[run.gateway] {problem.key}", problem.message)
+        for problem in config.problems(self.directory) if config is not None else ():
+            self.add(f"[run.gateway] {problem.key}", problem.message)
         return config
 
     def _env_params(self, raw: Any) -> dict[str, EnvParamConfig] | None:
         if not isinstance(raw, dict):
-            self._say("[run.env_params]", "must be a table of tables, such as [run.env_params.size].")
+            self.add("[run.env_params]", "must be a table of tables, such as [run.env_params.size].")
             return None
         parsed = {name: self._model(f"[run.env_params.{name}]", table, EnvParamConfig) for name, table in raw.items()}
         return None if None in parsed.values() else {name: config for name, config in parsed.items() if config}
@@ -250,62 +270,62 @@ class _Checker:
 
     def _live(self, run: RunConfig, live: LiveConfig, raw: dict[str, Any]) -> None:
         """A live run: the spaces come from the server, the reward too, and the agent must know how to step it."""
-        for problem in live.problems(self.home, run.env_params.keys()):
-            self._say(f"[run.live] {problem.key}", problem.message)
+        for problem in live.problems(self.directory, run.env_params.keys()):
+            self.add(f"[run.live] {problem.key}", problem.message)
         if "workload" in raw:
-            self._say("[run.workload]", "a run has a workload or a live environment, not both.")
+            self.add("[run.workload]", "a run has a workload or a live environment, not both.")
         if [function.type for function in run.reward] not in ([], ["server"]):
-            self._say("[[run]] reward", 'a live environment gives its own reward: reward = { type = "server" }.')
+            self.add("[[run]] reward", 'a live environment gives its own reward: reward = { type = "server" }.')
         for key in ("repeats", "cache"):
             if key in raw:
-                self._say(f"[[run]] {key}", "has no meaning in a live run: its steps are never repeated or cached.")
+                self.add(f"[[run]] {key}", "has no meaning in a live run: its steps are never repeated or cached.")
         agent = agent_of(run.agent) if run.agent is not None else None
         if agent is None and "agent" not in raw:
-            self._say("[run.agent]", "is missing; a live environment needs an agent that acts in it.")
+            self.add("[run.agent]", "is missing; a live environment needs an agent that acts in it.")
         elif agent is not None and not agent.steps_live:
             able = ", ".join(name for name in agents.names() if agents.get(name).steps_live)
-            self._say("[run.agent] type", f"{raw['agent']['type']!r} cannot act in a live environment; {able} can.")
+            self.add("[run.agent] type", f"{raw['agent']['type']!r} cannot act in a live environment; {able} can.")
         elif agent is not None:
-            found = agent.problems(run.agent, live.spaces(self.home).action_space, self.home)
+            found = agent.problems(run.agent, live.spaces(self.directory).action_space, self.directory)
             for problem in [*found, *agent.too_little(run.agent, None)]:
-                self._say(f"[run.agent] {problem.key}", problem.message)
+                self.add(f"[run.agent] {problem.key}", problem.message)
             self._draws(run, agent, raw, live.args)
         self._observers(run)
 
     def _rollout(self, run: RunConfig, rollout: RolloutConfig, raw: dict[str, Any]) -> None:
         """Rollouts: the judger gives the reward, and the agent must know what to do with episodes."""
         held_out = run.eval.tasks if run.eval is not None else ()
-        unfit = run.eval.problems(self.home) if run.eval is not None else []
+        unfit = run.eval.problems(self.directory) if run.eval is not None else []
         for problem in unfit:
-            self._say(f"[run.eval] {problem.key}", problem.message)
-        found = rollout.problems(self.home, () if unfit else held_out)
+            self.add(f"[run.eval] {problem.key}", problem.message)
+        found = rollout.problems(self.directory, () if unfit else held_out)
         for problem in found:
-            self._say(f"[run.rollout] {problem.key}", problem.message)
-        if held_out and not unfit and not found and (both := in_both(rollout.tasks, held_out, self.home)):
+            self.add(f"[run.rollout] {problem.key}", problem.message)
+        if held_out and not unfit and not found and (both := in_both(rollout.tasks, held_out, self.directory)):
             more = f", and {len(both) - 1} more" if len(both) > 1 else ""
-            self._say("[run.eval] tasks", f"{both[0].id}{more} would be trained on, too; hold out others.")
+            self.add("[run.eval] tasks", f"{both[0].id}{more} would be trained on, too; hold out others.")
         for key, instead in _NOT_WITH_ROLLOUTS.items():
             if key in raw:
-                self._say(f"[[run]] {key}", f"has no meaning in a run with [run.rollout]: {instead}.")
+                self.add(f"[[run]] {key}", f"has no meaning in a run with [run.rollout]: {instead}.")
         if "gateway" in raw and not is_remote(raw):
-            self._say("[run.gateway]", 'has no meaning without loop = { type = "remote" }.')
+            self.add("[run.gateway]", 'has no meaning without loop = { type = "remote" }.')
         if isinstance(run.gateway, TrialServerGatewayConfig) and getattr(rollout.loop, "server", None) is None:
-            self._say("[run.gateway] type", '"server" is for loops with `server`, a trial server.')
+            self.add("[run.gateway] type", '"server" is for loops with `server`, a trial server.')
         if isinstance(run.gateway, ExternalGatewayConfig | TrialServerGatewayConfig):
             if "engine" in raw:
                 whose = "a trial server's" if isinstance(run.gateway, TrialServerGatewayConfig) else "an external"
-                self._say("[run.engine]", f"has no meaning with {whose} gateway, which has engines of its own.")
+                self.add("[run.engine]", f"has no meaning with {whose} gateway, which has engines of its own.")
         elif "engine" not in raw:
-            self._say("[run.engine]", 'is missing; it says what the policy runs on, such as type = "scripted".')
+            self.add("[run.engine]", 'is missing; it says what the policy runs on, such as type = "scripted".')
         agent = agent_of(run.agent) if run.agent is not None else None
         if (agent is None and "agent" not in raw) or (agent is not None and not agent.rolls_out):
             able = ", ".join(name for name, other in agents.working().items() if other.for_rollouts().rolls_out)
-            self._say("[run.agent] type", f"a run with [run.rollout] needs an agent that works on rollouts: {able}.")
+            self.add("[run.agent] type", f"a run with [run.rollout] needs an agent that works on rollouts: {able}.")
         elif agent is not None:
-            for problem in agent.problems(run.agent, rollout, self.home):
+            for problem in agent.problems(run.agent, rollout, self.directory):
                 # What is wrong for the agent may stand in another table.
                 where = problem.key if problem.key.startswith("[") else f"[run.agent] {problem.key}"
-                self._say(where, problem.message)
+                self.add(where, problem.message)
             if agent.gives_weights:
                 self._trained(run)
         self._observers(run)
@@ -313,19 +333,19 @@ class _Checker:
     def _trained(self, run: RunConfig) -> None:
         """Whether what is sampled from can be trained."""
         if isinstance(run.gateway, TrialServerGatewayConfig):
-            self._say("[run.gateway] type", '"server" takes no weights, so nothing can be trained; leave it out.')
+            self.add("[run.gateway] type", '"server" takes no weights, so nothing can be trained; leave it out.')
         elif run.engine is not None and not run.engine.takes_weights:
             said = f"{run.engine.type!r} takes no weights, so nothing can be trained"
-            self._say("[run.engine] type", f"{said}; transformers, vllm and sglang do.")
+            self.add("[run.engine] type", f"{said}; transformers, vllm and sglang do.")
         elif run.engine is not None and run.engine.policy is None and getattr(run.agent, "model", None) is None:
-            self._say("[run.agent] model", f"is missing: engine {run.engine.type!r} does not say which model it has.")
+            self.add("[run.agent] model", f"is missing: engine {run.engine.type!r} does not say which model it has.")
 
     def _not_a_rollout(self, run: RunConfig, raw: dict[str, Any]) -> None:
         for key in ("engine", "gateway", "eval"):
             if key in raw:
-                self._say(f"[run.{key}]", "has no meaning without [run.rollout].")
+                self.add(f"[run.{key}]", "has no meaning without [run.rollout].")
         if run.agent is not None and agent_of(run.agent).rolls_out:
-            self._say("[run.rollout]", f"is missing; agent {run.agent.type!r} works on rollouts.")
+            self.add("[run.rollout]", f"is missing; agent {run.agent.type!r} works on rollouts.")
 
     def _together(self, run: RunConfig, raw: dict[str, Any]) -> None:
         assert run.workload is not None  # noqa: S101  the other kind of run is _live
@@ -335,7 +355,7 @@ class _Checker:
             space = run.workload.space(frozenset(run.env_params))
             space.tunable  # noqa: B018  a circle of conditions shows here
         except ValueError as error:
-            self._say("[run.workload] args", f"{error}.")
+            self.add("[run.workload] args", f"{error}.")
             return
         if known_agent:
             self._draws(run, agent, raw, {**run.workload.args, **run.workload.env})
@@ -344,25 +364,25 @@ class _Checker:
         self._observers(run)
         if agent is None and "agent" not in raw:
             for name in space.tunable:
-                self._say(f"[run.workload] args.{name}", "has several values, but the run has no agent to choose one.")
+                self.add(f"[run.workload] args.{name}", "has several values, but the run has no agent to choose one.")
         elif agent is not None and run.agent is not None:
             self._agent(run, agent, run.agent, space)
 
     def _agent(self, run: RunConfig, agent: type[Agent], config: AgentConfig, space: Space) -> None:
         if not space.tunable:
-            self._say("[run.workload] args", "there is nothing to search: make an argument a list or a range.")
+            self.add("[run.workload] args", "there is nothing to search: make an argument a list or a range.")
         if not run.reward:
             metrics = (run.workload.metric_names() if run.workload else None) or ("seconds",)
             example = f'reward = {{ type = "identity", metrics = ["{metrics[0]}"] }}'
-            self._say("[[run]] reward", f"is missing; for example {example}.")
+            self.add("[[run]] reward", f"is missing; for example {example}.")
         if len(run.reward) > 1 and not agent.several_objectives:
             able = [name for name in ("nsga2", "tpe", "gp", "random", "grid") if name in agents.names()]
-            self._say("[[run]] reward", f"agent {config.type!r} takes one objective; for several: {', '.join(able)}.")
+            self.add("[[run]] reward", f"agent {config.type!r} takes one objective; for several: {', '.join(able)}.")
         if config.trials is not None and config.trials % run.repeats:
-            self._say("[run.agent] trials", f"{config.trials} is not a multiple of repeats = {run.repeats}.")
-        found = agent.problems(config, space, self.home)
+            self.add("[run.agent] trials", f"{config.trials} is not a multiple of repeats = {run.repeats}.")
+        found = agent.problems(config, space, self.directory)
         for problem in [*found, *agent.too_little(config, space, run.repeats, self._parallel)]:
-            self._say(f"[run.agent] {problem.key}", problem.message)
+            self.add(f"[run.agent] {problem.key}", problem.message)
 
     def _draws(
         self, run: RunConfig, agent: type[Agent] | None, raw: dict[str, Any], parameters: Mapping[str, Any]
@@ -370,22 +390,22 @@ class _Checker:
         for name, config in run.env_params.items():
             where = f"[run.env_params.{name}]"
             if name not in parameters:
-                self._say(where, f"there is no argument {name!r}. {did_you_mean(name, list(parameters))}")
+                self.add(where, f"there is no argument {name!r}. {did_you_mean(name, list(parameters))}")
             elif problem := problem_with(parameters[name], config):
-                self._say(where, f"argument {name!r} {problem}.")
+                self.add(where, f"argument {name!r} {problem}.")
         if run.env_params and agent is None:
-            self._say("[run.env_params]", "needs an agent; a run without one has nothing to learn from draws.")
+            self.add("[run.env_params]", "needs an agent; a run without one has nothing to learn from draws.")
         elif run.env_params and agent is not None and not agent.samples_env_params:
             able = [name for name, other in agents.working().items() if other.samples_env_params]
             kind = raw["agent"]["type"]
-            self._say("[run.env_params]", f"agent {kind!r} does not sample them; agents that do: {', '.join(able)}.")
+            self.add("[run.env_params]", f"agent {kind!r} does not sample them; agents that do: {', '.join(able)}.")
 
     def _metrics(self, run: RunConfig) -> None:
         known = run.workload.metric_names() if run.workload else None
         for function in run.reward:
             for name in sorted(function.needs() - set(known)) if known is not None else ():
                 hint = did_you_mean(name, list(known or ()))
-                self._say("[[run]] reward", f"reads the metric {name!r}, which the workload does not give. {hint}")
+                self.add("[[run]] reward", f"reads the metric {name!r}, which the workload does not give. {hint}")
 
     def _conditions(self, run: RunConfig, space: Space) -> None:
         for name, parameter in space.tunable.items():
@@ -393,25 +413,25 @@ class _Checker:
                 continue
             condition = Expression(parameter.when)
             if condition.names & run.env_params.keys():
-                self._say(f"[run.workload] args.{name}", "`when` names a drawn argument; it can name chosen ones only.")
+                self.add(f"[run.workload] args.{name}", "`when` names a drawn argument; it can name chosen ones only.")
             values = {**space.fixed, **space.first()}
             try:
                 condition(values) if condition.names <= values.keys() else None
             except (ValueError, TypeError) as error:
-                self._say(f"[run.workload] args.{name}", f"`when` has no value for {values}: {error}.")
+                self.add(f"[run.workload] args.{name}", f"`when` has no value for {values}: {error}.")
             except ArithmeticError:
                 pass  # such as a division by one of several candidates; it does not hold there
         regime = {name: p.decode(0) for name, p in space.parameters.items() if name in run.env_params}
         problem = space.violated(space.first(), regime)
         if problem is not None and "has no value" in problem and "division" not in problem:
-            self._say("[run.workload] constraints", f"{problem}.")
+            self.add("[run.workload] constraints", f"{problem}.")
 
     def _observers(self, run: RunConfig) -> None:
         for path in run.observers:
             try:
-                import_observer(path, self.home)
+                import_observer(path, self.directory)
             except (ImportError, AttributeError, TypeError, ValueError) as error:
-                self._say("[[run]] observers", f"{path!r}: {error}.")
+                self.add("[[run]] observers", f"{path!r}: {error}.")
 
     # -- machinery ----------------------------------------------------------------------------------------------
 
@@ -420,16 +440,16 @@ class _Checker:
             return model.model_validate(raw)
         except ValidationError as error:
             for key, message in explain(error, model):
-                self._say(f"{where} {key}".strip(), message if message.endswith((".", "?")) else f"{message}.")
+                self.add(f"{where} {key}".strip(), message if message.endswith((".", "?")) else f"{message}.")
         return None
 
     def _unknown(self, where: str, raw: Mapping[str, Any], model: type[BaseModel]) -> None:
         known = list(model.model_fields)
         for key in raw:
             if key not in known:
-                self._say(where, f"unknown key {key!r}. {did_you_mean(key, known)}")
+                self.add(where, f"unknown key {key!r}. {did_you_mean(key, known)}")
 
-    def _say(self, where: str, message: str) -> None:
+    def add(self, where: str, message: str) -> None:
         self.problems.append(Problem(f"{where.strip()}{self._suffix}", message))
 
 

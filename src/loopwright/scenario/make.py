@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.live.server import GymServer
 from loopwright.envs.search import TrialEnv
 from loopwright.scenario.build import AnyEnv, build_env, describe, shared_cache
-from loopwright.scenario.load import Loaded, load
+from loopwright.scenario.load import LoadedScenario, load
 from loopwright.scenario.output import begin, hold
 from loopwright.scenario.schema import RunConfig
 
@@ -21,7 +22,7 @@ _VIEWS = ("flat", "dict", "discrete")
 
 
 def make(
-    file: str | Path,
+    scenario: str | Path | Mapping[str, Any],
     run: str | None = None,
     output: str | Path | None = None,
     *,
@@ -46,7 +47,7 @@ def make(
         raise MissingExtra("loopwright.make", "rl") from error
     if view not in _VIEWS:
         raise ValueError(f"unknown view {view!r}; use one of {', '.join(_VIEWS)}")
-    loaded = load(Path(file))
+    loaded = load(scenario)
     config = select_run(loaded, run)
     if config.rollout is not None:
         raise ValueError(f"run {config.name!r} collects rollouts, which have no gymnasium spaces; use `loopwright run`")
@@ -65,25 +66,29 @@ def make(
         resources.close()
 
     adapter.close = close
-    if num_envs is None:
+    if num_envs is None and loaded.path is not None:
         from loopwright.envs.gym.adapter import env_spec
 
-        adapter.spec = env_spec(file=str(loaded.path), run=config.name, view=view)
+        adapter.spec = env_spec(scenario=str(loaded.path), run=config.name, view=view)
     return adapter
 
 
-def select_run(loaded: Loaded, name: str | None) -> RunConfig:
+def select_run(loaded: LoadedScenario, name: str | None) -> RunConfig:
     """The run of this name, or the first that has an agent."""
     runs = [run for run in loaded.scenario.run if run.agent is not None]
     for run in runs:
         if name in (None, run.name):
             return run
     names = ", ".join(run.name for run in runs) or "none"
-    raise ScenarioError(loaded.path, [Problem("[[run]]", f"there is no run {name!r} with an agent. Runs: {names}.")])
+    raise ScenarioError(loaded.label, [Problem("[[run]]", f"there is no run {name!r} with an agent. Runs: {names}.")])
 
 
 def environment(
-    loaded: Loaded, config: RunConfig, output: str | Path | None, undo: ExitStack, server: GymServer | None = None
+    loaded: LoadedScenario,
+    config: RunConfig,
+    output: str | Path | None,
+    undo: ExitStack,
+    server: GymServer | None = None,
 ) -> AnyEnv:
     """The environment of a run whose actions the caller chooses. `undo` releases everything that it holds."""
     assert config.agent is not None  # noqa: S101  guaranteed by select_run

@@ -4,13 +4,14 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from loopwright.core.errors import LedgerError, OutputBusy, StorageError, storage
 from loopwright.reports.export import replacing
-from loopwright.scenario.load import Loaded, load
+from loopwright.scenario.load import LoadedScenario, load
 
 
 @contextmanager
@@ -44,7 +45,7 @@ def _lock(descriptor: int, output: Path) -> None:
         time.sleep(0.05)
 
 
-def begin(loaded: Loaded, output: Path) -> None:
+def begin(loaded: LoadedScenario, output: Path) -> None:
     """Put down what a later `resume` needs; a directory with an earlier campaign is refused."""
     if (output / "campaign.json").exists() or any(output.glob("*/ledger.db")):
         raise StorageError(
@@ -52,21 +53,21 @@ def begin(loaded: Loaded, output: Path) -> None:
         )
     with replacing(output / "scenario.toml") as file:
         file.write(loaded.text)
-    facts = {"scenario": str(loaded.path), "home": str(loaded.home), "started_at": time.time()}
-    if loaded.settings:
-        facts["settings"] = list(loaded.settings)
+    facts = {"scenario": loaded.label, "home": str(loaded.directory), "started_at": time.time()}
+    if loaded.overrides:
+        facts["set"] = loaded.overrides
     with replacing(output / "campaign.json") as file:
         json.dump(facts, file, indent=2)
 
 
-def reopen(output: Path, settings: Sequence[str] = ()) -> Loaded:
-    """The scenario of an earlier campaign, as it was then, with paths relative to where it stood; new settings last."""
+def reopen(output: Path, set: Mapping[str, Any] | None = None) -> LoadedScenario:
+    """The scenario of an earlier campaign, as it was then, with its directory and overrides; `set` adds to these."""
     facts = output / "campaign.json"
     if not facts.is_file():
         raise LedgerError(f"{output} holds no campaign. Give the --output directory of an earlier `loopwright run`.")
     try:
-        told = json.loads(facts.read_text())
-        home, settings = Path(told["home"]), [*told.get("settings", ()), *settings]
+        campaign = json.loads(facts.read_text())
+        directory, overrides = Path(campaign["home"]), {**campaign.get("set", {}), **(set or {})}
     except (ValueError, KeyError, TypeError) as error:
         raise LedgerError(f'{facts} is damaged ({error!r}); its "home" is the scenario\'s directory.') from error
-    return load(output / "scenario.toml", home=home, settings=settings)
+    return load(output / "scenario.toml", directory=directory, set=overrides)

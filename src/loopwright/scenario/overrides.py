@@ -1,0 +1,133 @@
+"""Overrides of a scenario: what `set=` and `--set` say, over the environment, over the file.
+
+| key | what it sets |
+|---|---|
+| `system.parallel` | a key of the scenario, dotted as its tables are written |
+| `run.agent.trials` | a key of every run |
+| `run.NAME.agent.trials` | a key of the run of that name |
+| `loop.KEY`, `gateway.KEY` | a key of `[run.rollout] loop` or `[run.gateway]`, in every run with a remote loop |
+
+The environment variables of remote loops and gateways are listed in `loopwright.gateway.settings`.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+from pydantic import BaseModel
+
+from loopwright.core.errors import did_you_mean
+from loopwright.gateway.settings import GATEWAY, LOOP, from_environment, value_of
+from loopwright.rollouts.remote.config import RemoteConfig
+from loopwright.rollouts.remote.gateway_host import GATEWAY_HOSTS
+from loopwright.scenario.schema import PenaltiesConfig, RunConfig, Scenario, SystemConfig
+
+_ELSEWHERE = ("external", "server")
+_MODELS: dict[str, Sequence[type[BaseModel]]] = {
+    "": [Scenario],
+    "system": [SystemConfig],
+    "run": [RunConfig],
+    "run.rewards": [PenaltiesConfig],
+    "run.gateway": list(GATEWAY_HOSTS.values()),
+    "gateway": list(GATEWAY_HOSTS.values()),
+    "loop": [RemoteConfig],
+}
+
+
+def parse_assignments(texts: Sequence[str]) -> dict[str, Any]:
+    """The overrides of `--set KEY=VALUE` options; a value is JSON or text. ValueError names the option."""
+    overrides = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--set {text!r}: write KEY=VALUE, such as system.parallel=4 or run.agent.trials=100")
+        table, _, name = key.rpartition(".")
+        models = _MODELS.get(table, ())
+        model = next((model for model in models if name in model.model_fields), BaseModel)
+        try:
+            overrides[key] = value_of(value, model, name)
+        except ValueError as error:
+            raise ValueError(f"--set {key} {error}") from error
+    return overrides
+
+
+def is_remote(run: Mapping[str, Any]) -> bool:
+    """Whether the table of a run has a remote loop."""
+    loop = run["rollout"].get("loop") if isinstance(run.get("rollout"), Mapping) else None
+    return isinstance(loop, Mapping) and loop.get("type") == "remote"
+
+
+def override(raw: Mapping[str, Any], overrides: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """The scenario's tables with the environment and the overrides applied. ValueError names what is wrong."""
+    result = deepcopy(dict(raw))
+    tables = result.get("run")
+    runs = [run for run in tables if isinstance(run, dict)] if isinstance(tables, list) else []
+    remote = [run for run in runs if is_remote(run)]
+    from_file = [_gateway_type(run) for run in remote]
+    for run in remote:
+        _apply_environment(run, environ)
+    for key, value in overrides.items():
+        head, _, rest = key.partition(".")
+        if head in ("loop", "gateway") and rest:
+            if not remote:
+                raise ValueError(f"--set {key}: no run has a remote loop")
+            for run in remote:
+                _assign(run, f"rollout.{key}" if head == "loop" else key, value)
+        elif head == "run":
+            _assign_to_runs(runs, rest, value)
+        else:
+            _assign(result, key, value)
+    for run, before in zip(remote, from_file, strict=True):
+        if _gateway_type(run) in _ELSEWHERE and before not in _ELSEWHERE:
+            run.pop("engine", None)  # it was for the gateway in the file
+    return result
+
+
+def _gateway_type(run: Mapping[str, Any]) -> Any:
+    gateway = run.get("gateway")
+    return gateway.get("type") if isinstance(gateway, Mapping) else None
+
+
+def _apply_environment(run: dict[str, Any], environ: Mapping[str, str]) -> None:
+    run["rollout"]["loop"] |= from_environment(LOOP, RemoteConfig, environ)
+    table = run.get("gateway", {})
+    if not isinstance(table, Mapping):
+        raise ValueError("[run.gateway] must be a table")
+    url = environ.get("PROXY_SERVER_URL")
+    kind = environ.get(f"{GATEWAY}TYPE") or ("external" if url else table.get("type", "embedded"))
+    model = GATEWAY_HOSTS.get(kind)
+    if model is None:  # the loader lists the types that exist
+        run["gateway"] = {**table, "type": kind}
+        return
+    # Keys of the type in the file may not exist in another type.
+    gateway = {
+        key: value for key, value in table.items() if kind == table.get("type", kind) or key in model.model_fields
+    }
+    gateway |= {"url": url} if url and kind == "external" else {}
+    gateway |= from_environment(GATEWAY, model, environ)
+    if gateway or kind != "embedded":
+        run["gateway"] = {**gateway, "type": kind}
+
+
+def _assign_to_runs(runs: Sequence[dict[str, Any]], key: str, value: Any) -> None:
+    head = key.partition(".")[0]
+    if head not in RunConfig.model_fields:
+        # Run names may contain dots; the longest match wins.
+        names = sorted((str(run.get("name")) for run in runs), key=len, reverse=True)
+        name = next((name for name in names if key.startswith(f"{name}.")), None)
+        if name is None:
+            known = [*dict.fromkeys(names), *RunConfig.model_fields]
+            raise ValueError(f"--set run.{key}: there is no run and no key {head!r}. {did_you_mean(head, known)}")
+        runs, key = [run for run in runs if str(run.get("name")) == name], key.removeprefix(f"{name}.")
+    for run in runs:
+        _assign(run, key, value)
+
+
+def _assign(table: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key; tables that are missing on the way are created."""
+    *path, last = key.split(".")
+    for depth, part in enumerate(path):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ValueError(f"--set {key}: {'.'.join(path[: depth + 1])} is not a table")
+    table[last] = deepcopy(value)
