@@ -37,13 +37,13 @@ def sequences() -> list[tuple[list[int], list[int], float]]:
 
 
 def ours(home: Path) -> Callable[[], float]:
-    from loopwright.trainers.grpo import GrpoConfig, GrpoRule
-    from loopwright.trainers.learner import Learner, Setting
+    from loopwright.trainers.grpo import GrpoAlgorithm, GrpoConfig
+    from loopwright.trainers.learner import Learner, LearnerSettings
     from loopwright.trainers.sample import Sample
 
     # Theirs has no recorded logprobs here, and corrects nothing by them.
     config = GrpoConfig(steps=100, lr=1e-6, importance=0.0, micro_tokens=4 * (PROMPT_TOKENS + LONGEST))
-    learner = Learner(Setting(config, GrpoRule, "smollm2", home))
+    learner = Learner(LearnerSettings(config, GrpoAlgorithm, "smollm2", home))
     batch = []
     for number, (prompt, answer, advantage) in enumerate(sequences()):
         ids = np.array([*prompt, *answer], dtype=np.int64)

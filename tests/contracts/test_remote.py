@@ -22,7 +22,7 @@ from loopwright.core.reward import Reward
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling, engines
 from loopwright.engines.scripted import ScriptedConfig
-from loopwright.engines.weight_update import News
+from loopwright.engines.weight_update import WeightUpdate
 from loopwright.execution.sandbox import SandboxError, sandbox_of
 from loopwright.execution.sandbox.files import remove
 from loopwright.gateway.client import GatewayClient, GatewayLost, endpoint
@@ -782,14 +782,14 @@ def test_t11_a_gateway_actor_that_dies_is_replaced(tmp_path):
         await home.start()
         try:
             before = await home.access()
-            await home.tell(News(4))
+            await home.publish(WeightUpdate(4))
             ray.kill(home._gateway._router.seats[0].actor)
             async with asyncio.timeout(60):
                 while (after := await home.access()).url == before.url:
                     await asyncio.sleep(0.1)
             session = await home.open("after")
             assert (await said(session))[0] == 200
-            assert (await session.close()).oldest_version == 4, "it was told the latest news"
+            assert (await session.close()).oldest_version == 4, "it was told the latest update"
             assert after.token == before.token
         finally:
             await home.aclose()
@@ -803,7 +803,7 @@ def test_t11_an_engine_actor_that_dies_is_replaced_and_given_the_latest_weights(
         home = build_gateway_host(RayGatewayConfig(cpus=0.1, engine_cpus=0.1), SCRIPTED, tmp_path, "r")
         await home.start()
         try:
-            await home.tell(News(4))
+            await home.publish(WeightUpdate(4))
             session = await home.open("s", SessionConfig(sampling=Sampling(max_tokens=4)))
             assert (await said(session))[0] == 200
             ray.kill(home._engines._router.seats[0].actor)

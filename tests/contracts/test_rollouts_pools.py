@@ -145,8 +145,8 @@ def test_l07_killed_actors_cost_nothing():
 
 def test_l07_the_last_actor_is_replaced_too_and_hears_the_latest_news():
     async def story(pool):
-        await pool.tell("v1")
-        await pool.tell("v2")
+        await pool.publish("v1")
+        await pool.publish("v2")
         (pid,) = await pids(pool, 1)
         call = asyncio.ensure_future(pool.call(("sleep", 0.5)))
         await asyncio.sleep(0.1)

@@ -22,7 +22,7 @@ from loopwright.engines.base import (
 )
 from loopwright.engines.fingerprint import fingerprint
 from loopwright.engines.fleet import Fleet, FleetConfig, FleetSettings
-from loopwright.engines.fleet_member import Member
+from loopwright.engines.fleet_member import FleetMember
 from loopwright.engines.http.client import EngineGone
 from loopwright.engines.scripted import ScriptedConfig
 from loopwright.engines.tokenizer import ByteTokenizer
@@ -91,7 +91,7 @@ async def said(engine, first=0, most=10, seed="s"):
 def key_of(first, *others):
     """A session that wants the first of these engines most."""
     names = (first, *others)
-    members = [Member(name, None) for name in names]
+    members = [FleetMember(name, None) for name in names]
     return next(k for k in map(str, range(99)) if max(members, key=lambda m: m.weight(k)).name == first)
 
 

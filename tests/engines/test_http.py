@@ -165,11 +165,11 @@ def test_closing_a_stream_aborts_the_request_at_the_server(server, wire):
 
 SAYS = {
     "500": "answered 500.*out of memory",
-    "killed": "hung up in mid-stream",
-    "silent": "said nothing for 0.3 s",
+    "killed": "closed the connection in mid-stream",
+    "silent": "sent nothing for 0.3 s",
     "lengths": "ids but|no logprob for|gave",
     "json": "no JSON",
-    "list": "something else than an object",
+    "list": "did not answer a JSON object",
     "error": "EngineCore encountered an issue|unforeseen",
     "endless": "without saying why|'none'",
     "nan": "as a logprob|unforeseen",
@@ -245,7 +245,7 @@ def test_the_key_is_sent_and_never_told(server, wire, tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize(
     ("config", "match"),
-    [({"url": "localhost:8000"}, "is no URL"), ({"url": "http://me:secret@there"}, "belongs into api_key_env"),
+    [({"url": "localhost:8000"}, "is not a URL"), ({"url": "http://me:secret@there"}, "belongs into api_key_env"),
      ({"api_key_env": "NOT_THERE"}, "NOT_THERE holds no API key"),
      ({"api_key_file": "nowhere"}, "API key cannot be read"), ({"tokenizer": "nowhere/at/all"}, "cannot be loaded")],
 )  # fmt: skip

@@ -11,7 +11,7 @@ from loopwright.core.episode import ROOT, Episode, Node, Span
 from loopwright.core.task import Task
 from loopwright.engines.inprocess.models import tiny
 from loopwright.integrations.branch import SeveralRows, one_row
-from loopwright.integrations.trl import Rollouts
+from loopwright.integrations.trl import TrlRollouts
 from loopwright.ledger.ledger import Ledger
 from tests.integrations.making import byte_tokenizer
 
@@ -74,7 +74,7 @@ def scenario(home: Path, *, loop: str = SINGLE, judge: str = "share") -> Path:
     return home / "study.toml"
 
 
-def trainer_of(rollouts: Rollouts, home: Path, *, steps: int = 3, peft_config=None, **options):
+def trainer_of(rollouts: TrlRollouts, home: Path, *, steps: int = 3, peft_config=None, **options):
     """A GRPOTrainer that keeps what its loss was given."""
     config = trl.GRPOConfig(
         output_dir=str(home / "trl"),
@@ -162,7 +162,7 @@ def off_policy(trainer) -> float:
 
 
 def test_what_reaches_trls_loss_is_exactly_what_was_captured(tmp_path):
-    with Rollouts(scenario(tmp_path), output=tmp_path / "out") as rollouts:
+    with TrlRollouts(scenario(tmp_path), output=tmp_path / "out") as rollouts:
         trainer = trainer_of(rollouts, tmp_path)
         before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
         trainer.train()
@@ -182,7 +182,7 @@ def test_what_reaches_trls_loss_is_exactly_what_was_captured(tmp_path):
 
 def test_tokens_that_an_agent_behind_the_gateway_was_given_are_masked(tmp_path):
     loop = '{ type = "remote", function = "judge_trl:ask_twice" }'
-    with Rollouts(scenario(tmp_path, loop=loop), output=tmp_path / "out") as rollouts:
+    with TrlRollouts(scenario(tmp_path, loop=loop), output=tmp_path / "out") as rollouts:
         trainer = trainer_of(rollouts, tmp_path, steps=2)
         trainer.train()
 
@@ -197,7 +197,7 @@ def test_adapters_are_folded_into_what_the_engine_samples_with(tmp_path):
     import peft
 
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
-    with Rollouts(scenario(tmp_path), output=tmp_path / "out") as rollouts:
+    with TrlRollouts(scenario(tmp_path), output=tmp_path / "out") as rollouts:
         trainer = trainer_of(rollouts, tmp_path, peft_config=lora)
         trainer.train()
     assert any(float(w.detach().abs().sum()) for n, w in trainer.model.named_parameters() if "lora_B" in n)
@@ -205,7 +205,7 @@ def test_adapters_are_folded_into_what_the_engine_samples_with(tmp_path):
 
 
 def test_an_engine_elsewhere_reads_trls_weights_from_the_runs_directory(tmp_path):
-    with Rollouts(scenario(tmp_path), output=tmp_path / "out") as rollouts:
+    with TrlRollouts(scenario(tmp_path), output=tmp_path / "out") as rollouts:
         rollouts._source = replace(rollouts._source, near=False)
         trainer = trainer_of(rollouts, tmp_path, steps=2)
         trainer.train()
@@ -215,7 +215,7 @@ def test_an_engine_elsewhere_reads_trls_weights_from_the_runs_directory(tmp_path
 
 def test_without_a_verdict_trl_is_told_nothing_and_trains_on_nothing(tmp_path):
     """No zero: the mean is that of those that were judged, and what stands for the others is masked."""
-    with Rollouts(scenario(tmp_path, judge="odd_only"), output=tmp_path / "out") as rollouts:
+    with TrlRollouts(scenario(tmp_path, judge="odd_only"), output=tmp_path / "out") as rollouts:
         trainer = trainer_of(rollouts, tmp_path)
         trainer.train()
 
@@ -232,7 +232,7 @@ def test_held_out_tasks_are_evaluated_and_never_trained_on(tmp_path):
     file = scenario(tmp_path)
     (tmp_path / "held.jsonl").write_text(json.dumps({"id": "h0", "prompt": "Say it.", "label": 0}) + "\n")
     file.write_text(file.read_text() + '[run.eval]\ntasks = { type = "jsonl", path = "held.jsonl" }\n')
-    with Rollouts(file, output=tmp_path / "out") as rollouts:
+    with TrlRollouts(file, output=tmp_path / "out") as rollouts:
         trainer = trainer_of(rollouts, tmp_path, per_device_eval_batch_size=4)
         found = trainer.evaluate(rollouts.dataset(held_out=True))
     episodes = recorded(tmp_path / "out").values()
@@ -263,14 +263,14 @@ def test_of_several_branches_none_is_dropped_unsaid():
 
 def test_another_temperature_than_trls_is_refused(tmp_path):
     loop = '{ type = "single_turn", sampling = { max_tokens = 6, temperature = 0.5 } }'
-    with Rollouts(scenario(tmp_path, loop=loop)) as rollouts:
+    with TrlRollouts(scenario(tmp_path, loop=loop)) as rollouts:
         trainer = trainer_of(rollouts, tmp_path)
         with pytest.raises(ValueError, match=r"GRPOConfig\(temperature=0.5\)"):
             trainer.train()
 
 
 def test_a_prompt_of_no_task_is_refused(tmp_path):
-    with Rollouts(scenario(tmp_path)) as rollouts:
+    with TrlRollouts(scenario(tmp_path)) as rollouts:
         trainer = trainer_of(rollouts, tmp_path)
         with pytest.raises(KeyError, match="no task of run 'bytes' has this prompt"):
             rollouts([[{"role": "user", "content": "Who are you?"}]], trainer)
@@ -281,17 +281,17 @@ def test_tasks_that_trl_could_not_tell_apart_are_refused(tmp_path):
     rows = [{"id": name, "prompt": "Say it.", "label": name} for name in "ab"]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match="'a' and 'b' have the same prompt but other labels"):
-        Rollouts(file).__enter__()
+        TrlRollouts(file).__enter__()
 
 
 def test_a_second_process_has_a_record_and_seeds_of_its_own(tmp_path, monkeypatch):
     answers = []
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        with Rollouts(scenario(tmp_path), output=tmp_path / "out") as rollouts:
+        with TrlRollouts(scenario(tmp_path), output=tmp_path / "out") as rollouts:
             prompts = [row["prompt"] for row in rollouts.dataset()][:1] * 4
             answers.append(rollouts(prompts, trainer_of(rollouts, tmp_path))["completion_ids"])
     assert answers[0] != answers[1]
     assert recorded(tmp_path / "out").keys() == recorded(tmp_path / "out" / "rank-1").keys() == {1, 2, 3, 4}
     with pytest.raises(ValueError, match="name a new output"):
-        Rollouts(scenario(tmp_path), output=tmp_path / "out")
+        TrlRollouts(scenario(tmp_path), output=tmp_path / "out")

@@ -16,7 +16,7 @@ from loopwright.ledger.observer import Observers
 from loopwright.ledger.run import Run
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.judgers.base import JudgeFailed
-from loopwright.rollouts.loops.worker import News, RolloutRequest
+from loopwright.rollouts.loops.worker import RolloutRequest, WeightUpdate
 from loopwright.rollouts.pools.base import Worker
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.produce import ProduceConfig
@@ -41,14 +41,14 @@ def spoken(task: Task, *versions: int, text: str = "x", outcome: Outcome = Outco
 
 class FunctionWorker(Worker):
     def __init__(self, roll: Roll) -> None:
-        self.roll, self.version, self.news = roll, 0, list[News]()
+        self.roll, self.version, self.updates = roll, 0, list[WeightUpdate]()
 
     async def handle(self, request: RolloutRequest) -> Episode:
         return await self.roll(request)
 
-    async def tell(self, news: News) -> int:
-        self.news.append(news)
-        self.version = news.version
+    async def apply_update(self, update: WeightUpdate) -> int:
+        self.updates.append(update)
+        self.version = update.version
         return self.version
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from loopwright.core.episode import Episode, Node, Span
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.engines.weight_update import News
+from loopwright.engines.weight_update import WeightUpdate
 from loopwright.gateway.client import CompletedSession
 from loopwright.gateway.sessions.session import SessionLimits
 from loopwright.rollouts.loops.worker import RolloutRequest
@@ -40,9 +40,9 @@ class FakeHost(GatewayHost):
     async def access(self):
         return GatewayAccess("http://gateway")
 
-    async def tell(self, news):
-        self.heard.append(news)
-        self.version = news.version
+    async def publish(self, update):
+        self.heard.append(update)
+        self.version = update.version
         return self.version
 
 
@@ -62,7 +62,7 @@ class Workers(Pool):
             await self.meanwhile()
         return episode
 
-    async def tell(self, news, *, timeout_s=None):
+    async def publish(self, update, *, timeout_s=None):
         return []
 
     async def close(self): ...
@@ -77,13 +77,13 @@ def housed():
 def test_t06_a_gateway_that_serves_older_weights_is_told_again_and_what_they_said_is_lost():
     async def story():
         place, _, pool = housed()
-        await pool.tell(News(1, paused=True, weights="weights/1"))
-        await pool.tell(News(1, weights="weights/1"))
+        await pool.publish(WeightUpdate(1, paused=True, weights="weights/1"))
+        await pool.publish(WeightUpdate(1, weights="weights/1"))
         await pool.call(REQUEST)
         place.version, place.heard = 0, []
         with pytest.raises(WorkerLost, match="begun with version 1 of the policy, and served by 0"):
             await pool.call(REQUEST)
-        assert place.heard == [News(1, weights="weights/1")]
+        assert place.heard == [WeightUpdate(1, weights="weights/1")]
         await pool.call(REQUEST)
 
     asyncio.run(story())
@@ -92,8 +92,8 @@ def test_t06_a_gateway_that_serves_older_weights_is_told_again_and_what_they_sai
 def test_t06_a_rollout_under_way_when_weights_come_is_not_lost():
     async def story():
         place, workers, pool = housed()
-        await pool.tell(News(1, weights="weights/1"))
-        workers.meanwhile = lambda: pool.tell(News(2, weights="weights/0"))
+        await pool.publish(WeightUpdate(1, weights="weights/1"))
+        workers.meanwhile = lambda: pool.publish(WeightUpdate(2, weights="weights/0"))
         await pool.call(REQUEST)
         assert len(place.heard) == 2
 
@@ -103,10 +103,10 @@ def test_t06_a_rollout_under_way_when_weights_come_is_not_lost():
 def test_t06_a_gateway_that_was_started_anew_wakes_with_the_weights_that_it_is_said_to_have():
     async def story():
         place, _, pool = housed()
-        await pool.tell(News(1, weights="weights/1"))
-        await pool.tell(News(1, paused=True))
-        await pool.tell(News(1))
-        assert place.heard[1:] == [News(1, paused=True), News(1, weights="weights/1")]
+        await pool.publish(WeightUpdate(1, weights="weights/1"))
+        await pool.publish(WeightUpdate(1, paused=True))
+        await pool.publish(WeightUpdate(1))
+        assert place.heard[1:] == [WeightUpdate(1, paused=True), WeightUpdate(1, weights="weights/1")]
 
     asyncio.run(story())
 

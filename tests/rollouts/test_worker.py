@@ -14,7 +14,7 @@ from loopwright.engines.base import ContextFull, EngineError, Sampling
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.gateway.sessions.session import BudgetSpent
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig
-from loopwright.rollouts.loops.worker import LoopWorker, News, RolloutRequest
+from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest, WeightUpdate
 from loopwright.testing import simulate
 from tests.rollouts.harness import timed
 
@@ -224,11 +224,11 @@ class TestNews:
         async def main():
             engine = ScriptedEngine(ScriptedConfig(slip=0.0), Path())
             worker = LoopWorker(FunctionLoop(talk), engine)
-            assert await worker.tell(News(2, paused=True)) == 2
+            assert await worker.apply_update(WeightUpdate(2, paused=True)) == 2
             flight = asyncio.ensure_future(worker.handle(RolloutRequest(TASK, "0")))
             await asyncio.sleep(5)
             assert not flight.done()
-            await worker.tell(News(2))
+            await worker.apply_update(WeightUpdate(2))
             assert (await flight).oldest_version == 2
 
         simulate(main())
@@ -239,7 +239,7 @@ class TestNews:
             worker = LoopWorker(FunctionLoop(talk), engine)
             flight = asyncio.ensure_future(worker.handle(RolloutRequest(TASK, "0")))
             await asyncio.sleep(2)
-            await worker.tell(News(1))
+            await worker.apply_update(WeightUpdate(1))
             episode = await flight
             assert [span.version for span in episode.nodes[-1].spans] == [0, 1]
             assert episode.answer == "x" * 40

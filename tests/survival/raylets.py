@@ -40,7 +40,7 @@ async def batch(cluster, node) -> None:
     answers = await asyncio.gather(*calls)
     must(answers == [0.2 + n / 50 for n in range(CALLS)])
     must(pool.in_flight == 0)
-    must(len(await pool.tell("still here", timeout_s=60)) == 4)  # All four again, on the node that is left.
+    must(len(await pool.publish("still here", timeout_s=60)) == 4)  # All four again, on the node that is left.
     await pool.close()
 
 

@@ -3,19 +3,23 @@
 import numpy as np
 import torch
 
-from loopwright.trainers.grpo import GrpoConfig, GrpoRule
-from loopwright.trainers.learner import Learner, Setting
-from loopwright.trainers.ppo import PpoRule, PpoTrainConfig
-from loopwright.trainers.rloo import RlooConfig, RlooRule
+from loopwright.trainers.grpo import GrpoAlgorithm, GrpoConfig
+from loopwright.trainers.learner import Learner, LearnerSettings
+from loopwright.trainers.ppo import PpoAlgorithm, PpoTrainConfig
+from loopwright.trainers.rloo import RlooAlgorithm, RlooConfig
 from loopwright.trainers.sample import Sample
 
-RULES = {"grpo": (GrpoConfig, GrpoRule), "rloo": (RlooConfig, RlooRule), "ppo": (PpoTrainConfig, PpoRule)}
+ALGORITHMS = {
+    "grpo": (GrpoConfig, GrpoAlgorithm),
+    "rloo": (RlooConfig, RlooAlgorithm),
+    "ppo": (PpoTrainConfig, PpoAlgorithm),
+}
 
 
 def learner_of(kind, home, *, model_name="tiny", temperature=1.0, longest=8, team=None, **options):
-    config_class, rule = RULES[kind]
+    config_class, algorithm = ALGORITHMS[kind]
     config = config_class(**{"steps": 100, "lr": 1e-3, "max_grad_norm": 1e9, **options})
-    return Learner(Setting(config, rule, model_name, home, temperature=temperature, longest=longest), team)
+    return Learner(LearnerSettings(config, algorithm, model_name, home, temperature=temperature, longest=longest), team)
 
 
 def samples(count=6, *, seed=0, rows=1, weight=None):

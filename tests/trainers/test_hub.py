@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from loopwright.engines.inprocess.models import causal_model
 from loopwright.engines.named_tokenizer import tokenizer_of
-from loopwright.trainers.grpo import GrpoConfig, GrpoRule
-from loopwright.trainers.learner import Setting
-from loopwright.trainers.learners import LocalStudent
+from loopwright.trainers.grpo import GrpoConfig, GrpoAlgorithm
+from loopwright.trainers.learner import LearnerSettings
+from loopwright.trainers.learners import LocalLearner
 
 cache, out = map(Path, sys.argv[1:])
 place = cache / "hub" / "models--some--model"
@@ -32,8 +32,8 @@ kept = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>")
 kept.chat_template = sys.stdin.read()
 kept.save_pretrained(snapshot)
 
-student = LocalStudent(Setting(GrpoConfig(steps=1), GrpoRule, "some/model", out), out, near=False)
-for write in (student.save, student.write):
+learner = LocalLearner(LearnerSettings(GrpoConfig(steps=1), GrpoAlgorithm, "some/model", out), out, near=False)
+for write in (learner.save, learner.write):
     directory = out / write.__name__
     directory.mkdir()
     write(directory)

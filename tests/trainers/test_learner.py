@@ -13,9 +13,9 @@ from loopwright.engines.inprocess.engine import TransformersConfig
 from loopwright.engines.inprocess.models import causal_model
 from loopwright.rollouts.env import PolicySource
 from loopwright.trainers.failure import TrainingFailed
-from loopwright.trainers.grpo import GrpoConfig, GrpoRule
+from loopwright.trainers.grpo import GrpoAlgorithm, GrpoConfig
 from loopwright.trainers.learner import Alone, Learner
-from loopwright.trainers.learners import setting_of
+from loopwright.trainers.learners import learner_settings
 from loopwright.trainers.model import Policy
 from loopwright.trainers.sample import Sample
 from tests.trainers.making import learner_of, logprobs_of, samples
@@ -139,7 +139,7 @@ def test_a_device_that_is_not_here_is_said_with_the_next_move(tmp_path):
 def test_training_is_where_it_is_said_or_where_the_engine_of_this_process_is(tmp_path, own, engine, near, device):
     source = PolicySource(TransformersConfig(model="tiny", device=engine), Sampling(), tmp_path, near=near)
     config = GrpoConfig(steps=1, device=own)
-    assert setting_of(config, GrpoRule, SimpleNamespace(source=source)).device == device
+    assert learner_settings(config, GrpoAlgorithm, SimpleNamespace(source=source)).device == device
 
 
 @pytest.mark.parametrize("options", [{}, {"lora": {"r": 2}}, {"layers": 1}])

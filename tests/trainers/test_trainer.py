@@ -1,4 +1,4 @@
-"""The trainer with a student that learns nothing: what it tells the engines, and what it makes of bad steps."""
+"""The trainer with a learner that learns nothing: what it tells the engines, and what it makes of bad steps."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ import pytest
 
 from loopwright.rollouts.pools.base import Worker
 from loopwright.trainers.failure import TrainingFailed
-from loopwright.trainers.grpo import Grpo, GrpoConfig
+from loopwright.trainers.grpo import GrpoConfig, GrpoTrainer
 from loopwright.trainers.trainer import _Training
 from tests.rollouts.harness import World, spoken
 
@@ -17,10 +17,10 @@ FINE = {"updates": 1.0, "skipped": 0.0}
 
 
 class Pausing(Worker):
-    """A loop whose engine says nothing while it is paused; `news` is all that it was told."""
+    """A loop whose engine says nothing while it is paused; `updates` is all that it was told."""
 
     def __init__(self):
-        self.version, self.news, self._open = 0, [], asyncio.Event()
+        self.version, self.updates, self._open = 0, [], asyncio.Event()
         self._open.set()
 
     async def handle(self, request):
@@ -28,10 +28,10 @@ class Pausing(Worker):
         await self._open.wait()
         return spoken(request.task, self.version)
 
-    async def tell(self, news):
-        self.news.append(news)
-        self.version = news.version
-        self._open.clear() if news.paused else self._open.set()
+    async def apply_update(self, update):
+        self.updates.append(update)
+        self.version = update.version
+        self._open.clear() if update.paused else self._open.set()
         return self.version
 
     @property
@@ -39,7 +39,7 @@ class Pausing(Worker):
         return not self._open.is_set()
 
 
-class Student:
+class FakeLearner:
     """Does as it is told to by `learn`."""
 
     def __init__(self, learn=lambda step: FINE):
@@ -61,13 +61,13 @@ class Student:
     def close(self): ...
 
 
-def training(directory, student, *, produce=None, **options):
+def training(directory, learner, *, produce=None, **options):
     """A training of a few steps, with its worker."""
     worker, rewards = Pausing(), count()
     world = World(directory, None, worker=worker, verdict=lambda _: next(rewards), group_size=2, **(produce or {}))
     config = GrpoConfig(**{"steps": 3, "prompts_per_step": 2, "group_size": 2, **options})
-    made = _Training(Grpo(world.env, config))
-    made._student = lambda: student
+    made = _Training(GrpoTrainer(world.env, config))
+    made._build_learner = lambda: learner
     return made, worker
 
 
@@ -79,12 +79,12 @@ async def ended(made, within_s=20.0):
 
 def test_the_engine_gets_the_first_weights_too(tmp_path):
     async def story():
-        made, worker = training(tmp_path, Student())
+        made, worker = training(tmp_path, FakeLearner())
         await ended(made)
-        return worker.news
+        return worker.updates
 
     told = asyncio.run(story())
-    assert [(news.version, news.paused, news.weights) for news in told[:2]] == [
+    assert [(update.version, update.paused, update.weights) for update in told[:2]] == [
         (0, True, "after 0"),
         (0, False, "after 0"),
     ]
@@ -95,7 +95,7 @@ def test_rollouts_that_may_not_go_on_end_before_the_engine_rests(tmp_path):
     produce = {"type": "async", "partial": False, "drain_s": 30.0}
 
     async def story():
-        made, _ = training(tmp_path, Student(), produce=produce, colocated=True)
+        made, _ = training(tmp_path, FakeLearner(), produce=produce, colocated=True)
         begun = time.monotonic()
         await ended(made, 100)
         return time.monotonic() - begun
@@ -116,7 +116,7 @@ def test_an_engine_that_rests_goes_on_when_training_ends_early(tmp_path, how):
         return FINE
 
     async def story():
-        made, worker = training(tmp_path, Student(learn), colocated=True)
+        made, worker = training(tmp_path, FakeLearner(learn), colocated=True)
         running = asyncio.ensure_future(ended(made))
         while not learning:
             await asyncio.sleep(0.01)
@@ -126,14 +126,14 @@ def test_an_engine_that_rests_goes_on_when_training_ends_early(tmp_path, how):
         with pytest.raises(TrainingFailed if how == "fails" else asyncio.CancelledError):
             await running
         assert not worker.paused
-        assert {news.version for news in worker.news} == {0}, "and under the weights that it has"
+        assert {update.version for update in worker.updates} == {0}, "and under the weights that it has"
 
     asyncio.run(story())
 
 
 def test_only_steps_that_changed_nothing_count_as_bad_and_only_those_that_did_end_the_count(tmp_path):
     async def story():
-        made, _ = training(tmp_path, Student(), bad_steps=3)
+        made, _ = training(tmp_path, FakeLearner(), bad_steps=3)
         made.env.run.ledger.close()
         skipped, partly = {"updates": 0.0, "skipped": 2.0}, {"updates": 1.0, "skipped": 1.0}
         counted = []
@@ -148,13 +148,13 @@ def test_only_steps_that_changed_nothing_count_as_bad_and_only_those_that_did_en
 def test_a_training_that_gave_up_goes_on_after_its_bad_steps_when_it_is_resumed(tmp_path):
     """Also where checkpoints are rare: its batches would be as bad again."""
 
-    async def story(student):
-        made, _ = training(tmp_path, student, steps=6, bad_steps=2, checkpoint_every=100)
+    async def story(learner):
+        made, _ = training(tmp_path, learner, steps=6, bad_steps=2, checkpoint_every=100)
         await ended(made)
 
-    first = Student(lambda step: {"updates": 0.0, "skipped": 1.0} if step in (2, 3) else FINE)
+    first = FakeLearner(lambda step: {"updates": 0.0, "skipped": 1.0} if step in (2, 3) else FINE)
     with pytest.raises(TrainingFailed, match=r"2 steps in a row .* the last one 3"):
         asyncio.run(story(first))
-    second = Student()
+    second = FakeLearner()
     asyncio.run(story(second))
     assert (first.learned, second.learned) == ([1, 2, 3], [4, 5, 6])

@@ -17,7 +17,7 @@ for _name, _path in {
 }.items():
     agents.add_lazily(_name, f"loopwright.agents.{_path}")
 agents.add_lazily("collect", "loopwright.rollouts.collect:Collect")
-agents.add_lazily("grpo", "loopwright.trainers.grpo:Grpo")
-agents.add_lazily("rloo", "loopwright.trainers.rloo:Rloo")
+agents.add_lazily("grpo", "loopwright.trainers.grpo:GrpoTrainer")
+agents.add_lazily("rloo", "loopwright.trainers.rloo:RlooTrainer")
 
 __all__ = ["agents"]

@@ -17,7 +17,7 @@
     │   └── Unsendable                      what the live protocol has no words for        envs/live/wire.py
     ├── EngineError      (ConnectionError)  an engine failed or is gone                    engines/base.py
     │   ├── EngineAway                      nobody is there to be asked, for now           engines/base.py
-    │   ├── EngineGone                      nobody listens where its server should be      engines/http/client.py
+    │   ├── EngineGone                      no server listens at its address               engines/http/client.py
     │   ├── ContextFull  (ValueError)       a conversation is longer than an engine takes  engines/base.py
     │   └── BadSampling  (ValueError)       what an engine has no true logprobs of         engines/base.py
     ├── BudgetSpent      (RuntimeError)     a rollout's turns or tokens are used up        gateway/sessions/session.py

@@ -23,7 +23,7 @@ from loopwright.engines.base import (
     engines,
 )
 from loopwright.engines.fingerprint import fingerprint
-from loopwright.engines.fleet_member import Member
+from loopwright.engines.fleet_member import FleetMember
 from loopwright.engines.http.base import HttpConfig
 from loopwright.engines.http.client import EngineGone
 from loopwright.engines.tokenizer import Tokenizer
@@ -89,7 +89,7 @@ class Fleet(Engine):
 
     def __init__(self, config: FleetSettings, home: Path) -> None:
         super().__init__(config, home)
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, FleetMember] = {}
         self._open, self._news = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._update: tuple[Any, int] | None = None
@@ -102,7 +102,7 @@ class Fleet(Engine):
 
     # -- who serves ---------------------------------------------------------------------------------------------
 
-    def _put(self, name: str, engine: Engine) -> Member:
+    def _put(self, name: str, engine: Engine) -> FleetMember:
         """Take in an engine. EngineError if its tokens are not those of the others."""
         if not self._members and not hasattr(self, "tokenizer"):
             self.tokenizer: Tokenizer = engine.tokenizer
@@ -110,8 +110,8 @@ class Fleet(Engine):
             raise EngineError(f"engine {name}: its tokenizer is not the one that the others have; serve it apart")
         return self._join(name, engine)
 
-    def _join(self, name: str, engine: Engine) -> Member:
-        member = self._members[name] = Member(name, engine)
+    def _join(self, name: str, engine: Engine) -> FleetMember:
+        member = self._members[name] = FleetMember(name, engine)
         if self._update is None and engine.version > self.version:
             # Whoever comes with more than we know of has been updated before we began.
             self.version = engine.version
@@ -120,7 +120,7 @@ class Fleet(Engine):
         self._wake()
         return member
 
-    def _leave(self, member: Member, reason: str) -> None:
+    def _leave(self, member: FleetMember, reason: str) -> None:
         """Do without it from now on; others go on with what it has begun."""
         if self._members.get(member.name) is member:
             del self._members[member.name]
@@ -132,7 +132,7 @@ class Fleet(Engine):
         self._news.set()
         self._news = asyncio.Event()
 
-    def _best(self, key: str | None, now: float) -> Member | None:
+    def _best(self, key: str | None, now: float) -> FleetMember | None:
         ready = [
             member
             for member in self._members.values()
@@ -143,7 +143,7 @@ class Fleet(Engine):
         most = math.ceil(self.config.spread * (sum(member.running for member in ready) + 1) / len(ready))
         return max((m for m in ready if m.running < most), key=lambda member: member.weight(key))
 
-    async def _placed(self, key: str | None) -> Member:
+    async def _placed(self, key: str | None) -> FleetMember:
         """The engine for a stream. While the fleet is paused, or there is none, whoever asks waits."""
         if self._watcher is None:
             self._watcher = asyncio.create_task(self._watch())
@@ -176,7 +176,7 @@ class Fleet(Engine):
             for member in self._members.values()
         ]
 
-    def _state(self, member: Member, now: float) -> str:
+    def _state(self, member: FleetMember, now: float) -> str:
         because = f" ({member.reason})" if member.reason else ""
         if member.leaving:
             return "leaving"
@@ -232,7 +232,7 @@ class Fleet(Engine):
             yield Chunk((), (), member.engine.version, "length")  # nothing is left to say
             return
 
-    def _failed(self, member: Member, error: Exception, reason: str = "") -> None:
+    def _failed(self, member: FleetMember, error: Exception, reason: str = "") -> None:
         reason = reason or str(error) or type(error).__name__
         log.warning("engine %s failed and is left alone for a while: %s", member.name, reason)
         now, away = asyncio.get_running_loop().time(), isinstance(error, EngineAway)
@@ -241,7 +241,7 @@ class Fleet(Engine):
     # -- health -------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        missed: dict[Member, int] = {}
+        missed: dict[FleetMember, int] = {}
         while True:
             await asyncio.sleep(self.config.check_s)
             members = list(self._members.values())
@@ -268,7 +268,7 @@ class Fleet(Engine):
         if ills:
             raise EngineError("; ".join(ills))
 
-    async def _is_well(self, member: Member) -> bool:
+    async def _is_well(self, member: FleetMember) -> bool:
         try:
             async with asyncio.timeout(self.config.check_s):
                 await member.engine.check()
@@ -309,7 +309,7 @@ class Fleet(Engine):
             if reason is not None and self._members.get(member.name) is member
         }
 
-    async def _tried(self, member: Member, do: _Work, within_s: float) -> str | None:
+    async def _tried(self, member: FleetMember, do: _Work, within_s: float) -> str | None:
         try:
             async with asyncio.timeout(within_s):
                 await do(member.engine)
@@ -319,7 +319,7 @@ class Fleet(Engine):
             return reason
         return None
 
-    async def _catch_up(self, member: Member) -> None:
+    async def _catch_up(self, member: FleetMember) -> None:
         """Give an engine that missed the last update its weights."""
         if self._update is None or member.engine.version == self.version or member.leaving:
             return
@@ -372,7 +372,7 @@ class _Seat(Engine):
         await self._fleet.resume()
 
 
-async def _illness(member: Member) -> str:
+async def _illness(member: FleetMember) -> str:
     """Why it could not serve now; nothing if it could."""
     try:
         await member.engine.check()
@@ -386,7 +386,7 @@ def _impatient(config: EngineConfig) -> EngineConfig:
     return config.model_copy(update={"wait_s": 0.0}) if isinstance(config, HttpConfig) else config
 
 
-def _free_name(config: EngineConfig, taken: dict[str, Member]) -> str:
+def _free_name(config: EngineConfig, taken: dict[str, FleetMember]) -> str:
     """What it is and where; it stays the same whatever other engines there are."""
     place = getattr(config, "url", None) or getattr(config, "model", None)
     name = config.type if place is None else f"{config.type}:{place}"

@@ -10,7 +10,7 @@ from loopwright.engines.base import Chunk, Engine, EngineError, Sampling
 _LONGEST_REST_S = 60.0
 
 
-class Member:
+class FleetMember:
     """An engine by a name of its own, which decides what sessions it gets."""
 
     def __init__(self, name: str, engine: Engine) -> None:

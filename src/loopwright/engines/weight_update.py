@@ -1,4 +1,4 @@
-"""News of the policy, and how an engine takes them in."""
+"""A weight update of the policy, and how an engine applies it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,26 +7,26 @@ from loopwright.engines.base import Engine
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """How things are with the policy: its version, where its weights lie, and whether engines are to pause."""
+class WeightUpdate:
+    """The policy's state: its version, where its weights are, and whether engines should pause."""
 
     version: int
     paused: bool = False
     weights: Any = None
 
 
-async def take_in(engine: Engine, news: News) -> int:
-    """Have an engine be as the news say; the version that it is at then.
+async def apply_update(engine: Engine, update: WeightUpdate) -> int:
+    """Bring an engine to the state of an update; returns the version that it is at then.
 
-    Weights that come with a pause are taken whatever the version: a server may hold another run's under the same one.
+    Weights that come with a pause are loaded whatever the version: a server may hold another run's under the same one.
     """
-    new = news.version != engine.version or (news.paused and news.weights is not None)
-    if news.paused or new:
+    new = update.version != engine.version or (update.paused and update.weights is not None)
+    if update.paused or new:
         await engine.pause()
     try:
         if new:
-            await engine.load_weights(news.weights, news.version)
-    finally:  # with the weights that it has, if it could not have others
-        if not news.paused:
+            await engine.load_weights(update.weights, update.version)
+    finally:  # with the old weights if loading failed
+        if not update.paused:
             await engine.resume()
     return engine.version

@@ -18,7 +18,7 @@ import orjson
 from loopwright.core.episode import Episode
 from loopwright.core.errors import LoopwrightError, MissingExtra
 from loopwright.core.outcome import Outcome
-from loopwright.engines.weight_update import News
+from loopwright.engines.weight_update import WeightUpdate
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.sessions.session_config import SessionConfig
 
@@ -136,9 +136,9 @@ class GatewayClient:
                 f"{self.url} opened no session: {error} is missing. Is it a Loopwright gateway?"
             ) from error
 
-    async def tell(self, news: News) -> int:
-        """Have its engine take in news of the policy; the version that it is at then."""
-        body = {"version": news.version, "paused": news.paused, "weights": news.weights}
+    async def publish(self, update: WeightUpdate) -> int:
+        """Apply a weight update to its engine; returns the version that it is at then."""
+        body = {"version": update.version, "paused": update.paused, "weights": update.weights}
         told = await self.ask("POST", "/weights", body, key=self._token, timeout_s=_UPDATE_S, waits=True)
         return int(told["version"])
 

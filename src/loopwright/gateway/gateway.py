@@ -24,7 +24,7 @@ from loopwright.core.episode import Episode
 from loopwright.core.errors import LoopwrightError, MissingExtra, StorageError
 from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Engine, Reasoning
-from loopwright.engines.weight_update import News, take_in
+from loopwright.engines.weight_update import WeightUpdate, apply_update
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.sessions.served_session import ServedSession
 from loopwright.gateway.sessions.session_config import SessionConfig, is_id, new_id
@@ -195,7 +195,7 @@ class Gateway:
         self._store: Store = NoStore()
         self._sessions: dict[str, ServedSession] = {}
         self._server: Server | None = None
-        self._telling = asyncio.Lock()
+        self._update_lock = asyncio.Lock()
         self._forgets = forgets or output is not None
         self._recovered = False
         self._sweeper: asyncio.Task[None] | None = None
@@ -241,22 +241,22 @@ class Gateway:
         """The URL that agents are given."""
         return self.config.address(self._server.port if self._server else self.config.port)
 
-    async def tell(self, news: News) -> int:
-        """Have the engine take in news of the policy; calls under way are held meanwhile, and go on under them."""
-        async with self._telling:
-            return await take_in(self.engine, news)
+    async def apply_update(self, update: WeightUpdate) -> int:
+        """Apply a weight update to the engine; running calls are held meanwhile, then continue with the new weights."""
+        async with self._update_lock:
+            return await apply_update(self.engine, update)
 
     async def update(self, version: int, source: Any = None) -> None:
         """New weights for all engines, from where they can read them. EngineError if no engine could take them."""
-        await self.tell(News(version, weights=source))
+        await self.apply_update(WeightUpdate(version, weights=source))
 
     async def pause(self) -> None:
         """Hold all calls; streams are kept alive."""
-        await self.tell(News(self.engine.version, paused=True))
+        await self.apply_update(WeightUpdate(self.engine.version, paused=True))
 
     async def resume(self) -> None:
         """Let calls go on."""
-        await self.tell(News(self.engine.version))
+        await self.apply_update(WeightUpdate(self.engine.version))
 
     @property
     def store(self) -> Store:

@@ -1,6 +1,6 @@
 """Our rollouts for TRL: the loop, engine and judger of a scenario's run, as the `rollout_func` of its `GRPOTrainer`.
 
-    with Rollouts("study.toml", output="out/trl") as rollouts:
+    with TrlRollouts("study.toml", output="out/trl") as rollouts:
         GRPOTrainer(
             model=model,
             processing_class=tokenizer,
@@ -30,7 +30,7 @@ from typing import Any, Self, TypeVar
 from loopwright.core.episode import Episode
 from loopwright.core.errors import MissingExtra
 from loopwright.engines.base import Sampling
-from loopwright.engines.weight_update import News
+from loopwright.engines.weight_update import WeightUpdate
 from loopwright.integrations.branch import Branches, one_row
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.group import Group
@@ -44,7 +44,7 @@ _RANK_SEED = 1_000_003
 """How far the seeds of two processes are apart: a group that they share must not have the same answers twice."""
 
 
-class Rollouts:
+class TrlRollouts:
     """A rollout function, for as long as its context is open.
 
     `branches` says what becomes of a rollout with several branches, of which TRL can be given one: "refuse" is an
@@ -152,7 +152,7 @@ class Rollouts:
         self, groups: Sequence[tuple[Prompt, int]], version: int, weights: Any, examined: int | None
     ) -> list[tuple[int, Episode]]:
         if weights is not None:
-            await self.env.tell(News(version, weights=weights))
+            await self.env.publish(WeightUpdate(version, weights=weights))
         env = self.env
         begun = [env.begin(*each) if examined is None else env.examined(each[0], examined, each[1]) for each in groups]
         await env.roll_all(begun)

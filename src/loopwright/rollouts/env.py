@@ -25,7 +25,7 @@ from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.group import EpisodeJudge, Group, GroupJudging
 from loopwright.rollouts.judgers import JudgerDown
 from loopwright.rollouts.judgers.base import JudgeFailed
-from loopwright.rollouts.loops.worker import News, RolloutRequest
+from loopwright.rollouts.loops.worker import RolloutRequest, WeightUpdate
 from loopwright.rollouts.pools.base import Pool, PoolDown, SerializationError, WorkerLost
 from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.tasks.base import Prompt, TaskMix
@@ -268,9 +268,9 @@ class RolloutEnv(Env):
             return Episode(request.task).failed(Outcome.TIMEOUT, Fault.WORKLOAD, reason)
         return episode
 
-    async def tell(self, news: News) -> None:
-        """Let whatever samples for this run know of the policy's news: the loops' engines, or their gateway's."""
-        await self.loop.tell(news)
+    async def publish(self, update: WeightUpdate) -> None:
+        """Send a weight update to what samples for this run: the loops' engines, or their gateway's."""
+        await self.loop.publish(update)
 
     async def _judged(self, trial: Trial, episode: Episode) -> Episode:
         bench = self._benches.get(trial.number)

@@ -15,7 +15,7 @@ from loopwright.core.errors import LoopwrightError
 from loopwright.core.trial import Trial
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.group import DiscardedGroups, Group
-from loopwright.rollouts.loops.worker import News
+from loopwright.rollouts.loops.worker import WeightUpdate
 from loopwright.rollouts.produce import ProduceConfig
 
 log = logging.getLogger(__name__)
@@ -73,8 +73,8 @@ class Producer:
         """The policy has new weights. Rollouts in flight go on under them, or are begun again."""
         if not self.config.partial:
             await self.pause()
-        await self.env.tell(News(version, paused=True, weights=weights))
-        await self.env.tell(News(version, weights=weights))
+        await self.env.publish(WeightUpdate(version, paused=True, weights=weights))
+        await self.env.publish(WeightUpdate(version, weights=weights))
         self.version = version
         self.resume()
 

@@ -21,7 +21,7 @@ import pytest
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Chunk, Engine, Sampling
-from loopwright.engines.weight_update import News
+from loopwright.engines.weight_update import WeightUpdate
 from loopwright.gateway.client import GatewayClient, RemoteSession
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.sessions.session_config import SessionConfig
@@ -211,7 +211,7 @@ class GatewayContract(ABC):
                 with pytest.raises(Refusal, match="token"):
                     await stranger.open()
                 with pytest.raises(Refusal, match="token"):
-                    await stranger.tell(News(7))
+                    await stranger.publish(WeightUpdate(7))
 
         self.use(tmp_path, story)
 
@@ -234,11 +234,11 @@ class GatewayContract(ABC):
         async def story(home: GatewayHost) -> None:
             session = await home.open("trial-4", SessionConfig(sampling=Sampling(max_tokens=4)))
             assert (await said(session))[0] == 200
-            assert await home.tell(News(3, paused=True)) == 3
+            assert await home.publish(WeightUpdate(3, paused=True)) == 3
             held = asyncio.ensure_future(said(session, "again"))
             await asyncio.sleep(0.1)
             assert not held.done(), "calls are held while the engine is paused"
-            assert await home.tell(News(3)) == 3
+            assert await home.publish(WeightUpdate(3)) == 3
             assert (await held)[0] == 200
             episode = await session.close(Outcome.TRUNCATED, "enough")
             assert [span.version for node in episode.nodes for span in node.spans] == [0, 3]

@@ -27,7 +27,7 @@ from loopwright.core.task import Task
 from loopwright.engines.base import Chunk, EngineError, Sampling
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.rollouts.loops.base import LoopConfig, agent_loop, loops
-from loopwright.rollouts.loops.worker import LoopWorker, News, RolloutRequest
+from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest, WeightUpdate
 
 T = TypeVar("T")
 _DEADLINE_S = 60.0
@@ -162,9 +162,9 @@ class LoopContract(ABC):
         async def story(worker: LoopWorker, engine: RecordingEngine) -> None:
             flight = asyncio.ensure_future(worker.handle(self.request()))
             await engine.begun.wait()
-            await worker.tell(News(3, paused=True))
+            await worker.apply_update(WeightUpdate(3, paused=True))
             await asyncio.sleep(0.02)
-            await worker.tell(News(3))
+            await worker.apply_update(WeightUpdate(3))
             episode = await flight
             assert {span.version for node in episode.nodes for span in node.spans} <= {0, 3}
             assert max(span.version for node in episode.nodes for span in node.spans) == 3

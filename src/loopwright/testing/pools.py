@@ -37,25 +37,25 @@ class Probe(Worker):
 
     def __init__(self, mark: str = "") -> None:
         self.mark = mark
-        self.news: Any = None
+        self.update: Any = None
 
     async def handle(self, request: Any) -> Any:
         verb, argument = request
         return await getattr(self, verb)(argument)
 
-    async def tell(self, news: Any) -> Any:
-        if isinstance(news, Exception):
-            raise news
-        self.news = news
-        return f"{self.mark}{news}"
+    async def apply_update(self, update: Any) -> Any:
+        if isinstance(update, Exception):
+            raise update
+        self.update = update
+        return f"{self.mark}{update}"
 
     async def echo(self, argument: Any) -> Any:
         """Give back what came."""
         return argument
 
     async def heard(self, argument: Any) -> Any:
-        """The latest news."""
-        return self.news
+        """The latest update."""
+        return self.update
 
     async def fail(self, argument: str) -> Any:
         """Raise something: of our own, built in, or what ends more than a call."""
@@ -234,14 +234,14 @@ class PoolContract(ABC):
 
         self.use(story)
 
-    def test_news_reach_every_worker(self) -> None:
+    def test_updates_reach_every_worker(self) -> None:
         """Each answers, and an exception arrives as itself."""
 
         async def story(pool: Pool) -> None:
-            assert set(await pool.tell("v2")) == {"w:v2"}
+            assert set(await pool.publish("v2")) == {"w:v2"}
             assert set(await asyncio.gather(*(pool.call(("heard", None)) for _ in range(8)))) == {"v2"}
-            with pytest.raises(KeyError, match="bad news"):
-                await pool.tell(KeyError("bad news"), timeout_s=10)
+            with pytest.raises(KeyError, match="bad update"):
+                await pool.publish(KeyError("bad update"), timeout_s=10)
 
         self.use(story, functools.partial(Probe, "w:"))
 

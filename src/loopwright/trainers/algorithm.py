@@ -12,7 +12,7 @@ Length = Literal["episode", "token", "constant"]
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenBatch:
     """The sampled tokens of a few samples, one after another, as tensors of one dimension."""
 
     old: "Tensor"
@@ -23,7 +23,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class PolicyOutput:
     """What the policy that is being trained says of the same tokens."""
 
     logprobs: "Tensor"
@@ -31,10 +31,10 @@ class Said:
     values: "Tensor | None" = None
 
 
-class Rule(ABC):
+class Algorithm(ABC):
     """An algorithm.
 
-    class Reinforce(Rule):
+    class Reinforce(Algorithm):
         def advantages(self, rewards, counted):
             return rewards
 
@@ -57,7 +57,7 @@ class Rule(ABC):
         """How much better each trial of a group did than was to be expected; `counted` make up the baseline."""
 
     @abstractmethod
-    def loss(self, said: Said, tokens: Tokens) -> "tuple[Tensor, dict[str, Tensor]]":
+    def loss(self, said: PolicyOutput, tokens: TokenBatch) -> "tuple[Tensor, dict[str, Tensor]]":
         """What each token costs, before it is weighed, and numbers worth a curve."""
 
     def credit(self, advantages: "Tensor", reward: float, values: "Tensor | None") -> "tuple[Tensor, Tensor | None]":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from loopwright.core.agent import AgentConfig
-from loopwright.trainers.algorithm import Length, Rule, Said, Tokens
+from loopwright.trainers.algorithm import Algorithm, Length, PolicyOutput, TokenBatch
 from loopwright.trainers.config import TrainConfig
 from loopwright.trainers.trainer import Trainer
 
@@ -45,7 +45,7 @@ class GrpoConfig(TrainConfig):
     """Leave out prompts that all rollouts did equally well at, and roll out others instead (DAPO)."""
 
 
-class GrpoRule(Rule):
+class GrpoAlgorithm(Algorithm):
     """Compares the rollouts of a prompt."""
 
     config: GrpoConfig
@@ -62,11 +62,11 @@ class GrpoRule(Rule):
         spread = stdev(group) + _SMALL if self.config.std else 1.0
         return {trial: (reward - expected) / spread for trial, reward in rewards.items()}
 
-    def loss(self, said: Said, tokens: Tokens) -> "tuple[Tensor, dict[str, Tensor]]":
+    def loss(self, said: PolicyOutput, tokens: TokenBatch) -> "tuple[Tensor, dict[str, Tensor]]":
         return clipped(said, tokens, self.config.clip, self.config.clip_high or self.config.clip)
 
 
-def clipped(said: Said, tokens: Tokens, low: float, high: float) -> "tuple[Tensor, dict[str, Tensor]]":
+def clipped(said: PolicyOutput, tokens: TokenBatch, low: float, high: float) -> "tuple[Tensor, dict[str, Tensor]]":
     """The clipped policy gradient: moving on is worth nothing once the ratio has left [1 - low, 1 + high]."""
     ratio = (said.logprobs - tokens.old).exp()
     free = ratio * tokens.advantages
@@ -74,8 +74,8 @@ def clipped(said: Said, tokens: Tokens, low: float, high: float) -> "tuple[Tenso
     return -free.minimum(bound), {"clip_fraction": (bound < free).float()}
 
 
-class Grpo(Trainer):
+class GrpoTrainer(Trainer):
     """Learns by comparing rollouts of the same prompt."""
 
     Config: ClassVar[type[AgentConfig]] = GrpoConfig
-    rule: ClassVar[type[Rule]] = GrpoRule
+    algorithm: ClassVar[type[Algorithm]] = GrpoAlgorithm

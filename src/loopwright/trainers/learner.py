@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from loopwright.trainers.algorithm import Rule, Said, Tokens
+from loopwright.trainers.algorithm import Algorithm, PolicyOutput, TokenBatch
 from loopwright.trainers.config import TrainConfig
 from loopwright.trainers.failure import TrainingFailed, foreign
 from loopwright.trainers.model import Policy, said
@@ -71,11 +71,11 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class LearnerSettings:
     """What a learner is made of; plain data, so that it can be made anywhere."""
 
     config: TrainConfig
-    rule: type[Rule]
+    algorithm: type[Algorithm]
     model: str
     home: Path
     model_seed: int = 0
@@ -89,15 +89,15 @@ class Setting:
 class Learner:
     """Holds the policy, and improves it by one batch at a time."""
 
-    def __init__(self, setting: Setting, team: Team | None = None) -> None:
+    def __init__(self, setting: LearnerSettings, team: Team | None = None) -> None:
         self.setting, self.config = setting, setting.config
-        self.rule, self.team = setting.rule(setting.config), team or Alone()
+        self.algorithm, self.team = setting.algorithm(setting.config), team or Alone()
         _check(setting.device)
         self.policy = Policy(
             setting.config,
             setting.model,
             setting.home,
-            critic=self.rule.critic,
+            critic=self.algorithm.critic,
             seed=setting.model_seed,
             device=setting.device,
         )
@@ -116,9 +116,9 @@ class Learner:
         Where nothing is to be learned from a part of them, no step is taken: it would go on by momentum alone.
         """
         numbers = _Numbers()
-        longest = self.rule.constant or self.setting.longest
+        longest = self.algorithm.constant or self.setting.longest
         parts = [
-            (part, scale_of(part, self.rule.length, int(longest)))
+            (part, scale_of(part, self.algorithm.length, int(longest)))
             for epoch in range(self.config.epochs)
             for part in split(samples, self.config.minibatches, f"{self.config.seed}:{step}:{epoch}")
             if any(map(self._counts, part))
@@ -126,7 +126,7 @@ class Learner:
         own = self._share(samples)
         mine = {id(sample): sample for share in (own, *(self._share(part) for part, _ in parts)) for sample in share}
         known = self._known(list(mine.values()), several=len(parts) > 1)
-        if self.rule.critic:
+        if self.algorithm.critic:
             known = self._normalised(known, own)
         rate = self._rate(step)
         skipped = 0
@@ -168,12 +168,12 @@ class Learner:
         facts = [known.get(id(sample)) or _unknown(sample, self.setting.device) for sample in batch]
         recorded = _flat([torch.from_numpy(sample.recorded[sample.mask]) for sample in batch], self.setting.device)
         old = now.logprobs.detach() if facts[0].old is None else _joined([fact.old for fact in facts])
-        tokens = Tokens(
+        tokens = TokenBatch(
             old=old,
             advantages=_joined([fact.advantages for fact in facts]),
             returns=None if facts[0].returns is None else _joined([fact.returns for fact in facts]),
         )
-        cost, told = self.rule.loss(now, tokens)
+        cost, told = self.algorithm.loss(now, tokens)
         drift = old - recorded
         told = {**told, "mismatch_kl": drift.exp() - drift - 1}
         if config.importance:
@@ -203,7 +203,7 @@ class Learner:
 
     def _counts(self, sample: Sample) -> bool:
         """Whether anything would change by it: with no advantage, only what does not depend on it."""
-        return bool(sample.advantage or self.config.kl or self.config.entropy or self.rule.critic)
+        return bool(sample.advantage or self.config.kl or self.config.entropy or self.algorithm.critic)
 
     def _rate(self, step: int) -> float:
         config = self.config
@@ -216,7 +216,7 @@ class Learner:
 
     # -- the model ------------------------------------------------------------------------------------------------
 
-    def _said(self, batch: Sequence[Sample], *, apart: bool = False) -> Said:
+    def _said(self, batch: Sequence[Sample], *, apart: bool = False) -> PolicyOutput:
         """What the policy thinks of the tokens of a micro-batch; `apart` from the team, which then need not follow."""
         longest = max(len(sample.ids) for sample in batch)
         ids = np.zeros((len(batch), longest), dtype=np.int64)
@@ -237,13 +237,13 @@ class Learner:
     @torch.no_grad()
     def _known(self, samples: Sequence[Sample], *, several: bool) -> dict[int, Known]:
         """What must be known before the first step: nothing, where there is only one and no critic or reference."""
-        if not (several or self.rule.critic or self.config.kl):
+        if not (several or self.algorithm.critic or self.config.kl):
             return {}
         found: dict[int, Known] = {}
         batches = micro_batches(samples, self.config.micro_tokens)
         passes = self._together(batches)
         now = [self._said(batch, apart=True) for batch in passes]
-        then: list[Said | None] = [None] * len(passes)
+        then: list[PolicyOutput | None] = [None] * len(passes)
         if self.config.kl:
             with self.policy.beginning():
                 then = [self._said(batch, apart=True) for batch in passes]
@@ -253,7 +253,7 @@ class Learner:
                 own = slice(begun, begun := begun + sample.tokens)
                 values = None if before.values is None else before.values[own]
                 start = torch.full((sample.tokens,), sample.advantage, device=self.setting.device)
-                advantages, returns = self.rule.credit(start, sample.reward, values)
+                advantages, returns = self.algorithm.credit(start, sample.reward, values)
                 reference = None if first is None else first.logprobs[own]
                 found[id(sample)] = Known(before.logprobs[own], advantages, reference, returns)
         return found

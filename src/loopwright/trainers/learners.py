@@ -1,4 +1,4 @@
-"""Students: the learner of a run, in this process or shared out over the workers of Ray Train."""
+"""The learner of a run, in this process or shared out over the workers of Ray Train."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,17 +7,17 @@ from typing import Any, Protocol
 from loopwright.engines.named_tokenizer import BYTES, place
 from loopwright.engines.tokenizer import ByteTokenizer
 from loopwright.rollouts.env import PolicySource, RolloutEnv
-from loopwright.trainers.algorithm import Rule
+from loopwright.trainers.algorithm import Algorithm
 from loopwright.trainers.config import TrainConfig
 from loopwright.trainers.failure import TrainingFailed
-from loopwright.trainers.learner import Learner, Setting
+from loopwright.trainers.learner import Learner, LearnerSettings
 from loopwright.trainers.sample import Sample
 
 _TOKENIZER = ("*token*.json", "chat_template*", "vocab.*", "merges.txt", "*.model")
 """The files of a tokenizer, of whatever kind."""
 
 
-class Student(Protocol):
+class RunLearner(Protocol):
     """Whoever learns."""
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
@@ -45,10 +45,12 @@ class Student(Protocol):
         ...
 
 
-class LocalStudent:
+class LocalLearner:
     """A learner in this process. Engines here are handed its weights; engines elsewhere, a directory with them."""
 
-    def __init__(self, setting: Setting, directory: Path, *, near: bool, learner: Learner | None = None) -> None:
+    def __init__(
+        self, setting: LearnerSettings, directory: Path, *, near: bool, learner: Learner | None = None
+    ) -> None:
         self.learner = learner or Learner(setting)
         self._setting, self._directory, self._near = setting, directory, near
         self._published = 0
@@ -80,18 +82,18 @@ class LocalStudent:
         """Nothing is held that does not go by itself."""
 
 
-def student_of(config: TrainConfig, rule: type[Rule], env: RolloutEnv) -> Student:
-    """The student of a run."""
-    setting = setting_of(config, rule, env)
+def build_learner(config: TrainConfig, algorithm: type[Algorithm], env: RolloutEnv) -> RunLearner:
+    """The learner of a run."""
+    setting = learner_settings(config, algorithm, env)
     if config.workers:
-        from loopwright.trainers.learners_ray import RayStudent
+        from loopwright.trainers.learners_ray import RayLearner
 
         directory = env.run.directory.absolute()
-        return RayStudent(setting, directory, workers=config.workers, cpus=config.cpus, gpus=config.gpus)
-    return LocalStudent(setting, env.run.directory, near=source_of(env).near)
+        return RayLearner(setting, directory, workers=config.workers, cpus=config.cpus, gpus=config.gpus)
+    return LocalLearner(setting, env.run.directory, near=source_of(env).near)
 
 
-def setting_of(config: TrainConfig, rule: type[Rule], env: RolloutEnv) -> Setting:
+def learner_settings(config: TrainConfig, algorithm: type[Algorithm], env: RolloutEnv) -> LearnerSettings:
     """What the learner of a run is made of."""
     source = source_of(env)
     engine, sampling = source.engine, source.sampling
@@ -99,9 +101,9 @@ def setting_of(config: TrainConfig, rule: type[Rule], env: RolloutEnv) -> Settin
     if model is None:
         raise TrainingFailed(f"engine {engine.type!r} does not say which model it has: set `model` of the agent.")
     here: str = getattr(engine, "device", "cpu") if source.near else "cpu"
-    return Setting(
+    return LearnerSettings(
         config=config,
-        rule=rule,
+        algorithm=algorithm,
         model=model,
         home=source.home,
         model_seed=getattr(engine, "seed", 0),
@@ -118,7 +120,7 @@ def source_of(env: RolloutEnv) -> PolicySource:
     return env.source
 
 
-def add_tokenizer(setting: Setting, directory: Path) -> None:
+def add_tokenizer(setting: LearnerSettings, directory: Path) -> None:
     """A model is of use only with its tokenizer."""
     if setting.model == "tiny" or (setting.home / setting.model / BYTES).is_file():
         (directory / BYTES).write_text(f"{ByteTokenizer.size}\n")

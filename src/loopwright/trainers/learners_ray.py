@@ -1,4 +1,4 @@
-"""A student on Ray Train: several workers, each with a share of every batch, that take the same steps together.
+"""A learner on Ray Train: several workers, each with a share of every batch, that take the same steps together.
 
 Ray's `TorchTrainer` keeps the workers and their process group: gloo on CPUs, NCCL on GPUs. What is to be done next lies
 at a desk, an actor where they look for work; the first of them says how it went.
@@ -22,8 +22,8 @@ from torch import distributed as dist
 from loopwright.rollouts.pools.ray.launch import RayConnection, check
 from loopwright.rollouts.pools.resources import ResourceRequest, ResourcesError
 from loopwright.trainers.failure import TrainingFailed
-from loopwright.trainers.learner import Learner, Setting
-from loopwright.trainers.learners import LocalStudent
+from loopwright.trainers.learner import Learner, LearnerSettings
+from loopwright.trainers.learners import LocalLearner
 from loopwright.trainers.sample import Sample
 
 _POLL_S = 0.5
@@ -91,15 +91,15 @@ def _work(config: dict[str, Any]) -> None:
     """What each worker does: one job after another, until there is none."""
     setting, desk = replace(config["setting"], device=str(get_device())), config["desk"]
     team = _RayTeam(shard=setting.config.shard)
-    student = LocalStudent(setting, config["directory"], near=False, learner=Learner(setting, team))
+    learner = LocalLearner(setting, config["directory"], near=False, learner=Learner(setting, team))
     number = 0
     while (job := _got(desk.job.remote(number))) is not None:
         what, args = job
         # Everyone learns and restores; what is told or written, the first one tells and writes.
         if what in ("update", "read") or team.rank == 0:
-            answer = getattr(student, what)(*args)
+            answer = getattr(learner, what)(*args)
         elif setting.config.shard:
-            student.learner.hand_over(everything=what == "write")
+            learner.learner.hand_over(everything=what == "write")
         dist.barrier()  # nobody is still reading the job when its place is cleared
         if team.rank == 0:
             _got(desk.answer.remote(number, answer))
@@ -121,10 +121,10 @@ def _check(workers: int, cpus: float, gpus: float) -> None:
         )
 
 
-class RayStudent:
+class RayLearner:
     """Workers of Ray Train, which learn as one."""
 
-    def __init__(self, setting: Setting, directory: Path, *, workers: int, cpus: float, gpus: float) -> None:
+    def __init__(self, setting: LearnerSettings, directory: Path, *, workers: int, cpus: float, gpus: float) -> None:
         self._connection = RayConnection()
         try:
             _check(workers, cpus, gpus)

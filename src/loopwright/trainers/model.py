@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from loopwright.engines.inprocess.models import causal_model
 from loopwright.engines.named_tokenizer import place
-from loopwright.trainers.algorithm import Said
+from loopwright.trainers.algorithm import PolicyOutput
 from loopwright.trainers.config import LoraConfig, TrainConfig
 from loopwright.trainers.failure import TrainingFailed, foreign
 from loopwright.trainers.shards import gathered, held, shard
@@ -169,9 +169,9 @@ def save_model(model: Any, weights: Mapping[str, Tensor], directory: Path) -> No
     model.generation_config.save_pretrained(directory)
 
 
-def said(scored: Any, ids: Tensor, mask: Tensor, temperature: float, *, undecided: bool) -> Said:
+def said(scored: Any, ids: Tensor, mask: Tensor, temperature: float, *, undecided: bool) -> PolicyOutput:
     """What a module thinks of the tokens that `mask` picks."""
-    return Said(*scored(ids, mask, temperature, undecided))
+    return PolicyOutput(*scored(ids, mask, temperature, undecided))
 
 
 def _is_tied(model: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from loopwright.core.agent import AgentConfig
-from loopwright.trainers.algorithm import Rule, Said, Tokens
+from loopwright.trainers.algorithm import Algorithm, PolicyOutput, TokenBatch
 from loopwright.trainers.config import TrainConfig
 from loopwright.trainers.grpo import clipped
 from loopwright.trainers.trainer import Trainer
@@ -39,7 +39,7 @@ class PpoTrainConfig(TrainConfig):
     """How often a batch is gone through."""
 
 
-class PpoRule(Rule):
+class PpoAlgorithm(Algorithm):
     """Credits each token with what came after it."""
 
     critic = True
@@ -60,15 +60,15 @@ class PpoRule(Rule):
             found[place], after = ahead, value
         return found, found + values
 
-    def loss(self, said: Said, tokens: Tokens) -> "tuple[Tensor, dict[str, Tensor]]":
+    def loss(self, said: PolicyOutput, tokens: TokenBatch) -> "tuple[Tensor, dict[str, Tensor]]":
         assert said.values is not None and tokens.returns is not None  # noqa: S101, PT018  there is a critic
         loss, numbers = clipped(said, tokens, self.config.clip, self.config.clip)
         error = (said.values - tokens.returns).square()
         return loss + self.config.value * error, {**numbers, "value_error": error.detach()}
 
 
-class Ppo(Trainer):
+class PpoTrainer(Trainer):
     """Learns with a critic, which shares the policy's layers."""
 
     Config: ClassVar[type[AgentConfig]] = PpoTrainConfig
-    rule: ClassVar[type[Rule]] = PpoRule
+    algorithm: ClassVar[type[Algorithm]] = PpoAlgorithm

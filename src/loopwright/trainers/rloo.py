@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from loopwright.core.agent import AgentConfig
-from loopwright.trainers.algorithm import Rule, Said, Tokens
+from loopwright.trainers.algorithm import Algorithm, PolicyOutput, TokenBatch
 from loopwright.trainers.config import TrainConfig
 from loopwright.trainers.trainer import Trainer
 
@@ -29,7 +29,7 @@ class RlooConfig(TrainConfig):
     """How many rollouts attempt the same prompt; each has the others for its baseline."""
 
 
-class RlooRule(Rule):
+class RlooAlgorithm(Algorithm):
     """An episode is one action, and its logprob is the sum of its tokens'."""
 
     length = "constant"
@@ -43,13 +43,13 @@ class RlooRule(Rule):
                 found[trial] = reward - mean(others)  # exactly: equal rewards are no advantage, not a rounding error
         return found
 
-    def loss(self, said: Said, tokens: Tokens) -> "tuple[Tensor, dict[str, Tensor]]":
+    def loss(self, said: PolicyOutput, tokens: TokenBatch) -> "tuple[Tensor, dict[str, Tensor]]":
         # At a ratio of 1 the gradient is that of advantage × logprob.
         return -(said.logprobs - tokens.old).exp() * tokens.advantages, {}
 
 
-class Rloo(Trainer):
+class RlooTrainer(Trainer):
     """Learns by comparing each rollout with the others of its prompt."""
 
     Config: ClassVar[type[AgentConfig]] = RlooConfig
-    rule: ClassVar[type[Rule]] = RlooRule
+    algorithm: ClassVar[type[Algorithm]] = RlooAlgorithm

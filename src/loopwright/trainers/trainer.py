@@ -19,14 +19,14 @@ from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, Stora
 from loopwright.core.eventloop import run
 from loopwright.core.trial import Action, Observation
 from loopwright.engines.base import Sampling
-from loopwright.engines.weight_update import News
+from loopwright.engines.weight_update import WeightUpdate
 from loopwright.ledger.steps import Kind, Step, Steps
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.evaluation import summary
 from loopwright.rollouts.group import DiscardedGroups, Group
 from loopwright.rollouts.producer import Producer
-from loopwright.trainers.algorithm import Rule
+from loopwright.trainers.algorithm import Algorithm
 from loopwright.trainers.checkpoint import Checkpoints
 from loopwright.trainers.config import TrainConfig
 from loopwright.trainers.curves import Curves, uninstalled
@@ -34,7 +34,7 @@ from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.sample import Sample, narrows, samples_of
 
 if TYPE_CHECKING:
-    from loopwright.trainers.learners import Student
+    from loopwright.trainers.learners import RunLearner
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Trainer(Agent, ABC):
 
     rolls_out: ClassVar[bool] = True
     gives_weights: ClassVar[bool] = True
-    rule: ClassVar[type[Rule]]
+    algorithm: ClassVar[type[Algorithm]]
     env: RolloutEnv
     config: TrainConfig
 
@@ -117,8 +117,8 @@ class _Training:
     """One training under way."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.env, self.config, self.rule = trainer.env, trainer.config, trainer.rule(trainer.config)
-        self._rule_class = trainer.rule
+        self.env, self.config, self.algorithm = trainer.env, trainer.config, trainer.algorithm(trainer.config)
+        self._algorithm_class = trainer.algorithm
         self.directory = self.env.run.directory
         self.checkpoints = Checkpoints(self.directory / "checkpoints", self.config.keep)
         ledger = self.env.run.ledger
@@ -126,30 +126,30 @@ class _Training:
         # Torch computes in a thread of its own, so that rollouts go on meanwhile.
         self._thread = ThreadPoolExecutor(1, "learner")
         self._bad = 0
-        self._news: News | None = None
+        self._news: WeightUpdate | None = None
         self._examined: int | None = None
 
     async def run(self) -> None:
         try:
             async with self.env.running():
-                student = await self._in_thread(self._student)
+                learner = await self._in_thread(self._build_learner)
                 try:
-                    await self._train(student)
+                    await self._train(learner)
                 finally:
-                    await self._in_thread(student.close)
+                    await self._in_thread(learner.close)
         finally:
             self.curves.close()
             self._thread.shutdown(wait=True)
 
-    async def _train(self, student: "Student") -> None:
+    async def _train(self, learner: "RunLearner") -> None:
         config, produce = self.config, self.env.produce
         self.env.waits_for_judge = True  # an outage must cost time, not the rollouts that it falls on
         if getattr(config, "dynamic_sampling", False):
             produce = produce.model_copy(update={"filter": "equal_rewards"})
         producer = Producer(self.env, produce, group_size=config.group_size)
-        step = await self._restored(student)
+        step = await self._restored(learner)
         try:
-            await self._publish(producer, student, step)
+            await self._publish(producer, learner, step)
             producer.restore(step)  # which begins to sample
             await self._evaluated(step)
             while step < config.steps:
@@ -161,18 +161,18 @@ class _Training:
                 waited = time.monotonic() - begun
                 if config.colocated:
                     await self._rest(producer)
-                numbers = await self._learn(student, groups, step, producer.in_flight, producer.discarded)
-                await self._publish(producer, student, step)
+                numbers = await self._learn(learner, groups, step, producer.in_flight, producer.discarded)
+                await self._publish(producer, learner, step)
                 self._note(step, {**numbers, "rollout_s": waited})
                 if step % config.checkpoint_every == 0 or step == config.steps or self._failing:
-                    await self._checkpoint(student, step)
+                    await self._checkpoint(learner, step)
                 self._give_up(step)
                 await self._evaluated(step)
             if step < config.steps and not self.env.run.stopping:
                 log.warning("training ends at step %d of %d: its trials are used up", step, config.steps)
                 await self._evaluated(step, last=step)
-            await self._checkpoint(student, step)
-            await self._in_thread(student.save, self.directory / "policy")
+            await self._checkpoint(learner, step)
+            await self._in_thread(learner.save, self.directory / "policy")
         finally:
             await producer.pause(0)
             await self._wake()
@@ -181,23 +181,23 @@ class _Training:
         """Have the engine rest. What may not go on under new weights is ended before, while it still can."""
         if not producer.config.partial:
             await producer.pause()
-        await self.env.tell(News(producer.version, paused=True))
+        await self.env.publish(WeightUpdate(producer.version, paused=True))
 
     async def _wake(self) -> None:
         """However training ended, an engine that serves others, too, must not stay paused."""
         if self._news is not None:
             with suppress(LoopwrightError, TimeoutError):
                 async with asyncio.timeout(_WAKE_S):
-                    await self.env.tell(self._news)
+                    await self.env.publish(self._news)
 
     # -- one step -------------------------------------------------------------------------------------------------
 
     async def _learn(
         self,
-        student: "Student",
+        learner: "RunLearner",
         groups: Sequence[Group],
         step: int,
-        flying: int = 0,
+        in_flight: int = 0,
         discarded: DiscardedGroups | None = None,
     ) -> dict[str, float]:
         """Train on these groups; what there is to tell of it."""
@@ -205,12 +205,12 @@ class _Training:
         samples = self._samples(groups, step)
         told: dict[str, float] = {}
         if samples:
-            told = await self._in_thread(partial(student.update, samples, step))
+            told = await self._in_thread(partial(learner.update, samples, step))
         if not told.get("updates") and not told.get("skipped"):
             log.warning("step %d is skipped: there is nothing to learn from in its %d groups", step, len(groups))
         self._count(step, told)
         seen = _seen(groups, samples, step, discarded or DiscardedGroups())
-        return {**seen, **told, "train_s": time.monotonic() - begun, "in_flight": float(flying)}
+        return {**seen, **told, "train_s": time.monotonic() - begun, "in_flight": float(in_flight)}
 
     def _samples(self, groups: Sequence[Group], step: int) -> list[Sample]:
         version = step - 1
@@ -219,11 +219,11 @@ class _Training:
         for group in groups:
             rewards = {n: e.reward.value for n, e in group.episodes.items() if e.reward is not None}
             counted = frozenset(n for n in rewards if group.episodes[n].in_baseline)
-            advantages.append(self.rule.advantages(rewards, counted))
+            advantages.append(self.algorithm.advantages(rewards, counted))
         episodes = [group.episodes for group in groups]
         sampled_at = 1.0 if self.env.source is None else self.env.source.sampling.temperature
         return samples_of(
-            episodes, advantages, version=version, oldest=oldest, length=self.rule.length, temperature=sampled_at
+            episodes, advantages, version=version, oldest=oldest, length=self.algorithm.length, temperature=sampled_at
         )
 
     def _count(self, step: int, told: dict[str, float]) -> None:
@@ -248,12 +248,12 @@ class _Training:
                 "Lower `lr`, or look for rewards that are too large."
             )
 
-    async def _publish(self, producer: Producer, student: "Student", step: int) -> None:
+    async def _publish(self, producer: Producer, learner: "RunLearner", step: int) -> None:
         """Let the engines have the weights of this step, under its number: the first ones too, whatever they hold."""
-        weights = await self._in_thread(student.weights)
-        self._news = News(step, weights=weights)
+        weights = await self._in_thread(learner.weights)
+        self._news = WeightUpdate(step, weights=weights)
         await producer.update(step, weights)
-        self._news = News(step)
+        self._news = WeightUpdate(step)
 
     def _note(self, step: int, numbers: dict[str, float]) -> None:
         self._write("train", Step(step, time.time(), numbers))
@@ -280,33 +280,33 @@ class _Training:
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
-    async def _checkpoint(self, student: "Student", step: int) -> None:
+    async def _checkpoint(self, learner: "RunLearner", step: int) -> None:
         """Have the weights on disk, and then the rollouts that they were learned from count as trained on."""
-        await self._in_thread(partial(self.checkpoints.save, step, student.write))
+        await self._in_thread(partial(self.checkpoints.save, step, learner.write))
         self.env.buffer.settle(step)
 
-    async def _restored(self, student: "Student") -> int:
+    async def _restored(self, learner: "RunLearner") -> int:
         """The step that training goes on after. Steps since the last checkpoint are repeated from what was recorded."""
         found = self.checkpoints.latest()
         step = 0
         if found is not None:
-            await self._in_thread(student.read, found.directory)
+            await self._in_thread(learner.read, found.directory)
             step = found.step
         self.steps.forget(step)
         first = step
         while numbers := self.env.buffer.taken(step + 1):
             step += 1
             groups = [self.env.recorded(number, self.config.group_size) for number in numbers]
-            self._note(step, await self._learn(student, groups, step))
+            self._note(step, await self._learn(learner, groups, step))
         if step > first:
-            await self._checkpoint(student, step)
+            await self._checkpoint(learner, step)
         self._give_up(step)
         return step
 
-    def _student(self) -> "Student":
-        from loopwright.trainers.learners import student_of
+    def _build_learner(self) -> "RunLearner":
+        from loopwright.trainers.learners import build_learner
 
-        return student_of(self.config, self._rule_class, self.env)
+        return build_learner(self.config, self._algorithm_class, self.env)
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Run it where torch computes. A cancelled caller, too, waits for its end: two must never run at once."""

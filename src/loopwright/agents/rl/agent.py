@@ -160,7 +160,7 @@ class Ppo(RlAgent):
 
     Config: ClassVar[type[AgentConfig]] = PpoConfig
     algorithm = Algorithm("PPO", ("sb3", "rllib"), can_imitate=True)
-    counterpart: ClassVar[str | None] = "loopwright.trainers.ppo:Ppo"
+    counterpart: ClassVar[str | None] = "loopwright.trainers.ppo:PpoTrainer"
 
 
 class A2c(RlAgent):

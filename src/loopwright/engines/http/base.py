@@ -16,7 +16,7 @@ from pydantic import Field
 
 from loopwright.core.errors import LoopwrightError, MissingExtra, Problem
 from loopwright.engines.base import Chunk, Engine, EngineConfig, EngineError, Finish, Sampling, Tops
-from loopwright.engines.http.client import Client, EngineGone
+from loopwright.engines.http.client import EngineGone, HttpClient, url_problems
 from loopwright.engines.inprocess.smollm2 import package_problem
 from loopwright.engines.named_tokenizer import ends_in, place, stop_ids, tokenizer_of
 from loopwright.engines.stops import stopped
@@ -48,9 +48,7 @@ class HttpConfig(EngineConfig):
     """Tokens that end a turn; by default what the tokenizer's directory says, and the usual ends of messages."""
 
     def problems(self, home: Path) -> list[Problem]:
-        found = []
-        if not self.url.startswith(("http://", "https://")) or not self.url.partition("://")[2].strip("/"):
-            found.append(Problem("url", f"{self.url!r} is no URL; write for example 'http://localhost:8000'."))
+        found = url_problems(self.url, "url")
         if "@" in self.url:
             found.append(
                 Problem("url", "a URL is recorded and shown: the key belongs into api_key_env or api_key_file.")
@@ -83,7 +81,7 @@ class HttpConfig(EngineConfig):
         return None
 
 
-class Piece(NamedTuple):
+class RawChunk(NamedTuple):
     """What a server said next, as it said it."""
 
     ids: Sequence[Any]
@@ -105,7 +103,8 @@ class HttpEngine(Engine):
         ends = ends_in(Path(place(config.tokenizer, home)))
         self.stop_ids = stop_ids(self.tokenizer, ends) if config.stop_ids is None else frozenset(config.stop_ids)
         key = config.key(home)
-        self.client = Client(config.url, {"Authorization": f"Bearer {key}"} if key else {}, config.timeout_s)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.client = HttpClient(config.url, headers, read_timeout_s=config.timeout_s, unreachable=EngineGone)
         self._open = asyncio.Event()
         self._open.set()
         self._running: dict[asyncio.Task[None], asyncio.Queue[Chunk | Exception]] = {}
@@ -117,7 +116,7 @@ class HttpEngine(Engine):
         self._looking: asyncio.Task[None] | None = None
 
     @abstractmethod
-    def sample(self, ids: Sequence[int], sampling: Sampling, seed: int) -> AsyncGenerator[Piece, None]:
+    def sample(self, ids: Sequence[int], sampling: Sampling, seed: int) -> AsyncGenerator[RawChunk, None]:
         """What the server says after these ids; closing it makes the server stop."""
 
     @abstractmethod
@@ -127,7 +126,7 @@ class HttpEngine(Engine):
     async def held(self) -> Any:
         """What is another after the server was started anew, by which it lost its weights."""
         await self.check()
-        return self.client.unreached
+        return self.client.failed_connections
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
         if not len(ids):
@@ -177,7 +176,7 @@ class HttpEngine(Engine):
             failure.__cause__ = error
             chunks.put_nowait(failure)
 
-    async def _sampled(self, ids: list[int], sampling: Sampling, seed: int) -> AsyncGenerator[Piece, None]:
+    async def _sampled(self, ids: list[int], sampling: Sampling, seed: int) -> AsyncGenerator[RawChunk, None]:
         """What the server says, under the weights that it was given."""
         begun = False
         while True:
@@ -193,7 +192,7 @@ class HttpEngine(Engine):
                     raise
                 self._sure_until = 0.0  # whoever answers next may hold other weights
 
-    def _chunk(self, piece: Piece, said: list[int], sampling: Sampling, version: int) -> Chunk:
+    def _chunk(self, piece: RawChunk, said: list[int], sampling: Sampling, version: int) -> Chunk:
         """The tokens up to the end of the turn. What is not a logprob per token is no chunk."""
         ids, logprobs, finish, tops = piece
         if len(ids) != len(logprobs) or (tops is not None and len(tops) != len(ids)):
@@ -313,7 +312,7 @@ class HttpEngine(Engine):
         await self.client.close()
 
 
-async def _to_the_end(pieces: AsyncGenerator[Piece, None]) -> None:
+async def _to_the_end(pieces: AsyncGenerator[RawChunk, None]) -> None:
     """Hear a server out that has said its last token, so that its connection can be used again."""
     with suppress(LoopwrightError, TimeoutError):
         async with asyncio.timeout(_FAREWELL_S):

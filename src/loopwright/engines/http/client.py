@@ -1,4 +1,4 @@
-"""The HTTP client of an engine: one session, opened at the first request, reused and closed."""
+"""A JSON client for one HTTP server: one session, opened at the first request, reused and closed."""
 
 import asyncio
 import re
@@ -9,129 +9,159 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from loopwright.core.errors import LoopwrightError, MissingExtra, sentence
+from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, sentence
 from loopwright.engines.base import ContextFull, EngineError
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
 
 _CONNECT_S = 10.0
-_TRIES = 3
 _PAUSE_S = 0.2
-_MOST_BYTES = 64 * 2**20
-_SHOWN_CHARACTERS = 300
-_LIMIT = re.compile(r"context (?:length|size)\D{0,12}(\d+)")
-"""How vLLM, llama.cpp and SGLang all tell what they can hold."""
+_MAX_EXCERPT = 300
+_CONTEXT_LIMIT = re.compile(r"context (?:length|size)\D{0,12}(\d+)")
+"""How vLLM, llama.cpp and SGLang all report their context length."""
 
 
 class EngineGone(EngineError):
-    """Nobody listens where an engine's server should be."""
+    """No server listens at the engine's address."""
 
 
-class Client:
-    """Sends JSON to one server and reads JSON, whole or as a stream of events; anything else is an EngineError."""
+class HttpClient:
+    """Sends JSON to one server and reads JSON, whole or as a stream of events; anything else raises `error`.
 
-    def __init__(self, url: str, headers: Mapping[str, str], silence_s: float) -> None:
-        self.url, self._headers, self._silence_s = url.rstrip("/"), dict(headers), silence_s
+        client = HttpClient("http://localhost:8000", read_timeout_s=300)
+        reply = await client.post("/generate", {"prompt": [1, 2, 3]})
+
+    A server that cannot be reached within `attempts` raises `unreachable`, or `error` if that is None. Other errors are
+    not retried, except on a pooled connection that went stale.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        read_timeout_s: float | None = None,
+        connections: int = 0,
+        attempts: int = 3,
+        max_mib: int = 64,
+        error: type[LoopwrightError] = EngineError,
+        unreachable: type[LoopwrightError] | None = None,
+    ) -> None:
+        self.url, self._headers, self._read_timeout_s = url.rstrip("/"), dict(headers or {}), read_timeout_s
+        self._connections, self._attempts, self._max_mib = connections, attempts, max_mib
+        self._error, self._unreachable = error, unreachable or error
         self._session: ClientSession | None = None
         self._closed = False
-        self.unreached = 0
-        """How often nobody was there."""
+        self.failed_connections = 0
 
-    async def get(self, path: str) -> Any:
-        """What the server answers."""
-        async with self._asked("GET", path, None, 0) as response:
+    async def get(self, path: str) -> dict[str, Any]:
+        """The JSON object that the server answers with; an empty answer is an empty object."""
+        async with self._response("GET", path, None, 0) as response:
+            return self._object(await self._json(response, path), path)
+
+    async def post(self, path: str, body: Any, *, prompt_tokens: int = 0) -> dict[str, Any]:
+        """The JSON object that the server answers with.
+
+        Pass the number of `prompt_tokens` sent, if any: if the server refuses them as too many, ContextFull is raised.
+        """
+        async with self._response("POST", path, body, prompt_tokens) as response:
+            return self._object(await self._json(response, path), path)
+
+    async def post_any(self, path: str, body: Any) -> Any:
+        """Like `post`, but the answer may be any JSON value."""
+        async with self._response("POST", path, body, 0) as response:
             return await self._json(response, path)
 
-    async def post(self, path: str, body: Any, *, prompt: int = 0) -> Any:
-        """What the server answers; `prompt` tokens are sent, for the error if they are too many."""
-        async with self._asked("POST", path, body, prompt) as response:
-            return await self._json(response, path)
-
-    async def events(self, path: str, body: Any, *, prompt: int) -> AsyncGenerator[Any, None]:
-        """The events of a stream. Closing it hangs up, by which the server knows that nobody reads any more."""
-        async with self._asked("POST", path, body, prompt) as response:
+    async def events(self, path: str, body: Any, *, prompt_tokens: int) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a stream. Closing it closes the connection, so that the server stops generating."""
+        async with self._response("POST", path, body, prompt_tokens) as response:
             rest = b""
             async for part in response.content.iter_any():
                 *lines, rest = (rest + part).split(b"\n")
-                if len(rest) > _MOST_BYTES:
-                    raise EngineError(f"{self.url}{path} sent a line of more than {_MOST_BYTES >> 20} MiB")
+                if len(rest) > self._max_mib << 20:
+                    raise self._error(f"{self.url}{path} sent a line of more than {self._max_mib} MiB")
                 for line in lines:
                     if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
-                        event = self._parsed(data, path)
+                        event = self._object(self._parse(data, path), path)
                         if event.get("error"):
-                            raise self.refusal(f"{self.url}{path} failed in mid-stream", data, prompt)
+                            raise self.refusal(f"{self.url}{path} failed in mid-stream", data, prompt_tokens)
                         yield event
 
     async def close(self) -> None:
-        """Let the connections go."""
+        """Close all connections."""
         self._closed = True
         if self._session is not None:
             session, self._session = self._session, None
             await session.close()
 
     @asynccontextmanager
-    async def _asked(self, method: str, path: str, body: Any, prompt: int) -> "AsyncIterator[ClientResponse]":
+    async def _response(self, method: str, path: str, body: Any, prompt_tokens: int) -> "AsyncIterator[ClientResponse]":
         from aiohttp import ClientError
 
-        where = f"{self.url}{path}"
-        response: ClientResponse = await self._connected(method, where, None if body is None else orjson.dumps(body))
+        url = f"{self.url}{path}"
+        try:
+            data = None if body is None else orjson.dumps(body)
+        except TypeError as error:
+            raise self._error(f"the request to {url} is not JSON: {error}") from error
+        response = await self._connect(method, url, data)
         try:
             if response.status != 200:
-                said = await response.content.read(_MOST_BYTES)
-                raise self.refusal(f"{where} answered {response.status}", said, prompt, status=response.status)
+                answer = await response.content.read(self._max_mib << 20)
+                raise self.refusal(f"{url} answered {response.status}", answer, prompt_tokens, status=response.status)
             yield response
         except LoopwrightError:
             raise
         except TimeoutError as error:
-            raise self._silent(where) from error
+            raise self._timeout(url) from error
         except (ClientError, OSError) as error:
-            raise EngineError(f"{where} hung up in mid-stream: {sentence(error)}") from error
+            raise self._error(f"{url} closed the connection in mid-stream: {sentence(error)}") from error
         finally:
-            response.close()  # back to the pool if all of it was read; otherwise the server hears that we have gone
+            response.close()  # back to the pool if all of it was read; otherwise the connection is closed
 
-    async def _connected(self, method: str, where: str, data: bytes | None) -> "ClientResponse":
-        """The beginning of an answer. Nothing has been said by then, so it can be asked for again."""
+    async def _connect(self, method: str, url: str, data: bytes | None) -> "ClientResponse":
+        """The beginning of an answer. No part of it has arrived by then, so the request can be sent again."""
         from aiohttp import ClientError, ConnectionTimeoutError
 
-        tries = 0
+        attempts = 0
         while True:
             connection = SimpleNamespace(reused=False)
             try:
-                return await self._opened().request(
-                    method, where, data=data, allow_redirects=False, trace_request_ctx=connection
+                return await self._open_session().request(
+                    method, url, data=data, allow_redirects=False, trace_request_ctx=connection
                 )
             except (ClientError, OSError) as error:
                 if isinstance(error, TimeoutError) and not isinstance(error, ConnectionTimeoutError):
-                    raise self._silent(where) from error
+                    raise self._timeout(url) from error
                 if isinstance(error, LoopwrightError):
                     raise
-                if connection.reused:  # it went stale in the pool: that tells nothing about the server
+                if connection.reused:  # it went stale in the pool: that says nothing about the server
                     continue
-                self.unreached += 1
-                tries += 1
-                if tries == _TRIES:
-                    raise EngineGone(f"{where} cannot be reached: {sentence(error)} Is the server running?") from error
-                await asyncio.sleep(_PAUSE_S * tries)
+                self.failed_connections += 1
+                attempts += 1
+                if attempts == self._attempts:
+                    reason = f"{url} cannot be reached: {sentence(error)} Is the server running?"
+                    raise self._unreachable(reason) from error
+                await asyncio.sleep(_PAUSE_S * attempts)
 
-    def _opened(self) -> "ClientSession":
+    def _open_session(self) -> "ClientSession":
         if self._closed:
-            raise EngineError("the engine is closed")
+            raise self._error(f"the connection to {self.url} was closed")
         if self._session is None:
             try:
                 from aiohttp import ClientSession, ClientTimeout, TCPConnector, TraceConfig
             except ModuleNotFoundError as error:
-                raise MissingExtra("an engine behind HTTP", "gateway") from error
+                raise MissingExtra("an HTTP connection", "gateway") from error
 
-            async def reused(_: Any, context: Any, __: Any) -> None:
+            async def mark_reused(_: Any, context: Any, __: Any) -> None:
                 context.trace_request_ctx.reused = True
 
             trace = TraceConfig()
-            trace.on_connection_reuseconn.append(reused)
+            trace.on_connection_reuseconn.append(mark_reused)
             self._session = ClientSession(
-                connector=TCPConnector(limit=0),
+                connector=TCPConnector(limit=self._connections),
                 headers={"Content-Type": "application/json", **self._headers},
-                timeout=ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._silence_s),
+                timeout=ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._read_timeout_s),
                 trace_configs=[trace],
             )
         return self._session
@@ -140,28 +170,39 @@ class Client:
         data = bytearray()
         async for part in response.content.iter_any():
             data += part
-            if len(data) > _MOST_BYTES:
-                raise EngineError(f"{self.url}{path} answered more than {_MOST_BYTES >> 20} MiB")
-        return self._parsed(bytes(data), path) if data.strip() else {}
+            if len(data) > self._max_mib << 20:
+                raise self._error(f"{self.url}{path} answered more than {self._max_mib} MiB")
+        return self._parse(bytes(data), path) if data.strip() else {}
 
-    def _parsed(self, data: bytes, path: str) -> Any:
+    def _parse(self, data: bytes, path: str) -> Any:
         try:
-            found = orjson.loads(data)
+            return orjson.loads(data)
         except orjson.JSONDecodeError as error:
-            raise EngineError(f"{self.url}{path} sent no JSON: {_shown(data)}") from error
-        if not isinstance(found, dict):
-            raise EngineError(f"{self.url}{path} sent something else than an object: {_shown(data)}")
-        return found
+            raise self._error(f"{self.url}{path} did not answer JSON: {_excerpt(data)}") from error
 
-    def refusal(self, what: str, said: bytes, prompt: int, *, status: int = 400) -> EngineError:
-        """What the server's refusal means."""
-        text = _shown(said)
-        limit = _LIMIT.search(said[:10_000].decode(errors="replace")) if status == 400 and prompt else None
-        return ContextFull(int(limit[1]), prompt) if limit else EngineError(f"{what}: {text}")
+    def _object(self, value: Any, path: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise self._error(f"{self.url}{path} did not answer a JSON object: {_excerpt(orjson.dumps(value))}")
+        return value
 
-    def _silent(self, where: str) -> EngineError:
-        return EngineError(f"{where} said nothing for {self._silence_s:g} s; timeout_s allows for more")
+    def refusal(self, what: str, answer: bytes, prompt_tokens: int, *, status: int = 400) -> LoopwrightError:
+        """The exception for a request that the server refused."""
+        if status == 400 and prompt_tokens:
+            limit = _CONTEXT_LIMIT.search(answer[:10_000].decode(errors="replace"))
+            if limit is not None:
+                return ContextFull(int(limit[1]), prompt_tokens)
+        return self._error(f"{what}: {_excerpt(answer)}".rstrip(": "))
+
+    def _timeout(self, url: str) -> LoopwrightError:
+        return self._error(f"{url} sent nothing for {self._read_timeout_s:g} s; raise timeout_s to wait longer")
 
 
-def _shown(data: bytes) -> str:
-    return data[:_SHOWN_CHARACTERS].decode(errors="replace")
+def _excerpt(data: bytes) -> str:
+    return data[:_MAX_EXCERPT].decode(errors="replace")
+
+
+def url_problems(url: str, key: str, example: str = "http://localhost:8000") -> list[Problem]:
+    """A problem if this is not the URL of an HTTP server."""
+    if url.startswith(("http://", "https://")) and url.partition("://")[2].strip("/"):
+        return []
+    return [Problem(key, f"{url!r} is not a URL; write for example {example!r}.")]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from loopwright.engines.base import ContextFull, EngineConfig, EngineError, Finish, Sampling
-from loopwright.engines.http.base import HttpConfig, HttpEngine, Piece, greedy
+from loopwright.engines.http.base import HttpConfig, HttpEngine, RawChunk, greedy
 
 _BLOCK = 16
 _ALL = 2**20
@@ -38,7 +38,7 @@ class LlamaCppEngine(HttpEngine):
     Config: ClassVar[type[EngineConfig]] = LlamaCppConfig
     config: LlamaCppConfig
 
-    async def sample(self, ids: Sequence[int], sampling: Sampling, seed: int) -> AsyncGenerator[Piece, None]:
+    async def sample(self, ids: Sequence[int], sampling: Sampling, seed: int) -> AsyncGenerator[RawChunk, None]:
         said: list[int] = []
         finish: Finish | None = None
         while finish is None:
@@ -46,12 +46,12 @@ class LlamaCppEngine(HttpEngine):
             prompt = [*ids, *said]
             try:
                 found = await self.client.post(
-                    "/completion", _body(prompt, count, sampling, seed + len(said)), prompt=len(prompt)
+                    "/completion", _body(prompt, count, sampling, seed + len(said)), prompt_tokens=len(prompt)
                 )
             except ContextFull:
                 if not said:
                     raise
-                yield Piece((), (), "length")
+                yield RawChunk((), (), "length")
                 return
             tokens, ended = found["tokens"], found["stop_type"]
             if ended not in _FINISHES:
@@ -62,7 +62,7 @@ class LlamaCppEngine(HttpEngine):
                 finish = "length"
             told = [each async for each in self._told(prompt, found, sampling)]
             tops = tuple(likeliest for _, likeliest in told) if sampling.top_logprobs else None
-            yield Piece(tokens, [logprob for logprob, _ in told], finish, tops)
+            yield RawChunk(tokens, [logprob for logprob, _ in told], finish, tops)
 
     async def _told(self, prompt: Sequence[int], found: Any, sampling: Sampling) -> AsyncGenerator[_Told, None]:
         """What is known of each token of a block."""
@@ -96,7 +96,7 @@ class LlamaCppEngine(HttpEngine):
             "n_probs": _ALL,
             "post_sampling_probs": False,
         }
-        found = await self.client.post("/completion", body, prompt=len(before))
+        found = await self.client.post("/completion", body, prompt_tokens=len(before))
         entries = found["completion_probabilities"][0]["top_logprobs"]
         ids = [entry["id"] for entry in entries]
         return _reshaped(ids, [entry["logprob"] for entry in entries], token, sampling)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from loopwright.engines.base import BadSampling, ContextFull, EngineConfig, EngineError, Sampling
-from loopwright.engines.http.base import HttpConfig, HttpEngine, Piece, greedy, truncates
+from loopwright.engines.http.base import HttpConfig, HttpEngine, RawChunk, greedy, truncates
 
 _FINISHES = ("stop", "length", "abort")
 
@@ -27,7 +27,7 @@ class SglangEngine(HttpEngine):
     Config: ClassVar[type[EngineConfig]] = SglangConfig
     config: SglangConfig
 
-    async def sample(self, ids: Sequence[int], sampling: Sampling, seed: int) -> AsyncGenerator[Piece, None]:
+    async def sample(self, ids: Sequence[int], sampling: Sampling, seed: int) -> AsyncGenerator[RawChunk, None]:
         if truncates(sampling):
             raise BadSampling(
                 f"{self.client.url}: SGLang tells logprobs from before top-p, top-k and min-p. Sample without them"
@@ -45,7 +45,9 @@ class SglangEngine(HttpEngine):
                 async for piece in pieces:
                     yield piece
 
-    async def _asked(self, ids: Sequence[int], sampling: Sampling, seed: int, most: int) -> AsyncGenerator[Piece, None]:
+    async def _asked(
+        self, ids: Sequence[int], sampling: Sampling, seed: int, most: int
+    ) -> AsyncGenerator[RawChunk, None]:
         body = {
             "input_ids": ids,
             "sampling_params": {
@@ -66,14 +68,14 @@ class SglangEngine(HttpEngine):
             "stream": True,
         }
         seen = 0
-        async with aclosing(self.client.events("/generate", body, prompt=len(ids))) as events:
+        async with aclosing(self.client.events("/generate", body, prompt_tokens=len(ids))) as events:
             async for event in events:
                 facts = event["meta_info"]
                 piece = self._piece(facts, seen, sampling.top_logprobs, len(ids))
                 seen += len(piece.ids)
                 yield piece
 
-    def _piece(self, facts: dict[str, Any], seen: int, most: int, prompt: int) -> Piece:
+    def _piece(self, facts: dict[str, Any], seen: int, most: int, prompt: int) -> RawChunk:
         """What is new in an event, which tells of all tokens so far, or of the new ones, as the server was started."""
         reason = facts.get("finish_reason") or {}
         finish = reason.get("type")
@@ -87,7 +89,7 @@ class SglangEngine(HttpEngine):
         if most:
             told = (facts.get("output_top_logprobs") or [])[-len(new) :] if new else []
             tops = tuple(tuple((each[1], each[0]) for each in place) for place in told)
-        return Piece([entry[1] for entry in new], [entry[0] for entry in new], finish, tops)
+        return RawChunk([entry[1] for entry in new], [entry[0] for entry in new], finish, tops)
 
     async def put_weights(self, directory: Path) -> None:
         await self.client.post("/pause_generation", {"mode": "abort"})

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from loopwright.engines.base import BadSampling, ContextFull, EngineConfig, EngineError, Sampling
-from loopwright.engines.http.base import HttpConfig, HttpEngine, Piece, greedy
+from loopwright.engines.http.base import HttpConfig, HttpEngine, RawChunk, greedy
 
 _PROBED_TOKENS = 4
 _FINISHES = ("stop", "length", "abort")
@@ -37,7 +37,7 @@ class VllmEngine(HttpEngine):
         self._processed: bool | None = None
         self._marks = False
 
-    async def sample(self, ids: Sequence[int], sampling: Sampling, seed: int) -> AsyncGenerator[Piece, None]:
+    async def sample(self, ids: Sequence[int], sampling: Sampling, seed: int) -> AsyncGenerator[RawChunk, None]:
         model, limit = await self._model()
         if limit is not None and len(ids) >= limit:
             raise ContextFull(limit, len(ids))
@@ -63,12 +63,12 @@ class VllmEngine(HttpEngine):
             "return_tokens_as_token_ids": True,
             "stream": True,
         }
-        async with aclosing(self.client.events("/v1/completions", body, prompt=len(ids))) as events:
+        async with aclosing(self.client.events("/v1/completions", body, prompt_tokens=len(ids))) as events:
             async for event in events:
                 for choice in event.get("choices") or ():
                     yield self._piece(choice, sampling.top_logprobs)
 
-    def _piece(self, choice: dict[str, Any], most: int) -> Piece:
+    def _piece(self, choice: dict[str, Any], most: int) -> RawChunk:
         listed, finish = choice.get("logprobs") or {}, choice.get("finish_reason")
         if finish is not None and finish not in _FINISHES:
             raise EngineError(f"{self.client.url} ended a stream with {finish!r}")
@@ -76,7 +76,7 @@ class VllmEngine(HttpEngine):
         if choice.get("text") and not tokens:
             raise EngineError(f"{self.client.url} sent text without logprobs")
         tops = tuple(_likeliest(each, most) for each in listed.get("top_logprobs") or ()) if most else None
-        return Piece([_id(token) for token in tokens], logprobs, finish, tops)
+        return RawChunk([_id(token) for token in tokens], logprobs, finish, tops)
 
     async def _model(self) -> tuple[str, int | None]:
         """The name of the model, and how many tokens it can hold."""

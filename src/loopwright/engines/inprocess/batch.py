@@ -25,7 +25,7 @@ _PROMPT_TOKENS = 512
 """Tokens of prompts that one step takes in."""
 
 
-class Reader(Protocol):
+class ChunkReader(Protocol):
     """Whoever gets the tokens of a request."""
 
     def put_nowait(self, item: Chunk | Exception, /) -> None:
@@ -34,13 +34,13 @@ class Reader(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class StreamRequest:
     """One stream: what it was asked, and what it has said."""
 
     prompt: Ids
     sampling: Sampling
     seed: str
-    reader: Reader
+    reader: ChunkReader
     said: list[int] = field(default_factory=list)
     gone: bool = False
     """Nobody reads it any more."""
@@ -55,7 +55,7 @@ class _Intake:
     """Prompts that are being taken in together, each for one or more requests."""
 
     rows: Rows
-    requests: list[list[Request]]
+    requests: list[list[StreamRequest]]
 
     def next_ids(self) -> list[list[int]]:
         """What each row takes in next; more than one row only if all of it fits into a step."""
@@ -92,9 +92,9 @@ class Batch:
         self._max_batch, self._max_tokens = max_batch, max_tokens
         self.prefixes = Prefixes(prefix_bytes)
         self._rows = Rows(model, shape)
-        self._running: list[Request] = []
+        self._running: list[StreamRequest] = []
         self._intake: _Intake | None = None
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[StreamRequest] = deque()
         self.computed_tokens = 0
         """Tokens that went through the model so far; those that were remembered did not."""
 
@@ -104,7 +104,7 @@ class Batch:
         return bool(self.waiting or self._intake or self._running)
 
     @torch.inference_mode()
-    def step(self, version: int) -> list[tuple[Request, Chunk]]:
+    def step(self, version: int) -> list[tuple[StreamRequest, Chunk]]:
         """Go on by one token; what each request got."""
         found = []
         self._part()
@@ -118,7 +118,7 @@ class Batch:
             found += self._sampled(list(self._running), logits, version)
         return found
 
-    def drain(self) -> Iterator[Request]:
+    def drain(self) -> Iterator[StreamRequest]:
         """All requests, which leave; those that nobody reads any more are left out."""
         asked = [request for group in self._intake.requests for request in group] if self._intake else []
         yield from (request for request in (*self._running, *asked, *self.waiting) if not request.gone)
@@ -130,7 +130,7 @@ class Batch:
     def _next_intake(self) -> _Intake | None:
         """The prompts that wait longest and fit into one step; a longer one goes alone."""
         rows = Rows(self.model, self._shape)
-        groups: dict[bytes, list[Request]] = {}
+        groups: dict[bytes, list[StreamRequest]] = {}
         longest = taken = 0
         widest = max(map(self._most_tokens, self._running), default=0)
         while self.waiting and (busy := len(self._running) + taken) < self._max_batch:
@@ -155,7 +155,7 @@ class Batch:
             taken += 1
         return _Intake(rows, list(groups.values())) if groups else None
 
-    def _most_tokens(self, request: Request) -> int:
+    def _most_tokens(self, request: StreamRequest) -> int:
         """How long it can become."""
         return min(self._max_context, len(request.prompt) + request.sampling.max_tokens)
 
@@ -168,14 +168,14 @@ class Batch:
                 best, memory = length, self._rows.memory(row, length)
         return best, memory
 
-    def _take_in(self, intake: _Intake, version: int) -> list[tuple[Request, Chunk]]:
+    def _take_in(self, intake: _Intake, version: int) -> list[tuple[StreamRequest, Chunk]]:
         ids = intake.next_ids()
         self.computed_tokens += sum(map(len, ids))
         logits = intake.rows.forward(ids)
         if not intake.done:
             return []
         self._intake = None
-        joined: list[Request] = []
+        joined: list[StreamRequest] = []
         origins: list[int] = []
         self._rows.reserve(len(self._rows) + sum(map(len, intake.requests)), max(intake.rows.lengths))
         for row, requests in enumerate(intake.requests):
@@ -188,7 +188,9 @@ class Batch:
 
     # -- going on and leaving ---------------------------------------------------------------------------------------
 
-    def _sampled(self, requests: Sequence[Request], logits: Tensor, version: int) -> list[tuple[Request, Chunk]]:
+    def _sampled(
+        self, requests: Sequence[StreamRequest], logits: Tensor, version: int
+    ) -> list[tuple[StreamRequest, Chunk]]:
         """Give each request its next token."""
         found, draws = [], [request.draw() for request in requests]
         sampled = zip(requests, sample(logits, draws), likeliest(logits, draws), strict=True)
@@ -200,7 +202,7 @@ class Batch:
         self._part()
         return found
 
-    def _finish(self, request: Request) -> Finish | None:
+    def _finish(self, request: StreamRequest) -> Finish | None:
         """Why it ends here, if it does."""
         said, sampling = request.said, request.sampling
         if said[-1] in self.stop_ids or stopped(self._tokenizer, said, sampling.stop):

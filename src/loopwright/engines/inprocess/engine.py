@@ -72,7 +72,7 @@ class TransformersEngine(Engine):
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
         import numpy as np
 
-        from loopwright.engines.inprocess.batch import Request
+        from loopwright.engines.inprocess.batch import StreamRequest
 
         prompt = np.asarray(ids, dtype=np.int64)
         self._check(prompt)
@@ -81,7 +81,7 @@ class TransformersEngine(Engine):
         if self._closed:
             raise EngineError("the engine is closed")
         chunks: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
-        request = Request(prompt, sampling, seed, chunks)
+        request = StreamRequest(prompt, sampling, seed, chunks)
         self.batch.waiting.append(request)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.ensure_future(self._drive())

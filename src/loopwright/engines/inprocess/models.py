@@ -22,7 +22,7 @@ _CHECKED_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model, ready to serve."""
 
     model: Any
@@ -31,7 +31,7 @@ class Loaded:
     max_context: int
 
 
-def load(config: "TransformersConfig", home: Path) -> Loaded:
+def load(config: "TransformersConfig", home: Path) -> LoadedModel:
     """The model that a config names. EngineError if it cannot be had, or cannot be served."""
     model, tokenizer = bare(config, home)
     pack(model)
@@ -51,7 +51,7 @@ def load(config: "TransformersConfig", home: Path) -> Loaded:
     )
     if config.model not in ("tiny", "smollm2"):
         _check(model, shape, config.model)
-    return Loaded(model, tokenizer, batch, max_context)
+    return LoadedModel(model, tokenizer, batch, max_context)
 
 
 def bare(config: "TransformersConfig", home: Path) -> tuple[Any, Tokenizer]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from loopwright.engines.fleet import Fleet
-from loopwright.engines.weight_update import News
+from loopwright.engines.weight_update import WeightUpdate
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.server.body import parse_object
 from loopwright.gateway.server.request_handler import json_response
@@ -57,26 +57,26 @@ class Admin:
         source = body.get("source", body.get("weights"))
         if not isinstance(source, str | None):
             raise Refusal(400, "invalid", "source: a path, as the engines see it", retry=False)
-        await self._done(News(version, paused, source))
+        await self._done(WeightUpdate(version, paused, source))
         return self._told()
 
     async def _pause(self, request: web.Request) -> web.StreamResponse:
         self._check(request)
-        await self._done(News(self._gateway.engine.version, paused=True))
+        await self._done(WeightUpdate(self._gateway.engine.version, paused=True))
         return self._told()
 
     async def _resume(self, request: web.Request) -> web.StreamResponse:
         self._check(request)
-        await self._done(News(self._gateway.engine.version))
+        await self._done(WeightUpdate(self._gateway.engine.version))
         return self._told()
 
     def _check(self, request: web.Request) -> None:
         if not self._admits(request):
             raise Refusal(401, "authentication", "this needs the gateway's token (--token-file)", retry=False)
 
-    async def _done(self, news: News) -> None:
+    async def _done(self, update: WeightUpdate) -> None:
         """An update that has begun comes to its end, also when whoever asked for it has left."""
-        work = asyncio.ensure_future(self._gateway.tell(news))
+        work = asyncio.ensure_future(self._gateway.apply_update(update))
         self._under_way.add(work)
         work.add_done_callback(self._under_way.discard)
         await asyncio.shield(work)

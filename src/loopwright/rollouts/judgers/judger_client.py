@@ -31,7 +31,7 @@ class JudgerClient:
     async def start(self) -> None:
         """Have the judger ready."""
         await self._pool.start()
-        self.needs, self.compares = (await self._pool.tell(ABOUT))[0]
+        self.needs, self.compares = (await self._pool.publish(ABOUT))[0]
 
     async def judge(self, episode: Episode) -> Reward:
         """The reward of one episode; JudgeFailed if there is none, whatever the reason."""

@@ -10,7 +10,7 @@ from loopwright.rollouts.judgers.guard import Guarded, judge_all
 from loopwright.rollouts.pools.base import Worker
 
 ABOUT = "about"
-"""The news to which a worker answers with what it needs and whether it compares."""
+"""The message to which a worker answers with what it needs and whether it compares."""
 
 
 def build_judger(config: JudgerConfig, home: Path, rng: Random | None = None) -> Guarded:
@@ -30,9 +30,9 @@ class JudgeWorker(Worker):
             return await self._judger.judge(request)
         return await judge_all(self._judger, request)
 
-    async def tell(self, news: object) -> tuple[tuple[str, ...], bool] | None:
+    async def apply_update(self, update: object) -> tuple[tuple[str, ...], bool] | None:
         """What it needs, and whether it compares, if that is asked."""
-        return (self._judger.needs, self._judger.compares) if news == ABOUT else None
+        return (self._judger.needs, self._judger.compares) if update == ABOUT else None
 
     async def close(self) -> None:
         await self._judger.close()

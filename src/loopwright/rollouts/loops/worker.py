@@ -10,8 +10,8 @@ from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.task import Task
 from loopwright.engines.base import ContextFull, Engine, EngineConfig, EngineError, Sampling, engines
-from loopwright.engines.weight_update import News as News
-from loopwright.engines.weight_update import take_in
+from loopwright.engines.weight_update import WeightUpdate as WeightUpdate
+from loopwright.engines.weight_update import apply_update
 from loopwright.gateway.sessions.session import BudgetSpent, Session
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, agent_loop, describe_error
 from loopwright.rollouts.pools.base import Worker, answered
@@ -73,8 +73,8 @@ class LoopWorker(Worker):
                     return session.episode(request.task, Outcome.LOST, reason=str(cause))
             return session.episode(request.task, Outcome.CRASHED, reason=describe_error(error))
 
-    async def tell(self, news: News) -> int:
-        return await take_in(self._engine, news)
+    async def apply_update(self, update: WeightUpdate) -> int:
+        return await apply_update(self._engine, update)
 
     async def close(self) -> None:
         try:

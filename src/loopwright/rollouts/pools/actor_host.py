@@ -22,12 +22,12 @@ class ActorHost:
         self._calls: set[asyncio.Task[Any]] = set()
         self._over = asyncio.Event()
 
-    async def begin(self, build: bytes, news: bytes | None) -> bytes:
+    async def begin(self, build: bytes, update: bytes | None) -> bytes:
         """Make the worker, and tell it how things are."""
         try:
             made: WorkerFactory = unpack(build)
             self._worker = made()
-            told = None if news is None else await answered(self._worker.tell(unpack(news)))
+            told = None if update is None else await answered(self._worker.apply_update(unpack(update)))
             return pack((None, told), "an answer")
         except Exception as error:  # noqa: BLE001  Everything is carried to the caller.
             return pack((pack_exception(error), None))
@@ -47,9 +47,9 @@ class ActorHost:
         except Exception as error:  # noqa: BLE001  Everything is carried to the caller.
             yield pack((pack_exception(error), None))
 
-    async def tell(self, parcel: bytes) -> bytes:
-        """Pass on news, packed like a request."""
-        return await self._do("tell", parcel)
+    async def apply_update(self, parcel: bytes) -> bytes:
+        """Pass on an update, packed like a request."""
+        return await self._do("apply_update", parcel)
 
     async def live(self) -> None:
         """Return never: whoever awaits this learns of the actor's death at once."""

@@ -36,11 +36,11 @@ class Worker(ABC):
         """Answer one request piece by piece, where that is what a worker does."""
         raise TypeError(f"{type(self).__name__} gives its answers whole")
 
-    async def tell(self, news: Any) -> Any:
-        """Take in something that concerns every worker, such as a weight update.
+    async def apply_update(self, update: Any) -> Any:
+        """Apply something that concerns every worker, such as a weight update.
 
-        A worker that takes a dead one's place is told the latest news before its first request, so news must say how
-        things are, not what changed.
+        A worker that replaces a dead one gets the latest update before its first request, so an update must describe
+        the whole state, not a change.
         """
         return None
 
@@ -63,8 +63,8 @@ class Pool(ABC):
         """
 
     @abstractmethod
-    async def tell(self, news: Any, *, timeout_s: float | None = None) -> list[Any]:
-        """Tell every worker, and return what each of them answered."""
+    async def publish(self, update: Any, *, timeout_s: float | None = None) -> list[Any]:
+        """Send an update to every worker, and return what each of them answered."""
 
     @property
     @abstractmethod

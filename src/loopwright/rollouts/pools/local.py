@@ -22,8 +22,8 @@ class LocalPool(Pool):
     async def call(self, request: Any, *, timeout_s: float | None = None) -> Any:
         return await self._answer(self._open().handle(request), timeout_s)
 
-    async def tell(self, news: Any, *, timeout_s: float | None = None) -> list[Any]:
-        return [await self._answer(self._open().tell(news), timeout_s)]
+    async def publish(self, update: Any, *, timeout_s: float | None = None) -> list[Any]:
+        return [await self._answer(self._open().apply_update(update), timeout_s)]
 
     @property
     def in_flight(self) -> int:

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from loopwright.core.config import Config, size_bytes
 from loopwright.core.errors import MissingExtra, Problem
 from loopwright.engines.base import Engine, EngineConfig, engines
-from loopwright.engines.weight_update import News
+from loopwright.engines.weight_update import WeightUpdate
 from loopwright.gateway.client import GatewayClient, GatewayLost, RemoteSession, endpoint
 from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig, is_loopback
 from loopwright.gateway.refusal import Refusal
@@ -31,7 +31,7 @@ class GatewayHost(ABC):
         async with aclosing(home):
             await home.start()
             session = await home.open("trial-7", SessionConfig(trial=7))
-            await home.tell(News(version=1))
+            await home.publish(WeightUpdate(version=1))
             episode = await session.close()
 
     Subclass `loopwright.testing.GatewayContract` to test one.
@@ -50,8 +50,8 @@ class GatewayHost(ABC):
         """How it is reached now."""
 
     @abstractmethod
-    async def tell(self, news: News) -> int:
-        """Have its engines take in news of the policy; the version that they are at then."""
+    async def publish(self, update: WeightUpdate) -> int:
+        """Apply a weight update to its engines; returns the version that they are at then."""
 
     async def open(self, id: str | None = None, config: SessionConfig | None = None) -> RemoteSession:
         """A session; with an id that is known, and the same run and trial, the one that there is."""
@@ -222,8 +222,8 @@ class EmbeddedGatewayHost(GatewayHost):
     async def access(self) -> GatewayAccess:
         return GatewayAccess(self._open().address, self._token)
 
-    async def tell(self, news: News) -> int:
-        return await self._open().tell(news)
+    async def publish(self, update: WeightUpdate) -> int:
+        return await self._open().apply_update(update)
 
     def _open(self) -> Gateway:
         if self._gateway is None:
@@ -264,8 +264,8 @@ class ExternalGatewayHost(GatewayHost):
     async def access(self) -> GatewayAccess:
         return self._access
 
-    async def tell(self, news: News) -> int:
-        return await (await self._connected()).tell(news)
+    async def publish(self, update: WeightUpdate) -> int:
+        return await (await self._connected()).publish(update)
 
 
 class TrialServerGatewayHost(GatewayHost):
@@ -276,7 +276,7 @@ class TrialServerGatewayHost(GatewayHost):
     async def access(self) -> GatewayAccess:
         return GatewayAccess("")
 
-    async def tell(self, news: News) -> int:
+    async def publish(self, update: WeightUpdate) -> int:
         raise GatewayLost('the engine of a trial server takes no weights from a run; leave out `type = "server"`')
 
 

@@ -22,7 +22,7 @@ from loopwright.engines.base import (
 )
 from loopwright.engines.fleet import Fleet, FleetSettings
 from loopwright.engines.tokenizer import Tokenizer
-from loopwright.engines.weight_update import News
+from loopwright.engines.weight_update import WeightUpdate
 from loopwright.gateway.client import GatewayLost
 from loopwright.gateway.gateway import Gateway
 from loopwright.rollouts.pools.base import Worker, WorkerLost
@@ -160,8 +160,8 @@ class GatewayWorker(Worker):
     async def handle(self, request: str) -> GatewayAccess:
         return GatewayAccess((await self._opened()).address, self._token)
 
-    async def tell(self, news: News) -> int:
-        return await (await self._opened()).tell(news)
+    async def apply_update(self, update: WeightUpdate) -> int:
+        return await (await self._opened()).apply_update(update)
 
     async def _opened(self) -> Gateway:
         async with self._opening:
@@ -221,9 +221,9 @@ class RayGatewayHost(GatewayHost):
             raise GatewayLost(f"the gateway's actor cannot be asked: {error}") from error
         return found
 
-    async def tell(self, news: News) -> int:
+    async def publish(self, update: WeightUpdate) -> int:
         try:
-            (version,) = await self._gateway.tell(news)
+            (version,) = await self._gateway.publish(update)
         except (WorkerLost, EngineError) as error:
             raise GatewayLost(f"the gateway's actor cannot be told: {error}") from error
         return int(version)

@@ -8,7 +8,7 @@ from typing import Any
 
 from loopwright.core.episode import Episode
 from loopwright.core.errors import sentence
-from loopwright.engines.weight_update import News
+from loopwright.engines.weight_update import WeightUpdate
 from loopwright.gateway.client import GatewayLost
 from loopwright.gateway.gateway import AdvertiseError
 from loopwright.gateway.refusal import Refusal
@@ -34,8 +34,8 @@ class GatewayPool(Pool):
     def __init__(self, home: GatewayHost, workers: Pool, check: Check | None = None) -> None:
         self._home, self._workers, self._check = home, workers, check
         self._lost = 0
-        self._told: News | None = None
-        self._telling = asyncio.Lock()
+        self._published: WeightUpdate | None = None
+        self._publish_lock = asyncio.Lock()
 
     async def start(self) -> None:
         try:
@@ -48,7 +48,7 @@ class GatewayPool(Pool):
         await self._workers.start()
 
     async def call(self, request: RolloutRequest, *, timeout_s: float | None = None) -> Any:
-        told = self._told
+        told = self._published
         try:
             answer = await self._workers.call(RemoteRequest(await self._home.access(), request), timeout_s=timeout_s)
         except GatewayLost as error:
@@ -62,29 +62,29 @@ class GatewayPool(Pool):
             raise WorkerLost(f"it was begun with version {told.version} of the policy, and served by {version}")
         return answer
 
-    async def tell(self, news: News, *, timeout_s: float | None = None) -> list[Any]:
-        async with self._telling:
-            return [await self._tell(news)]
+    async def publish(self, update: WeightUpdate, *, timeout_s: float | None = None) -> list[Any]:
+        async with self._publish_lock:
+            return [await self._publish(update)]
 
-    async def _tell(self, news: News) -> int:
-        known = self._told if self._told is not None and self._told.version == news.version else None
-        if known is not None and news.weights is None and not news.paused:
-            news = replace(known, paused=False)  # which it does not take twice, unless it was started anew
+    async def _publish(self, update: WeightUpdate) -> int:
+        known = self._published if self._published is not None and self._published.version == update.version else None
+        if known is not None and update.weights is None and not update.paused:
+            update = replace(known, paused=False)  # which it does not take twice, unless it was started anew
         try:
-            version = await self._home.tell(news)
+            version = await self._home.publish(update)
         except (GatewayLost, Refusal) as error:
-            raise PoolDown(f"the gateway could not be told of version {news.version}: {error}") from error
-        if isinstance(news.weights, str):  # what lies in a file can be told again
-            self._told = news
+            raise PoolDown(f"the gateway could not be told of version {update.version}: {error}") from error
+        if isinstance(update.weights, str):  # what lies in a file can be told again
+            self._published = update
         elif known is not None:
-            self._told = replace(known, paused=news.paused)
+            self._published = replace(known, paused=update.paused)
         return version
 
     async def _tell_again(self, version: int) -> None:
-        async with self._telling:
-            if self._told is not None and self._told.version == version:
+        async with self._publish_lock:
+            if self._published is not None and self._published.version == version:
                 log.warning("the gateway serves older weights than those of version %d: it is told again", version)
-                await self._tell(self._told)
+                await self._publish(self._published)
 
     @property
     def in_flight(self) -> int:

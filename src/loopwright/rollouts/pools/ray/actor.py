@@ -15,7 +15,7 @@ from loopwright.rollouts.pools.resources import ResourceRequest
 from loopwright.rollouts.pools.router import Backend
 
 _CONTROL = 64
-"""How many of an actor's methods may run besides its calls: news, the watch over it, its end."""
+"""How many of an actor's methods may run besides its calls: updates, the watch over it, its end."""
 
 
 Method = Callable[[bytes], Any]
@@ -66,11 +66,11 @@ class WorkerActor(Backend):
         self.index, self.actor = index, actor
         # Looked up once: a handle makes a new method object at each access.
         self.handle: Method = actor.handle.remote
-        self.tell: Method = actor.tell.remote
+        self.apply_update: Method = actor.apply_update.remote
         self.lost: str | None = None
         """Why it is of no use any more."""
         self.killed = False
-        self.news: bytes | None = None
+        self.update: bytes | None = None
         """What it was told last, and what it answered."""
         self.told: Any = None
 

@@ -65,7 +65,7 @@ class RayPool(Pool):
         self._slots: list[asyncio.Task[WorkerActor]] = []
         self._watches: set[asyncio.Task[None]] = set()
         self._in_flight = 0
-        self._news: bytes | None = None
+        self._update: bytes | None = None
         self._parcel = b""
         self._own_node = ""
         self._open = False
@@ -117,11 +117,12 @@ class RayPool(Pool):
         finally:
             self._in_flight -= 1
 
-    async def tell(self, news: Any, *, timeout_s: float | None = None) -> list[Any]:
+    async def publish(self, update: Any, *, timeout_s: float | None = None) -> list[Any]:
         self._check_open()
-        self._news = parcel = pack(news, "news")
-        order = pack((timeout_s, timeout_s, news), "news")
-        return await asyncio.gather(*(self._tell(index, parcel, order, timeout_s) for index in range(len(self._slots))))
+        self._update = parcel = pack(update, "update")
+        order = pack((timeout_s, timeout_s, update), "update")
+        slots = range(len(self._slots))
+        return await asyncio.gather(*(self._publish(index, parcel, order, timeout_s) for index in slots))
 
     @property
     def in_flight(self) -> int:
@@ -199,20 +200,20 @@ class RayPool(Pool):
         if not ending.done():
             self._lose(member, f"a cancelled call did not end within {self._grace_s:g} s", killed=True)
 
-    async def _tell(self, index: int, news: bytes, order: bytes, timeout_s: float | None) -> Any:
+    async def _publish(self, index: int, update: bytes, order: bytes, timeout_s: float | None) -> Any:
         deadline = Deadline.after(timeout_s)
         losses = 0
         while True:
             member = await self._settled(index)
-            if member.news is news:  # It took a dead one's place and was told on its way in.
+            if member.update is update:  # It took a dead one's place and was told on its way in.
                 return member.told
             try:
-                answer = await self._answer(member, member.tell, order, deadline)
+                answer = await self._answer(member, member.apply_update, order, deadline)
             except ActorLost as lost:
                 losses += 1
                 self._check_lost(losses, str(lost))
             else:
-                member.news, member.told = news, answer
+                member.update, member.told = update, answer
                 return answer
 
     def _check_open(self) -> None:
@@ -242,11 +243,11 @@ class RayPool(Pool):
         try:
             async with asyncio.timeout(self._start_timeout_s) as deadline:
                 member.node = await member.actor.node.remote()
-                news = self._news
-                failure, told = unpack(await member.actor.begin.remote(self._parcel, news))
-                while failure is None and news is not self._news:  # There were newer ones meanwhile.
-                    news = self._news
-                    failure, told = unpack(await member.tell(pack((None, None, unpack(news or b"")))))
+                update = self._update
+                failure, told = unpack(await member.actor.begin.remote(self._parcel, update))
+                while failure is None and update is not self._update:  # There were newer ones meanwhile.
+                    update = self._update
+                    failure, told = unpack(await member.apply_update(pack((None, None, unpack(update or b"")))))
         except TimeoutError as error:
             member.kill()
             if not deadline.expired():
@@ -261,7 +262,7 @@ class RayPool(Pool):
         if failure is not None:
             member.kill()
             raise unpack_exception(failure, where)
-        member.news, member.told = news, told
+        member.update, member.told = update, told
         self._router.join(member)
         watch = asyncio.create_task(self._watch(member))
         self._watches.add(watch)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from loopwright.engines.base import EngineError
-from loopwright.engines.weight_update import News, take_in
+from loopwright.engines.weight_update import WeightUpdate, apply_update
 from tests.engines.test_fleet import Counting
 
 
@@ -29,24 +29,24 @@ class Remembering(Counting):
 
 def told(engine, *news):
     for one in news:
-        asyncio.run(take_in(engine, one))
+        asyncio.run(apply_update(engine, one))
     return engine.told
 
 
 def test_t06_weights_that_come_with_a_pause_are_taken_whatever_version_the_engine_says_that_it_has():
     """A server that another run has trained is at version 0, too, for whoever has just connected to it."""
-    news = News(0, paused=True, weights="first"), News(0, weights="first")
+    news = WeightUpdate(0, paused=True, weights="first"), WeightUpdate(0, weights="first")
     assert told(Remembering(), *news) == ["pause", ("first", 0), "resume"]
 
 
 def test_a_pause_alone_changes_no_weights():
-    assert told(Remembering(), News(0, paused=True), News(0)) == ["pause", "resume"]
+    assert told(Remembering(), WeightUpdate(0, paused=True), WeightUpdate(0)) == ["pause", "resume"]
 
 
 def test_an_engine_that_cannot_take_weights_goes_on_with_those_that_it_has():
     engine = Remembering()
     engine.stubborn = True
     with pytest.raises(EngineError):
-        told(engine, News(1, weights="w"))
+        told(engine, WeightUpdate(1, weights="w"))
     assert engine.told == ["pause", ("w", 1), "resume"]
     assert engine.version == 0

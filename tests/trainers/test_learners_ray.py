@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from loopwright.rollouts.pools.resources import ResourcesError
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.learner import Learner
-from loopwright.trainers.learners import LocalStudent
-from loopwright.trainers.learners_ray import RayStudent
-from loopwright.trainers.ppo import PpoRule
+from loopwright.trainers.learners import LocalLearner
+from loopwright.trainers.learners_ray import RayLearner
+from loopwright.trainers.ppo import PpoAlgorithm
 from tests.rollouts.rays import cluster as cluster
 from tests.trainers.making import learner_of, samples
 
@@ -24,11 +24,11 @@ pytestmark = [
 ]
 
 
-def setting_of(kind, home, **options):
+def learner_settings(kind, home, **options):
     return learner_of(kind, home, **options).setting
 
 
-class Weighing(PpoRule):
+class Weighing(PpoAlgorithm):
     """Tells how many weights lie with a worker in parts."""
 
     def loss(self, said, tokens):
@@ -57,19 +57,19 @@ def test_two_workers_learn_what_one_learns(tmp_path, what, shard):
     The optimizer remembers the gradients; steps are small, since Adam makes large ones of rounding errors.
     """
     options = dict(epochs=2, minibatches=2, max_grad_norm=1.0, micro_tokens=16, lr=1e-8, kl=0.1, **what)
-    setting = setting_of("ppo", tmp_path, **options)
-    alone = LocalStudent(setting, tmp_path, near=True)
+    setting = learner_settings("ppo", tmp_path, **options)
+    alone = LocalLearner(setting, tmp_path, near=True)
     config = setting.config.model_copy(update={"workers": 2, "shard": shard})
     elsewhere = replace(setting, config=config, device="cuda:99")  # workers have a device of their own
-    together = RayStudent(elsewhere, tmp_path, workers=2, cpus=0.5, gpus=0)
+    together = RayLearner(elsewhere, tmp_path, workers=2, cpus=0.5, gpus=0)
     try:
         for step, count in ((1, 7), (2, 2)):
             batch = samples(count, seed=step, weight=1.0)
             one, two = alone.update(batch, step), together.update(batch, step)
             assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
-        for student, place in ((alone, tmp_path / "one"), (together, tmp_path / "two")):
+        for learner, place in ((alone, tmp_path / "one"), (together, tmp_path / "two")):
             place.mkdir()
-            student.write(place)
+            learner.write(place)
         names = {file.name for file in (tmp_path / "one").iterdir()}
         assert {file.name for file in (tmp_path / "two").iterdir()} == names
         for name in names:
@@ -89,8 +89,8 @@ def test_two_workers_learn_what_one_learns(tmp_path, what, shard):
         assert one["kl"] > 0.01
         assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
         # And from the state of two, by one or by two.
-        for student in (alone, together):
-            student.read(tmp_path / "two")
+        for learner in (alone, together):
+            learner.read(tmp_path / "two")
         batch = samples(5, seed=4, weight=1.0)
         assert together.update(batch, 4) == pytest.approx(alone.update(batch, 4), rel=1e-3, abs=1e-5)
     finally:
@@ -99,10 +99,10 @@ def test_two_workers_learn_what_one_learns(tmp_path, what, shard):
 
 @pytest.mark.usefixtures("cluster")
 def test_of_shards_each_worker_holds_its_own(tmp_path):
-    setting = replace(setting_of("ppo", tmp_path, workers=2), rule=Weighing)
+    setting = replace(learner_settings("ppo", tmp_path, workers=2), algorithm=Weighing)
     every = sum(parameter.numel() for parameter in Learner(setting).policy.scored.parameters())
     setting = replace(setting, config=setting.config.model_copy(update={"shard": True}))
-    together = RayStudent(setting, tmp_path, workers=2, cpus=0.5, gpus=0)
+    together = RayLearner(setting, tmp_path, workers=2, cpus=0.5, gpus=0)
     try:
         assert together.update(samples(4), 1)["held"] == pytest.approx(every / 2, rel=1e-3)
     finally:
@@ -112,13 +112,13 @@ def test_of_shards_each_worker_holds_its_own(tmp_path):
 @pytest.mark.usefixtures("cluster")
 def test_gpus_that_nobody_has_are_not_waited_for(tmp_path):
     with pytest.raises(ResourcesError, match="2 workers with 1 GPUs each, but the Ray cluster has 0 GPUs"):
-        RayStudent(setting_of("grpo", tmp_path), tmp_path, workers=2, cpus=0.5, gpus=1)
+        RayLearner(learner_settings("grpo", tmp_path), tmp_path, workers=2, cpus=0.5, gpus=1)
 
 
 @pytest.mark.usefixtures("cluster")
 def test_workers_that_fail_are_said_and_end_nothing_else(tmp_path):
-    setting = setting_of("grpo", tmp_path)
-    together = RayStudent(setting, tmp_path, workers=1, cpus=0.5, gpus=0)
+    setting = learner_settings("grpo", tmp_path)
+    together = RayLearner(setting, tmp_path, workers=1, cpus=0.5, gpus=0)
     try:
         with pytest.raises(TrainingFailed, match="workers of Ray Train are gone"):
             together.read(tmp_path / "nowhere")
