@@ -600,6 +600,7 @@ class TestRemoteFunction(LoopContract):
             stage = Stage(home, policy, **config.model_dump(exclude_unset=True))
             await stage.pool.start()
             stage.pool.handle = stage.pool.call
+            stage.pool.apply_update = stage.pool.publish
             try:
                 return await asyncio.wait_for(story(stage.pool, policy), 60)
             finally:
