@@ -267,7 +267,7 @@ def test_a_server_that_is_not_there_is_a_code_and_the_next_run_starts(tmp_path, 
     good = batch('type = "random", trials = 4', more="", name="good").split("parallel = 1")[1]
     assert trained(tmp_path, at(f"unix://{tmp_path}/nowhere", 'type = "ppo", trials = 20') + good) == 1
     assert len(numbers(tmp_path, "good")) == 4
-    said = f"lost the server at unix://{tmp_path}/nowhere: nobody answers there"
+    said = f"lost the server at unix://{tmp_path}/nowhere: cannot connect"
     assert said in caplog.text
     assert "Traceback" not in caplog.text
     assert said in state(tmp_path, "failure")
@@ -370,7 +370,7 @@ def test_a_server_that_hangs_in_training_is_lost_and_the_run_goes_on_later(tmp_p
     (tmp_path / "rl_hanging.py").write_text(HANGS.replace("self.steps == 25", "False"))
     more = f'timeout_s = 0.3\nrecord = "{record}"'
     assert trained(tmp_path, live('type = "ppo", trials = 60, rollout = 16', "rl_hanging:Hanging", more)) == 1
-    assert "no answer to 'step' within 0.3 s (timeout_s)" in caplog.text
+    assert "did not respond to 'step' within 0.3 s (timeout_s)" in caplog.text
     last = rows(tmp_path)[-1]
     assert (last.number, last.outcome, last.fault) == (41, "lost", "infra")
     first = timesteps(tmp_path)
@@ -383,7 +383,7 @@ def test_a_server_that_hangs_in_reset_ends_the_run_and_it_goes_on_later(tmp_path
     (tmp_path / "rl_reset_hangs.py").write_text(HANGS)
     agent = 'type = "ppo", trials = 60, rollout = 16'
     assert trained(tmp_path, live(agent, "rl_reset_hangs:Hanging", "timeout_s = 0.3")) == 1
-    assert "no answer to 'reset' within 0.3 s (timeout_s)" in caplog.text
+    assert "did not respond to 'reset' within 0.3 s (timeout_s)" in caplog.text
     assert numbers(tmp_path) == list(range(1, 26))
     assert resumed(tmp_path) == 1  # its next instance hangs in the same place
     assert numbers(tmp_path) == list(range(1, 51))

@@ -668,10 +668,10 @@ def test_g10_numbers_keep_rising_over_episodes_and_the_files_are_in_the_runs_fol
     [
         ("Server", "has no module part"),
         ("toy:Sever", "has no attribute 'Sever'"),
-        ("toy:number", "is an int, not a class"),
+        ("toy:number", "is of type int"),
         ("toy:NoServer", "it has no method step, close"),
         ("no_such_module:Server", "there is no module 'no_such_module'"),
-        ("gymnasium:NoSuchEnv-v1", "gymnasium knows no environment"),
+        ("gymnasium:NoSuchEnv-v1", "gymnasium has no environment"),
     ],
 )
 def test_g11_a_bad_class_fails_at_load_time_with_the_reason(tmp_path, env_class, words):

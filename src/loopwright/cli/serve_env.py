@@ -26,7 +26,7 @@ def command(
     """Serve an environment over a socket: each client gets an instance of its own. Ctrl-C ends it."""
     from loopwright.envs.live.serve import serve
     from loopwright.envs.live.server import GymServer, ServerError, check_server_class, make_server
-    from loopwright.envs.live.wire import describe
+    from loopwright.envs.live.wire import encode_space
 
     args, home = dict(assignment(text, "--arg") for text in arg or ()), Path.cwd()
     if reason := check_server_class(environment, home):
@@ -38,7 +38,7 @@ def command(
     # One for trial, so that wrong arguments are told here and now, not to the first client.
     first = make()
     try:
-        describe(first.observation_space), describe(first.action_space)
+        encode_space(first.observation_space), encode_space(first.action_space)
     finally:
         first.close()
     heard = serve(make, address, public=public, ready=lambda at: typer.echo(f"serving {environment} at {at}"))

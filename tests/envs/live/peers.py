@@ -11,7 +11,7 @@ from gymnasium import spaces
 
 from loopwright.envs.live.channel import Address, Channel
 from loopwright.envs.live.serve import EnvServer
-from loopwright.envs.live.wire import Message, describe, frame
+from loopwright.envs.live.wire import Message, encode_space, frame
 
 BOX = spaces.Box(-10, 10, (2,), np.float32)
 
@@ -73,8 +73,8 @@ def welcome(**changes) -> Message:
     greeting = {
         "type": "welcome",
         "version": 1,
-        "observation_space": describe(BOX),
-        "action_space": describe(spaces.Discrete(3)),
+        "observation_space": encode_space(BOX),
+        "action_space": encode_space(spaces.Discrete(3)),
         **changes,
     }
     return {key: value for key, value in greeting.items() if value is not ...}
@@ -127,7 +127,7 @@ def scripted(path, *answers: Message | bytes | None) -> Iterator[str]:
 def raw(address: str) -> Iterator[Channel]:
     """A client that says what a test tells it to."""
     channel = Channel(Address.parse(address).connect(5))
-    channel.be_patient(30)
+    channel.set_timeout(30)
     try:
         yield channel
     finally:

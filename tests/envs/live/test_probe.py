@@ -8,7 +8,7 @@ from gymnasium import spaces
 
 from loopwright.envs.live import probe
 from loopwright.envs.live.env import LiveConfig
-from loopwright.envs.live.probe import declared
+from loopwright.envs.live.probe import probe_spaces
 
 SERVERS = """
 import os
@@ -75,7 +75,7 @@ def home(tmp_path, monkeypatch):
 
 
 def found(home: Path, name: str, **args):
-    return declared(f"probed_{home.name}:{name}", args, home)
+    return probe_spaces(f"probed_{home.name}:{name}", args, home)
 
 
 def test_what_a_class_shows_is_read_without_making_it(home):
@@ -102,10 +102,10 @@ def test_a_factory_is_called(home):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Raises", "cannot be made: RuntimeError: no device"),
-        ("Exits", "cannot be made: SystemExit: no licence"),
-        ("factory", "cannot be made: TypeError: factory() missing 1 required positional argument: 'n'"),
-        ("Nothing", "is no GymServer: it has no observation_space, action_space"),
+        ("Raises", ": RuntimeError: no device"),
+        ("Exits", ": SystemExit: no licence"),
+        ("factory", ": TypeError: factory() missing 1 required positional argument: 'n'"),
+        ("Nothing", "is not a GymServer: it has no observation_space, action_space"),
     ],
 )
 def test_one_that_cannot_be_made_is_a_problem(home, name, said):
@@ -117,18 +117,18 @@ def test_one_that_cannot_be_made_is_a_problem(home, name, said):
 
 @pytest.mark.parametrize("name", ["Dies", "Sleeps"])
 def test_one_that_gives_no_answer_is_left_for_the_run(home, name, monkeypatch):
-    monkeypatch.setattr(probe, "_DEADLINE_S", 3.0)
+    monkeypatch.setattr(probe, "_TIMEOUT_S", 3.0)
     assert found(home, name) == probe.Declared()
 
 
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("tcp://localhost", "'tcp://localhost' is no address"),
+        ("tcp://localhost", "'tcp://localhost' is not an address"),
         ("tcp://host:99999", "Port out of range"),
         ("tcp://host:0", "port 0"),
-        ("unix://rel.sock", "'unix://rel.sock' is no address"),
-        ("http://host:80", "is no address"),
+        ("unix://rel.sock", "'unix://rel.sock' is not an address"),
+        ("http://host:80", "is not an address"),
     ],
 )
 def test_an_address_that_nobody_can_be_at_is_a_problem(tmp_path, address, said):

@@ -84,11 +84,11 @@ def test_serve_env_passes_json_and_text_and_finds_modules_here(tmp_path):
     ("words", "complaint"),
     [
         (("simulator:Slow", "--address", "unix:///tmp/s"), "error: 'simulator:Slow': there is no module 'simulator'"),
-        (("gymnasium:CartPole-v1", "--address", "nowhere"), "error: 'nowhere' is no address. Write"),
+        (("gymnasium:CartPole-v1", "--address", "nowhere"), "error: 'nowhere' is not an address. Write"),
         (("gymnasium:CartPole-v1", "--address", "tcp://0.0.0.0:0"), "--public"),
         (
             ("gymnasium:CartPole-v1", "--address", "tcp://127.0.0.1:0", "--arg", "x=1"),
-            "cannot make 'CartPole-v1' with x",
+            "cannot make 'CartPole-v1' with the arguments x",
         ),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_server_killed_in_mid_step_is_lost_and_found_again(tmp_path):
 
         killer = threading.Thread(target=kill)
         killer.start()
-        with pytest.raises(ServerLost, match="the connection broke while it worked on 'step'"):
+        with pytest.raises(ServerLost, match="the connection broke during 'step'"):
             server.step(1)
         killer.join()
     with running(command, tmp_path):

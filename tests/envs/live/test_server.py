@@ -92,9 +92,9 @@ def test_g08_any_registered_environment_can_be_named(home):
         ("live_home.deep:Walker", "live_home.deep"),
         ("live_broken:Walker", "importing 'live_broken' failed: ZeroDivisionError"),
         ("live_needy:Walker", "importing 'live_needy' failed: ModuleNotFoundError: No module named 'not_there_at_all'"),
-        ("live_home:number", "is an int, not a class"),
+        ("live_home:number", "is of type int"),
         ("live_home:Halt", "it has no method step, close"),
-        ("gymnasium:KartPole-v1", "gymnasium knows no environment 'KartPole-v1'"),
+        ("gymnasium:KartPole-v1", "gymnasium has no environment 'KartPole-v1'"),
     ],
 )
 def test_g11_a_bad_class_fails_with_the_reason(home, path, words):
@@ -104,7 +104,7 @@ def test_g11_a_bad_class_fails_with_the_reason(home, path, words):
 
 
 def test_g11_what_was_made_must_be_a_server(home):
-    with pytest.raises(ServerError, match="'dict' is no GymServer: it has no observation_space, action_space, reset"):
+    with pytest.raises(ServerError, match="'dict' is not a GymServer: it has no observation_space, action_space"):
         make_server({}, {}, home)
 
 

@@ -15,7 +15,7 @@ from loopwright.envs.gym.codec import ActionCodec, LiveObservationCodec, Observa
 from loopwright.envs.gym.observation import RegimeEncoder
 from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.live.reading import checker, reader
-from loopwright.envs.live.wire import WireError, describe, space_from
+from loopwright.envs.live.wire import WireError, decode_space, encode_space
 from loopwright.envs.search import TrialEnv
 from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.spaces.parameter import parameter
@@ -100,7 +100,7 @@ def _encode_live(
 ) -> Any:
     bounded = _map_boxes(card.get("observation_space"), lambda box: {**box, "low": 0, "high": 0})
     try:
-        space = space_from(bounded, "observation_space")
+        space = decode_space(bounded, "observation_space")
     except WireError as error:
         raise PolicyError(f"{_CARD} lacks the policy's observation space: {error}. Train it again.") from error
     if observation is None:
@@ -120,7 +120,9 @@ def _encode_live(
 def _space_as_json(space: Any) -> Any:
     """A space without the bounds of its boxes: observations may exceed them, and JSON has no infinity."""
     try:
-        return _map_boxes(describe(space), lambda box: {"type": "Box", "shape": box["shape"], "dtype": box["dtype"]})
+        return _map_boxes(
+            encode_space(space), lambda box: {"type": "Box", "shape": box["shape"], "dtype": box["dtype"]}
+        )
     except WireError:
         return None  # a space that can be learned from but has no JSON form
 

@@ -1,8 +1,8 @@
-"""Probing: what spaces a server of the user's own has, before a run starts.
+"""Probing: find out the spaces of a user's server before a run starts.
 
-Where its class shows them they are read there. Otherwise it is made once, and closed, in a process that is thrown away:
-most environments set their spaces in `__init__`, and one that was made here would keep what it took (a device, a port,
-memory of a GPU) from the one that the run makes. It has to live with being made twice.
+If its class declares them they are read from there. Otherwise a server is created and closed in a separate process:
+most environments set their spaces in `__init__`, and one created in this process would hold resources (a device, a
+port, GPU memory) that the run's own server needs. A server must therefore allow being created twice.
 """
 
 import os
@@ -21,95 +21,101 @@ from typing import Any
 from loopwright.core.errors import LoopwrightError
 from loopwright.envs.live.server import GYMNASIUM, make_server, resolve
 
-_DEADLINE_S = 60.0
-_known: dict[tuple[str, str, str], "Declared"] = {}
+_TIMEOUT_S = 60.0
+_cache: dict[tuple[str, str, str], "ServerSpaces"] = {}
 
 
 @dataclass(frozen=True)
-class Declared:
-    """A server's spaces as far as they are known, or why it cannot be made."""
+class ServerSpaces:
+    """A server's spaces, None where unknown, or why it cannot be created."""
 
     observation_space: Any = None
     action_space: Any = None
     problem: str | None = None
 
 
-def declared(path: str, args: Mapping[str, Any], home: Path) -> Declared:
-    """The spaces of the server at this path. One that takes too long, or ends its process, is left for the run."""
-    key = path, repr(sorted(args.items(), key=str)), str(home)
-    if key not in _known:
-        _known[key] = _registered(path, args, home) if path.startswith(GYMNASIUM) else _own(path, args, home)
-    return _known[key]
+def probe_spaces(path: str, args: Mapping[str, Any], directory: Path) -> ServerSpaces:
+    """The spaces of the server at this path. If it takes too long or ends its process, they stay unknown."""
+    key = path, repr(sorted(args.items(), key=str)), str(directory)
+    if key not in _cache:
+        probe = _probe_registered if path.startswith(GYMNASIUM) else _probe_class
+        _cache[key] = probe(path, args, directory)
+    return _cache[key]
 
 
-def _registered(path: str, args: Mapping[str, Any], home: Path) -> Declared:
+def _probe_registered(path: str, args: Mapping[str, Any], directory: Path) -> ServerSpaces:
     try:
-        env = make_server(path, args, home)
+        env = make_server(path, args, directory)
         env.close()
     except LoopwrightError as error:
-        return Declared(problem=str(error))
-    except Exception:  # noqa: BLE001  whatever is wrong with it is told when it is started
-        return Declared()
-    return Declared(env.observation_space, env.action_space)
+        return ServerSpaces(problem=str(error))
+    except Exception:  # noqa: BLE001  reported when the run starts it
+        return ServerSpaces()
+    return ServerSpaces(env.observation_space, env.action_space)
 
 
-def _own(path: str, args: Mapping[str, Any], home: Path) -> Declared:
+def _probe_class(path: str, args: Mapping[str, Any], directory: Path) -> ServerSpaces:
     try:
-        found = resolve(path, home)
+        target = resolve(path, directory)
     except LoopwrightError:
-        return Declared()  # told where the path is checked
-    seen, taken = (_shown(found, which) for which in ("observation_space", "action_space"))
-    return _made_elsewhere(path, args, home) if seen is None or taken is None else Declared(seen, taken)
+        return ServerSpaces()  # reported by check_server_class
+    observation_space, action_space = (_class_space(target, name) for name in ("observation_space", "action_space"))
+    if observation_space is None or action_space is None:
+        return _probe_in_process(path, args, directory)
+    return ServerSpaces(observation_space, action_space)
 
 
-def _shown(found: Any, which: str) -> Any:
-    """A space that stands in the class; None if a constructor further down may set another one."""
-    space = getattr(found, which, None)
-    if not isinstance(found, type) or not hasattr(space, "contains"):
-        return None  # a property tells nothing before there is an object
-    first = next(kind for kind in found.__mro__ if {which, "__init__", "__new__"} & vars(kind).keys())
-    return space if which in vars(first) else None
+def _class_space(target: Any, name: str) -> Any:
+    """A space that a class declares, or None if the constructor of a subclass may replace it."""
+    space = getattr(target, name, None)
+    if not isinstance(target, type) or not hasattr(space, "contains"):
+        return None  # a property needs an object
+    first = next(kind for kind in target.__mro__ if {name, "__init__", "__new__"} & vars(kind).keys())
+    return space if name in vars(first) else None
 
 
-def _made_elsewhere(path: str, args: Mapping[str, Any], home: Path) -> Declared:
+def _probe_in_process(path: str, args: Mapping[str, Any], directory: Path) -> ServerSpaces:
     with tempfile.TemporaryDirectory(prefix="loopwright-probe-") as folder:
-        request, answer = Path(folder, "request"), Path(folder, "answer")
-        request.write_bytes(pickle.dumps((path, dict(args), str(home), sys.path)))
-        # A group of its own, so that what it has started is ended with it.
+        request, response = Path(folder, "request"), Path(folder, "response")
+        request.write_bytes(pickle.dumps((path, dict(args), str(directory), sys.path)))
+        # In a new process group, so that its children are killed with it.
         process = subprocess.Popen(
-            [sys.executable, "-c", "from loopwright.envs.live.probe import main; main()", str(request), str(answer)],
+            [sys.executable, "-c", "from loopwright.envs.live.probe import main; main()", str(request), str(response)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        ended = os.pidfd_open(process.pid)
+        pidfd = os.pidfd_open(process.pid)
         try:
-            select.select([ended], [], [], _DEADLINE_S)
+            select.select([pidfd], [], [], _TIMEOUT_S)
         finally:
-            os.close(ended)
+            os.close(pidfd)
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # before it is waited for: until then the number is its own
+                os.killpg(process.pid, signal.SIGKILL)  # before wait(), while the process id cannot be reused
             process.wait()
         try:
-            found = pickle.loads(answer.read_bytes())  # noqa: S301  our own process wrote it
-        except Exception:  # noqa: BLE001  no answer, or spaces that only it can read
-            return Declared()
-    return found if isinstance(found, Declared) else Declared()
+            spaces = pickle.loads(response.read_bytes())  # noqa: S301  written by our own process
+        except Exception:  # noqa: BLE001  no response, or spaces that only that process can unpickle
+            return ServerSpaces()
+    return spaces if isinstance(spaces, ServerSpaces) else ServerSpaces()
 
 
 def main() -> None:
-    """In that process: make the server, close it, write down what it has."""
-    request, answer = map(Path, sys.argv[1:])
-    path, args, home, sys.path[:] = pickle.loads(request.read_bytes())  # noqa: S301  our own process wrote it
-    # A module that the other process has, and this one has not, is no problem of the server.
-    resolve(path, Path(home))
+    """In the probe's process: create the server, write its spaces to the response file, close it."""
+    request, response = map(Path, sys.argv[1:])
+    path, args, directory, sys.path[:] = pickle.loads(request.read_bytes())  # noqa: S301  written by our own process
+    # A module that only the other process can import is not the server's fault: this raises, without a response.
+    resolve(path, Path(directory))
     try:
-        server = make_server(path, args, Path(home))
-        found = Declared(server.observation_space, server.action_space)
+        server = make_server(path, args, Path(directory))
+        spaces = ServerSpaces(server.observation_space, server.action_space)
     except LoopwrightError as error:
-        found = Declared(problem=str(error))
-    answer.with_suffix(".new").write_bytes(pickle.dumps(found))
-    answer.with_suffix(".new").replace(answer)
-    if found.problem is None:
+        spaces = ServerSpaces(problem=str(error))
+    response.with_suffix(".new").write_bytes(pickle.dumps(spaces))
+    response.with_suffix(".new").replace(response)
+    if spaces.problem is None:
         server.close()
+
+
+Declared, declared = ServerSpaces, probe_spaces

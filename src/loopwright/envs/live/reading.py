@@ -9,8 +9,10 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from loopwright.envs.live.answer import shown
-from loopwright.envs.live.wire import Reader, WireError, array_from
+from loopwright.envs.live.wire import WireError, decode_array
 
+Reader = Callable[[Any, str], Any]
+"""Decodes a value from the wire to what the space's `sample()` would return. The second argument names the field."""
 Checker = Callable[[Any], str | None]
 """Says in words what is wrong with a sample, the field's name first; None if it is good."""
 
@@ -45,7 +47,7 @@ def _array_reader(space: "Space[Any]") -> Reader:
         if as_declared and type(data) is bytes and len(data) == size_bytes:
             # The copy owns its memory and can be written to, as that of any other environment.
             return np.ndarray(shape, dtype, data).copy()
-        return array_from(value, field)
+        return decode_array(value, field)
 
     return read
 
@@ -70,7 +72,7 @@ def _discrete_reader(dtype: np.dtype[Any]) -> Reader:
 
     def read(value: Any, field: str) -> Any:
         if type(value) is dict:
-            value = array_from(value, field)[()]
+            value = decode_array(value, field)[()]
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise WireError(f"{field}: {shown(value)} where an integer is declared")
         try:

@@ -1,7 +1,7 @@
-"""Servers: what a live environment is stepped by. Every `gymnasium.Env` is one as it stands."""
+"""Servers: what steps a live environment. Every `gymnasium.Env` is one."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from gymnasium import Space
 
 GYMNASIUM = "gymnasium:"
-"""What begins the path of an environment in gymnasium's registry."""
+"""Prefix of an environment in Gymnasium's registry."""
 _METHODS = ("reset", "step", "close")
 _SPACES = ("observation_space", "action_space")
 
 
 class ServerLost(LoopwrightError, ConnectionError):
-    """The server died, hangs, or is none of ours: the episode is gone, and the next `reset()` looks for it again."""
+    """The server died, hangs, or violates the protocol. Its episode is lost; the next `reset()` reconnects."""
 
 
 class ServerError(LoopwrightError, ValueError):
-    """The server is there, but what it said cannot be used; the message names the field."""
+    """The server responds, but with something unusable; the message names the field."""
 
 
 class GymServer(Protocol):
-    """Steps a live environment. Inherit nothing: have the members.
+    """Steps a live environment. A protocol: have these members, inherit nothing.
 
     class Thermostat:
         observation_space = gymnasium.spaces.Box(-20, 60, (1,))
@@ -47,121 +47,111 @@ class GymServer(Protocol):
 
     @property
     def observation_space(self) -> "Space[Any]":
-        """What `reset` and `step` show."""
+        """The space of observations."""
 
     @property
     def action_space(self) -> "Space[Any]":
-        """What `step` takes."""
+        """The space of actions."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode: its first observation, and info."""
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
-        """Act: observation, reward, terminated, truncated, info."""
+        """One step: observation, reward, terminated, truncated, info."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
 
 
-def make_server(target: str | object, args: Mapping[str, Any], home: Path) -> GymServer:
-    """The server that is meant: an object as it is, a class or factory called, `gymnasium:ID` by gymnasium's registry.
+def make_server(target: str | object, args: Mapping[str, Any], directory: Path) -> GymServer:
+    """The server of a target: an object as it is, a class or factory called, `gymnasium:ID` from Gymnasium's registry.
 
-    A path, `module:Class` or `module.Class`, is looked for in `home` first. A class or factory gets those of `args`
-    that it takes; gymnasium gets them all.
+    A path (`module:Class` or `module.Class`) is imported from `directory` first. A class or factory gets those of
+    `args` that it accepts; Gymnasium gets all of them.
     """
     if isinstance(target, str) and target.startswith(GYMNASIUM):
-        return _registered(target.removeprefix(GYMNASIUM), args)
+        return _make_registered(target.removeprefix(GYMNASIUM), args)
     name = target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__name__)
-    found: Any = resolve(target, home) if isinstance(target, str) else target
-    if isinstance(found, type) or (callable(found) and not hasattr(found, "step")):
+    server: Any = resolve(target, directory) if isinstance(target, str) else target
+    if isinstance(server, type) or (callable(server) and not hasattr(server, "step")):
         try:
-            found = found(**_taken(found, args))
+            server = server(**_accepted_args(server, args))
         except LoopwrightError:
             raise
         except (Exception, SystemExit) as error:
-            raise ServerError(f"{name!r} cannot be made: {type(error).__name__}: {error}") from error
-    if missing := [member for member in (*_SPACES, *_METHODS) if not hasattr(found, member)]:
-        raise ServerError(f"{name!r} is no GymServer: it has no {', '.join(missing)}. A gymnasium.Env has them all.")
-    return cast("GymServer", found)
+            raise ServerError(f"cannot create {name!r}: {type(error).__name__}: {error}") from error
+    if missing := [member for member in (*_SPACES, *_METHODS) if not hasattr(server, member)]:
+        raise ServerError(f"{name!r} is not a GymServer: it has no {', '.join(missing)}. A gymnasium.Env has them all.")
+    return cast("GymServer", server)
 
 
-def check_server_class(path: str, home: Path) -> str | None:
-    """Why no server can be made of this path, in words; None if one can, as far as can be told without making it."""
+def check_server_class(path: str, directory: Path) -> str | None:
+    """Why no server can be created from this path, as far as that shows without creating it."""
     try:
         if path.startswith(GYMNASIUM):
-            return _unregistered(path.removeprefix(GYMNASIUM))
-        found = resolve(path, home)
+            gymnasium, identifier = _gymnasium(), path.removeprefix(GYMNASIUM)
+            try:
+                gymnasium.spec(identifier)
+            except (gymnasium.error.Error, ImportError) as error:
+                return f"gymnasium has no environment {identifier!r}: {error}"
+            return None
+        target = resolve(path, directory)
     except LoopwrightError as error:
         return str(error)
-    if not callable(found):
-        return f"{path!r} is {_a(type(found).__name__)}, not a class. Name a class, or a function that makes a server."
+    if not callable(target):
+        return f"{path!r} is of type {type(target).__name__}. Name a class, or a function that returns a server."
     # Only a class shows its methods before it is called; spaces are mostly set by its constructor.
-    missing = [name for name in _METHODS if isinstance(found, type) and not callable(getattr(found, name, None))]
+    missing = [name for name in _METHODS if isinstance(target, type) and not callable(getattr(target, name, None))]
     if missing:
-        return f"{path!r} is no GymServer: it has no method {', '.join(missing)}. A gymnasium.Env has them all."
+        return f"{path!r} is not a GymServer: it has no method {', '.join(missing)}. A gymnasium.Env has them all."
     return None
 
 
-def resolve(path: str, home: Path) -> Any:
-    """The class or factory at `module:Class` or `module.Class`; a ServerError says what is not there."""
+def resolve(path: str, directory: Path) -> Any:
+    """The class or factory at `module:Class` or `module.Class`. Raises ServerError."""
     module_name, colon, attribute = path.partition(":")
     if not colon:
         module_name, _, attribute = path.rpartition(".")
     if not module_name or not attribute:
         raise ServerError(f"{path!r} has no module part. Write 'module:Class' or 'module.Class'.")
-    look_first_in(home)
-    found: Any = _module(path, module_name, home)
-    for name in attribute.split("."):
-        if not hasattr(found, name):
-            public = [known for known in vars(found) if not known.startswith("_")] if hasattr(found, "__dict__") else []
-            raise ServerError(f"{path!r}: {module_name!r} has no attribute {name!r}. {did_you_mean(name, public)}")
-        found = getattr(found, name)
-    return found
-
-
-def _module(path: str, name: str, home: Path) -> Any:
+    look_first_in(directory)
     try:
-        return import_module(name)
+        value: Any = import_module(module_name)
     except Exception as error:
-        # A module may raise anything while it is imported; one that it looks for in vain is not the one that we do.
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+        # A user's module may raise anything, including that another module is missing.
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
             raise ServerError(
-                f"{path!r}: there is no module {error.name!r}, neither in {home} nor installed."
+                f"{path!r}: there is no module {error.name!r}, neither in {directory} nor installed."
             ) from None
-        raise ServerError(f"{path!r}: importing {name!r} failed: {type(error).__name__}: {error}") from error
+        raise ServerError(f"{path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}") from error
+    for name in attribute.split("."):
+        if not hasattr(value, name):
+            public = [other for other in getattr(value, "__dict__", {}) if not other.startswith("_")]
+            raise ServerError(f"{path!r}: {module_name!r} has no attribute {name!r}. {did_you_mean(name, public)}")
+        value = getattr(value, name)
+    return value
 
 
-def _taken(callee: Callable[..., Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that it takes by keyword; all of them if it takes any."""
-    with suppress(ValueError):
-        # A ValueError means that it is written in C and does not tell: it gets everything.
-        parameters = inspect.signature(callee).parameters.values()
+def _accepted_args(factory: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arguments that the factory accepts by keyword; all of them if it has `**kwargs`."""
+    with suppress(ValueError):  # no signature, since it is written in C: pass everything
+        parameters = inspect.signature(factory).parameters.values()
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
-            named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-            return {name: value for name, value in args.items() if name in named}
+            names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+            return {name: value for name, value in args.items() if name in names}
     return dict(args)
 
 
-def _registered(identifier: str, args: Mapping[str, Any]) -> GymServer:
+def _make_registered(identifier: str, args: Mapping[str, Any]) -> GymServer:
     gymnasium = _gymnasium()
     try:
         server: GymServer = gymnasium.make(identifier, **args)
     except gymnasium.error.Error as error:
         raise ServerError(f"gymnasium cannot make {identifier!r}: {error}") from error
     except TypeError as error:
-        raise ServerError(
-            f"gymnasium cannot make {identifier!r} with {', '.join(args) or 'no'} arguments: {error}"
-        ) from error
+        arguments = f"the arguments {', '.join(args)}" if args else "no arguments"
+        raise ServerError(f"gymnasium cannot make {identifier!r} with {arguments}: {error}") from error
     return server
-
-
-def _unregistered(identifier: str) -> str | None:
-    gymnasium = _gymnasium()
-    try:
-        gymnasium.spec(identifier)
-    except (gymnasium.error.Error, ImportError) as error:
-        return f"gymnasium knows no environment {identifier!r}: {error}"
-    return None
 
 
 def _gymnasium() -> Any:
@@ -170,7 +160,3 @@ def _gymnasium() -> Any:
     except ImportError as error:
         raise MissingExtra("a gymnasium environment", "rl") from error
     return gymnasium
-
-
-def _a(noun: str) -> str:
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
