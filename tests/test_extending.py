@@ -32,7 +32,7 @@ def joined(monkeypatch):
         (task_sources, "doubling", SHOWN.Doubling),
         (engines, "parrot", SHOWN.Parrot),
     ):
-        monkeypatch.setitem(registry._found, name, item)
+        monkeypatch.setitem(registry._items, name, item)
 
 
 @pytest.mark.usefixtures("joined")

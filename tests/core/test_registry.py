@@ -91,5 +91,5 @@ def test_an_unknown_name_gets_the_known_ones_and_the_nearest(registry):
 
 def test_something_of_another_kind_is_an_import_error(installed):
     registry = Registry("agent", "loopwright.test_agents", Registry)
-    with pytest.raises(ImportError, match=r"is no subclass of loopwright\.Registry"):
+    with pytest.raises(ImportError, match=r"is not a subclass of loopwright\.Registry"):
         registry.get("grid")

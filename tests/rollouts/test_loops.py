@@ -9,7 +9,7 @@ import pytest
 from loopwright.core import registry
 from loopwright.core.outcome import Outcome
 from loopwright.core.registry import Registry
-from loopwright.core.tagged_config import chosen
+from loopwright.core.tagged_config import config_parser
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 from loopwright.engines.scripted import ScriptedConfig
@@ -50,7 +50,7 @@ def _registered():
         loops.add(name, loop)
     yield
     for name in ("twice", "fan"):
-        loops._found.pop(name)
+        loops._items.pop(name)
 
 
 class TestSingleTurn(LoopContract):
@@ -111,7 +111,7 @@ def test_a_request_can_be_sampled_otherwise_than_the_loop_says(tmp_path):
 
 
 def test_memory_is_written_as_people_write_it():
-    assert chosen(loops)({"type": "single_turn", "memory": "1GiB"}).memory == 2**30
+    assert config_parser(loops)({"type": "single_turn", "memory": "1GiB"}).memory == 2**30
 
 
 def test_another_package_brings_a_loop_by_an_entry_point(monkeypatch):
@@ -119,9 +119,9 @@ def test_another_package_brings_a_loop_by_an_entry_point(monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "loopwright.loops" else [])
     installed = Registry("agent loop", "loopwright.loops", AgentLoop)
     assert installed.get("twice") is Twice
-    assert chosen(installed)({"type": "twice", "max_turns": 2}) == TwiceConfig(max_turns=2)
+    assert config_parser(installed)({"type": "twice", "max_turns": 2}) == TwiceConfig(max_turns=2)
 
 
 def test_an_unknown_loop_is_named_with_those_that_there_are():
     with pytest.raises(ValueError, match=r"unknown agent loop 'singleturn'.*Did you mean 'single_turn'\?"):
-        chosen(loops)({"type": "singleturn"})
+        config_parser(loops)({"type": "singleturn"})

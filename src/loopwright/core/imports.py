@@ -7,31 +7,38 @@ from pathlib import Path
 from typing import Any
 
 
-def import_function(path: str, home: Path) -> Callable[..., Any]:
-    """The callable that `module:attribute` names. ImportError or ValueError says why there is none."""
+def import_function(path: str, directory: Path) -> Callable[..., Any]:
+    """The callable that `module:attribute` names. ImportError or ValueError says why it cannot be used."""
+    if all(path.partition(":")):
+        look_first_in(directory)
+    function = import_object(path)
+    if not callable(function):
+        raise ValueError(f"{path.partition(':')[2]} cannot be called")
+    return function  # type: ignore[no-any-return]
+
+
+def import_object(path: str) -> Any:
+    """The object that `module:attribute` names. ImportError or ValueError says why there is none."""
     module, _, name = path.partition(":")
     if not module or not name:
         raise ValueError("write it as module:name")
-    look_first_in(home)
     try:
-        found: Any = import_module(module)
+        item: Any = import_module(module)
     except ImportError:
         raise
-    except (Exception, SystemExit) as error:  # a module of the user's own may do anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ImportError(f"importing {module} failed: {type(error).__name__}: {error}") from error
     try:
         for part in name.split("."):
-            found = getattr(found, part)
+            item = getattr(item, part)
     except AttributeError as error:
         raise ImportError(str(error)) from error
-    if not callable(found):
-        raise ValueError(f"{name} cannot be called")
-    return found  # type: ignore[no-any-return]
+    return item
 
 
-def look_first_in(home: Path) -> None:
-    """Make modules in this directory the first that are found."""
-    place = str(home.absolute())
+def look_first_in(directory: Path) -> None:
+    """Make this directory the first place where modules are searched."""
+    place = str(directory.absolute())
     if sys.path[:1] != [place]:
         if place in sys.path:
             sys.path.remove(place)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from loopwright.core.errors import Problem
-from loopwright.core.tagged_config import chosen
+from loopwright.core.tagged_config import config_parser
 from loopwright.engines.base import (
     Chunk,
     ContextFull,
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _PAUSE_S = 60.0
 _UNTOLD = -1
 """The version of an engine that has been told nothing: what it calls version 0 may be any weights."""
-_AnyEngine = Annotated[SerializeAsAny[EngineConfig], BeforeValidator(chosen(engines))]
+_AnyEngine = Annotated[SerializeAsAny[EngineConfig], BeforeValidator(config_parser(engines))]
 _Work = Callable[[Engine], Awaitable[None]]
 
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from loopwright.core.config import Config
 from loopwright.core.errors import Problem
-from loopwright.core.tagged_config import chosen
+from loopwright.core.tagged_config import config_parser
 from loopwright.rollouts.judgers.base import JudgerConfig
 from loopwright.rollouts.judgers.parse import AnyJudger
 from loopwright.rollouts.loops.base import LoopConfig, loops
@@ -17,7 +17,7 @@ from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.tasks.base import TasksConfig
 from loopwright.rollouts.tasks.sources import Sources, source_problems
 
-_AnyLoop = Annotated[SerializeAsAny[LoopConfig], BeforeValidator(chosen(loops))]
+_AnyLoop = Annotated[SerializeAsAny[LoopConfig], BeforeValidator(config_parser(loops))]
 
 
 class RolloutConfig(Config):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from loopwright.core.errors import Problem, ScenarioError
+from loopwright.core.registry import look_for_types
 from loopwright.core.reward import Reward
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import Rollout, groups_of
@@ -35,6 +36,7 @@ def read_judger(file: Path) -> JudgerConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ScenarioError(file, [Problem("", f"is no TOML: {error}.")]) from error
     key = "judger" if "judger" in raw else ""
+    look_for_types(raw, file.absolute().parent)
     try:
         config = parse_judger(raw.get("judger", raw))
     except ValueError as error:

@@ -16,7 +16,7 @@ from loopwright.core.config import explain
 from loopwright.core.errors import Problem, ScenarioError, did_you_mean
 from loopwright.core.expression import Expression
 from loopwright.core.imports import import_function
-from loopwright.core.registry import Registry
+from loopwright.core.registry import Registry, look_for_types
 from loopwright.core.reward import RewardFunction, rewards
 from loopwright.engines.base import EngineConfig, engines
 from loopwright.envs.live.env import LiveConfig
@@ -93,6 +93,7 @@ def load(
     except ValueError as error:
         problems = [Problem("", f"{error}.")]
     directory = Path(directory).absolute() if directory is not None else start / str(raw.get("home", ""))
+    look_for_types(raw, directory)
     checker = _Checker(directory, problems)
     scenario = checker.scenario(raw)
     if checker.problems or scenario is None:

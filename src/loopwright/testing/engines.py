@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import pytest
 
-from loopwright.core.tagged_config import chosen
+from loopwright.core.tagged_config import config_parser
 from loopwright.engines.base import Chunk, Engine, Sampling, engines
 
 T = TypeVar("T")
@@ -229,7 +229,7 @@ class EngineContract(ABC):
         async def story(engine: Engine) -> None:
             config = engine.config
             assert pickle.loads(pickle.dumps(config)) == config  # noqa: S301
-            assert chosen(engines)(config.model_dump(mode="json")) == config
+            assert config_parser(engines)(config.model_dump(mode="json")) == config
             assert config.problems(tmp_path) == []
 
         self.use(tmp_path, story)

@@ -22,7 +22,7 @@ import pytest
 
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.tagged_config import chosen
+from loopwright.core.tagged_config import config_parser
 from loopwright.core.task import Task
 from loopwright.engines.base import Chunk, EngineError, Sampling
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
@@ -186,10 +186,10 @@ class LoopContract(ABC):
         """It survives pickling and JSON, and a typo is found before anything starts."""
         config = self.make_config(tmp_path)
         assert pickle.loads(pickle.dumps(config)) == config  # noqa: S301
-        assert chosen(loops)(config.model_dump(mode="json")) == config
+        assert config_parser(loops)(config.model_dump(mode="json")) == config
         assert config.problems(tmp_path) == []
         with pytest.raises(ValueError, match="deadlin_s"):
-            chosen(loops)({**config.model_dump(mode="json"), "deadlin_s": 3})
+            config_parser(loops)({**config.model_dump(mode="json"), "deadlin_s": 3})
 
 
 def check_recorded(episode: Episode, engine: RecordingEngine) -> None:

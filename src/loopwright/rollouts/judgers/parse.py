@@ -4,10 +4,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, SerializeAsAny
 
-from loopwright.core.tagged_config import chosen
+from loopwright.core.tagged_config import config_parser
 from loopwright.rollouts.judgers.base import JudgerConfig, judgers
 
-_judger = chosen(judgers)
+_judger = config_parser(judgers)
 
 
 def parse_judger(raw: Any) -> JudgerConfig:

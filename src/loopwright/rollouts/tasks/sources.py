@@ -9,11 +9,11 @@ import orjson
 from pydantic import BeforeValidator, SerializeAsAny
 
 from loopwright.core.errors import Problem
-from loopwright.core.tagged_config import chosen
+from loopwright.core.tagged_config import config_parser
 from loopwright.core.task import Task
 from loopwright.rollouts.tasks.base import TasksConfig, task_sources
 
-_source = chosen(task_sources)
+_source = config_parser(task_sources)
 _WHERE = ("index", "split", "instance_id", "local_task_path")
 """What `extra_info` has of a task's place in its dataset."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from loopwright.core.config import Config
 from loopwright.core.registry import Registry
-from loopwright.core.tagged_config import chosen
+from loopwright.core.tagged_config import config_parser
 
 
 class Half(Config, ABC):
@@ -30,7 +30,7 @@ def parse():
     things = Registry("thing", "loopwright.no_such_group")
     things.add("half", Half)
     things.add("whole", Whole)
-    return chosen(things)
+    return config_parser(things)
 
 
 def test_the_type_chooses(parse):
@@ -39,7 +39,7 @@ def test_the_type_chooses(parse):
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "words"),
     [
         ({}, "must be a table with a `type`. Known: half, whole."),
         ("whole", "must be a table with a `type`"),
@@ -48,6 +48,6 @@ def test_the_type_chooses(parse):
         ({"type": "whole", "sice": 3}, "Did you mean 'size'?"),
     ],
 )
-def test_what_is_wrong_is_told(parse, table, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_what_is_wrong_is_named(parse, table, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
         parse(table)
