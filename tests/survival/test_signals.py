@@ -121,3 +121,20 @@ def test_a_second_process_on_one_output_directory_is_refused_and_the_first_goes_
     assert (first.code, first.err) == (0, "")
     assert campaign.numbers() == list(range(1, TRIALS + 1))
     assert {trial.outcome for trial in campaign.trials()} == {Outcome.OK}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path, number):
+    """As under `nohup`, or in the background job of a script; SIGTERM still ends it."""
+    campaign = campaign_at(tmp_path)
+    process = campaign.start(preexec_fn=lambda: signal.signal(number, signal.SIG_IGN))
+    in_the_middle(campaign, process)
+
+    process.send_signal(number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)
+    process.send_signal(signal.SIGTERM)
+    ended = end_of(process)
+
+    assert (ended.code, ended.err) == (143, "")
+    assert campaign.left_running() == []

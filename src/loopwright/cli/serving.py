@@ -36,9 +36,11 @@ def token_of(file: Path) -> str:
 
 
 def signalled() -> "asyncio.Future[Any]":
-    """The next signal to end."""
+    """The next signal to end; one that was ignored when the process started stays ignored."""
     import asyncio
     import signal
+
+    from loopwright.core.signals import is_ignored
 
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[Any] = loop.create_future()
@@ -48,7 +50,8 @@ def signalled() -> "asyncio.Future[Any]":
             ended.set_result(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end, number)
+        if not is_ignored(number):
+            loop.add_signal_handler(number, end, number)
     return ended
 
 
@@ -58,8 +61,8 @@ def die_next_time() -> None:
     import signal
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().remove_signal_handler(number)
-        signal.signal(number, signal.SIG_DFL)
+        if asyncio.get_running_loop().remove_signal_handler(number):
+            signal.signal(number, signal.SIG_DFL)
 
 
 def say(text: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from loopwright.core.signals import is_ignored
 from loopwright.ledger.env import Env
 
 
@@ -38,9 +39,9 @@ class Signals:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        # What is ignored stays ignored: `nohup` means it.
-        heard = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
-        before = {number: signal.signal(number, self.handle) for number in heard}
+        # Signals that were ignored when the process started stay ignored, as `nohup` and background jobs expect.
+        numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if not is_ignored(n)]
+        before = {number: signal.signal(number, self.handle) for number in numbers}
         try:
             yield self
         finally:

@@ -121,6 +121,16 @@ class ExecutorContract(ABC):
         done = self.run(command(tmp_path, f"kill -{int(number)} $$"))
         assert (done.exit_code, done.signal, done.timed_out) == (None, number, False)
 
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+    def test_signals_that_we_ignore_have_their_default_effect(self, tmp_path: Path, number: int) -> None:
+        """Started under `nohup` or as a background job, Loopwright ignores signals that trials must not ignore."""
+        before = signal.signal(number, signal.SIG_IGN)
+        try:
+            done = self.run(command(tmp_path, f"kill -{int(number)} $$"))
+        finally:
+            signal.signal(number, before)
+        assert (done.exit_code, done.signal) == (None, number)
+
     def test_output_goes_to_its_files(self, tmp_path: Path) -> None:
         """Both streams are kept apart, and counted."""
         done = self.run(command(tmp_path, "echo result; echo trouble >&2"))

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from types import FrameType
 from typing import Any
 
+from loopwright.core.signals import is_ignored
 from loopwright.envs.live.answer import flag, real
 from loopwright.envs.live.channel import Address, Channel
 from loopwright.envs.live.reading import Reader, reader
@@ -71,7 +72,8 @@ def _stop_on_signal(server: "EnvServer") -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield signals
         return
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if not is_ignored(number)]
+    previous = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield signals
     finally:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from loopwright.core.errors import LaunchError, StorageError
+from loopwright.core.signals import shield_children
 from loopwright.execution.local.processes import start_ticks
 
 _FASTEST_FORKS_PER_S = 200_000
@@ -68,6 +69,7 @@ def spawn(
 ) -> StartedProcess:
     """Start a process, or raise LaunchError."""
     global _spawned
+    shield_children()
     with _lock:
         # A child inherits the affinity of the thread that starts it, so it never runs elsewhere, not even for a moment.
         before = _pin(limits.cores) if limits.cores else None
