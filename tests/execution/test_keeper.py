@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from loopwright.execution import Reaper
+from loopwright.execution.local.reaper import Reaper
 from loopwright.testing.executors import alive
 
 # Starts a command that has a daemon of its own, which left its session; both carry the marker.
 DRIVER = """
 import os, subprocess, sys, time
-from loopwright.execution import Reaper
+from loopwright.execution.local.reaper import Reaper
 reaper = Reaper("test")
 reaper.start()
 environment = {**os.environ, "LOOPWRIGHT_TRIAL": f":{reaper.marker}.1"}

@@ -11,8 +11,9 @@ import pytest
 from tests.children import children
 
 from loopwright.core.errors import LaunchError, StorageError
-from loopwright.execution import LocalExecutor, end_leftovers
 from loopwright.execution.base import Completion, Executor
+from loopwright.execution.local.executor import LocalExecutor
+from loopwright.execution.local.processes import end_leftovers
 from loopwright.execution.slots import core_sets
 from loopwright.testing.executors import ExecutorContract, alive, command, ignore, written_pid
 
@@ -106,7 +107,7 @@ KILLED = """
 import asyncio, sys
 from dataclasses import replace
 from pathlib import Path
-from loopwright.execution import LocalExecutor
+from loopwright.execution.local.executor import LocalExecutor
 from loopwright.testing.executors import command
 
 place = Path(sys.argv[1])

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from loopwright.execution.local.processes import MARKER_VARIABLE, descendants, end_leftovers, marked, read, start_ticks
+from loopwright.execution.local.processes import (
+    MARKER_VARIABLE,
+    descendants,
+    end_leftovers,
+    has_marker,
+    read,
+    start_ticks,
+)
 from loopwright.testing.executors import alive, written_pid
 
 
@@ -56,7 +63,7 @@ def test_a_name_with_brackets_and_spaces_is_read(tmp_path):
 )
 def test_markers_are_compared_whole_unless_a_prefix_is_meant(marker, wanted, prefix, expected):
     with process("sleep", "100", marker=marker) as child:
-        assert marked(child.pid, wanted, prefix=prefix) is expected
+        assert has_marker(child.pid, wanted, prefix=prefix) is expected
 
 
 def test_descendants_are_found_by_session_marker_and_parent(tmp_path):

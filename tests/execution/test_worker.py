@@ -12,7 +12,8 @@ import pytest
 from tests.children import children
 
 from loopwright.core.errors import StorageError
-from loopwright.execution import CallResult, FunctionCall, WorkerPool, check
+from loopwright.execution.base import CallResult, FunctionCall
+from loopwright.execution.local.worker_pool import WorkerPool
 from loopwright.testing.executors import alive, appears, ignore, written_pid
 
 MODULE = """
@@ -126,7 +127,7 @@ def test_a_value_comes_back_with_usage_and_files(make):
     call = make("square", x=7)
     [returned] = run(call)
     assert returned.value == {"y": 49}
-    assert (returned.error, returned.timed_out, returned.died) == (None, False, None)
+    assert (returned.error, returned.timed_out, returned.worker_exit) == (None, False, None)
     assert [entry.name for entry in call.directory.iterdir()] == ["parameters.json"], "it printed nothing"
     assert (call.directory / "parameters.json").read_bytes() == b'{"x": 1}'
 
@@ -246,16 +247,16 @@ def test_numbers_of_all_sorts_come_back(make):
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "died"),
+    ("name", "arguments", "worker_exit"),
     [("vanish", {"code": 3}, "exit code 3"), ("crash", {}, "signal 11 (SIGSEGV)"), ("dies:f", {}, "exit code 4")],
 )
-def test_a_worker_that_dies_is_told_and_replaced(make, name, arguments, died):
+def test_a_worker_that_dies_is_told_and_replaced(make, name, arguments, worker_exit):
     call, after = (
         make(name, 1, environment={"PLACE": ""}, **arguments),
         make("square", 2, environment={"PLACE": ""}, x=2),
     )
     dead, good = run(call, after, size=1)
-    assert (dead.died, dead.value, dead.error, dead.timed_out) == (died, None, None, False)
+    assert (dead.worker_exit, dead.value, dead.error, dead.timed_out) == (worker_exit, None, None, False)
     assert (call.directory / "stdout").read_text() == ("so long\n" if name == "vanish" else "")
     assert good.value == {"y": 4}
 
@@ -269,7 +270,7 @@ def test_a_timeout_kills_the_worker(make, name):
         return timed_out, await pool.call(make("square", 2, x=2), ignore)
 
     timed_out, good = using(story, size=1)
-    assert (timed_out.timed_out, timed_out.died, timed_out.value) == (True, None, None)
+    assert (timed_out.timed_out, timed_out.worker_exit, timed_out.value) == (True, None, None)
     assert not alive(seen[0])
     assert good.value == {"y": 4}
 
@@ -302,7 +303,7 @@ def test_kill_all_ends_the_calls_in_flight(make):
         pool.kill_all()
         return await task
 
-    assert using(story).died == "signal 9 (SIGKILL)"
+    assert using(story).worker_exit == "signal 9 (SIGKILL)"
 
 
 def test_a_callable_that_forks_answers_once(make):
@@ -406,21 +407,21 @@ def test_a_worker_imports_nothing_of_ours():
     ],
 )
 def test_check_says_what_is_wrong(code, name, problem):
-    assert problem in check(name, (code,), dict(os.environ)).problem
+    assert problem in inspect_callable(name, (code,), dict(os.environ)).problem
 
 
 def test_check_has_a_deadline(code):
-    assert "longer than 0.5 s" in check("slow:f", (code,), dict(os.environ), deadline_s=0.5).problem
+    assert "longer than 0.5 s" in inspect_callable("slow:f", (code,), dict(os.environ), deadline_s=0.5).problem
 
 
 def test_check_tells_which_arguments_are_taken(code):
-    checked = check("tasks:say", (code,), dict(os.environ))
-    assert (checked.problem, checked.accepts, checked.requires, checked.any) == (
+    signature = inspect_callable("tasks:say", (code,), dict(os.environ))
+    assert (signature.problem, signature.accepts, signature.requires, signature.accepts_any) == (
         None,
         ("text", "error"),
         ("text",),
         False,
     )
-    assert checked.refused(["text", "x"]) == ["x"]
-    assert checked.missing(["error"]) == ["text"]
-    assert check("tasks:Tool.use", (code,), dict(os.environ)).refused(["x"]) == []
+    assert signature.unknown(["text", "x"]) == ["x"]
+    assert signature.missing(["error"]) == ["text"]
+    assert inspect_callable("tasks:Tool.use", (code,), dict(os.environ)).unknown(["x"]) == []

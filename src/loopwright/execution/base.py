@@ -1,31 +1,32 @@
-"""The executor seam: a command goes in, what became of its process comes out.
+"""The executor interface: a command goes in, and how its process ended comes out.
 
-An executor knows nothing of trials, metrics or outcomes. It promises that the process was recorded before anything
-else happened to it, and that nothing it started is alive once `run` has returned or raised.
+An executor knows nothing about trials, metrics or outcomes. It guarantees that a process is recorded before anything
+else happens to it, and that nothing it started is alive once `run` has returned or raised.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 OnStart = Callable[[int, int], None]
-"""Told the process id and its start time (clock ticks since boot), as soon as the process exists."""
+"""Called with the process id and its start time (clock ticks since boot) as soon as the process exists."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process used, its waited-for children included."""
+    """What a process used, including the children it waited for."""
 
     wall_s: float
     user_s: float
     system_s: float
     max_rss_bytes: int | None = None
-    """The peak memory, where it is known: the kernel counts a process with the memory of the one that starts it, so a
-    peak below our own cannot be told, and a Python worker's peak may stem from an earlier call."""
+    """Peak memory, if it can be measured. The kernel starts a child's peak at the memory of its parent, so a peak below
+    our own is unknown, and a Python worker's peak may stem from an earlier call."""
 
-    def known(self) -> dict[str, float]:
-        """What was measured, by name."""
+    def as_dict(self) -> dict[str, float]:
+        """The measured values by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -35,50 +36,87 @@ class Command:
 
     argv: tuple[str, ...]
     directory: Path
-    """The working directory; it exists already."""
+    """The working directory, which must exist."""
     environment: Mapping[str, str]
     """The complete environment."""
     stdout: Path
     stderr: Path
     timeout_s: float | None = None
     marker: str = ""
-    """Unique per attempt; by it a process that forked away is found again."""
+    """Unique per attempt. It identifies processes that left the command's session."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """How a process ended. Of `exit_code` and `signal` exactly one is set."""
+    """How a process ended. Exactly one of `exit_code` and `signal` is set."""
 
     exit_code: int | None
     signal: int | None
     timed_out: bool
     usage: Usage
     stdout_bytes: int
-    """As many as were produced, also those that the cap left out of the file."""
+    """Bytes produced, including those that exceeded the cap and were not written to the file."""
     stderr_bytes: int
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """One call of a Python function in a worker process, in a trial's directory."""
+
+    function: str
+    """`module:callable`."""
+    path: tuple[Path, ...]
+    """Put at the front of `sys.path`."""
+    arguments: Mapping[str, Any]
+    """JSON values."""
+    environment: Mapping[str, str]
+    """The worker's complete environment."""
+    directory: Path
+    """Created by the worker, with parameters.json, stdout and stderr; the working directory during the call."""
+    parameters: bytes
+    """The content of parameters.json."""
+    timeout_s: float | None = None
+    """Starts once the module is imported; the import may take a minute, or this if it is longer."""
+    marker: str = ""
+    """Unique per attempt. It identifies processes that left the worker's session."""
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """How a call ended: a value, an error, a timeout, or the death of its worker. Only a value is a success."""
+
+    usage: Usage
+    stdout_bytes: int
+    stderr_bytes: int
+    value: Mapping[str, int | float] | None = None
+    error: str | None = None
+    """The traceback, which is also in the trial's stderr."""
+    timed_out: bool = False
+    worker_exit: str | None = None
+    """How the worker ended during the call: `signal 9 (SIGKILL)`, `exit code 3`."""
 
 
 class Executor(ABC):
     """Runs commands.
 
-        class Remote(Executor):
+        class ContainerExecutor(Executor):
             async def run(self, command: Command, on_start: OnStart) -> Completion: ...
             def kill_all(self) -> None: ...
 
-    Subclass `loopwright.testing.executors.ExecutorContract` to test one.
+    Test a subclass with `loopwright.testing.ExecutorContract`.
     """
 
     @abstractmethod
     async def run(self, command: Command, on_start: OnStart) -> Completion:
-        """Run `command` to its end; when cancelled, end the whole process tree first.
+        """Run `command` until it ends. If cancelled, end the whole process tree first.
 
-        Raises LaunchError if it cannot be on_start, StorageError if its output cannot be kept.
+        Raises LaunchError if the command cannot be started, StorageError if its output cannot be written.
         """
 
     @abstractmethod
     def kill_all(self) -> None:
-        """SIGKILL every tree in flight, at once; callable from a signal handler. The runs then complete."""
+        """SIGKILL all running process trees immediately; safe in a signal handler. Their `run` calls then return."""
 
     async def close(self) -> None:
-        """Release what is held. Nothing may be run afterwards."""
+        """Release all resources. Nothing may be run afterwards."""
         self.kill_all()

@@ -20,7 +20,7 @@ from loopwright.core.reward import JudgedReward, Objectives, ServerReward
 from loopwright.envs.live.env import LiveConfig, LiveEnv
 from loopwright.envs.live.server import GymServer
 from loopwright.envs.search import TrialEnv
-from loopwright.execution import end_leftovers
+from loopwright.execution.local.processes import end_leftovers
 from loopwright.ledger.env import Penalties, Terms
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observers

@@ -23,7 +23,7 @@ import pytest
 
 from loopwright.execution.base import Command, Completion
 from loopwright.execution.local.executor import LocalExecutor
-from loopwright.execution.local.processes import all_pids, marked
+from loopwright.execution.local.processes import all_pids, has_marker
 from loopwright.execution.sandbox import Bounds, Sandbox, SandboxError, SandboxInstance
 from loopwright.execution.sandbox.base import NO_MOUNTS
 from loopwright.execution.sandbox.files import remove
@@ -326,7 +326,7 @@ class WallsContract(SandboxContract):
         command = harness.command(script, timeout_s=timeout_s)
         harness.run_all(command)
         (harness.workspace / "beat").unlink()
-        assert not [pid for pid in all_pids() if marked(pid, command.marker)]
+        assert not [pid for pid in all_pids() if has_marker(pid, command.marker)]
         asyncio.run(asyncio.sleep(0.1))
         assert not (harness.workspace / "beat").exists()
 

@@ -21,7 +21,7 @@ import pytest
 
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Result
-from loopwright.execution import start_ticks
+from loopwright.execution.local.processes import start_ticks
 from loopwright.testing.executors import alive, appears, ignore, written_pid
 from loopwright.workloads.base import Job, Site, Workload, WorkloadConfig
 

@@ -15,7 +15,8 @@ from loopwright.core.config import Config
 from loopwright.core.errors import LaunchError, Problem, did_you_mean, storage
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Result
-from loopwright.execution import Command, Completion, Executor, LocalExecutor
+from loopwright.execution.base import Command, Completion, Executor
+from loopwright.execution.local.executor import LocalExecutor
 from loopwright.spaces.parameter import Fixed
 from loopwright.workloads.base import (
     KEPT,
@@ -247,7 +248,7 @@ class CommandWorkload(Workload):
     # -- the verdict --------------------------------------------------------------------------------------------
 
     def _judge(self, directory: Path, completion: Completion) -> Result:
-        usage = completion.usage.known()
+        usage = completion.usage.as_dict()
         ending = _ending(completion, self.config.timeout_s, directory / "stderr")
         if completion.timed_out:
             return Result(Outcome.TIMEOUT, reason=ending, usage=usage)

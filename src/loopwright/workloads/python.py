@@ -10,7 +10,9 @@ from pydantic import Field
 from loopwright.core.errors import LaunchError, Problem
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Result
-from loopwright.execution import CallResult, FunctionCall, WorkerPool, check
+from loopwright.execution.base import CallResult, FunctionCall
+from loopwright.execution.local.callables import inspect_callable
+from loopwright.execution.local.worker_pool import WorkerPool
 from loopwright.spaces.parameter import Fixed
 from loopwright.workloads.base import (
     Job,
@@ -40,12 +42,12 @@ class PythonConfig(WorkloadConfig):
 
     def problems(self, home: Path) -> list[Problem]:
         found = super().problems(home)
-        checked = check(self.function, self._paths(home), dict(os.environ))
-        if checked.problem is not None:
-            return [*found, Problem("function", f"{self.function!r}: {checked.problem}")]
-        for name in checked.refused(self.args):
+        signature = inspect_callable(self.function, self._paths(home), dict(os.environ))
+        if signature.problem is not None:
+            return [*found, Problem("function", f"{self.function!r}: {signature.problem}")]
+        for name in signature.unknown(self.args):
             found.append(Problem(f"args.{name}", f"{self.function!r} takes no argument {name!r}."))
-        for name in checked.missing(self.args):
+        for name in signature.missing(self.args):
             found.append(Problem("args", f"{self.function!r} needs an argument {name!r}."))
         return found
 
@@ -117,11 +119,11 @@ class PythonWorkload(Workload):
             return Result(Outcome.LOST, reason=str(error), fault=Fault.INFRA)
 
     def _judge(self, returned: CallResult) -> Result:
-        usage = returned.usage.known()
+        usage = returned.usage.as_dict()
         if returned.timed_out:
             return Result(Outcome.TIMEOUT, reason=f"it was ended after {self.config.timeout_s:g} s", usage=usage)
-        if returned.died is not None:
-            return Result(Outcome.CRASHED, reason=f"the worker process ended: {returned.died}", usage=usage)
+        if returned.worker_exit is not None:
+            return Result(Outcome.CRASHED, reason=f"the worker process ended: {returned.worker_exit}", usage=usage)
         if returned.error is not None:
             return Result(Outcome.CRASHED, reason=returned.error.strip().splitlines()[-1][:300], usage=usage)
         metrics = dict(returned.value or {})

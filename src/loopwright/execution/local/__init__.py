@@ -1,1 +1,1 @@
-"""Trials as processes of this machine, and Python workers that can be killed."""
+"""Trials as local processes, and Python workers that can be killed."""

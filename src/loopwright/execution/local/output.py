@@ -1,6 +1,6 @@
-"""Output on its way from a pipe to a file, capped: its beginning and its end are kept, the middle is counted.
+"""Copies process output from a pipe to a file with a size cap: keeps the beginning and the end, counts the middle.
 
-Benchmarks print their result last, so the end of a long output is worth as much as its beginning.
+Benchmarks print their result last, so the end of a long output is as valuable as its beginning.
 """
 
 import asyncio
@@ -14,18 +14,18 @@ from loopwright.core.errors import StorageError, storage
 TAIL_BYTES = 64 * 1024
 _CHUNK_BYTES = 64 * 1024
 _DRAIN_CHUNKS = 32
-# Appending, since a worker may empty the file once more after we have opened it.
+# O_APPEND, since a worker may truncate the file again after we have opened it.
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
 
 
 class CappedFile:
-    """A file that takes `limit_bytes`, and of all that follows only the end. Opened at the first byte, or by `open`."""
+    """A file with the first `limit_bytes` of the output and its last 64 KiB. Opened by the first write, or `open`."""
 
     def __init__(self, path: str, limit_bytes: int) -> None:
-        # A string: making two paths for each trial costs as much as calling a worker.
+        # A string: creating two Path objects per trial costs as much as calling a worker.
         self.path = path
         self.produced_bytes = 0
-        self._left_bytes = self._limit_bytes = limit_bytes
+        self._free_bytes = self._limit_bytes = limit_bytes
         self._tail: bytearray | None = None
         self._fd = -1
 
@@ -38,21 +38,19 @@ class CappedFile:
                 Path(self.path).parent.mkdir(parents=True, exist_ok=True)
                 self._fd = os.open(self.path, _FLAGS, 0o666)
 
-    def ensure(self) -> None:
-        """Create the file if nobody has done so yet."""
+    def open_if_missing(self) -> None:
+        """Create the file unless it exists."""
         if self._fd < 0 and not Path(self.path).exists():
             self.open()
 
     def write(self, chunk: bytes) -> None:
-        """Take the next bytes."""
+        """Add output."""
         self.produced_bytes += len(chunk)
-        if self._left_bytes:
-            if self._fd < 0:
-                self.open()
-            kept = chunk[: self._left_bytes]
-            self._put(kept)
-            self._left_bytes -= len(kept)
-            chunk = chunk[len(kept) :]
+        if self._free_bytes:
+            head = chunk[: self._free_bytes]
+            self._put(head)
+            self._free_bytes -= len(head)
+            chunk = chunk[len(head) :]
         if chunk:
             if self._tail is None:
                 self._tail = bytearray()
@@ -61,12 +59,12 @@ class CappedFile:
                 del self._tail[:-TAIL_BYTES]
 
     def finish(self) -> None:
-        """Append the end of what was too long, and close the file."""
+        """Append the end of a long output, and close the file."""
         try:
             if self._tail:
                 del self._tail[:-TAIL_BYTES]
-                if left_out := self.produced_bytes - self._limit_bytes - len(self._tail):
-                    self._put(b"\n[loopwright: %d bytes left out]\n" % left_out)
+                if omitted := self.produced_bytes - self._limit_bytes - len(self._tail):
+                    self._put(b"\n[loopwright: %d bytes left out]\n" % omitted)
                 self._put(self._tail)
         finally:
             self.close()
@@ -81,56 +79,56 @@ class CappedFile:
         if self._fd < 0:
             self.open()
         with storage(Path(self.path)):
-            written = os.write(self._fd, data)
-            while written < len(data):
-                written += os.write(self._fd, memoryview(data)[written:])
+            count = os.write(self._fd, data)
+            while count < len(data):
+                count += os.write(self._fd, memoryview(data)[count:])
 
 
 class Pump:
-    """The reading end of a pipe, and the file that its bytes go to. `sink` may be changed at any time."""
+    """The reading end of a pipe, and the file its bytes are written to. `sink` may change at any time."""
 
-    def __init__(self, failed: Callable[[StorageError], None]) -> None:
+    def __init__(self, on_error: Callable[[StorageError], None]) -> None:
         self.sink: CappedFile | None = None
-        self._failed = failed
+        self._on_error = on_error
         self._read_fd, self.write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Move what arrives from now on."""
+        """Copy output as it arrives."""
         self.detach()
         self._loop = loop
-        loop.add_reader(self._read_fd, self._step)
+        loop.add_reader(self._read_fd, self._copy_chunk)
 
     def detach(self) -> None:
-        """Stop moving. Safe to call twice, and after the loop was closed."""
+        """Stop copying. Safe to call twice, and after the loop was closed."""
         if self._loop is not None:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._read_fd)
             self._loop = None
 
     def close_writer(self) -> None:
-        """Close our copy of the end that the process writes to."""
+        """Close our copy of the writing end."""
         if self.write_fd >= 0:
             os.close(self.write_fd)
             self.write_fd = -1
 
     def drain(self) -> None:
-        """Take what is there. Bounded, and not until the end: somebody may hold the pipe open and go on writing."""
+        """Copy what is in the pipe. Bounded: another process may hold the pipe open and keep writing."""
         for _ in range(_DRAIN_CHUNKS):
-            if not self._step():
+            if not self._copy_chunk():
                 return
 
     def close(self) -> None:
-        """Let go of the pipe."""
+        """Close the pipe."""
         self.detach()
         self.close_writer()
         if self._read_fd >= 0:
             os.close(self._read_fd)
             self._read_fd = -1
 
-    def _step(self) -> bool:
-        """Move one chunk, never more: other trials have their turn in between. Return whether there may be another."""
+    def _copy_chunk(self) -> bool:
+        """Copy one chunk, so that other trials get their turn. Return whether there may be another one."""
         try:
             chunk = os.read(self._read_fd, _CHUNK_BYTES)
         except BlockingIOError:
@@ -145,5 +143,5 @@ class Pump:
                 sink, self.sink = self.sink, None
                 with suppress(OSError):
                     sink.close()
-                self._failed(error)
+                self._on_error(error)
         return True

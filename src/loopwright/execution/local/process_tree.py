@@ -1,4 +1,4 @@
-"""A process that we started and everything that descends from it: waiting for it, and ending all of it."""
+"""A process that we started, with all its descendants: waiting for it, and ending all of it."""
 
 import asyncio
 import logging
@@ -14,11 +14,11 @@ from loopwright.core.errors import LaunchError
 from loopwright.execution.base import Usage
 from loopwright.execution.local import processes
 from loopwright.execution.local.processes import Process
-from loopwright.execution.local.spawn import PidSnapshot, StartedProcess, now, pids_since
+from loopwright.execution.local.spawn import PidSnapshot, StartedProcess, pid_snapshot, pids_between
 
 _log = logging.getLogger(__name__)
 _ROUNDS = 50
-_KILLED_WITHIN_S = 10.0
+_KILL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -33,38 +33,38 @@ class Exit:
 class ProcessTree:
     """The processes of one trial.
 
-    The main process stays unreaped until `reap`, so its id cannot be given to another while we signal by it.
-    No method is cut short by a cancellation; it is noted in `interrupted`, and the caller passes it on.
+    The main process stays unreaped until `reap`, so its id cannot be reused while we signal it.
+    Apart from `wait`, no method is cut short by a cancellation: it sets `interrupted`, and the caller raises it.
     """
 
-    def __init__(self, spawned: StartedProcess, marker: str) -> None:
-        self.pid = spawned.process.pid
-        self.start_ticks = spawned.start_ticks
+    def __init__(self, started: StartedProcess, marker: str) -> None:
+        self.pid = started.process.pid
+        self.start_ticks = started.start_ticks
         self.interrupted = False
-        self._process = spawned.process
-        self._pidfd = spawned.pidfd
-        self._birth = spawned.birth
+        self._process = started.process
+        self._pidfd = started.pidfd
+        self._start = started.snapshot
         self._marker = marker
-        self._ended_s: float | None = None
+        self._end_s: float | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deadline_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
-    def ended(self) -> bool:
-        """Whether the main process has ended."""
-        return self._ended_s is not None
+    def is_alive(self) -> bool:
+        """Whether the main process is still running."""
+        return self._end_s is None
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take notice of the main process's end."""
+        """Watch for the end of the main process."""
         self.detach()
-        if not self.ended:
+        if self.is_alive:
             self._loop = loop
             loop.add_reader(self._pidfd, self._on_end)
 
     def detach(self) -> None:
-        """Take no more notice. Safe to call twice, and after the loop was closed."""
+        """Stop watching. Safe to call twice, and after the loop was closed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -74,21 +74,21 @@ class ProcessTree:
             self._loop = None
 
     async def wait(self, timeout_s: float | None) -> None:
-        """Wait for the end of the main process, for the timeout, or for `wake`; `ended` tells. May be cancelled."""
-        if self._ended_s is not None:
+        """Wait for the end of the main process, for the timeout, or for `wake`. May be cancelled."""
+        if not self.is_alive:
             return
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
         if timeout_s is not None:
             self._deadline_s = loop.time() + timeout_s
-            self._arm(loop)
+            self._set_timer(loop)
         try:
             await self._waiter
         finally:
             self._deadline_s = None
 
-    def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
-        """See to the deadline, if there is one. A timer that rings too early may: it is cheaper than one per call."""
+    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Set a timer for the deadline. A pending earlier one is kept: that is cheaper than a timer per call."""
         if self._deadline_s is None:
             return
         if self._timer is not None:
@@ -102,147 +102,145 @@ class ProcessTree:
         if self._deadline_s is not None and loop.time() >= self._deadline_s:
             self.wake()
         else:
-            self._arm(loop)
+            self._set_timer(loop)
 
     def wake(self) -> None:
-        """Let `wait` return."""
+        """Make `wait` return."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def _on_end(self) -> None:
-        self._ended_s = time.monotonic()
+        self._end_s = time.monotonic()
         self.detach()
         self.wake()
 
     def kill(self) -> None:
-        """SIGKILL the whole tree at once, without waiting."""
-        with self._members() as members:
-            self._kill(members)
+        """SIGKILL the whole tree immediately, without waiting."""
+        with self._open_members() as pidfds:
+            self._kill(pidfds)
 
     async def end(self, grace_s: float) -> None:
-        """SIGTERM the whole tree, SIGKILL what is left of it `grace_s` later, and wait until all of it is gone."""
-        with self._members() as members:
-            for pidfd in members:
+        """SIGTERM the whole tree, SIGKILL the rest after `grace_s`, and wait until all of it is gone."""
+        with self._open_members() as pidfds:
+            for pidfd in pidfds:
                 processes.send(pidfd, signal.SIGTERM)
-            await self._gone(members, grace_s)
-            self._kill(members)
-        await self.sweep(main=True)
+            await self._wait_for(pidfds, grace_s)
+            self._kill(pidfds)
+        await self.kill_descendants(include_main=True)
 
-    async def dismiss(self, grace_s: float) -> None:
-        """Give the main process time to end by itself, then end all of it."""
+    async def end_after_exit(self, grace_s: float) -> None:
+        """Give the main process time to exit, then end the whole tree."""
         try:
             await self.wait(grace_s)
         except asyncio.CancelledError:
             self.interrupted = True
         await self.end(0.0)
 
-    def alone(self) -> bool:
+    def is_alone(self) -> bool:
         """Whether the main process certainly left nothing behind."""
-        return pids_since(self._birth, now()) == ()
+        return pids_between(self._start, pid_snapshot()) == ()
 
-    async def sweep(self, *, main: bool = False) -> None:
-        """SIGKILL whatever the main process left behind (and itself), again until nothing is left."""
+    async def kill_descendants(self, *, include_main: bool = False) -> None:
+        """SIGKILL what the main process left behind, repeatedly until nothing is left."""
         for _ in range(_ROUNDS):
-            with self._members(main=main) as members:
-                if not members:
+            with self._open_members(include_main=include_main) as pidfds:
+                if not pidfds:
                     return
-                self._kill(members)
-                if not await self._gone(members, _KILLED_WITHIN_S):
+                self._kill(pidfds)
+                if not await self._wait_for(pidfds, _KILL_TIMEOUT_S):
                     break
-        _log.warning("process %d left processes behind that cannot be ended; they may disturb later trials", self.pid)
+        _log.warning("process %d left processes that cannot be killed; they may disturb later trials", self.pid)
 
-    def leftovers(self, since: PidSnapshot, present: PidSnapshot) -> list[Process]:
-        """What the main process started in between and left running."""
-        return self._find(pids_since(since, present), main=False)
+    def has_descendants(self, start: PidSnapshot, end: PidSnapshot) -> bool:
+        """Whether a process that the main process started in between is still running."""
+        return bool(self._find(pids_between(start, end), include_main=False))
 
     def reap(self) -> Exit:
-        """Take the exit status, and let go of the process."""
+        """Collect the exit status and release the process."""
         self.detach()
         os.close(self._pidfd)
-        # It is waited for here; else Popen warns that it still runs.
+        # It is reaped here; otherwise Popen warns that it is still running.
         self._process.returncode = 0
         try:
             pid, status, used = os.wait4(self.pid, os.WNOHANG)
         except ChildProcessError as error:
             raise LaunchError(
-                f"the exit status of process {self.pid} was lost: SIGCHLD is ignored, or somebody else waits for our "
-                "children. Start Loopwright with SIGCHLD at its default.",
+                f"the exit status of process {self.pid} was lost: SIGCHLD is ignored, or other code waits for our "
+                "child processes. Start Loopwright with SIGCHLD at its default.",
                 infra=True,
             ) from error
         if pid == 0:
             raise LaunchError(
-                f"process {self.pid} cannot be ended, not even by SIGKILL; it hangs in the kernel. "
-                "Look for a dead network disk or device.",
+                f"process {self.pid} cannot be killed, not even by SIGKILL: it hangs in the kernel. "
+                "Check for an unresponsive network disk or device.",
                 infra=True,
             )
         code = os.waitstatus_to_exitcode(status)
-        return Exit(code if code >= 0 else None, -code if code < 0 else None, self._usage(used))
+        end_s = time.monotonic() if self._end_s is None else self._end_s
+        own_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        max_rss_bytes = used.ru_maxrss * 1024 if used.ru_maxrss > own_rss else None
+        usage = Usage(end_s - self._start.at_s, used.ru_utime, used.ru_stime, max_rss_bytes)
+        return Exit(code if code >= 0 else None, -code if code < 0 else None, usage)
 
-    def _kill(self, members: Collection[int]) -> None:
-        # The group as a whole too: that also reaches what was forked since the snapshot was taken.
+    def _kill(self, pidfds: Collection[int]) -> None:
+        # The process group too: that reaches what was forked since the snapshot was taken.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        for pidfd in members:
+        for pidfd in pidfds:
             processes.send(pidfd, signal.SIGKILL)
 
-    def _usage(self, used: resource.struct_rusage) -> Usage:
-        ended_s = self._ended_s if self._ended_s is not None else time.monotonic()
-        ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak = used.ru_maxrss * 1024 if used.ru_maxrss > ours else None
-        return Usage(ended_s - self._birth.at_s, used.ru_utime, used.ru_stime, peak)
-
-    def _find(self, pids: Collection[int] | None, *, main: bool) -> list[Process]:
-        if pids is not None and main:
-            pids = [self.pid, *pids]
-        if pids is not None and not pids:
+    def _find(self, candidates: Collection[int] | None, *, include_main: bool) -> list[Process]:
+        if candidates is not None and include_main:
+            candidates = [self.pid, *candidates]
+        if candidates is not None and not candidates:
             return []
-        found = processes.descendants([self.pid], [self._marker], pids=pids, since_ticks=self.start_ticks)
-        return [process for process in found if main or process.pid != self.pid]
+        members = processes.descendants([self.pid], [self._marker], pids=candidates, since_ticks=self.start_ticks)
+        return [process for process in members if include_main or process.pid != self.pid]
 
     @contextmanager
-    def _members(self, *, main: bool = True) -> Iterator[list[int]]:
+    def _open_members(self, *, include_main: bool = True) -> Iterator[list[int]]:
         """Pidfds of the living processes of this tree: a snapshot, taken before any of them is signalled."""
-        opened: dict[int, Process] = {}
+        members: dict[int, Process] = {}
         try:
-            for process in self._find(pids_since(self._birth, now()), main=main):
-                if (pidfd := processes.open_same(process)) is not None:
-                    opened[pidfd] = process
-            yield list(opened)
+            for process in self._find(pids_between(self._start, pid_snapshot()), include_main=include_main):
+                if (pidfd := processes.open_pidfd(process)) is not None:
+                    members[pidfd] = process
+            yield list(members)
         finally:
-            for pidfd, process in opened.items():
-                # The main process is left for `reap`, which also takes its usage.
+            for pidfd, process in members.items():
+                # The main process is left to `reap`, which also reads its usage.
                 (os.close if process.pid == self.pid else processes.release)(pidfd)
 
-    async def _gone(self, pidfds: Collection[int], timeout_s: float) -> bool:
-        """Wait until all of these have ended, at most `timeout_s`; not to be cancelled."""
+    async def _wait_for(self, pidfds: Collection[int], timeout_s: float) -> bool:
+        """Wait up to `timeout_s` until all of these have ended; shielded from cancellation."""
         loop = asyncio.get_running_loop()
-        over: asyncio.Future[None] = loop.create_future()
-        left = set(pidfds)
+        finished: asyncio.Future[None] = loop.create_future()
+        alive = set(pidfds)
 
-        def ended(pidfd: int) -> None:
+        def on_end(pidfd: int) -> None:
             loop.remove_reader(pidfd)
-            left.discard(pidfd)
-            if not left:
+            alive.discard(pidfd)
+            if not alive:
                 finish()
 
         def finish() -> None:
-            if not over.done():
-                over.set_result(None)
+            if not finished.done():
+                finished.set_result(None)
 
         for pidfd in pidfds:
-            loop.add_reader(pidfd, ended, pidfd)
+            loop.add_reader(pidfd, on_end, pidfd)
         timer = loop.call_later(timeout_s, finish)
         try:
-            while left and not over.done():
+            while alive and not finished.done():
                 try:
-                    await asyncio.shield(over)
+                    await asyncio.shield(finished)
                 except asyncio.CancelledError:
                     self.interrupted = True
         finally:
             timer.cancel()
-            for pidfd in left:
+            for pidfd in alive:
                 loop.remove_reader(pidfd)
-        return not left
+        return not alive
 
 
 def describe(exit_: Exit) -> str:

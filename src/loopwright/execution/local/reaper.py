@@ -1,4 +1,4 @@
-"""The reaper: a small process that outlives this one, if it is killed, for as long as it takes to clean up after it."""
+"""The reaper: a small process that cleans up after this one if it is killed."""
 
 import os
 import subprocess
@@ -11,16 +11,16 @@ from loopwright.execution.local import processes
 from loopwright.execution.local.spawn import ProcessLimits, StartedProcess, spawn
 from loopwright.execution.sandbox.files import remove
 
-# As a file and not by -m, and without any packages: it is there for good and should weigh next to nothing.
+# As a file instead of -m, and with the standard library only, since it runs as long as we do.
 _COMMAND = (sys.executable, "-IS", str(Path(processes.__file__)))
 
 
 class Reaper:
-    """Whatever runs under a marker of its, and whatever lies in its directory, is gone soon after this process is.
+    """Ends everything that runs under its marker, and deletes its directory, once this process is gone.
 
     reaper = Reaper("judge")
     reaper.start()
-    await executor.run(Command(..., directory=reaper.directory, marker=f"{reaper.marker}.1"), started)
+    await executor.run(Command(..., directory=reaper.directory, marker=f"{reaper.marker}.1"), on_start)
     reaper.close()
     """
 
@@ -28,40 +28,40 @@ class Reaper:
         self.marker = f"{name}-{uuid.uuid4().hex}"
         self._name = name
         self._directory: Path | None = None
-        self._spawned: StartedProcess | None = None
+        self._started: StartedProcess | None = None
 
     @property
     def directory(self) -> Path:
-        """A temporary directory, made when it is first asked for."""
+        """A temporary directory, created on first use."""
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix=f"loopwright-{self._name}-"))
         return self._directory
 
     def start(self) -> None:
-        """See to it that the reaper is there; LaunchError if it cannot be."""
-        if self._spawned is not None and self._spawned.process.poll() is None:
+        """Start the process unless it is running; LaunchError if that fails."""
+        if self._started is not None and self._started.process.poll() is None:
             return
-        self._end()
+        self._stop()
         own = os.getpid()
-        self._spawned = spawn(
+        self._started = spawn(
             [*_COMMAND, str(own), str(processes.start_ticks(own)), f"{self.marker}.", str(self.directory)],
             directory=Path("/"),
-            environment={name: value for name, value in os.environ.items() if name == processes.MARKER_VARIABLE},
+            environment={k: v for k, v in os.environ.items() if k == processes.MARKER_VARIABLE},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             limits=ProcessLimits(),
         )
 
     def close(self) -> None:
-        """There is nothing more to keep."""
-        self._end()
+        """Stop the process and delete the directory."""
+        self._stop()
         if self._directory is not None:
             remove(self._directory)
             self._directory = None
 
-    def _end(self) -> None:
-        if self._spawned is not None:
-            self._spawned.process.kill()
-            self._spawned.process.wait()
-            os.close(self._spawned.pidfd)
-            self._spawned = None
+    def _stop(self) -> None:
+        if self._started is not None:
+            self._started.process.kill()
+            self._started.process.wait()
+            os.close(self._started.pidfd)
+            self._started = None

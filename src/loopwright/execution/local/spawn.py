@@ -1,7 +1,7 @@
-"""Starting a process in a session of its own, and knowing afterwards whether it can have left anything behind.
+"""Starts processes in their own session, and tells whether a process can have left descendants.
 
-The kernel hands out process ids in order. If every id given out since a process started belongs to one that we
-started ourselves, then it has no descendants, and the search through the process table can be skipped.
+The kernel hands out process ids in order. If every id handed out since a process started belongs to a process that we
+started ourselves, it has no descendants, and the search through the process table can be skipped.
 """
 
 import errno
@@ -21,32 +21,32 @@ from loopwright.core.errors import LaunchError, StorageError
 from loopwright.core.signals import shield_children
 from loopwright.execution.local.processes import start_ticks
 
-_FASTEST_FORKS_PER_S = 200_000
-_MANY = 1000
-_INFRA = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-_NO_ROOM = "The machine has no room for another process; lower `parallel`, or raise its limits (ulimit -u, -n, memory)."
+_MAX_FORKS_PER_S = 200_000
+_MAX_CANDIDATES = 1000
+_EXHAUSTION = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+_ADVICE = "The machine cannot run more processes; lower `parallel`, or raise its limits (ulimit -u, -n, memory)."
 
-# Re-entrant, since a signal handler that kills everything may interrupt a spawn in its own thread.
+# Re-entrant, since a signal handler that kills everything may interrupt a spawn in the same thread.
 _lock = threading.RLock()
-_spawned = 0
+_spawn_count = 0
 
 
 class PidSnapshot(NamedTuple):
-    """A moment in the sequence of process ids. A tuple, since one is made for each trial."""
+    """A moment in the sequence of process ids. A tuple, since each trial creates one."""
 
     pid: int
-    spawned: int
+    spawn_count: int
     at_s: float
 
 
 @dataclass(frozen=True)
 class StartedProcess:
-    """A process that has just been started; its pidfd is the caller's to close."""
+    """A process that was just started. The caller closes its pidfd."""
 
     process: subprocess.Popen[bytes]
     start_ticks: int
     pidfd: int
-    birth: PidSnapshot
+    snapshot: PidSnapshot
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ def spawn(
     limits: ProcessLimits,
     pass_fds: Sequence[int] = (),
 ) -> StartedProcess:
-    """Start a process, or raise LaunchError."""
-    global _spawned
+    """Start a process with default signal handling, or raise LaunchError."""
+    global _spawn_count
     shield_children()
     with _lock:
-        # A child inherits the affinity of the thread that starts it, so it never runs elsewhere, not even for a moment.
-        before = _pin(limits.cores) if limits.cores else None
+        # A child inherits the affinity of the thread that starts it, so it never runs on another core.
+        affinity = _pin(limits.cores) if limits.cores else None
         try:
             at_s = time.monotonic()
             process = subprocess.Popen(
@@ -86,19 +86,19 @@ def spawn(
                 pass_fds=pass_fds,
             )
         except (OSError, ValueError, IndexError) as error:
-            raise _explain(argv, directory, error) from error
+            raise _launch_error(argv, directory, error) from error
         finally:
-            if before:
-                os.sched_setaffinity(0, before)
-        _spawned += 1
-        birth = PidSnapshot(process.pid, _spawned, at_s)
+            if affinity:
+                os.sched_setaffinity(0, affinity)
+        _spawn_count += 1
+        snapshot = PidSnapshot(process.pid, _spawn_count, at_s)
     if limits.memory_bytes is not None:
-        # DATA and not AS: Go, Java, CUDA and sanitizers reserve address space by the terabyte and touch little of it.
+        # DATA and not AS: Go, Java, CUDA and sanitizers reserve terabytes of address space and touch little of it.
         with suppress(ProcessLookupError):
             resource.prlimit(process.pid, resource.RLIMIT_DATA, (limits.memory_bytes, limits.memory_bytes))
     try:
-        # Never None: at the worst the process is a zombie of ours, which is still listed.
-        return StartedProcess(process, start_ticks(process.pid) or 0, os.pidfd_open(process.pid), birth)
+        # Never None: at worst the process is our zombie, which is still listed.
+        return StartedProcess(process, start_ticks(process.pid) or 0, os.pidfd_open(process.pid), snapshot)
     except BaseException:
         process.kill()
         process.wait()
@@ -106,36 +106,37 @@ def spawn(
 
 
 @contextmanager
-def room() -> Iterator[None]:
-    """Turn a lack of file descriptors, whatever they were wanted for, into a LaunchError."""
+def exhaustion_as_launch_error() -> Iterator[None]:
+    """Raise LaunchError where file descriptors, processes or memory run out."""
     try:
         yield
     except OSError as error:
         cause = error.__cause__ if isinstance(error, StorageError) else error
-        if isinstance(cause, OSError) and cause.errno in _INFRA:
-            raise LaunchError(f"cannot start a process: {cause.strerror}. {_NO_ROOM}", infra=True) from error
+        if isinstance(cause, OSError) and cause.errno in _EXHAUSTION:
+            raise LaunchError(f"cannot start a process: {cause.strerror}. {_ADVICE}", infra=True) from error
         raise
 
 
-def now() -> PidSnapshot:
-    """The present moment in the sequence of process ids."""
+def pid_snapshot() -> PidSnapshot:
+    """The current position in the sequence of process ids."""
     with _lock:
-        return PidSnapshot(_last_pid(), _spawned, time.monotonic())
+        line = os.pread(_loadavg_fd(), 128, 0)
+        return PidSnapshot(int(line[line.rfind(b" ") :]), _spawn_count, time.monotonic())
 
 
-def pids_since(since: PidSnapshot, present: PidSnapshot) -> Collection[int] | None:
-    """The ids given out in between, none if all of them are known to be ours; None if they cannot be told."""
-    born = present.pid - since.pid
-    ids_may_have_wrapped = born < 0 or (present.at_s - since.at_s) * _FASTEST_FORKS_PER_S > _pid_max()
-    if ids_may_have_wrapped or born > _MANY:
+def pids_between(start: PidSnapshot, end: PidSnapshot) -> Collection[int] | None:
+    """The process ids handed out in between; empty if all of them are known to be ours, None if unknown."""
+    count = end.pid - start.pid
+    may_have_wrapped = count < 0 or (end.at_s - start.at_s) * _MAX_FORKS_PER_S > _pid_max()
+    if may_have_wrapped or count > _MAX_CANDIDATES:
         return None
-    if born == present.spawned - since.spawned:
+    if count == end.spawn_count - start.spawn_count:
         return ()
-    return range(since.pid + 1, present.pid + 1)
+    return range(start.pid + 1, end.pid + 1)
 
 
 def _pin(cores: Collection[int]) -> set[int]:
-    before = os.sched_getaffinity(0)
+    affinity = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, cores)
     except OSError as error:
@@ -144,49 +145,39 @@ def _pin(cores: Collection[int]) -> set[int]:
             "They were taken from this process after it started; switch off CPU pinning, or start again.",
             infra=True,
         ) from error
-    return before
+    return affinity
 
 
-def _explain(argv: Sequence[str], directory: Path, error: Exception) -> LaunchError:
+def _launch_error(argv: Sequence[str], directory: Path, error: Exception) -> LaunchError:
     name = argv[0] if argv else ""
-    where = f"cannot start {name!r} in {directory}"
+    prefix = f"cannot start {name!r} in {directory}"
     if not isinstance(error, OSError):
         reason = str(error) if argv else "the command is empty"
-        return LaunchError(f"{where}: {reason}. Check the command and its arguments.")
-    if error.errno in _INFRA:
-        return LaunchError(
-            f"{where}: {error.strerror}. {_NO_ROOM}",
-            infra=True,
-        )
+        return LaunchError(f"{prefix}: {reason}. Check the command and its arguments.")
+    if error.errno in _EXHAUSTION:
+        return LaunchError(f"{prefix}: {error.strerror}. {_ADVICE}", infra=True)
     if not directory.is_dir():
-        return LaunchError(
-            f"{where}: the directory is not there. It was removed while the run was going on.", infra=True
-        )
+        return LaunchError(f"{prefix}: the directory does not exist. It was removed during the run.", infra=True)
     if error.errno == errno.ENOENT:
         advice = (
-            "Is the file there, and does the interpreter in its first line exist?"
+            "Check that the file exists, and the interpreter named in its first line."
             if "/" in name
             else "Install it, or give its path; it was looked up in the trial's PATH."
         )
-        return LaunchError(f"{where}: not found. {advice}")
+        return LaunchError(f"{prefix}: not found. {advice}")
     if error.errno == errno.EACCES:
-        return LaunchError(f"{where}: not executable. Run: chmod +x {name}")
+        return LaunchError(f"{prefix}: not executable. Run: chmod +x {name}")
     if error.errno == errno.ENOEXEC:
-        return LaunchError(f"{where}: neither a program for this machine nor a script that begins with '#!'.")
+        return LaunchError(f"{prefix}: neither a program for this machine nor a script that begins with '#!'.")
     if error.errno == errno.E2BIG:
-        return LaunchError(f"{where}: arguments and environment are too long. Hand large values over in a file.")
-    return LaunchError(f"{where}: {error.strerror}. Check the command and its path.")
+        return LaunchError(f"{prefix}: arguments and environment are too long. Pass large values in a file.")
+    return LaunchError(f"{prefix}: {error.strerror}. Check the command and its path.")
 
 
 @cache
-def _loadavg() -> int:
-    # Kept open for good: reading it is on the path of each trial.
+def _loadavg_fd() -> int:
+    # Stays open: it is read for each trial.
     return os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _last_pid() -> int:
-    line = os.pread(_loadavg(), 128, 0)
-    return int(line[line.rfind(b" ") :])
 
 
 @cache

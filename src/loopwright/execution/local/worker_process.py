@@ -1,66 +1,70 @@
-"""One worker process as its parent sees it: a socket for the calls, two pipes for the output, and an end."""
+"""The parent's side of a Python worker: a socket for calls, two pipes for output, and a process tree."""
 
 import asyncio
+import socket
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import orjson
 
 from loopwright.core.errors import StorageError, storage
-from loopwright.execution.base import OnStart, Usage
-from loopwright.execution.local import spawn as births
-from loopwright.execution.local.call import CallResult, FunctionCall
-from loopwright.execution.local.connection import Frame, FrameSocket
+from loopwright.execution.base import CallResult, FunctionCall, OnStart, Usage
 from loopwright.execution.local.output import CappedFile, Pump
 from loopwright.execution.local.process_tree import Exit, ProcessTree, describe
 from loopwright.execution.local.processes import MARKER_VARIABLE
-from loopwright.execution.local.spawn import ProcessLimits, room, spawn
+from loopwright.execution.local.spawn import ProcessLimits, exhaustion_as_launch_error, pid_snapshot, spawn
 
-# As a file and not by -m, which would import the package around it; -P keeps its folder off sys.path.
+Frame = dict[str, Any]
+
+# As a file instead of -m, which would import this package; -P keeps its directory off sys.path.
 COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("worker_main.py")))
 _IMPORT_S = 60.0
+_RECEIVE_BYTES = 8192
 
 
 class WorkerProcess:
-    """A worker, good for one call at a time, and for another one while it is `usable`."""
+    """A worker that handles one call at a time, and another one as long as it is `usable`."""
 
     def __init__(self, call: FunctionCall, limits: ProcessLimits, grace_s: float) -> None:
         self.usable = False
         self._environment, self._path, self._limits = call.environment, call.path, limits
         self._grace_s = grace_s
-        # Recognised by a mark of its own, since the trial's changes from call to call.
-        self._mark = f"worker-{uuid.uuid4().hex}"
-        self._inherited = call.environment.get(MARKER_VARIABLE, "")
+        # The worker has its own marker, since the trial's changes from call to call.
+        self._marker = f"worker-{uuid.uuid4().hex}"
         self._imported: set[str] = set()
-        self._answer: Frame | None = None
-        self._ready = self._hung_up = False
-        self._failure: StorageError | None = None
+        self._response: Frame | None = None
+        self._ready = self._disconnected = False
+        self._error: StorageError | None = None
         self._exit: Exit | None = None
         self._spent_s = 0.0, 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._files: tuple[CappedFile, ...] = ()
-        with room():
-            self._connection = FrameSocket(self._on_frame)
+        with exhaustion_as_launch_error():
+            self._socket = FrameSocket(self._on_frame)
             self._pumps: list[Pump] = []
             try:
                 for _ in ("stdout", "stderr"):
-                    self._pumps.append(Pump(self._on_failure))
+                    self._pumps.append(Pump(self._on_error))
                 self._tree = self._spawn(call.marker)
             except BaseException:
-                self._close()
+                self._close_files()
                 raise
-        self._seen = births.now()
-        self._connection.send({"path": [str(entry) for entry in call.path]})
+        self._snapshot = pid_snapshot()
+        self._socket.send({"path": [str(entry) for entry in call.path]})
 
     @property
-    def ended(self) -> bool:
-        """Whether the process is gone, or will not answer any more."""
-        return self._tree.ended or self._hung_up
+    def is_alive(self) -> bool:
+        """Whether the process runs and can still respond."""
+        return self._tree.is_alive and not self._disconnected
 
     def fits(self, call: FunctionCall, limits: ProcessLimits) -> bool:
-        """Whether this call may be made here."""
-        # Identity first: comparing an environment and paths costs a tenth of a call, and they are the same each time.
+        """Whether this worker has the environment, path and limits of the call."""
+        # Identity first: comparing environments costs a tenth of a call, and they are usually the same object.
         return (
             (self._environment is call.environment or self._environment == call.environment)
             and (self._path is call.path or self._path == call.path)
@@ -68,9 +72,9 @@ class WorkerProcess:
         )
 
     async def call(self, call: FunctionCall, output_bytes: int, on_start: OnStart) -> CallResult:
-        """Make a call. Unless it is answered in good order, the worker is gone afterwards."""
+        """Make a call. Unless the worker responds normally, it is gone afterwards."""
         self._attach(asyncio.get_running_loop())
-        self._answer, self._ready, self.usable = None, False, False
+        self._response, self._ready, self.usable = None, False, False
         directory = str(call.directory)
         self._files = CappedFile(f"{directory}/stdout", output_bytes), CappedFile(f"{directory}/stderr", output_bytes)
         for pump, file in zip(self._pumps, self._files, strict=True):
@@ -78,9 +82,17 @@ class WorkerProcess:
         start_s = time.monotonic()
         try:
             on_start(self._tree.pid, self._tree.start_ticks)
-            self._connection.send(self._frame(call))
+            self._socket.send(
+                {
+                    "function": call.function,
+                    "arguments": call.arguments,
+                    "directory": directory,
+                    "parameters": call.parameters.decode(),
+                    "variable": self._variable(call.marker),
+                }
+            )
             await self._wait(call)
-            returned = await self._conclude(call, time.monotonic() - start_s)
+            result = await self._finish(call, time.monotonic() - start_s)
         except BaseException:
             await self._end(self._grace_s)
             with suppress(StorageError):
@@ -88,94 +100,81 @@ class WorkerProcess:
             raise
         if self._tree.interrupted:
             raise asyncio.CancelledError
-        return returned
+        return result
 
     def kill(self) -> None:
-        """SIGKILL the worker and all that it on_start, without waiting."""
+        """SIGKILL the worker and what it started, without waiting."""
         if self._exit is None:
             self._tree.kill()
 
-    async def dismiss(self) -> None:
-        """Hang up on an idle worker, which ends it, and let go of it."""
+    async def close(self) -> None:
+        """Disconnect from an idle worker, which makes it exit, and release it."""
         self._attach(asyncio.get_running_loop())
-        self._connection.close()
-        await self._tree.dismiss(self._grace_s)
+        self._socket.close()
+        await self._tree.end_after_exit(self._grace_s)
         await self._end(0.0)
         if self._tree.interrupted:
             raise asyncio.CancelledError
 
     async def _wait(self, call: FunctionCall) -> None:
-        """Wait for the answer, the worker's end, a full disk, or the timeout."""
+        """Wait for the response, the worker's end, a full disk, or the timeout."""
         if call.function not in self._imported:
             await self._tree.wait(max(call.timeout_s, _IMPORT_S) if call.timeout_s is not None else None)
-            if self._ready:
-                self._imported.add(call.function)
-            if not self._ready or self._settled:
+            if not self._ready:
+                return
+            self._imported.add(call.function)
+            if not self.is_alive or self._response is not None or self._error is not None:
                 return
         await self._tree.wait(call.timeout_s)
 
-    @property
-    def _settled(self) -> bool:
-        return self.ended or self._answer is not None or self._failure is not None
-
-    async def _conclude(self, call: FunctionCall, wall_s: float) -> CallResult:
-        answer = self._answer
-        if answer is not None and answer["output"]:
+    async def _finish(self, call: FunctionCall, wall_s: float) -> CallResult:
+        response = self._response
+        if response is not None and response["output"]:
             for pump in self._pumps:
                 pump.drain()
-        if self._failure is not None:
+        if self._error is not None:
             await self._end(0.0)
-            raise self._failure
-        if answer is None:
-            return await self._give_up(wall_s)
+            raise self._error
+        if response is None:
+            return await self._finish_without_response(wall_s)
         self._finish_files()
-        if "storage" in answer:
-            number, reason = answer["storage"]
+        if "storage" in response:
+            number, reason = response["storage"]
             with storage(call.directory):
                 raise OSError(number, reason)
-        present = births.now()
-        # Whatever it left running would disturb the next measurement, and dies with it.
-        self.usable = answer["usable"] and not self._tree.leftovers(self._seen, present)
-        self._seen = present
+        snapshot = pid_snapshot()
+        # What it left running would disturb the next measurement, and is ended with it.
+        self.usable = response["usable"] and not self._tree.has_descendants(self._snapshot, snapshot)
+        self._snapshot = snapshot
         if not self.usable:
             await self._end(0.0)
-        usage = Usage(*answer["usage"])
+        usage = Usage(*response["usage"])
         self._spent_s = self._spent_s[0] + usage.user_s, self._spent_s[1] + usage.system_s
-        value: dict[str, int | float] | None = answer.get("value")
-        if value is not None and (others := answer["others"]):
-            value |= {name: float(text) for name, text in others.items()}
-        return self._returned(usage, value=value, error=answer.get("error"))
+        value: dict[str, int | float] | None = response.get("value")
+        if value is not None and (nonfinite := response["nonfinite"]):
+            value |= {name: float(text) for name, text in nonfinite.items()}
+        return CallResult(usage, *self._output_sizes(), value=value, error=response.get("error"))
 
-    async def _give_up(self, wall_s: float) -> CallResult:
-        timed_out = not self.ended
-        if self._hung_up:
-            # The socket closes a moment before the process is gone; one that lives on without it has to go too.
-            await self._tree.dismiss(self._grace_s)
+    async def _finish_without_response(self, wall_s: float) -> CallResult:
+        timed_out = self.is_alive
+        if self._disconnected:
+            # The socket closes a moment before the process is gone; one that continues without it must be ended.
+            await self._tree.end_after_exit(self._grace_s)
         exit_ = await self._end(self._grace_s if timed_out else 0.0)
-        if self._failure is not None:
-            raise self._failure
+        if self._error is not None:
+            raise self._error
         for file in self._files:
-            file.ensure()
+            file.open_if_missing()
         self._finish_files()
-        used = exit_.usage
-        usage = Usage(
-            wall_s,
-            max(0.0, used.user_s - self._spent_s[0]),
-            max(0.0, used.system_s - self._spent_s[1]),
-        )
-        return self._returned(usage, timed_out=timed_out, died=None if timed_out else describe(exit_))
+        user_s = max(0.0, exit_.usage.user_s - self._spent_s[0])
+        system_s = max(0.0, exit_.usage.system_s - self._spent_s[1])
+        worker_exit = None if timed_out else describe(exit_)
+        usage = Usage(wall_s, user_s, system_s)
+        return CallResult(usage, *self._output_sizes(), timed_out=timed_out, worker_exit=worker_exit)
 
-    def _returned(
-        self,
-        usage: Usage,
-        *,
-        value: dict[str, int | float] | None = None,
-        error: str | None = None,
-        timed_out: bool = False,
-        died: str | None = None,
-    ) -> CallResult:
+    def _output_sizes(self) -> tuple[int, int]:
         stdout, stderr = self._files
-        return CallResult(usage, stdout.produced_bytes, stderr.produced_bytes, value, error, timed_out, died)
+        return stdout.produced_bytes, stderr.produced_bytes
 
     def _finish_files(self) -> None:
         for pump, file in zip(self._pumps, self._files, strict=True):
@@ -186,7 +185,7 @@ class WorkerProcess:
                 file.close()
 
     async def _end(self, grace_s: float) -> Exit:
-        """End the worker and all that it on_start, and let go of it. Safe to call twice."""
+        """End and release the worker and what it started. Safe to call twice."""
         self.usable = False
         if self._exit is None:
             await self._tree.end(grace_s)
@@ -195,17 +194,17 @@ class WorkerProcess:
             try:
                 self._exit = self._tree.reap()
             finally:
-                self._close()
+                self._close_files()
         return self._exit
 
-    def _close(self) -> None:
-        self._connection.close()
+    def _close_files(self) -> None:
+        self._socket.close()
         for pump in self._pumps:
             pump.close()
 
     def _spawn(self, marker: str) -> ProcessTree:
-        child = self._connection.child.fileno()
-        spawned = spawn(
+        child = self._socket.child.fileno()
+        started = spawn(
             [*COMMAND, str(child)],
             directory=Path("/"),
             environment={**self._environment, MARKER_VARIABLE: self._variable(marker)},
@@ -214,40 +213,113 @@ class WorkerProcess:
             limits=self._limits,
             pass_fds=[child],
         )
-        self._connection.child.close()
+        self._socket.child.close()
         for pump in self._pumps:
             pump.close_writer()
-        return ProcessTree(spawned, self._mark)
+        return ProcessTree(started, self._marker)
 
     def _variable(self, marker: str) -> str:
-        return f"{self._inherited}:{marker}:{self._mark}"
-
-    def _frame(self, call: FunctionCall) -> Frame:
-        return {
-            "function": call.function,
-            "arguments": call.arguments,
-            "directory": str(call.directory),
-            "parameters": call.parameters.decode(),
-            "variable": self._variable(call.marker),
-        }
+        return f"{self._environment.get(MARKER_VARIABLE, '')}:{marker}:{self._marker}"
 
     def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._loop is not loop:
             self._loop = loop
             self._tree.attach(loop)
-            self._connection.attach(loop)
+            self._socket.attach(loop)
             for pump in self._pumps:
                 pump.attach(loop)
 
     def _on_frame(self, frame: Frame | None) -> None:
         if frame is None:
-            self._hung_up = True
+            self._disconnected = True
         elif "ready" in frame:
             self._ready = True
         else:
-            self._answer = frame
+            self._response = frame
         self._tree.wake()
 
-    def _on_failure(self, error: StorageError) -> None:
-        self._failure = self._failure or error
+    def _on_error(self, error: StorageError) -> None:
+        self._error = self._error or error
         self._tree.wake()
+
+
+class FrameSocket:
+    """The parent's end of a socket with JSON frames, each after its length in four bytes; it never blocks.
+
+    `on_frame` is called with each frame, and with None when the worker disconnects.
+    """
+
+    def __init__(self, on_frame: Callable[[Frame | None], None]) -> None:
+        self._socket, self.child = socket.socketpair()
+        self._socket.setblocking(False)
+        self._on_frame = on_frame
+        self._incoming = bytearray()
+        self._outgoing = b""
+        self._writing = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Receive frames from now on."""
+        self.detach()
+        self._loop = loop
+        loop.add_reader(self._socket, self._on_readable)
+        self._on_writable()
+
+    def detach(self) -> None:
+        """Stop receiving. Safe to call twice, and after the loop was closed."""
+        if self._loop is not None:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._socket)
+                self._loop.remove_writer(self._socket)
+            self._loop, self._writing = None, False
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame, now or as soon as the worker reads. If the worker is gone, its end is noticed elsewhere."""
+        body = orjson.dumps(frame)
+        self._outgoing += len(body).to_bytes(4, "big") + body
+        self._on_writable()
+
+    def close(self) -> None:
+        """Close both ends."""
+        self.detach()
+        self._socket.close()
+        self.child.close()
+
+    def _on_writable(self) -> None:
+        try:
+            if self._outgoing:
+                self._outgoing = self._outgoing[self._socket.send(self._outgoing) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._outgoing = b""
+        if self._loop is not None and bool(self._outgoing) is not self._writing:
+            self._writing = not self._writing
+            if self._writing:
+                self._loop.add_writer(self._socket, self._on_writable)
+            else:
+                self._loop.remove_writer(self._socket)
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.detach()
+            self._on_frame(None)
+            return
+        if not self._incoming and len(data) == 4 + int.from_bytes(data[:4], "big"):
+            # Nearly always: exactly one frame.
+            self._on_frame(orjson.loads(data[4:]))
+            return
+        self._incoming += data
+        while len(self._incoming) >= 4:
+            end = 4 + int.from_bytes(self._incoming[:4], "big")
+            if len(self._incoming) < end:
+                return
+            frame = orjson.loads(self._incoming[4:end])
+            del self._incoming[:end]
+            self._on_frame(frame)

@@ -15,7 +15,7 @@ import orjson
 from loopwright.core.errors import LaunchError
 from loopwright.core.imports import import_function
 from loopwright.core.task import Task
-from loopwright.execution import Command, Executor
+from loopwright.execution.base import Command, Executor
 from loopwright.execution.local.process_tree import signal_name
 from loopwright.execution.local.processes import MARKER_VARIABLE
 from loopwright.execution.sandbox import SandboxInstance

@@ -13,7 +13,7 @@ from loopwright.core.episode import Attempt, Episode
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.engines.base import Sampling
-from loopwright.execution import Executor
+from loopwright.execution.base import Executor
 from loopwright.execution.sandbox import Sandbox, SandboxInstance
 from loopwright.execution.sandbox.files import remove, run_in_thread
 from loopwright.gateway.client import CompletedSession, GatewayClient, GatewayLost, RemoteSession

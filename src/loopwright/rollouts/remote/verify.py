@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loopwright.core.task import Task
-from loopwright.execution import Command, Completion, Executor
-from loopwright.execution.base import OnStart
+from loopwright.execution.base import Command, Completion, Executor, OnStart
 from loopwright.execution.local.process_tree import signal_name
 from loopwright.execution.local.processes import MARKER_VARIABLE
 from loopwright.execution.sandbox import SandboxError, SandboxInstance

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.execution import LocalExecutor, Reaper
+from loopwright.execution.local.executor import LocalExecutor
+from loopwright.execution.local.reaper import Reaper
 from loopwright.gateway.client import GatewayClient, GatewayLost
 from loopwright.rollouts.loops.base import describe_error
 from loopwright.rollouts.loops.worker import RolloutRequest

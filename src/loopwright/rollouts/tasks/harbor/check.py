@@ -10,7 +10,9 @@ from pathlib import Path
 
 from loopwright.core.errors import LaunchError
 from loopwright.core.task import Task
-from loopwright.execution import Executor, LocalExecutor, Reaper
+from loopwright.execution.base import Executor
+from loopwright.execution.local.executor import LocalExecutor
+from loopwright.execution.local.reaper import Reaper
 from loopwright.execution.sandbox import Sandbox, SandboxError
 from loopwright.execution.sandbox.files import remove, run_in_thread
 from loopwright.rollouts.remote.verify import VerifierReport, combine_reports, prepare, solve, stage, verify
