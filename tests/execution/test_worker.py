@@ -13,6 +13,7 @@ from tests.children import children
 
 from loopwright.core.errors import StorageError
 from loopwright.execution.base import CallResult, FunctionCall
+from loopwright.execution.local.callables import inspect_callable
 from loopwright.execution.local.worker_pool import WorkerPool
 from loopwright.testing.executors import alive, appears, ignore, written_pid
 
