@@ -118,4 +118,5 @@ def main() -> None:
         server.close()
 
 
-Declared, declared = ServerSpaces, probe_spaces
+Declared = ServerSpaces
+declared = probe_spaces
