@@ -1,1 +1,56 @@
-"""Environments: what an agent acts on."""
+"""Environments: what an agent acts on. Search runs a workload per trial, live steps a server, gym adapts both.
+
+Names are imported when they are first used, so that a search does not import gymnasium.
+"""
+
+from typing import TYPE_CHECKING
+
+from loopwright.core.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from loopwright.envs.gym.adapter import GymnasiumAdapter, LiveAdapter, VectorAdapter
+    from loopwright.envs.gym.observation import ObsLeafDescriptor, RegimeEncoder, StructuredObservation
+    from loopwright.envs.live.channel import AddressError
+    from loopwright.envs.live.env import LiveConfig, LiveEnv
+    from loopwright.envs.live.remote import RemoteServer
+    from loopwright.envs.live.serve import EnvServer, serve
+    from loopwright.envs.live.server import GymServer, ServerError, ServerLost
+
+__all__ = [
+    "AddressError",
+    "EnvServer",
+    "GymServer",
+    "GymnasiumAdapter",
+    "LiveAdapter",
+    "LiveConfig",
+    "LiveEnv",
+    "ObsLeafDescriptor",
+    "RegimeEncoder",
+    "RemoteServer",
+    "ServerError",
+    "ServerLost",
+    "StructuredObservation",
+    "VectorAdapter",
+    "serve",
+]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "AddressError": "live.channel",
+        "EnvServer": "live.serve",
+        "GymServer": "live.server",
+        "GymnasiumAdapter": "gym.adapter",
+        "LiveAdapter": "gym.adapter",
+        "LiveConfig": "live.env",
+        "LiveEnv": "live.env",
+        "ObsLeafDescriptor": "gym.observation",
+        "RegimeEncoder": "gym.observation",
+        "RemoteServer": "live.remote",
+        "ServerError": "live.server",
+        "ServerLost": "live.server",
+        "StructuredObservation": "gym.observation",
+        "VectorAdapter": "gym.adapter",
+        "serve": "live.serve",
+    },
+)
