@@ -310,8 +310,8 @@ def test_a01_agents_are_not_shown_what_they_are_judged_by(tmp_path):
     loop["readable"] = ["agents"]
     config = RolloutConfig(tasks=tasks, loop=loop, judger={"type": "verifier"})
     assert config.problems(tmp_path) == []
-    assert config.loop.lacks(task, tmp_path) == ""
-    assert "would show" in config.loop.model_copy(update={"readable": ("task",)}).lacks(task, tmp_path)
+    assert config.loop.task_problem(task, tmp_path) == ""
+    assert "would show" in config.loop.model_copy(update={"readable": ("task",)}).task_problem(task, tmp_path)
 
 
 def test_a01_a_gateway_that_is_gone_costs_rollouts_and_then_ends_the_run(tmp_path):

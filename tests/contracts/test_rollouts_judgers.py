@@ -32,7 +32,7 @@ def asked(table, story, home=Path()):
 
     async def main():
         config = parse_judger(table)
-        found = JudgerClient(LocalPool(partial(JudgeWorker, config, home)), config)
+        found = JudgerClient(LocalPool(partial(JudgeWorker.build, config, home)), config)
         await found.start()
         try:
             return await story(found)
@@ -77,10 +77,13 @@ def test_l02_training_and_evaluation_share_one_built_judger():
         ({"type": "composed", "routes": {"a": {"type": "nope"}}}, "unknown judger 'nope'"),
         ({"type": "composed", "routes": {"a": EXACT}, "merge": "a:b"}, "`merge` needs `parts`"),
         ({"type": "composed", "parts": [EXACT, LENGTH], "merge": "a:b"}, "'length' has a weight"),
-        ({"type": "composed", "parts": [{**EXACT, "workers": 2}]}, "give them to the composed judger"),
+        ({"type": "composed", "parts": [{**EXACT, "workers": 2}]}, "set them on the composed judger"),
         ({"type": "python", "function": "no colon"}, "function"),
         ({**EXACT, "timeout_s": 0}, "timeout_s: .*greater than 0"),
-        ({"type": "http", "url": "http://x", "needs": ["answr"]}, "cannot need 'answr'. .*Did you mean 'answer'"),
+        (
+            {"type": "http", "url": "http://x", "needs": ["answr"]},
+            "'answr' is not a fact of an episode. .*Did you mean 'answer'",
+        ),
         ({"type": "llm", "base_url": "http://x", "model": "m", "rubric": "r", "low": 5, "high": 5}, "below `high`"),
         ({"type": "ranking"}, "either a `function` or another judger"),
         ({"type": "command", "command": ["true"], "files": ["../x"]}, "must lie in the scenario's directory"),
@@ -98,7 +101,7 @@ def test_l03_what_config_can_tell_is_told_when_it_is_built(table, said):
         ({"type": "python", "function": "no_such_module_at_all:f"}, "function", "No module named"),
         (python("no_such_function"), "function", "no attribute"),
         (python("CALLS"), "function", "CALLS"),
-        (python("unknown"), "function", "cannot be told 'lable'. .*Did you mean 'label'"),
+        (python("unknown"), "function", "'lable' is not a fact of an episode. .*Did you mean 'label'"),
         (python("everything"), "function", "name each parameter"),
         ({"type": "composed", "routes": {"sums": python("unknown")}}, "routes.sums.function", "lable"),
         ({"type": "composed", "parts": [EXACT, python("nope")]}, r"parts\[1\].function", "nope"),
@@ -107,7 +110,7 @@ def test_l03_what_config_can_tell_is_told_when_it_is_built(table, said):
         ({"type": "ranking", "of": python("unknown")}, "of.function", "lable"),
         ({"type": "ranking", "function": f"{HANDLERS}:two"}, "function", "one argument"),
         ({"type": "http", "url": "localhost:8000"}, "url", "is no URL"),
-        ({"type": "command", "command": ["true"], "files": ["nope.py"]}, "files", "no 'nope.py'"),
+        ({"type": "command", "command": ["true"], "files": ["nope.py"]}, "files", "'nope.py' does not exist"),
         (
             {"type": "llm", "base_url": "http://x", "model": "m", "rubric": "r", "api_key_env": "NO_SUCH_VARIABLE"},
             "api_key_env",
@@ -123,11 +126,11 @@ def test_l03_what_only_the_scenario_can_tell_is_a_problem_before_anything_starts
 
 def test_l03_a_data_source_without_a_route_is_told_beforehand():
     config = parse_judger({"type": "composed", "routes": {"sums": EXACT, "riddles": EXACT}})
-    assert config.unjudged(["sums", "riddles"]) == []
-    (problem,) = config.unjudged(["riddle", "sums"])
+    assert config.routing_problems(["sums", "riddles"]) == []
+    (problem,) = config.routing_problems(["riddle", "sums"])
     assert "'riddle'" in str(problem)
     assert "Did you mean 'riddles'?" in str(problem)
-    assert parse_judger({"type": "composed", "routes": {"*": EXACT}}).unjudged(["anything"]) == []
+    assert parse_judger({"type": "composed", "routes": {"*": EXACT}}).routing_problems(["anything"]) == []
 
 
 def test_l03_a_single_named_judger_keeps_its_name_as_the_rewards_part():
@@ -187,7 +190,9 @@ def test_l04_composed_judgers_weigh_route_and_merge():
 
 def test_l04_parts_take_over_the_limits_that_they_do_not_set():
     parts = [EXACT, {**LENGTH, "timeout_s": 5}, {"type": "command", "command": ["true"]}]
-    first, second, third = parse_judger({"type": "composed", "parts": parts, "timeout_s": 30, "retries": 1}).members()
+    first, second, third = (
+        parse_judger({"type": "composed", "parts": parts, "timeout_s": 30, "retries": 1}).members().values()
+    )
     assert [(part.timeout_s, part.retries) for part in (first, second, third)] == [(30, 1), (5, 1), (30, 1)]
     assert third.concurrency == 4
 
@@ -298,7 +303,7 @@ def test_l05_a_worker_that_is_lost_is_no_verdict():
 
     async def main():
         config = parse_judger(EXACT)
-        found = JudgerClient(Lost(partial(JudgeWorker, config, Path())), config)
+        found = JudgerClient(Lost(partial(JudgeWorker.build, config, Path())), config)
         await found.start()
         with pytest.raises(JudgeFailed, match="the actor died") as caught:
             await found.judge(episode())
@@ -323,7 +328,7 @@ def test_l06_only_what_a_judger_needs_crosses_a_process_boundary():
 
     async def main():
         config = parse_judger(EXACT)
-        found = JudgerClient(Counting(partial(JudgeWorker, config, Path())), config)
+        found = JudgerClient(Counting(partial(JudgeWorker.build, config, Path())), config)
         await found.start()
         assert found.needs == ("answer", "label")
         short = episode("4")

@@ -50,6 +50,7 @@ class Workers(Pool):
     """Rollouts of one token, by whatever weights the gateway has."""
 
     in_flight = 0
+    description = None
 
     def __init__(self, place):
         self.place, self.meanwhile = place, None

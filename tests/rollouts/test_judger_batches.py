@@ -207,5 +207,5 @@ def test_closing_fails_what_is_waited_for():
 def test_room_and_patience_count_batches():
     table = {"type": "http", "url": "http://x", "concurrency": 2, "retries": 0, "timeout_s": 5}
     alone, together = parse_judger(table), parse_judger({**table, "batch": 16, "batch_wait_s": 1.0})
-    assert (alone.room(), together.room()) == (2, 32)
-    assert (alone.patience_s(), together.patience_s()) == (5.0, 6.0)
+    assert (alone.capacity(), together.capacity()) == (2, 32)
+    assert (alone.total_timeout_s(), together.total_timeout_s()) == (5.0, 6.0)

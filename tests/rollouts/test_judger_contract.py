@@ -8,12 +8,10 @@ import pytest
 
 from loopwright.rollouts.judgers.command import CommandJudgerConfig
 from loopwright.rollouts.judgers.composed import ComposedJudgerConfig
-from loopwright.rollouts.judgers.http import HttpJudgerConfig
-from loopwright.rollouts.judgers.length import LengthJudgerConfig
-from loopwright.rollouts.judgers.llm import LlmJudgerConfig
+from loopwright.rollouts.judgers.facts import LengthJudgerConfig, VerifierJudgerConfig
+from loopwright.rollouts.judgers.http import HttpJudgerConfig, LlmJudgerConfig
 from loopwright.rollouts.judgers.python import PythonJudgerConfig
 from loopwright.rollouts.judgers.ranking import RankingJudgerConfig
-from loopwright.rollouts.judgers.verifier import VerifierJudgerConfig
 from loopwright.testing import JudgerContract
 from tests.rollouts.judge_servers import serving
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from loopwright.core.reward import Reward
 from loopwright.rollouts.judgers import build_judger, parse_judger
 from loopwright.rollouts.judgers.base import JudgeFailed, Payload
-from loopwright.rollouts.judgers.ranking import ranked
-from loopwright.rollouts.judgers.score import read_score
-from loopwright.rollouts.judgers.verdict_parsing import added, as_reward, weighted
+from loopwright.rollouts.judgers.http import parse_score
+from loopwright.rollouts.judgers.ranking import rank
+from loopwright.rollouts.judgers.verdict_parsing import add_rewards, apply_weight, as_reward
 from loopwright.testing.executors import alive, appears, written_pid
 from loopwright.testing.judgers import episode, verdicts
 from tests.rollouts.judge_servers import serving
@@ -63,8 +63,8 @@ def test_parts_add_up_and_a_reward_stays_as_it_is():
 
 @given(st.dictionaries(st.text("abc", min_size=1), st.tuples(finite, finite), min_size=1))
 def test_a_weighted_sum_is_the_sum_of_its_parts(numbers):
-    rewards = {name: weighted(as_reward(v, name), w, name) for name, (v, w) in numbers.items()}
-    total = added(rewards, "composed")
+    rewards = {name: apply_weight(as_reward(v, name), w, name) for name, (v, w) in numbers.items()}
+    total = add_rewards(rewards, "composed")
     assert total.parts == {name: v if w == 1.0 else w * v for name, (v, w) in numbers.items()}
     assert total.value == math.fsum(total.parts.values())
 
@@ -83,13 +83,13 @@ def test_parts_of_parts_keep_both_names():
 )
 def test_a_score_is_read_as_it_was_written(score, form):
     text = f"{score:.3f}"
-    assert read_score(form.format(text), 0, 10) == float(text)
+    assert parse_score(form.format(text), 0, 10) == float(text)
 
 
 @given(st.text(max_size=200))
 def test_whatever_a_judge_writes_is_a_score_within_bounds_or_no_verdict(text):
     with suppress(JudgeFailed):
-        assert 0 <= read_score(text, 0, 10) <= 10
+        assert 0 <= parse_score(text, 0, 10) <= 10
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ def test_whatever_a_judge_writes_is_a_score_within_bounds_or_no_verdict(text):
 )
 def test_no_verdict_is_made_up(text):
     with pytest.raises(JudgeFailed):
-        read_score(text, 0, 10)
+        parse_score(text, 0, 10)
 
 
 def test_what_a_reasoning_model_thought_is_no_verdict():
-    assert read_score("<think>Score: 3? No.</think>\nScore: 8", 0, 10) == 8
+    assert parse_score("<think>Score: 3? No.</think>\nScore: 8", 0, 10) == 8
 
 
 def test_the_llm_is_shown_rubric_and_needs_and_its_score_is_scaled(monkeypatch):
@@ -280,7 +280,7 @@ def test_a_cancelled_command_leaves_neither_process_nor_directory(tmp_path):
 @given(st.lists(st.one_of(finite, st.none()), min_size=1, max_size=12))
 def test_ranks_keep_the_order_and_leave_out_failures(values):
     given = [JudgeFailed("none") if value is None else Reward(value) for value in values]
-    found = ranked(given)
+    found = rank(given)
     assert [isinstance(f, JudgeFailed) for f in found] == [value is None for value in values]
     pairs = [(value, f.value) for value, f in zip(values, found, strict=True) if isinstance(f, Reward)]
     assert all(0 <= rank <= 1 for _, rank in pairs)

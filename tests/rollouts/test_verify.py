@@ -13,8 +13,8 @@ from loopwright.core.reward import Reward
 from loopwright.execution.sandbox import sandbox_of
 from loopwright.rollouts.judgers.base import JudgeFailed, Payload
 from loopwright.rollouts.judgers.composed import ComposedJudgerConfig
+from loopwright.rollouts.judgers.facts import VerifierJudger, VerifierJudgerConfig
 from loopwright.rollouts.judgers.ranking import RankingJudgerConfig
-from loopwright.rollouts.judgers.verifier import VerifierJudger, VerifierJudgerConfig
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.verify import prepare
 from loopwright.rollouts.tasks.base import TasksError
@@ -53,7 +53,7 @@ def test_reward_json_is_named_numbers_and_comes_first(tmp_path):
     assert said["rewards"] == {"style": 0.5, "tests": 2.0}
     assert judged(said) == Reward(2.5, {"style": 0.5, "tests": 2.0})
     assert judged(said, reward="tests").value == 2.0
-    with pytest.raises(JudgeFailed, match="no 'speed', only style, tests"):
+    with pytest.raises(JudgeFailed, match="no reward 'speed', only style, tests"):
         judged(said, reward="speed")
 
 
@@ -208,7 +208,7 @@ def test_a_variable_that_only_tests_need_is_missed_before_the_agent_begins(tmp_p
     with pytest.raises(TasksError, match=says):
         prepare(task_at(path), tmp_path, TaskLocator(tmp_path))
     assert prepare(task_at(path), tmp_path, TaskLocator(tmp_path), verifies=False).tests_env == {}
-    assert re.search(says, RemoteConfig(command=("agent",)).lacks(task_at(path), tmp_path))
+    assert re.search(says, RemoteConfig(command=("agent",)).task_problem(task_at(path), tmp_path))
 
 
 def test_a_variable_is_a_template_as_a_whole_or_not_at_all(monkeypatch):
@@ -281,12 +281,12 @@ def test_only_what_can_be_tested_is_judged():
     verifier = VerifierJudgerConfig()
     routed = ComposedJudgerConfig(routes={"a": verifier, "*": {"type": "length"}})
     untested = task_at("x", tested=False)
-    assert verifier.lacks(task_at("x")) == ""
+    assert verifier.task_problem(task_at("x")) == ""
     for config in (verifier, ComposedJudgerConfig(parts=(verifier,)), RankingJudgerConfig(of=verifier)):
-        assert config.evidence() == {"verifier"}
-        assert config.lacks(untested) == "its directory has no tests/test.sh"
-    assert routed.evidence() == {"verifier"}
-    assert routed.lacks(untested) == ""
+        assert config.required_evidence() == {"verifier"}
+        assert config.task_problem(untested) == "its directory has no tests/test.sh"
+    assert routed.required_evidence() == {"verifier"}
+    assert routed.task_problem(untested) == ""
 
 
 @NEEDS_BWRAP

@@ -110,7 +110,11 @@ R = "[run.rollout]"
         ),
         (judger('{ type = "python", function = "rollout_parts:gone" }'), f"{R} judger.function", "no attribute 'gone'"),
         (judger('{ type = "python", function = "rollout_parts:NUMBER" }'), f"{R} judger.function", "NUMBER"),
-        (judger('{ type = "python", function = "rollout_parts:misspelt" }'), f"{R} judger.function", "told 'lable'"),
+        (
+            judger('{ type = "python", function = "rollout_parts:misspelt" }'),
+            f"{R} judger.function",
+            "'lable' is not a fact",
+        ),
         (judger('{ type = "python", function = "rollout_parts:misspelt" }'), f"{R} judger.function", "mean 'label'?"),
         (judger('{ type = "python", function = "rollout_parts:anything" }'), f"{R} judger.function", "name each param"),
         (judger('{ type = "length", wieght = 2 }'), f"{R} judger", "unknown key 'wieght'."),

@@ -114,7 +114,7 @@ class Works:
             raise ValueError("`workers` of the loop must be 0 here: verl has workers of its own (rollout.agent)")
         self.config = rollout.loop
         passed = {name: os.environ[name] for name in self.config.pass_env if name in os.environ}
-        verifies = "verifier" in rollout.judger.evidence()
+        verifies = "verifier" in rollout.judger.required_evidence()
         build = partial(RemoteWorker, self.config, home, run=config.name, passed=passed, verifies=verifies)
         said = EngineConfig(type="verl", template=engine.template, reasoning=engine.reasoning)
         place = EmbeddedGatewayHost(gateway, lambda: VerlEngine(servers, tokenizer, said))

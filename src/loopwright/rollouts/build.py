@@ -100,7 +100,7 @@ def _loop(run: Run, config: RolloutConfig, engine: EngineConfig, gateway: Gatewa
     if isinstance(loop, RemoteConfig) and gateway is not None:
         # Read here, where the run was started: a worker may be on a machine that knows nothing of them.
         passed = {name: os.environ[name] for name in loop.pass_env if name in os.environ}
-        verifies = "verifier" in config.judger.evidence()
+        verifies = "verifier" in config.judger.required_evidence()
         place = build_gateway_host(gateway, engine, home, run.name)
         if loop.server is not None:
             return _served(loop, loop.server, place, run, home, passed=passed, verifies=verifies)
@@ -142,7 +142,7 @@ def _cluster(requests: Sequence[ResourceRequest]) -> Iterator[None]:
 def build_judger_client(config: JudgerConfig, home: Path) -> JudgerClient:
     """A judger, wherever it lives."""
     return JudgerClient(
-        build_pool("judger", partial(JudgeWorker, config, home), config, home, most=config.room()), config
+        build_pool("judger", partial(JudgeWorker.build, config, home), config, home, most=config.capacity()), config
     )
 
 

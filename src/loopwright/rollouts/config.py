@@ -9,8 +9,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 from loopwright.core.config import Config
 from loopwright.core.errors import Problem
 from loopwright.core.tagged_config import config_parser
-from loopwright.rollouts.judgers.base import JudgerConfig
-from loopwright.rollouts.judgers.parse import AnyJudger
+from loopwright.rollouts.judgers.base import AnyJudger, JudgerConfig
 from loopwright.rollouts.loops.base import LoopConfig, loops
 from loopwright.rollouts.pools.resources import ResourceRequest
 from loopwright.rollouts.produce import ProduceConfig
@@ -51,25 +50,25 @@ class RolloutConfig(Config):
     def _shown(self, sources: Sequence[TasksConfig], home: Path) -> list[Problem]:
         """Sources that an agent could read for itself: labels, tests and solutions."""
         files = [(source.label(), getattr(source, "path", None)) for source in sources]
-        shown = [name for name, path in files if path is not None and self.loop.shows(home / path, home)]
+        shown = [name for name, path in files if path is not None and self.loop.exposes(home / path, home)]
         said = "would be shown to agents, with what they are judged by. Name the agent's own directory only."
         return [Problem("loop.readable", f"the tasks of {name!r} {said}") for name in shown]
 
     def _untested(self, sources: Sequence[TasksConfig], home: Path) -> list[Problem]:
         """Where the judger goes by what the loop brings home: a loop that does not, and tasks that it cannot judge."""
-        wanted = self.judger.evidence()
+        wanted = self.judger.required_evidence()
         if missing := wanted - set(self.loop.evidence):
             said = f"goes by {', '.join(sorted(missing))}, which loop type {self.loop.type!r} does not bring home"
             return [Problem("judger", f'{said}; use loop = {{ type = "remote", ... }}.')]
         tasks = [task for source in sources for task in source.load(home)] if wanted else []
-        lacks = ((task.id, self.judger.lacks(task) or self.loop.lacks(task, home)) for task in tasks)
+        lacks = ((task.id, self.judger.task_problem(task) or self.loop.task_problem(task, home)) for task in tasks)
         lacking = [f"task {name} cannot be judged: {lack}" for name, lack in lacks if lack]
         more = f"; and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         return [Problem("judger", f"{lacking[0]}{more}.")] if lacking else []
 
     def _unjudged(self, sources: Sequence[TasksConfig], home: Path) -> list[Problem]:
         """The tasks that the judger has no rule for; they are read again only if there can be any."""
-        if not self.judger.unjudged([""]):
+        if not self.judger.routing_problems([""]):
             return []
         data_sources = {task.data_source: None for source in sources for task in source.load(home)}
-        return [Problem(f"judger.{p.key}", p.message) for p in self.judger.unjudged(data_sources)]
+        return [Problem(f"judger.{p.key}", p.message) for p in self.judger.routing_problems(data_sources)]

@@ -180,7 +180,7 @@ async def rejudge(ledger: Ledger, config: JudgerConfig, home: Path) -> AsyncGene
     """The verdicts of a judger on the stored episodes, group by group, each with how many could not be judged."""
     judge = build_judger_client(config, home)
     # As many groups at a time as keep the judger busy, however small they are.
-    most = 2 * config.room() * max(1, config.workers)
+    most = 2 * config.capacity() * max(1, config.workers)
     flying: set[asyncio.Task[tuple[list[Change], int]]] = set()
     try:
         await judge.start()

@@ -21,10 +21,8 @@ import pytest
 from loopwright.core.episode import ROOT, Episode, Node, Span
 from loopwright.core.reward import Reward
 from loopwright.core.task import Task
-from loopwright.rollouts.judgers.base import FACTS, JudgeFailed, Judger, JudgerConfig, Payload, Verdict
-from loopwright.rollouts.judgers.guard import judge_all
-from loopwright.rollouts.judgers.parse import parse_judger
-from loopwright.rollouts.judgers.worker import build_judger
+from loopwright.rollouts.judgers.base import FACTS, JudgeFailed, JudgerConfig, Payload, Verdict, parse_judger
+from loopwright.rollouts.judgers.guard import GuardedJudger, build_judger
 
 T = TypeVar("T")
 Story = Literal["score", "fail", "hang"]
@@ -60,7 +58,7 @@ class JudgerContract(ABC):
             pytest.skip(f"this judger does not {story}")
         return config
 
-    def use(self, config: JudgerConfig, home: Path, story: Callable[[Judger], Awaitable[T]]) -> T:
+    def use(self, config: JudgerConfig, home: Path, story: Callable[[GuardedJudger], Awaitable[T]]) -> T:
         """Run `story` with a judger in an event loop, and close it."""
 
         async def main() -> T:
@@ -86,10 +84,10 @@ class JudgerContract(ABC):
     def test_only_what_it_needs_is_sent(self, tmp_path: Path) -> None:
         """A payload that went through another process, with nothing but its needs, is enough."""
 
-        async def story(judger: Judger) -> list[Verdict]:
+        async def story(judger: GuardedJudger) -> list[Verdict]:
             assert set(judger.needs) <= set(FACTS)
             sent = [pickle.loads(pickle.dumps(Payload.of(self.make_episode(), judger.needs))) for _ in range(2)]  # noqa: S301
-            return await judge_all(judger, sent)
+            return await judger.judge_group(sent)
 
         found = self.use(self.config(tmp_path, "score"), tmp_path, story)
         assert all(isinstance(verdict, Reward) for verdict in found), found
@@ -119,7 +117,7 @@ class JudgerContract(ABC):
         """Each gets its own verdict."""
         many = [self.make_episode("4" if index % 2 else "5") for index in range(12)]
 
-        async def story(judger: Judger) -> tuple[list[Verdict], list[Verdict]]:
+        async def story(judger: GuardedJudger) -> tuple[list[Verdict], list[Verdict]]:
             return await verdicts(judger, *many), await verdicts(judger, *many[:2])
 
         together, two = self.use(self.config(tmp_path, "score", concurrency=3), tmp_path, story)
@@ -140,7 +138,7 @@ class JudgerContract(ABC):
     def test_hanging_is_a_failure_and_holds_up_nothing(self, tmp_path: Path) -> None:
         """The event loop goes on meanwhile, and the verdict fails at the timeout."""
 
-        async def story(judger: Judger) -> tuple[list[Verdict], int]:
+        async def story(judger: GuardedJudger) -> tuple[list[Verdict], int]:
             flight = asyncio.ensure_future(verdicts(judger, self.make_episode(), self.make_episode()))
             turns = 0
             while not flight.done():
@@ -156,7 +154,7 @@ class JudgerContract(ABC):
     def test_cancelling_is_not_a_failure(self, tmp_path: Path) -> None:
         """Whoever cancels gets a cancellation, and the judger can be closed at once."""
 
-        async def story(judger: Judger) -> None:
+        async def story(judger: GuardedJudger) -> None:
             flight = asyncio.ensure_future(verdicts(judger, self.make_episode(), self.make_episode()))
             await asyncio.sleep(0.05)
             flight.cancel()
@@ -168,7 +166,7 @@ class JudgerContract(ABC):
     def test_closing_twice_is_fine(self, tmp_path: Path) -> None:
         """With or without a verdict before."""
 
-        async def story(judger: Judger) -> None:
+        async def story(judger: GuardedJudger) -> None:
             await judger.close()
 
         self.use(self.config(tmp_path, "score"), tmp_path, story)
@@ -187,6 +185,6 @@ class JudgerContract(ABC):
             parse_judger({**config.model_dump(mode="json"), "tymeout_s": 3})
 
 
-async def verdicts(judger: Judger, *episodes: Episode) -> list[Verdict]:
+async def verdicts(judger: GuardedJudger, *episodes: Episode) -> list[Verdict]:
     """The verdicts on these episodes, as one group."""
-    return await judge_all(judger, [Payload.of(episode, judger.needs) for episode in episodes])
+    return await judger.judge_group([Payload.of(episode, judger.needs) for episode in episodes])

@@ -1,70 +1,91 @@
-"""JudgerClient: what whoever has episodes asks for their rewards, wherever the judger lives."""
+"""The judger in a pool, and the client that asks it for rewards, whether it is in this process or on Ray."""
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 from loopwright.core.episode import Episode
 from loopwright.core.reward import Reward
 from loopwright.rollouts.judgers.base import JudgeFailed, JudgerConfig, Payload, Verdict
-from loopwright.rollouts.judgers.worker import ABOUT
-from loopwright.rollouts.pools.base import Pool, PoolDown
+from loopwright.rollouts.judgers.guard import GuardedJudger, build_judger
+from loopwright.rollouts.pools.base import Pool, PoolDown, Worker
 
 _MARGIN_S = 10.0
 
 
-class JudgerClient:
-    """Takes from an episode the little that the judger needs and asks the pool. Training and evaluation can share one.
+class JudgeWorker(Worker):
+    """Judges payloads. `partial(JudgeWorker.build, config, scenario_dir)` makes one in the process where it runs."""
 
-    verdicts = JudgerClient(pool, config)
-    await verdicts.start()
-    reward = await verdicts.judge(episode)
+    def __init__(self, judger: GuardedJudger) -> None:
+        self._judger = judger
+
+    @classmethod
+    def build(cls, config: JudgerConfig, scenario_dir: Path) -> "JudgeWorker":
+        """A worker with the judger of a config."""
+        return cls(build_judger(config, scenario_dir))
+
+    async def handle(self, request: Sequence[Payload]) -> list[Verdict]:
+        """A verdict for each payload."""
+        return await self._judger.judge_group(request)
+
+    def describe(self) -> tuple[tuple[str, ...], bool]:
+        """The facts that the judger needs, and whether it compares groups."""
+        return self._judger.needs, self._judger.compares
+
+    async def close(self) -> None:
+        await self._judger.close()
+
+
+class JudgerClient:
+    """Sends the judger what it needs of an episode. Training and evaluation can share one client.
+
+    client = JudgerClient(pool, config)
+    await client.start()
+    reward = await client.judge(episode)
     """
 
     def __init__(self, pool: Pool, config: JudgerConfig) -> None:
         self._pool, self._config = pool, config
-        # JudgerClient queue here, where no time runs, and not in a worker that is busy.
-        self._room = asyncio.Semaphore(config.room() * max(1, config.workers))
+        # Verdicts queue here, where no timeout runs, and not in a busy worker.
+        self._slots = asyncio.Semaphore(config.capacity() * max(1, config.workers))
         self.needs: tuple[str, ...] = ()
         self.compares = False
 
     async def start(self) -> None:
-        """Have the judger ready."""
+        """Start the judger."""
         await self._pool.start()
-        self.needs, self.compares = (await self._pool.publish(ABOUT))[0]
+        self.needs, self.compares = self._pool.description
 
     async def judge(self, episode: Episode) -> Reward:
         """The reward of one episode; JudgeFailed if there is none, whatever the reason."""
-        reward: Reward = await self._call(Payload.of(episode, self.needs), self._config.patience_s())
-        return reward
+        (verdict,) = await self._call([episode])
+        if isinstance(verdict, JudgeFailed):
+            raise verdict
+        return verdict
 
     async def judge_group(self, episodes: Sequence[Episode]) -> list[Verdict]:
-        """A reward or a JudgeFailed for each episode; compared with one another if the judger does that."""
-        if not self.compares:
-            return list(await asyncio.gather(*map(self._judge_or_fail, episodes)))
-        payloads = [Payload.of(episode, self.needs) for episode in episodes]
-        try:
-            verdicts: list[Verdict] = await self._call(payloads, self._config.patience_s() * max(1, len(payloads)))
-        except JudgeFailed as error:
-            return [error] * len(payloads)
-        return verdicts
+        """A verdict for each episode, compared with the others if the judger compares."""
+        if self.compares:
+            return await self._call(episodes)
+        # One call each, so that they spread over all workers.
+        verdicts = await asyncio.gather(*(self._call([episode]) for episode in episodes))
+        return [verdict for (verdict,) in verdicts]
 
     async def close(self) -> None:
-        """Let the judger go."""
+        """Stop the judger."""
         await self._pool.close()
 
-    async def _judge_or_fail(self, episode: Episode) -> Verdict:
-        try:
-            return await self.judge(episode)
-        except JudgeFailed as error:
-            return error
-
-    async def _call(self, request: Any, patience_s: float) -> Any:
-        async with self._room:
+    async def _call(self, episodes: Sequence[Episode]) -> list[Verdict]:
+        payloads = [Payload.of(episode, self.needs) for episode in episodes]
+        timeout_s = self._config.total_timeout_s() * max(1, len(payloads)) + _MARGIN_S
+        async with self._slots:
             try:
-                return await self._pool.call(request, timeout_s=patience_s + _MARGIN_S)
-            except (JudgeFailed, PoolDown):
+                verdicts: list[Verdict] = await self._pool.call(payloads, timeout_s=timeout_s)
+            except PoolDown:
                 raise
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  however a worker fails, there is no verdict
                 name, reason = self._config.label(), f"{type(error).__name__}: {error}".rstrip(": ")
-                raise JudgeFailed(f"judger {name!r} gave no verdict: {reason}") from error
+                failure = JudgeFailed(f"judger {name!r} gave no verdict: {reason}")
+                failure.__cause__ = error
+                return [failure] * len(payloads)
+        return verdicts

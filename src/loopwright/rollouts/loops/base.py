@@ -41,11 +41,11 @@ class LoopConfig(PlacementConfig):
         """What is wrong with it; found before anything starts."""
         return []
 
-    def lacks(self, task: Task, home: Path) -> str:
+    def task_problem(self, task: Task, home: Path) -> str:
         """What a task lacks for this loop to bring evidence home; nothing if it can. Asked where a judger needs it."""
         return ""
 
-    def shows(self, path: Path, home: Path) -> bool:
+    def exposes(self, path: Path, home: Path) -> bool:
         """Whether an agent could read, in its sandbox, what is at this path or a part of it."""
         return False
 

@@ -23,12 +23,12 @@ class ActorHost:
         self._over = asyncio.Event()
 
     async def begin(self, build: bytes, update: bytes | None) -> bytes:
-        """Make the worker, and tell it how things are."""
+        """Make the worker and apply the latest update; answer with its description and the result of the update."""
         try:
             made: WorkerFactory = unpack(build)
             self._worker = made()
             told = None if update is None else await answered(self._worker.apply_update(unpack(update)))
-            return pack((None, told), "an answer")
+            return pack((None, (self._worker.describe(), told)), "an answer")
         except Exception as error:  # noqa: BLE001  Everything is carried to the caller.
             return pack((pack_exception(error), None))
 

@@ -36,6 +36,10 @@ class Worker(ABC):
         """Answer one request piece by piece, where that is what a worker does."""
         raise TypeError(f"{type(self).__name__} gives its answers whole")
 
+    def describe(self) -> Any:
+        """What callers must know about the worker before their first request, such as what a judger needs."""
+        return None
+
     async def apply_update(self, update: Any) -> Any:
         """Apply something that concerns every worker, such as a weight update.
 
@@ -65,6 +69,11 @@ class Pool(ABC):
     @abstractmethod
     async def publish(self, update: Any, *, timeout_s: float | None = None) -> list[Any]:
         """Send an update to every worker, and return what each of them answered."""
+
+    @property
+    @abstractmethod
+    def description(self) -> Any:
+        """What a started worker's `describe` returned; it is the same for all workers."""
 
     @property
     @abstractmethod

@@ -26,6 +26,10 @@ class LocalPool(Pool):
         return [await self._answer(self._open().apply_update(update), timeout_s)]
 
     @property
+    def description(self) -> Any:
+        return self._open().describe()
+
+    @property
     def in_flight(self) -> int:
         return len(self._calls)
 

@@ -132,7 +132,7 @@ class RemoteConfig(LoopConfig):
             )
         return sandbox_of(self.sandbox, self.bounds.bounds(), tuple(home / name for name in self.readable))
 
-    def shows(self, path: Path, home: Path) -> bool:
+    def exposes(self, path: Path, home: Path) -> bool:
         path = path.resolve()
         shown = self._readable(home)
         return self.sandbox != "none" and any(path.is_relative_to(p) or p.is_relative_to(path) for p in shown)
@@ -175,7 +175,7 @@ class RemoteConfig(LoopConfig):
             found.append(Problem("token_file", f"{error}."))
         return found
 
-    def lacks(self, task: Task, home: Path) -> str:
+    def task_problem(self, task: Task, home: Path) -> str:
         if self.workers or self.server is not None:
             return ""  # they may be on machines that have it
         try:
@@ -186,7 +186,7 @@ class RemoteConfig(LoopConfig):
             return str(error)
         if found is None:
             return "neither its local_task_path nor `task_root` or `task_template` says where its tests are"
-        if self.shows(found.path, home):
+        if self.exposes(found.path, home):
             return f"`readable` would show its agent the tests in {found.path}"
         return "" if found.tested else f"{found.path} has no tests/test.sh"
 

@@ -87,6 +87,10 @@ class GatewayPool(Pool):
                 await self._publish(self._published)
 
     @property
+    def description(self) -> Any:
+        return self._workers.description
+
+    @property
     def in_flight(self) -> int:
         return self._workers.in_flight
 

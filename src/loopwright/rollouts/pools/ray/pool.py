@@ -66,6 +66,7 @@ class RayPool(Pool):
         self._watches: set[asyncio.Task[None]] = set()
         self._in_flight = 0
         self._update: bytes | None = None
+        self._description: Any = None
         self._parcel = b""
         self._own_node = ""
         self._open = False
@@ -123,6 +124,11 @@ class RayPool(Pool):
         order = pack((timeout_s, timeout_s, update), "update")
         slots = range(len(self._slots))
         return await asyncio.gather(*(self._publish(index, parcel, order, timeout_s) for index in slots))
+
+    @property
+    def description(self) -> Any:
+        self._check_open()
+        return self._description
 
     @property
     def in_flight(self) -> int:
@@ -244,7 +250,8 @@ class RayPool(Pool):
             async with asyncio.timeout(self._start_timeout_s) as deadline:
                 member.node = await member.actor.node.remote()
                 update = self._update
-                failure, told = unpack(await member.actor.begin.remote(self._parcel, update))
+                failure, answer = unpack(await member.actor.begin.remote(self._parcel, update))
+                self._description, told = answer or (None, None)
                 while failure is None and update is not self._update:  # There were newer ones meanwhile.
                     update = self._update
                     failure, told = unpack(await member.apply_update(pack((None, None, unpack(update or b"")))))
