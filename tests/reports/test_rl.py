@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 
-from loopwright.reports.html import write_report
-from loopwright.reports.live.digest import Episodes, LiveDigest, read_run
+from loopwright.reports.kinds import read_run
+from loopwright.reports.live.digest import Episodes, LiveDigest
+from loopwright.reports.page import write_report
 from tests.reports.story import LIVE, live
 from tests.reports.test_html import HOSTILE, assert_drawn, chart, page, with_script, words
 
@@ -51,7 +52,7 @@ def test_a_live_run_is_told_by_its_last_hundred_episodes_against_the_first(begin
         ([5.0], "Return of the last episode 5 One episode so far"),
         ([5.0, 2.0], "Return of the last episode 2 −3 worse than the first (5)"),
         ([1.0, 2.0, 3.0, 6.0], "Mean return of the last 2 episodes 4.5 +3 against the first 2 (1.5)"),
-        ([2.0] * 4, "Mean return of the last 2 episodes 2 as the first 2 (2)"),
+        ([2.0] * 4, "Mean return of the last 2 episodes 2 the same as the first 2 (2)"),
     ],
 )
 def test_few_episodes_are_compared_half_by_half(begin, tmp_path, returns, said):
@@ -107,7 +108,9 @@ def test_an_episode_that_a_failed_step_ended_is_in_no_mean(begin, tmp_path, step
 
     text = words(tmp_path)
 
-    assert "Mean return of the last 2 episodes −9 as the first 2 (−9)" in text, "a broken server is no better policy"
+    assert "Mean return of the last 2 episodes −9 the same as the first 2 (−9)" in text, (
+        "a broken server is no better policy"
+    )
     assert "best return −9" in text
     assert "ended by a failed step 4 episodes, in no mean" in text
 
@@ -118,8 +121,8 @@ def test_where_every_episode_failed_there_is_no_return(begin, tmp_path):
 
     text = words(tmp_path)
 
-    assert "No episode has a return: all 2 were ended by a failed step." in text
-    assert "every episode was ended by a failed step" in text, "in the list of runs"
+    assert "No episode has a return: all 2 ended with a failed step." in text
+    assert "every episode ended with a failed step" in text, "in the list of runs"
 
 
 def test_with_whole_episodes_recorded_steps_are_counted_all_the_same(begin, tmp_path):
@@ -207,7 +210,7 @@ def test_a_policy_stands_beside_the_best_static_action_and_the_winner_is_named(b
     assert "Mean gflops of the policy over 2 regimes" in text
     assert "the same under every regime: cc = cubic, streams = 1" in text
     assert "drop cc streams policy static trials 0 bbr 8 " in text, "what could not be chosen is left out"
-    assert "What would be best under each regime alone" in text
+    assert "The best action under each regime alone" in text
     assert chart(tmp_path)["answer"] == [0], "the policy's own trial"
 
 

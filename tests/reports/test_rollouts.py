@@ -12,11 +12,11 @@ from loopwright.core.task import Task
 from loopwright.core.trial import Result, Trial
 from loopwright.ledger.groups import Groups
 from loopwright.ledger.ledger import Ledger
-from loopwright.reports.html import write_report
-from loopwright.reports.live.digest import read_run
+from loopwright.reports.kinds import read_run
+from loopwright.reports.page import write_report
 from loopwright.reports.rollout.digest import RolloutDigest, read_rollouts, rollout_result
 from loopwright.reports.rollout.page import histogram
-from loopwright.reports.rollout.tokens import pieces, tokenizer_of
+from loopwright.reports.rollout.tokens import token_texts, tokenizer_of
 
 ABOUT = {
     "tasks": ["arith", "riddles"],
@@ -113,20 +113,20 @@ def test_the_digest_counts_what_the_ledger_holds(rolled):
     digest = read_run(rolled() / "collect")
     assert isinstance(digest, RolloutDigest)
     assert (digest.count, digest.succeeded, digest.unscored) == (48, 46, 2)
-    assert dict(digest.rolled.faults) == {"judge": 1, "infra": 1, "policy": 1}
+    assert dict(digest.rollouts.faults) == {"judge": 1, "infra": 1, "policy": 1}
     assert digest.groups.statuses == {"trained": 10, "filtered": 1, "ready": 1}
-    assert (digest.groups.level, digest.groups.count) == (1, 12)
-    assert (digest.retried.first, digest.retried.came_right) == ({"lost": 2}, 1)
+    assert (digest.groups.equal, digest.groups.count) == (1, 12)
+    assert (digest.retried.first, digest.retried.recovered) == ({"lost": 2}, 1)
     assert digest.complete
-    total = digest.rolled.total
+    total = digest.rollouts.total
     assert total.mean == pytest.approx(sum(total.part_means.values()))
 
 
 def test_no_reward_is_in_no_mean(rolled):
     digest = read_run(rolled() / "collect")
-    assert len(digest.rolled.rewards) == 46
-    assert digest.rolled.total.mean == pytest.approx(sum(digest.rolled.rewards) / 46)
-    assert digest.rolled.sources["riddles"].ended - digest.rolled.sources["riddles"].count == 1
+    assert len(digest.rollouts.rewards) == 46
+    assert digest.rollouts.total.mean == pytest.approx(sum(digest.rollouts.rewards) / 46)
+    assert digest.rollouts.sources["riddles"].ended - digest.rollouts.sources["riddles"].count == 1
 
 
 def test_the_result_in_words(rolled):
@@ -219,8 +219,8 @@ def test_many_rollouts_are_thinned_and_the_page_stays_small(tmp_path):
             )  # fmt: skip
     text = page(tmp_path)
     digest = read_run(tmp_path / "collect")
-    assert len(digest.rolled.drawn) <= 4000
-    assert digest.rolled.total.count == many
+    assert len(digest.rollouts.drawn) <= 4000
+    assert digest.rollouts.total.count == many
     assert len(text) < 2_000_000
 
 
@@ -236,11 +236,11 @@ def test_a_histogram_counts_each_value_once(values):
 def test_tokens_without_a_known_tokenizer_are_told_by_number():
     assert tokenizer_of({"type": "elsewhere"}) is None
     one = node(0, "hi", -0.1)
-    assert [piece.text for piece in pieces(one, None)][1:] == ["⟨104⟩", "⟨105⟩"]
-    assert [piece.level for piece in pieces(one, tokenizer_of({"type": "scripted"}))] == [None, 0, 0]
+    assert [piece.text for piece in token_texts(one, None)][1:] == ["⟨104⟩", "⟨105⟩"]
+    assert [piece.level for piece in token_texts(one, tokenizer_of({"type": "scripted"}))] == [None, 0, 0]
 
 
 def test_an_unknown_id_does_not_break_the_sample():
     odd = Node(0, {"role": "assistant", "content": ""}, (999_999,), (-0.1,), (Span(0, 1, 0),))
-    (piece,) = pieces(odd, tokenizer_of({"type": "scripted"}))
+    (piece,) = token_texts(odd, tokenizer_of({"type": "scripted"}))
     assert (piece.logprob, bool(piece.text)) == (-0.1, True)

@@ -17,11 +17,11 @@ from loopwright.ledger.groups import Groups
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import rollouts
 from loopwright.ledger.steps import Step, Steps
-from loopwright.reports.live.digest import read_run
+from loopwright.reports.kinds import read_run
 from loopwright.reports.rollout.export import write_episodes, write_parquet_rows, write_rows, write_verl
 from loopwright.reports.rollout.tokens import tokenizer_of
 from loopwright.reports.training.digest import TrainingDigest, read_training, training_result, verdict
-from loopwright.reports.training.page import training_chart
+from loopwright.reports.training.page import chart_data
 from tests.reports.test_rollouts import ABOUT, body, node, page
 
 SIZE, TASKS = 4, 6
@@ -127,9 +127,9 @@ def test_the_page_begins_with_the_verdict(finished, tmp_path):
 def test_evaluations_are_told_apart_from_what_is_trained_on(finished, tmp_path):
     digest = read_run(tmp_path / "learn")
     assert isinstance(digest, TrainingDigest)
-    assert digest.rolled.total.ended == 20 * SIZE
+    assert digest.rollouts.total.ended == 20 * SIZE
     assert digest.groups.count == 20
-    assert list(digest.rolled.sources) == ["sums"]
+    assert list(digest.rollouts.sources) == ["sums"]
     assert [step.step for step in digest.evals] == [0, 10, 20]
     assert sum(digest.outcomes.values()) == 20 * SIZE
 
@@ -159,7 +159,9 @@ def test_what_may_be_chance_is_said(training, after, told):
     assert told in verdict(read_training(training.ledger))
 
 
-@pytest.mark.parametrize(("tasks", "told"), [(1, "1 task that both"), (5, "5 tasks that both"), (6, "got better")])
+@pytest.mark.parametrize(
+    ("tasks", "told"), [(1, "1 task with a reward in both"), (5, "5 tasks with a reward in both"), (6, "got better")]
+)
 def test_a_few_tasks_tell_nothing(training, tasks, told, tmp_path):
     """All of five coins fall alike once in sixteen throws."""
     training.examine(0, [0.0] * tasks)
@@ -270,9 +272,9 @@ def test_steps_that_changed_nothing_are_said(training, tmp_path):
     training.note(3, skipped="missing")
     training.note(4, updates=0.0)
     text = body(page(tmp_path))
-    assert "1 of 4 steps left the policy as it was, as a loss or gradient was no finite number: 2." in text
+    assert "1 of 4 steps did not update the policy (non-finite loss or gradient): 2." in text
     assert "2 of 4 steps had nothing to learn from: 3, 4." in text
-    assert training_chart(read_training(training.ledger))["skipped"] == [2, 3, 4]
+    assert chart_data(read_training(training.ledger))["skipped"] == [2, 3, 4]
 
 
 def test_a_failed_run_shows_why(training, tmp_path):
@@ -294,7 +296,7 @@ def test_ten_thousand_steps_make_a_small_page(training, tmp_path):
     with training.ledger.transaction.held:
         for step in range(2, 10_001):
             training.note(step, reward=step / 10_000, loss=1.0 / step)
-    chart = training_chart(read_training(training.ledger))
+    chart = chart_data(read_training(training.ledger))
     for curve in chart["curves"]:
         for line in curve["lines"]:
             assert len(line["rows"]) <= 240
@@ -305,7 +307,7 @@ def test_ten_thousand_steps_make_a_small_page(training, tmp_path):
 
 
 def test_what_never_changes_has_no_curve_but_is_said(finished, tmp_path):
-    chart = training_chart(read_training(finished.ledger))
+    chart = chart_data(read_training(finished.ledger))
     assert chart["level"]["KL"] == 0.0
     assert "KL" not in [curve["title"] for curve in chart["curves"]]
     assert "The same in every step: KL 0" in body(page(tmp_path))
@@ -314,16 +316,16 @@ def test_what_never_changes_has_no_curve_but_is_said(finished, tmp_path):
 def test_the_distance_to_the_sampler_is_not_called_that_to_the_reference(training):
     for step in (1, 2):
         training.note(step, reward=0.1, kl="missing", mismatch_kl=0.1 * step)
-    curves = {curve["title"]: curve["meaning"] for curve in training_chart(read_training(training.ledger))["curves"]}
+    curves = {curve["title"]: curve["meaning"] for curve in chart_data(read_training(training.ledger))["curves"]}
     assert "KL" not in curves
-    assert "from the one that sampled" in curves["mismatch"]
+    assert "from the sampling policy" in curves["mismatch"]
     assert "rollouts without an advantage" in curves["mismatch"]
 
 
 def test_an_evaluation_whose_interval_is_unknown_is_drawn(training, tmp_path):
     for step in (0, 5):
         training.examine(step, [0.5], width=math.nan)
-    held_out = training_chart(read_training(training.ledger))["curves"][0]["lines"][-1]["rows"]
+    held_out = chart_data(read_training(training.ledger))["curves"][0]["lines"][-1]["rows"]
     assert held_out == [[0, 0.5, 0.5, 0.5, 0], [5, 0.5, 0.5, 0.5, 5]]
     assert "95 %: unknown" in body(page(tmp_path))
 
@@ -331,7 +333,7 @@ def test_an_evaluation_whose_interval_is_unknown_is_drawn(training, tmp_path):
 def test_a_trainer_s_own_numbers_have_curves_too(training):
     for step in (1, 2):
         training.note(step, reward=0.1, value_loss=1.0 / step)
-    assert "value loss" in [curve["title"] for curve in training_chart(read_training(training.ledger))["curves"]]
+    assert "value loss" in [curve["title"] for curve in chart_data(read_training(training.ledger))["curves"]]
 
 
 def test_text_from_tasks_and_models_is_never_markup(training, tmp_path):
@@ -359,7 +361,7 @@ def test_the_result_names_the_policy_and_both_intervals(finished, tmp_path):
 
 
 def test_reports_never_import_torch():
-    code = "import sys, loopwright.reports.html, loopwright.cli.progress; assert 'torch' not in sys.modules"
+    code = "import sys, loopwright.reports.page, loopwright.cli.progress; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -162,7 +162,7 @@ def _show(summary: "AuditSummary", tolerance: float) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from loopwright.reports.markup import number
+    from loopwright.reports.formatting import number
 
     console = Console(highlight=False, emoji=False)
     if left_out := summary.left_out:

@@ -12,8 +12,8 @@ from loopwright.core.episode import Attempt, Episode, Node
 from loopwright.core.outcome import Outcome
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import Rollout, rejudgements, rollouts
-from loopwright.reports.markup import duration, exact, number, short
-from loopwright.reports.rollout.tokens import LEVELS, Piece, pieces, tokenizer_of
+from loopwright.reports.formatting import duration, exact, number, short
+from loopwright.reports.rollout.tokens import LEVELS, TokenText, token_texts, tokenizer_of
 
 _ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _LEVELS = ("default", "green", "yellow", "bright_red", "bold white on red")
@@ -34,7 +34,7 @@ def show(ledger: Ledger, numbers: Sequence[int], engine: Mapping[str, Any] | Non
             console.print(*_branch_note(rollout.episode, place, path), sep="\n", end="")
             for index in path:
                 node = rollout.episode.nodes[index]
-                said = None if engine is None or not node.spans else list(pieces(node, tokenizer))
+                said = None if engine is None or not node.spans else list(token_texts(node, tokenizer))
                 _message(console, node, said)
         console.print()
 
@@ -110,7 +110,7 @@ def _branch_note(episode: Episode, place: int, path: tuple[int, ...]) -> list[Te
     return [Text(f"branch {place + 1}{after}", "bold"), Text("")]
 
 
-def _message(console: Console, node: Node, said: Sequence[Piece] | None) -> None:
+def _message(console: Console, node: Node, said: Sequence[TokenText] | None) -> None:
     role = str(node.message.get("role", "?"))
     name = f" {node.message['name']}" if role == "tool" and node.message.get("name") else ""
     cut = "" if node.finish in (None, "stop") else f" (ended by {node.finish})"
@@ -129,7 +129,7 @@ def _content(message: Mapping[str, Any]) -> str:
     return _safe(content if isinstance(content, str) else "" if content is None else exact(content))
 
 
-def _coloured(said: Sequence[Piece]) -> Text:
+def _coloured(said: Sequence[TokenText]) -> Text:
     text = Text()
     for piece in said:
         text.append(_safe(piece.text), "dim" if piece.level is None else _LEVELS[piece.level])

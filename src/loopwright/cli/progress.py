@@ -16,12 +16,13 @@ from loopwright.ledger.env import Env
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer
 from loopwright.ledger.steps import Kind, Step
+from loopwright.reports.formatting import number
+from loopwright.reports.kinds import kind_of
 from loopwright.reports.live.digest import read_live
-from loopwright.reports.live.policy import comparison, verdict
-from loopwright.reports.markup import number
+from loopwright.reports.live.policy import comparison
 from loopwright.reports.rollout.digest import read_rollouts, rollout_result
 from loopwright.reports.search.best import best_of
-from loopwright.reports.training.digest import read_training, training_result, trains
+from loopwright.reports.training.digest import read_training, training_result
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.scenario.build import planned
 from loopwright.scenario.dispatch import dispatch
@@ -267,7 +268,11 @@ def _told(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
     """What came of a run, for scripts and for people."""
     about = ledger.state("run", {})
     if about.get("rollout"):
-        return training_result(read_training(ledger)) if trains(about) else rollout_result(read_rollouts(ledger))
+        return (
+            training_result(read_training(ledger))
+            if kind_of(about) == "training"
+            else rollout_result(read_rollouts(ledger))
+        )
     return _live_result(ledger) if about.get("live") else _result(ledger)
 
 
@@ -285,7 +290,7 @@ def _result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
         lines.append(f"and {len(answer) - _MOST_ANSWERS} more, in best.toml")
     judged = comparison(ledger.state("policy"))
     if judged is not None:
-        lines.append(f"policy, measured at the end: {verdict(judged, run['objectives'][0])}")
+        lines.append(f"policy, measured at the end: {judged.verdict(run['objectives'][0])}")
     if not counts.get("ok"):
         reasons = Counter(f"{trial.outcome}: {trial.reason}" for trial in ledger.trials() if trial.reason)
         lines += [f"{count} × {reason}" for reason, count in reasons.most_common(_MOST_REASONS)]

@@ -96,7 +96,7 @@ def _show(changes: "Changes", *, written: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from loopwright.reports.markup import number, short
+    from loopwright.reports.formatting import number, short
 
     console = Console(highlight=False, emoji=False)
     for line in _summary(changes):
@@ -119,7 +119,7 @@ def _show(changes: "Changes", *, written: bool) -> None:
 
 
 def _summary(changes: "Changes") -> list[str]:
-    from loopwright.reports.markup import number
+    from loopwright.reports.formatting import number
 
     skipped = f", {number(changes.skipped)} lost rollouts left out" if changes.skipped else ""
     lines = [f"{number(changes.episodes)} episodes of {number(changes.groups)} groups judged again{skipped}"]

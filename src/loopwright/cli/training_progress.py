@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.steps import Kind, Step, steps
-from loopwright.reports.markup import number
-from loopwright.reports.training.digest import bounds, is_number, trains, value_of
+from loopwright.reports.formatting import number
+from loopwright.reports.kinds import kind_of
+from loopwright.reports.training.digest import bounds, is_number, value_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,7 +41,7 @@ class Course:
     def of(cls, ledger: Ledger) -> "Course | None":
         """That of a run that trains; None for others."""
         about = ledger.state("run", {})
-        return cls(ledger, about["agent"]["steps"]) if trains(about) else None
+        return cls(ledger, about["agent"]["steps"]) if kind_of(about) == "training" else None
 
     def add(self, kind: Kind, step: Step) -> None:
         """One more; after a crash, training may have gone back to an earlier one."""

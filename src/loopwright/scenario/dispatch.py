@@ -14,7 +14,7 @@ from loopwright.ledger.env import Env
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer
 from loopwright.reports.export import write_best, write_csv
-from loopwright.reports.html import write_report
+from loopwright.reports.page import write_report
 from loopwright.scenario.build import Built, build
 from loopwright.scenario.load import LoadedScenario
 from loopwright.scenario.output import begin, hold

@@ -1,4 +1,4 @@
-"""Sampled tokens for people to read: the text of each, and how likely the policy held it to be."""
+"""Sampled tokens as text, each with the probability that the policy gave it."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,55 +13,68 @@ from loopwright.engines.inprocess import smollm2
 from loopwright.engines.named_tokenizer import BYTES
 from loopwright.engines.named_tokenizer import tokenizer_of as named_tokenizer
 from loopwright.engines.tokenizer import ByteTokenizer, Tokenizer
+from loopwright.reports.formatting import number
 
 LEVELS = (0.9, 0.5, 0.1, 0.01)
-"""Tokens at least this probable have a shade of their own; the rest, the unlikeliest, a fifth."""
+"""The probabilities at which the shade of a token changes."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One token, or several that nobody sampled. `level` is None for those, otherwise 0 (sure) to 4 (unlikely)."""
+class TokenText:
+    """The text of one sampled token, or of several that were not sampled, which have no logprob."""
 
     text: str
     logprob: float | None = None
 
     @property
     def level(self) -> int | None:
-        """How unlikely it was, for colouring."""
+        """From 0 (certain) to 4 (unlikely), for shading; None if it was not sampled."""
         if self.logprob is None:
             return None
         probability = math.exp(self.logprob)
         return next((place for place, least in enumerate(LEVELS) if probability >= least), len(LEVELS))
 
+    @property
+    def title(self) -> str:
+        """Logprob and probability in words."""
+        if self.logprob is None:
+            return ""
+        return f"logprob {number(self.logprob, 4)}, p {number(math.exp(self.logprob), 3)}"
+
+    @property
+    def visible_text(self) -> str:
+        """The text; a token that is only line breaks gets a mark to point at."""
+        return self.text if self.text.strip("\n") else self.text.replace("\n", "⏎\n")
+
 
 def tokenizer_of(engine: Mapping[str, Any], folder: Path | None = None) -> Tokenizer | None:
-    """The tokenizer of a run's engine, where its tokens can be read without it; what a run has trained has one, too."""
+    """The tokenizer of a run's engine, or of the policy it trained; None if none is on this machine."""
     if engine.get("type") == "scripted":
         return ByteTokenizer()
     places = [str(name) for part in ("model", "tokenizer") if (name := engine.get(part))]
     places = [str(smollm2.made() or place) if place == "smollm2" else place for place in places]
     for place in [*([] if folder is None else [str(folder / "policy")]), *places]:
-        # Nothing is fetched or made for a report: a name on the hub is not asked for.
+        # Nothing is downloaded for a report.
         if place in ("tiny", "bytes") or any(Path(place, file).is_file() for file in (BYTES, "tokenizer.json")):
             with suppress(EngineError, OSError):
                 return named_tokenizer(place, Path())
     return None
 
 
-def pieces(node: Node, tokenizer: Tokenizer | None) -> Iterator[Piece]:
-    """A message's own tokens, in order; a token without a text of its own is told by its number."""
+def token_texts(node: Node, tokenizer: Tokenizer | None) -> Iterator[TokenText]:
+    """The tokens of a message, in order; a token without text is shown by its number."""
     try:
         texts = [f"⟨{token}⟩" for token in node.ids] if tokenizer is None else tokenizer.pieces(node.ids)
     except (KeyError, ValueError, OverflowError):
         texts = [f"⟨{token}⟩" for token in node.ids]
-    given: list[str] = []
+    unsampled: list[str] = []
     for text, logprob, sampled in zip(texts, node.logprobs, node.mask, strict=True):
         if not sampled:
-            given.append(text)
+            unsampled.append(text)
             continue
-        if given:
-            yield Piece("".join(given))
-            given = []
-        yield Piece(text, logprob)
-    if given:
-        yield Piece("".join(given))
+        if unsampled:
+            yield TokenText("".join(unsampled))
+            unsampled = []
+        yield TokenText(text, logprob)
+    if unsampled:
+        yield TokenText("".join(unsampled))

@@ -10,7 +10,7 @@ from typing import Any
 
 from loopwright.core.canonical import canonical, key_of
 from loopwright.core.trial import Trial
-from loopwright.reports.markup import assignments, exact, short
+from loopwright.reports.formatting import assignments, evenly, exact, short
 from loopwright.reports.search.best import counts
 from loopwright.reports.search.digest import Digest, regime_key
 from loopwright.spaces.parameter import Choice, Fixed, Parameter, Range, parameter
@@ -70,7 +70,7 @@ def chart_data(digest: Digest) -> dict[str, Any]:
     lines = [best_lines(digest, objective) for objective in range(len(labels))]
     answer = {number for candidate in digest.best.front for number in candidate.trials}
     if digest.policy is not None:
-        answer = digest.policy.own_trials
+        answer = digest.policy.policy_trials
     elif digest.by_regime:
         answer = {number for candidate in digest.best.by_regime for number in candidate.trials}
     steps = {point[0] for objective in lines for line in objective for point in line["steps"]}
@@ -85,7 +85,7 @@ def chart_data(digest: Digest) -> dict[str, Any]:
         "regime": [regimes.get(regime_key(trial)) for trial in drawn],
         "cached": [int(trial.cached_from is not None) for trial in drawn],
         "answer": [index for index, trial in enumerate(drawn) if trial.number in answer],
-        "sketch": _evenly(range(len(drawn)), _SKETCHED),
+        "sketch": evenly(range(len(drawn)), _SKETCHED),
         "floors": [floor_of([t.reward.objectives[o] for t in ok if t.reward]) for o in range(len(labels))],
         "lines": lines,
         "regimes": [short(assignments(regime), 60) for regime in digest.regimes],
@@ -97,7 +97,7 @@ def chart_data(digest: Digest) -> dict[str, Any]:
 
 def ticks(failed: Iterable[tuple[int, str, str]]) -> list[list[Any]]:
     """Failed trials as (number, outcome, reason), an even share of too many."""
-    return [[number, outcome, short(reason, 160)] for number, outcome, reason in _evenly(failed, _TICKS)]
+    return [[number, outcome, short(reason, 160)] for number, outcome, reason in evenly(failed, _TICKS)]
 
 
 def best_lines(digest: Digest, objective: int) -> list[dict[str, Any]]:
@@ -142,7 +142,7 @@ def thinned(trials: Sequence[Trial], keep: set[int]) -> list[int]:
     by_reward = sorted(range(len(trials)), key=lambda index: _reward(trials[index]))
     kept = {index for index, trial in enumerate(trials) if trial.number in keep} | set(by_reward[-_THINNED // 10 :])
     rest = [index for index in range(len(trials)) if index not in kept]
-    return sorted([*kept, *_evenly(rest, max(0, _THINNED - len(kept)))])
+    return sorted([*kept, *evenly(rest, max(0, _THINNED - len(kept)))])
 
 
 def floor_of(rewards: Sequence[float]) -> float | None:
@@ -209,10 +209,3 @@ def _same(value: Any) -> Any:
 
 def _reward(trial: Trial) -> float:
     return trial.reward.value if trial.reward else float("-inf")
-
-
-def _evenly(items: Iterable[Any], most: int) -> list[Any]:
-    found = list(items)
-    if len(found) <= most:
-        return found
-    return [found[round(i * (len(found) - 1) / max(1, most - 1))] for i in range(most)]

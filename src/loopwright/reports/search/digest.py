@@ -1,24 +1,25 @@
-"""What one ledger says, read once: the facts of a run that a report is made of."""
+"""The digest of a run: what its ledger contains, read once, as reports need it."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Regime, Trial
 from loopwright.ledger.ledger import Ledger
+from loopwright.reports.formatting import number
 from loopwright.reports.live.policy import Comparison, comparison
 from loopwright.reports.search.best import Best, Candidate, best_of
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Trials that ended badly in one way: `reasons` holds each reason with its trials, the commonest first."""
+class FailureGroup:
+    """Trials with the same bad outcome: `reasons` holds each reason with its trials, the most common first."""
 
     outcome: str
     fault: str
@@ -32,7 +33,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class Digest:
-    """A run as its ledger tells it. Whatever an old or half-written ledger lacks is empty here."""
+    """A search as its ledger records it. Whatever a half-written ledger lacks is empty here."""
+
+    kind: ClassVar[str] = "search"
 
     folder: Path
     about: Mapping[str, Any]
@@ -41,14 +44,35 @@ class Digest:
     finished: bool
     trials: Sequence[Trial]
     trouble: str
-    """Why not all of the ledger could be read."""
+    """Why the ledger could not be read completely."""
     policy: Comparison | None = None
-    """The policy beside the best static action, where one was trained and evaluated."""
+    """The policy beside the best static action, if one was trained and evaluated."""
 
     @property
     def name(self) -> str:
-        """The run's name; a name from the disk may hold bytes that are no text."""
+        """The run's name; a name from the disk may hold bytes that are not text."""
         return str(self.about.get("name") or self.folder.name).encode("utf-8", "replace").decode()
+
+    def table(self, name: str) -> dict[str, Any]:
+        """A table of the run's description; empty if there is none."""
+        table = self.about.get(name)
+        return table if isinstance(table, dict) else {}
+
+    @property
+    def status(self) -> tuple[str, str]:
+        """How far the run got: a CSS class and a few words."""
+        if self.failure:
+            return "bad", "failed"
+        if self.trouble:
+            return "bad", "ledger damaged"
+        if self.complete:
+            return ("good", "finished") if self.succeeded else ("bad", "without a result")
+        return "open", "in progress or interrupted"
+
+    @property
+    def progress(self) -> str:
+        """How many trials have ended, of how many."""
+        return f"{number(self.done)} of {number(self.budget)}" if self.budget else number(self.done)
 
     @cached_property
     def best(self) -> Best:
@@ -82,7 +106,7 @@ class Digest:
 
     @property
     def done(self) -> int:
-        """How many trials have ended for good."""
+        """How many trials have ended."""
         return self.count - self.unfinished
 
     @property
@@ -104,7 +128,7 @@ class Digest:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left to do. A run that does not say so has used up its budget, as far as repeats allow."""
+        """Whether the run is finished, or has used its budget as far as repeats allow."""
         if self.unfinished or self.failure or not self.count:
             return False
         return self.finished or self.budget is None or self.count + self.repeats > self.budget
@@ -113,20 +137,19 @@ class Digest:
     def labels(self) -> tuple[str, ...]:
         """A name for each objective."""
         width = max((len(trial.reward.objectives) for trial in self.ok if trial.reward), default=1)
-        known = self.about.get("objectives")
-        names = [str(label) for label in known] if isinstance(known, list) else []
+        objectives = self.about.get("objectives")
+        names = [str(label) for label in objectives] if isinstance(objectives, list) else []
         return tuple((names + ["reward", *(f"objective {n}" for n in range(2, width + 1))][len(names) :])[:width])
 
     @cached_property
     def regimes(self) -> list[Regime]:
         """The regimes that were met, in the order of their values."""
-        found = {regime_key(trial): trial.regime for trial in self.trials if trial.regime}
-        return sorted(found.values(), key=self.order)
+        regimes = {regime_key(trial): trial.regime for trial in self.trials if trial.regime}
+        return sorted(regimes.values(), key=self.order)
 
     def order(self, regime: Regime) -> list[tuple[Any, ...]]:
         """Sorts regimes as the scenario lists their values, and otherwise numbers as numbers."""
-        declared = self.about.get("parameters")
-        lists = declared if isinstance(declared, dict) else {}
+        lists = self.table("parameters")
         return [_rank(value, lists.get(name)) for name, value in sorted(regime.items())]
 
     @property
@@ -153,12 +176,12 @@ class Digest:
         if not self.ok:
             return None
         action = key_of(self.ok[0].action)
-        alike = best_of(trial for trial in self.trials if key_of(trial.action) == action).front
-        wanted = {key_of(regime) for regime in candidate.regimes}
-        return alike[0] if alike and {key_of(regime) for regime in alike[0].regimes} == wanted else None
+        front = best_of(trial for trial in self.trials if key_of(trial.action) == action).front
+        regimes = {key_of(regime) for regime in candidate.regimes}
+        return front[0] if front and {key_of(regime) for regime in front[0].regimes} == regimes else None
 
-    def failures(self) -> list[Failure]:
-        """The bad outcomes, the commonest first."""
+    def failures(self) -> list[FailureGroup]:
+        """The bad outcomes, the most common first."""
         return grouped_failures(
             (trial.number, trial.outcome, trial.fault or "unknown", trial.reason)
             for trial in self.trials
@@ -166,14 +189,14 @@ class Digest:
         )
 
 
-def read(ledger: Ledger) -> Digest:
-    """The digest of a run that searched, or trained on batch trials."""
+def read_search(ledger: Ledger) -> Digest:
+    """The digest of a search, or of an RL agent that was trained on batch trials."""
     trials, trouble = _readable(ledger)
     return Digest(**basics(ledger), trials=trials, trouble=trouble, policy=comparison(_state(ledger, "policy")))
 
 
 def basics(ledger: Ledger) -> dict[str, Any]:
-    """What every digest has."""
+    """The fields that every digest has."""
     states = {name: _state(ledger, name) for name in ("run", "provenance", "failure", "finished")}
     return {
         "folder": ledger.path.parent,
@@ -184,20 +207,24 @@ def basics(ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def grouped_failures(bad: Iterable[tuple[int, str, str, str]]) -> list[Failure]:
-    """Failed trials (number, outcome, fault, reason) by what they have in common, the commonest first."""
-    found: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for number, outcome, fault, reason in bad:
-        found[outcome, fault][reason].append(number)
+def grouped_failures(failed: Iterable[tuple[int, str, str, str]]) -> list[FailureGroup]:
+    """Failed trials (number, outcome, fault, reason) by outcome and reason, the most common first."""
+    groups: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for trial, outcome, fault, reason in failed:
+        groups[outcome, fault][reason].append(trial)
     failures = [
-        Failure(outcome, fault, tuple((reason, tuple(numbers)) for reason, numbers in _commonest(reasons)))
-        for (outcome, fault), reasons in found.items()
+        FailureGroup(
+            outcome,
+            fault,
+            tuple((reason, tuple(numbers)) for reason, numbers in sorted(reasons.items(), key=lambda r: -len(r[1]))),
+        )
+        for (outcome, fault), reasons in groups.items()
     ]
     return sorted(failures, key=lambda failure: -failure.count)
 
 
 def regime_key(trial: Trial) -> str:
-    """What sorts a trial to its regime."""
+    """Equal for trials under the same regime."""
     return "" if not trial.regime else key_of(trial.regime)
 
 
@@ -221,7 +248,3 @@ def _state(ledger: Ledger, name: str) -> Any:
         return ledger.state(name)
     except (LoopwrightError, ValueError):
         return None
-
-
-def _commonest(reasons: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
-    return sorted(reasons.items(), key=lambda item: -len(item[1]))

@@ -1,84 +1,50 @@
-"""Episodes before and after training: the same held-out tasks side by side, and what a batch was learned from."""
+"""Episodes before and after training: the same held-out tasks side by side, and the batches that were trained on."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import fsum
 
 from loopwright.engines.tokenizer import Tokenizer
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import Rollout, rollouts
-from loopwright.reports.background import part
-from loopwright.reports.markup import Html, html, join, number
-from loopwright.reports.rollout.samples import sample, shades
-from loopwright.reports.rollout.tokens import tokenizer_of
+from loopwright.reports.formatting import number
+from loopwright.reports.rollout.samples import Sample, sample
 from loopwright.reports.training.digest import Pair, TrainingDigest, signed
 
 _TOKENS = 1200
-"""Of each episode; so many of them stand in the page that it must be bounded."""
+"""The most tokens shown of each episode: a page has many of them."""
 _STEEP = 0.5
-"""From this share of its group's largest advantage on, an episode is shaded strongly."""
+"""An episode with at least this share of its group's largest advantage is shaded strongly."""
 
 
-def before_after(digest: TrainingDigest, place: int) -> Html:
-    """Episodes to read; where some are compared with others, with a switch between two ways of colouring tokens."""
-    tokenizer = tokenizer_of(part(digest.rollout, "engine"), digest.folder)
-    with Ledger.read(digest.folder / "ledger.db") as ledger:
-        examined = _examined(ledger, digest, tokenizer)
-        learned = _learned(ledger, tokenizer)
-    if not examined and not learned:
-        return Html("")
-    key = _switch(place) if learned else shades()
-    return html("<div class='episodes'><h3>Episodes</h3>{}{}{}</div>", key, examined, learned)
+@dataclass(frozen=True)
+class SampleGroup:
+    """Episodes side by side."""
+
+    title: str
+    note: str
+    samples: tuple[Sample, ...]
 
 
-def _switch(place: int) -> Html:
-    """Works by style alone, so that it does where scripts are off."""
-    either = join(
-        html("<label><input type='radio' name='shade-{}' class='by-{}'{}> {}</label>", place, name, checked, name)
-        for name, checked in (("logprob", Html(" checked")), ("advantage", Html("")))
-    )
-    advantages = join(
-        html("<span><i class='shade {}'></i>{}</span>", css, told)
-        for css, told in (
-            ("up2", "much better than its group"),
-            ("up1", "better"),
-            ("down1", "worse"),
-            ("down2", "much worse"),
-        )
-    )
-    return html(
-        "<div class='key switch'><span>colour tokens by</span>{}</div><div class='of-logprob'>{}</div>"
-        "<div class='key of-advantage'>{}<span>only what was trained on has an advantage</span></div>",
-        either,
-        shades(),
-        advantages,
-    )
-
-
-def _examined(ledger: Ledger, digest: TrainingDigest, tokenizer: Tokenizer | None) -> Html:
-    """The first and the last evaluation's episode of a few tasks."""
-    if digest.ends is None or not digest.pairs:
-        return Html("")
-    first, last = digest.ends
-    columns = []
-    for title, pair in _chosen(digest.pairs):
-        found = {rollout.number: rollout for rollout in rollouts(ledger, [pair.before, pair.after])}
-        shown = [
-            sample(
-                f"after step {number(end.step)}" if end.step else "before training",
-                found[trial],
-                tokenizer,
-                most=_TOKENS,
-            )
-            for end, trial in ((first, pair.before), (last, pair.after))
-            if trial in found
-        ]
+def before_after(ledger: Ledger, digest: TrainingDigest, tokenizer: Tokenizer | None) -> list[SampleGroup]:
+    """The episodes of a few held-out tasks in the first and in the last evaluation."""
+    if digest.ends is None:
+        return []
+    groups = []
+    for title, pair in _extremes(digest.pairs):
+        by_number = {rollout.number: rollout for rollout in rollouts(ledger, [pair.before, pair.after])}
+        episodes = []
+        for end, trial in zip(digest.ends, (pair.before, pair.after), strict=True):
+            when = f"after step {number(end.step)}" if end.step else "before training"
+            if trial in by_number:
+                episodes.append(sample(when, by_number[trial], tokenizer, most=_TOKENS))
         change = f"mean reward {number(pair.rewards[0], 3)} → {number(pair.rewards[1], 3)}"
-        columns.append(html("<h4>{} <small>{}</small></h4><div class='pair'>{}</div>", title, change, join(shown)))
-    return join(columns)
+        groups.append(SampleGroup(title, change, tuple(episodes)))
+    return groups
 
 
-def _chosen(pairs: Sequence[Pair]) -> list[tuple[str, Pair]]:
-    """The held-out tasks that changed most for the better and for the worse, and one between them."""
+def _extremes(pairs: Sequence[Pair]) -> list[tuple[str, Pair]]:
+    """The held-out tasks with the largest gain, the median and the smallest gain."""
     ordered = sorted(pairs, key=lambda pair: (-pair.change, pair.before))
     if len(ordered) < 3:
         return [("Held-out task", pair) for pair in ordered]
@@ -87,12 +53,12 @@ def _chosen(pairs: Sequence[Pair]) -> list[tuple[str, Pair]]:
     return [(f"Held-out task with {name}", ordered[place]) for name, place in zip(names, places, strict=True)]
 
 
-def _learned(ledger: Ledger, tokenizer: Tokenizer | None) -> Html:
-    """The best and the worst rollout of a group that the first step was learned from, and of one of the last."""
+def trained_batches(ledger: Ledger, tokenizer: Tokenizer | None) -> list[SampleGroup]:
+    """The best and the worst rollout of a group that the first step was trained on, and of one of the last step."""
     rows = ledger.transaction.rows
     if not rows("SELECT 1 FROM sqlite_schema WHERE name = 'groups'"):
-        return Html("")
-    parts = []
+        return []
+    batches = []
     for step in dict.fromkeys(rows("SELECT min(step), max(step) FROM groups")[0]):
         widest = rows(
             "SELECT groups.grp FROM groups JOIN trials ON trials.grp = groups.grp WHERE step = ? "
@@ -102,28 +68,27 @@ def _learned(ledger: Ledger, tokenizer: Tokenizer | None) -> Html:
         if step is None or not widest:
             continue
         numbers = rows("SELECT number FROM trials WHERE grp = ? ORDER BY number", widest[0])
-        group = [one for one in rollouts(ledger, [trial for (trial,) in numbers]) if one.episode.reward is not None]
-        counted = [_reward(one) for one in group if one.episode.in_baseline]
-        if not counted or len(group) < 2:  # a rollout alone has nothing to be better than
+        group = [r for r in rollouts(ledger, [trial for (trial,) in numbers]) if r.episode.reward is not None]
+        baseline = [_reward(rollout) for rollout in group if rollout.episode.in_baseline]
+        if not baseline or len(group) < 2:  # a single rollout cannot be better than its group
             continue
-        mean = fsum(counted) / len(counted)
-        largest = max(abs(_reward(one) - mean) for one in group)
+        mean = fsum(baseline) / len(baseline)
+        largest = max(abs(_reward(rollout) - mean) for rollout in group)
         ends = {"best": max(group, key=_reward), "worst": min(group, key=_reward)}
-        shown = [
+        episodes = [
             sample(
                 f"{title} of {number(len(group))}",
-                one,
+                rollout,
                 tokenizer,
-                note=f"advantage {signed(_reward(one) - mean)}, against a group mean of {number(mean, 3)}",
-                css=_shade(_reward(one) - mean, largest),
+                note=f"advantage {signed(_reward(rollout) - mean)}, against a group mean of {number(mean, 3)}",
+                css=_shade(_reward(rollout) - mean, largest),
                 most=_TOKENS,
             )
-            for title, one in ends.items()
+            for title, rollout in ends.items()
         ]
-        title = f"What step {number(step)} was learned from"
-        told = "the group whose rewards were furthest apart"
-        parts.append(html("<h4>{} <small>{}</small></h4><div class='pair'>{}</div>", title, told, join(shown)))
-    return join(parts)
+        title, note = f"What step {number(step)} was trained on", "the group with the widest range of rewards"
+        batches.append(SampleGroup(title, note, tuple(episodes)))
+    return batches
 
 
 def _reward(rollout: Rollout) -> float:

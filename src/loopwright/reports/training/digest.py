@@ -1,25 +1,25 @@
-"""What the ledger of a training run says: its steps, its evaluations, and whether the policy got better."""
+"""The digest of a training run: its steps, its evaluations, and whether the policy got better."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import fsum, isfinite
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 from loopwright.core.confidence import bootstrap
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import EVALUATED
 from loopwright.ledger.steps import Step, steps
-from loopwright.reports.markup import number
-from loopwright.reports.rollout.digest import RolloutDigest, bad_rollouts, rollout_basics
+from loopwright.reports.formatting import counted, number
+from loopwright.reports.rollout.digest import RolloutDigest, failed_rollouts, rollout_basics
 from loopwright.reports.search.digest import grouped_failures
 
 _ENDS = 10
-"""So many steps at either end are compared where nothing else tells how good the policy is."""
+"""How many steps at either end are compared if nothing was evaluated on held-out tasks."""
 _FEWEST = 6
-"""Below so many tasks no change is beyond chance: five coins fall alike more often than once in twenty throws."""
+"""With fewer tasks no change is significant: five coins all fall the same way more than once in twenty times."""
 _DIGITS = {"kl": 6, "mismatch_kl": 6, "importance": 4}
-"""Of what is made of differences of logprobs: the same sum in another order has other last digits."""
+"""Digits kept of sums of logprob differences: their last digits depend on the order of summation."""
 Interval = tuple[float, float, float]
 """A mean, and the bounds of its 95 % interval."""
 
@@ -29,14 +29,14 @@ class Pair:
     """A held-out task, and how the policy did at it in the first evaluation and in the last."""
 
     before: int
-    """The trial whose episode is shown; the first of the task."""
+    """The trial whose episode is shown: the first one of the task."""
     after: int
     rewards: tuple[float, float]
-    """The means over the attempts at it."""
+    """The mean rewards in the first and in the last evaluation."""
 
     @property
     def change(self) -> float:
-        """How much better the policy does now."""
+        """How much better the policy does in the last evaluation."""
         return self.rewards[1] - self.rewards[0]
 
 
@@ -44,22 +44,23 @@ class Pair:
 class TrainingDigest(RolloutDigest):
     """A run that trains a policy on its own rollouts."""
 
+    kind: ClassVar[str] = "training"
+
     train: Sequence[Step] = ()
     evals: Sequence[Step] = ()
     pairs: Sequence[Pair] = ()
     """The tasks that both evaluations have a reward for."""
-    badly_examined: Sequence[tuple[int, str, str, str]] = ()
-    """Rollouts of evaluations that ended badly: number, outcome, fault, reason."""
+    failed_evaluations: Sequence[tuple[int, str, str, str]] = ()
+    """Rollouts of evaluations that failed: number, outcome, fault, reason."""
 
     @property
     def agent(self) -> Mapping[str, Any]:
         """The trainer's settings."""
-        found = self.about.get("agent")
-        return found if isinstance(found, dict) else {}
+        return self.table("agent")
 
     @property
     def planned(self) -> int:
-        """How many steps there are to be."""
+        """The configured number of steps."""
         return int(self.agent.get("steps") or 0)
 
     @property
@@ -69,79 +70,70 @@ class TrainingDigest(RolloutDigest):
 
     @property
     def complete(self) -> bool:
-        # Rollouts for a step that never came are aborted at the end, and nobody misses them.
+        # Rollouts for a step that never came are aborted at the end; they do not count as unfinished.
         return bool(self.count) and self.finished and not self.failure
 
     @cached_property
     def measured(self) -> list[Step]:
-        """The evaluations that came to a reward."""
-        return _measured(self.evals)
+        """The evaluations that have a reward."""
+        return _with_reward(self.evals)
 
     @property
     def ends(self) -> tuple[Step, Step] | None:
-        """The first evaluation and the last, if they are two."""
+        """The first and the last evaluation, if there are two."""
         return (self.measured[0], self.measured[-1]) if len(self.measured) > 1 else None
 
     @cached_property
     def change(self) -> Interval | None:
-        """How much better the policy does at a held-out task, over those that both evaluations have a reward for.
-
-        None where they are too few to tell.
-        """
+        """The mean change per held-out task with a reward in both; None if there are too few to tell."""
         return bootstrap([pair.change for pair in self.pairs], "change") if len(self.pairs) >= _FEWEST else None
 
     @property
     def skipped(self) -> list[int]:
-        """Steps that left the policy as it was, as a loss or gradient was no number."""
+        """Steps that did not update the policy because a loss or gradient was not finite."""
         return [step.step for step in self.train if step.numbers.get("skipped")]
 
     @property
     def empty(self) -> list[int]:
         """Steps that had nothing to learn from."""
-        told = ((step.step, step.numbers) for step in self.train)
-        return [n for n, one in told if "skipped" not in one or not (one["skipped"] or one.get("updates", 1))]
+        numbers = ((step.step, step.numbers) for step in self.train)
+        return [n for n, row in numbers if "skipped" not in row or not (row["skipped"] or row.get("updates", 1))]
 
     @property
     def train_rewards(self) -> tuple[float, float] | None:
         """The mean reward of the first steps, and of the last."""
         rewards = [step.numbers["reward"] for step in self.train if is_number(step.numbers.get("reward"))]
-        many = min(_ENDS, len(rewards) // 2)
-        return (fsum(rewards[:many]) / many, fsum(rewards[-many:]) / many) if many else None
+        count = min(_ENDS, len(rewards) // 2)
+        return (fsum(rewards[:count]) / count, fsum(rewards[-count:]) / count) if count else None
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether there is something to draw."""
+    """Whether a value can be drawn."""
     return isinstance(value, (int, float)) and isfinite(value)
 
 
 def value_of(step: Step, name: str) -> float | None:
-    """What was measured, if there is something to draw; without what is nothing but rounding."""
+    """What a step measured, without digits that are only rounding; None if it cannot be drawn."""
     value = step.numbers.get(name)
     if not is_number(value):
         return None
-    return round(value, _DIGITS[name]) + 0.0 if name in _DIGITS else value  # no minus is left before a zero
-
-
-def trains(about: Mapping[str, Any]) -> bool:
-    """Whether a run trains a policy on its rollouts."""
-    agent = about.get("agent")
-    return bool(about.get("rollout")) and isinstance(agent, dict) and isinstance(agent.get("steps"), int)
+    return round(value, _DIGITS[name]) + 0.0 if name in _DIGITS else value  # + 0.0 removes the sign of a negative zero
 
 
 def read_training(ledger: Ledger) -> TrainingDigest:
     """The digest of a training run."""
     evals = list(steps(ledger, "eval"))
-    counted = f"SELECT ifnull(outcome, 'running'), count(*) FROM trials WHERE {EVALUATED} IS NULL GROUP BY 1"
+    query = f"SELECT ifnull(outcome, 'running'), count(*) FROM trials WHERE {EVALUATED} IS NULL GROUP BY 1"
     return TrainingDigest(
-        **rollout_basics(ledger) | {"counted": dict(ledger.transaction.rows(counted))},
+        **rollout_basics(ledger) | {"counts": dict(ledger.transaction.rows(query))},
         train=list(steps(ledger, "train")),
         evals=evals,
-        pairs=_pairs(ledger, _measured(evals)),
-        badly_examined=bad_rollouts(ledger, f"{EVALUATED} IS NOT NULL"),
+        pairs=_pairs(ledger, _with_reward(evals)),
+        failed_evaluations=failed_rollouts(ledger, f"{EVALUATED} IS NOT NULL"),
     )
 
 
-def _measured(evals: Sequence[Step]) -> list[Step]:
+def _with_reward(evals: Sequence[Step]) -> list[Step]:
     return [step for step in evals if is_number(step.numbers.get("reward"))]
 
 
@@ -166,18 +158,16 @@ def _by_task(ledger: Ledger, step: int) -> dict[tuple[str, int], tuple[int, floa
 
 
 def bounds(numbers: Mapping[str, Any], name: str) -> str:
-    """The 95 % interval of something that was measured at held-out tasks."""
+    """The 95 % interval of a number that was measured on held-out tasks."""
     low, high = numbers.get(f"{name}_low"), numbers.get(f"{name}_high")
     return f"{number(low, 3)} … {number(high, 3)}" if is_number(low) and is_number(high) else "unknown"
 
 
 def passes(digest: TrainingDigest) -> list[str]:
-    """`pass@1`, `pass@4` and so on, as far as both ends were measured."""
-    found = [step.numbers for step in (digest.ends or digest.measured[:1])]
-    names = (
-        [name for name in found[0] if name.startswith("pass@") and name.partition("@")[2].isdigit()] if found else []
-    )
-    return [name for name in names if all(is_number(numbers.get(name)) for numbers in found)]
+    """`pass@1`, `pass@4` and so on, if they were measured in the first and in the last evaluation."""
+    ends = [step.numbers for step in (digest.ends or digest.measured[:1])]
+    names = [name for name in ends[0] if name.startswith("pass@") and name[5:].isdigit()] if ends else []
+    return [name for name in names if all(is_number(numbers.get(name)) for numbers in ends)]
 
 
 def signed(value: float) -> str:
@@ -188,56 +178,56 @@ def signed(value: float) -> str:
 def judgement(digest: TrainingDigest) -> str:
     """What to think of the change, in a few words."""
     if digest.change is None:
-        tasks = "1 task" if len(digest.pairs) == 1 else f"{number(len(digest.pairs))} tasks"
-        return f"{tasks} that both have a reward for are too few to tell whether it got better"
+        tasks = counted(len(digest.pairs), "task")
+        return f"{tasks} with a reward in both are too few to tell whether it got better"
     mean, low, high = digest.change
-    told = f"a change of {signed(mean)} per task (95 %: {signed(low)} … {signed(high)})"
+    change = f"a change of {signed(mean)} per task (95 %: {signed(low)} … {signed(high)})"
     if low > 0:
-        return f"{told}: it got better"
-    return f"{told}: it got worse" if high < 0 else f"{told}, which may be chance"
+        return f"{change}: it got better"
+    return f"{change}: it got worse" if high < 0 else f"{change}, which may be chance"
 
 
 def verdict(digest: TrainingDigest) -> str:
     """Whether the policy got better, in a sentence."""
-    many = "1 step" if digest.taken == 1 else f"{number(digest.taken)} steps"
     if digest.ends is not None:
         first, last = digest.ends
         tasks = number(last.numbers.get("tasks"))
         before = f"{number(first.numbers['reward'], 3)} (95 %: {bounds(first.numbers, 'reward')})"
         after = f"{number(last.numbers['reward'], 3)} ({bounds(last.numbers, 'reward')})"
         when = "before training" if first.step == 0 else f"after step {number(first.step)}"
-        told = f"On {tasks} held-out tasks the mean reward was {before} {when} and {after} after step "
-        return f"{told}{number(last.step)}: {judgement(digest)}."
+        rewards = f"{before} {when} and {after} after step {number(last.step)}"
+        return f"On {tasks} held-out tasks the mean reward was {rewards}: {judgement(digest)}."
     if digest.measured:
         (only,) = digest.measured
-        told = f"{number(only.numbers['reward'], 3)} (95 %: {bounds(only.numbers, 'reward')})"
+        reward = f"{number(only.numbers['reward'], 3)} (95 %: {bounds(only.numbers, 'reward')})"
         return (
-            f"On held-out tasks the mean reward was {told} after step {number(only.step)}; "
+            f"On held-out tasks the mean reward was {reward} after step {number(only.step)}; "
             "it has not been measured again yet."
         )
     why = "No evaluation has a reward" if digest.evals else "Nothing was measured on held-out tasks"
     if digest.train_rewards is None:
         return f"{why}, and no two steps have a reward yet."
-    begun, ended = (number(reward, 3) for reward in digest.train_rewards)
-    told = f"{why}; the mean reward of its training went from {begun} to {ended} in {many}"
-    return f"{told}, which says little about other tasks." + ("" if digest.evals else " Add [run.eval] to know.")
+    first_reward, last_reward = (number(reward, 3) for reward in digest.train_rewards)
+    change = f"from {first_reward} to {last_reward} in {counted(digest.taken, 'step')}"
+    hint = "" if digest.evals else " Add [run.eval] to know."
+    return f"{why}; the mean training reward went {change}, which says little about other tasks.{hint}"
 
 
-def troubles(digest: TrainingDigest) -> list[str]:
-    """What the reader must know about the steps, if anything."""
-    found = []
-    for which, why in (
-        (digest.skipped, "left the policy as it was, as a loss or gradient was no finite number"),
+def warnings(digest: TrainingDigest) -> list[str]:
+    """What the reader must know about steps and evaluations, if anything."""
+    lines = []
+    for numbers, why in (
+        (digest.skipped, "did not update the policy (non-finite loss or gradient)"),
         (digest.empty, "had nothing to learn from"),
     ):
-        if which:
-            first = ", ".join(map(number, which[:10])) + (", …" if len(which) > 10 else "")
-            found.append(f"{number(len(which))} of {number(len(digest.train))} steps {why}: {first}.")
-    for failure in grouped_failures([row for row in digest.badly_examined if row[2] != "policy"])[:2]:
+        if numbers:
+            first = ", ".join(map(number, numbers[:10])) + (", …" if len(numbers) > 10 else "")
+            lines.append(f"{number(len(numbers))} of {number(len(digest.train))} steps {why}: {first}.")
+    for failure in grouped_failures([row for row in digest.failed_evaluations if row[2] != "policy"])[:2]:
         reason = f": {failure.reasons[0][0]}" if failure.reasons[0][0] else ""
-        many = "1 rollout" if failure.count == 1 else f"{number(failure.count)} rollouts"
-        found.append(f"{many} of evaluations ended {failure.outcome} (fault: {failure.fault}){reason}.")
-    return found
+        count = counted(failure.count, "rollout")
+        lines.append(f"{count} of evaluations ended {failure.outcome} (fault: {failure.fault}){reason}.")
+    return lines
 
 
 def headline(digest: TrainingDigest) -> str:
@@ -249,7 +239,7 @@ def headline(digest: TrainingDigest) -> str:
 
 
 def training_result(digest: TrainingDigest) -> tuple[dict[str, Any], list[str]]:
-    """What came of a training, for scripts and as lines for people."""
+    """The result of a training, as one JSON object and as lines of text."""
     lines = [f"{number(digest.taken)} of {number(digest.planned)} steps. {verdict(digest)}"]
     if digest.ends is not None:
         first, last = (step.numbers for step in digest.ends)
@@ -258,16 +248,16 @@ def training_result(digest: TrainingDigest) -> tuple[dict[str, Any], list[str]]:
             f"{number(last[name], 3)} ({bounds(last, name)})"
             for name in passes(digest)
         ]
-    total = digest.rolled.total
+    total = digest.rollouts.total
     lost = f"{number(digest.unscored)} without a reward" if digest.unscored else "0 lost"
     lines.append(f"{number(total.ended)} rollouts of {number(digest.groups.count)} prompts to train on, {lost}")
-    lines += troubles(digest)
+    lines += warnings(digest)
     policy = digest.folder / "policy"
-    kept = policy.is_dir()
-    if kept:
+    is_saved = policy.is_dir()
+    if is_saved:
         lines.append(f"policy: {policy}")
     event = {
-        "counts": dict(digest.counted),
+        "counts": dict(digest.counts),
         "rollouts": total.ended,
         "prompts": digest.groups.count,
         "mean_reward": total.mean,
@@ -277,6 +267,6 @@ def training_result(digest: TrainingDigest) -> tuple[dict[str, Any], list[str]]:
         "skipped_steps": digest.skipped,
         "held_out": [{"step": step.step, **step.numbers} for step in digest.ends or digest.measured[:1]],
         "change": None if digest.change is None else dict(zip(("mean", "low", "high"), digest.change, strict=True)),
-        "policy": str(policy) if kept else None,
+        "policy": str(policy) if is_saved else None,
     }
     return event, lines

@@ -1,87 +1,91 @@
-"""A training run's part of the report, like a page of a lab notebook: the verdict, then the curves behind it."""
+"""The page of a training run: the verdict, then the curves and episodes behind it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, fsum
 from typing import Any
 
+from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.steps import Step
-from loopwright.reports.markup import Html, duration, html, join, number, short, table
+from loopwright.reports.formatting import duration, evenly, number
+from loopwright.reports.rollout.page import tables
+from loopwright.reports.rollout.tokens import tokenizer_of
+from loopwright.reports.training.before_after import before_after, trained_batches
 from loopwright.reports.training.digest import (
     Interval,
     TrainingDigest,
     bounds,
     is_number,
     passes,
-    troubles,
     value_of,
     verdict,
+    warnings,
 )
 
 _POINTS = 240
-"""More steps than this are drawn several together: their mean, and from the lowest to the highest."""
-_EVALS = 12
+"""If there are more steps than this, several share a point: their mean, lowest and highest."""
 _CURVES = 40
 _ASIDE = ("version", "episodes", "trained_episodes", "updates", "skipped", "in_flight", "tokens", "reward")
-"""Numbers that are told elsewhere, or that are no curve."""
+"""Numbers that have no curve, or are shown elsewhere."""
 
 
 @dataclass(frozen=True)
-class Told:
+class CurveTitle:
     """What a number is called on the page, and what it means."""
 
     title: str
     meaning: str = ""
 
 
-_LEARNED = "per token learned from: rollouts without an advantage may be left out"
-_TOLD = {
-    "kl": Told("KL", "how far the policy has moved from the one that it is held to"),
-    "mismatch_kl": Told("mismatch", f"KL of the learner's policy from the one that sampled, {_LEARNED}"),
-    "entropy": Told("entropy", f"how undecided it is, {_LEARNED}"),
-    "clip_fraction": Told("clip fraction", f"share that was not let move further, {_LEARNED}"),
-    "grad_norm": Told("gradient norm", "before it was shortened"),
-    "loss": Told("loss"),
-    "reward_std": Told("spread of rewards", "within a batch"),
-    "length": Told("length", "sampled tokens per rollout"),
-    "turns": Told("turns", "per rollout"),
-    "staleness": Told("staleness", "versions that tokens are behind"),
-    "importance": Told("importance", f"against recorded logprobs, {_LEARNED}"),
-    "tokens_per_s": Told("throughput", "tokens trained on per second"),
-    "reward_all": Told("reward of all", "of the groups that were left out, too"),
-    "filtered": Told("filtered groups", "left out, as all their rewards were equal"),
-    "failed": Told("failed groups", "left out, as none of their rollouts counts"),
-    "fault_rate": Told("fault rate", "share of rollouts lost, by no fault of the policy"),
-    "lr": Told("step size"),
+_TRAINED = "per trained token; rollouts without an advantage may be left out"
+_TITLES = {
+    "kl": CurveTitle("KL", "distance to the reference policy"),
+    "mismatch_kl": CurveTitle("mismatch", f"KL from the sampling policy to the learner's, {_TRAINED}"),
+    "entropy": CurveTitle("entropy", f"of the policy, {_TRAINED}"),
+    "clip_fraction": CurveTitle("clip fraction", f"share of clipped ratios, {_TRAINED}"),
+    "grad_norm": CurveTitle("gradient norm", "before clipping"),
+    "loss": CurveTitle("loss"),
+    "reward_std": CurveTitle("spread of rewards", "within a batch"),
+    "length": CurveTitle("length", "sampled tokens per rollout"),
+    "turns": CurveTitle("turns", "per rollout"),
+    "staleness": CurveTitle("staleness", "how many policy versions old the tokens are"),
+    "importance": CurveTitle("importance", f"against recorded logprobs, {_TRAINED}"),
+    "tokens_per_s": CurveTitle("throughput", "tokens trained on per second"),
+    "reward_all": CurveTitle("reward of all", "including groups that were left out"),
+    "filtered": CurveTitle("filtered groups", "left out because all their rewards are equal"),
+    "failed": CurveTitle("failed groups", "left out because none of their rollouts counts"),
+    "fault_rate": CurveTitle("fault rate", "share of rollouts lost through no fault of the policy"),
+    "lr": CurveTitle("learning rate"),
 }
 _PHASES = {"rollout_s": "waiting for rollouts", "train_s": "training"}
 
 
-# -- the verdict ----------------------------------------------------------------------------------------------------
+def view(digest: TrainingDigest, chart: dict[str, Any]) -> dict[str, Any]:
+    """The values of `templates/training.html`, in the order of a lab notebook: verdict, curves, episodes, settings."""
+    with Ledger.read(digest.folder / "ledger.db") as ledger:
+        tokenizer = tokenizer_of(digest.part("engine"), digest.folder)
+        comparisons, batches = before_after(ledger, digest, tokenizer), trained_batches(ledger, tokenizer)
+    ends = digest.ends or ()
+    return {
+        **tables(),
+        "verdict": verdict(digest),
+        "change": _change(digest.change),
+        "end_titles": [f"after step {number(step.step)}" if step.step else "before training" for step in ends],
+        "pass_names": passes(digest),
+        "bounds": bounds,
+        "warnings": warnings(digest),
+        "summary": _summary(digest),
+        "curve_marks": [
+            _curve_marks(curve, chart["skipped"] if index == 0 else ()) for index, curve in enumerate(chart["curves"])
+        ],
+        "curve_notes": _curve_notes(chart),
+        "comparisons": comparisons,
+        "batches": batches,
+    }
 
 
-def training_answer(digest: TrainingDigest) -> Html:
-    """Whether the policy got better."""
-    parts = [html("<p class='verdict'>{}</p>", verdict(digest))]
-    if digest.ends is not None:
-        first, last = (step.numbers for step in digest.ends)
-        left = html(
-            "<div><div class='what'>Mean reward on held-out tasks</div><div class='value'>{} → {}</div>"
-            "<p class='{}'>{}</p></div>",
-            number(first["reward"], 3),
-            number(last["reward"], 3),
-            *_word(digest.change),
-        )
-        names = ["reward", *passes(digest)]
-        rows = [[name, *(_measured(numbers, name) for numbers in (first, last))] for name in names]
-        head = ["", *(f"after step {number(s.step)}" if s.step else "before training" for s in digest.ends)]
-        parts.append(html("<div class='answer'>{}<div>{}</div></div>", left, table(head, rows, "wide")))
-    parts += [html("<p class='note'>{}</p>", trouble) for trouble in troubles(digest)]
-    return join(parts)
-
-
-def _word(change: Interval | None) -> tuple[str, str]:
-    """How the change is coloured and called."""
+def _change(change: Interval | None) -> tuple[str, str]:
+    """How the change is coloured and described."""
     if change is None:
         return "muted", "too few tasks to tell"
     _, low, high = change
@@ -90,114 +94,71 @@ def _word(change: Interval | None) -> tuple[str, str]:
     return ("loss", "worse") if high < 0 else ("muted", "may be chance")
 
 
-def _measured(numbers: Mapping[str, Any], name: str) -> Html:
-    mean, told = number(numbers.get(name), 3), bounds(numbers, name)
-    return html("<span class='number'>{}</span> <span class='muted number'>95 %: {}</span>", mean, told)
-
-
-def training_facts(digest: TrainingDigest) -> Html:
-    """How much was done."""
-    total = digest.rolled.total
-    spent = [fsum(step.numbers.get(phase) or 0.0 for step in digest.train) for phase in _PHASES]
-    facts = {
-        "steps": f"{number(digest.taken)} of {number(digest.planned)}",
-        "rollouts": number(total.ended),
-        "without a reward": number(digest.unscored),
-        "sampled tokens": number(total.tokens),
-        "evaluations": number(len(digest.evals)),
-    }
-    if digest.wall_s:
-        facts["wall time"] = duration(digest.wall_s)
-    facts |= {told: duration(seconds) for told, seconds in zip(_PHASES.values(), spent, strict=True) if seconds}
-    listed = join(html("<div><dt>{}</dt><dd>{}</dd></div>", name, value) for name, value in facts.items())
-    return html("<dl class='facts'>{}</dl>", listed)
-
-
-def training_evaluations(digest: TrainingDigest) -> Html:
-    """What each evaluation measured; an even share of too many."""
-    if not digest.evals:
-        return Html("")
-    shown = _evenly(digest.evals, _EVALS)
-    names = ["reward", *passes(digest)]
+def _summary(digest: TrainingDigest) -> list[tuple[str, str]]:
+    total = digest.rollouts.total
     rows = [
-        [
-            number(step.step),
-            *(_measured(step.numbers, name) for name in names),
-            number(step.numbers.get("rollouts")),
-            number(step.numbers.get("faults")),
-        ]
-        for step in shown
+        ("steps", f"{number(digest.taken)} of {number(digest.planned)}"),
+        ("rollouts", number(total.ended)),
+        ("without a reward", number(digest.unscored)),
+        ("sampled tokens", number(total.tokens)),
+        ("evaluations", number(len(digest.evals))),
     ]
-    left_out = len(digest.evals) - len(shown)
-    note = html("<p><small>{} more are left out here.</small></p>", number(left_out)) if left_out else Html("")
-    head = ["after step", *names, "rollouts", "without a reward"]
-    return html("<h3>Evaluations</h3>{}{}", table(head, rows, "wide"), note)
-
-
-def training_settings(digest: TrainingDigest) -> Html:
-    """How it was trained."""
-    rows = [[name, html("<span class='mono'>{}</span>", short(value, 200))] for name, value in digest.agent.items()]
-    half = ceil(len(rows) / 2)
-    halves = [table(["", ""], part, "wide facts") for part in (rows[:half], rows[half:]) if part]
-    return html("<h3>Settings</h3><div class='pair'>{}</div>", join(halves)) if rows else Html("")
+    if digest.wall_s:
+        rows.append(("wall time", duration(digest.wall_s)))
+    spent = {title: fsum(step.numbers.get(phase) or 0.0 for step in digest.train) for phase, title in _PHASES.items()}
+    return rows + [(title, duration(seconds)) for title, seconds in spent.items() if seconds]
 
 
 # -- curves ---------------------------------------------------------------------------------------------------------
 
 
-def training_chart(digest: TrainingDigest) -> dict[str, Any]:
-    """The curves as columns, thinned where there are too many steps to draw."""
+def chart_data(digest: TrainingDigest) -> dict[str, Any]:
+    """The curves as columns, thinned if there are too many steps to draw."""
     train = [Step(step.step, step.at, {**step.numbers, **_speed(step)}) for step in digest.train]
-    names = dict.fromkeys([*_TOLD, *(name for step in train for name in step.numbers)])
+    names = dict.fromkeys([*_TITLES, *(name for step in train for name in step.numbers)])
     single = {name: _points(train, name) for name in names if name not in _ASIDE and name not in _PHASES}
     varied = {name: points for name, points in single.items() if len({value for _, value in points}) > 1}
     curves = [_curve("reward", "", [_line("training", _points(train, "reward")), *_held_out(digest, ["reward"])])]
     curves += [_curve("pass@k", "held-out tasks solved in one of k attempts", _held_out(digest, passes(digest)))]
-    curves += [_curve(_told(name).title, _told(name).meaning, [_line("", points)]) for name, points in varied.items()]
-    phases = [_line(told, _points(train, phase)) for phase, told in _PHASES.items()]
+    curves += [_curve(_title(n).title, _title(n).meaning, [_line("", points)]) for n, points in varied.items()]
+    phases = [_line(title, _points(train, phase)) for phase, title in _PHASES.items()]
     curves.append(_curve("seconds per step", "", phases))
     return {
         "labels": digest.labels,
         "curves": [curve for curve in curves if curve["lines"]][:_CURVES],
         "steps": max((step.step for step in (*digest.train, *digest.evals)), default=1),
-        "skipped": _evenly(sorted({*digest.skipped, *digest.empty}), 200),
-        "level": {_told(name).title: points[0][1] for name, points in single.items() if name not in varied and points},
+        "skipped": evenly(sorted({*digest.skipped, *digest.empty}), 200),
+        "level": {_title(name).title: points[0][1] for name, points in single.items() if name not in varied and points},
         "thinned": len(digest.train) > _POINTS,
     }
 
 
-def training_level(chart: Mapping[str, Any]) -> Html:
-    """What has no curve, as it never changed, and how the rest is drawn."""
-    said = [f"{name} {number(value, 3)}" for name, value in chart["level"].items()]
-    parts = [f"The same in every step: {', '.join(said)}."] if said else []
+def _curve_notes(chart: Mapping[str, Any]) -> str:
+    """The numbers that have no curve because they never changed, and how the rest is drawn."""
+    constant = [f"{name} {number(value, 3)}" for name, value in chart["level"].items()]
+    notes = [f"The same in every step: {', '.join(constant)}."] if constant else []
     if chart["thinned"]:
-        parts.append(
-            f"Of more than {_POINTS} steps several are drawn together: their mean, from the lowest to the highest."
-        )
-    return html("<p><small>{}</small></p>", " ".join(parts)) if parts else Html("")
+        notes.append(f"With more than {_POINTS} steps, each point is several steps: their mean, lowest and highest.")
+    return " ".join(notes)
 
 
-def training_key(curve: Mapping[str, Any], skipped: Sequence[int] = ()) -> Html:
-    """What the lines and marks of a curve mean, where there are several."""
+def _curve_marks(curve: Mapping[str, Any], skipped: Sequence[int]) -> list[tuple[str, str]]:
+    """What the lines and marks of a curve mean, if there are several."""
     lines = curve["lines"]
     marks = [(f"stroke c{place}", line["name"]) for place, line in enumerate(lines) if len(lines) > 1]
-    wide = any(line["marked"] and any(row[2] < row[3] for row in line["rows"]) for line in lines)
-    marks += [("band", "95 % interval")] if wide else []
-    marks += [("tick", "a step that changed nothing")] if skipped else []
-    return html(
-        "<div class='key'>{}</div>",
-        join(html("<span><i class='{}'></i>{}</span>", mark, text) for mark, text in marks),
-    )
+    if any(line["marked"] and any(row[2] < row[3] for row in line["rows"]) for line in lines):
+        marks.append(("band", "95 % interval"))
+    return marks + ([("tick", "a step that changed nothing")] if skipped else [])
 
 
-def _told(name: str) -> Told:
-    return _TOLD.get(name) or Told(name.replace("_", " "))
+def _title(name: str) -> CurveTitle:
+    return _TITLES.get(name) or CurveTitle(name.replace("_", " "))
 
 
 def _speed(step: Step) -> dict[str, float]:
     tokens, spent = step.numbers.get("tokens"), [step.numbers.get(phase) for phase in _PHASES]
     if not is_number(tokens) or not all(map(is_number, spent)) or not fsum(s or 0.0 for s in spent):
-        return {}  # a step that was repeated after a crash waited for no rollouts
+        return {}  # a step that was repeated after a crash did not wait for rollouts
     return {"tokens_per_s": float(tokens or 0.0) / fsum(s or 0.0 for s in spent)}
 
 
@@ -227,7 +188,7 @@ def _held_out(digest: TrainingDigest, names: Sequence[str]) -> list[dict[str, An
             "name": "held-out" if name == "reward" else name,
             "rows": [
                 [step.step, *_bounded(step.numbers, name), step.step]
-                for step in _evenly(digest.measured, _POINTS)
+                for step in evenly(digest.measured, _POINTS)
                 if is_number(step.numbers.get(name))
             ],
             "marked": True,
@@ -237,7 +198,7 @@ def _held_out(digest: TrainingDigest, names: Sequence[str]) -> list[dict[str, An
 
 
 def _bounded(numbers: Mapping[str, Any], name: str) -> list[float]:
-    """The mean and its bounds; the mean again where these are unknown."""
+    """The mean and its bounds; the mean again if these are unknown."""
     mean = numbers[name]
     ends = [numbers.get(f"{name}_{end}") for end in ("low", "high")]
     return [_rounded(mean), *(_rounded(end) if is_number(end) else _rounded(mean) for end in ends)]
@@ -245,10 +206,3 @@ def _bounded(numbers: Mapping[str, Any], name: str) -> list[float]:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.5g}")
-
-
-def _evenly(items: Sequence[Any], most: int) -> list[Any]:
-    """Up to so many of them, the first and the last among these."""
-    if len(items) <= most:
-        return list(items)
-    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]

@@ -1,12 +1,12 @@
-"""Text for the page: whatever is not markup already is escaped, and numbers are written for people."""
+"""Numbers, values and durations as people read them."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import orjson
 
+T = TypeVar("T")
 _UNITS = {
     "s": "s",
     "seconds": "s",
@@ -30,38 +30,8 @@ _UNITS = {
 }
 
 
-class Html(str):
-    """Text that is markup already."""
-
-    __slots__ = ()
-
-
-def html(template: str, *values: object) -> Html:
-    """Markup with values filled in; each is escaped unless it is markup itself."""
-    return Html(template.format(*(value if isinstance(value, Html) else escape(str(value)) for value in values)))
-
-
-def join(parts: Iterable[Html], between: str = "") -> Html:
-    """Pieces of markup as one."""
-    return Html(between.join(parts))
-
-
-def table(head: Sequence[object], rows: Iterable[Sequence[object]], kind: str = "") -> Html:
-    """A table that scrolls inside itself where the page is narrow."""
-    names = join(
-        html("<th scope='col'{}>{}</th>", Html(" class='long'") if len(str(cell)) > 28 else "", cell) for cell in head
-    )
-    body = join(html("<tr>{}</tr>", join(html("<td>{}</td>", cell) for cell in row)) for row in rows)
-    return html(
-        "<div class='scroll'><table class='{}'><thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>",
-        kind,
-        names,
-        body,
-    )
-
-
 def number(value: Any, digits: int = 5) -> str:
-    """A number to five digits, with a proper minus sign; a dash where there is none."""
+    """A number to five digits, with a true minus sign; a dash for None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return "–" if value is None else short(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -71,7 +41,7 @@ def number(value: Any, digits: int = 5) -> str:
 
 
 def measured(value: Any, name: str) -> str:
-    """A number with the unit that its name tells."""
+    """A number with the unit that its name implies."""
     unit = unit_of(name)
     return f"{number(value)}\u00a0{unit}" if unit else number(value)
 
@@ -86,7 +56,7 @@ def unit_of(name: str) -> str:
     """The unit in a metric's name: `ttft_s` is in seconds, and so is its negative; `tokens_per_s` are `/s`."""
     bare = name.removeprefix("−").lower()
     if not bare.isidentifier():
-        # An expression: what its last name is measured in says nothing about the whole.
+        # An expression: the unit of its last name is not the unit of the whole.
         return ""
     head, _, last = bare.rpartition("_")
     unit = _UNITS.get(last, "")
@@ -94,12 +64,12 @@ def unit_of(name: str) -> str:
 
 
 def exact(value: Any) -> str:
-    """A value as it would be written down again: digits are not cut."""
+    """A value as JSON, with all its digits; text stays as it is."""
     return value if isinstance(value, str) else orjson.dumps(value, default=repr).decode()
 
 
 def short(value: Any, most: int = 300) -> str:
-    """A value as text, cut where it gets too long to read."""
+    """A value as text, cut if it is too long to read."""
     text = exact(value)
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
@@ -127,3 +97,21 @@ def size(size_bytes: float) -> str:
             return f"{size_bytes:.3g} {unit}" if size_bytes < 1000 else f"{size_bytes:.0f} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.3g} TiB"
+
+
+def percent(share: float) -> str:
+    """A share as a percentage."""
+    return f"{number(100 * share, 3)} %"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 episode`, `2 episodes`."""
+    return f"1 {noun}" if count == 1 else f"{number(count)} {noun}s"
+
+
+def evenly(items: Iterable[T], most: int) -> list[T]:
+    """At most this many items, evenly spread, the first and the last included."""
+    every = list(items)
+    if len(every) <= most:
+        return every
+    return [every[round(place * (len(every) - 1) / max(1, most - 1))] for place in range(most)]

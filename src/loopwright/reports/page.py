@@ -1,0 +1,212 @@
+"""The report: one HTML file made from the ledgers alone, which opens from disk and needs no network."""
+
+import os
+import shlex
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import orjson
+
+from loopwright.core.errors import LoopwrightError
+from loopwright.reports import formatting
+from loopwright.reports.export import replacing
+from loopwright.reports.kinds import KINDS, read_run
+from loopwright.reports.search.digest import Digest
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+_STATIC = Path(__file__).parent / "static"
+_TRACES = ("ledger.db", "trials", "trajectory.csv", "best.toml")
+"""Any of these shows that a folder belongs to a run, even if its ledger is gone."""
+_FILTERS = ("assignments", "counted", "duration", "evenly", "exact", "measured", "number", "percent", "short", "size")
+
+
+@dataclass(frozen=True)
+class OverviewRow:
+    """One run in the list of runs. `place` is None if it could not be shown."""
+
+    name: str
+    place: int | None = None
+    status: tuple[str, str] | None = None
+    headline: str = ""
+    objective: str = ""
+    succeeded: str = ""
+
+
+def write_report(output: Path) -> Path:
+    """Write `<output>/report.html` from every `<output>/<run>/ledger.db`. Unreadable runs are named in it."""
+    digests, unreadable = _read_all(output)
+    charts: list[dict[str, Any]] = []
+    sections, overview = [], []
+    for digest in digests:
+        section, row = _run_section(output, digest, charts)
+        sections.append(section)
+        overview.append(row)
+    library = (_STATIC / "echarts.common.min.js").read_text("utf-8")
+    script = (_STATIC / "report.js").read_text("utf-8")
+    page = (
+        _environment()
+        .get_template("page.html")
+        .render(
+            title=" · ".join(_scenario_names(digests) or [output.absolute().name]),
+            style=(_STATIC / "report.css").read_text("utf-8"),
+            # Only these two scripts may run, whatever else gets into the page.
+            hashes=" ".join(f"'sha256-{_hash(text)}'" for text in (library, script)),
+            written_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            runs_found=formatting.counted(len(digests), "run") if digests else "no run was found here",
+            unreadable=unreadable,
+            overview=overview,
+            sections=sections,
+            data=_embedded(charts),
+            library=library,
+            script=script,
+        )
+    )
+    target = output / "report.html"
+    with replacing(target) as file:
+        # Names on disk may hold bytes that are not text.
+        file.write(page.encode("utf-8", "replace").decode())
+    return target
+
+
+def _read_all(output: Path) -> tuple[list[Digest], list[tuple[str, str]]]:
+    digests, unreadable = [], []
+    folders = (path for path in output.iterdir() if any((path / trace).exists() for trace in _TRACES))
+    for folder in sorted(folders):
+        try:
+            digests.append(read_run(folder))
+        except (LoopwrightError, OSError, ValueError) as error:
+            unreadable.append((folder.name, str(error)))
+    return sorted(digests, key=lambda digest: (digest.started_at, digest.name)), unreadable
+
+
+def _run_section(output: Path, digest: Digest, charts: list[dict[str, Any]]) -> tuple[str, OverviewRow]:
+    """A run's section as markup, and its row in the list of runs. Its chart data is appended to `charts`."""
+    from markupsafe import Markup
+
+    kind, place = KINDS[digest.kind], len(charts)
+    try:
+        chart = kind.chart(digest)
+        section = (
+            _environment()
+            .get_template(f"{digest.kind}.html")
+            .render(
+                digest=digest,
+                place=place,
+                chart=chart,
+                output=shlex.quote(str(output)),
+                agent=digest.table("agent"),
+                workload=digest.table("workload"),
+                provenance=provenance(digest),
+                **kind.view(digest, chart),
+            )
+        )
+        row = OverviewRow(
+            name=digest.name,
+            place=place,
+            status=digest.status,
+            headline=kind.headline(digest),
+            objective=", ".join(digest.labels),
+            succeeded=f"{formatting.number(digest.succeeded)} of {formatting.number(digest.count)}",
+        )
+    except Exception as error:  # noqa: BLE001  a ledger that makes no sense must not hide the other runs
+        note = "<p class='note bad'><b>{}</b> could not be shown: its ledger makes no sense here ({}: {}).</p>"
+        text = Markup(note).format(digest.name, type(error).__name__, error)  # noqa: S704  it escapes its values
+        return text, OverviewRow(digest.name)
+    charts.append(chart)
+    return Markup(section), row  # noqa: S704  rendered with autoescape
+
+
+@cache
+def _environment() -> "Environment":
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {name: getattr(formatting, name) for name in _FILTERS}
+    environment.filters["only"] = only
+    environment.globals |= {"trial_logs": trial_logs, "unit_of": formatting.unit_of}
+    return environment
+
+
+def only(action: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The named values of an action; all of them if none is named."""
+    return {name: value for name, value in action.items() if name in names} or dict(action)
+
+
+def trial_logs(folder: Path, number: int) -> list[tuple[str, str]]:
+    """The logs of a trial that exist, each with a link relative to the report."""
+    return [
+        # "./" keeps a folder called `javascript:` a folder.
+        (log, "./" + quote(os.fsencode(f"{folder.name}/trials/{number}/{log}")))
+        for log in ("stdout", "stderr")
+        if (folder / "trials" / str(number) / log).is_file()
+    ]
+
+
+def provenance(digest: Digest) -> list[tuple[str, list[str]]]:
+    """Everything needed to get the same numbers again: a name and its values, one per line."""
+    recorded, about, rollout = digest.provenance, digest.about, digest.table("rollout")
+    memory = recorded.get("memory_bytes")
+    facts: dict[str, Any] = {
+        "scenario": recorded.get("scenario"),
+        "started": _moment(recorded.get("started_at")),
+        **{name: recorded.get(name) for name in ("loopwright", "git", "python", "host", "platform")},
+        "processors": recorded.get("cpus"),
+        "memory": formatting.size(memory) if isinstance(memory, (int, float)) else None,
+        "agent": digest.table("agent") or None,
+        "parameters": digest.table("parameters") or None,
+        "drawn by the environment": digest.table("env_params") or None,
+        "constraints": about.get("constraints") or None,
+        "workload": digest.table("workload") or None,
+        **{name: rollout.get(name) for name in ("tasks", "loop", "judger", "produce", "engine")},
+        "fingerprint": about.get("fingerprint"),
+        "ledger": f"{digest.name}/ledger.db",
+    }
+    return [(name, _lines(value)) for name, value in facts.items() if value is not None]
+
+
+def _lines(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [f"{name} = {formatting.short(part, 1000)}" for name, part in value.items()]
+    if isinstance(value, list):
+        return [formatting.short(part, 1000) for part in value]
+    return [formatting.short(value, 2000)]
+
+
+def _moment(seconds: Any) -> str | None:
+    if not isinstance(seconds, (int, float)):
+        return None
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, OSError, ValueError):
+        return None
+
+
+def _scenario_names(digests: list[Digest]) -> list[str]:
+    sources = [digest.provenance for digest in digests]
+    names = (source.get("name") or Path(str(source.get("scenario") or "")).stem for source in sources)
+    return list(dict.fromkeys(str(name) for name in names if name))
+
+
+def _embedded(data: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    text = orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY, default=str).decode()
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _hash(text: str) -> str:
+    return b64encode(sha256(text.encode()).digest()).decode()

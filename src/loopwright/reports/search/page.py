@@ -1,0 +1,183 @@
+"""The page of a search: the answer first, then the evidence for it."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
+from math import fsum
+from statistics import median, stdev
+from typing import Any
+
+from loopwright.core.outcome import Outcome
+from loopwright.core.trial import Trial
+from loopwright.reports.formatting import assignments, duration, measured, number, short, spread
+from loopwright.reports.search.best import Candidate
+from loopwright.reports.search.charts import COLOURED, DRAWN
+from loopwright.reports.search.digest import Digest
+from loopwright.reports.search.headline import gain
+
+
+def view(digest: Digest, chart: dict[str, Any]) -> dict[str, Any]:
+    """The values of `templates/search.html`."""
+    slowest, time_summary = _slowest(digest)
+    return {
+        "server": None,
+        "summary": _summary(digest),
+        "marks": _marks(digest, chart),
+        "not_drawn": _not_drawn(digest, chart),
+        "objective_pairs": list(combinations(range(len(digest.labels)), 2))[:3],
+        "slowest": slowest,
+        "time_summary": time_summary,
+        "varied": _varied(digest) if digest.ok else [],
+        "answer_title": _answer_title,
+        "gain": gain,
+        "metric_rows": _metric_rows,
+        "names_of": _names_of,
+        "parameter_rows": _parameter_rows,
+        "reward_range": _reward_range,
+        "reward_text": _reward_text,
+        "sorted_by_regime": _sorted_by_regime,
+        "varied_names": _varied_names,
+    }
+
+
+def _summary(digest: Digest) -> list[tuple[str, str]]:
+    succeeded, infeasible = digest.outcomes[Outcome.OK], digest.outcomes[Outcome.INFEASIBLE]
+    failed = number(digest.done - succeeded) + (f" ({number(infeasible)} infeasible)" if infeasible else "")
+    rows = [("done", digest.progress), ("ok", number(succeeded)), ("failed", failed), ("cached", number(digest.cached))]
+    if digest.unfinished:
+        rows.append(("in flight or aborted", number(digest.unfinished)))
+    if digest.wall_s is not None:
+        rows.append(("wall time", duration(digest.wall_s)))
+    if digest.repeats > 1:
+        rows.append(("repeats", number(digest.repeats)))
+    if digest.about.get("parallel"):
+        rows.append(("in parallel", number(digest.about["parallel"])))
+    return rows
+
+
+def _answer_title(digest: Digest, best: Candidate) -> str:
+    label, regimes = digest.labels[0], number(len(digest.regimes))
+    if len(best.regimes) > 1:
+        return f"Best action over {number(len(best.regimes))} of {regimes} regimes: mean {label}"
+    if len(digest.regimes) > 1:
+        only = short(assignments(best.regimes[0]), 80)
+        return f"Best {label}, measured only under {only}; {regimes} regimes were met"
+    return f"Best {label}"
+
+
+def _reward_range(digest: Digest, best: Candidate) -> tuple[float, float]:
+    """The lowest and the highest reward of its single trials."""
+    numbers = set(best.trials)
+    rewards = [trial.reward.value for trial in digest.ok if trial.number in numbers and trial.reward]
+    return min(rewards), max(rewards)
+
+
+def _reward_text(candidate: Candidate, label: str) -> str:
+    if candidate.spread is None:
+        return measured(candidate.reward, label)
+    return spread(candidate.reward, candidate.spread, label)
+
+
+def _parameter_rows(digest: Digest, best: Candidate) -> list[tuple[str, Any, bool]]:
+    """Each parameter of an action with its value, and whether it was varied at all."""
+    varied = {name for trial in digest.ok for name, value in trial.action.items() if value != best.action.get(name)}
+    is_only = len(digest.ok) == 1
+    return [(name, value, name in varied or is_only) for name, value in _in_scenario_order(digest, best.action)]
+
+
+def _metric_rows(digest: Digest, best: Candidate) -> list[tuple[str, str]]:
+    """What was measured with an action, apart from the objective: the mean and the standard deviation."""
+    numbers = set(best.trials)
+    metrics: dict[str, list[float]] = {}
+    for trial in digest.ok:
+        if trial.number in numbers:
+            for name, value in trial.metrics.items():
+                if isinstance(value, (int, float)) and name != digest.labels[0]:
+                    metrics.setdefault(name, []).append(value)
+    return [
+        (name, spread(fsum(values) / len(values), stdev(values), name) if values[1:] else measured(values[0], name))
+        for name, values in metrics.items()
+    ]
+
+
+def _names_of(tables: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for table in tables for name in table))
+
+
+def _sorted_by_regime(digest: Digest, candidates: Sequence[Candidate]) -> list[Candidate]:
+    return sorted(candidates, key=lambda candidate: digest.order(candidate.regimes[0]))
+
+
+def _varied_names(digest: Digest, candidates: Sequence[Candidate]) -> list[str]:
+    """The parameters of these candidates that were varied, in the order of the scenario."""
+    names = {name for candidate in candidates for name in candidate.action}
+    return [name for name in _varied(digest) if name in names]
+
+
+def _varied(digest: Digest) -> list[str]:
+    first = digest.ok[0].action
+    varied = {n for trial in digest.ok for n in {*trial.action, *first} if trial.action.get(n) != first.get(n)}
+    every = dict.fromkeys(name for trial in digest.ok for name in trial.action)
+    return [name for name, _ in _in_scenario_order(digest, every) if name in varied]
+
+
+def _in_scenario_order(digest: Digest, action: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    order = {name: place for place, name in enumerate(digest.table("parameters"))}
+    return sorted(action.items(), key=lambda item: order.get(item[0], len(order)))
+
+
+# -- charts ---------------------------------------------------------------------------------------------------------
+
+
+def _marks(digest: Digest, chart: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the marks of the progress chart mean; only those that occur."""
+    line = "best so far"
+    if len(digest.regimes) > COLOURED:
+        line = "best so far under any regime"
+    elif digest.repeats > 1:
+        line = "best mean over repeats so far"
+    marks = [("dot", "trial"), ("stroke", line)]
+    if 1 < len(digest.regimes) <= COLOURED:
+        marks = [(f"dot c{place}", name) for place, name in enumerate(chart["regimes"])]
+        marks.append(("stroke plain", "best mean so far, under that regime"))
+    if any(chart["cached"]):
+        marks.append(("ring", "from the cache"))
+    if chart["answer"]:
+        marks.append(("gem", "the answer"))
+    if any(floor is not None for floor in chart["floors"]):
+        marks.append(("low", "below the axis"))
+    if chart["failed"]:
+        marks.append(("tick", "failed"))
+    return marks
+
+
+def _not_drawn(digest: Digest, chart: Mapping[str, Any]) -> str:
+    drawn, failed, notes = len(chart["number"]), digest.done - len(digest.ok), []
+    if drawn < len(digest.ok):
+        notes.append(
+            f"{number(drawn)} of {number(len(digest.ok))} ok trials are drawn, because there are more than "
+            f"{number(DRAWN)}: all that set a record, the best, and an even share of the rest. The line is exact."
+        )
+    if len(chart["failed"]) < failed:
+        notes.append(f"{number(len(chart['failed']))} of {number(failed)} failed trials have a tick.")
+    return " ".join(notes)
+
+
+# -- time and memory ------------------------------------------------------------------------------------------------
+
+
+def _slowest(digest: Digest) -> tuple[list[Trial], str]:
+    """The three slowest trials, and a sentence about the time of all; nothing if fewer than two were timed."""
+    timed = [trial for trial in digest.trials if trial.cached_from is None and _is_number(trial.usage.get("wall_s"))]
+    if len(timed) < 2:
+        return [], ""
+    wall_s: Callable[[Trial], float] = lambda trial: trial.usage["wall_s"]  # noqa: E731
+    slowest = sorted(timed, key=wall_s, reverse=True)[:3]
+    cpu_s = fsum(trial.usage.get(name) or 0.0 for trial in timed for name in ("user_s", "system_s"))
+    return slowest, (
+        f"The median trial took {duration(median(map(wall_s, timed)))}, the slowest {duration(wall_s(slowest[0]))}; "
+        f"together they used {duration(cpu_s)} of processor time."
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
