@@ -1,7 +1,7 @@
-"""A bulk transfer over a lossy link, made of two network namespaces in this process; both vanish with it.
+"""A bulk transfer over a lossy link between two network namespaces, which vanish with this process.
 
-The link is a veth pair: a token bucket (`tc tbf`) is its bottleneck and an nft rule drops packets at random. The sender
-chooses congestion control, send buffer, size of writes and number of connections.
+The link is a veth pair: a token bucket (`tc tbf`) is its bottleneck and an nft rule drops packets at random. The agent
+chooses congestion control, send buffer, write size and number of connections.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def transfer(
     delay_price: float,
     transfer_s: float = 0.2,
 ) -> dict[str, float]:
-    """Send for so long over the link as it is to be, and say what arrived."""
+    """Send for `transfer_s` seconds over a link with this loss and rate, and measure what arrives."""
     link = _link()
     link.set(drop_percent, rate_mbit)
     with contextlib.ExitStack() as stack:
@@ -45,7 +45,7 @@ def transfer(
         for _ in range(connections):
             sender = stack.enter_context(link.socket(link.here))
             sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
-            # The kernel doubles what it is told, for its own books.
+            # The kernel doubles this value for its own overhead.
             sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_kib * 1024 // 2)
             sender.settimeout(5)
             sender.connect((_THERE, _PORT))
@@ -56,51 +56,51 @@ def transfer(
 
 
 def _send(pairs: list[tuple[socket.socket, socket.socket]], chunk: bytes, transfer_s: float) -> dict[str, float]:
-    """Threads write and read until the time is up; what counts is what arrived by then."""
-    arrived, until = [0] * len(pairs), time.perf_counter() + transfer_s
+    """Write and read in threads until the time is up, and count the bytes that arrived by then."""
+    received_bytes, deadline_s = [0] * len(pairs), time.perf_counter() + transfer_s
 
     def write(sender: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while time.perf_counter() < until:
+            while time.perf_counter() < deadline_s:
                 sender.sendall(chunk)
 
-    def read(place: int, receiver: socket.socket) -> None:
+    def read(index: int, receiver: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while (left := until - time.perf_counter()) > 0:
-                receiver.settimeout(left)
-                arrived[place] += len(receiver.recv(1 << 20))
+            while (left_s := deadline_s - time.perf_counter()) > 0:
+                receiver.settimeout(left_s)
+                received_bytes[index] += len(receiver.recv(1 << 20))
 
     threads = [threading.Thread(target=write, args=(sender,)) for sender, _ in pairs]
-    threads += [threading.Thread(target=read, args=(place, pair[1])) for place, pair in enumerate(pairs)]
+    threads += [threading.Thread(target=read, args=(index, pair[1])) for index, pair in enumerate(pairs)]
     for thread in threads:
         thread.start()
-    time.sleep(max(0.0, until - time.perf_counter()))
-    rtt_ms, retransmitted = _tcp_info([sender for sender, _ in pairs])
+    time.sleep(max(0.0, deadline_s - time.perf_counter()))
+    rtt_ms, retransmits = _tcp_info([sender for sender, _ in pairs])
     for sender, receiver in pairs:
-        # What is still on its way is dropped, and a writer that waits is let go.
+        # Drop what is still in flight and unblock the writers.
         with contextlib.suppress(OSError):
             sender.shutdown(socket.SHUT_RDWR)
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         receiver.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     for thread in threads:
         thread.join()
-    return {"goodput_mbps": sum(arrived) * 8e-6 / transfer_s, "rtt_ms": rtt_ms, "retransmits": retransmitted}
+    return {"goodput_mbps": sum(received_bytes) * 8e-6 / transfer_s, "rtt_ms": rtt_ms, "retransmits": retransmits}
 
 
 def _tcp_info(senders: list[socket.socket]) -> tuple[float, float]:
     """The mean smoothed round trip in ms, and the retransmitted segments (linux/tcp.h, struct tcp_info)."""
-    told = [sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104) for sender in senders]
+    infos = [sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104) for sender in senders]
     at = lambda info, offset: int.from_bytes(info[offset : offset + 4], "little")  # noqa: E731
-    return sum(at(info, 68) for info in told) / len(told) / 1000, float(sum(at(info, 100) for info in told))
+    return sum(at(info, 68) for info in infos) / len(infos) / 1000, float(sum(at(info, 100) for info in infos))
 
 
 class Link:
     """Two namespaces and the link between them."""
 
     def __init__(self) -> None:
-        self._home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        self._original = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         self.here, self.there = self._namespace(), self._namespace()
-        self._now: tuple[float, int] | None = None
+        self._current: tuple[float, int] | None = None
         far = f"/proc/{os.getpid()}/fd/{self.there}"
         self._run(self.here, f"ip link add link0 type veth peer name link1 netns {far}")
         for namespace, device, address in ((self.here, "link0", _HERE), (self.there, "link1", _THERE)):
@@ -109,12 +109,12 @@ class Link:
             self._run(namespace, f"ip link set {device} up gso_max_segs 1")
 
     def set(self, drop_percent: float, rate_mbit: int) -> None:
-        """Make the link as lossy and as fast as this."""
-        if self._now == (drop_percent, rate_mbit):
+        """Set the loss and the rate of the link."""
+        if self._current == (drop_percent, rate_mbit):
             return
-        self._now = drop_percent, rate_mbit
+        self._current = drop_percent, rate_mbit
         self._run(self.here, f"tc qdisc replace dev link0 root tbf rate {rate_mbit}mbit burst 8kb limit 128kb")
-        # Only packets with data: a lost handshake costs a second, which is not what is measured here.
+        # Only packets with data: a lost handshake would cost a second and distort the measurement.
         drop = f"ip length > 100 numgen random mod 10000 < {round(drop_percent * 100)} drop"
         self._run(
             self.there,
@@ -124,7 +124,7 @@ class Link:
         )
 
     def socket(self, namespace: int) -> socket.socket:
-        """A socket that lives in a namespace, whoever uses it."""
+        """A socket in a namespace. Any thread may use it."""
         with self._inside(namespace):
             return socket.socket()
 
@@ -135,42 +135,42 @@ class Link:
             raise RuntimeError(f"`{command}` failed: {done.stderr.strip()}")
 
     def _namespace(self) -> int:
-        """A new network namespace; it lives as long as somebody holds this file."""
-        with self._inside(self._home):
+        """The file descriptor of a new network namespace, which exists as long as the descriptor is open."""
+        with self._inside(self._original):
             _check(_libc.unshare(_CLONE_NEWNET))
             return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
 
     @contextlib.contextmanager
     def _inside(self, namespace: int) -> Iterator[None]:
-        """This thread, and what it starts, in a namespace for a while."""
+        """Move this thread, and the processes it starts, into a namespace temporarily."""
         _check(_libc.setns(namespace, _CLONE_NEWNET))
         try:
             yield
         finally:
-            _check(_libc.setns(self._home, _CLONE_NEWNET))
+            _check(_libc.setns(self._original, _CLONE_NEWNET))
 
 
 @cache
 def _link() -> Link:
-    """The link of this process, made at its first transfer."""
+    """The link of this process, created by its first transfer."""
     if problem := missing():
         raise RuntimeError(problem)
     return Link()
 
 
 def missing() -> str | None:
-    """What this machine or this user lacks, and the next move."""
+    """What this machine or user lacks, and how to fix it."""
     if os.geteuid() != 0:
-        return "this example makes network namespaces, which needs root: run it with sudo"
+        return "this example creates network namespaces, which needs root: run it with sudo"
     tools = [tool for tool in ("ip", "tc", "nft") if shutil.which(tool) is None]
     return f"{', '.join(tools)} not found: apt-get install -y iproute2 nftables" if tools else None
 
 
-class Needs(loopwright.Observer):
-    """Ends the run before its first trial, rather than have all of them fail for one reason."""
+class CheckRequirements(loopwright.Observer):
+    """Ends the run before its first trial if a requirement is missing, instead of failing every trial."""
 
     def before(self, trial: loopwright.Trial) -> None:
-        """Leave with a word if something is missing."""
+        """Exit with a message if something is missing."""
         del trial
         if problem := missing():
             sys.exit(f"error: {problem}")
