@@ -15,18 +15,15 @@ from typing import Any
 from benchmarks.measure import Ratio, best_of
 from loopwright.core.episode import ROOT, Episode, Node, Span
 from loopwright.core.eventloop import run as run_loop
-from loopwright.core.reward import JudgedReward, Objectives
 from loopwright.core.task import Task
 from loopwright.core.trial import Trial
 from loopwright.engines.base import Engine, Sampling
 from loopwright.engines.inprocess.engine import TransformersConfig, TransformersEngine
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.gateway.sessions.session import Session
-from loopwright.ledger.env import Terms
 from loopwright.ledger.groups import Groups
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.observer import Observers
-from loopwright.ledger.run import Run
+from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.buffer import Buffer, MemoryBuffer
 from loopwright.rollouts.build import build_judger_client
 from loopwright.rollouts.env import RolloutEnv
@@ -80,9 +77,7 @@ async def produce(
         engine = ScriptedEngine(ScriptedConfig(**engine), HOME)
     worker = LoopWorker(loop(LoopConfig(type="benchmark", sampling=Sampling(max_tokens=TOKENS)), HOME), engine)
     env = RolloutEnv(
-        Run("benchmark", directory, ledger),
-        Terms(Objectives((JudgedReward(),))),
-        Observers(),
+        TrialBook("benchmark", directory, ledger),
         tasks=TaskMix({"t": TASKS}, {"t": 1.0}, 0),
         loop=LocalPool(lambda: worker),
         judge=build_judger_client(parse_judger(judger), HOME),

@@ -29,7 +29,7 @@ def campaigns(scenario: str, trials: int, *, on_disk: bool = False) -> Iterator[
         built = build(loaded, loaded.scenario.run[0], home / f"out-{next(numbers)}")
         try:
             assert drive(built.agent) == 0
-            assert built.run.ledger.counts()["ok"] == trials
+            assert built.env.book.ledger.counts()["ok"] == trials
         finally:
             built.close()
 

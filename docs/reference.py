@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from loopwright.agents import agents
+from loopwright.agents import agents, rollout_agents
 from loopwright.core.registry import Registry
 from loopwright.core.reward import rewards
 from loopwright.engines.base import Sampling, engines
@@ -69,6 +69,7 @@ def sections() -> list[str]:
     ]
     for where, registry in (
         ("`[run.agent]`", agents),
+        ("`[run.agent]` with `[run.rollout]`", rollout_agents),
         ("`[run.workload]`", workloads),
         ("`[[run]] reward`", rewards),
         ("`[run.engine]`", engines),
@@ -90,8 +91,6 @@ def kinds(where: str, registry: Registry[Any]) -> list[str]:
     for name in registry.names():
         item, title = registry.get(name), f'{where}, `type = "{name}"`'
         found.append(section(title, getattr(item, "Config", item)))
-        if registry is agents and item.for_rollouts() is not item:
-            found.append(section(f"{title}, with `[run.rollout]`", item.for_rollouts().Config))
     return found
 
 

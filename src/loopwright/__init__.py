@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from loopwright.agents.search.base import Env, SearchAgent
     from loopwright.core.agent import Agent, AgentConfig
     from loopwright.core.errors import LoopwrightError, ScenarioError
     from loopwright.core.outcome import Fault, Outcome
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from loopwright.envs.gym.observation import ObsLeafDescriptor, StructuredObservation
     from loopwright.envs.live.server import GymServer
     from loopwright.gateway.gateway import Gateway
-    from loopwright.ledger.env import Env
     from loopwright.ledger.ledger import Ledger
     from loopwright.ledger.observer import Observer
     from loopwright.scenario.dispatch import dispatch
@@ -38,7 +38,7 @@ _HOMES = {
     "Agent": "core.agent",
     "AgentConfig": "core.agent",
     "ContinuousSpace": "spaces.parameter",
-    "Env": "ledger.env",
+    "Env": "agents.search.base",
     "Fault": "core.outcome",
     "Feedback": "core.trial",
     "Gateway": "gateway.gateway",
@@ -55,6 +55,7 @@ _HOMES = {
     "Reward": "core.reward",
     "RewardFunction": "core.reward",
     "ScenarioError": "core.errors",
+    "SearchAgent": "agents.search.base",
     "Space": "spaces.space",
     "StructuredObservation": "envs.gym.observation",
     "Trial": "core.trial",
@@ -87,6 +88,7 @@ __all__ = [
     "Reward",
     "RewardFunction",
     "ScenarioError",
+    "SearchAgent",
     "Space",
     "StructuredObservation",
     "Trial",

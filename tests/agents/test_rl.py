@@ -458,7 +458,7 @@ def test_s13_a_killed_training_goes_on_with_its_policy(tmp_path, algorithm, more
 
 def test_s13_live_rows_are_in_the_ledger_before_each_checkpoint(tmp_path):
     env = LiveAdapter(live_world(tmp_path))
-    run, saved = env.inner.run, []
+    run, saved = env.inner.book, []
     config = PpoConfig(trials=50, rollout=16, checkpoint_every=10)
     learner = Sb3Learner("PPO", env, config, LearnerContext(run, 1, 100, env.inner.flush))
     learner.save = lambda: saved.append((run.step, run.ledger.last()[0]))
@@ -495,7 +495,7 @@ def driver(tmp_path):
         for x in (1, 2, 3, 4):
             past.measure({"x": x}, {"wind": wind}, {})
     past.close()
-    earlier.run.ledger.close()
+    earlier.book.ledger.close()
     env = world(tmp_path / "now", REGIMES, best_when, env_params={"wind": {}})
     env.workload.site = SimpleNamespace(scenario_dir=tmp_path)
     driver = Driver(env, "flat")
@@ -510,7 +510,7 @@ def test_each_imitated_trial_is_seen_under_its_own_regime(driver):
 
 
 def test_imitation_raises_the_probability_of_what_was_good(driver):
-    context = LearnerContext(driver.env.run, 1, 100, lambda: None)
+    context = LearnerContext(driver.env.book, 1, 100, lambda: None)
     learner = Sb3Learner("PPO", SlotVecEnv(driver, 1), PpoConfig(trials=100), context)
     pairs = warm_start_pairs(driver, "earlier/run")
 

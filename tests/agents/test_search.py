@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from loopwright.agents import agents
-from loopwright.agents.search.base import BudgetedConfig, SearchAgent
+from loopwright.agents.search.base import BudgetedConfig, SpaceAgent
 from loopwright.core.canonical import key_of
 from loopwright.core.outcome import Outcome
 from loopwright.spaces.parameter import parameter
@@ -88,7 +88,7 @@ class StubbornConfig(BudgetedConfig):
     proposal: Any = None
 
 
-class Stubborn(SearchAgent):
+class Stubborn(SpaceAgent):
     Config: ClassVar = StubbornConfig
 
     def propose(self, n, retry, observation):

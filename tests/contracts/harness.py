@@ -4,37 +4,81 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from loopwright.core.agent import Agent, AgentConfig
+from loopwright.agents.search.base import Env, SearchAgent
+from loopwright.core.agent import AgentConfig
 from loopwright.core.outcome import Outcome
-from loopwright.core.reward import Identity, Objectives, RewardFunction
-from loopwright.core.trial import Action, Feedback, Observation, Result, Trial
-from loopwright.ledger.env import Env, Penalties, Terms
+from loopwright.core.reward import Identity, Objectives, Penalties, RewardFunction
+from loopwright.core.trial import Action, Feedback, Observation, Regime, Result, Trial
+from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.observer import Observer, Observers
-from loopwright.ledger.run import Run
+from loopwright.ledger.observer import Observer
+from loopwright.ledger.trial_book import TrialBook
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
 from loopwright.scenario.output import reopen
+from loopwright.spaces.draws import Draws
+from loopwright.workloads.base import Job, Workload
 
 
-class FunctionEnv(Env):
-    """Measures by calling a function of the action; a result, metrics or an exception to be raised comes back."""
+class AnySpace:
+    """A space that holds every action."""
 
-    metric_names = ("y",)
+    size = None
 
-    def __init__(self, run: Run, function: Callable[[Action], Any], *observers: Observer, **terms: Any) -> None:
-        rewards: tuple[RewardFunction, ...] = terms.pop("rewards", (Identity(metrics=("y",)),))
-        super().__init__(run, Terms(Objectives(rewards), **terms), Observers(observers))
-        self.function = function
-        self.measured: list[int] = []
+    def validate(self, action: Action) -> Action:
+        return action
 
-    async def measure(self, trial: Trial) -> Result:
-        self.measured.append(trial.number)
-        value = self.function(trial.action)
+    def arguments(self, action: Action, regime: Regime) -> Mapping[str, Any]:
+        return {**action, **regime}
+
+    def violated(self, action: Action, regime: Regime) -> str | None:
+        return None
+
+
+class Function(Workload):
+    """Calls a function of the arguments, which gives the metric `y` or a Result."""
+
+    def __init__(self, function: Callable[[Action], Any]) -> None:
+        self.function, self.measured = function, list[int]()
+
+    async def run(self, job: Job) -> Result:
+        self.measured.append(job.trial)
+        value = self.function(job.arguments)
         return value if isinstance(value, Result) else Result(Outcome.OK, {"y": value})
 
 
-class ListedAgent(Agent):
+class FunctionEnv(SearchEnv):
+    """A search environment over a function."""
+
+    workload: Function
+
+    def __init__(
+        self,
+        directory: Path,
+        function: Callable[[Action], Any],
+        *observers: Observer,
+        space: Any = None,
+        draws: Any = None,
+        rewards: tuple[RewardFunction, ...] = (Identity(metrics=("y",)),),
+        budget: int | None = None,
+        count_cached: bool = True,
+        **rules: Any,
+    ) -> None:
+        directory = directory / "run"
+        directory.mkdir(parents=True, exist_ok=True)
+        ledger = Ledger.create(directory / "ledger.db")
+        super().__init__(
+            TrialBook("run", directory, ledger, budget=budget, count_cached=count_cached, observers=observers),
+            space=space or AnySpace(),
+            workload=Function(function),
+            draws=draws or Draws(0, {}, {}),
+            objectives=Objectives(rewards),
+            metric_names=("y",),
+            rules=TrialRules(**rules),
+        )
+
+
+class ListedAgent(SearchAgent):
     """Proposes the actions of a list and keeps the feedback."""
 
     def __init__(self, env: Env, actions: list[Action], *, parallel: int = 1) -> None:
@@ -47,11 +91,6 @@ class ListedAgent(Agent):
 
     def update_policy(self, feedback: Feedback) -> None:
         self.told.append(feedback)
-
-
-def new_run(directory: Path, name: str = "run") -> Run:
-    (directory / name).mkdir(parents=True, exist_ok=True)
-    return Run(name, directory / name, Ledger.create(directory / name / "ledger.db"))
 
 
 def penalties(metric: float | None = None, constraint: float | None = None) -> Penalties:

@@ -27,16 +27,14 @@ from loopwright.core.reward import Identity, Objectives
 from loopwright.envs.gym import adapter as adapter_module
 from loopwright.envs.gym.adapter import Driver, GymnasiumAdapter, LiveAdapter, VectorAdapter
 from loopwright.envs.live.server import ServerError
-from loopwright.envs.search import TrialEnv
-from loopwright.ledger.env import Terms
-from loopwright.ledger.observer import Observers
-from loopwright.ledger.run import Run
+from loopwright.envs.search import SearchEnv
+from loopwright.ledger.trial_book import TrialBook
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
 from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.spaces.parameter import Range, parameter
 from tests.envs.test_codec import made_spaces
-from tests.envs.worlds import Called, Line, Shown, live, run_in, world
+from tests.envs.worlds import Called, Line, Shown, book_in, live, world
 
 UNREASONABLE = (
     "A Box observation space (min|max)imum value is -?infinity",  # a metric has no bounds that are known
@@ -81,7 +79,7 @@ def test_g01_the_adapter_passes_gymnasiums_checker(study, view):
     env = GymnasiumAdapter(study, view=view)
     assert isinstance(env, gymnasium.Env)
     checked(env, skip_close_check=True)
-    assert [trial.outcome for trial in study.run.ledger.trials()] == [Outcome.OK] * study.run.step
+    assert [trial.outcome for trial in study.book.ledger.trials()] == [Outcome.OK] * study.book.step
     env.close()
 
 
@@ -107,13 +105,12 @@ def test_g01_any_space_passes(tmp_path_factory, space, data, view):
     space = type(space)({**space.parameters, "d": parameter([1, 2.5, 30])}, (), frozenset({*drawn, "d"}))
     configs = {name: EnvParamConfig() for name in drawn}
     configs["d"] = EnvParamConfig(encoding=data.draw(st.sampled_from(["categorical", "scalar", "log"])))
-    env = TrialEnv(
-        run_in(tmp_path_factory.mktemp("any")),
-        Terms(Objectives((Identity(metrics=("y",)),))),
-        Observers(),
+    env = SearchEnv(
+        book_in(tmp_path_factory.mktemp("any")),
         space=space,
         workload=Called(lambda **_: 1.0),
         draws=Draws(0, space.parameters, configs),
+        objectives=Objectives((Identity(metrics=("y",)),)),
         metric_names=("y", "z"),
     )
     adapter = GymnasiumAdapter(env, view=view)
@@ -121,7 +118,7 @@ def test_g01_any_space_passes(tmp_path_factory, space, data, view):
     if view == "flat":
         checked(adapter, sb3_checker.check_env)
     adapter.close()
-    env.run.ledger.close()
+    env.book.ledger.close()
 
 
 def test_g01_a_live_environment_passes_both(tmp_path):
@@ -174,7 +171,7 @@ def test_g01_whatever_a_server_shows_passes_with_the_regime_beside_it(tmp_path_f
         checked(wrap_for_library(env, "sb3") if nested else env, sb3_checker.check_env)
         checked(wrap_for_library(env, "rllib"), sb3_checker.check_env)
     env.close()
-    inner.run.ledger.close()
+    inner.book.ledger.close()
 
 
 def test_g01_unwrapped_keeps_gymnasiums_meaning(study):
@@ -230,7 +227,7 @@ def test_g03_jitter_does_not_defeat_the_cache(tmp_path):
     for jitter in (-0.3, 0.0, 0.3):
         env.step({"n": np.array([4 + jitter], np.float32)})
     assert len(env.inner.workload.calls) == 1
-    assert [trial.cached_from for trial in env.inner.run.ledger.trials()] == [None, "1", "1"]
+    assert [trial.cached_from for trial in env.inner.book.ledger.trials()] == [None, "1", "1"]
     env.close()
 
 
@@ -248,7 +245,7 @@ def test_g04_what_does_not_fit_is_a_value_error_that_names_it(study):
         env.encode_action({"tile": 9, "rate": 1.0, "depth": 2})
     with pytest.raises(ValueError, match="missing fixed parameter 'one'"):
         env.step_raw({"tile": 8, "rate": 1.0, "depth": 2})
-    assert study.run.step == 0
+    assert study.book.step == 0
     env.close()
 
 
@@ -310,8 +307,8 @@ def test_g06_no_adapter_writes_the_counter():
 
 def test_g06_s03_the_counter_rises_once_per_step_however_often_it_is_reset(study, monkeypatch):
     advanced = []
-    plain = Run.increment_step
-    monkeypatch.setattr(Run, "increment_step", lambda run: advanced.append(1) or plain(run))
+    plain = TrialBook.increment_step
+    monkeypatch.setattr(TrialBook, "increment_step", lambda book: advanced.append(1) or plain(book))
     env = GymnasiumAdapter(study, view="flat")
     env.action_space.seed(0)
     for n in range(1, 6):
@@ -322,15 +319,15 @@ def test_g06_s03_the_counter_rises_once_per_step_however_often_it_is_reset(study
             np.testing.assert_array_equal(first["context"], again["context"])
         *_, info = env.step(env.action_space.sample())
         assert info["trial"] == len(advanced) == n
-    assert [(trial.number, trial.draw) for trial in study.run.ledger.trials()] == [(n, n) for n in range(1, 6)]
+    assert [(trial.number, trial.draw) for trial in study.book.ledger.trials()] == [(n, n) for n in range(1, 6)]
     env.close()
 
 
 def test_s03_sb3_in_its_own_loop_keeps_numbers_rising(study):
     env = GymnasiumAdapter(study, view="flat")
     PPO("MultiInputPolicy", env, n_steps=8, batch_size=8, n_epochs=1, device="cpu").learn(16)
-    assert [trial.number for trial in study.run.ledger.trials()] == list(range(1, 17))
-    assert [trial.draw for trial in study.run.ledger.trials()] == list(range(1, 17))
+    assert [trial.number for trial in study.book.ledger.trials()] == list(range(1, 17))
+    assert [trial.draw for trial in study.book.ledger.trials()] == list(range(1, 17))
     env.close()
 
 
@@ -343,14 +340,14 @@ def test_s03_several_slots_take_a_number_each(study):
         _, _, done, infos = slots.step(np.stack([slots.action_space.sample() for _ in range(4)]))
         assert done.all()
     assert [info["trial"] for info in infos] == [9, 10, 11, 12]
-    assert sorted(trial.draw for trial in study.run.ledger.trials()) == list(range(1, 13))
+    assert sorted(trial.draw for trial in study.book.ledger.trials()) == list(range(1, 13))
     driver.close()
 
 
 def test_s04_cached_infeasible_and_live_trials_carry_the_advanced_number(tmp_path):
     env = GymnasiumAdapter(world(tmp_path, {"x": [1, 2]}, lambda x: x, constraints=("x < 2",)))
     assert [env.step_raw({"x": x})[4]["trial"] for x in (1, 1, 2)] == [1, 2, 3]
-    assert [(t.number, t.outcome, t.cached_from) for t in env.inner.run.ledger.trials()] == [
+    assert [(t.number, t.outcome, t.cached_from) for t in env.inner.book.ledger.trials()] == [
         (1, "ok", None),
         (2, "ok", "1"),
         (3, "infeasible", None),
@@ -360,14 +357,14 @@ def test_s04_cached_infeasible_and_live_trials_carry_the_advanced_number(tmp_pat
     walk.reset()
     assert [walk.step(1)[4]["trial"] for _ in range(3)] == [1, 2, 3]
     walk.close()
-    assert [trial.number for trial in walk.inner.run.ledger.trials()] == [1, 2, 3]
+    assert [trial.number for trial in walk.inner.book.ledger.trials()] == [1, 2, 3]
 
 
 def test_r05_the_regime_reaches_all_that_should_know_it(study):
     env = GymnasiumAdapter(study, view="dict")
     env.reset()
     *_, info = env.step_raw({"tile": 8, "rate": 1.0, "depth": 2, "one": 5})
-    (trial,) = study.run.ledger.trials()
+    (trial,) = study.book.ledger.trials()
     assert info["env_params"] == trial.regime
     assert {name: study.workload.calls[0][name] for name in DRAWN} == trial.regime
     assert not any(isinstance(value, list | tuple) for value in study.workload.calls[0].values())
@@ -402,9 +399,9 @@ def test_r05_a_live_regime_reaches_server_ledger_info_and_context(tmp_path, reco
             seen, _, over, _, info = env.step(1)
         known.append(info["env_params"])
     env.close()
-    assert [one["regime"] for one in env.inner.run.ledger.episodes()] == known
+    assert [one["regime"] for one in env.inner.book.ledger.episodes()] == known
     assert len({str(regime) for regime in known}) > 1
-    rows = [row.regime for row in env.inner.run.ledger.trials()]
+    rows = [row.regime for row in env.inner.book.ledger.trials()]
     assert rows == [regime for regime in known for _ in range(5 if record == "steps" else 1)]
 
 
@@ -438,7 +435,7 @@ def test_r07_the_last_observation_of_a_live_episode_has_its_own_regime_and_reset
         assert {float(one["context"][0]) for one in seen} == {float(told["env_params"]["speed"])}
         shown.append(told["env_params"]["speed"])
     env.close()
-    assert [one["regime"]["speed"] for one in env.inner.run.ledger.episodes()] == shown
+    assert [one["regime"]["speed"] for one in env.inner.book.ledger.episodes()] == shown
     assert len(set(shown)) > 4
 
 

@@ -13,7 +13,7 @@ from loopwright.core.trial import Action, Observation
 from loopwright.scenario.load import load
 from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.spaces.parameter import Choice
-from tests.contracts.harness import FunctionEnv, ListedAgent, campaign, new_run, scenario, trials
+from tests.contracts.harness import FunctionEnv, ListedAgent, campaign, scenario, trials
 
 COMMAND = "echo y={x}{size}"
 
@@ -29,8 +29,10 @@ def problem(directory: Path, text: str) -> str:
     return str(raised.value)
 
 
-class Weather(FunctionEnv):
-    """An environment that draws a wind."""
+class Weather:
+    """Draws a wind."""
+
+    values = {"wind": Choice(values=(0, 1))}  # noqa: RUF012
 
     def sample(self, draw: int) -> dict[str, Any]:
         return {"wind": draw % 2}
@@ -43,15 +45,15 @@ def test_r01_the_same_action_is_measured_once_per_regime(tmp_path):
 
 
 def test_r01_a_fresh_repeat_is_measured_again(tmp_path):
-    env = FunctionEnv(new_run(tmp_path), lambda action: 1.0)
+    env = FunctionEnv(tmp_path, lambda action: 1.0)
 
     class Again(ListedAgent):
         measures_again = True
 
     Again(env, [{"x": 1}] * 3).run()
-    assert env.measured == [1, 2, 3]
-    assert [trial.repeat for trial in env.run.ledger.trials()] == [0, 1, 2]
-    assert len({trial.key for trial in env.run.ledger.trials()}) == 3
+    assert env.workload.measured == [1, 2, 3]
+    assert [trial.repeat for trial in env.book.ledger.trials()] == [0, 1, 2]
+    assert len({trial.key for trial in env.book.ledger.trials()}) == 3
 
 
 def test_r01_another_workload_is_another_question(tmp_path):
@@ -145,11 +147,11 @@ def test_r04_the_weights_are_kept(tmp_path):
 
 
 def test_r04_reset_burns_no_draw_and_the_index_is_a_column_of_its_own(tmp_path):
-    env = Weather(new_run(tmp_path), lambda action: 1.0)
+    env = FunctionEnv(tmp_path, lambda action: 1.0, draws=Weather())
     for _ in range(10):
         assert env.reset().draw == 1
     ListedAgent(env, [{"x": 1}, {"x": 2}]).run()
-    assert [(t.number, t.draw) for t in env.run.ledger.trials()] == [(1, 1), (2, 2)]
+    assert [(t.number, t.draw) for t in env.book.ledger.trials()] == [(1, 1), (2, 2)]
 
 
 def test_r05_the_regime_reaches_workload_ledger_key_and_observation(tmp_path):
@@ -170,10 +172,10 @@ def test_r07_the_agent_acts_on_the_regime_that_the_trial_will_run_under(tmp_path
             action = super().select_action(observation)
             return None if action is None else {**action, "seen": observation.context["wind"]}
 
-    env = Weather(new_run(tmp_path), lambda action: 1.0)
+    env = FunctionEnv(tmp_path, lambda action: 1.0, draws=Weather())
     agent = Looking(env, [{"x": 1}] * 4, parallel=2)
     agent.run()
-    rows = list(env.run.ledger.trials())
+    rows = list(env.book.ledger.trials())
     assert [row.action["seen"] for row in rows] == [row.regime["wind"] for row in rows]
     assert all(feedback.previous.context == feedback.regime for feedback in agent.told)
     assert rows[2].cached_from == "1", "the draw came before the look-up: the same regime is answered"

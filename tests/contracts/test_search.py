@@ -23,7 +23,7 @@ from loopwright.core.trial import Action, Observation, Result, Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer
 from loopwright.scenario.dispatch import drive
-from tests.contracts.harness import FunctionEnv, ListedAgent, campaign, new_run, penalties, resumed, scenario, trials
+from tests.contracts.harness import AnySpace, FunctionEnv, ListedAgent, campaign, penalties, resumed, scenario, trials
 
 ECHO = "echo y={x}"
 CRASHED = Result(Outcome.CRASHED, reason="exit code 1")
@@ -45,11 +45,8 @@ class OwnLoop(Agent):
     events: ClassVar[list[str]] = []
     failing: ClassVar[dict[str, Exception]] = {}
 
-    def select_action(self, observation: Observation) -> Action | None:
-        raise AssertionError("the dispatcher must enter by run()")
-
     def run(self) -> int:
-        self.events.append(f"run {self.env.run.name}")
+        self.events.append(f"run {self.env.book.name}")
         if "run" in self.failing:
             raise self.failing["run"]
         return int(self.config.code)
@@ -85,7 +82,7 @@ def test_s01_an_agent_with_its_own_loop_enters_by_the_same_door(tmp_path, own_lo
 
 
 def test_s02_the_default_loop_tells_the_agent_everything(tmp_path):
-    env = FunctionEnv(new_run(tmp_path), lambda action: 2.0 * action["x"], budget=2)
+    env = FunctionEnv(tmp_path, lambda action: 2.0 * action["x"], budget=2)
     agent = ListedAgent(env, points(1, 2, 3))
     assert agent.run() == 0
     first, second = agent.told
@@ -100,9 +97,9 @@ def test_s02_the_default_loop_tells_the_agent_everything(tmp_path):
 
 
 def test_s02_none_ends_the_run_before_the_budget(tmp_path):
-    env = FunctionEnv(new_run(tmp_path), lambda action: 1.0, budget=100)
+    env = FunctionEnv(tmp_path, lambda action: 1.0, budget=100)
     assert ListedAgent(env, points(1, 2)).run() == 0
-    assert env.run.step == 2
+    assert env.book.step == 2
 
 
 def test_s02_several_trials_are_in_flight_and_feedback_comes_as_they_finish(tmp_path):
@@ -116,7 +113,7 @@ def test_s02_several_trials_are_in_flight_and_feedback_comes_as_they_finish(tmp_
 
 
 def test_s03_only_the_environment_moves_the_counter_and_reset_never_rewinds_it(tmp_path):
-    env = FunctionEnv(new_run(tmp_path), lambda action: 1.0)
+    env = FunctionEnv(tmp_path, lambda action: 1.0)
 
     class Resetting(ListedAgent):
         def select_action(self, observation: Observation) -> Action | None:
@@ -125,13 +122,12 @@ def test_s03_only_the_environment_moves_the_counter_and_reset_never_rewinds_it(t
             return super().select_action(observation)
 
     Resetting(env, points(1, 2, 3)).run()
-    assert [trial.number for trial in env.run.ledger.trials()] == [1, 2, 3]
+    assert [trial.number for trial in env.book.ledger.trials()] == [1, 2, 3]
     source = Path(__file__).parents[2] / "src"
     callers = [path for path in source.rglob("*.py") if ".increment_step()" in path.read_text()]
     assert {path.relative_to(source / "loopwright").as_posix() for path in callers} == {
-        "ledger/env.py",
+        "ledger/trial_book.py",
         "envs/live/env.py",
-        "rollouts/env.py",
     }
 
 
@@ -170,7 +166,7 @@ def test_s05_a_bug_stops_the_scenario_and_reaches_the_user_as_it_was(tmp_path, o
 
 
 def test_s05_a_bug_while_a_run_is_built_is_recorded_too(tmp_path, own_loop, monkeypatch):
-    monkeypatch.setattr(own_loop, "restore", lambda *_: 1 / 0)
+    monkeypatch.setattr(own_loop, "__init__", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         campaign(tmp_path, two_runs('{ type = "own-loop" }', '{ type = "grid" }'))
     assert not (tmp_path / "out/s").exists(), "no further run starts"
@@ -188,7 +184,7 @@ def test_s05_a_recoverable_failure_lets_the_next_run_start(tmp_path):
 
 
 def test_s06_shutdown_always_runs_and_its_failure_hides_nothing(tmp_path, own_loop, caplog):
-    env = FunctionEnv(new_run(tmp_path), lambda action: 1.0)
+    env = FunctionEnv(tmp_path, lambda action: 1.0)
     own_loop.failing["shutdown"] = RuntimeError("a socket")
     with caplog.at_level(logging.ERROR):
         assert drive(own_loop(env, OwnLoopConfig())) == 1
@@ -209,7 +205,7 @@ def test_s07_a_scenario_in_which_every_trial_failed_does_not_exit_0(tmp_path):
 
 def test_s08_a_failed_trial_has_no_metrics_and_no_reward_and_no_function_sees_its_penalty(tmp_path):
     env = FunctionEnv(
-        new_run(tmp_path),
+        tmp_path,
         lambda action: CRASHED if action["x"] == 1 else 5.0,
         rewards=(Negative(metrics=("y",)),),
         penalties=penalties(metric=-50.0),
@@ -219,13 +215,13 @@ def test_s08_a_failed_trial_has_no_metrics_and_no_reward_and_no_function_sees_it
     failed, good = agent.told
     assert (failed.reward, failed.told) == (None, (-50.0,))
     assert (good.reward.value, good.told) == (-5.0, (-5.0,))  # type: ignore[union-attr]
-    row = env.run.ledger.trial(1)
+    row = env.book.ledger.trial(1)
     assert row is not None
     assert (row.reward, row.metrics, row.fault) == (None, {}, Fault.WORKLOAD)
 
 
 def test_s08_without_a_penalty_a_search_agent_is_told_that_it_failed(tmp_path):
-    env = FunctionEnv(new_run(tmp_path), lambda action: CRASHED)
+    env = FunctionEnv(tmp_path, lambda action: CRASHED)
     agent = ListedAgent(env, points(1))
     agent.run()
     assert (agent.told[0].outcome, agent.told[0].told) == (Outcome.CRASHED, None)
@@ -254,8 +250,8 @@ class Noting(Observer):
 
 
 def test_s09_constraint_failures_are_trials_like_any_other(tmp_path):
-    class Forbidding(FunctionEnv):
-        def infeasible(self, action, regime):
+    class Forbidding(AnySpace):
+        def violated(self, action, regime):
             return "constraint 'x < 2' is not met" if action["x"] >= 2 else None
 
         def validate(self, action):
@@ -264,24 +260,25 @@ def test_s09_constraint_failures_are_trials_like_any_other(tmp_path):
             return action
 
     noting = Noting()
-    env = Forbidding(
-        new_run(tmp_path),
+    env = FunctionEnv(
+        tmp_path,
         lambda action: CRASHED if action["x"] == 0 else 1.0,
         noting,
+        space=Forbidding(),
         penalties=penalties(constraint=-3.0),
     )
     agent = ListedAgent(env, points(1, 2, 1, 0, 10))
     assert agent.run() == 0
-    outcomes = [row.outcome for row in env.run.ledger.trials()]
+    outcomes = [row.outcome for row in env.book.ledger.trials()]
     assert outcomes == [Outcome.OK, Outcome.INFEASIBLE, Outcome.OK, Outcome.CRASHED, Outcome.INVALID]
     infeasible = agent.told[1]
     assert (infeasible.told, infeasible.done) == ((-3.0,), False)
     assert infeasible.observation.metrics.keys() == {"y"}, "the declared shape"
-    row = env.run.ledger.trial(2)
+    row = env.book.ledger.trial(2)
     assert row is not None
     assert "x < 2" in row.reason
     assert noting.calls == [(hook, number) for number in range(1, 6) for hook in ("before", "after")]
-    assert env.run.ledger.trial(3).cached_from == "1"  # type: ignore[union-attr]
+    assert env.book.ledger.trial(3).cached_from == "1"  # type: ignore[union-attr]
 
 
 class WildConfig(RandomConfig):
@@ -289,7 +286,7 @@ class WildConfig(RandomConfig):
 
 
 class Wild(RandomSearch):
-    """Leaves its space once."""
+    """Leaves its space once, whatever the regime."""
 
     Config: ClassVar[type[AgentConfig]] = WildConfig
 
@@ -454,11 +451,11 @@ def test_s15_a_space_is_never_used_up_for_an_agent_that_measures_again(tmp_path)
 
 
 def test_s15_free_cached_trials_end_after_ten_times_the_budget(tmp_path):
-    env = FunctionEnv(new_run(tmp_path), lambda action: 1.0, budget=3, count_cached=False)
+    env = FunctionEnv(tmp_path, lambda action: 1.0, budget=3, count_cached=False)
     agent = ListedAgent(env, points(*[1] * 100))
     agent.run()
-    assert env.run.step == 30
-    assert env.cached == 29
+    assert env.book.step == 30
+    assert env.book.uncounted == 29
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------

@@ -5,8 +5,17 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from loopwright.core.reward import ExpressionReward, Identity, Inverse, Negative, Objectives, Reward, Weighted, rewards
-from loopwright.ledger.env import mean_reward
+from loopwright.core.reward import (
+    ExpressionReward,
+    Identity,
+    Inverse,
+    Negative,
+    Objectives,
+    Reward,
+    Weighted,
+    mean_reward,
+    rewards,
+)
 
 METRICS = {"seconds": 4.0, "watts": 10.0}
 

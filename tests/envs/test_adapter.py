@@ -10,12 +10,12 @@ from tests.envs.worlds import Called, live, world
 
 from loopwright.core.errors import InvalidAction
 from loopwright.core.outcome import Outcome
+from loopwright.core.reward import Penalties
 from loopwright.core.trial import Result
 from loopwright.envs.gym.adapter import Driver, GymnasiumAdapter, LiveAdapter, VectorAdapter
 from loopwright.envs.gym.observation import ObsLeafDescriptor
-from loopwright.envs.search import TrialEnv
-from loopwright.ledger.env import Penalties
-from loopwright.ledger.run import RunStopped
+from loopwright.envs.search import SearchEnv
+from loopwright.ledger.trial_book import RunStopped
 
 ARGUMENTS = {"x": [1, 2, 3], "wind": ["calm", "storm"], "name": "n"}
 
@@ -29,7 +29,7 @@ def adapter(tmp_path):
     env = GymnasiumAdapter(world(tmp_path, ARGUMENTS, product, env_params={"wind": {}}), view="dict")
     yield env
     env.close()
-    env.inner.run.ledger.close()
+    env.inner.book.ledger.close()
 
 
 def failing(x):
@@ -46,14 +46,14 @@ def test_a_failure_is_told_as_less_than_the_worst_reward_so_far(tmp_path):
     assert first < 0
     assert after < -40
     env.close()
-    assert [trial.reward is None for trial in env.inner.run.ledger.trials()] == [True, False, True]
+    assert [trial.reward is None for trial in env.inner.book.ledger.trials()] == [True, False, True]
 
 
 def test_the_worst_reward_is_remembered_over_a_resume(tmp_path):
     env = GymnasiumAdapter(world(tmp_path, {"x": [1, 2, 3]}, failing))
     rewards(env, 1)
     env.close()
-    env.inner.run.ledger.close()
+    env.inner.book.ledger.close()
     again = GymnasiumAdapter(world(tmp_path, {"x": [1, 2, 3]}, failing))
     assert rewards(again, 2)[0] < -40
     again.close()
@@ -104,14 +104,14 @@ def test_a_constraint_that_is_not_met_gives_an_observation_of_the_declared_shape
 def test_step_raw_takes_exactly_the_tunable_and_the_fixed(adapter, values, words):
     with pytest.raises(ValueError, match=words):
         adapter.step_raw(values)
-    assert adapter.inner.run.step == 0
+    assert adapter.inner.book.step == 0
 
 
 def test_native_values_and_numbers_are_one_trial(adapter):
     adapter.reset()
     adapter.step_raw({"x": 2, "name": "n"})
     adapter.step(adapter.encode_action({"x": 2}))
-    first, second = adapter.inner.run.ledger.trials()
+    first, second = adapter.inner.book.ledger.trials()
     assert first.action == second.action == {"x": 2}
     assert adapter.decode_action({"x": 1}) == {"x": 2}
 
@@ -126,7 +126,7 @@ def test_a_bad_action_costs_neither_a_number_nor_a_draw(adapter):
 
 
 def test_an_environment_with_leaves_of_its_own_is_taken_by_duck_typing(tmp_path):
-    class Windy(TrialEnv):
+    class Windy(SearchEnv):
         def structured_observation_descriptors(self):
             return {"speed": ObsLeafDescriptor.box(2), "side": ObsLeafDescriptor.discrete(2)}
 
@@ -160,14 +160,14 @@ def vector(tmp_path):
     env = VectorAdapter(world(tmp_path, ARGUMENTS, product, env_params={"wind": {}}), 3, view="flat")
     yield env
     env.close()
-    env.inner.run.ledger.close()
+    env.inner.book.ledger.close()
 
 
 def test_several_slots_are_in_flight_together(vector):
     vector.reset(seed=1)
     vector.step(np.array([[0], [1], [2]]))
     assert vector.inner.workload.most == 3
-    assert [trial.number for trial in vector.inner.run.ledger.trials()] == [1, 2, 3]
+    assert [trial.number for trial in vector.inner.book.ledger.trials()] == [1, 2, 3]
 
 
 def test_a_vector_is_gymnasiums_kind_of_vector(vector):
@@ -204,9 +204,9 @@ def test_resetting_a_vector_again_burns_no_draw(vector):
         again, _ = vector.reset()
         np.testing.assert_array_equal(first["context"], again["context"])
     vector.step(np.array([[0], [0], [0]]))
-    assert [trial.draw for trial in vector.inner.run.ledger.trials()] == [1, 2, 3]
+    assert [trial.draw for trial in vector.inner.book.ledger.trials()] == [1, 2, 3]
     vector.step(np.array([[0], [0], [0]]))
-    assert sorted(trial.draw for trial in vector.inner.run.ledger.trials()) == [1, 2, 3, 4, 5, 6]
+    assert sorted(trial.draw for trial in vector.inner.book.ledger.trials()) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_vector_needs_a_slot(tmp_path):
@@ -235,19 +235,19 @@ def test_a_stop_aborts_what_is_in_flight_and_it_is_run_again_under_its_number(tm
     env = world(tmp_path, ARGUMENTS, product, env_params={"wind": {}})
     env.workload = Slow(product)
     driver = Driver(env, "flat")
-    driver._loop.call_later(0.1, env.run.stop)
+    driver._loop.call_later(0.1, env.book.stop)
     with pytest.raises(RunStopped):
         driver.step([{"x": 1}, {"x": 3}])
     with pytest.raises(RunStopped):
         driver.step([{"x": 1}])
     driver.close()
-    one, two = env.run.ledger.trials()
+    one, two = env.book.ledger.trials()
     assert (one.outcome, two.outcome) == (Outcome.OK, Outcome.ABORTED)
-    env.run.ledger.close()
+    env.book.ledger.close()
 
     again = world(tmp_path, ARGUMENTS, product, env_params={"wind": {}})
     driver = Driver(again, "flat")
-    (_, redone) = again.run.ledger.trials()
+    (_, redone) = again.book.ledger.trials()
     assert (redone.number, redone.draw, redone.regime, redone.outcome) == (2, two.draw, two.regime, Outcome.OK)
     assert driver.step([{"x": 2}])[0].trial == 3
     driver.close()

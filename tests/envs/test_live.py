@@ -20,11 +20,11 @@ from tests.envs.worlds import BAD_ANSWERS, Line, live, wait_until
 
 from loopwright.core.errors import InvalidAction
 from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.reward import Penalties
 from loopwright.envs.live.server import ServerError, ServerLost
-from loopwright.ledger.env import Penalties
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer
-from loopwright.ledger.run import RunStopped
+from loopwright.ledger.trial_book import RunStopped
 from loopwright.scenario.signals import Signals
 
 
@@ -41,7 +41,7 @@ def played(env, steps, action=2):
 
 def rows(env):
     env.flush()
-    return list(env.run.ledger.trials())
+    return list(env.book.ledger.trials())
 
 
 def test_numbers_rise_over_episodes_and_each_step_is_a_row(tmp_path):
@@ -53,7 +53,7 @@ def test_numbers_rise_over_episodes_and_each_step_is_a_row(tmp_path):
     assert rows(env)[4].metrics == {"observation": [5.0, 0.0]}
     assert rows(env)[4].reward.value == 5.0
     env.shut()
-    assert [one["length"] for one in env.run.ledger.episodes()] == [5, 5, 2]
+    assert [one["length"] for one in env.book.ledger.episodes()] == [5, 5, 2]
 
 
 def test_a_step_after_the_end_needs_a_reset(tmp_path):
@@ -61,7 +61,7 @@ def test_a_step_after_the_end_needs_a_reset(tmp_path):
     played(env, 5)
     with pytest.raises(InvalidAction, match="call reset"):
         env.step_now(0)
-    assert env.run.step == 5
+    assert env.book.step == 5
     env.shut()
 
 
@@ -93,7 +93,7 @@ def test_the_budget_ends_the_last_episode(tmp_path):
     env = live(tmp_path, budget=7)
     assert [truncated for *_, truncated, _ in played(env, 7)] == [False] * 6 + [True]
     env.shut()
-    assert [one["truncated"] for one in env.run.ledger.episodes()] == [False, True]
+    assert [one["truncated"] for one in env.book.ledger.episodes()] == [False, True]
 
 
 def test_an_episode_row_carries_its_first_and_last_trial(tmp_path):
@@ -101,21 +101,21 @@ def test_an_episode_row_carries_its_first_and_last_trial(tmp_path):
     told = played(env, 12)
     assert [info["trial"] for *_, info in told] == list(range(1, 13))
     env.shut()
-    found = list(env.run.ledger.trials())
+    found = list(env.book.ledger.trials())
     assert [(row.metrics["first"], row.metrics["last"], row.number) for row in found] == [
         (1, 5, 5),
         (6, 10, 10),
         (11, 12, 12),
     ]
     assert [row.reward.value for row in found] == [15.0, 15.0, 3.0]
-    assert [row.regime for row in found] == [one["regime"] for one in env.run.ledger.episodes()]
+    assert [row.regime for row in found] == [one["regime"] for one in env.book.ledger.episodes()]
 
 
 def test_going_on_keeps_numbers_draws_and_episodes_rising(tmp_path):
     env = live(tmp_path, drawn={"speed": [1, 2]})
     played(env, 7)
     env.shut()
-    env.run.ledger.close()
+    env.book.ledger.close()
     again = live(tmp_path, drawn={"speed": [1, 2]})
     played(again, 5)
     last = rows(again)[-1]
@@ -191,7 +191,7 @@ def test_an_unusable_answer_is_a_missing_metric_and_ends_the_episode(tmp_path, a
     failed = next(row for row in rows(env) if row.number == 3)
     assert (failed.outcome, failed.fault, failed.reward) == (Outcome.METRIC_MISSING, Fault.WORKLOAD, None)
     assert failed.reason.startswith(("obs: ", "reward: ", "terminated: ", "truncated: ", "info: ", "'step' gave "))
-    assert [one["length"] for one in env.run.ledger.episodes()] == [3, 5]
+    assert [one["length"] for one in env.book.ledger.episodes()] == [3, 5]
     env.shut()
 
 
@@ -213,9 +213,9 @@ def test_a_server_that_dies_is_lost_and_the_run_can_go_on(tmp_path, error, recor
     assert (row.number, row.outcome, row.fault, row.reward) == (3, Outcome.LOST, Fault.INFRA, None)
     assert str(error) in row.reason
     played(env, 2)
-    assert env.run.step == 5
+    assert env.book.step == 5
     env.shut()
-    env.run.ledger.close()
+    env.book.ledger.close()
     again = live(tmp_path, record=record)
     played(again, 5)
     assert rows(again)[-1].number == 10
@@ -246,7 +246,7 @@ def test_a_reset_that_gives_nonsense_costs_no_number(tmp_path):
     env = live(tmp_path, Mad())
     with pytest.raises(ServerError, match=r"obs: element \[0\] is nan"):
         env.start_episode()
-    assert env.run.step == 0
+    assert env.book.step == 0
     env.shut()
 
 
@@ -302,7 +302,7 @@ def test_a_close_that_raises_hides_nothing(tmp_path, caplog):
     played(env, 2)
     env.shut()
     assert "the server failed in 'close': RuntimeError('stuck')" in caplog.text
-    assert len(list(env.run.ledger.trials())) == 2
+    assert len(list(env.book.ledger.trials())) == 2
 
 
 def test_a_closed_environment_says_so(tmp_path):
@@ -382,19 +382,19 @@ def test_a_step_that_hangs_is_lost_and_the_run_can_go_on(tmp_path, hang, record)
     assert (row.number, row.outcome, row.fault, row.reward) == (3, Outcome.LOST, Fault.INFRA, None)
     assert "timeout_s" in row.reason
     played(env, 2)
-    assert env.run.step == 5
+    assert env.book.step == 5
     env.shut()
-    assert [one["length"] for one in env.run.ledger.episodes()] == [3, 2]
+    assert [one["length"] for one in env.book.ledger.episodes()] == [3, 2]
 
 
 def test_a_reset_that_hangs_is_lost_and_costs_no_number(tmp_path):
     env = live(tmp_path, Hanging("reset", sleeping), timeout_s=0.2)
     with pytest.raises(ServerLost, match="did not respond to 'reset'"):
         played(env, 15)
-    assert env.run.step == 10
+    assert env.book.step == 10
     played(env, 5)
     env.shut()
-    assert [row.number for row in env.run.ledger.trials()] == list(range(1, 16))
+    assert [row.number for row in env.book.ledger.trials()] == list(range(1, 16))
 
 
 def test_a_close_that_hangs_holds_nobody_up(tmp_path, caplog):
@@ -402,7 +402,7 @@ def test_a_close_that_hangs_holds_nobody_up(tmp_path, caplog):
     played(env, 3)
     env.shut()
     assert "did not respond to 'close'" in caplog.text
-    assert env.run.ledger.last()[0] == 3
+    assert env.book.ledger.last()[0] == 3
 
 
 def test_only_a_call_of_the_server_is_interrupted(tmp_path):
@@ -447,7 +447,7 @@ def test_a_step_in_another_thread_is_told_of_and_left_alone(tmp_path, caplog):
 def test_s12_a_signal_in_a_step_that_hangs_is_still_heard(tmp_path):
     env = live(tmp_path, Hanging("step", retrying), timeout_s=0.5)
     with Signals().installed() as signals:
-        signals.env = env
+        signals.book = env.book
         timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
         timer.start()
         with pytest.raises(ServerLost):
@@ -474,7 +474,7 @@ def test_observers_are_told_of_every_step(tmp_path):
             self.seen.append(("after", trial.number, trial.outcome))
 
     env, told = live(tmp_path, Line({2: 5})), Told()
-    env.watch([told])
+    env.book.observers.append(told)
     played(env, 2)
     assert told.seen == [
         ("before", 1, None),
@@ -488,20 +488,20 @@ def test_observers_are_told_of_every_step(tmp_path):
 def test_a_stop_ends_it_between_two_steps(tmp_path):
     env = live(tmp_path)
     played(env, 2)
-    env.run.stop()
+    env.book.stop()
     with pytest.raises(RunStopped):
         env.step_now(1)
     with pytest.raises(RunStopped):
         env.start_episode()
     env.shut()
-    assert env.run.step == 2
-    assert [one["length"] for one in env.run.ledger.episodes()] == [2]
+    assert env.book.step == 2
+    assert [one["length"] for one in env.book.ledger.episodes()] == [2]
 
 
 def test_rows_are_in_the_ledger_within_a_second_unasked(tmp_path):
     env = live(tmp_path)
     played(env, 3)
-    wait_until(lambda: env.run.ledger.last()[0] == 3, 1.0)
+    wait_until(lambda: env.book.ledger.last()[0] == 3, 1.0)
     env.shut()
 
 
@@ -513,21 +513,21 @@ def test_an_episode_without_end_is_known_within_a_second_and_closed_by_the_next_
     left.execute("VACUUM INTO ?", (str(tmp_path / "left.db"),))  # what a dead process would leave
     left.close()
     env.shut()
-    assert [row.number for row in env.run.ledger.trials()] == [5, 8]
+    assert [row.number for row in env.book.ledger.trials()] == [5, 8]
     (tmp_path / "dead" / "run").mkdir(parents=True)
     (tmp_path / "left.db").rename(tmp_path / "dead" / "run" / "ledger.db")
     again = live(tmp_path / "dead", record="episodes", drawn={"speed": [1, 2]})
-    assert (again.run.step, again.run.group, again.run.draw) == (8, 2, 2)
+    assert (again.book.step, again.book.group, again.book.draw) == (8, 2, 2)
     played(again, 5)
     again.shut()
-    found = list(again.run.ledger.trials())
+    found = list(again.book.ledger.trials())
     assert [(row.metrics["first"], row.metrics["last"], row.draw) for row in found] == [
         (1, 5, 1),
         (6, 8, 2),
         (9, 13, 3),
     ]
     assert [row.reward.value for row in found] == [15.0, 6.0, 15.0]
-    assert [one["truncated"] for one in again.run.ledger.episodes()] == [False, True, False]
+    assert [one["truncated"] for one in again.book.ledger.episodes()] == [False, True, False]
 
 
 KILLED = """
@@ -565,7 +565,7 @@ def test_s13_a_killed_live_run_goes_on_without_gaps(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     env = live(tmp_path)
-    began_at = env.run.step
+    began_at = env.book.step
     assert began_at > 50
     played(env, 10)
     assert [row.number for row in rows(env)] == list(range(1, began_at + 11))
@@ -579,11 +579,11 @@ def test_s13_numbers_of_a_killed_episode_are_not_given_out_again(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     told += map(int, process.communicate()[0].split())
     env = live(tmp_path, record="episodes")
-    began_at = env.run.step
+    began_at = env.book.step
     assert began_at >= told[-1] >= 300
     played(env, 5)
     env.shut()
-    first, second = env.run.ledger.trials()
+    first, second = env.book.ledger.trials()
     assert (first.metrics["first"], first.metrics["last"]) == (1, began_at)
     assert first.reward.value == began_at
     assert (second.metrics["first"], second.metrics["last"]) == (began_at + 1, began_at + 5)

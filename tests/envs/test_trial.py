@@ -7,11 +7,9 @@ import pytest
 
 from loopwright.core.outcome import Outcome
 from loopwright.core.reward import Identity, Objectives
-from loopwright.envs.search import TrialEnv
-from loopwright.ledger.env import Terms
+from loopwright.envs.search import SearchEnv
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.observer import Observers
-from loopwright.ledger.run import Run
+from loopwright.ledger.trial_book import TrialBook
 from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.testing import FunctionWorkload
 from loopwright.workloads.base import Job, Site, WorkloadConfig
@@ -33,15 +31,14 @@ class Recording(FunctionWorkload):
 def make(tmp_path):
     ledger = Ledger.create(tmp_path / "ledger.db", state={"id": "abc"})
 
-    def make(args: dict, drawn: tuple[str, ...] = (), function=lambda **_: {"y": 1.0}, **config) -> TrialEnv:
+    def make(args: dict, drawn: tuple[str, ...] = (), function=lambda **_: {"y": 1.0}, **config) -> SearchEnv:
         space = WorkloadConfig(type="function", args=args, **config).space(frozenset(drawn))
-        return TrialEnv(
-            Run("run", tmp_path, ledger),
-            Terms(Objectives((Identity(metrics=("y",)),))),
-            Observers(),
+        return SearchEnv(
+            TrialBook("run", tmp_path, ledger),
             space=space,
             workload=Recording(function, Site(scenario_dir=tmp_path, directory=tmp_path)),
             draws=Draws(3, space.parameters, dict.fromkeys(drawn, EnvParamConfig())),
+            objectives=Objectives((Identity(metrics=("y",)),)),
             metric_names=("y",),
         )
 
@@ -49,7 +46,7 @@ def make(tmp_path):
     ledger.close()
 
 
-def step(env: TrialEnv, **action):
+def step(env: SearchEnv, **action):
     async def main():
         return await env.step(action)
 
@@ -80,7 +77,7 @@ def test_each_trial_has_a_directory_and_a_marker_of_its_own(make):
 def test_several_processes_of_a_trial_are_one_attempt(make):
     env = make({"x": [1, 2]})
     step(env, x=1)
-    assert [(attempt, outcome) for attempt, _, _, outcome in env.run.ledger.attempts(1)] == [(1, "ok")]
+    assert [(attempt, outcome) for attempt, _, _, outcome in env.book.ledger.attempts(1)] == [(1, "ok")]
 
 
 def test_a_value_outside_of_the_space_is_invalid_and_never_runs(make):
@@ -96,8 +93,10 @@ def test_a_broken_constraint_is_infeasible_and_never_runs(make):
 
 
 def test_the_key_covers_fixed_values(make):
-    one, other = make({"x": [1, 2], "mode": "a"}), make({"x": [1, 2], "mode": "b"})
-    assert one.question({"x": 1}) != other.question({"x": 1})
+    step(make({"x": [1, 2], "mode": "a"}), x=1)
+    step(other := make({"x": [1, 2], "mode": "b"}), x=1)
+    first, second = other.book.ledger.trials()
+    assert first.key != second.key
 
 
 def test_cardinality_counts_what_is_drawn(make):

@@ -11,14 +11,12 @@ import numpy as np
 from gymnasium import spaces
 
 from loopwright.core.outcome import Outcome
-from loopwright.core.reward import Identity, Objectives
+from loopwright.core.reward import Identity, Objectives, Penalties
 from loopwright.core.trial import Result
 from loopwright.envs.live.env import LiveEnv
-from loopwright.envs.search import TrialEnv
-from loopwright.ledger.env import Penalties, Terms
+from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.observer import Observers
-from loopwright.ledger.run import Run
+from loopwright.ledger.trial_book import TrialBook
 from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.spaces.parameter import parameter
 from loopwright.spaces.space import Space
@@ -43,13 +41,13 @@ class Called(Workload):
         return Result(Outcome.OK, value if isinstance(value, dict) else {"y": float(value)})
 
 
-def run_in(directory: Path, name: str = "run") -> Run:
+def book_in(directory: Path, name: str = "run", **options: Any) -> TrialBook:
     folder = directory / name
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "ledger.db"
     ledger = Ledger.open(path) if path.exists() else Ledger.create(path, state={"id": "test"})
     ledger.close_episode()
-    return Run(name, folder, ledger)
+    return TrialBook(name, folder, ledger, **options)
 
 
 def world(
@@ -59,22 +57,23 @@ def world(
     *,
     env_params: Mapping[str, Any] | None = None,
     constraints: tuple[str, ...] = (),
-    kind: type[TrialEnv] = TrialEnv,
+    kind: type[SearchEnv] = SearchEnv,
     metrics: tuple[str, ...] = ("y",),
-    penalties: Penalties | None = None,
-    **terms: Any,
-) -> TrialEnv:
+    budget: int | None = None,
+    count_cached: bool = True,
+    **rules: Any,
+) -> SearchEnv:
     """A trial environment over a function; arguments as they are written in TOML."""
     configs = {name: EnvParamConfig(**how) for name, how in (env_params or {}).items()}
     space = Space({name: parameter(value) for name, value in arguments.items()}, constraints, frozenset(configs))
     return kind(
-        run_in(directory),
-        Terms(Objectives((Identity(metrics=("y",)),)), penalties or Penalties(), **terms),
-        Observers(),
+        book_in(directory, budget=budget, count_cached=count_cached),
         space=space,
         workload=Called(function),
         draws=Draws(0, space.parameters, configs),
+        objectives=Objectives((Identity(metrics=("y",)),)),
         metric_names=metrics,
+        rules=TrialRules(**rules),
     )
 
 
@@ -135,15 +134,15 @@ def live(
     encodings: Mapping[str, Any] | None = None,
     record: str = "steps",
     timeout_s: float | None = None,
-    **terms,
+    budget: int | None = None,
+    penalties: Penalties | None = None,
 ):
     """A live environment over an object of this process."""
     parameters = {name: parameter(list(values)) for name, values in (drawn or {}).items()}
     configs = {name: EnvParamConfig(encoding=(encodings or {}).get(name, "categorical")) for name in parameters}
     draws = Draws(0, parameters, configs)
-    known = Terms(Objectives(()), **terms)
     how: dict[str, Any] = {"draws": draws, "record": record, "timeout_s": timeout_s}
-    return LiveEnv(run_in(directory), known, Observers(), server=server or Line(), **how)
+    return LiveEnv(book_in(directory, budget=budget), server=server or Line(), penalties=penalties, **how)
 
 
 BAD_ANSWERS = {

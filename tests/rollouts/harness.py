@@ -7,13 +7,11 @@ from typing import Any
 
 from loopwright.core.episode import ROOT, Episode, Node, Span
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.reward import JudgedReward, Objectives, Reward
+from loopwright.core.reward import Reward
 from loopwright.core.task import Task
-from loopwright.ledger.env import Terms
 from loopwright.ledger.groups import Groups
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.observer import Observers
-from loopwright.ledger.run import Run
+from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.loops.worker import RolloutRequest, WeightUpdate
@@ -98,9 +96,7 @@ class World:
         self.worker: Any = worker or FunctionWorker(roll)
         self.judge = FunctionJudge(verdict, compares=compares)
         self.env = RolloutEnv(
-            Run("r", directory, self.ledger),
-            Terms(Objectives((JudgedReward(),)), budget=budget),
-            Observers(),
+            TrialBook("r", directory, self.ledger, budget=budget),
             tasks=TaskMix(sources, weights or dict.fromkeys(sources, 1.0), seed, held_out),
             loop=LocalPool(lambda: self.worker),
             judge=self.judge,

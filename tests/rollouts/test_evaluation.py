@@ -137,8 +137,8 @@ def test_evaluations_use_up_no_budget_and_are_made_whole_when_there_is_none_left
                 groups = world.env.examine(0, 3)
                 await world.env.roll_all(groups)
                 assert [len(group.episodes) for group in groups] == [3, 3]
-                assert world.env.room(4) != again, "also when they were made by an earlier process"
-                assert not world.env.room(5)
+                assert world.env.book.has_budget(4) != again, "also when they were made by an earlier process"
+                assert not world.env.book.has_budget(5)
                 assert len(await world.producer.batch(1, 1)) == (not again)
 
     simulate(main())

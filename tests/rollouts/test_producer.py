@@ -33,7 +33,7 @@ def test_synchronous_production_makes_a_batch_when_it_is_asked_for_one(tmp_path)
             groups = await world.producer.batch(3, 1)
             assert [len(group.episodes) for group in groups] == [4, 4, 4]
             assert world.producer.in_flight == 0
-            assert world.env.run.step == 12
+            assert world.env.book.step == 12
 
     simulate(main())
 

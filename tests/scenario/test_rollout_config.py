@@ -196,7 +196,7 @@ R = "[run.rollout]"
         (
             agent('{ type = "random", trials = 4 }'),
             "[run.agent] type",
-            "needs an agent that works on rollouts: ppo, collect, grpo, rloo",
+            "needs an agent that works on rollouts: collect, grpo, rloo, ppo",
         ),
         (agent('{ type = "colect", trials = 4 }'), "[run.agent] type", "Did you mean 'collect'?"),
         (agent('{ type = "collect" }'), "[run.agent] trials", "is missing"),
@@ -213,7 +213,7 @@ R = "[run.rollout]"
         ),
         ({"head": f"{GOOD['head']}\nrepeats = 2"}, "[[run]] repeats", "`group_size` says how often"),
         ({"head": f'{GOOD["head"]}\ncache = "off"'}, "[[run]] cache", "never answered from a cache"),
-        ({**NOT_A_ROLLOUT, "engine": ""}, R, "is missing; the agent works on rollouts"),
+        ({**NOT_A_ROLLOUT, "engine": ""}, R, "is missing; agent 'collect' works on rollouts"),
         ({**NOT_A_ROLLOUT, "engine": "", "more": WORKLOAD}, R, "is missing; agent 'collect' works on rollouts"),
         (
             {**NOT_A_ROLLOUT, **agent('{ type = "random", trials = 4 }'), "more": WORKLOAD},

@@ -9,7 +9,7 @@ import pytest
 
 from loopwright.core.errors import StorageError
 from loopwright.core.outcome import Outcome
-from tests.contracts.harness import FunctionEnv, ListedAgent, new_run
+from tests.contracts.harness import FunctionEnv, ListedAgent
 from tests.survival.campaign import SCENARIO, Campaign
 
 NOISY = """#!/bin/sh
@@ -91,7 +91,7 @@ def test_trials_that_meet_a_full_disk_together_are_one_error_without_noise(tmp_p
     def refuse(_):
         raise StorageError("the disk is full")
 
-    agent = ListedAgent(FunctionEnv(new_run(tmp_path), refuse), [{"x": 1}, {"x": 2}, {"x": 3}], parallel=3)
+    agent = ListedAgent(FunctionEnv(tmp_path, refuse), [{"x": 1}, {"x": 2}, {"x": 3}], parallel=3)
 
     with pytest.raises(StorageError, match="the disk is full"):
         agent.run()

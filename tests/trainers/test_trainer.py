@@ -72,7 +72,7 @@ def training(directory, learner, *, produce=None, **options):
 
 
 async def ended(made, within_s=20.0):
-    with closing(made.env.run.ledger):
+    with closing(made.env.book.ledger):
         async with asyncio.timeout(within_s):
             await made.run()
 
@@ -134,7 +134,7 @@ def test_an_engine_that_rests_goes_on_when_training_ends_early(tmp_path, how):
 def test_only_steps_that_changed_nothing_count_as_bad_and_only_those_that_did_end_the_count(tmp_path):
     async def story():
         made, _ = training(tmp_path, FakeLearner(), bad_steps=3)
-        made.env.run.ledger.close()
+        made.env.book.ledger.close()
         skipped, partly = {"updates": 0.0, "skipped": 2.0}, {"updates": 1.0, "skipped": 1.0}
         counted = []
         for told in (skipped, {}, skipped, partly, skipped, FINE, skipped, {"updates": 0.0, "skipped": 0.0}):

@@ -1,6 +1,6 @@
-"""Search and RL agents, one file per family; the registry imports each when it is first named."""
+"""Search and RL agents, one file per family; the registries import each when it is first named."""
 
-from loopwright.core.agent import agents
+from loopwright.core.agent import agents, rollout_agents
 
 for _name, _path in {
     "grid": "search.grid_random:Grid",
@@ -16,8 +16,12 @@ for _name, _path in {
     "sac": "rl.agent:Sac",
 }.items():
     agents.add_lazily(_name, f"loopwright.agents.{_path}")
-agents.add_lazily("collect", "loopwright.rollouts.collect:Collect")
-agents.add_lazily("grpo", "loopwright.trainers.grpo:GrpoTrainer")
-agents.add_lazily("rloo", "loopwright.trainers.rloo:RlooTrainer")
+for _name, _path in {
+    "collect": "rollouts.collect:Collect",
+    "grpo": "trainers.grpo:GrpoTrainer",
+    "rloo": "trainers.rloo:RlooTrainer",
+    "ppo": "trainers.ppo:PpoTrainer",
+}.items():
+    rollout_agents.add_lazily(_name, f"loopwright.{_path}")
 
-__all__ = ["agents"]
+__all__ = ["agents", "rollout_agents"]

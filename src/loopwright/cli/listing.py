@@ -26,7 +26,7 @@ def command(family: Annotated[Family, typer.Argument(help="What to list.")]) -> 
     from rich.markup import escape
     from rich.table import Table
 
-    from loopwright.agents import agents
+    from loopwright.agents import agents, rollout_agents
     from loopwright.core.registry import Registry
     from loopwright.core.reward import rewards
     from loopwright.engines.base import engines
@@ -46,14 +46,16 @@ def command(family: Annotated[Family, typer.Argument(help="What to list.")]) -> 
     }
     registry = registries[family]
     table = Table(box=None, padding=(0, 2), show_header=False)
-    for name in registry.names():
-        try:
-            item = registry.get(name)
-        except ImportError as error:
-            table.add_row(name, escape(f"(cannot be imported: {error})"))
-            continue
-        draws = "  (takes env_params)" if getattr(item, "samples_env_params", False) else ""
-        table.add_row(name, escape(_said_of(item, registry.base) + draws))
+    for one in (agents, rollout_agents) if registry is agents else (registry,):
+        for name in one.names():
+            try:
+                item = one.get(name)
+            except ImportError as error:
+                table.add_row(name, escape(f"(cannot be imported: {error})"))
+                continue
+            draws = "  (takes env_params)" if getattr(item, "samples_env_params", False) else ""
+            where = "  (with [run.rollout])" if one is rollout_agents else ""
+            table.add_row(name, escape(_said_of(item, one.base) + draws + where))
     Console(highlight=False).print(table)
 
 

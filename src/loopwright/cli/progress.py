@@ -12,7 +12,6 @@ import orjson
 from loopwright.cli.training_progress import Course
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Trial
-from loopwright.ledger.env import Env
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer
 from loopwright.ledger.steps import Kind, Step
@@ -24,7 +23,7 @@ from loopwright.reports.rollout.digest import read_rollouts, rollout_result
 from loopwright.reports.search.best import best_of
 from loopwright.reports.training.digest import read_training, training_result
 from loopwright.rollouts.env import RolloutEnv
-from loopwright.scenario.build import planned
+from loopwright.scenario.build import AnyEnv, planned
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import LoadedScenario
 
@@ -37,16 +36,16 @@ class Tally(Observer):
     """Counts what has become of a run's trials, those before a resume included."""
 
     def __init__(self, env: Any) -> None:
-        self.name, self.total = env.run.name, planned(env)
-        self.label = (*env.terms.objectives.labels, "")[0]
-        self.free = not env.terms.count_cached
+        self.name, self.total = env.book.name, planned(env)
+        self.label = (*env.objectives.labels, "")[0]
+        self.free = not env.book.count_cached
         self.rolls = isinstance(env, RolloutEnv)
-        self.course = Course.of(env.run.ledger)
+        self.course = Course.of(env.book.ledger)
         self.scored, self.rewarded = 0, 0.0
-        counts = env.run.ledger.counts()
+        counts = env.book.ledger.counts()
         self.cached, self.failed, self.done = counts["cached"], 0, 0
         self.best: Trial | None = None
-        for trial in env.run.ledger.trials():
+        for trial in env.book.ledger.trials():
             if not trial.unfinished:
                 self._count(trial)
         self.before_now, self.started = self.done, time.monotonic()
@@ -128,7 +127,7 @@ class Tally(Observer):
 class LogLines(Tally):
     """A line now and then, for terminals that are none; of a training also one for every evaluation."""
 
-    def __init__(self, env: Env) -> None:
+    def __init__(self, env: AnyEnv) -> None:
         super().__init__(env)
         self._next = time.monotonic()
 
@@ -149,7 +148,7 @@ class LogLines(Tally):
 class Bar(Tally):
     """A live line with a bar, for people; of a training also its curves."""
 
-    def __init__(self, env: Env) -> None:
+    def __init__(self, env: AnyEnv) -> None:
         from rich.live import Live
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
@@ -223,10 +222,12 @@ class JsonEvents(Tally):
 
 def conduct(loaded: LoadedScenario, output: Path, *, quiet: bool, json: bool, **options: bool) -> int:
     """Run a scenario with progress, and say at the end what was found and where it is."""
-    kind: Callable[[Env], Tally] = Tally if quiet else JsonEvents if json else Bar if sys.stdout.isatty() else LogLines
+    kind: Callable[[AnyEnv], Tally] = (
+        Tally if quiet else JsonEvents if json else Bar if sys.stdout.isatty() else LogLines
+    )
     tallies: list[Tally] = []
 
-    def watch(env: Env) -> list[Observer]:
+    def watch(env: AnyEnv) -> list[Observer]:
         for tally in tallies:
             tally.finish()
         tallies[:] = [kind(env)]

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from loopwright.core.config import Config
 from loopwright.core.expression import Expression
+from loopwright.core.outcome import Outcome
 from loopwright.core.registry import Registry
 
 
@@ -29,6 +30,31 @@ class Reward:
     def objectives(self) -> tuple[float, ...]:
         """All objectives, the first one included; each is maximised."""
         return (self.value, *self.more)
+
+
+def mean_reward(rewards: Sequence[Reward | None]) -> Reward | None:
+    """The mean over a group's repeats; None if any has none, since the mean of the survivors would be wrong."""
+    scored = [reward for reward in rewards if reward is not None]
+    if len(scored) < len(rewards) or not scored:
+        return None
+    if len(scored) == 1:
+        return scored[0]
+    size = len(scored)
+    objectives = [math.fsum(values) / size for values in zip(*(reward.objectives for reward in scored), strict=True)]
+    parts = {name: math.fsum(reward.parts.get(name, 0.0) for reward in scored) / size for name in scored[0].parts}
+    return Reward(objectives[0], parts, tuple(objectives[1:]))
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """The numbers an agent learns from for failed trials; None means *failed*. They are never recorded as rewards."""
+
+    metric_failure: float | None = None
+    constraint_failure: float | None = None
+
+    def for_outcome(self, outcome: Outcome) -> float | None:
+        """The number for one kind of failure."""
+        return self.constraint_failure if outcome is Outcome.INFEASIBLE else self.metric_failure
 
 
 class RewardFunction(Config, ABC):

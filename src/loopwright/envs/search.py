@@ -1,95 +1,298 @@
-"""The trial environment: an action over a workload's parameters in, its metrics out."""
+"""The search environment: an action over a workload's parameters in, a recorded trial and feedback out.
 
+A step proposes a trial, looks for its answer in the cache and the constraints, otherwise runs the workload, turns the
+metrics into a reward, and commits. Many trials may be in flight.
+"""
+
+import asyncio
 import time
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, Self
 
 import orjson
 
-from loopwright.core.trial import Action, Regime, Result, Trial
-from loopwright.ledger.env import Env, Terms
-from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.observer import Observers
-from loopwright.ledger.run import Run
+from loopwright.core.canonical import key_of
+from loopwright.core.errors import InvalidAction
+from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.reward import Objectives, Penalties, mean_reward
+from loopwright.core.trial import Action, Feedback, Observation, Proposal, Regime, Result, Trial
 from loopwright.ledger.shared_cache import SharedCache
+from loopwright.ledger.trial_book import TrialBook
 from loopwright.spaces.draws import Draws
 from loopwright.spaces.space import Space
 from loopwright.workloads.base import Job, Workload
 
 
-class TrialEnv(Env):
-    """Runs a workload once per trial. What is drawn overlays the arguments, and is not checked again."""
+@dataclass(frozen=True)
+class TrialRules:
+    """How a search environment repeats, caches and penalises trials."""
+
+    penalties: Penalties = field(default_factory=Penalties)
+    repeats: int = 1
+    cache: str = "run"
+    exhaustible: bool = True
+    """Whether a finite space is used up once all of it was measured; not for an agent that measures again."""
+    fingerprint: str = ""
+    """Part of every cache key: trials of different inputs do not answer one another."""
+
+
+class SearchEnv:
+    """Runs a workload once per trial. Drawn values overlay the arguments and are not validated again."""
 
     def __init__(
         self,
-        run: Run,
-        terms: Terms,
-        observers: Observers,
-        shared: SharedCache | None = None,
+        book: TrialBook,
         *,
         space: Space,
         workload: Workload,
         draws: Draws,
+        objectives: Objectives,
         metric_names: tuple[str, ...],
+        rules: TrialRules | None = None,
+        shared: SharedCache | None = None,
     ) -> None:
-        super().__init__(run, terms, observers, shared)
-        self.space, self.workload, self.draws, self.metric_names = space, workload, draws, metric_names
-        self._marker = run.ledger.state("id")
+        self.book, self.space, self.workload, self.draws = book, space, workload, draws
+        self.objectives, self.metric_names, self.rules = objectives, metric_names, rules or TrialRules()
+        self._shared = shared
+        book.kill = workload.kill
+        self._keys = set() if book.count_cached else {trial.key for trial in book.ledger.trials() if trial.key}
+        # Remembering which keys have an answer is cheaper than asking the ledger about every new one.
+        self._answered = book.ledger.answered()
+        self._in_flight: dict[str, asyncio.Event] = {}
+        self._metrics: Mapping[str, float] = {}
+        self._pending: dict[int, Observation] = {}
+        self._repeats: Counter[str] | None = None
+        self._marker = book.ledger.state("id")
         self._opened_at = time.time()
 
-    @property
-    def cardinality(self) -> int | None:
-        size = self.space.size
-        for choice in self.draws.values.values():
-            size = None if size is None else size * choice.size
-        return size
+    # -- one step -----------------------------------------------------------------------------------------------
 
-    def validate(self, action: Action) -> Action:
-        return self.space.validate(action)
+    def reset(self, slot: int = 0) -> Observation:
+        """The observation to act on next, with its draw. Marks an episode boundary, never a trial boundary.
 
-    def question(self, action: Action) -> Any:
-        return self.space.arguments(action, {})
+        Each slot of a vectorised environment has an observation of its own.
+        """
+        if slot not in self._pending:
+            draw = 1 + max(self.book.draw, *(pending.draw or 0 for pending in self._pending.values()), 0)
+            regime = self.draws.sample(draw)
+            metrics = {name: self._metrics.get(name) for name in self.metric_names}
+            self._pending[slot] = Observation(metrics, regime, draw if regime else None)
+        return self._pending[slot]
 
-    def infeasible(self, action: Action, regime: Regime) -> str | None:
-        return self.space.violated(action, regime)
+    def step(
+        self,
+        action: Action,
+        note: Mapping[str, Any] | None = None,
+        *,
+        fresh: bool = False,
+        slot: int = 0,
+        under: Regime | None = None,
+    ) -> Awaitable[Feedback]:
+        """Run a trial, or a group of repeats. The reservation is made in this call, before anything is awaited.
 
-    def sample(self, draw: int) -> Regime:
-        return self.draws.sample(draw)
+        With `fresh` the action is measured again even if the cache has its answer; `under` sets the regime instead of
+        the pending draw, for evaluations.
+        """
+        if under is None:
+            previous = self.reset(slot)
+            del self._pending[slot]
+        else:
+            previous = Observation(dict.fromkeys(self.metric_names), under)
+        regime, book, rules = previous.context, self.book, self.rules
+        if previous.draw is not None:
+            book.draw = max(book.draw, previous.draw)
+        group, first, question = book.new_group(), 0, None
+        try:
+            action, invalid = self.space.validate(action), None
+            # The cache key is about what is measured: two actions with the same arguments share it.
+            question = self.space.arguments(action, {})
+            if fresh:
+                if self._repeats is None:
+                    self._repeats = Counter(key_of(trial.action, trial.regime) for trial in book.ledger.trials())
+                first = self._repeats[point := key_of(action, regime)]
+                self._repeats[point] += rules.repeats
+        except InvalidAction as error:
+            invalid = Result(Outcome.INVALID, reason=str(error))
+        trials = [
+            book.new_trial(
+                action,
+                group=group,
+                repeat=repeat,
+                key="" if invalid else key_of(question, regime, rules.fingerprint, repeat),
+                draw=previous.draw,
+                regime=regime,
+            )
+            for repeat in range(first, first + (1 if invalid else rules.repeats))
+        ]
+        book.reserve(trials, note)
+        return self._finish(trials, previous, invalid, slot)
 
-    async def measure(self, trial: Trial) -> Result:
+    async def _finish(
+        self, trials: Sequence[Trial], previous: Observation, invalid: Result | None = None, slot: int = 0
+    ) -> Feedback:
+        """Run what is unfinished of a group, one repeat after another."""
+        finished = [await self._run(trial, invalid) if trial.unfinished else trial for trial in trials]
+        return self._feedback(finished, previous, slot)
+
+    async def _run(self, trial: Trial, invalid: Result | None) -> Trial:
+        self.book.observers.before(trial)
+        try:
+            result = invalid or await self._lookup(trial) or await self._measure(trial)
+        except asyncio.CancelledError:
+            self.book.commit(trial, Result(Outcome.ABORTED, reason="the run was stopped"))
+            raise
+        if result.outcome is Outcome.OK:
+            try:
+                result = replace(result, reward=self.objectives.score(result.metrics))
+            except (ArithmeticError, ValueError, TypeError, KeyError) as error:
+                reason = f"the metrics {dict(result.metrics)} have no reward: {error}"
+                result = replace(result, outcome=Outcome.METRIC_MISSING, reason=reason, fault=Fault.WORKLOAD)
+        # On disk before other runs see it, or a resumed run would find its own trial in the shared cache.
+        finished = self.book.commit(trial, result, hold=self._shared is None)
+        if self._shared and finished.outcome is Outcome.OK and finished.cached_from is None:
+            self._shared.put(finished.key, f"{self.book.directory.absolute()}#{finished.number}", finished.metrics)
+        if not self.book.count_cached and finished.key:
+            self._keys.add(finished.key)
+        if result.outcome.reusable:
+            self._answered.add(finished.key)
+        self._metrics = finished.metrics
+        return finished
+
+    async def _lookup(self, trial: Trial) -> Result | None:
+        """The result without running: from the cache, from an equal trial in flight, or from the constraints."""
+        caches = self.rules.cache != "off"
+        if caches:
+            while trial.key in self._in_flight:
+                # That may take long: held writes must not wait as well.
+                self.book.ledger.flush()
+                await self._in_flight[trial.key].wait()
+            if trial.key in self._answered and (cached := self.book.ledger.find(trial.key)):
+                source = str(cached.number)
+                return Result(cached.outcome or Outcome.OK, cached.metrics, cached.reason, cached_from=source)
+        if violation := self.space.violated(trial.action, trial.regime):
+            return Result(Outcome.INFEASIBLE, reason=violation)
+        if caches and self._shared and (shared := self._shared.find(trial.key)):
+            return Result(Outcome.OK, shared[1], cached_from=shared[0])
+        return None
+
+    async def _measure(self, trial: Trial) -> Result:
+        """Run the workload. Equal trials wait meanwhile, and look into the ledger once this one is committed."""
+        ledger, attempt = self.book.ledger, 0
+
+        def started(pid: int, start_ticks: int) -> None:
+            nonlocal attempt  # one attempt may take several processes, one after another
+            if attempt:
+                ledger.running(trial.number, attempt, pid, start_ticks)
+            else:
+                attempt = ledger.attempt(trial.number, pid, start_ticks)
+
         arguments = self.space.arguments(trial.action, trial.regime)
         record: dict[str, Any] = {"trial": trial.number, "arguments": arguments, "action": trial.action}
         if trial.regime:
             record["env_params"] = trial.regime
         job = Job(
             trial=trial.number,
-            directory=self.run.trial_directory(trial.number),
+            directory=self.book.trial_directory(trial.number),
             arguments=arguments,
             parameters_json=orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE),
             marker=f"{self._marker}.{trial.number}",
-            on_start=_Attempt(self.run.ledger, trial.number).started,
-            flush_reservation=self.run.ledger.flush,
+            on_start=started,
+            flush_reservation=ledger.flush,
             is_retry=trial.reserved_at < self._opened_at,
         )
-        return await self.workload.run(job)
+        if self.rules.cache == "off":
+            return await self.workload.run(job)
+        committed = self._in_flight[trial.key] = asyncio.Event()
+        try:
+            return await self.workload.run(job)
+        finally:
+            self._in_flight.pop(trial.key, None)
+            asyncio.get_running_loop().call_soon(committed.set)
+
+    def _feedback(self, trials: Sequence[Trial], previous: Observation, slot: int = 0) -> Feedback:
+        first = next((trial for trial in trials if trial.outcome is not Outcome.OK), trials[0])
+        reward = mean_reward([trial.reward for trial in trials])
+        outcome = first.outcome or Outcome.ABORTED
+        told = reward.objectives if reward else None
+        if told is None and (penalty := self.rules.penalties.for_outcome(outcome)) is not None:
+            told = (penalty,) * len(self.objectives.functions)
+        return Feedback(
+            trial=trials[0].number,
+            action=first.action,
+            reward=reward,
+            told=told,
+            observation=replace(
+                self.reset(slot), metrics={name: first.metrics.get(name) for name in self.metric_names}
+            ),
+            previous=previous,
+            regime=first.regime,
+            outcome=outcome,
+            fault=first.fault,
+            done=not self.may_propose,
+            group=first.group,
+        )
+
+    # -- budget and resume --------------------------------------------------------------------------------------
+
+    @property
+    def may_propose(self) -> bool:
+        """Whether the budget has room for another proposal."""
+        book, repeats = self.book, self.rules.repeats
+        if book.stopping:
+            return False
+        if book.count_cached:
+            return book.has_budget(repeats)
+        size = self.cardinality if self.rules.exhaustible else None
+        if size is not None and len(self._keys) >= size * repeats:
+            return False
+        return book.budget is None or (book.has_budget() and book.group < 10 * book.budget)
+
+    @property
+    def cardinality(self) -> int | None:
+        """How many different trials there are, where that is finite."""
+        size = self.space.size
+        for choice in self.draws.values.values():
+            size = None if size is None else size * choice.size
+        return size
+
+    def history(self) -> Iterator[Proposal]:
+        """Everything proposed so far in this run, by group, for an agent that continues it."""
+        notes = self.book.ledger.notes()
+        for _, group in groupby(self.book.ledger.trials(), key=lambda trial: trial.group):
+            trials = list(group)
+            first, finished = trials[0], not any(trial.unfinished for trial in trials)
+            feedback = self._feedback(trials, self._previous(first)) if finished else None
+            yield Proposal(first.group, first.action, first.regime, notes.get(first.number), feedback)
+
+    def unfinished(self) -> list[list[Trial]]:
+        """The groups that were in flight when the run stopped, to be finished under their own numbers and draws."""
+        ledger = self.book.ledger
+        return [ledger.group(number) for number in sorted({trial.group for trial in ledger.unfinished()})]
+
+    def resume(self, trials: Sequence[Trial]) -> Awaitable[Feedback]:
+        """Finish a group that an earlier process began."""
+        return self._finish(trials, self._previous(trials[0]))
+
+    def _previous(self, trial: Trial) -> Observation:
+        return Observation(dict.fromkeys(self.metric_names), trial.regime, trial.draw)
 
     def open(self) -> None:
+        """Get ready to run trials; `close` ends it."""
         self.workload.open()
 
     async def close(self) -> None:
+        """End what runs and release everything but the ledger."""
         await self.workload.close()
 
-    def kill(self) -> None:
-        self.workload.kill()
-
-
-class _Attempt:
-    """One try at a trial, which may take several processes, one after another."""
-
-    def __init__(self, ledger: Ledger, number: int) -> None:
-        self._ledger, self._number, self._attempt = ledger, number, 0
-
-    def started(self, pid: int, start_ticks: int) -> None:
-        if self._attempt:
-            self._ledger.running(self._number, self._attempt, pid, start_ticks)
-        else:
-            self._attempt = self._ledger.attempt(self._number, pid, start_ticks)
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Self]:
+        """Open the environment inside the event loop of its run."""
+        self.open()
+        try:
+            yield self
+        finally:
+            await self.close()

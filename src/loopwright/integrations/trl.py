@@ -158,7 +158,7 @@ class TrlRollouts:
         await env.roll_all(begun)
         for group in begun if examined is None else ():
             self._close(group, version)
-        env.run.ledger.flush()
+        env.book.ledger.flush()
         return [one for group in begun for one in _episodes(group)]
 
     def _close(self, group: Group, version: int) -> None:
@@ -189,7 +189,7 @@ class TrlRollouts:
         if self._source.near:
             return weights_of(hub)
         # In turns, so that an engine that still reads the one before is not disturbed.
-        directory = self.env.run.directory / "weights" / str((self._published + 1) % 2)
+        directory = self.env.book.directory / "weights" / str((self._published + 1) % 2)
         save_model(hub, weights_of(hub), directory)
         trainer.processing_class.save_pretrained(directory)
         return str(directory)

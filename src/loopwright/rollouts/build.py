@@ -12,10 +12,8 @@ import orjson
 
 from loopwright.core.errors import MissingExtra
 from loopwright.engines.base import EngineConfig
-from loopwright.ledger.env import Terms
 from loopwright.ledger.groups import Groups
-from loopwright.ledger.observer import Observers
-from loopwright.ledger.run import Run
+from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.env import PolicySource, RolloutEnv
 from loopwright.rollouts.evaluation import EvalConfig
@@ -58,9 +56,7 @@ def fingerprint(config: RolloutConfig, engine: EngineConfig, tasks: TaskMix, hom
 
 
 def rollout_env(
-    run: Run,
-    terms: Terms,
-    observers: Observers,
+    book: TrialBook,
     config: RolloutConfig,
     engine: EngineConfig,
     tasks: TaskMix,
@@ -75,13 +71,11 @@ def rollout_env(
     gateway = (gateway or EmbeddedGatewayConfig()) if isinstance(loop, RemoteConfig) else None
     here = not loop.workers if gateway is None else isinstance(gateway, EmbeddedGatewayConfig)
     return RolloutEnv(
-        run,
-        terms,
-        observers,
+        book,
         tasks=tasks,
-        loop=_loop(run, config, engine, gateway, home),
+        loop=_loop(book, config, engine, gateway, home),
         judge=build_judger_client(config.judger, home),
-        buffer=Groups(run.ledger),
+        buffer=Groups(book.ledger),
         produce=config.produce,
         seed=seed,
         concurrency=loop.concurrency,
@@ -94,31 +88,40 @@ def rollout_env(
     )
 
 
-def _loop(run: Run, config: RolloutConfig, engine: EngineConfig, gateway: GatewayHostConfig | None, home: Path) -> Pool:
+def _loop(
+    book: TrialBook, config: RolloutConfig, engine: EngineConfig, gateway: GatewayHostConfig | None, home: Path
+) -> Pool:
     """The loop's workers: each with an engine, or all of them with a gateway that has one."""
     loop = config.loop
     if isinstance(loop, RemoteConfig) and gateway is not None:
         # Read here, where the run was started: a worker may be on a machine that knows nothing of them.
         passed = {name: os.environ[name] for name in loop.pass_env if name in os.environ}
         verifies = "verifier" in config.judger.required_evidence()
-        place = build_gateway_host(gateway, engine, home, run.name)
+        place = build_gateway_host(gateway, engine, home, book.name)
         if loop.server is not None:
-            return _served(loop, loop.server, place, run, home, passed=passed, verifies=verifies)
-        build: WorkerFactory = partial(RemoteWorker, loop, home, run=run.name, passed=passed, verifies=verifies)
+            return _served(loop, loop.server, place, book, home, passed=passed, verifies=verifies)
+        build: WorkerFactory = partial(RemoteWorker, loop, home, run=book.name, passed=passed, verifies=verifies)
         workers = build_pool("loop", build, loop, home, most=loop.concurrency)
         return GatewayPool(place, workers, _reach if loop.workers else None)
     return build_pool("loop", partial(LoopWorker.build, loop, engine, home), loop, home, most=loop.concurrency)
 
 
 def _served(
-    loop: RemoteConfig, url: str, place: GatewayHost, run: Run, home: Path, *, passed: Mapping[str, str], verifies: bool
+    loop: RemoteConfig,
+    url: str,
+    place: GatewayHost,
+    book: TrialBook,
+    home: Path,
+    *,
+    passed: Mapping[str, str],
+    verifies: bool,
 ) -> Pool:
     """A loop whose agents run at a trial server."""
     from loopwright.rollouts.trial_server.client import TrialServerClient, TrialServerWorker
 
     client = TrialServerClient(url, server_token(loop.token_file, home), connections=2 * loop.concurrency)
-    run_id = str(run.ledger.state("id"))  # the same when it is resumed, so that no trial is run twice
-    build = partial(TrialServerWorker, client, loop, run=run.name, run_id=run_id, passed=passed, verifies=verifies)
+    run_id = str(book.ledger.state("id"))  # the same when it is resumed, so that no trial is run twice
+    build = partial(TrialServerWorker, client, loop, run=book.name, run_id=run_id, passed=passed, verifies=verifies)
     return GatewayPool(place, LocalPool(build, name="loop"), client.check)
 
 

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import sentence
 from loopwright.core.eventloop import run
-from loopwright.core.trial import Action, Observation
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.pools.base import PoolDown
 from loopwright.rollouts.pools.resources import ResourcesError
@@ -41,12 +40,8 @@ class Collect(Agent):
     """Takes one batch after another until its trials are used up."""
 
     Config: ClassVar[type[AgentConfig]] = CollectConfig
-    rolls_out: ClassVar[bool] = True
     env: RolloutEnv
     config: CollectConfig
-
-    def select_action(self, observation: Observation) -> Action | None:
-        return None
 
     def run(self) -> int:
         """Collect; 1 if not one group could be used, or if there is nothing left to make them with."""
@@ -54,34 +49,34 @@ class Collect(Agent):
             counts = run(self._collect())
         except (PoolDown, ResourcesError, ProductionFailed) as error:
             log.error("%s Then go on with `loopwright resume`: nothing that was recorded is lost.", sentence(error))
-            self.env.run.ledger.set_state("failure", str(error))
+            self.env.book.ledger.set_state("failure", str(error))
             return 1
-        return 0 if counts.get("trained") or self.env.run.stopping else 1
+        return 0 if counts.get("trained") or self.env.book.stopping else 1
 
     async def _collect(self) -> dict[str, int]:
         loop = asyncio.get_running_loop()
         work = asyncio.ensure_future(self._batches())
-        self.env.run.when_stopped(lambda: loop.call_soon_threadsafe(work.cancel))
+        self.env.book.when_stopped(lambda: loop.call_soon_threadsafe(work.cancel))
         try:
             await work
         except asyncio.CancelledError:
-            if not self.env.run.stopping:
+            if not self.env.book.stopping:
                 raise
         finally:
-            self.env.run.when_stopped(None)
+            self.env.book.when_stopped(None)
         return self.env.buffer.counts()
 
     async def _batches(self) -> None:
         size = self.config.batch or math.ceil(self.env.concurrency / self.config.group_size)
         async with self.env.running():
             producer = Producer(self.env, self.env.produce, group_size=self.config.group_size)
-            step = int(self.env.run.ledger.state("step", 0))
+            step = int(self.env.book.ledger.state("step", 0))
             try:
                 producer.restore(step)
                 while await producer.batch(size, step + 1):
                     step += 1
                     # Nothing is trained, so a batch that was taken is a batch that is done.
-                    self.env.run.ledger.set_state("step", step)
+                    self.env.book.ledger.set_state("step", step)
                     self.env.buffer.settle(step)
             finally:
                 await producer.pause(0)

@@ -8,18 +8,15 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from loopwright.core.episode import Attempt, Episode
-from loopwright.core.errors import InvalidAction
 from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.reward import JudgedReward, Objectives
 from loopwright.core.task import Task
 from loopwright.core.trial import Action, Result, Trial
 from loopwright.engines.base import EngineConfig, Sampling
-from loopwright.ledger.env import Env, Terms
-from loopwright.ledger.observer import Observers
 from loopwright.ledger.rollouts import EVALUATED
-from loopwright.ledger.run import Run
+from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.buffer import Buffer
 from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.group import EpisodeJudge, Group, GroupJudging
@@ -51,19 +48,18 @@ class PolicySource:
     """Whether the engine is in this process, so that weights need not go by way of a file."""
 
 
-class RolloutEnv(Env):
+class RolloutEnv:
     """Runs a task through an agent loop, judges the episode, records both.
 
     What the policy did or caused is scored. What it could not cause is tried once more, and otherwise has no reward.
     """
 
     metric_names = ("tokens", "turns")
+    objectives = Objectives((JudgedReward(),))
 
     def __init__(
         self,
-        run: Run,
-        terms: Terms,
-        observers: Observers,
+        book: TrialBook,
         *,
         tasks: TaskMix,
         loop: Pool,
@@ -77,26 +73,24 @@ class RolloutEnv(Env):
         evaluation: EvalConfig | None = None,
         cluster: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        super().__init__(run, replace(terms, cache="off"), observers)
-        self.tasks, self.loop, self.judge, self.buffer = tasks, loop, judge, buffer
+        self.book, self.tasks, self.loop, self.judge, self.buffer = book, tasks, loop, judge, buffer
         self.produce, self.concurrency = produce, concurrency
         self.source, self.evaluation = source, evaluation
         self.waits_for_judge = False
         """Whether rollouts wait until a judger that is down is back, instead of being given up some time."""
         self._seed, self._deadline_s, self._cluster = seed, deadline_s, cluster
         self._slots = asyncio.Semaphore(concurrency)
-        (self._evaluations,) = run.ledger.transaction.rows(f"SELECT count({EVALUATED}) FROM trials")[0]
-        self._benches: dict[int, GroupJudging] = {}
-        self._kept: dict[int, Episode] = {}
+        ((evaluations,),) = book.ledger.transaction.rows(f"SELECT count({EVALUATED}) FROM trials")
+        book.uncounted += evaluations  # the budget is for training
 
     # -- numbering ----------------------------------------------------------------------------------------------
 
     def begin(self, prompt: Prompt, size: int, *, again: int | None = None) -> Group:
         """Open a group: its trials are numbered and in the ledger when this returns."""
-        self.run.group += 1
-        trials = [self._reserved(prompt.action, self.run.group, repeat) for repeat in range(size)]
-        self.buffer.open(self.run.group, prompt.source, trials, again=again)
-        return self.group(self.run.group, prompt, size, trials)
+        number = self.book.new_group()
+        trials = [self._new_trial(prompt.action, number, repeat) for repeat in range(size)]
+        self.buffer.open(number, prompt.source, trials, again=again)
+        return self.group(number, prompt, size, trials)
 
     def group(self, number: int, prompt: Prompt, size: int, trials: Sequence[Trial]) -> Group:
         """A group with these trials, of which some may have ended."""
@@ -111,11 +105,11 @@ class RolloutEnv(Env):
 
     def recorded(self, number: int, size: int) -> Group:
         """A group as the ledger has it."""
-        trials = self.run.ledger.group(number)
+        trials = self.book.ledger.group(number)
         return self.group(number, self.tasks.find(trials[0].action), size, trials)
 
     def _stored(self, number: int) -> Episode | None:
-        data = self.run.ledger.payload(number, "rollout")
+        data = self.book.ledger.payload(number, "rollout")
         return None if data is None else Episode.from_bytes(data)
 
     def _keep(self, group: Group, number: int, episode: Episode) -> None:
@@ -128,8 +122,8 @@ class RolloutEnv(Env):
         """New trials for those that a group has lost; one that always breaks is given up some time."""
         more: list[Trial] = []
         free = "evaluated" in group.action
-        while group.missing and group.trials < _MOST_TRIALS * group.size and (free or self.room(1)):
-            if self.run.stopping:
+        while group.missing and group.trials < _MOST_TRIALS * group.size and (free or self.book.has_budget()):
+            if self.book.stopping:
                 return more
             more.append(self._refill(group))
         if group.bench is not None:
@@ -137,26 +131,15 @@ class RolloutEnv(Env):
         return more
 
     def _refill(self, group: Group) -> Trial:
-        more = self._reserved(group.action, group.number, group.trials)
-        self.run.ledger.reserve([more])
+        more = self._new_trial(group.action, group.number, group.trials)
+        self.book.reserve([more], hold=False)
         group.trials += 1
         group.flying[more.number] = more
         return more
 
-    def _reserved(self, action: Action, group: int, repeat: int) -> Trial:
-        number = self.run.increment_step()
-        self._evaluations += "evaluated" in action
-        return Trial(number, action, "", group, repeat, reserved_at=time.time())
-
-    def room(self, trials: int) -> bool:
-        """Whether the budget has room for so many more; evaluations do not count."""
-        return self.terms.budget is None or self.run.step - self._evaluations + trials <= self.terms.budget
-
-    def validate(self, action: Action) -> Action:
-        try:
-            return self.tasks.find(action).action
-        except (KeyError, IndexError, TypeError) as error:
-            raise InvalidAction(f"{dict(action)} is no task of this run") from error
+    def _new_trial(self, action: Action, group: int, repeat: int) -> Trial:
+        self.book.uncounted += "evaluated" in action
+        return self.book.new_trial(action, group=group, repeat=repeat)
 
     def examine(self, step: int, samples: int) -> list[Group]:
         """The groups of an evaluation after this step, with what an earlier process has of it."""
@@ -168,22 +151,22 @@ class RolloutEnv(Env):
                 groups.append(self.examined(prompt, step, samples))
             else:
                 groups.append(self.group(trials[0].group, prompt, samples, trials))
-        self.run.ledger.flush()
+        self.book.ledger.flush()
         return groups
 
     def examined(self, prompt: Prompt, step: int, samples: int) -> Group:
         """A group of an evaluation: nothing in it is trained on."""
-        self.run.group += 1
+        number = self.book.new_group()
         action = {**prompt.action, "evaluated": step}
-        trials = [self._reserved(action, self.run.group, repeat) for repeat in range(samples)]
-        self.run.ledger.reserve(trials, hold=True)
-        return self.group(self.run.group, prompt, samples, trials)
+        trials = [self._new_trial(action, number, repeat) for repeat in range(samples)]
+        self.book.reserve(trials)
+        return self.group(number, prompt, samples, trials)
 
     def _examined(self, step: int) -> dict[tuple[str, int], list[Trial]]:
-        with self.run.ledger.transaction as connection:
+        with self.book.ledger.transaction as connection:
             connection.execute(_EXAMINED)  # not for every run: most have no evaluation
-        rows = self.run.ledger.transaction.rows(f"SELECT DISTINCT grp FROM trials WHERE {EVALUATED} = ?", (step,))
-        groups = [self.run.ledger.group(number) for (number,) in rows]
+        rows = self.book.ledger.transaction.rows(f"SELECT DISTINCT grp FROM trials WHERE {EVALUATED} = ?", (step,))
+        groups = [self.book.ledger.group(number) for (number,) in rows]
         return {(trials[0].action["source"], trials[0].action["index"]): trials for trials in groups}
 
     # -- one rollout --------------------------------------------------------------------------------------------
@@ -202,24 +185,26 @@ class RolloutEnv(Env):
                         tasks.create_task(roll(group, trial))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        self.run.ledger.flush()
+        self.book.ledger.flush()
 
     async def roll(self, group: Group, trial: Trial) -> list[Trial]:
         """Run a trial of a group to its end; its episode is then in the group, if it counts.
 
         Gives the trials that are now to be rolled for what was lost.
         """
-        if group.bench is not None:
-            self._benches[trial.number] = group.bench
+        self.book.observers.before(trial)
         try:
-            await self._run(trial, None)
-        finally:
-            self._benches.pop(trial.number, None)
+            episode, data = await self._episode(trial, group.bench)
+        except asyncio.CancelledError:
+            self.book.commit(trial, Result(Outcome.ABORTED, reason="the run was stopped"))
+            raise
+        self.book.commit(trial, _result(episode, data))
         del group.flying[trial.number]
-        self._keep(group, trial.number, self._kept.pop(trial.number))
+        self._keep(group, trial.number, episode)
         return self.refilled(group)
 
-    async def measure(self, trial: Trial) -> Result:
+    async def _episode(self, trial: Trial, bench: GroupJudging | None) -> tuple[Episode, bytes]:
+        """The judged episode of a trial, and its bytes for the ledger."""
         task, clock = self.tasks.find(trial.action).task, asyncio.get_running_loop().time
         earlier: tuple[Attempt, ...] = ()
         examined = "evaluated" in trial.action
@@ -240,7 +225,7 @@ class RolloutEnv(Env):
                 waiting = clock()
         if episode.fault in (None, Fault.POLICY):
             begun = clock()
-            episode = await self._judged(trial, episode)
+            episode = await self._judged(trial, episode, bench)
             phases["judge"] = clock() - begun
         attempts = (*earlier, Attempt(at, phases, episode.outcome, episode.reason))
         episode = replace(episode, group=trial.group, attempts=attempts)
@@ -251,8 +236,7 @@ class RolloutEnv(Env):
         except TypeError as error:  # a loop of the user's own may put anything into its episode
             episode = _unwritten(task, trial.group, earlier, at, f"its episode cannot be written down: {error}")
             data = episode.to_bytes()
-        self._kept[trial.number] = episode
-        return _result(episode, data)
+        return episode, data
 
     async def _attempt(self, request: RolloutRequest) -> Episode:
         try:
@@ -272,8 +256,7 @@ class RolloutEnv(Env):
         """Send a weight update to what samples for this run: the loops' engines, or their gateway's."""
         await self.loop.publish(update)
 
-    async def _judged(self, trial: Trial, episode: Episode) -> Episode:
-        bench = self._benches.get(trial.number)
+    async def _judged(self, trial: Trial, episode: Episode, bench: GroupJudging | None) -> Episode:
         for holds in count():
             try:
                 reward = await (self.judge.judge(episode) if bench is None else bench.reward(episode))
@@ -291,12 +274,9 @@ class RolloutEnv(Env):
             break
         return episode.failed(Outcome.JUDGE_FAILED, Fault.JUDGE, reason)
 
-    def history(self) -> Any:
-        """Nothing: what a rollout agent goes on from is in the buffer."""
-        return iter(())
-
     @asynccontextmanager
     async def running(self) -> AsyncIterator["RolloutEnv"]:
+        """Start the judger and the loop's workers; both stop at the end."""
         with self._cluster():
             try:
                 await self.judge.start()

@@ -92,7 +92,7 @@ class Producer:
             task.cancel()
         await asyncio.gather(*cancelled, return_exceptions=True)
         self._tasks.clear()
-        self.env.run.ledger.flush()
+        self.env.book.ledger.flush()
         return len(cancelled)
 
     def resume(self) -> None:
@@ -158,7 +158,7 @@ class Producer:
             and len(self._open) < self._most_open
             and len(self._open) + self.env.buffer.waiting < self._most_ahead
         ):
-            if self.env.run.stopping or not self.env.room(self.group_size):
+            if self.env.book.stopping or not self.env.book.has_budget(self.group_size):
                 return
             old = self._again.pop(0) if self._again else None
             prompt = self.env.tasks.draw() if old is None else old.prompt
@@ -183,7 +183,7 @@ class Producer:
         """A sample that was lost is made again, alone; what is not done when the run stops is resumed."""
         for trial in more:
             self._start(group, trial)
-        if not group.flying and not (group.missing and self.env.run.stopping):
+        if not group.flying and not (group.missing and self.env.book.stopping):
             self._complete(group)
 
     def _complete(self, group: Group) -> None:
@@ -233,7 +233,7 @@ class Producer:
     def _flush(self) -> None:
         self._flushing = False
         try:
-            self.env.run.ledger.flush()
+            self.env.book.ledger.flush()
         except Exception as error:  # noqa: BLE001  whoever waits for a batch is told
             self._bug = error
             self._news.set()

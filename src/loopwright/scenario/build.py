@@ -7,25 +7,23 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from loopwright.agents.search.grid_random import GridConfig
-from loopwright.core.agent import Agent, AgentConfig, agent_of
+from loopwright.agents.search.grid_random import Grid, GridConfig
+from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import LedgerError, storage
-from loopwright.core.reward import JudgedReward, Objectives, ServerReward
+from loopwright.core.reward import Objectives, Penalties
 from loopwright.envs.live.env import LiveConfig, LiveEnv
 from loopwright.envs.live.server import GymServer
-from loopwright.envs.search import TrialEnv
+from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.execution.local.processes import end_leftovers
-from loopwright.ledger.env import Penalties, Terms
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.observer import Observers
-from loopwright.ledger.run import Run
 from loopwright.ledger.shared_cache import SharedCache
+from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.build import fingerprint as rollout_fingerprint
 from loopwright.rollouts.build import rollout_env
 from loopwright.rollouts.env import RolloutEnv
@@ -35,23 +33,22 @@ from loopwright.scenario.schema import RunConfig, SystemConfig
 from loopwright.spaces.draws import Draws
 from loopwright.workloads.base import Site, WorkloadConfig, workloads
 
-AnyEnv = TrialEnv | LiveEnv | RolloutEnv
+AnyEnv = SearchEnv | LiveEnv | RolloutEnv
 
 
 @dataclass(frozen=True)
 class Unreached:
     """A live environment whose server is not there: all that can be told of it."""
 
-    run: Run
-    terms: Terms
+    book: TrialBook
     metric_names: tuple[str, ...] = LiveEnv.metric_names
+    objectives: Objectives = LiveEnv.objectives
 
 
 @dataclass
 class Built:
     """A run that is ready to go."""
 
-    run: Run
     env: AnyEnv
     agent: Agent
     shared: SharedCache | None
@@ -60,26 +57,25 @@ class Built:
         """Let go of the files."""
         if self.shared is not None:
             self.shared.close()
-        self.run.ledger.close()
+        self.env.book.ledger.close()
 
 
 def build(loaded: LoadedScenario, config: RunConfig, output: Path, *, accept_changes: bool = False) -> Built:
     """Wire one run together; if its ledger exists, it goes on from there."""
     # A run without an agent is a grid over a space of one point.
     agent_config = config.agent or GridConfig()
-    agent_class = agent_of(agent_config)
+    agent_class = config.agent_class or Grid
     shared = shared_cache(loaded, config, output)
     env = build_env(loaded, config, output, agent_config, shared, accept_changes=accept_changes)
     try:
-        describe(loaded, config, env, agent_class, agent_config)
+        describe(loaded, config, env, agent_config)
         agent = agent_class(env, agent_config, parallel=loaded.scenario.system.parallel)
-        agent.restore(env.history())
     except BaseException:
-        env.run.ledger.close()
+        env.book.ledger.close()
         if shared is not None:
             shared.close()
         raise
-    return Built(env.run, env, agent, shared)
+    return Built(env, agent, shared)
 
 
 def build_env(
@@ -93,32 +89,26 @@ def build_env(
     server: GymServer | None = None,
 ) -> AnyEnv:
     """The environment of a run, with its ledger open."""
-    observers = Observers([import_observer(path, loaded.directory) for path in config.observers])
-    terms = Terms(
-        objectives=Objectives(config.reward),
-        penalties=Penalties(config.rewards.metric_failure, config.rewards.constraint_failure),
-        budget=agent.trials,
-        repeats=config.repeats,
-        cache=config.cache,
-        count_cached=agent.count_cached,
-        exhaustible=not agent_of(agent).measures_again,
-    )
+    observers = [import_observer(path, loaded.directory) for path in config.observers]
 
-    def opened(fingerprint: str) -> Run:
+    def open_book(fingerprint: str) -> TrialBook:
         directory = (output / config.name).absolute()
         ledger = _ledger(directory, loaded.scenario.system, fingerprint, accept_changes=accept_changes)
-        return Run(config.name, directory, ledger)
+        return TrialBook(
+            config.name,
+            directory,
+            ledger,
+            budget=agent.trials,
+            count_cached=agent.count_cached,
+            observers=observers,
+        )
 
     if config.rollout is not None and config.engine is not None:
         held_out = config.eval.tasks if config.eval else ()
         tasks = TaskMix.load(config.rollout.tasks, agent.seed, loaded.directory, held_out)
         fingerprint = rollout_fingerprint(config.rollout, config.engine, tasks, loaded.directory)
-        terms = replace(terms, fingerprint=fingerprint, objectives=Objectives((JudgedReward(),)))
-        run = opened(fingerprint)
         return rollout_env(
-            run,
-            terms,
-            observers,
+            open_book(fingerprint),
             config.rollout,
             config.engine,
             tasks,
@@ -128,13 +118,13 @@ def build_env(
             evaluation=config.eval,
         )
     if config.live is not None:
-        return _live_env(loaded, config, config.live, agent, terms, observers, opened, server)
+        return _live_env(loaded, config, config.live, agent, open_book, server)
     assert config.workload is not None  # noqa: S101  the loader sees to it
-    return _trial_env(loaded, config, config.workload, agent, terms, observers, opened, output, shared)
+    return _trial_env(loaded, config, config.workload, agent, open_book, output, shared)
 
 
-Opened = Callable[[str], Run]
-"""Opens the run whose inputs have this fingerprint."""
+OpenBook = Callable[[str], TrialBook]
+"""Opens the trial book of a run whose inputs have this fingerprint."""
 
 
 def _live_env(
@@ -142,24 +132,28 @@ def _live_env(
     config: RunConfig,
     live: LiveConfig,
     agent: AgentConfig,
-    terms: Terms,
-    observers: Observers,
-    opened: Opened,
+    open_book: OpenBook,
     server: GymServer | None,
 ) -> LiveEnv:
     fingerprint = key_of(live.env_class, live.address, live.fixed())
     # At an address every answer has a deadline of its own.
     timeout_s = live.timeout_s if server is not None or live.address is None else None
-    run = opened(fingerprint)
+    book = open_book(fingerprint)
     draws = Draws(agent.seed, live.args, config.env_params)
-    terms = replace(terms, fingerprint=fingerprint, objectives=Objectives((ServerReward(),)))
     try:
         server = server or live.connect(loaded.directory)
-        return LiveEnv(run, terms, observers, server=server, draws=draws, record=live.record, timeout_s=timeout_s)
+        return LiveEnv(
+            book,
+            server=server,
+            draws=draws,
+            penalties=_penalties(config),
+            record=live.record,
+            timeout_s=timeout_s,
+        )
     except BaseException:
         # The report has this run all the same.
-        describe(loaded, config, Unreached(run, terms), agent_of(agent), agent)
-        run.ledger.close()
+        describe(loaded, config, Unreached(book), agent)
+        book.ledger.close()
         raise
 
 
@@ -168,12 +162,10 @@ def _trial_env(
     config: RunConfig,
     configured: WorkloadConfig,
     agent: AgentConfig,
-    terms: Terms,
-    observers: Observers,
-    opened: Opened,
+    open_book: OpenBook,
     output: Path,
     shared: SharedCache | None,
-) -> TrialEnv:
+) -> SearchEnv:
     system = loaded.scenario.system
     site = Site(
         scenario_dir=loaded.directory,
@@ -188,16 +180,26 @@ def _trial_env(
     fingerprint = workload.fingerprint()
     space = configured.space(frozenset(config.env_params))
     needed = sorted({name for function in config.reward for name in function.needs()})
-    return TrialEnv(
-        opened(fingerprint),
-        replace(terms, fingerprint=fingerprint),
-        observers,
-        shared,
+    return SearchEnv(
+        open_book(fingerprint),
         space=space,
         workload=workload,
         draws=Draws(agent.seed, space.parameters, config.env_params),
+        objectives=Objectives(config.reward),
         metric_names=configured.metric_names() or tuple(needed),
+        rules=TrialRules(
+            _penalties(config),
+            config.repeats,
+            config.cache,
+            exhaustible=not (config.agent_class or Grid).measures_again,
+            fingerprint=fingerprint,
+        ),
+        shared=shared,
     )
+
+
+def _penalties(config: RunConfig) -> Penalties:
+    return Penalties(config.rewards.metric_failure, config.rewards.constraint_failure)
 
 
 def _ledger(directory: Path, system: SystemConfig, fingerprint: str, *, accept_changes: bool) -> Ledger:
@@ -231,11 +233,9 @@ def shared_cache(loaded: LoadedScenario, config: RunConfig, output: Path) -> Sha
     return SharedCache(loaded.directory / Path(chosen).expanduser() if chosen else output / "cache.db")
 
 
-def describe(
-    loaded: LoadedScenario, config: RunConfig, env: AnyEnv | Unreached, agent_class: type[Agent], agent: AgentConfig
-) -> None:
+def describe(loaded: LoadedScenario, config: RunConfig, env: AnyEnv | Unreached, agent: AgentConfig) -> None:
     """Write down in the ledger all that a report needs, so that it can be made from the ledger alone."""
-    ledger = env.run.ledger
+    ledger = env.book.ledger
     raw = next(table for table in loaded.raw["run"] if table["name"] == config.name)
     part = raw.get("workload") or raw.get("live") or raw["rollout"]
     kind = "rollout" if config.rollout is not None else "live"
@@ -243,7 +243,7 @@ def describe(
     about = {
         "name": config.name,
         "agent": agent.model_dump(mode="json") if config.agent else None,
-        "objectives": env.terms.objectives.labels,
+        "objectives": env.objectives.labels,
         "metrics": env.metric_names,
         "parameters": {**part.get("args", {}), **part.get("env", {})},
         "env_params": {name: c.model_dump(mode="json") for name, c in config.env_params.items()},
@@ -251,11 +251,13 @@ def describe(
         "workload": {"type": kind} | {key: part[key] for key in shown if key in part},
         "live": config.live is not None,
         "rollout": _about_rollout(config, agent),
-        "fingerprint": env.terms.fingerprint,
+        "fingerprint": ledger.state("fingerprint"),
         "budget": planned(env),
         "repeats": config.repeats,
         "parallel": loaded.scenario.system.parallel,
-        "conditions_on_regime": agent_class.conditions_on_regime and bool(config.env_params),
+        "conditions_on_regime": config.agent_class is not None
+        and config.agent_class.conditions_on_regime
+        and bool(config.env_params),
     }
     ledger.set_state("run", about)
     if config.workload is not None:
@@ -281,9 +283,9 @@ def _about_rollout(config: RunConfig, agent: AgentConfig) -> dict[str, Any] | No
 
 def planned(env: AnyEnv | Unreached) -> int | None:
     """How many trials a run will have, where that can be told beforehand."""
-    if env.terms.budget is not None or not isinstance(env, TrialEnv):
-        return env.terms.budget
-    return env.space.grid_size * env.terms.repeats if env.space.enumerable else None
+    if env.book.budget is not None or not isinstance(env, SearchEnv):
+        return env.book.budget
+    return env.space.grid_size * env.rules.repeats if env.space.enumerable else None
 
 
 def _provenance(loaded: LoadedScenario) -> dict[str, Any]:

@@ -10,12 +10,11 @@ from loopwright.core.agent import Agent
 from loopwright.core.errors import LoopwrightError, sentence
 from loopwright.core.outcome import Outcome
 from loopwright.envs.live.server import ServerError, ServerLost
-from loopwright.ledger.env import Env
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer
 from loopwright.reports.export import write_best, write_csv
 from loopwright.reports.page import write_report
-from loopwright.scenario.build import Built, build
+from loopwright.scenario.build import AnyEnv, Built, build
 from loopwright.scenario.load import LoadedScenario
 from loopwright.scenario.output import begin, hold
 from loopwright.scenario.schema import RunConfig
@@ -23,7 +22,7 @@ from loopwright.scenario.signals import Signals
 
 log = logging.getLogger(__name__)
 
-Watch = Callable[[Env], Sequence[Observer]]
+Watch = Callable[[AnyEnv], Sequence[Observer]]
 """Makes the observers of a run that is about to start."""
 
 
@@ -60,23 +59,24 @@ def _run(
     built = _build(loaded, config, output, accept_changes=accept_changes)
     if built is None:
         return 0 if _complete(output, config) else 1
-    built.env.watch(watch(built.env))
-    signals.env = built.env
+    book = built.env.book
+    book.observers.extend(watch(built.env))
+    signals.book = book
     if signals.received is not None:  # it came while the run was being built
-        built.run.stop()
+        book.stop()
     code = 0
-    built.run.ledger.set_state("failure", None)
+    book.ledger.set_state("failure", None)
     try:
         code |= drive(built.agent)
-        built.run.ledger.set_state("finished", signals.received is None)
+        book.ledger.set_state("finished", signals.received is None)
         # A run in which nothing succeeded has no result, whatever its agent says.
-        counts = built.run.ledger.counts()
+        counts = book.ledger.counts()
         code |= 0 if counts.get(Outcome.OK) or counts.get(Outcome.TRUNCATED) else 1
     except Exception as error:
-        _record(error, built.run.ledger, config.name, output)
+        _record(error, book.ledger, config.name, output)
         raise
     finally:
-        signals.env = None
+        signals.book = None
         built.close()
     return code
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from loopwright.agents import agents
-from loopwright.core.agent import Agent, AgentConfig, agent_of
+from loopwright.agents import agents, rollout_agents
+from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.config import explain
 from loopwright.core.errors import Problem, ScenarioError, did_you_mean
 from loopwright.core.expression import Expression
@@ -176,7 +176,7 @@ class _Checker:
         if "agent" in raw:
             parts["agent"] = self._model("[run.agent]", raw["agent"], kind.Config) if kind else None
         parts["reward"] = self._rewards(raw.get("reward", []))
-        workload = None if "live" in raw or "rollout" in raw else self._workload(raw.get("workload"), kind)
+        workload = None if "live" in raw or "rollout" in raw else self._workload(raw)
         live = self._model("[run.live]", raw["live"], LiveConfig) if "live" in raw else None
         rollout = self._model("[run.rollout]", raw["rollout"], RolloutConfig) if "rollout" in raw else None
         parts["workload"], parts["live"], parts["rollout"] = workload, live, rollout
@@ -198,14 +198,25 @@ class _Checker:
                 self._rollout(config, rollout, raw)
             else:
                 self._together(config, raw) if live is None else self._live(config, live, raw)
-                self._not_a_rollout(config, raw)
+                self._not_a_rollout(raw)
             return config if len(self.problems) == before else None
         return None
 
     def _agent_kind(self, raw: dict[str, Any]) -> Any:
-        """PPO is two agents: of a policy that acts in an environment, and of one that talks in rollouts."""
-        kind = self._kind("[run.agent]", raw["agent"], agents)
-        return kind if kind is None or "rollout" not in raw else kind.for_rollouts()
+        """The agent's class. The run's kind picks the registry: `ppo` is another agent in a run with rollouts."""
+        registry, other = (rollout_agents, agents) if "rollout" in raw else (agents, rollout_agents)
+        name = _agent_name(raw)
+        if name in registry.names() or name not in other.names():
+            return self._kind("[run.agent]", raw["agent"], registry)
+        if registry is rollout_agents:
+            self._needs_rollout_agent()
+        else:
+            self.add("[run.rollout]", f"is missing; agent {name!r} works on rollouts.")
+        return None
+
+    def _needs_rollout_agent(self) -> None:
+        able = ", ".join(rollout_agents.names())
+        self.add("[run.agent] type", f"a run with [run.rollout] needs an agent that works on rollouts: {able}.")
 
     def _kind(self, where: str, raw: Any, registry: Registry[Any]) -> Any:
         if not isinstance(raw, dict) or "type" not in raw:
@@ -228,15 +239,13 @@ class _Checker:
         good = tuple(function for function in functions if function is not None)
         return good if len(good) == len(tables) else None
 
-    def _workload(self, raw: Any, agent: type[Agent] | None) -> WorkloadConfig | None:
-        if raw is None:
-            if agent is not None and agent.rolls_out:
-                self.add("[run.rollout]", "is missing; the agent works on rollouts.")
-            else:
+    def _workload(self, raw: dict[str, Any]) -> WorkloadConfig | None:
+        if "workload" not in raw:
+            if _agent_name(raw) not in rollout_agents.names():
                 self.add("[run.workload]", "is missing; it says what a trial runs.")
             return None
-        kind = self._kind("[run.workload]", raw, workloads)
-        config = self._model("[run.workload]", raw, kind.Config) if kind else None
+        kind = self._kind("[run.workload]", raw["workload"], workloads)
+        config = self._model("[run.workload]", raw["workload"], kind.Config) if kind else None
         if config is not None:
             for problem in config.problems(self.directory):
                 self.add(f"[run.workload] {problem.key}", problem.message)
@@ -280,7 +289,7 @@ class _Checker:
         for key in ("repeats", "cache"):
             if key in raw:
                 self.add(f"[[run]] {key}", "has no meaning in a live run: its steps are never repeated or cached.")
-        agent = agent_of(run.agent) if run.agent is not None else None
+        agent = run.agent_class
         if agent is None and "agent" not in raw:
             self.add("[run.agent]", "is missing; a live environment needs an agent that acts in it.")
         elif agent is not None and not agent.steps_live:
@@ -318,10 +327,9 @@ class _Checker:
                 self.add("[run.engine]", f"has no meaning with {whose} gateway, which has engines of its own.")
         elif "engine" not in raw:
             self.add("[run.engine]", 'is missing; it says what the policy runs on, such as type = "scripted".')
-        agent = agent_of(run.agent) if run.agent is not None else None
-        if (agent is None and "agent" not in raw) or (agent is not None and not agent.rolls_out):
-            able = ", ".join(name for name, other in agents.working().items() if other.for_rollouts().rolls_out)
-            self.add("[run.agent] type", f"a run with [run.rollout] needs an agent that works on rollouts: {able}.")
+        agent = run.agent_class
+        if agent is None and "agent" not in raw:
+            self._needs_rollout_agent()
         elif agent is not None:
             for problem in agent.problems(run.agent, rollout, self.directory):
                 # What is wrong for the agent may stand in another table.
@@ -341,16 +349,14 @@ class _Checker:
         elif run.engine is not None and run.engine.policy is None and getattr(run.agent, "model", None) is None:
             self.add("[run.agent] model", f"is missing: engine {run.engine.type!r} does not say which model it has.")
 
-    def _not_a_rollout(self, run: RunConfig, raw: dict[str, Any]) -> None:
+    def _not_a_rollout(self, raw: dict[str, Any]) -> None:
         for key in ("engine", "gateway", "eval"):
             if key in raw:
                 self.add(f"[run.{key}]", "has no meaning without [run.rollout].")
-        if run.agent is not None and agent_of(run.agent).rolls_out:
-            self.add("[run.rollout]", f"is missing; agent {run.agent.type!r} works on rollouts.")
 
     def _together(self, run: RunConfig, raw: dict[str, Any]) -> None:
         assert run.workload is not None  # noqa: S101  the other kind of run is _live
-        agent = agent_of(run.agent) if run.agent is not None else None
+        agent = run.agent_class
         known_agent = agent is not None or "agent" not in raw
         try:
             space = run.workload.space(frozenset(run.env_params))
@@ -452,6 +458,10 @@ class _Checker:
 
     def add(self, where: str, message: str) -> None:
         self.problems.append(Problem(f"{where.strip()}{self._suffix}", message))
+
+
+def _agent_name(raw: dict[str, Any]) -> Any:
+    return raw["agent"].get("type") if isinstance(raw.get("agent"), dict) else None
 
 
 def import_observer(path: str, home: Path) -> Observer:

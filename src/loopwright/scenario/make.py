@@ -8,11 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from loopwright.agents import agents
 from loopwright.core.errors import MissingExtra, Problem, ScenarioError
 from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.live.server import GymServer
-from loopwright.envs.search import TrialEnv
+from loopwright.envs.search import SearchEnv
 from loopwright.scenario.build import AnyEnv, build_env, describe, shared_cache
 from loopwright.scenario.load import LoadedScenario, load
 from loopwright.scenario.output import begin, hold
@@ -105,8 +104,8 @@ def environment(
     if shared is not None:
         undo.callback(shared.close)
     env = build_env(loaded, config, directory, free, shared, server=server)
-    undo.callback(env.run.ledger.close)
-    describe(loaded, config, env, agents.get(free.type), free)
+    undo.callback(env.book.ledger.close)
+    describe(loaded, config, env, free)
     return env
 
 
@@ -115,6 +114,6 @@ def _adapter(env: AnyEnv, view: Any, num_envs: int | None) -> Any:
 
     if isinstance(env, LiveEnv):
         return LiveAdapter(env, view=view)
-    if not isinstance(env, TrialEnv):
+    if not isinstance(env, SearchEnv):
         raise TypeError(f"a {type(env).__name__} cannot be used with gymnasium")
     return GymnasiumAdapter(env, view=view) if num_envs is None else VectorAdapter(env, num_envs, view=view)

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from loopwright.core.agent import AgentConfig
+from loopwright.core.agent import Agent, AgentConfig, agents, rollout_agents
 from loopwright.core.config import Config, size_bytes
 from loopwright.core.reward import RewardFunction
 from loopwright.engines.base import EngineConfig
@@ -88,6 +88,13 @@ class RunConfig(RunBasics):
     """What the agent is told for failed trials."""
     env_params: Mapping[str, EnvParamConfig] = Field(default_factory=dict)
     """Arguments that the environment draws for each trial instead of the agent choosing them."""
+
+    @property
+    def agent_class(self) -> type[Agent] | None:
+        """The agent's class. The run's kind picks the registry: `ppo` is another agent in a run with rollouts."""
+        if self.agent is None:
+            return None
+        return (agents if self.rollout is None else rollout_agents).get(self.agent.type)
 
 
 class Scenario(Config):

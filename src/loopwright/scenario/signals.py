@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from loopwright.core.signals import is_ignored
-from loopwright.ledger.env import Env
+from loopwright.ledger.trial_book import TrialBook
 
 
 class Signals:
@@ -16,7 +16,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self.env: Env | None = None
+        self.book: TrialBook | None = None
 
     @property
     def exit_code(self) -> int | None:
@@ -26,12 +26,12 @@ class Signals:
     def handle(self, number: int, _: FrameType | None = None) -> None:
         """Stop the run; when stopping already, end everything now (the ledger needs no goodbye)."""
         if self.received is not None:
-            if self.env is not None:
-                self.env.kill()
+            if self.book is not None:
+                self.book.kill()
             os._exit(128 + number)
         self.received = number
-        if self.env is not None:
-            self.env.run.stop()
+        if self.book is not None:
+            self.book.stop()
 
     @contextmanager
     def installed(self) -> Iterator["Signals"]:

@@ -19,13 +19,12 @@ from loopwright.agents import agents
 from loopwright.core.agent import Agent
 from loopwright.core.canonical import canonical, key_of
 from loopwright.core.outcome import Outcome
-from loopwright.core.reward import Identity, Objectives
+from loopwright.core.reward import Identity, Objectives, Penalties
 from loopwright.core.trial import Trial
-from loopwright.envs.search import TrialEnv
-from loopwright.ledger.env import Penalties, Terms
+from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.observer import Observer, Observers
-from loopwright.ledger.run import Run
+from loopwright.ledger.observer import Observer
+from loopwright.ledger.trial_book import TrialBook
 from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.spaces.space import Space
 from loopwright.testing.workloads import FunctionWorkload
@@ -66,9 +65,8 @@ class Campaign:
         path = self.directory / "ledger.db"
         self.directory.mkdir(parents=True, exist_ok=True)
         with Ledger.open(path) if path.exists() else Ledger.create(path, state={"id": "contract"}) as ledger:
-            env = self._env(Run("contract", self.directory, ledger), config.trials, config.seed)
-            agent = self.agent(env, config, parallel=self.parallel)
-            agent.restore(env.history())
+            book = TrialBook("contract", self.directory, ledger, budget=config.trials, observers=self.observers)
+            agent = self.agent(self._env(book, config.seed), config, parallel=self.parallel)
             try:
                 code = agent.run()
             finally:
@@ -76,39 +74,36 @@ class Campaign:
                     agent.shutdown()
             return code, list(ledger.trials())
 
-    def _env(self, run: Run, trials: int | None, seed: int) -> TrialEnv:
+    def _env(self, book: TrialBook, seed: int) -> SearchEnv:
         space = self.space
-        terms = Terms(
-            Objectives(tuple(Identity(metrics=(name,)) for name in self.objectives)), self.penalties, budget=trials
-        )
         configs = {name: EnvParamConfig.model_validate(dict(table)) for name, table in self.drawn.items()}
         self.draws = Draws(seed, space.parameters, configs)
         site = Site(scenario_dir=self.directory, directory=self.directory, parallel=self.parallel)
         stoppers = [observer for observer in self.observers if isinstance(observer, StopAfter)]
         for stopper in stoppers:
-            stopper.run = run
-        return TrialEnv(
-            run,
-            terms,
-            Observers(self.observers),
+            stopper.book = book
+        return SearchEnv(
+            book,
             space=space,
             workload=FunctionWorkload(self.function, site),
             draws=self.draws,
+            objectives=Objectives(tuple(Identity(metrics=(name,)) for name in self.objectives)),
             metric_names=self.objectives,
+            rules=TrialRules(self.penalties),
         )
 
 
 class StopAfter(Observer):
     """Stops a run once a trial has ended, as a user's Ctrl-C would."""
 
-    run: Run
+    book: TrialBook
 
     def __init__(self, number: int) -> None:
         self.number = number
 
     def after(self, trial: Trial) -> None:
         if trial.number == self.number:
-            self.run.stop()
+            self.book.stop()
 
 
 class AgentContract:
@@ -174,7 +169,7 @@ class AgentContract:
 
         async def interrupted(**arguments: Any) -> dict[str, float]:
             if next(calls) == 4:
-                stop.run.stop()
+                stop.book.stop()
                 await asyncio.Event().wait()
             return measured(**arguments)
 

@@ -88,9 +88,9 @@ def build_learner(config: TrainConfig, algorithm: type[Algorithm], env: RolloutE
     if config.workers:
         from loopwright.trainers.learners_ray import RayLearner
 
-        directory = env.run.directory.absolute()
+        directory = env.book.directory.absolute()
         return RayLearner(setting, directory, workers=config.workers, cpus=config.cpus, gpus=config.gpus)
-    return LocalLearner(setting, env.run.directory, near=source_of(env).near)
+    return LocalLearner(setting, env.book.directory, near=source_of(env).near)
 
 
 def learner_settings(config: TrainConfig, algorithm: type[Algorithm], env: RolloutEnv) -> LearnerSettings:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from loopwright.core.agent import Agent
 from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, sentence
 from loopwright.core.eventloop import run
-from loopwright.core.trial import Action, Observation
 from loopwright.engines.base import Sampling
 from loopwright.engines.weight_update import WeightUpdate
 from loopwright.ledger.steps import Kind, Step, Steps
@@ -49,7 +48,6 @@ class Trainer(Agent, ABC):
     rollouts that were recorded for it.
     """
 
-    rolls_out: ClassVar[bool] = True
     gives_weights: ClassVar[bool] = True
     algorithm: ClassVar[type[Algorithm]]
     env: RolloutEnv
@@ -69,13 +67,9 @@ class Trainer(Agent, ABC):
             found += _narrowed(space.loop.sampling)
         return found
 
-    def select_action(self, observation: Observation) -> Action | None:
-        """Not asked: the producer draws the tasks."""
-        return None
-
     def run(self) -> int:
         """Train; 1 if that failed, which leaves the other runs of the scenario unharmed."""
-        ledger = self.env.run.ledger
+        ledger = self.env.book.ledger
         ledger.set_state("failure", None)
         try:
             run(self._stoppable())
@@ -86,7 +80,7 @@ class Trainer(Agent, ABC):
             ledger.set_state("failure", str(error))
             return 1
         except Exception as error:
-            log.exception("the training of run %r failed; go on with `loopwright resume`", self.env.run.name)
+            log.exception("the training of run %r failed; go on with `loopwright resume`", self.env.book.name)
             ledger.set_state("failure", "".join(traceback.format_exception(error)))
             return 1
         return 0
@@ -94,14 +88,14 @@ class Trainer(Agent, ABC):
     async def _stoppable(self) -> None:
         loop = asyncio.get_running_loop()
         work = asyncio.ensure_future(_Training(self).run())
-        self.env.run.when_stopped(lambda: loop.call_soon_threadsafe(work.cancel))
+        self.env.book.when_stopped(lambda: loop.call_soon_threadsafe(work.cancel))
         try:
             await work
         except asyncio.CancelledError:
-            if not self.env.run.stopping:
+            if not self.env.book.stopping:
                 raise
         finally:
-            self.env.run.when_stopped(None)
+            self.env.book.when_stopped(None)
 
 
 def _narrowed(sampling: Sampling) -> list[Problem]:
@@ -119,9 +113,9 @@ class _Training:
     def __init__(self, trainer: Trainer) -> None:
         self.env, self.config, self.algorithm = trainer.env, trainer.config, trainer.algorithm(trainer.config)
         self._algorithm_class = trainer.algorithm
-        self.directory = self.env.run.directory
+        self.directory = self.env.book.directory
         self.checkpoints = Checkpoints(self.directory / "checkpoints", self.config.keep)
-        ledger = self.env.run.ledger
+        ledger = self.env.book.ledger
         self.steps, self.curves = Steps(ledger), Curves(self.config.log, self.directory, ledger.state("id", ""))
         # Torch computes in a thread of its own, so that rollouts go on meanwhile.
         self._thread = ThreadPoolExecutor(1, "learner")
@@ -168,7 +162,7 @@ class _Training:
                     await self._checkpoint(learner, step)
                 self._give_up(step)
                 await self._evaluated(step)
-            if step < config.steps and not self.env.run.stopping:
+            if step < config.steps and not self.env.book.stopping:
                 log.warning("training ends at step %d of %d: its trials are used up", step, config.steps)
                 await self._evaluated(step, last=step)
             await self._checkpoint(learner, step)
@@ -276,7 +270,7 @@ class _Training:
     def _write(self, kind: Kind, step: Step) -> None:
         self.steps.add(kind, step)
         self.curves.add(step.step, {f"{kind}/{name}": value for name, value in step.numbers.items()})
-        self.env.stepped(kind, step)
+        self.env.book.observers.after_step(kind, step)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 import logging
 import traceback
-from collections.abc import Iterable
 from contextlib import suppress
 from importlib.util import find_spec
 from math import prod
@@ -12,7 +11,6 @@ from typing import Any, ClassVar, Literal
 from loopwright.agents.rl.learner import Algorithm, RlConfig, backend
 from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, did_you_mean, sentence
-from loopwright.core.trial import Action, Observation, Proposal
 from loopwright.envs.live.server import ServerLost
 from loopwright.spaces.parameter import Range
 from loopwright.spaces.space import Space
@@ -97,13 +95,6 @@ class RlAgent(Agent):
         """Why the algorithm cannot act in the space of a workload."""
         return None
 
-    def select_action(self, observation: Observation) -> Action | None:
-        """Not called: the library's loop chooses the actions."""
-        return None
-
-    def restore(self, history: Iterable[Proposal]) -> None:
-        """Nothing to do: the policy's checkpoint holds what was learned."""
-
     def run(self) -> int:
         """Train, evaluate and save. A failed training returns 1, so that the other runs of the scenario still start."""
         from loopwright.agents.rl.training import train  # requires gymnasium
@@ -116,11 +107,11 @@ class RlAgent(Agent):
         except LoopwrightError as error:
             # The message says what is wrong; a traceback of our code would not help.
             failure = f"lost (infra): {error}" if isinstance(error, ServerLost) else sentence(error)
-            log.error("training of run %r failed: %s; continue with `loopwright resume`", self.env.run.name, error)
+            log.error("training of run %r failed: %s; continue with `loopwright resume`", self.env.book.name, error)
         except Exception as error:
             failure = "".join(traceback.format_exception(error))
-            log.exception("training of run %r failed; continue with `loopwright resume`", self.env.run.name)
-        self.env.run.ledger.set_state("failure", failure)
+            log.exception("training of run %r failed; continue with `loopwright resume`", self.env.book.name)
+        self.env.book.ledger.set_state("failure", failure)
         return 1
 
 
@@ -160,7 +151,6 @@ class Ppo(RlAgent):
 
     Config: ClassVar[type[AgentConfig]] = PpoConfig
     algorithm = Algorithm("PPO", ("sb3", "rllib"), can_imitate=True)
-    counterpart: ClassVar[str | None] = "loopwright.trainers.ppo:PpoTrainer"
 
 
 class A2c(RlAgent):

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, cast
 from pydantic import Field
 
 from loopwright.core.agent import AgentConfig
-from loopwright.ledger.run import Run
+from loopwright.ledger.trial_book import TrialBook
 from loopwright.spaces.space import Space
 
 MAX_REGIMES = 64
@@ -75,7 +75,7 @@ class Algorithm:
 class LearnerContext:
     """The run that a learner trains on, and its budget."""
 
-    run: Run
+    book: TrialBook
     trials_per_step: int
     """Trials that one step of the environment costs: the repeats."""
     max_steps: int
@@ -86,7 +86,7 @@ class LearnerContext:
     @property
     def directory(self) -> Path:
         """Where the policy is saved."""
-        return self.run.directory / "policy"
+        return self.book.directory / "policy"
 
     def default_rollout(self, config: RlConfig) -> int:
         """Steps per update if `rollout` is not set."""
@@ -98,12 +98,12 @@ class PolicyLearner(ABC):
 
     def __init__(self, config: RlConfig, context: LearnerContext) -> None:
         self.config, self.context = config, context
-        self._saved_at = context.run.step
+        self._saved_at = context.book.step
 
     def checkpoint_if_due(self) -> None:
         """Save the policy every `checkpoint_every` trials, after the trials that it learned from are in the ledger."""
-        if self.context.run.step - self._saved_at >= self.config.checkpoint_every:
-            self._saved_at = self.context.run.step
+        if self.context.book.step - self._saved_at >= self.config.checkpoint_every:
+            self._saved_at = self.context.book.step
             self.context.flush()
             self.save()
 

@@ -16,7 +16,7 @@ from loopwright.envs.gym.observation import RegimeEncoder
 from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.live.reading import checker, reader
 from loopwright.envs.live.wire import WireError, decode_space, encode_space
-from loopwright.envs.search import TrialEnv
+from loopwright.envs.search import SearchEnv
 from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.spaces.parameter import parameter
 from loopwright.spaces.space import Space
@@ -29,11 +29,11 @@ class PolicyError(LoopwrightError, ValueError):
 
 
 def policy_card(
-    env: LiveEnv | TrialEnv, config: RlConfig, algorithm: Algorithm, observation_space: Any = None
+    env: LiveEnv | SearchEnv, config: RlConfig, algorithm: Algorithm, observation_space: Any = None
 ) -> dict[str, Any]:
     """What `act` needs to know of a policy. A live policy has the server's observation space."""
     live = observation_space is not None
-    run = env.run.ledger.state("run", {})
+    run = env.book.ledger.state("run", {})
     return {
         "algorithm": algorithm.name,
         "library": config.library,
@@ -49,7 +49,7 @@ def write_policy_card(context: LearnerContext, card: Mapping[str, Any]) -> None:
     """Write the card beside the policy, with the trials so far."""
     directory = context.directory
     with storage(directory):
-        (directory / f".{_CARD}").write_text(json.dumps({**card, "trials": context.run.step}, indent=2))
+        (directory / f".{_CARD}").write_text(json.dumps({**card, "trials": context.book.step}, indent=2))
         (directory / f".{_CARD}").replace(directory / _CARD)
 
 

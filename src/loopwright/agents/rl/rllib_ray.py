@@ -83,7 +83,7 @@ class RllibLearner(PolicyLearner):
                 break
 
     def learn(self, until: int) -> None:
-        while (left := (until - self.context.run.step) // self.context.trials_per_step) > 0:
+        while (left := (until - self.context.book.step) // self.context.trials_per_step) > 0:
             with self._shorter_batch(left) if left < self._batch else nullcontext():
                 self._algorithm.train()
             self.checkpoint_if_due()

@@ -110,12 +110,12 @@ class Sb3Learner(PolicyLearner):
 
     def learn(self, until: int) -> None:
         if self.has_budget(until):
-            steps = (until - self.context.run.step) // self._trials_per_step * self._slots
+            steps = (until - self.context.book.step) // self._trials_per_step * self._slots
             self.model.learn(steps, callback=_BudgetCallback(self, until), reset_num_timesteps=False)
 
     def has_budget(self, until: int) -> bool:
         """Whether another step, of one trial and its repeats per slot, stays within the budget."""
-        return self.context.run.step + self._trials_per_step <= until
+        return self.context.book.step + self._trials_per_step <= until
 
     def act(self, observation: Any) -> Any:
         return self.model.predict(observation, deterministic=True)[0]

@@ -11,20 +11,19 @@ from loopwright.agents.rl.policy import policy_card, write_policy_card
 from loopwright.agents.search.warm_start import warm_trials
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import InvalidAction, LoopwrightError
-from loopwright.core.reward import Reward
+from loopwright.core.reward import Reward, mean_reward
 from loopwright.core.trial import Trial
 from loopwright.envs.gym.adapter import Driver, LiveAdapter
 from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.live.server import ServerError, ServerLost
-from loopwright.envs.search import TrialEnv
-from loopwright.ledger.env import mean_reward
-from loopwright.ledger.run import RunStopped
+from loopwright.envs.search import SearchEnv
+from loopwright.ledger.trial_book import RunStopped
 from loopwright.reports.search.best import best_of
 
 
-def train(env: LiveEnv | TrialEnv, config: RlConfig, algorithm: Algorithm, *, slots: int) -> None:
+def train(env: LiveEnv | SearchEnv, config: RlConfig, algorithm: Algorithm, *, slots: int) -> None:
     """Train until the budget is used up or the run is stopped. The policy is saved either way."""
-    (env.run.directory / "policy").mkdir(parents=True, exist_ok=True)
+    (env.book.directory / "policy").mkdir(parents=True, exist_ok=True)
     # A stop is not a failure: the dispatcher reports it by its exit code.
     with suppress(RunStopped):
         if isinstance(env, LiveEnv):
@@ -37,23 +36,23 @@ def _train_live(env: LiveEnv, config: RlConfig, algorithm: Algorithm) -> None:
     with closing(LiveAdapter(env)) as adapter:
         if reason := algorithm.action_space_problem(adapter.action_space):
             raise LoopwrightError(reason)
-        context = LearnerContext(env.run, 1, config.trials, env.flush)
+        context = LearnerContext(env.book, 1, config.trials, env.flush)
         card = policy_card(env, config, algorithm, env.server.observation_space)
         library_env = wrap_for_library(adapter, config.library)
         with closing(backend(config.library).build_learner(algorithm.name, library_env, config, context)) as learner:
             _learn(learner, config.trials, card)
 
 
-def _train_batch(env: TrialEnv, config: RlConfig, algorithm: Algorithm, slots: int) -> None:
-    repeats = env.terms.repeats
+def _train_batch(env: SearchEnv, config: RlConfig, algorithm: Algorithm, slots: int) -> None:
+    repeats = env.rules.repeats
     until = config.trials - config.evaluation_trials(env.space, repeats)
     with closing(Driver(env, algorithm.view)) as driver:
-        context = LearnerContext(env.run, repeats, until // repeats, flush=lambda: None)
+        context = LearnerContext(env.book, repeats, until // repeats, flush=lambda: None)
         library = backend(config.library)
         with closing(
             library.build_learner(algorithm.name, library.batch_env(driver, slots), config, context)
         ) as learner:
-            if config.warm_start is not None and env.run.step == 0:
+            if config.warm_start is not None and env.book.step == 0:
                 learner.imitate(warm_start_pairs(driver, config.warm_start))
             _learn(learner, until, policy_card(env, config, algorithm))
             _evaluate(driver, learner, config.evaluate)
@@ -106,7 +105,7 @@ def _evaluate(driver: Driver, learner: PolicyLearner, times: int) -> None:
         return
     evaluation = _Evaluation(driver, times)
     # Trials of the evaluation do not compete, so that a resumed run finds the same static action.
-    candidates = (trial for trial in env.run.ledger.trials() if trial.number not in evaluation.numbers)
+    candidates = (trial for trial in env.book.ledger.trials() if trial.number not in evaluation.numbers)
     static = best_of(candidates).front
     rows = []
     for index, regime in enumerate(regimes):
@@ -115,7 +114,7 @@ def _evaluate(driver: Driver, learner: PolicyLearner, times: int) -> None:
         if static:
             row["static"] = evaluation.measure(dict(static[0].action), regime, f"{index} static")
         rows.append(row)
-    env.run.ledger.set_state("policy", {"evaluated_at": time.time(), "regimes": rows})
+    env.book.ledger.set_state("policy", {"evaluated_at": time.time(), "regimes": rows})
 
 
 class _Evaluation:
@@ -124,7 +123,7 @@ class _Evaluation:
     def __init__(self, driver: Driver, times: int) -> None:
         self._driver, self._times = driver, times
         self._groups: dict[tuple[str, int], list[Trial]] = {}
-        ledger = driver.env.run.ledger
+        ledger = driver.env.book.ledger
         for number, note in ledger.notes().items():
             if "evaluation" in note and (trial := ledger.trial(number)) is not None:
                 self._groups[note["evaluation"], note["time"]] = ledger.group(trial.group)

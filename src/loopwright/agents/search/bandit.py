@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from loopwright.agents.search.base import BudgetedConfig, SearchAgent
+from loopwright.agents.search.base import BudgetedConfig, SpaceAgent
 from loopwright.core.agent import AgentConfig
 from loopwright.core.canonical import key_of
 from loopwright.core.trial import Action, Feedback, Observation
-from loopwright.envs.search import TrialEnv
+from loopwright.envs.search import SearchEnv
 
 
 class BanditConfig(BudgetedConfig):
@@ -39,7 +39,7 @@ class _Pulls:
         return max(self.squares - self.total**2 / self.n, 0.0) if self.n else 0.0
 
 
-class Bandit(SearchAgent):
+class Bandit(SpaceAgent):
     """Before each trial it looks at the regime in the observation and draws, for every arm, a plausible mean reward
     under that regime. An arm that was never tried there may be anything that was seen there; each measurement narrows
     that down, the more so the less repeats scatter. The arm with the best draw is measured, afresh each time.
@@ -50,7 +50,7 @@ class Bandit(SearchAgent):
     conditions_on_regime: ClassVar[bool] = True
     measures_again: ClassVar[bool] = True
 
-    def __init__(self, env: TrialEnv, config: Any, *, parallel: int = 1) -> None:
+    def __init__(self, env: SearchEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
         self._arms = {key_of(action): action for action in [*self._start, *self._candidates()]}
         self._pulls: dict[tuple[str, str], _Pulls] = defaultdict(_Pulls)

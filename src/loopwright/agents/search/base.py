@@ -1,10 +1,12 @@
-"""What all search agents share: pinned first trials, and no point proposed again that has failed."""
+"""Agents that propose actions one by one: the campaign loop, and what agents over a space share."""
 
+import asyncio
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
@@ -12,8 +14,9 @@ from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import InvalidAction, Problem
 from loopwright.core.outcome import Outcome
-from loopwright.core.trial import Action, Feedback, Observation, Proposal, Regime
-from loopwright.envs.search import TrialEnv
+from loopwright.core.trial import Action, Feedback, Observation, Proposal, Regime, Trial
+from loopwright.envs.search import SearchEnv
+from loopwright.ledger.trial_book import TrialBook
 from loopwright.spaces.space import Space
 
 RETRIES = 32
@@ -21,33 +24,160 @@ _RETRIES_FOR_CONSTRAINTS = 16
 _ENUMERABLE = 100_000
 
 
+class Env(Protocol):
+    """What the campaign loop needs of an environment."""
+
+    book: TrialBook
+
+    @property
+    def may_propose(self) -> bool:
+        """Whether the budget has room for another proposal."""
+
+    def reset(self) -> Observation:
+        """The observation to act on next."""
+
+    def step(
+        self, action: Action, note: Mapping[str, Any] | None = None, *, fresh: bool = False
+    ) -> Awaitable[Feedback]:
+        """Reserve a trial in this call, then run it. With `fresh`, the cache is not asked."""
+
+    def history(self) -> Iterable[Proposal]:
+        """What was proposed before, for an agent that continues a run."""
+
+    def unfinished(self) -> list[list[Trial]]:
+        """The groups of trials that an earlier process left unfinished."""
+
+    def resume(self, trials: Sequence[Trial]) -> Awaitable[Feedback]:
+        """Finish such a group."""
+
+    def running(self) -> AbstractAsyncContextManager[Any]:
+        """Open the environment for as long as the campaign lasts."""
+
+
+class SearchAgent(Agent):
+    """Proposes actions one by one and learns from their feedback; up to `parallel` trials are in flight.
+
+    class Coin(SearchAgent):
+        class Config(AgentConfig):
+            type: Literal["coin"] = "coin"
+
+        def select_action(self, observation: Observation) -> Action | None:
+            return {"side": "heads"}
+
+        def update_policy(self, feedback: Feedback) -> None:
+            print(feedback.action, feedback.reward)
+    """
+
+    env: Env
+
+    def __init__(self, env: Any, config: Any, *, parallel: int = 1) -> None:
+        super().__init__(env, config, parallel=parallel)
+        self._in_flight = 0
+        self._landed = asyncio.Event()
+
+    @abstractmethod
+    def select_action(self, observation: Observation) -> Action | None:
+        """The next action, or None when there is nothing left to try."""
+
+    def update_policy(self, feedback: Feedback) -> None:
+        """Learn from a trial that has ended."""
+
+    def note(self) -> Mapping[str, Any] | None:
+        """What to store beside the action just proposed, so that a resumed run proposes as this one would."""
+        return None
+
+    def restore(self, history: Iterable[Proposal]) -> None:
+        """Continue from what was proposed before; the default learns from it again."""
+        for proposal in history:
+            if proposal.feedback is not None:
+                self.update_policy(proposal.feedback)
+
+    def run(self) -> int:
+        """The campaign: restore, then propose, step and learn until there is nothing left to try."""
+        self.restore(self.env.history())
+        asyncio.run(self._campaign())
+        return 0
+
+    async def _campaign(self) -> None:
+        """Keep up to `parallel` trials in flight, each in a slot of its own; feedback comes as they finish."""
+        book, unfinished = self.env.book, self.env.unfinished()
+        loop = asyncio.get_running_loop()
+        async with self.env.running():
+            slots = [asyncio.ensure_future(self._slot(unfinished)) for _ in range(self.parallel)]
+
+            def cancel() -> None:
+                for slot in slots:
+                    slot.cancel()
+
+            book.when_stopped(lambda: loop.call_soon_threadsafe(cancel))
+            try:
+                await asyncio.gather(*slots)
+            except asyncio.CancelledError:
+                if not book.stopping:
+                    raise
+            finally:
+                book.when_stopped(None)
+                cancel()
+                await asyncio.gather(*slots, return_exceptions=True)
+                book.ledger.flush()
+
+    async def _slot(self, unfinished: list[list[Trial]]) -> None:
+        """One trial after another, until there is nothing left to try and nothing in flight to learn from."""
+        env = self.env
+        while not env.book.stopping:
+            trial: Awaitable[Feedback] | None = None
+            if unfinished:
+                trial = env.resume(unfinished.pop(0))
+            elif env.may_propose and (action := self.select_action(env.reset())) is not None:
+                trial = env.step(action, self.note(), fresh=self.measures_again)
+            if trial is None:
+                env.book.ledger.flush()
+                if not self._in_flight:
+                    self._landed.set()
+                    return
+                await self._landed.wait()
+                continue
+            self._in_flight += 1
+            try:
+                feedback = await trial
+            finally:
+                self._in_flight -= 1
+            self.update_policy(feedback)
+            # Wakes the slots that wait now; later ones wait for the next trial to end.
+            self._landed.set()
+            self._landed = asyncio.Event()
+            if feedback.trial % 64 == 0:
+                # Trials that are answered from the cache never wait; give those in flight their turn.
+                await asyncio.sleep(0)
+
+
 class SearchConfig(AgentConfig):
-    """What every search agent can be told."""
+    """The settings that every agent over a space has."""
 
     start: Literal["first"] | tuple[dict[str, Any], ...] = ()
     """The first trials: "first" (the first candidate of each list, the low end of each range), or a list of points."""
 
 
 class BudgetedConfig(SearchConfig):
-    """What search agents without an end of their own must be told."""
+    """The settings of agents over a space that never come to an end by themselves."""
 
     trials: int = Field(ge=1)
     """How many trials the run may use; repeats and cached trials count."""
 
 
-class SearchAgent(Agent):
-    """Proposes points of a space one after another.
+class SpaceAgent(SearchAgent):
+    """Proposes points of a space one after another: pinned first trials, and no point again that has failed.
 
-    class Middle(SearchAgent):
+    class Middle(SpaceAgent):
         def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
             return {name: parameter.decode(0.5) for name, parameter in self.space.tunable.items()}
     """
 
-    env: TrialEnv
+    env: SearchEnv
     heeds_constraints: ClassVar[bool] = False
     """Whether a proposal that breaks a constraint is thought over first, instead of spending a trial on it."""
 
-    def __init__(self, env: TrialEnv, config: Any, *, parallel: int = 1) -> None:
+    def __init__(self, env: SearchEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
         self.space = env.space
         self.proposed = 0

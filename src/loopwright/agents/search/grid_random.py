@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from loopwright.agents.search.base import BudgetedConfig, SearchAgent, SearchConfig
+from loopwright.agents.search.base import BudgetedConfig, SearchConfig, SpaceAgent
 from loopwright.core.agent import AgentConfig
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import Problem
 from loopwright.core.trial import Action, Observation
-from loopwright.envs.search import TrialEnv
+from loopwright.envs.search import SearchEnv
 from loopwright.spaces.space import Space
 
 
@@ -24,13 +24,13 @@ class RandomConfig(BudgetedConfig):
     type: Literal["random"] = "random"
 
 
-class Grid(SearchAgent):
+class Grid(SpaceAgent):
     """Visits every point of the grid once, the last parameter changing fastest."""
 
     Config: ClassVar[type[AgentConfig]] = GridConfig
     several_objectives: ClassVar[bool] = True
 
-    def __init__(self, env: TrialEnv, config: Any, *, parallel: int = 1) -> None:
+    def __init__(self, env: SearchEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
         pinned = {key_of(point) for point in self._start}
         self._points = (point for point in self.space.points() if key_of(point) not in pinned)
@@ -54,7 +54,7 @@ class Grid(SearchAgent):
         return point
 
 
-class RandomSearch(SearchAgent):
+class RandomSearch(SpaceAgent):
     """Draws each point from (seed, n) alone. With env_params it samples actions without looking at the regime, which
     gives an unbiased picture of every action under all regimes.
     """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from loopwright.agents.search.base import RETRIES, BudgetedConfig, SearchAgent
+from loopwright.agents.search.base import RETRIES, BudgetedConfig, SpaceAgent
 from loopwright.agents.search.warm_start import warm_trials
 from loopwright.core.agent import AgentConfig
 from loopwright.core.canonical import key_of
@@ -22,7 +22,7 @@ from loopwright.core.errors import MissingExtra, Problem
 from loopwright.core.lazy import lazy_module
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Action, Feedback, Observation, Proposal
-from loopwright.envs.search import TrialEnv
+from loopwright.envs.search import SearchEnv
 from loopwright.spaces.parameter import Choice, Parameter, Range
 from loopwright.spaces.space import Space
 
@@ -74,7 +74,7 @@ class Nsga2Config(SamplerConfig):
     """How many trials make a generation; those of the first are random."""
 
 
-class SamplerAgent(SearchAgent):
+class SamplerAgent(SpaceAgent):
     """Asks a sampler for points and tells it what became of them: the reward, *failed*, or the penalty set for that."""
 
     config: SamplerConfig
@@ -83,10 +83,10 @@ class SamplerAgent(SearchAgent):
     unasked: ClassVar[Mapping[str, Any]] = {}
     """The attributes with which the sampler takes note of a trial that it did not ask for."""
 
-    def __init__(self, env: TrialEnv, config: Any, *, parallel: int = 1) -> None:
+    def __init__(self, env: SearchEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._study = optuna.create_study(directions=["maximize"] * len(env.terms.objectives.functions))
+        self._study = optuna.create_study(directions=["maximize"] * len(env.objectives.functions))
         self._numbers: dict[int, int] = {}
         self._note: dict[str, Any] = {}
         if config.warm_start is not None:

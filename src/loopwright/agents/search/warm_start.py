@@ -5,18 +5,18 @@ from collections.abc import Iterator
 from loopwright.core.errors import InvalidAction
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Action, Regime
-from loopwright.envs.search import TrialEnv
+from loopwright.envs.search import SearchEnv
 from loopwright.ledger.ledger import Ledger
 
 
-def warm_trials(env: TrialEnv, folder: str) -> Iterator[tuple[Action, Regime, tuple[float, ...]]]:
+def warm_trials(env: SearchEnv, folder: str) -> Iterator[tuple[Action, Regime, tuple[float, ...]]]:
     """Actions that are valid here, each with its regime, and with its reward by this run's reward function."""
     with Ledger.read(env.workload.site.scenario_dir / folder / "ledger.db") as ledger:
         # The other run may have gone on since: after a resume this one must learn from what it learned from before.
-        until = env.run.ledger.state("warm_until")
+        until = env.book.ledger.state("warm_until")
         if until is None:
             until = ledger.last()[0]
-            env.run.ledger.set_state("warm_until", until)
+            env.book.ledger.set_state("warm_until", until)
         for trial in ledger.trials():
             if trial.number > until:
                 break
@@ -24,7 +24,7 @@ def warm_trials(env: TrialEnv, folder: str) -> Iterator[tuple[Action, Regime, tu
                 continue
             try:
                 action = env.space.validate(trial.action)
-                reward = env.terms.objectives.score(trial.metrics)
+                reward = env.objectives.score(trial.metrics)
             except (InvalidAction, ArithmeticError, ValueError, KeyError, TypeError):
                 continue
             if reward is not None:

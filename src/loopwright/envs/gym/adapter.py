@@ -19,8 +19,8 @@ from loopwright.core.trial import Action, Feedback, Observation
 from loopwright.envs.gym.codec import ActionCodec, LiveObservationCodec, ObservationCodec, View
 from loopwright.envs.gym.observation import RegimeEncoder, StructuredObservation
 from loopwright.envs.live.env import LiveEnv, below
-from loopwright.envs.search import TrialEnv
-from loopwright.ledger.run import RunStopped
+from loopwright.envs.search import SearchEnv
+from loopwright.ledger.trial_book import RunStopped
 
 
 def env_spec(**kwargs: Any) -> EnvSpec:
@@ -35,7 +35,7 @@ def env_spec(**kwargs: Any) -> EnvSpec:
     )
 
 
-def _structure_of(env: TrialEnv | LiveEnv) -> StructuredObservation | None:
+def _structure_of(env: SearchEnv | LiveEnv) -> StructuredObservation | None:
     """The environment itself if it describes its observations, else the drawn parameters, if there are any."""
     if isinstance(env, StructuredObservation):
         return env
@@ -45,14 +45,14 @@ def _structure_of(env: TrialEnv | LiveEnv) -> StructuredObservation | None:
 class Driver:
     """Steps a batch environment for callers without an event loop, several trials at a time on request."""
 
-    def __init__(self, env: TrialEnv, view: View) -> None:
+    def __init__(self, env: SearchEnv, view: View) -> None:
         self.env = env
         self.actions = ActionCodec(env.space, view)
         self.observations = ObservationCodec(env.metric_names, _structure_of(env), flat=view != "dict")
         self._loop = asyncio.new_event_loop()
-        self._worst = min(0.0, env.run.ledger.worst() or 0.0)
+        self._worst = min(0.0, env.book.ledger.worst() or 0.0)
         self._in_flight: list[asyncio.Future[Feedback]] = []
-        env.run.when_stopped(self._cancel)
+        env.book.when_stopped(self._cancel)
         try:
             self._loop.run_until_complete(self._open())
             for trials in env.unfinished():
@@ -81,7 +81,7 @@ class Driver:
     def _check_open(self) -> None:
         if self._loop.is_closed():
             raise InvalidAction("the environment is closed: make another one")
-        if self.env.run.stopping:
+        if self.env.book.stopping:
             raise RunStopped
 
     def _run(self, steps: Sequence[Awaitable[Feedback]]) -> list[Feedback]:
@@ -89,7 +89,7 @@ class Driver:
 
     async def _gather(self, steps: Sequence[Awaitable[Feedback]]) -> list[Feedback]:
         self._in_flight = [asyncio.ensure_future(step) for step in steps]
-        if self.env.run.stopping:  # stopped while the trials were being reserved
+        if self.env.book.stopping:  # stopped while the trials were being reserved
             self._cancel()
         try:
             return list(await asyncio.gather(*self._in_flight))
@@ -101,7 +101,7 @@ class Driver:
                 trial.cancel()
             await asyncio.gather(*self._in_flight, return_exceptions=True)
             self._in_flight = []
-            self.env.run.ledger.flush()
+            self.env.book.ledger.flush()
 
     def encode_regime(self, regime: Mapping[str, Any]) -> Any:
         """What our own policies observe, in training and in use: the regime, without the metrics of the last trial."""
@@ -116,7 +116,7 @@ class Driver:
     def close(self) -> None:
         """Cancel running trials and close the environment. May be called again."""
         if not self._loop.is_closed():
-            self.env.run.when_stopped(None)
+            self.env.book.when_stopped(None)
             self._loop.run_until_complete(self.env.close())
             self._loop.close()
 
@@ -129,7 +129,7 @@ class GymnasiumAdapter(gym.Env[Any, Any]):
 
     metadata = {"render_modes": []}  # noqa: RUF012  as gymnasium declares it
 
-    def __init__(self, env: TrialEnv, *, view: View = "dict") -> None:
+    def __init__(self, env: SearchEnv, *, view: View = "dict") -> None:
         self._driver = Driver(env, view)
         self.inner, self.spec = env, env_spec()
         self.action_space = self._driver.actions.gym_space
@@ -147,7 +147,7 @@ class GymnasiumAdapter(gym.Env[Any, Any]):
         """The pending observation. Draws come from the run's seed; this seed only feeds `np_random`."""
         super().reset(seed=seed, options=options)
         observation = self.inner.reset()
-        info = {"env_params": dict(observation.context), "trial": self.inner.run.step}
+        info = {"env_params": dict(observation.context), "trial": self.inner.book.step}
         return self._driver.observations.encode(observation), info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -181,7 +181,7 @@ class VectorAdapter(gym.vector.VectorEnv[Any, Any, Any]):
     the first observation of the next one (`AutoresetMode.SAME_STEP`).
     """
 
-    def __init__(self, env: TrialEnv, num_envs: int, *, view: View = "flat") -> None:
+    def __init__(self, env: SearchEnv, num_envs: int, *, view: View = "flat") -> None:
         if num_envs < 1:
             raise ValueError(f"a vectorised environment needs at least one slot, not {num_envs}")
         self._driver = Driver(env, view)
@@ -197,7 +197,7 @@ class VectorAdapter(gym.vector.VectorEnv[Any, Any, Any]):
         super().reset(seed=seed if isinstance(seed, int) else None, options=options)
         infos: dict[str, Any] = {}
         for slot in range(self.num_envs):
-            info = {"env_params": dict(self.inner.reset(slot).context), "trial": self.inner.run.step}
+            info = {"env_params": dict(self.inner.reset(slot).context), "trial": self.inner.book.step}
             infos = self._add_info(infos, info, slot)
         return self._pending_observations(), infos
 

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +15,8 @@ from pydantic import Field, field_validator, model_validator
 from loopwright.core.config import Config
 from loopwright.core.errors import InvalidAction, LoopwrightError, Problem
 from loopwright.core.outcome import FAULT_OF, Fault, Outcome
-from loopwright.core.reward import Reward
-from loopwright.core.trial import Proposal, Regime, Result, Trial
+from loopwright.core.reward import Objectives, Penalties, Reward, ServerReward
+from loopwright.core.trial import Regime, Trial
 from loopwright.envs.live.answer import flag, real, shown, unusable
 from loopwright.envs.live.probe import Declared, declared
 from loopwright.envs.live.server import (
@@ -27,10 +27,8 @@ from loopwright.envs.live.server import (
     make_server,
 )
 from loopwright.envs.live.watchdog import Hung, Watchdog
-from loopwright.ledger.env import Env, Terms
-from loopwright.ledger.observer import Observer, Observers
 from loopwright.ledger.recorder import Recorder, as_json
-from loopwright.ledger.run import Run, RunStopped
+from loopwright.ledger.trial_book import RunStopped, TrialBook
 from loopwright.spaces.draws import Draws
 from loopwright.spaces.parameter import Fixed, Parameter, parameter
 
@@ -159,53 +157,50 @@ class _Episode:
         return *row, orjson.dumps(facts).decode(), self.began_at, time.time()
 
 
-class LiveEnv(Env):
+class LiveEnv:
     """Steps a server and keeps the books. Synchronous: an event loop per step would cost three quarters of the speed.
 
     The regime is drawn per episode and handed to the server in `reset(options={"env_params": …})`.
     """
 
     metric_names = ("observation",)
+    objectives = Objectives((ServerReward(),))
 
     def __init__(
         self,
-        run: Run,
-        terms: Terms,
-        observers: Observers,
+        book: TrialBook,
         *,
         server: GymServer,
         draws: Draws,
+        penalties: Penalties | None = None,
         record: str = "steps",
         timeout_s: float | None = None,
     ) -> None:
         # numpy is a core dependency, but this module is imported with every scenario.
         from loopwright.envs.live.reading import checker, holds_array, holds_number, keeper
 
-        super().__init__(run, terms, observers)
         if draws.values and (reason := _taken_name(server.observation_space)):
             server.close()
             raise ServerError(reason)
-        self.server, self.draws = server, draws
+        self.book, self.server, self.draws = book, server, draws
+        self.penalties = penalties or Penalties()
         self._whole = record == "episodes"
         self._watchdog = Watchdog(timeout_s)
         self._so_far: tuple[_Episode, int, float] | None = None
-        self._recorder = Recorder(run.ledger, unfinished=self._unfinished)
+        self._recorder = Recorder(book.ledger, unfinished=self._unfinished)
         self._add = self._recorder.add
-        self._watched = bool(list(observers))
+        self._observers = book.observers
         self._open = self._begun = self._shut = False
         self._seen: Any = None
         self._regime: dict[str, Any] = {}
         self._regime_text = "{}"
         self._draw: int | None = None
         self._episode, self._return = _Episode(0, 0, None, {}, "{}", 0.0), 0.0
-        self._worst = min(0.0, run.ledger.worst() or 0.0)
+        self._worst = min(0.0, book.ledger.worst() or 0.0)
         self._problem = checker(server.observation_space)
         self._keep, self._arrays = keeper(server.observation_space), holds_array(server.observation_space)
         self._numbers = holds_number(server.action_space)
-        run.when_stopped(self._stop)
-
-    def sample(self, draw: int) -> Regime:
-        return self.draws.sample(draw)
+        book.when_stopped(self._stop)
 
     # -- episodes -----------------------------------------------------------------------------------------------
 
@@ -218,15 +213,16 @@ class LiveEnv(Env):
         """
         if self._begun:
             self._end_episode(truncated=True)
-        if self.run.stopping:
+        if self.book.stopping:
             raise RunStopped
-        waiting = self.reset()
-        self._regime, self._draw = dict(waiting.context), waiting.draw
+        draw = self.book.draw + 1
+        self._regime = dict(self.draws.sample(draw))
+        self._draw = draw if self._regime else None
         self._regime_text = orjson.dumps(self._regime).decode()
         given = {**(options or {}), **({"env_params": self._regime} if self._regime else {})}
         seen, info = self._reset(seed, given or None)
-        self._seen, self._open = seen, not self.run.stopping
-        return seen, {**info, "trial": self.run.step, **({"env_params": dict(self._regime)} if self._regime else {})}
+        self._seen, self._open = seen, not self.book.stopping
+        return seen, {**info, "trial": self.book.step, **({"env_params": dict(self._regime)} if self._regime else {})}
 
     def _reset(self, seed: int | None, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
         """The server's own reset. No trial is in progress, so that a failure has no row: it is raised."""
@@ -251,14 +247,13 @@ class LiveEnv(Env):
     def _begin_episode(self, number: int) -> None:
         """The first step: only now is the draw used up."""
         self._begun, self._return = True, 0.0
-        self.run.group += 1
-        self._pending.clear()
+        self.book.new_group()
         if self._draw is not None:
-            self.run.draw = self._draw
-        self._episode = _Episode(number, self.run.group, self._draw, self._regime, self._regime_text, time.time())
+            self.book.draw = self._draw
+        self._episode = _Episode(number, self.book.group, self._draw, self._regime, self._regime_text, time.time())
 
     def _end_episode(self, *, truncated: bool, how: tuple[Outcome, Fault | None, str] = _FINE) -> None:
-        last = self.run.step
+        last = self.book.step
         facts = self._episode.facts(last, self._return, truncated=truncated)
         if self._whole:
             self._recorder.add_row(self._episode.row(facts, how))
@@ -280,10 +275,10 @@ class LiveEnv(Env):
         """One step, one trial. A server that dies or hangs is `lost`: it is recorded, and raised."""
         if not self._open:
             self._refuse()
-        number = self.run.increment_step()
+        number = self.book.increment_step()
         if not self._begun:
             self._begin_episode(number)
-        if self._watched:
+        if self._observers:
             self._observers.before(self._trial(number, action))
         watchdog = self._watchdog  # `bites` looks for this name
         watchdog.call = number
@@ -317,17 +312,17 @@ class LiveEnv(Env):
             # They are written later, and both may be arrays that their owners write the next step into.
             kept = seen.copy() if self._arrays else self._keep(seen)
             made = action if self._numbers else deepcopy(action)
-            self._add((number, self.run.group, made, self._draw, self._regime_text, kept, reward, time.time()))
+            self._add((number, self.book.group, made, self._draw, self._regime_text, kept, reward, time.time()))
             if not number & 4095:
                 # An episode may have no end.
                 self._recorder.keep_up()
         else:
             # One object, so that the recorder's thread never sees the sum of another step.
             self._so_far = self._episode, number, self._return
-        if self._watched:
+        if self._observers:
             done = replace(self._trial(number, action), outcome=Outcome.OK, reward=Reward(reward))
             self._observers.after(done)
-        if number == self.terms.budget:
+        if number == self.book.budget:
             truncated = True
         if terminated or truncated:
             self._end_episode(truncated=truncated)
@@ -359,7 +354,7 @@ class LiveEnv(Env):
             return False
 
     def _refuse(self) -> NoReturn:
-        if self.run.stopping:
+        if self.book.stopping:
             raise RunStopped
         raise InvalidAction(_CLOSED if self._shut else "the episode is over: call reset() first")
 
@@ -372,7 +367,7 @@ class LiveEnv(Env):
     ) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """A step without a usable answer: a failed trial that ends its episode, told as a penalty."""
         self._fail(number, action, outcome, reason)
-        penalty = self.terms.penalties.for_outcome(outcome)
+        penalty = self.penalties.for_outcome(outcome)
         told = below(self._worst) if penalty is None else penalty
         about = {"trial": number, "outcome": str(outcome), "error": reason}
         regime = {"env_params": dict(self._regime)} if self._regime else {}
@@ -383,7 +378,7 @@ class LiveEnv(Env):
         fault = FAULT_OF[outcome]
         row = (
             number,
-            self.run.group,
+            self.book.group,
             made,
             self._draw,
             self._regime_text,
@@ -398,26 +393,15 @@ class LiveEnv(Env):
         )
         if not self._whole:
             self._recorder.add_row(row)
-        if self._watched:
+        if self._observers:
             self._observers.after(replace(self._trial(number, action), outcome=outcome, fault=fault, reason=reason))
         self._end_episode(truncated=True, how=(outcome, fault, reason))
 
     def _trial(self, number: int, action: Any) -> Trial:
         plain = action.tolist() if hasattr(action, "tolist") else action
-        return Trial(number, {"action": plain}, "", self.run.group, draw=self._draw, regime=self._regime)
-
-    async def measure(self, trial: Trial) -> Result:
-        raise InvalidAction("a live environment is stepped by step_now()")
-
-    def history(self) -> Iterator[Proposal]:
-        """Nothing: what a policy learned from live steps is in its checkpoint."""
-        return iter(())
+        return Trial(number, {"action": plain}, "", self.book.group, draw=self._draw, regime=self._regime)
 
     # -- the rest -----------------------------------------------------------------------------------------------
-
-    def watch(self, observers: Sequence[Observer]) -> None:
-        super().watch(observers)
-        self._watched = bool(list(self._observers))
 
     def flush(self) -> None:
         """Have every step in the ledger: before a checkpoint, and at the end."""
@@ -428,7 +412,7 @@ class LiveEnv(Env):
         if self._shut:
             return
         self._shut, self._open = True, False
-        self.run.when_stopped(None)
+        self.book.when_stopped(None)
         try:
             if self._begun:
                 self._end_episode(truncated=True)

@@ -1,41 +1,48 @@
-"""The base of all environments: reserve, run, commit, and what the agent is told."""
+"""The search environment: reserve, run, commit, and the feedback for the agent."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
 import pytest
+from tests.contracts.harness import AnySpace
 
 from loopwright.core.errors import InvalidAction
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.reward import Identity, Inverse, Objectives
+from loopwright.core.reward import Identity, Inverse, Objectives, Penalties
 from loopwright.core.trial import Result, Trial
-from loopwright.ledger.env import Env, Penalties, Terms
+from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.observer import Observer, Observers
-from loopwright.ledger.run import Run
+from loopwright.ledger.observer import Observer
 from loopwright.ledger.shared_cache import SharedCache
 from loopwright.ledger.steps import Step
+from loopwright.ledger.trial_book import TrialBook
+from loopwright.spaces.draws import Draws
+from loopwright.workloads.base import Job, Workload
 
-Measure = Callable[[Trial], Awaitable[Result]]
+Measure = Callable[[Job], Awaitable[Result]]
 
 
-class Measured(Env):
-    """Measures by a function, remembers what was measured, and takes no strings."""
+class Measuring(Workload):
+    """Calls a function, and remembers the trials that it was called for."""
 
-    metric_names = ("y",)
-    function: Measure
+    def __init__(self, function: Measure) -> None:
+        self.function, self.measured = function, list[int]()
 
-    async def measure(self, trial: Trial) -> Result:
-        self.__dict__.setdefault("measured", []).append(trial.number)
-        return await self.function(trial)
+    async def run(self, job: Job) -> Result:
+        self.measured.append(job.trial)
+        return await self.function(job)
+
+
+class Numbers(AnySpace):
+    """Numbers below 100."""
 
     def validate(self, action):
         if isinstance(action["x"], str):
             raise InvalidAction(f"x: {action['x']!r} is not a number")
         return action
 
-    def infeasible(self, action, regime):
+    def violated(self, action, regime):
         return "constraint 'x < 100' is not met" if action["x"] >= 100 else None
 
 
@@ -52,11 +59,11 @@ class Diary(Observer):
         self.lines.append(("after", trial.number, trial.outcome))
 
 
-async def itself(trial: Trial) -> Result:
-    return Result(Outcome.OK, {"y": float(trial.action["x"])})
+async def itself(job: Job) -> Result:
+    return Result(Outcome.OK, {"y": float(job.arguments["x"])})
 
 
-async def crash(trial: Trial) -> Result:
+async def crash(job: Job) -> Result:
     return Result(Outcome.CRASHED, reason="exit code 1")
 
 
@@ -65,21 +72,36 @@ def make(tmp_path):
     """Makes environments, each with a run and a ledger of its own."""
     ledgers = []
 
-    def make(function: Measure = itself, *observers: Observer, shared=None, reward=Identity, **terms) -> Measured:
+    def make(
+        function: Measure = itself,
+        *observers: Observer,
+        shared=None,
+        reward=Identity,
+        budget=None,
+        count_cached=True,
+        **rules,
+    ) -> SearchEnv:
         directory = tmp_path / str(len(ledgers))
         directory.mkdir()
         ledgers.append(Ledger.create(directory / "ledger.db"))
-        objectives = Objectives((reward(metrics=("y",)),))
-        env = Measured(Run("run", directory, ledgers[-1]), Terms(objectives, **terms), Observers(observers), shared)
-        env.function = function
-        return env
+        book = TrialBook("run", directory, ledgers[-1], budget=budget, count_cached=count_cached, observers=observers)
+        return SearchEnv(
+            book,
+            space=Numbers(),
+            workload=Measuring(function),
+            draws=Draws(0, {}, {}),
+            objectives=Objectives((reward(metrics=("y",)),)),
+            metric_names=("y",),
+            rules=TrialRules(**rules),
+            shared=shared,
+        )
 
     yield make
     for ledger in ledgers:
         ledger.close()
 
 
-def step(env: Env, *xs, **options) -> list:
+def step(env: SearchEnv, *xs, **options) -> list:
     """Take steps one after another."""
 
     async def main() -> list:
@@ -88,8 +110,8 @@ def step(env: Env, *xs, **options) -> list:
     return asyncio.run(main())
 
 
-def rows(env: Env) -> list[Trial]:
-    return list(env.run.ledger.trials())
+def rows(env: SearchEnv) -> list[Trial]:
+    return list(env.book.ledger.trials())
 
 
 class TestAStep:
@@ -119,7 +141,7 @@ class TestAStep:
         (feedback,) = step(env, 100)
         assert feedback.outcome is Outcome.INFEASIBLE
         assert rows(env)[0].reason == "constraint 'x < 100' is not met"
-        assert not hasattr(env, "measured")
+        assert not env.workload.measured
 
     def test_whose_metrics_have_no_reward_has_no_reward(self, make):
         env = make(reward=Inverse)
@@ -128,13 +150,13 @@ class TestAStep:
         assert (rows(env)[0].reward, dict(rows(env)[0].metrics)) == (None, {})
 
     def test_that_raises_is_a_bug_and_leaves_its_trial_unfinished(self, make):
-        async def bug(trial: Trial) -> Result:
+        async def bug(job: Job) -> Result:
             raise LookupError("a bug")
 
         env = make(bug)
         with pytest.raises(LookupError, match="a bug"):
             step(env, 1)
-        assert [row.number for row in env.run.ledger.unfinished()] == [1]
+        assert [row.number for row in env.book.ledger.unfinished()] == [1]
 
     def test_that_is_cancelled_is_recorded_as_aborted(self, make):
         async def story() -> None:
@@ -143,7 +165,7 @@ class TestAStep:
             flight.cancel()
             await asyncio.wait([flight])
 
-        env = make(lambda trial: asyncio.Event().wait())
+        env = make(lambda job: asyncio.Event().wait())
         asyncio.run(story())
         assert (rows(env)[0].outcome, rows(env)[0].fault) == (Outcome.ABORTED, Fault.SYSTEM)
 
@@ -161,25 +183,25 @@ class TestTheCache:
     def test_answers_an_equal_question(self, make):
         env = make()
         first, second = step(env, 3, 3.0)
-        assert env.measured == [1]
+        assert env.workload.measured == [1]
         assert (second.trial, second.told) == (2, first.told)
         assert [row.cached_from for row in rows(env)] == [None, "1"]
 
     def test_does_not_answer_with_a_crash(self, make):
         env = make(crash)
         step(env, 3, 3)
-        assert env.measured == [1, 2]
+        assert env.workload.measured == [1, 2]
 
     def test_can_be_off(self, make):
         env = make(cache="off")
         step(env, 3, 3)
-        assert env.measured == [1, 2]
+        assert env.workload.measured == [1, 2]
 
     def test_is_not_asked_for_a_fresh_measurement(self, make):
         env = make()
         step(env, 3)
         step(env, 3, 3, fresh=True)
-        assert env.measured == [1, 2, 3]
+        assert env.workload.measured == [1, 2, 3]
         assert [row.repeat for row in rows(env)] == [0, 1, 2]
 
     def test_of_another_workload_is_another_cache(self, make, tmp_path):
@@ -188,15 +210,15 @@ class TestTheCache:
         for env in (one, same, other):
             step(env, 3)
         shared.close()
-        assert [hasattr(env, "measured") for env in (one, same, other)] == [True, False, True]
-        assert rows(same)[0].cached_from == f"{one.run.directory}#1"
+        assert [bool(env.workload.measured) for env in (one, same, other)] == [True, False, True]
+        assert rows(same)[0].cached_from == f"{one.book.directory}#1"
 
     def test_is_told_to_other_runs_only_once_it_is_on_disk(self, make, tmp_path):
         on_disk = []
 
         class Watched(SharedCache):
             def put(self, key, source, metrics):
-                with Ledger.read(env.run.ledger.path) as beside:
+                with Ledger.read(env.book.ledger.path) as beside:
                     on_disk.extend(trial.outcome for trial in beside.trials())
 
         shared = Watched(tmp_path / "cache.db")
@@ -214,11 +236,11 @@ class TestEqualTrialsInFlight:
     """Two equal questions at the same time: one is measured, the other waits for its answer."""
 
     @staticmethod
-    def fly(env: Measured, gate: Callable[[], asyncio.Event], *, cancel_first: bool = False) -> list:
+    def fly(env: SearchEnv, gate: Callable[[], asyncio.Event], *, cancel_first: bool = False) -> list:
         async def story() -> list:
             gate_ = gate()
             flights = [asyncio.ensure_future(env.step({"x": 1})) for _ in range(3)]
-            while not hasattr(env, "measured"):
+            while not env.workload.measured:
                 await asyncio.sleep(0)
             if cancel_first:
                 flights[0].cancel()
@@ -237,8 +259,8 @@ class TestEqualTrialsInFlight:
             gates.append(asyncio.Event())
             return gates[-1]
 
-        def build(outcome: Outcome) -> tuple[Measured, Callable[[], asyncio.Event]]:
-            async def measure(trial: Trial) -> Result:
+        def build(outcome: Outcome) -> tuple[SearchEnv, Callable[[], asyncio.Event]]:
+            async def measure(job: Job) -> Result:
                 await gates[-1].wait()
                 return Result(outcome, {"y": 1.0})
 
@@ -249,7 +271,7 @@ class TestEqualTrialsInFlight:
     def test_are_measured_once(self, gated):
         env, gate = gated(Outcome.OK)
         assert [feedback.told for feedback in self.fly(env, gate)] == [(1.0,)] * 3
-        assert env.measured == [1]
+        assert env.workload.measured == [1]
         assert [row.cached_from for row in rows(env)] == [None, "1", "1"]
 
     def test_let_what_has_ended_be_written_meanwhile(self, gated):
@@ -262,7 +284,7 @@ class TestEqualTrialsInFlight:
             gate_.clear()
             flights = [asyncio.ensure_future(env.step({"x": 1})) for _ in range(2)]
             await asyncio.sleep(0)
-            with Ledger.read(env.run.ledger.path) as beside:
+            with Ledger.read(env.book.ledger.path) as beside:
                 seen = [trial.outcome for trial in beside.trials()]
             gate_.set()
             await asyncio.gather(*flights)
@@ -273,13 +295,13 @@ class TestEqualTrialsInFlight:
     def test_are_measured_again_after_a_crash(self, gated):
         env, gate = gated(Outcome.CRASHED)
         self.fly(env, gate)
-        assert env.measured == [1, 2, 3]
+        assert env.workload.measured == [1, 2, 3]
 
     def test_do_not_wait_for_one_that_was_aborted(self, gated):
         env, gate = gated(Outcome.OK)
         _, second, third = self.fly(env, gate, cancel_first=True)
         assert (second.outcome, third.outcome) == (Outcome.OK, Outcome.OK)
-        assert env.measured == [1, 2]
+        assert env.workload.measured == [1, 2]
         assert [row.outcome for row in rows(env)] == ["aborted", "ok", "ok"]
 
 
@@ -296,17 +318,17 @@ class TestRepeats:
             (6, 2, 2),
         ]
         assert [(f.trial, f.group, f.done) for f in (first, second)] == [(1, 1, False), (4, 2, True)]
-        assert env.measured == [1, 2, 3, 4, 5, 6]
+        assert env.workload.measured == [1, 2, 3, 4, 5, 6]
 
     def test_are_told_as_their_mean(self, make):
-        async def growing(trial: Trial) -> Result:
-            return Result(Outcome.OK, {"y": float(trial.number)})
+        async def growing(job: Job) -> Result:
+            return Result(Outcome.OK, {"y": float(job.trial)})
 
         assert step(make(growing, repeats=3), 0)[0].told == (2.0,)
 
     def test_of_which_one_fails_have_no_mean(self, make):
-        async def sometimes(trial: Trial) -> Result:
-            return await (crash if trial.repeat == 1 else itself)(trial)
+        async def sometimes(job: Job) -> Result:
+            return await (crash if job.trial == 2 else itself)(job)
 
         env = make(sometimes, repeats=3)
         (feedback,) = step(env, 1)
@@ -330,7 +352,7 @@ class TestObservers:
         diary = Diary()
         env = make(itself, diary)
         step(env, 1, 1, "x", 100)
-        env.function = crash
+        env.workload.function = crash
         step(env, 2)
         outcomes = ["ok", "ok", "invalid", "infeasible", "crashed"]
         assert diary.lines == [
@@ -363,11 +385,11 @@ class TestObservers:
                 told.append((kind, step.step))
 
         env = make(itself, Broken(), Curve())
-        env.stepped("train", Step(1, 0.0, {}))
-        env.stepped("eval", Step(1, 0.0, {}))
+        env.book.observers.after_step("train", Step(1, 0.0, {}))
+        env.book.observers.after_step("eval", Step(1, 0.0, {}))
         assert told == [("train", 1), ("eval", 1)]
         assert [record.getMessage() for record in caplog.records] == [
-            "observer Broken.after_step failed on step 1 and is off from now on"
+            "observer Broken.after_step failed on step 1 and is switched off"
         ]
 
     def test_find_the_ended_trial_in_the_ledger(self, make):
@@ -375,7 +397,7 @@ class TestObservers:
 
         class Looks(Observer):
             def after(self, trial: Trial) -> None:
-                found.append(env.run.ledger.trial(trial.number) == trial)
+                found.append(env.book.ledger.trial(trial.number) == trial)
 
         env = make(itself, Looks())
         step(env, 1)
@@ -384,7 +406,7 @@ class TestObservers:
     def test_can_be_added_to_those_that_are_there(self, make):
         one, other = Diary(), Diary()
         env = make(itself, one)
-        env.watch([other])
+        env.book.observers.append(other)
         step(env, 1)
         assert one.lines == other.lines == [("before", 1, None), ("after", 1, "ok")]
 
@@ -394,14 +416,14 @@ def test_a_reset_is_no_trial(make):
     for _ in range(5):
         env.reset()
     assert step(env, 1)[0].trial == 1
-    assert env.run.step == 1
+    assert env.book.step == 1
 
 
 def test_the_observation_has_a_slot_for_every_metric_also_before_and_after_a_failure(make):
     env = make(crash)
     assert dict(env.reset().metrics) == {"y": None}
     assert dict(step(env, 1)[0].observation.metrics) == {"y": None}
-    env.function = itself
+    env.workload.function = itself
     assert dict(step(env, 2)[0].observation.metrics) == {"y": 2.0}
 
 

@@ -1,0 +1,106 @@
+"""The trial book: the numbers, budget, ledger and observers of one run."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from loopwright.core.trial import Action, Regime, Result, Trial
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.observer import Observer, Observers
+
+
+class RunStopped(Exception):
+    """Raised inside an agent's own loop once the run is stopping. Trials in flight are recorded as `aborted`."""
+
+
+class TrialBook:
+    """Numbers trials, reserves them, commits their results. Every environment owns one; no two runs share one.
+
+    >>> trial = book.new_trial({"x": 1}, group=book.new_group())
+    ... book.reserve([trial])
+    ... trial = book.commit(trial, Result(Outcome.OK, {"y": 2.0}, reward=Reward(2.0)))
+    """
+
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        ledger: Ledger,
+        *,
+        budget: int | None = None,
+        count_cached: bool = True,
+        observers: Iterable[Observer] = (),
+    ) -> None:
+        self.name, self.directory, self.ledger = name, directory, ledger
+        self.budget, self.count_cached = budget, count_cached
+        self.observers = Observers(observers)
+        self.step, self.group, self.draw = ledger.last()
+        """The last trial number, group and draw of the run."""
+        self.uncounted = 0 if count_cached else ledger.counts()["cached"]
+        """How many trials so far do not use up budget."""
+        self.stopping = False
+        self.kill: Callable[[], None] = lambda: None
+        """Ends every process of the run at once; called from a signal handler."""
+        self._on_stop: Callable[[], object] | None = None
+        self._trials = directory / "trials"
+
+    # -- numbers, reserve, commit -------------------------------------------------------------------------------
+
+    def increment_step(self) -> int:
+        """Advance the trial counter. Nothing else does, and only environments call it."""
+        self.step += 1
+        return self.step
+
+    def new_group(self) -> int:
+        """The number of the next group."""
+        self.group += 1
+        return self.group
+
+    def new_trial(
+        self,
+        action: Action,
+        *,
+        group: int,
+        repeat: int = 0,
+        key: str = "",
+        draw: int | None = None,
+        regime: Regime | None = None,
+    ) -> Trial:
+        """A trial with the next number. It is not in the ledger yet: reserve it before anything else happens to it."""
+        number = self.increment_step()
+        return Trial(number, action, key, group, repeat, draw, regime or {}, reserved_at=time.time())
+
+    def reserve(self, trials: Sequence[Trial], note: Mapping[str, Any] | None = None, *, hold: bool = True) -> None:
+        """Write new trials to the ledger, with the agent's note. With `hold`, the next flush or attempt does that."""
+        self.ledger.reserve(trials, note, hold=hold)
+
+    def commit(self, trial: Trial, result: Result, *, hold: bool = True) -> Trial:
+        """Write a trial's result to the ledger, notify the observers, and return the finished trial."""
+        finished = self.ledger.commit(trial, result, result.reward, hold=hold)
+        if result.cached_from is not None and not self.count_cached:
+            self.uncounted += 1
+        self.observers.after(finished)
+        return finished
+
+    def has_budget(self, trials: int = 1) -> bool:
+        """Whether the budget allows this many more trials."""
+        return self.budget is None or self.step - self.uncounted + trials <= self.budget
+
+    def trial_directory(self, number: int) -> Path:
+        """Where a trial writes its output."""
+        return self._trials / str(number)
+
+    # -- stopping -----------------------------------------------------------------------------------------------
+
+    def when_stopped(self, callback: Callable[[], object] | None) -> None:
+        """Set what to call, from a signal handler, when the run stops; it is called now if the run is stopping."""
+        self._on_stop = callback
+        if self.stopping and callback is not None:
+            callback()
+
+    def stop(self) -> None:
+        """Stop the run early: trials in flight are aborted and no new one starts."""
+        self.stopping = True
+        if self._on_stop is not None:
+            self._on_stop()
