@@ -23,7 +23,7 @@
     ├── BudgetSpent      (RuntimeError)     a rollout's turns or tokens are used up        gateway/sessions/session.py
     ├── BadRequest       (ValueError)       a request that its API does not allow          gateway/dialects/base.py
     ├── Refusal          (PermissionError)  a call that the gateway turns away             gateway/refusal.py
-    ├── WorkerRefusal    (PermissionError)  an engine that a relay will not have           gateway/relay/worker.py
+    ├── WorkerRefused    (PermissionError)  an engine that a relay will not have           gateway/relay/worker.py
     ├── TemplateError    (ValueError)       a tokenizer lacks a template's special tokens  gateway/sessions/template.py
     ├── AdvertiseError   (ValueError)       an address at which no agent could reach us    gateway/gateway.py
     ├── GatewayLost      (ConnectionError)  a gateway elsewhere that cannot be reached     gateway/client.py
