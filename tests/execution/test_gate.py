@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loopwright.execution.sandbox import SandboxError
-from loopwright.execution.sandbox.network_proxy import NetworkProxy, received
+from loopwright.execution.sandbox.network_proxy import NetworkProxy, receive_files
 
 
 def descriptors():
@@ -57,7 +57,7 @@ def test_a_shut_gate_lets_nobody_through():
         listening = socket.create_server(("127.0.0.1", 0))
         gate = NetworkProxy(("http://127.0.0.1:9",))
         await gate.serve([listening])
-        gate.shut = True
+        gate.is_blocked = True
         reader, writer = await asyncio.open_connection(*listening.getsockname())
         assert await reader.read() == b""
         writer.close()
@@ -70,7 +70,7 @@ def test_too_few_files_for_a_room_are_the_machines_fault_and_none_stays_open():
     ours, theirs = socket.socketpair()
     with ours, theirs, open(os.devnull) as file:  # noqa: PTH123
         before = descriptors()
-        socket.send_fds(theirs, [b"laid"], [file.fileno()])
+        socket.send_fds(theirs, [b"overlays"], [file.fileno()])
         with pytest.raises(SandboxError, match="ulimit -n"):
-            received(ours, 4)
+            receive_files(ours, 4)
         assert descriptors() == before

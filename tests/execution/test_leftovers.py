@@ -19,7 +19,8 @@ def groups(tmp_path, monkeypatch):
     """Where control groups are made."""
     (tmp_path / "ours.slice/ours.scope").mkdir(parents=True)
     monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
-    monkeypatch.setattr(cgroup, "_own_groups", lambda: "0::/ours.slice/ours.scope\n")
+    (tmp_path / "cgroup").write_text("0::/ours.slice/ours.scope\n")
+    monkeypatch.setattr(cgroup, "_OWN_GROUPS", tmp_path / "cgroup")
     return tmp_path / "ours.slice"
 
 
@@ -34,15 +35,15 @@ def temporary(tmp_path, monkeypatch):
 
 def test_a_group_whose_processes_would_not_go_is_removed_later(groups, monkeypatch):
     monkeypatch.setattr(cgroup, "_TRIES", 1)
-    asyncio.run(Cgroup.make("room-1", 40).close())
+    asyncio.run(Cgroup.create("room-1", 40).close())
     assert (groups / "room-1").exists()
     (groups / "room-1/pids.max").unlink()
-    Cgroup.make("room-2", 40)
+    Cgroup.create("room-2", 40)
     assert not (groups / "room-1").exists()
 
 
 def test_a_group_of_a_killed_process_is_removed(groups, temporary):
-    gone = groups / "loopwright-room-999999999-1-abc"
+    gone = groups / "loopwright-sandbox-999999999-1-abc"
     gone.mkdir()
     bubblewrap.remove_stale.__wrapped__()
     assert not gone.exists()
@@ -56,7 +57,7 @@ def test_a_room_that_cannot_be_begun_leaves_nothing(temporary, monkeypatch):
 
     monkeypatch.setattr(bubblewrap, "_secrets", full)
     with pytest.raises(OSError, match="no space"):
-        bubblewrap._Scratch.make("", ())
+        bubblewrap._Scratch.create("", ())
     assert list(temporary.iterdir()) == []
 
 
@@ -67,7 +68,7 @@ def test_what_takes_long_to_remove_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "remove", lambda path: may.wait(20) and remove(path))
 
     async def main():
-        await remove_in_background(root, within_s=0.05)
+        await remove_in_background(root, wait_s=0.05)
         assert root.exists()
         may.set()
         async with asyncio.timeout(10):
@@ -105,20 +106,20 @@ def test_what_is_not_for_everybody_is_found(tmp_path):
     (tmp_path / "link").symlink_to("ssl/key")
     (tmp_path / "closed").mkdir(mode=0o700)
     (tmp_path / "closed/file").touch()
-    assert set(bubblewrap._unreadable(str(tmp_path))) == {tmp_path / "ssl/key", tmp_path / "closed"}
+    assert set(bubblewrap.unreadable_paths(str(tmp_path))) == {tmp_path / "ssl/key", tmp_path / "closed"}
 
 
 def test_a_secret_that_comes_while_we_run_is_hidden_too(temporary, monkeypatch):
     """Given a new key in /etc, then a room that is made ten seconds later does not show it."""
     found, now = [Path("/etc/shadow")], [1000.0]
-    monkeypatch.setattr(bubblewrap, "_unreadable", lambda _: iter(found))
+    monkeypatch.setattr(bubblewrap, "unreadable_paths", lambda _: iter(found))
     monkeypatch.setattr(bubblewrap.time, "monotonic", lambda: now[0])
     bubblewrap._secrets.cache_clear()
     try:
-        assert bubblewrap._Scratch.make("", ()).secrets == tuple(found)
+        assert bubblewrap._Scratch.create("", ()).secrets == tuple(found)
         found.append(Path("/etc/key"))
         now[0] += 10
-        made = bubblewrap._Scratch.make("", ())
+        made = bubblewrap._Scratch.create("", ())
         assert made.secrets == tuple(found)
         assert (made.path / "upper/etc/key").stat().st_mode & 0o777 == 0
     finally:

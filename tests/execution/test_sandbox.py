@@ -61,7 +61,7 @@ class TestWhatStrangersLeave:
             read_inside(inside, name, 100)
 
     def test_a_device_is_no_plain_file(self):
-        with pytest.raises(FileNotFoundError, match="no plain file"):
+        with pytest.raises(FileNotFoundError, match="not a regular file"):
             read_inside(Path("/dev"), "zero", 100)
 
     def test_what_forbids_to_be_opened_is_removed(self, tmp_path):
@@ -76,13 +76,13 @@ class TestWhatStrangersLeave:
     def test_what_lies_thousands_deep_is_measured_and_removed(self, tmp_path):
         root = tmp_path / "room"
         root.mkdir()
-        harness = os.open(root, os.O_RDONLY)
+        directory = os.open(root, os.O_RDONLY)
         for _ in range(3000):
-            os.mkdir("d", dir_fd=harness)
-            inner = os.open("d", os.O_RDONLY, dir_fd=harness)
-            os.close(harness)
-            harness = inner
-        os.close(harness)
+            os.mkdir("d", dir_fd=directory)
+            inner = os.open("d", os.O_RDONLY, dir_fd=directory)
+            os.close(directory)
+            directory = inner
+        os.close(directory)
         assert size_bytes(root) is not None
         remove(root)
         assert not root.exists()
@@ -108,7 +108,7 @@ class TestDoors:
         assert gate.hosts() == "127.0.0.1\tlocalhost\n127.77.0.1\tmodels.example\n"
 
     def test_what_was_not_named_has_no_door(self):
-        with pytest.raises(SandboxError, match="reach"):
+        with pytest.raises(SandboxError, match="allowed_urls"):
             NetworkProxy(("http://127.0.0.1:8400",)).url_inside("http://127.0.0.1:8401")
 
     @pytest.mark.parametrize("url", ["127.0.0.1:8400", "http://", "file:///etc", "http://a:port"])
@@ -142,8 +142,8 @@ class TestNotToBeHad:
         assert advice in str(caught.value)
 
     def test_what_is_to_be_readable_must_exist(self, tmp_path):
-        with pytest.raises(SandboxError, match="no-such-harness"):
-            sandbox_of("bwrap", readable=(tmp_path / "no-such-harness",)).check()
+        with pytest.raises(SandboxError, match="no-such-directory"):
+            sandbox_of("bwrap", readable=(tmp_path / "no-such-directory",)).check()
 
     def test_without_a_daemon_docker_says_so(self, tmp_path, monkeypatch):
         tool(tmp_path / "docker", "echo 'Cannot connect to the Docker daemon' >&2; exit 1")
@@ -176,10 +176,11 @@ class TestGroup:
         """Given a slice that was delegated to us, then a room's group is made in it, and gone with the room."""
         (tmp_path / "user.slice/ours.scope").mkdir(parents=True)
         monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
-        monkeypatch.setattr(cgroup, "_own_groups", lambda: "0::/user.slice/ours.scope\n")
-        group = Cgroup.make("room-1", 40)
+        (tmp_path / "cgroup").write_text("0::/user.slice/ours.scope\n")
+        monkeypatch.setattr(cgroup, "_OWN_GROUPS", tmp_path / "cgroup")
+        group = Cgroup.create("room-1", 40)
         assert (tmp_path / "user.slice/room-1/pids.max").read_text() == "40"
-        assert group.entry == str(tmp_path / "user.slice/room-1/cgroup.procs")
+        assert group.join_file == str(tmp_path / "user.slice/room-1/cgroup.procs")
         # The kernel's own files go with their directory.
         (tmp_path / "user.slice/room-1/pids.max").unlink()
         asyncio.run(group.close())
@@ -187,8 +188,8 @@ class TestGroup:
 
     def test_where_there_can_be_none_there_is_none(self, tmp_path, monkeypatch):
         monkeypatch.setattr(cgroup, "_ROOT", tmp_path / "nowhere")
-        group = Cgroup.make("room-1", 40)
-        assert group.entry == ""
+        group = Cgroup.create("room-1", 40)
+        assert group.join_file == ""
         asyncio.run(group.close())
 
 
@@ -196,8 +197,8 @@ class TestStale:
     def test_what_a_killed_process_left_is_removed(self, tmp_path, monkeypatch):
         """Given the scratch of a process that is gone and one of ours, only the first is removed."""
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        gone = tmp_path / "loopwright-room-999999999-1-abc"
-        ours = tmp_path / f"loopwright-room-{os.getpid()}-{start_ticks(os.getpid())}-abc"
+        gone = tmp_path / "loopwright-sandbox-999999999-1-abc"
+        ours = tmp_path / f"loopwright-sandbox-{os.getpid()}-{start_ticks(os.getpid())}-abc"
         gone.mkdir()
         ours.mkdir()
         remove_stale.__wrapped__()
@@ -301,8 +302,8 @@ class TestDocker:
     def test_a_daemon_that_gives_no_answer_is_not_waited_for(self, tmp_path, monkeypatch):
         tool(tmp_path / "docker", "exec sleep 100")
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-        monkeypatch.setattr("loopwright.execution.sandbox.docker._CHECK_S", 0.2)
-        with pytest.raises(SandboxError, match="no answer within"):
+        monkeypatch.setattr("loopwright.execution.sandbox.docker._CHECK_TIMEOUT_S", 0.2)
+        with pytest.raises(SandboxError, match="no response from its daemon"):
             sandbox_of("docker").check()
 
     def test_its_doors_are_opened_in_a_container_and_lead_to_us(self, docker, tmp_path):

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from loopwright.execution.sandbox import Bounds
-from loopwright.execution.sandbox import resource_monitor as watch
+from loopwright.execution.sandbox import resource_monitor as monitor
 from loopwright.execution.sandbox.resource_monitor import MonitoredSandbox, ResourceMonitor, ResourceUsage
 
 SLOW, GREEDY = 1, 2
@@ -18,9 +18,9 @@ def ended(monkeypatch):
     """Rooms in which something runs; those whose processes are ended are listed."""
     found = []
     monkeypatch.setattr(
-        watch, "usage", lambda: {SLOW: ResourceUsage([1]), GREEDY: ResourceUsage([2], memory_bytes=1000)}
+        monitor, "usage_by_net", lambda: {SLOW: ResourceUsage([1]), GREEDY: ResourceUsage([2], memory_bytes=1000)}
     )
-    monkeypatch.setattr(watch, "end", lambda net, _pids: found.append(net))
+    monkeypatch.setattr(monitor, "kill", lambda net, _pids: found.append(net))
     return found
 
 
@@ -35,13 +35,13 @@ async def watched(ended, *rooms, count=1):
                 await asyncio.sleep(0.02)
     finally:
         for room in rooms:
-            await looking.drop(room)
+            await looking.remove(room)
 
 
 def test_a_disk_that_takes_long_to_measure_blinds_nobody(ended, monkeypatch, tmp_path):
     """Given a room with files without end, then the memory of another is bounded all the same."""
     measured = threading.Event()
-    monkeypatch.setattr(watch, "size_bytes", lambda *_: measured.wait(30) and 0)
+    monkeypatch.setattr(monitor, "size_bytes", lambda *_: measured.wait(30) and 0)
     slow = MonitoredSandbox(SLOW, Bounds(disk_bytes=1), (tmp_path,), lambda _: None)
     reasons = []
     greedy = MonitoredSandbox(GREEDY, Bounds(memory_bytes=10), (), reasons.append)
@@ -68,9 +68,9 @@ def test_a_look_that_fails_is_not_the_last(ended, monkeypatch, tmp_path, caplog)
             raise error
         return 100
 
-    monkeypatch.setattr(watch, "_FAILED_S", 0.05)
-    monkeypatch.setattr(watch, "usage", usage)
-    monkeypatch.setattr(watch, "size_bytes", size_bytes)
+    monkeypatch.setattr(monitor, "_RETRY_S", 0.05)
+    monkeypatch.setattr(monitor, "usage_by_net", usage)
+    monkeypatch.setattr(monitor, "size_bytes", size_bytes)
     reasons = []
     room = MonitoredSandbox(GREEDY, Bounds(memory_bytes=10, disk_bytes=10), (tmp_path,), reasons.append)
     asyncio.run(watched(ended, room, count=4))
@@ -80,6 +80,6 @@ def test_a_look_that_fails_is_not_the_last(ended, monkeypatch, tmp_path, caplog)
 
 
 def test_what_cannot_be_measured_in_time_is_too_much(monkeypatch, tmp_path):
-    monkeypatch.setattr("loopwright.execution.sandbox.files._MEASURED_WITHIN_S", 1e-6)
+    monkeypatch.setattr("loopwright.execution.sandbox.files._MEASURE_TIMEOUT_S", 1e-6)
     room = MonitoredSandbox(SLOW, Bounds(disk_bytes=10**9), (tmp_path,), lambda _: None)
-    assert "cannot be measured" in room.disk()
+    assert "cannot be measured" in room.exceeded_disk()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loopwright.execution.sandbox import Bounds, sandbox_of
-from loopwright.execution.sandbox.bubblewrap import _home
+from loopwright.execution.sandbox.bubblewrap import home_inside
 from loopwright.execution.sandbox.resource_monitor import MonitoredSandbox
 from loopwright.testing.sandboxes import SandboxHarness
 from tests.rollouts.harbor import PASS, verified, write
@@ -42,8 +42,8 @@ def told(path, home, **given):
 @NEEDS_BWRAP
 def test_programs_and_settings_in_the_agents_home_are_not_those_of_its_tests(tmp_path, monkeypatch):
     """Given our own PATH begins in the home, a shell that an agent puts there never runs."""
-    monkeypatch.setenv("PATH", f"{_home()}/.local/bin:relative::{os.environ['PATH']}")
-    monkeypatch.setenv("LD_LIBRARY_PATH", f":lib:{_home()}/lib:/usr/lib")
+    monkeypatch.setenv("PATH", f"{home_inside()}/.local/bin:relative::{os.environ['PATH']}")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f":lib:{home_inside()}/lib:/usr/lib")
     agent = """
         mkdir -p ~/.local/bin
         for name in bash sh env prlimit python3; do
@@ -52,7 +52,8 @@ def test_programs_and_settings_in_the_agents_home_are_not_those_of_its_tests(tmp
         done
         touch ~/.gitconfig ~/.bashrc
     """
-    test = f'echo "[$(ls -A ~)] $LD_LIBRARY_PATH"; ls -A {_home()} | tr "\n" " "; echo 0 > /logs/verifier/reward.txt'
+    show = f'echo "[$(ls -A ~)] $LD_LIBRARY_PATH"; ls -A {home_inside()} | tr "\n" " "'
+    test = f"{show}; echo 0 > /logs/verifier/reward.txt"
     said = told(write(tmp_path / "task", test=test), tmp_path, sandbox=sandbox_of("bwrap"), agent=agent)
     assert said["rewards"] == {"reward": 0.0}
     assert said["output"].startswith("[] /usr/lib\n")
@@ -96,10 +97,10 @@ def test_an_agent_that_filled_the_disk_is_scored(tmp_path):
 def test_what_could_not_be_measured_when_the_agent_left_is_not_counted(tmp_path, monkeypatch):
     watched = MonitoredSandbox(0, Bounds(disk_bytes=1), (tmp_path,), print)
     monkeypatch.setattr("loopwright.execution.sandbox.resource_monitor.size_bytes", lambda *_: None)
-    assert "cannot be measured" in watched.disk()
-    watched.spare()
+    assert "cannot be measured" in watched.exceeded_disk()
+    watched.reset_disk()
     watched.next_disk_s = 0.0
-    assert watched.disk() is None
+    assert watched.exceeded_disk() is None
 
 
 @NEEDS_BWRAP

@@ -1,4 +1,4 @@
-"""The base of all sandboxes: a room for one trial, in which its agent and then its tests run."""
+"""The base of all sandboxes. One sandbox instance serves one trial: its agent and then its tests run in it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
@@ -11,14 +11,35 @@ from typing import ClassVar
 from loopwright.core.errors import LoopwrightError
 from loopwright.execution.base import Command, Completion
 
+NO_MOUNTS: Mapping[str, Path] = MappingProxyType({})
+
+# Reports outside how a command ended inside. It is a shell script because a shell starts in a millisecond. It leaves
+# SIGTERM to the command inside, which gets it too, and ends by the signal that ended the command. Bubblewrap reads its
+# arguments from file 3 ($0) and writes its status to file 4. The shell joins the control group first, if there is one,
+# so that all other processes are born into it.
+STATUS_WRAPPER = """
+trap '' TERM
+[ -z "$LOOPWRIGHT_GROUP" ] || echo $$ > "$LOOPWRIGHT_GROUP" || exit 1
+unset LOOPWRIGHT_GROUP
+exec 5>&2 2>/dev/null
+"$@" 2>&5 3<"$0" 4>"$0.status" 5>&-
+code=$?
+if [ $code -gt 128 ] && [ $code -le 192 ]; then
+    ulimit -c 0
+    trap - TERM
+    kill -$((code - 128)) $$
+fi
+exit $code
+"""
+
 
 class SandboxError(LoopwrightError, OSError):
-    """A sandbox that cannot be had on this machine, or that could not be set up."""
+    """A sandbox that is not available on this machine, or could not be set up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What all processes of a room may use; None for no limit."""
+    """What all processes of a sandbox may use together; None for no limit."""
 
     cpu_s: float | None = None
     memory_bytes: int | None = None
@@ -26,65 +47,63 @@ class Bounds:
     disk_bytes: int | None = None
 
 
-NO_MOUNTS: Mapping[str, Path] = MappingProxyType({})
-
-
 class SandboxInstance(ABC):
-    """One trial's place. What a command leaves in it is there for the next, and gone with the room.
+    """The sandbox of one trial. What one command leaves in it is there for the next, and removed with the instance.
 
-    Commands run in it one after another, each to its end.
+    Commands run one after another, each until it ends.
     """
 
     has_own_paths: ClassVar[bool] = False
-    """Whether it has paths of its own, so that `mounts` and `at` are honoured; otherwise they are passed over."""
+    """Whether it has its own file system tree, so that `mounts` and `mount_at` take effect; otherwise they do not."""
 
     def __init__(self, workspace: Path) -> None:
         self.workspace = workspace
-        """The directory that commands work in, as it is called outside."""
+        """The directory that commands work in, by its path outside."""
         self.exceeded_limit: str | None = None
-        """The bound for whose sake the room ended a command, in words; None if none was broken."""
-        self._settled = False
+        """The bound for which a command was ended, in words; None if no bound was exceeded."""
+        self._verifying = False
 
     @abstractmethod
     def wrap(
-        self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, fixed: Mapping[str, Path] = NO_MOUNTS
+        self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, read_only: Mapping[str, Path] = NO_MOUNTS
     ) -> Command:
-        """The command that runs this one inside. Its `directory` is the workspace or lies in it.
+        """The command that runs this one inside. Its `directory` must be the workspace or lie in it.
 
-        `mounts` are directories that it, and no other command of the room, sees at these absolute paths, writable;
-        `fixed` are others, read-only.
+        `mounts` maps absolute paths inside to directories that only this command sees, writable there; `read_only`
+        does the same for directories that it cannot write to.
         """
 
     def begin_verification(self) -> None:
-        """Say that the next command is to look at what the ones before have left, and is none of them.
+        """Prepare for a command that inspects what earlier ones left, such as tests.
 
-        For it the disk bound counts from here, and no door is open. Measuring takes time: call it in a thread.
+        For that command the disk bound counts from now, and no URL can be reached. It measures the disk: call it in a
+        thread.
         """
-        self.exceeded_limit, self._settled = None, True
+        self.exceeded_limit, self._verifying = None, True
 
     def is_trusted(self, directory: Path) -> bool:
-        """Whether no command of the room can have put anything into this directory, a layer over /usr run_in_thread."""
-        return any(directory.is_relative_to(place) for place in ("/usr", "/bin", "/sbin"))
+        """Whether no command can have written to this directory, apart from a writable layer over /usr."""
+        return any(directory.is_relative_to(path) for path in ("/usr", "/bin", "/sbin"))
 
     def path_inside(self, path: Path) -> str:
-        """What a path in the workspace is called inside."""
+        """The path inside of a path in the workspace."""
         return str(path)
 
     def url_inside(self, url: str) -> str:
-        """What to call a URL inside that commands may reach."""
+        """The URL by which commands reach an allowed URL."""
         return url
 
     def setup_failed(self, completion: Completion) -> bool:
-        """Whether the last command never began, since the room could not be set up. Its stderr says why."""
+        """Whether the last command never started because the sandbox could not be set up. Its stderr says why."""
         return False
 
 
 class Sandbox(ABC):
-    """Makes rooms.
+    """Opens sandbox instances.
 
-    async with sandbox.open(workspace, allowed_urls=("http://127.0.0.1:8400",)) as room:
-        await executor.run(room.wrap(agent), started)
-        await executor.run(room.wrap(tests), started)
+    async with sandbox.open(workspace, allowed_urls=("http://127.0.0.1:8400",)) as instance:
+        await executor.run(instance.wrap(agent), on_start)
+        await executor.run(instance.wrap(tests), on_start)
     """
 
     def __init__(self, bounds: Bounds = Bounds()) -> None:  # noqa: B008  frozen
@@ -99,19 +118,19 @@ class Sandbox(ABC):
         mount_at: str | None = None,
         hide: tuple[Path, ...] = (),
     ) -> AbstractAsyncContextManager[SandboxInstance]:
-        """A room over this directory; of the network only these URLs can be reached from it.
+        """An instance over this directory, from which only `allowed_urls` can be reached.
 
-        `at` is what the workspace is called inside, such as /app; without it, what it is called outside.
-        The directories to `hide`, such as a task's with its tests and solution, are empty inside.
+        `mount_at` is the workspace's path inside, such as /app; by default it is the path outside.
+        Directories in `hide`, such as a task with its tests and solution, are empty inside.
         """
 
     def check(self) -> None:
-        """SandboxError, with the next move, if there can be no rooms here; called before anything starts."""
+        """Raise SandboxError, with a fix, if the sandbox is not available here. Called before anything starts."""
 
 
-class _Open(SandboxInstance):
+class _UnconfinedInstance(SandboxInstance):
     def wrap(
-        self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, fixed: Mapping[str, Path] = NO_MOUNTS
+        self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, read_only: Mapping[str, Path] = NO_MOUNTS
     ) -> Command:
         return command
 
@@ -120,7 +139,7 @@ class _Open(SandboxInstance):
 
 
 class NoSandbox(Sandbox):
-    """No walls: for agents that are trusted as the user is."""
+    """No isolation: for agents that you trust as much as yourself."""
 
     @asynccontextmanager
     async def open(
@@ -131,22 +150,4 @@ class NoSandbox(Sandbox):
         mount_at: str | None = None,
         hide: tuple[Path, ...] = (),
     ) -> AsyncIterator[SandboxInstance]:
-        yield _Open(workspace)
-
-
-def sandbox_of(name: str, bounds: Bounds = Bounds(), readable: tuple[Path, ...] = ()) -> Sandbox:  # noqa: B008  frozen
-    """The sandbox of this name; `docker:IMAGE` names the image too.
-
-    `readable` is what its rooms show besides the system, such as where an agent lives.
-    """
-    from loopwright.execution.sandbox.bubblewrap import Bubblewrap
-    from loopwright.execution.sandbox.docker import IMAGE, Docker
-
-    if name == "none":
-        return NoSandbox(bounds)
-    if name == "bwrap":
-        return Bubblewrap(bounds, readable)
-    kind, _, image = name.partition(":")
-    if kind == "docker":
-        return Docker(bounds, readable, image or IMAGE)
-    raise SandboxError(f"there is no sandbox {name!r}. Known: none, bwrap, docker.")
+        yield _UnconfinedInstance(workspace)

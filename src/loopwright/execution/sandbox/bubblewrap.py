@@ -1,7 +1,7 @@
-"""Rooms by bubblewrap: a bare system to read, places of its own to write to, and no network but the doors of its gate.
+"""Sandboxes by bubblewrap: a bare system to read, private directories to write to, and a network proxy.
 
-What is not named here is not there: the root holds the system's programs, our own interpreter, and nothing else. Its
-writable places lie in a scratch directory that lives as long as the room, so that tests find what the agent left.
+Inside there is only what is listed here: the system's programs and our interpreter. The writable directories are in a
+scratch directory that lives as long as the instance, so that tests find what the agent left.
 """
 
 import math
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -22,27 +22,36 @@ from typing import ClassVar
 
 from loopwright.execution.base import Command, Completion
 from loopwright.execution.local.processes import start_ticks
-from loopwright.execution.sandbox.base import NO_MOUNTS, Bounds, Sandbox, SandboxError, SandboxInstance
+from loopwright.execution.sandbox.base import (
+    NO_MOUNTS,
+    STATUS_WRAPPER,
+    Bounds,
+    Sandbox,
+    SandboxError,
+    SandboxInstance,
+)
 from loopwright.execution.sandbox.cgroup import Cgroup, parents
 from loopwright.execution.sandbox.files import remove, run_in_thread
 from loopwright.execution.sandbox.network_proxy import TOOLS, NetworkProxy, explain, plain_environment
 from loopwright.execution.sandbox.resource_monitor import OWN_PROCESSES, MonitoredSandbox, ResourceMonitor
-from loopwright.execution.sandbox.status import TRUE_STATUS
 
-_SYSTEM = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
+PREFIX = "loopwright-sandbox-"
+_SYSTEM = tuple(
+    map(Path, ["/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store"])
+)
 _KERNEL = ("/proc/sys", "/proc/sysrq-trigger", "/proc/fs", "/proc/scsi", "/proc/acpi")
-"""What root might still write to, for the kernel asks only who owns it."""
-_LAYERED = ("usr", "etc")
-_PREFIX = "loopwright-room-"
+"""What root could still write to, since the kernel only checks the owner."""
+_OVERLAYS = ("usr", "etc")
+_OVERLAY_PATHS = tuple(Path("/", name) for name in _OVERLAYS)
 _SECRETS_S = 10.0
-"""Seconds for which what was found in /etc is taken to be still so."""
+"""Seconds for which a scan of /etc for secrets is reused."""
 _ISOLATION = (
     *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", "--disable-userns"),
-    *("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--hostname", "room", "--clearenv"),
+    *("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"),
 )
 
-# Inside, as process 1: when it ends, the kernel ends all others of the room before anybody is told.
-_INSIDE = """
+# Runs inside as process 1: when it ends, the kernel ends all other processes before its exit is reported.
+_INIT = """
 exec 3>&2 2>/dev/null
 "$@" 2>&3 3>&-
 exit $?
@@ -50,21 +59,24 @@ exit $?
 
 
 class Bubblewrap(Sandbox):
-    """Makes rooms by bubblewrap, for any user of a Linux that allows user namespaces."""
+    """Runs commands under bubblewrap, as any user of a Linux that allows user namespaces."""
+
+    _checked: ClassVar[set[tuple[Path, ...]]] = set()
+    """The `readable` directories of sandboxes that passed `check`, whose result does not change."""
 
     def __init__(self, bounds: Bounds = Bounds(), readable: tuple[Path, ...] = ()) -> None:  # noqa: B008  frozen
         super().__init__(bounds)
         self._readable = (*dict.fromkeys((Path(sys.base_prefix), Path(sys.prefix), *readable)),)
-        self._watch = ResourceMonitor()
+        self._monitor = ResourceMonitor()
 
     def check(self) -> None:
         """See `Sandbox.check`."""
         if shutil.which("bwrap") is None:
             raise SandboxError('sandbox = "bwrap" needs bubblewrap. Run: apt-get install bubblewrap')
-        if missing_tool := [tool for tool in TOOLS if shutil.which(tool) is None]:
-            raise SandboxError(explain(f"there is no {missing_tool[0]}"))
+        if missing_tools := [tool for tool in TOOLS if shutil.which(tool) is None]:
+            raise SandboxError(explain(f"{missing_tools[0]} is missing"))
         if missing := [path for path in self._readable if not path.exists()]:
-            raise SandboxError(f"{missing[0]} is to be readable in rooms, but it does not exist. Check its path.")
+            raise SandboxError(f"readable directory {missing[0]} does not exist. Check its path.")
         argv = ("bwrap", *_ISOLATION, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--", "true")
         done = subprocess.run(argv, capture_output=True, text=True, env=plain_environment(), check=False)
         if "Unknown option" in done.stderr:
@@ -82,80 +94,83 @@ class Bubblewrap(Sandbox):
         hide: tuple[Path, ...] = (),
     ) -> AsyncIterator[SandboxInstance]:
         """See `Sandbox.open`."""
-        _checked(self)
+        if self._readable not in self._checked:
+            self.check()
+            self._checked.add(self._readable)
         remove_stale()
-        gate = NetworkProxy(allowed_urls)
+        proxy = NetworkProxy(allowed_urls)
         async with AsyncExitStack() as stack:
-            scratch = _Scratch.make(gate.hosts(), hide)
+            scratch = _Scratch.create(proxy.hosts(), hide)
             stack.push_async_callback(run_in_thread, remove, scratch.path)
-            stack.push_async_callback(gate.close)
-            await gate.open(scratch.path, _LAYERED if os.access("/usr", os.W_OK) else ())
-            group = Cgroup(None)
+            stack.push_async_callback(proxy.close)
+            await proxy.open(scratch.path, _OVERLAYS if os.access("/usr", os.W_OK) else ())
+            cgroup = Cgroup(None)
             if self.bounds.processes is not None:
-                group = Cgroup.make(scratch.path.name, self.bounds.processes + OWN_PROCESSES)
-                stack.push_async_callback(group.close)
-            room = _Instance(workspace, mount_at, gate, group, scratch, self.bounds, (*_visible(self._readable),), hide)
-            self._watch.add(room.watched)
-            stack.push_async_callback(self._watch.drop, room.watched)
-            yield room
+                cgroup = Cgroup.create(scratch.path.name, self.bounds.processes + OWN_PROCESSES)
+                stack.push_async_callback(cgroup.close)
+            instance = _Instance(workspace, mount_at, proxy, cgroup, scratch, self.bounds, self._readable, hide)
+            self._monitor.add(instance.monitored)
+            stack.push_async_callback(self._monitor.remove, instance.monitored)
+            yield instance
 
 
 @dataclass(frozen=True)
 class _Scratch:
-    """What a room writes to, outside its workspace."""
+    """What an instance writes to outside its workspace."""
 
     path: Path
     private: Mapping[str, Path]
-    """Its writable places: what they are called inside, and where they are."""
+    """Its writable directories: paths inside, and where they are."""
     secrets: tuple[Path, ...]
-    """What is not to be seen in /etc."""
+    """Paths in /etc that must not be readable."""
 
     @classmethod
-    def make(cls, hosts: str, hide: tuple[Path, ...]) -> "_Scratch":
+    def create(cls, hosts: str, hide: tuple[Path, ...]) -> "_Scratch":
         own = os.getpid()
-        path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{own}-{start_ticks(own)}-"))
+        path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{own}-{start_ticks(own)}-"))
         try:
-            return cls._filled(path, hosts, hide)
+            return cls._fill(path, hosts, hide)
         except BaseException:
             remove(path)
             raise
 
     @classmethod
-    def _filled(cls, path: Path, hosts: str, hide: tuple[Path, ...]) -> "_Scratch":
-        private = {name: path / "private" / name.strip("/").replace("/", "-") for name in _private()}
-        for place in private.values():
-            place.mkdir(parents=True)
-        for layered in _LAYERED:
+    def _fill(cls, path: Path, hosts: str, hide: tuple[Path, ...]) -> "_Scratch":
+        names = (home_inside(), "/tmp", "/var/tmp", "/run", "/dev/shm")  # noqa: S108  These are private directories.
+        private = {name: path / "private" / name.strip("/").replace("/", "-") for name in names}
+        for directory in private.values():
+            directory.mkdir(parents=True)
+        for overlay in _OVERLAYS:
             for part in ("upper", "work", "root"):
-                (path / part / layered).mkdir(parents=True)
-            (path / "upper" / layered).chmod(0o755)
+                (path / part / overlay).mkdir(parents=True)
+            (path / "upper" / overlay).chmod(0o755)
         (path / "empty").touch(mode=0o444)
         (path / "nothing").mkdir(mode=0o555)
         secrets = _secrets(int(time.monotonic() / _SECRETS_S))
-        # Into the layer rather than over it: the agent may move things in there, and a mount would follow a link.
-        for hidden in (*secrets, *(path.absolute() for path in hide if _lies_in(path, _layered()))):
-            place = path / "upper" / hidden.relative_to("/")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.touch(mode=0o000)
+        # In the layer and not mounted over it: the agent may move files there, and a mount would follow a link.
+        for hidden in (*secrets, *(path.absolute() for path in hide if _is_in(path, _OVERLAY_PATHS))):
+            target = path / "upper" / hidden.relative_to("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.touch(mode=0o000)
         for file in (path / "hosts", path / "upper/etc/hosts"):
             file.write_text(hosts)
             file.chmod(0o644)
         return cls(path, private, secrets)
 
-    def clear(self, inside: str) -> None:
-        """Make way for a mount: a link that the agent put in its place must not lead it astray."""
-        if _lies_in(Path(inside), _layered()):
+    def clear_mount_point(self, inside: str) -> None:
+        """Remove what the agent left at a mount point: a link there would lead the mount elsewhere."""
+        if _is_in(Path(inside), _OVERLAY_PATHS):
             upper = self.path / "upper" / inside.lstrip("/")
-            if any(place.is_symlink() for place in (upper, *upper.parents) if place.is_relative_to(self.path)):
-                raise SandboxError(f"somebody put a link in the way to {inside}, where the room is to mount something.")
-        for name, place in self.private.items():
+            if any(part.is_symlink() for part in (upper, *upper.parents) if part.is_relative_to(self.path)):
+                raise SandboxError(f"cannot mount {inside}: a command replaced a directory on its path by a link.")
+        for name, directory in self.private.items():
             if PurePosixPath(inside).is_relative_to(name):
                 for part in PurePosixPath(inside).relative_to(name).parts:
-                    place.chmod(0o700)
-                    place /= part
-                    if place.is_symlink() or (place.exists() and not place.is_dir()):
-                        place.unlink()
-                    place.mkdir(exist_ok=True)
+                    directory.chmod(0o700)
+                    directory /= part
+                    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
+                        directory.unlink()
+                    directory.mkdir(exist_ok=True)
 
 
 class _Instance(SandboxInstance):
@@ -165,97 +180,105 @@ class _Instance(SandboxInstance):
         self,
         workspace: Path,
         mount_at: str | None,
-        gate: NetworkProxy,
-        group: Cgroup,
+        proxy: NetworkProxy,
+        cgroup: Cgroup,
         scratch: _Scratch,
         bounds: Bounds,
         readable: tuple[Path, ...],
         hide: tuple[Path, ...],
     ) -> None:
         super().__init__(workspace.absolute())
-        self._at = mount_at or str(self.workspace)
-        self._gate, self._group, self._scratch, self._bounds = gate, group, scratch, bounds
-        self._readable, self._hide = readable, hide
-        self._commands = 0
-        self.watched = MonitoredSandbox(gate.net, bounds, (workspace, scratch.path), self.break_)
-        if _lies_in(Path(self._at), _fixed(gate.laid)) and not Path(self._at).is_dir():
-            raise SandboxError(f"the workspace cannot be {mount_at} here, where the system is read-only. Choose /app.")
+        self._mount_at = mount_at or str(self.workspace)
+        self._proxy, self._cgroup, self._scratch, self._bounds = proxy, cgroup, scratch, bounds
+        # Without those that are part of another one, or of the system, which is visible anyway.
+        paths = sorted({path.absolute() for path in readable if path.exists()})
+        self._readable = [path for index, path in enumerate(paths) if not _is_in(path, (*_SYSTEM, *paths[:index]))]
+        self._hide = hide
+        self._command_count = 0
+        self.monitored = MonitoredSandbox(proxy.net, bounds, (workspace, scratch.path), self._on_exceeded)
+        fixed = [path for path in _SYSTEM if str(path).strip("/") not in proxy.overlays]
+        if _is_in(Path(self._mount_at), fixed) and not Path(self._mount_at).is_dir():
+            raise SandboxError(f"cannot mount the workspace at {mount_at}: the system is read-only here. Use /app.")
 
-    def break_(self, reason: str) -> None:
-        """Take note of a bound that was broken."""
+    def _on_exceeded(self, reason: str) -> None:
         self.exceeded_limit = self.exceeded_limit or reason
 
     def path_inside(self, path: Path) -> str:
         """See `SandboxInstance.path_inside`."""
-        return str(PurePosixPath(self._at) / path.absolute().relative_to(self.workspace))
+        return str(PurePosixPath(self._mount_at) / path.absolute().relative_to(self.workspace))
 
     def url_inside(self, url: str) -> str:
         """See `SandboxInstance.url_inside`."""
-        return self._gate.url_inside(url)
+        return self._proxy.url_inside(url)
 
     def begin_verification(self) -> None:
         """See `SandboxInstance.begin_verification`."""
         super().begin_verification()
-        self.watched.spare()
+        self.monitored.reset_disk()
 
     def is_trusted(self, directory: Path) -> bool:
         """See `SandboxInstance.is_trusted`."""
-        return _lies_in(directory, (*self._readable, *map(Path, _SYSTEM)))
+        return _is_in(directory, (*self._readable, *_SYSTEM))
 
     def wrap(
-        self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, fixed: Mapping[str, Path] = NO_MOUNTS
+        self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, read_only: Mapping[str, Path] = NO_MOUNTS
     ) -> Command:
         """See `SandboxInstance.wrap`."""
-        if not self._settled:
-            self.watched.spared_bytes = 0
-        self._gate.shut, self._settled = self._settled, False
-        self._commands += 1
-        # In a file, and not on the command line, which everybody on this machine may read.
-        arguments = self._scratch.path / f"arguments-{self._commands}"
+        if not self._verifying:
+            self.monitored.disk_baseline_bytes = 0
+        self._proxy.is_blocked, self._verifying = self._verifying, False
+        self._command_count += 1
+        # In a file and not on the command line, which everybody on this machine can read.
+        arguments = self._scratch.path / f"arguments-{self._command_count}"
         arguments.touch(mode=0o600)
-        arguments.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in self._arguments(command, mounts, fixed)))
-        outside = ("/bin/sh", "-c", TRUE_STATUS, str(arguments), *self._gate.enter(), "bwrap", "--args", "3", "--")
-        inside = ("/bin/sh", "-c", _INSIDE, "sh", *_limits(self._bounds), "env", "--default-signal=TERM", "--")
-        # The command's own environment is for the inside alone: it could make our own tools load its code.
-        environment = {**plain_environment(), "LOOPWRIGHT_GROUP": self._group.entry}
+        words = self._arguments(command, mounts, read_only)
+        arguments.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in words))
+        outside = ("/bin/sh", "-c", STATUS_WRAPPER, str(arguments), *self._proxy.enter(), "bwrap", "--args", "3", "--")
+        inside = ("/bin/sh", "-c", _INIT, "sh", *_prlimit(self._bounds), "env", "--default-signal=TERM", "--")
+        # The command's environment is for the inside only: it could make our own tools load its code.
+        environment = {**plain_environment(), "LOOPWRIGHT_GROUP": self._cgroup.join_file}
         return replace(command, argv=(*outside, *inside, *command.argv), environment=environment)
 
     def setup_failed(self, completion: Completion) -> bool:
         """See `SandboxInstance.setup_failed`."""
-        status = self._scratch.path / f"arguments-{self._commands}.status"
+        status = self._scratch.path / f"arguments-{self._command_count}.status"
         return completion.exit_code is not None and not (status.exists() and b"exit-code" in status.read_bytes())
 
-    def _arguments(self, command: Command, mounts: Mapping[str, Path], fixed: Mapping[str, Path]) -> Iterator[str]:
+    def _arguments(self, command: Command, mounts: Mapping[str, Path], read_only: Mapping[str, Path]) -> Iterator[str]:
         yield from (*_ISOLATION, "--uid", str(os.getuid()), "--gid", str(os.getgid()), "--json-status-fd", "4")
-        yield from self._system()
-        for inside, place in self._scratch.private.items():
-            yield from ("--bind", str(place), inside)
+        yield from self._system_arguments()
+        for inside, directory in self._scratch.private.items():
+            yield from ("--bind", str(directory), inside)
         yield from ("--symlink", "../run", "/var/run")
         for path in self._readable:
-            self._scratch.clear(str(path))
+            self._scratch.clear_mount_point(str(path))
             yield from ("--ro-bind", str(path), str(path))
+        overlays = tuple(Path("/", name) for name in self._proxy.overlays)
         for path in self._hide:
-            layered = tuple(Path("/", name) for name in self._gate.laid)
-            if not _lies_in(path, layered) and _lies_in(path, (*self._readable, *map(Path, _SYSTEM))):
+            if not _is_in(path, overlays) and _is_in(path, (*self._readable, *_SYSTEM)):
                 yield from ("--ro-bind", str(self._scratch.path / "nothing"), str(path))
-        for inside, path in {self._at: self.workspace, **mounts, **fixed}.items():
-            self._scratch.clear(inside)
-            yield from ("--ro-bind" if inside in fixed else "--bind", str(path), inside)
+        for inside, path in {self._mount_at: self.workspace, **mounts, **read_only}.items():
+            self._scratch.clear_mount_point(inside)
+            yield from ("--ro-bind" if inside in read_only else "--bind", str(path), inside)
         yield from ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self.path_inside(command.directory))
-        for name, value in _environment(command.environment).items():
+        environment = {"HOME": home_inside(), **command.environment}
+        # Our interpreter is the last resort.
+        path_entries, own_bin = environment.get("PATH", os.defpath).split(":"), str(Path(sys.base_prefix) / "bin")
+        environment["PATH"] = ":".join(path_entries if own_bin in path_entries else [*path_entries, own_bin])
+        for name, value in environment.items():
             yield from ("--setenv", name, value)
 
-    def _system(self) -> Iterator[str]:
-        scratch, laid = self._scratch.path, self._gate.laid
-        for name in _SYSTEM:
-            path = Path(name)
+    def _system_arguments(self) -> Iterator[str]:
+        scratch, overlays = self._scratch.path, self._proxy.overlays
+        for path in _SYSTEM:
+            name = str(path)
             if path.is_symlink():
                 yield from ("--symlink", str(path.readlink()), name)
-            elif path.name in laid:
+            elif path.name in overlays:
                 yield from ("--bind", str(scratch / "root" / path.name), name)
             elif path.exists():
                 yield from ("--ro-bind", name, name)
-        if "etc" not in laid:
+        if "etc" not in overlays:
             for hidden in self._scratch.secrets:
                 yield from ("--ro-bind", str(scratch / ("nothing" if hidden.is_dir() else "empty")), str(hidden))
             if Path("/etc/hosts").exists():
@@ -266,35 +289,25 @@ class _Instance(SandboxInstance):
                 yield from ("--ro-bind", name, name)
 
 
-def _layered() -> tuple[Path, ...]:
-    return tuple(Path("/", name) for name in _LAYERED)
-
-
-def _private() -> tuple[str, ...]:
-    """The places that each room has for itself."""
-    return (_home(), "/tmp", "/var/tmp", "/run", "/dev/shm")  # noqa: S108  These are the room's own.
-
-
 @cache
-def _home() -> str:
-    """The home directory: called as outside, and empty."""
+def home_inside() -> str:
+    """The home directory inside: the same path as outside, but empty."""
     try:
         home = pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:
         home = "/"
-    own = home.count("/") > 1 or home == "/root"
-    return home if own and not _lies_in(Path(home), tuple(map(Path, _SYSTEM))) else "/home/room"
+    is_own = home.count("/") > 1 or home == "/root"
+    return home if is_own and not _is_in(Path(home), _SYSTEM) else "/home/sandbox"
 
 
 @lru_cache(maxsize=1)
 def _secrets(_moment: int) -> tuple[Path, ...]:
-    """What in /etc is not for everybody, at this moment."""
-    return tuple(_unreadable("/etc"))
+    return tuple(unreadable_paths("/etc"))
 
 
-def _unreadable(place: str) -> Iterator[Path]:
-    """What is not for everybody. Root is no longer root inside, but still the owner of these."""
-    with suppress(OSError), os.scandir(place) as entries:
+def unreadable_paths(directory: str) -> Iterator[Path]:
+    """What not every user may read. Inside, root has no privileges but still owns these."""
+    with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             with suppress(OSError):
                 mode = entry.stat(follow_symlinks=False).st_mode
@@ -303,63 +316,33 @@ def _unreadable(place: str) -> Iterator[Path]:
                 if not mode & stat.S_IROTH:
                     yield Path(entry.path)
                 elif stat.S_ISDIR(mode):
-                    yield from _unreadable(entry.path)
+                    yield from unreadable_paths(entry.path)
 
 
-def _visible(readable: tuple[Path, ...]) -> Iterator[Path]:
-    """Those that are not part of another one, or of the system, which is visible anyhow."""
-    paths = sorted({path.absolute() for path in readable if path.exists()})
-    for number, path in enumerate(paths):
-        if not _lies_in(path, (*map(Path, _SYSTEM), *paths[:number])):
-            yield path
+def _is_in(path: Path, directories: Iterable[Path]) -> bool:
+    return any(path.absolute().is_relative_to(directory) for directory in directories)
 
 
-def _fixed(laid: tuple[str, ...]) -> tuple[Path, ...]:
-    """The part of the system that no layer lies over."""
-    return tuple(Path(name) for name in _SYSTEM if name.strip("/") not in laid)
-
-
-def _lies_in(path: Path, places: tuple[Path, ...]) -> bool:
-    return any(path.absolute().is_relative_to(place) for place in places)
-
-
-def _environment(given: Mapping[str, str]) -> dict[str, str]:
-    """The command's own, with the room's home, and our interpreter as the last resort."""
-    resort = f"{Path(sys.base_prefix) / 'bin'}"
-    path = given.get("PATH", os.defpath).split(":")
-    return {"HOME": _home(), **given, "PATH": ":".join(path if resort in path else [*path, resort])}
-
-
-def _limits(bounds: Bounds) -> tuple[str, ...]:
-    """What the kernel sees to by itself, for each process; the watch sees to their sum."""
-    limits = ["prlimit", "--core=0"]
+def _prlimit(bounds: Bounds) -> tuple[str, ...]:
+    """The limits that the kernel enforces for each process; the monitor enforces their sum."""
+    words = ["prlimit", "--core=0"]
     if bounds.cpu_s is not None:
-        limits.append(f"--cpu={math.ceil(bounds.cpu_s)}:{math.ceil(bounds.cpu_s) + 1}")
+        words.append(f"--cpu={math.ceil(bounds.cpu_s)}:{math.ceil(bounds.cpu_s) + 1}")
     if bounds.memory_bytes is not None:
-        limits.append(f"--data={bounds.memory_bytes}")
+        words.append(f"--data={bounds.memory_bytes}")
     if bounds.processes is not None:
-        limits.append(f"--nproc={bounds.processes}")
+        words.append(f"--nproc={bounds.processes}")
     if bounds.disk_bytes is not None:
-        limits.append(f"--fsize={bounds.disk_bytes}")
-    return (*limits, "--")
-
-
-_checks: set[tuple[Path, ...]] = set()
-
-
-def _checked(sandbox: Bubblewrap) -> None:
-    """Once is enough: what it looks at does not change."""
-    if sandbox._readable not in _checks:
-        sandbox.check()
-        _checks.add(sandbox._readable)
+        words.append(f"--fsize={bounds.disk_bytes}")
+    return (*words, "--")
 
 
 @cache
 def remove_stale() -> None:
-    """Remove what a killed process of ours left, directories and control groups; once."""
-    for place, end in ((Path(tempfile.gettempdir()), remove), *((parent, Path.rmdir) for parent in parents())):
-        for path in place.glob(f"{_PREFIX}*"):
+    """Remove the scratch directories and control groups of our processes that were killed; once per process."""
+    for directory, delete in ((Path(tempfile.gettempdir()), remove), *((parent, Path.rmdir) for parent in parents())):
+        for path in directory.glob(f"{PREFIX}*"):
             with suppress(ValueError, OSError):
-                pid, ticks = path.name.removeprefix(_PREFIX).split("-")[:2]
+                pid, ticks = path.name.removeprefix(PREFIX).split("-")[:2]
                 if start_ticks(int(pid)) != int(ticks) and path.stat().st_uid == os.getuid():
-                    end(path)
+                    delete(path)

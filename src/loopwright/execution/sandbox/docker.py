@@ -1,8 +1,8 @@
-"""Rooms by Docker, for machines with its daemon; experimental. Each command is a container over the same directories.
+"""Sandboxes by Docker (experimental), for machines with its daemon. Each command is a container on shared directories.
 
-The network is that of a small container without any, in which gate_main.py opens the doors: the forwarding is ours, as
-with bubblewrap. A container outlives the `docker` that started it: each is removed before the next command begins, the
-last one with the room, and those of a process that was killed by the next one of ours.
+The commands share the network of a small container without any, in which network_proxy_main.py opens the listening
+sockets; we do the forwarding, as with bubblewrap. A container outlives the `docker` client that started it: each is
+removed before the next command starts, the last one with the instance, and those of a killed process by the next one.
 """
 
 import asyncio
@@ -22,26 +22,32 @@ from typing import ClassVar
 
 from loopwright.execution.base import Command, Completion
 from loopwright.execution.local.processes import start_ticks
-from loopwright.execution.sandbox import network_proxy_main as gate_main
-from loopwright.execution.sandbox.base import NO_MOUNTS, Bounds, Sandbox, SandboxError, SandboxInstance
-from loopwright.execution.sandbox.bubblewrap import remove_stale
+from loopwright.execution.sandbox import network_proxy_main
+from loopwright.execution.sandbox.base import (
+    NO_MOUNTS,
+    STATUS_WRAPPER,
+    Bounds,
+    Sandbox,
+    SandboxError,
+    SandboxInstance,
+)
+from loopwright.execution.sandbox.bubblewrap import PREFIX, remove_stale
 from loopwright.execution.sandbox.files import remove
-from loopwright.execution.sandbox.network_proxy import NetworkProxy, received
-from loopwright.execution.sandbox.status import TRUE_STATUS
+from loopwright.execution.sandbox.network_proxy import NetworkProxy, receive_files
 
 IMAGE = "python:3.11-slim"
 _TIMEOUT_S = 120.0
-_CHECK_S = 10.0
-_OPENS_WITHIN_S = 30.0
-_NEVER_BEGAN = 125
-"""What `docker run` ends with if there was no container."""
+_CHECK_TIMEOUT_S = 10.0
+_PROXY_TIMEOUT_S = 30.0
+_NOT_STARTED = 125
+"""The exit code of `docker run` if it created no container."""
 _MACHINE, _OWNER = "loopwright.machine", "loopwright.owner"
-"""Labels: whose container it is."""
+"""Labels that identify the owner of a container."""
 _VARIABLES = "/run/loopwright-variables"
-_PRIVATE = ("/root", "/tmp", "/dev/shm")  # noqa: S108  These are the room's own.
+_PRIVATE = ("/root", "/tmp", "/dev/shm")  # noqa: S108  These are private directories.
 
-# The client of the container before may have been killed, which ends no container.
-_ALONE = """
+# The client of the previous container may have been killed, which does not end the container.
+_REMOVE_PREVIOUS = """
 docker rm --force --volumes "$0" >/dev/null 2>&1
 [ -z "$(docker ps --quiet --filter "name=^$0\\$")" ] || { echo "container $0 cannot be removed" >&2; exit 125; }
 exec "$@"
@@ -49,7 +55,7 @@ exec "$@"
 
 
 class Docker(Sandbox):
-    """Makes rooms from an image, which needs Python 3 if its rooms are to reach anything."""
+    """Runs commands in containers of an image, which needs Python 3 if they are to reach any URL."""
 
     def __init__(
         self,
@@ -61,8 +67,8 @@ class Docker(Sandbox):
         self._readable, self._image = tuple(path.absolute() for path in readable), image
         if bounds.cpu_s is not None or bounds.disk_bytes is not None:
             raise SandboxError(
-                'sandbox = "docker" holds `memory` and `processes` of the bounds, and neither `cpu_s` nor `disk` for '
-                'all processes together. Leave these out, or use "bwrap".'
+                'sandbox = "docker" enforces the bounds `memory` and `processes`, but neither `cpu_s` nor `disk`. '
+                'Remove these, or use "bwrap".'
             )
 
     def check(self) -> None:
@@ -70,13 +76,15 @@ class Docker(Sandbox):
         if shutil.which("docker") is None:
             raise SandboxError('sandbox = "docker" needs Docker. Install it (https://docs.docker.com), or use "bwrap".')
         try:
-            done = _docker("version", "--format", "{{.Server.Version}}", timeout_s=_CHECK_S)
+            done = _docker("version", "--format", "{{.Server.Version}}", timeout_s=_CHECK_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
-            said = f'sandbox = "docker": its daemon gave no answer within {_CHECK_S:g} s. Restart it, or use "bwrap".'
-            raise SandboxError(said) from error
+            raise SandboxError(
+                f'sandbox = "docker": no response from its daemon within {_CHECK_TIMEOUT_S:g} s. '
+                'Restart it, or use "bwrap".'
+            ) from error
         if done.returncode:
             raise SandboxError(
-                f'sandbox = "docker": {done.stderr.strip() or "no answer"}. '
+                f'sandbox = "docker": {done.stderr.strip() or "no error message"}. '
                 'Start the daemon (systemctl start docker), set DOCKER_HOST, or use "bwrap".'
             )
 
@@ -93,16 +101,15 @@ class Docker(Sandbox):
         await asyncio.to_thread(self.check)
         await asyncio.to_thread(remove_stale_containers)
         await asyncio.to_thread(remove_stale)
-        gate = NetworkProxy(allowed_urls)
-        hidden = tuple(path.absolute() for path in hide)
-        room = _Instance(workspace, mount_at, gate, self.bounds, self._readable, self._image, hidden)
+        proxy = NetworkProxy(allowed_urls)
+        instance = _Instance(workspace, mount_at, proxy, self.bounds, self._readable, self._image, hide)
         try:
             if allowed_urls:
-                await gate.serve(await asyncio.to_thread(room.open_gate))
-            yield room
+                await proxy.serve(await asyncio.to_thread(instance.open_listeners))
+            yield instance
         finally:
-            await gate.close()
-            await asyncio.to_thread(room.close)
+            await proxy.close()
+            await asyncio.to_thread(instance.close)
 
 
 class _Instance(SandboxInstance):
@@ -112,121 +119,124 @@ class _Instance(SandboxInstance):
         self,
         workspace: Path,
         mount_at: str | None,
-        gate: NetworkProxy,
+        proxy: NetworkProxy,
         bounds: Bounds,
         readable: tuple[Path, ...],
         image: str,
         hide: tuple[Path, ...],
     ) -> None:
         super().__init__(workspace.absolute())
-        self._at = mount_at or str(self.workspace)
-        self._gate, self._bounds, self._readable, self._image = gate, bounds, readable, image
-        # What is not readable is not there.
-        self._hide = [path for path in hide if any(path.is_relative_to(place) for place in readable) and path.exists()]
-        self._scratch = Path(tempfile.mkdtemp(prefix=f"loopwright-room-{_owner()}-"))
+        self._mount_at = mount_at or str(self.workspace)
+        self._proxy, self._bounds, self._readable, self._image = proxy, bounds, readable, image
+        # What is not below a readable directory is not visible anyway.
+        absolute = [path.absolute() for path in hide if path.exists()]
+        self._hide = [path for path in absolute if any(path.is_relative_to(directory) for directory in readable)]
+        self._scratch = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{_owner()}-"))
         self._private = {name: self._scratch / name.strip("/").replace("/", "-") for name in _PRIVATE}
-        for place in (*self._private.values(), self._scratch / "gate", self._scratch / "nothing"):
-            place.mkdir()
+        for directory in (*self._private.values(), self._scratch / "proxy", self._scratch / "nothing"):
+            directory.mkdir()
         self._name = f"loopwright-{uuid.uuid4().hex}"
         self._containers: list[str] = []
-        self._caller: socket.socket | None = None
+        self._proxy_container: socket.socket | None = None
 
     def path_inside(self, path: Path) -> str:
         """See `SandboxInstance.path_inside`."""
-        return str(PurePosixPath(self._at) / path.absolute().relative_to(self.workspace))
+        return str(PurePosixPath(self._mount_at) / path.absolute().relative_to(self.workspace))
 
     def url_inside(self, url: str) -> str:
         """See `SandboxInstance.url_inside`."""
-        return self._gate.url_inside(url)
+        return self._proxy.url_inside(url)
 
     def setup_failed(self, completion: Completion) -> bool:
         """See `SandboxInstance.setup_failed`."""
-        # Commands may end with the same code, but then there was a container.
-        return completion.exit_code == _NEVER_BEGAN and not self._made(self._containers[-1]).exists()
+        # A command may exit with the same code, but then there was a container.
+        return completion.exit_code == _NOT_STARTED and not self._id_file(self._containers[-1]).exists()
 
     def wrap(
-        self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, fixed: Mapping[str, Path] = NO_MOUNTS
+        self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, read_only: Mapping[str, Path] = NO_MOUNTS
     ) -> Command:
         """See `SandboxInstance.wrap`."""
-        self._gate.shut, self._settled = self._settled, False
-        before = self._containers[-1:] if len(self._containers) > bool(self._gate.doors) else []
-        name = self._container()
-        given = {"HOME": _PRIVATE[0], **command.environment}
-        # Docker's own file has one variable per line; the others are read by a shell inside.
-        longer = {key: value for key, value in given.items() if "\n" in value}
-        environment = self._written(f"{name}.env", (f"{k}={v}" for k, v in given.items() if k not in longer))
-        variables = self._written(f"{name}.sh", (f"export {k}={shlex.quote(v)}" for k, v in longer.items()))
-        places = {**self._private, self._at: self.workspace, **mounts}
-        shown = {str(path): path for path in self._readable} | {
-            str(path): self._scratch / "nothing" for path in self._hide
-        }
-        shown |= {**fixed, **({_VARIABLES: variables} if longer else {})}
+        self._proxy.is_blocked, self._verifying = self._verifying, False
+        has_previous = len(self._containers) > bool(self._proxy.ports)
+        remove_previous = ("/bin/sh", "-c", _REMOVE_PREVIOUS, self._containers[-1]) if has_previous else ()
+        name = self._new_container()
+        environment = {"HOME": _PRIVATE[0], **command.environment}
+        # Docker's environment file has one variable per line; the others are read by a shell inside.
+        multiline = {key: value for key, value in environment.items() if "\n" in value}
+        lines = (f"{key}={value}" for key, value in environment.items() if key not in multiline)
+        environment_file = self._write_private(f"{name}.env", lines)
+        exports = (f"export {key}={shlex.quote(value)}" for key, value in multiline.items())
+        variables = self._write_private(f"{name}.sh", exports)
+        writable = {**self._private, self._mount_at: self.workspace, **mounts}
+        visible = {str(path): path for path in self._readable}
+        visible |= {str(path): self._scratch / "nothing" for path in self._hide}
+        visible |= {**read_only, **({_VARIABLES: variables} if multiline else {})}
         argv = (
-            *("docker", "run", "--rm", "--init", "--name", name, "--cidfile", str(self._made(name)), *self._walls()),
-            *("--network", f"container:{self._containers[0]}" if self._gate.doors else "none"),
-            *(f"--mount=type=bind,source={path},target={inside}" for inside, path in places.items()),
-            *(f"--mount=type=bind,source={path},target={inside},readonly" for inside, path in shown.items()),
-            *("--workdir", self.path_inside(command.directory), "--env-file", str(environment), self._image),
-            *(("/bin/sh", "-c", '. "$0" && exec "$@"', _VARIABLES) if longer else ()),
+            *("docker", "run", "--rm", "--init", "--name", name, "--cidfile", str(self._id_file(name))),
+            *self._isolation(),
+            *("--network", f"container:{self._containers[0]}" if self._proxy.ports else "none"),
+            *(f"--mount=type=bind,source={path},target={inside}" for inside, path in writable.items()),
+            *(f"--mount=type=bind,source={path},target={inside},readonly" for inside, path in visible.items()),
+            *("--workdir", self.path_inside(command.directory), "--env-file", str(environment_file), self._image),
+            *(("/bin/sh", "-c", '. "$0" && exec "$@"', _VARIABLES) if multiline else ()),
             *command.argv,
         )
-        alone = ("/bin/sh", "-c", _ALONE, *before) if before else ()
-        outside = ("/bin/sh", "-c", TRUE_STATUS, str(environment))
-        return replace(command, argv=(*outside, *alone, *argv), environment=_environment())
+        outside = ("/bin/sh", "-c", STATUS_WRAPPER, str(environment_file))
+        return replace(command, argv=(*outside, *remove_previous, *argv), environment=_client_environment())
 
-    def _made(self, name: str) -> Path:
-        """The file that is there once this container is."""
+    def _id_file(self, name: str) -> Path:
+        """The file that exists once this container does."""
         return self._scratch / f"{name}.id"
 
-    def _written(self, name: str, lines: Iterable[str]) -> Path:
+    def _write_private(self, name: str, lines: Iterable[str]) -> Path:
         """A file that only we and the command can read."""
         path = self._scratch / name
         path.touch(mode=0o600)
         path.write_text("".join(f"{line}\n" for line in lines))
         return path
 
-    def open_gate(self) -> list[socket.socket]:
-        """Start the container that opens the doors; they come out through a socket in a directory that it sees."""
-        doors = self._gate.doors.values()
-        place = self._scratch / "gate"
-        with socket.socket(socket.AF_UNIX) as waiting:
-            waiting.bind(str(place / gate_main.DOOR))
-            waiting.listen()
-            waiting.settimeout(_OPENS_WITHIN_S)
+    def open_listeners(self) -> list[socket.socket]:
+        """Start the container with the listening sockets, and receive them through a socket in a mounted directory."""
+        ports = self._proxy.ports.values()
+        directory = self._scratch / "proxy"
+        with socket.socket(socket.AF_UNIX) as handover:
+            handover.bind(str(directory / network_proxy_main.SOCKET_NAME))
+            handover.listen()
+            handover.settimeout(_PROXY_TIMEOUT_S)
             done = _docker(
-                *("run", "--detach", "--rm", "--name", self._container(), "--network", "none", *self._walls()),
-                *(f"--add-host={door.host}:{door.address}" for door in doors if door.named),
-                *(f"--mount=type=bind,source={place},target=/gate", "--cap-add=NET_BIND_SERVICE"),
-                f"--mount=type=bind,source={gate_main.__file__},target=/gate_main.py,readonly",
-                *(self._image, "python3", "-IS", "/gate_main.py", "/gate", ""),
-                *(f"{door.address}:{door.port}" for door in doors),
+                *("run", "--detach", "--rm", "--name", self._new_container(), "--network", "none", *self._isolation()),
+                *(f"--add-host={port.host}:{port.address}" for port in ports if port.has_name),
+                *(f"--mount=type=bind,source={directory},target=/proxy", "--cap-add=NET_BIND_SERVICE"),
+                f"--mount=type=bind,source={network_proxy_main.__file__},target=/network_proxy_main.py,readonly",
+                *(self._image, "python3", "-IS", "/network_proxy_main.py", "/proxy", ""),
+                *(f"{port.address}:{port.port}" for port in ports),
             )
             if done.returncode:
-                raise SandboxError(f"the network of a docker room cannot be made: {done.stderr.strip()}")
+                raise SandboxError(f"cannot create the network of a docker sandbox: {done.stderr.strip()}")
             try:
-                caller, _ = waiting.accept()
+                connection, _ = handover.accept()
             except TimeoutError as error:
-                raise SandboxError(f"the image {self._image} did not open its doors; it needs python3.") from error
-        # It stays for as long as this is open; the network would go with it.
-        self._caller = caller
-        _, files = received(caller, len(doors) + 3)
-        for file in files[len(doors) :]:
+                raise SandboxError(f"the image {self._image} did not open its ports; it needs python3.") from error
+        # The container, and its network, exist as long as this is open.
+        self._proxy_container = connection
+        _, files = receive_files(connection, len(ports) + 3)
+        for file in files[len(ports) :]:
             os.close(file)
-        return [socket.socket(fileno=file) for file in files[: len(doors)]]
+        return [socket.socket(fileno=file) for file in files[: len(ports)]]
 
     def close(self) -> None:
-        """Remove the containers, with whatever still runs in them."""
-        if self._caller is not None:
-            self._caller.close()
+        """Remove the containers, with what still runs in them."""
+        if self._proxy_container is not None:
+            self._proxy_container.close()
         if self._containers:
             _docker("rm", "--force", "--volumes", *reversed(self._containers))
         remove(self._scratch)
 
-    def _container(self) -> str:
+    def _new_container(self) -> str:
         self._containers.append(f"{self._name}-{len(self._containers)}")
         return self._containers[-1]
 
-    def _walls(self) -> Iterator[str]:
+    def _isolation(self) -> Iterator[str]:
         bounds = self._bounds
         yield from (f"--user={os.getuid()}:{os.getgid()}", "--cap-drop=ALL", "--security-opt=no-new-privileges")
         yield from ("--ulimit=core=0", f"--label={_MACHINE}={_machine()}", f"--label={_OWNER}={_owner()}")
@@ -238,32 +248,33 @@ class _Instance(SandboxInstance):
 
 @cache
 def remove_stale_containers() -> None:
-    """Remove the containers that a killed process of ours left; once."""
-    told = ("--format", f'{{{{.ID}}}} {{{{.Label "{_OWNER}"}}}}')
-    listed = _docker("ps", "--all", "--filter", f"label={_MACHINE}={_machine()}", *told)
-    owned = [line.split() for line in listed.stdout.splitlines()]
-    if stale := [words[0] for words in owned if words[1:] and words[1] != _owner(int(words[1].partition("-")[0]))]:
+    """Remove the containers of our processes that were killed; once per process."""
+    template = f'{{{{.ID}}}} {{{{.Label "{_OWNER}"}}}}'
+    done = _docker("ps", "--all", "--filter", f"label={_MACHINE}={_machine()}", "--format", template)
+    rows = [line.split() for line in done.stdout.splitlines()]
+    if stale := [row[0] for row in rows if row[1:] and row[1] != _owner(int(row[1].partition("-")[0]))]:
         _docker("rm", "--force", "--volumes", *stale)
 
 
 def _machine() -> str:
-    """This machine since it started, and the process ids that we see: others may use the same daemon."""
+    """This boot of this machine and our process id namespace: other machines may use the same daemon."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def _owner(pid: int | None = None) -> str:
-    """A process; without an id, this one."""
+    """A process, by default this one."""
     pid = os.getpid() if pid is None else pid
     return f"{pid}-{start_ticks(pid)}"
 
 
 def _docker(*arguments: str, timeout_s: float = _TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     argv = ("docker", *arguments)
-    return subprocess.run(argv, capture_output=True, text=True, env=_environment(), timeout=timeout_s, check=False)
+    environment = _client_environment()
+    return subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=timeout_s, check=False)
 
 
-def _environment() -> dict[str, str]:
-    """What the `docker` command needs of our own to find its daemon; nothing that a task could have given."""
-    wanted = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY")
-    return {name: os.environ[name] for name in wanted if name in os.environ}
+def _client_environment() -> dict[str, str]:
+    """What the `docker` client needs to find its daemon; nothing that a task could have set."""
+    names = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY")
+    return {name: os.environ[name] for name in names if name in os.environ}

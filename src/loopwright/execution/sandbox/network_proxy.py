@@ -1,7 +1,7 @@
-"""The gate of a room: namespaces without any network, and the doors in them that lead to fixed addresses outside.
+"""The network proxy of a sandbox: namespaces without a network, and ports in them that forward to fixed addresses.
 
-The listening sockets are made inside by a small process that hands them out and ends; the forwarding is done by us.
-So nothing of ours runs inside, no door leads anywhere but where it was meant to, and all of it is gone with us.
+A small process inside creates the listening sockets, passes them to us and exits; we do the forwarding. So none of our
+code runs inside, no port forwards to any other address, and all of it is gone with us.
 """
 
 import asyncio
@@ -17,27 +17,27 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
-from loopwright.execution.sandbox import network_proxy_main as gate_main
+from loopwright.execution.sandbox import network_proxy_main
 from loopwright.execution.sandbox.base import SandboxError
 
 TOOLS = ("unshare", "nsenter", "prlimit")
-"""What a room is made with, besides bubblewrap."""
+"""What the namespaces are created with, besides bubblewrap."""
 _TIMEOUT_S = 30.0
-_MOST_DOORS = 200
-_MOST_CONNECTIONS = 32
-"""How many a room has open at a time: each takes up to three files of ours, of which all rooms have a thousand."""
+_MAX_PORTS = 200
+_MAX_CONNECTIONS = 32
+"""Open connections of one sandbox: each takes up to three of our file descriptors, and all share about a thousand."""
 _PAUSE_S = 1.0
-"""Seconds until the next try to take a connection, where we have no files left."""
+"""Seconds before accepting again after running out of file descriptors."""
 _CHUNK_BYTES = 1 << 16
 _PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 _LOOPBACK = ipaddress.ip_network("127.0.0.0/8")
-_WAYS = {"user": "user", "net": "net", "mount": "mnt"}
-_MAKE = ("unshare", "--user", "--map-root-user", "--net", "--mount", "--", sys.executable, "-IS", gate_main.__file__)
+_NAMESPACES = {"user": "user", "net": "net", "mount": "mnt"}
+_UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--mount", "--", sys.executable, "-IS")
 
 
 @dataclass(frozen=True)
 class ForwardedPort:
-    """One place that can be reached from inside, and what it is called there."""
+    """One address outside that can be reached from inside, and its address there."""
 
     host: str
     port: int
@@ -45,62 +45,61 @@ class ForwardedPort:
     """A loopback address inside."""
 
     @classmethod
-    def to(cls, url: str, number: int) -> "ForwardedPort":
-        """The door for a URL, the `number`-th of a room."""
-        host, port = _place(url)
-        loopback = _is_address(host) and ipaddress.ip_address(host) in _LOOPBACK
-        # Each place elsewhere has an address of its own, since several may have the same port.
-        return cls(host, port, host if loopback else f"127.77.0.{number + 1}")
+    def create(cls, host: str, port: int, index: int) -> "ForwardedPort":
+        """The forwarded port to this address, the `index`-th of a sandbox."""
+        is_loopback = _is_ip(host) and ipaddress.ip_address(host) in _LOOPBACK
+        # Each remote address gets its own loopback address, since several may use the same port.
+        return cls(host, port, host if is_loopback else f"127.77.0.{index + 1}")
 
     @property
-    def named(self) -> bool:
-        """Whether the name leads there also inside, so that certificates still fit."""
-        return not _is_address(self.host)
+    def has_name(self) -> bool:
+        """Whether it is reached by its host name inside too, so that certificates match."""
+        return not _is_ip(self.host)
 
-    def inside(self, parts: SplitResult) -> str:
-        """What such a URL is called inside."""
-        if self.named or self.host == self.address:
-            return parts.geturl()
-        return parts._replace(netloc=f"{self.address}:{self.port}").geturl()
+    def url_inside(self, url: SplitResult) -> str:
+        """A URL with this address, as it is reached inside."""
+        if self.has_name or self.host == self.address:
+            return url.geturl()
+        return url._replace(netloc=f"{self.address}:{self.port}").geturl()
 
 
 class NetworkProxy:
-    """Namespaces for one room, kept alive by open files of ours, and the forwarding through its doors."""
+    """The namespaces of one sandbox, kept alive by open files of ours, and the forwarding out of them."""
 
     def __init__(self, allowed_urls: tuple[str, ...]) -> None:
-        places = {_place(url): url for url in allowed_urls}
-        if len(places) > _MOST_DOORS:
-            raise SandboxError(f"a room cannot have {len(places)} doors. Give it {_MOST_DOORS} at most.")
-        self.doors = {place: ForwardedPort.to(url, number) for number, (place, url) in enumerate(places.items())}
-        self.laid: tuple[str, ...] = ()
-        """The directories below `scratch/root` that have a writable layer over them."""
-        self.shut = False
-        """Whether nobody is let through for now."""
+        addresses = dict.fromkeys(map(_address, allowed_urls))
+        if len(addresses) > _MAX_PORTS:
+            raise SandboxError(f"a sandbox can reach at most {_MAX_PORTS} addresses, not {len(addresses)}.")
+        self.ports = {address: ForwardedPort.create(*address, index) for index, address in enumerate(addresses)}
+        self.overlays: tuple[str, ...] = ()
+        """The directories below `scratch/root` with a writable layer over them."""
+        self.is_blocked = False
+        """Whether connections are closed instead of forwarded."""
         self._namespaces: dict[str, int] = {}
-        self.free = asyncio.Semaphore(_MOST_CONNECTIONS)
+        self._free = asyncio.Semaphore(_MAX_CONNECTIONS)
         self._stack = AsyncExitStack()
 
     async def open(self, scratch: Path, lowers: tuple[str, ...]) -> None:
-        """Make the namespaces, lay writable layers over these directories of the root if it can be done, and listen."""
-        addresses = [f"{door.address}:{door.port}" for door in self.doors.values()]
-        making = asyncio.ensure_future(asyncio.to_thread(self._make, scratch, lowers, addresses))
+        """Create the namespaces, with writable layers over these directories where possible, and start forwarding."""
+        addresses = [f"{port.address}:{port.port}" for port in self.ports.values()]
+        creation = asyncio.ensure_future(asyncio.to_thread(self._create, scratch, lowers, addresses))
         try:
-            sockets = await asyncio.shield(making)
+            listeners = await asyncio.shield(creation)
         except asyncio.CancelledError:
-            # What it makes must be closed, so it is waited for.
+            # Wait for it anyway, to close what it opens.
             with suppress(SandboxError):
-                for made in await making:
-                    made.close()
+                for listener in await creation:
+                    listener.close()
             raise
-        await self.serve(sockets)
+        await self.serve(listeners)
 
-    async def serve(self, sockets: list[socket.socket]) -> None:
-        """Carry connections from these listening sockets, one for each door."""
-        for door, listening in zip(self.doors.values(), sockets, strict=True):
-            await self._stack.enter_async_context(_Forwarder(door, listening, self))
+    async def serve(self, listeners: list[socket.socket]) -> None:
+        """Forward connections from these listening sockets, one for each port."""
+        for port, listener in zip(self.ports.values(), listeners, strict=True):
+            await self._stack.enter_async_context(_Forwarder(port, listener, self, self._free))
 
     async def close(self) -> None:
-        """Shut the doors; what still runs inside is on its own."""
+        """Stop forwarding; processes inside are not ended."""
         await self._stack.aclose()
         for file in self._namespaces.values():
             os.close(file)
@@ -108,32 +107,32 @@ class NetworkProxy:
 
     @property
     def net(self) -> int:
-        """The number of the network namespace: all processes of the room are in it, and no others."""
+        """The number of the network namespace, which all processes of the sandbox and no others are in."""
         return os.fstat(self._namespaces["net"]).st_ino
 
     def enter(self) -> tuple[str, ...]:
         """The beginning of a command that runs inside the namespaces."""
         own = f"/proc/{os.getpid()}/fd"
-        ways = [f"--{name}={own}/{self._namespaces[kind]}" for name, kind in _WAYS.items()]
-        return ("nsenter", "--preserve-credentials", *ways, "--")
+        options = [f"--{name}={own}/{self._namespaces[kind]}" for name, kind in _NAMESPACES.items()]
+        return ("nsenter", "--preserve-credentials", *options, "--")
 
     def hosts(self) -> str:
-        """What /etc/hosts says inside."""
-        named = [f"{door.address}\t{door.host}\n" for door in self.doors.values() if door.named]
-        return "".join(["127.0.0.1\tlocalhost\n", *named])
+        """The content of /etc/hosts inside."""
+        names = [f"{port.address}\t{port.host}\n" for port in self.ports.values() if port.has_name]
+        return "".join(["127.0.0.1\tlocalhost\n", *names])
 
     def url_inside(self, url: str) -> str:
-        """What a URL is called inside."""
-        door = self.doors.get(_place(url))
-        if door is None:
-            raise SandboxError(f"{url} cannot be reached from this room. Name it in `reach` when the room is made.")
-        return door.inside(urlsplit(url))
+        """The URL by which an allowed URL is reached inside."""
+        port = self.ports.get(_address(url))
+        if port is None:
+            raise SandboxError(f"{url} cannot be reached from this sandbox. Add it to `allowed_urls` of `open`.")
+        return port.url_inside(urlsplit(url))
 
-    def _make(self, scratch: Path, lowers: tuple[str, ...], addresses: list[str]) -> list[socket.socket]:
+    def _create(self, scratch: Path, lowers: tuple[str, ...], addresses: list[str]) -> list[socket.socket]:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.settimeout(_TIMEOUT_S)
-            argv = (*_MAKE, str(scratch), ",".join(lowers), *addresses)
+            argv = (*_UNSHARE, network_proxy_main.__file__, str(scratch), ",".join(lowers), *addresses)
             try:
                 done = subprocess.run(
                     argv,
@@ -146,80 +145,83 @@ class NetworkProxy:
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise SandboxError(explain(str(error))) from error
             theirs.close()
-            message, files = received(ours, len(addresses) + len(_WAYS))
+            message, files = receive_files(ours, len(addresses) + len(_NAMESPACES))
         if not message:
             raise SandboxError(explain(done.stderr.decode(errors="replace")))
-        self._namespaces = dict(zip(("user", "net", "mnt"), files[len(addresses) :], strict=True))
-        self.laid = tuple(message.decode().split(",")[1:])
+        self._namespaces = dict(zip(_NAMESPACES.values(), files[len(addresses) :], strict=True))
+        self.overlays = tuple(message.decode().split(",")[1:])
         return [socket.socket(fileno=file) for file in files[: len(addresses)]]
 
 
-def received(caller: socket.socket, count: int) -> tuple[bytes, list[int]]:
-    """What gate_main.py says, and so many files with it; SandboxError if we have no room for them."""
-    message, files, _, _ = socket.recv_fds(caller, 256, count)
+def receive_files(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
+    """The message of network_proxy_main.py with its open files; SandboxError if we are out of file descriptors."""
+    message, files, _, _ = socket.recv_fds(connection, 256, count)
     if message and len(files) < count:
         for file in files:
             os.close(file)
-        raise SandboxError("too many files are open for another room. Lower `concurrency`, or raise `ulimit -n`.")
+        raise SandboxError("too many open files for another sandbox. Lower `concurrency`, or raise `ulimit -n`.")
     return message, files
 
 
 class _Forwarder:
-    """Carries connections from one door to its place; those that are too many for the room wait outside."""
+    """Forwards connections of one port; those beyond the sandbox's limit wait to be accepted."""
 
-    def __init__(self, door: ForwardedPort, listening: socket.socket, gate: NetworkProxy) -> None:
-        self._door, self._listening, self._gate = door, listening, gate
-        self._open: set[asyncio.Task[None]] = set()
+    def __init__(
+        self, port: ForwardedPort, listener: socket.socket, proxy: NetworkProxy, free: asyncio.Semaphore
+    ) -> None:
+        self._port, self._listener, self._proxy, self._free = port, listener, proxy, free
+        self._connections: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> None:
-        self._listening.setblocking(False)
+        self._listener.setblocking(False)
         self._accepting = asyncio.ensure_future(self._accept())
 
     async def __aexit__(self, *_: object) -> None:
-        tasks = [self._accepting, *self._open]
+        tasks = [self._accepting, *self._connections]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._listening.close()
+        self._listener.close()
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                caller, _ = await loop.sock_accept(self._listening)
+                client, _ = await loop.sock_accept(self._listener)
             except OSError:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             try:
-                await self._gate.free.acquire()
+                await self._free.acquire()
             except BaseException:
-                caller.close()
+                client.close()
                 raise
-            task = loop.create_task(self._forward(caller))
-            self._open.add(task)
-            task.add_done_callback(partial(self._ended, caller))
+            task = loop.create_task(self._forward(client))
+            self._connections.add(task)
+            # A callback, since a task that is cancelled before its first step runs no `finally`.
+            task.add_done_callback(partial(self._on_done, client))
 
-    def _ended(self, caller: socket.socket, task: asyncio.Task[None]) -> None:
-        caller.close()
-        self._open.discard(task)
-        self._gate.free.release()
+    def _on_done(self, client: socket.socket, task: asyncio.Task[None]) -> None:
+        client.close()
+        self._connections.discard(task)
+        self._free.release()
 
-    async def _forward(self, caller: socket.socket) -> None:
-        if self._gate.shut:
+    async def _forward(self, client: socket.socket) -> None:
+        if self._proxy.is_blocked:
             return
         with suppress(OSError):
-            reader, writer = await asyncio.open_connection(sock=caller)
+            reader, writer = await asyncio.open_connection(sock=client)
             try:
-                there = await asyncio.open_connection(self._door.host, self._door.port)
+                remote_reader, remote_writer = await asyncio.open_connection(self._port.host, self._port.port)
                 try:
-                    await asyncio.gather(_carry(reader, there[1]), _carry(there[0], writer))
+                    await asyncio.gather(_copy(reader, remote_writer), _copy(remote_reader, writer))
                 finally:
-                    there[1].close()
+                    remote_writer.close()
             finally:
                 writer.close()
 
 
-async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     while data := await reader.read(_CHUNK_BYTES):
         writer.write(data)
         await writer.drain()
@@ -227,19 +229,19 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         writer.write_eof()
 
 
-def _place(url: str) -> tuple[str, int]:
+def _address(url: str) -> tuple[str, int]:
     try:
         parts = urlsplit(url)
         port = parts.port or _PORTS.get(parts.scheme)
     except ValueError:
         parts, port = urlsplit(""), None
     if not parts.hostname or not port:
-        raise SandboxError(f"{url!r} names no place that a room could reach. Write it as http://host:port.")
-    # One place, or both would listen at the same address.
+        raise SandboxError(f"{url!r} has no host and port to allow. Write it as http://host:port.")
+    # One spelling, or two ports would listen at the same address.
     return "127.0.0.1" if parts.hostname == "localhost" else parts.hostname, port
 
 
-def _is_address(host: str) -> bool:
+def _is_ip(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -248,12 +250,12 @@ def _is_address(host: str) -> bool:
 
 
 def plain_environment() -> dict[str, str]:
-    """What our own tools run with: where they are found, and nothing that a task could have given."""
+    """The environment of our own tools: their PATH, and nothing a task could have set."""
     return {"PATH": os.environ.get("PATH", os.defpath)}
 
 
 def explain(message: str) -> str:
-    """Why there can be no rooms here, from what a tool said, and the next move."""
+    """Why sandboxes are not available here, from the message of a tool, and how to fix it."""
     advice = (
         "It needs user namespaces: as root, run sysctl -w user.max_user_namespaces=10000 "
         "kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0 (those that exist); "
@@ -262,5 +264,5 @@ def explain(message: str) -> str:
     )
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
-        advice = f"Install what has {', '.join(missing)}: apt-get install util-linux"
-    return f"a bwrap room cannot be made here: {message.strip() or 'no answer'}. {advice}"
+        advice = f"Install {', '.join(missing)}: apt-get install util-linux"
+    return f"cannot create a bwrap sandbox here: {message.strip() or 'no error message'}. {advice}"

@@ -1,6 +1,6 @@
-"""The watch: what the processes of a room use together, looked up again and again, and an end to what uses too much.
+"""Measures what the processes of a sandbox use together, several times a second, and ends those that use too much.
 
-The kernel's own limits count each process by itself, and do not count root's processes at all.
+The kernel's own limits apply to each process separately, and the number of processes is not limited for root at all.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from loopwright.execution.local.processes import all_pids, send
@@ -21,25 +20,25 @@ from loopwright.execution.sandbox.files import run_in_thread, size_bytes
 
 _log = logging.getLogger(__name__)
 POLL_S = 0.2
-_FAILED_S = 2.0
-"""Seconds until the next look, after one that failed."""
+_RETRY_S = 2.0
+"""Seconds until the next measurement after one that failed."""
 OWN_PROCESSES = 4
-"""What a room has besides those of its command: two shells, and bubblewrap, which for a moment is two."""
-_DISK_SHARE = 0.05
-"""How much of the time may go into measuring a room's disk."""
+"""Processes of a sandbox besides those of its command: two shells, and bubblewrap, which briefly is two."""
+_DISK_TIME_SHARE = 0.05
+"""Share of the time that may be spent on measuring a sandbox's disk."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
 class ResourceUsage:
-    """What the processes of a room use at one moment."""
+    """What the processes of a sandbox use at one moment."""
 
     pids: list[int] = field(default_factory=list)
     cpu_s: float = 0.0
     memory_bytes: int = 0
 
     def exceeds(self, bounds: Bounds) -> str | None:
-        """The first bound that is broken, in words."""
+        """The first bound that is exceeded, in words."""
         if bounds.processes is not None and len(self.pids) > bounds.processes + OWN_PROCESSES:
             return f"processes: more than {bounds.processes} at a time"
         if bounds.memory_bytes is not None and self.memory_bytes > bounds.memory_bytes:
@@ -51,143 +50,138 @@ class ResourceUsage:
 
 @dataclass(eq=False)
 class MonitoredSandbox:
-    """One room under watch."""
+    """One sandbox under supervision."""
 
     net: int
+    """Its network namespace."""
     bounds: Bounds
-    places: tuple[Path, ...]
-    exceeded: Callable[[str], None]
-    next_disk_s: float = 0.0
-    spared_bytes: int | None = 0
-    """What does not count against its disk bound; None where it could not be measured, so that nothing does."""
+    directories: tuple[Path, ...]
+    """What it can write to."""
+    on_exceeded: Callable[[str], None]
+    disk_baseline_bytes: int | None = 0
+    """What does not count against the disk bound; None if it could not be measured, and then nothing counts."""
+    _next_measurement_s: float = 0.0
 
-    def spare(self) -> None:
-        """Let what is there now not count."""
-        self.spared_bytes = 0 if self.bounds.disk_bytes is None else size_bytes(*self.places)
+    def reset_disk(self) -> None:
+        """Exclude what is on the disk now."""
+        self.disk_baseline_bytes = 0 if self.bounds.disk_bytes is None else size_bytes(*self.directories)
 
-    def disk(self) -> str | None:
-        """Whether its files have become too many; measured rarely if that takes long."""
+    def exceeded_disk(self) -> str | None:
+        """Whether its files take too much space, in words; measured rarely if measuring takes long."""
         limit = self.bounds.disk_bytes
         start_s = time.monotonic()
-        if limit is None or start_s < self.next_disk_s:
+        if limit is None or start_s < self._next_measurement_s:
             return None
-        size = size_bytes(*self.places)
-        now_s = time.monotonic()
-        self.next_disk_s = now_s + max(POLL_S, (now_s - start_s) / _DISK_SHARE)
-        # Looked at only now: it may be the agent's files that were measured, while its tests have begun.
-        if (spared := self.spared_bytes) is None:
+        size = size_bytes(*self.directories)
+        end_s = time.monotonic()
+        self._next_measurement_s = end_s + max(POLL_S, (end_s - start_s) / _DISK_TIME_SHARE)
+        # Read only now: verification may have begun while the agent's files were measured.
+        if (baseline := self.disk_baseline_bytes) is None:
             return None
         if size is None:
-            return "disk: a directory that may not be looked into, or files without end: it cannot be measured"
-        return f"disk: {size - spared} bytes of {limit}" if size - spared > limit else None
+            return "disk: its size cannot be measured: an unreadable directory, or too many files"
+        return f"disk: {size - baseline} bytes of {limit}" if size - baseline > limit else None
 
 
 class ResourceMonitor:
-    """Looks after the rooms of a sandbox, all with one look at the process table."""
+    """Supervises the instances of a sandbox, all with one scan of the process table."""
 
     def __init__(self) -> None:
-        self._rooms: set[MonitoredSandbox] = set()
-        self._disks: dict[MonitoredSandbox, asyncio.Task[None]] = {}
+        self._sandboxes: set[MonitoredSandbox] = set()
+        self._disk_tasks: dict[MonitoredSandbox, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    def add(self, room: MonitoredSandbox) -> None:
-        """Look after this room."""
-        if room.bounds == Bounds():
+    def add(self, sandbox: MonitoredSandbox) -> None:
+        """Start supervising this sandbox."""
+        if sandbox.bounds == Bounds():
             return
-        self._rooms.add(room)
+        self._sandboxes.add(sandbox)
         if self._task is None or self._task.done() or self._task.get_loop().is_closed():
-            self._task = asyncio.ensure_future(_again(self._look))
-        if room.bounds.disk_bytes is not None:
-            self._disks[room] = asyncio.ensure_future(_again(partial(self._measure, room)))
+            self._task = asyncio.ensure_future(
+                _repeat(lambda: asyncio.to_thread(end_excess, tuple(self._sandboxes))),
+            )
+        if sandbox.bounds.disk_bytes is not None:
+            # Separately, since it may take long, and the others must be supervised meanwhile.
+            self._disk_tasks[sandbox] = asyncio.ensure_future(_repeat(lambda: _check_disk(sandbox)))
 
-    async def drop(self, room: MonitoredSandbox) -> None:
-        """Look after it no more."""
-        self._rooms.discard(room)
-        tasks = [self._disks.pop(room)] if room in self._disks else []
-        if not self._rooms and self._task is not None:
+    async def remove(self, sandbox: MonitoredSandbox) -> None:
+        """Stop supervising it."""
+        self._sandboxes.discard(sandbox)
+        tasks = [self._disk_tasks.pop(sandbox)] if sandbox in self._disk_tasks else []
+        if not self._sandboxes and self._task is not None:
             tasks.append(self._task)
             self._task = None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _look(self) -> None:
-        await asyncio.to_thread(end_excess, tuple(self._rooms))
 
-    async def _measure(self, room: MonitoredSandbox) -> None:
-        """By itself, for it may take long: the others are not to go without their look meanwhile."""
-        if reason := await run_in_thread(MonitoredSandbox.disk, room):
-            await asyncio.to_thread(end_room, room, reason)
+async def _check_disk(sandbox: MonitoredSandbox) -> None:
+    if reason := await run_in_thread(MonitoredSandbox.exceeded_disk, sandbox):
+        await asyncio.to_thread(end_sandbox, sandbox, reason)
 
 
-async def _again(look: Callable[[], Awaitable[None]]) -> None:
-    """Look again and again; a look that fails is not the last one."""
+async def _repeat(measure: Callable[[], Awaitable[None]]) -> None:
+    """Measure again and again, also after a failure."""
     pause_s = POLL_S
     while True:
         await asyncio.sleep(pause_s)
         pause_s = POLL_S
         try:
-            await look()
-        except Exception as error:  # noqa: BLE001  whatever it is, the bounds of rooms hang on this
-            pause_s = _FAILED_S
-            _log.warning("the bounds of rooms cannot be looked after for %g s: %r", pause_s, error)
+            await measure()
+        except Exception as error:  # noqa: BLE001  The bounds depend on this, whatever the error is.
+            pause_s = _RETRY_S
+            _log.warning("the bounds of sandboxes are not enforced for %g s: %r", pause_s, error)
 
 
-def end_excess(rooms: tuple[MonitoredSandbox, ...]) -> None:
-    """End what is in the rooms that broke a bound, but for that of the disk."""
-    used = usage()
-    for room in rooms:
-        if room.net in used and (reason := used[room.net].exceeds(room.bounds)):
-            end_room(room, reason, used)
+def end_excess(sandboxes: tuple[MonitoredSandbox, ...]) -> None:
+    """End the processes of sandboxes that exceed a bound other than the disk's."""
+    usages = usage_by_net()
+    for sandbox in sandboxes:
+        if sandbox.net in usages and (reason := usages[sandbox.net].exceeds(sandbox.bounds)):
+            end_sandbox(sandbox, reason, usages)
 
 
-def end_room(room: MonitoredSandbox, reason: str, used: Mapping[int, ResourceUsage] | None = None) -> None:
-    """End what is in a room that broke a bound, if anything is."""
-    now = (usage() if used is None else used).get(room.net)
-    if now is not None:
-        # First, for whoever waits for the end wants to know the reason.
-        room.exceeded(reason)
-        end(room.net, now.pids)
+def end_sandbox(sandbox: MonitoredSandbox, reason: str, usages: Mapping[int, ResourceUsage] | None = None) -> None:
+    """End the processes of a sandbox that exceeded a bound, if there are any."""
+    usage = (usage_by_net() if usages is None else usages).get(sandbox.net)
+    if usage is not None:
+        # First, since the code that waits for the processes reads the reason.
+        sandbox.on_exceeded(reason)
+        kill(sandbox.net, usage.pids)
 
 
-def end(net: int, pids: list[int]) -> None:
-    """SIGKILL those that are in this namespace; among them is the first of their process ids, with which all end."""
+def kill(net: int, pids: list[int]) -> None:
+    """SIGKILL processes in this namespace. They include its process 1, whose end ends all others."""
     for pid in pids:
         with suppress(OSError):
-            # Looked up again once it is held, for its id may have been given to another.
-            held = os.pidfd_open(pid)
+            pidfd = os.pidfd_open(pid)
             try:
+                # Checked with the pidfd open, since the id may have been reused before.
                 if _net(pid) == net:
-                    send(held, signal.SIGKILL)
+                    send(pidfd, signal.SIGKILL)
             finally:
-                os.close(held)
+                os.close(pidfd)
 
 
-def usage() -> dict[int, ResourceUsage]:
-    """What is used in each network namespace that we may look into."""
+def usage_by_net() -> dict[int, ResourceUsage]:
+    """The usage of each network namespace that we can read."""
     own = _net(os.getpid())
-    found: dict[int, ResourceUsage] = defaultdict(ResourceUsage)
+    usages: dict[int, ResourceUsage] = defaultdict(ResourceUsage)
     for pid in all_pids():
         with suppress(OSError, ValueError, IndexError):
             if (net := _net(pid)) != own:
-                used = found[net]
-                used.pids.append(pid)
-                used.cpu_s += _cpu_s(pid)
-                used.memory_bytes += _memory_bytes(pid)
-    return found
+                usage = usages[net]
+                usage.pids.append(pid)
+                text = Path(f"/proc/{pid}/stat").read_bytes()
+                # Its own time and that of children it waited for; living children are counted themselves.
+                usage.cpu_s += sum(map(int, text[text.rfind(b")") + 2 :].split()[11:15])) / _TICKS_PER_S
+                # Without file pages, which all processes of a program share.
+                for line in Path(f"/proc/{pid}/status").read_bytes().splitlines():
+                    if line.startswith((b"RssAnon", b"RssShmem")):
+                        usage.memory_bytes += int(line.split()[1]) * 1024
+    return usages
 
 
 def _net(pid: int) -> int:
     return os.stat(f"/proc/{pid}/ns/net").st_ino  # noqa: PTH116  Path.stat costs twice as much.
-
-
-def _cpu_s(pid: int) -> float:
-    text = Path(f"/proc/{pid}/stat").read_bytes()
-    # Its own and that of children it waited for; those that live are counted by themselves.
-    return sum(map(int, text[text.rfind(b")") + 2 :].split()[11:15])) / _TICKS_PER_S
-
-
-def _memory_bytes(pid: int) -> int:
-    """What is its own: not the pages of files, which all processes of a program share."""
-    lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith((b"RssAnon", b"RssShmem")))
