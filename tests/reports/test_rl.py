@@ -136,10 +136,10 @@ def test_the_running_mean_is_exact_and_the_points_are_an_even_share():
 
     found = Episodes.of(told)
 
-    numbers = [episode.number for episode in found.drawn]
+    numbers = [episode.number for episode in found.points]
     assert len(numbers) < 4000
     assert len({b - a for a, b in pairwise(numbers)}) == 1
-    assert all(e.mean_reward == pytest.approx(e.number - 49.5) for e in found.drawn if e.number >= 100)
+    assert all(e.mean_reward == pytest.approx(e.number - 49.5) for e in found.points if e.number >= 100)
     assert (found.before, found.after) == (50.5, 19_950.5)
 
 

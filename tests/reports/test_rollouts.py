@@ -219,7 +219,7 @@ def test_many_rollouts_are_thinned_and_the_page_stays_small(tmp_path):
             )  # fmt: skip
     text = page(tmp_path)
     digest = read_run(tmp_path / "collect")
-    assert len(digest.rollouts.drawn) <= 4000
+    assert len(digest.rollouts.points) <= 4000
     assert digest.rollouts.total.count == many
     assert len(text) < 2_000_000
 

@@ -1,4 +1,4 @@
-"""Exports: a ledger as CSV files, as Parquet, and the best configuration as a scenario that runs as it is."""
+"""Exports: a ledger as CSV and Parquet files, and the best configuration as a runnable scenario."""
 
 import csv
 import os
@@ -29,7 +29,7 @@ def write_csv(ledger: Ledger, directory: Path) -> list[Path]:
                     trial.number,
                     _json(trial.action),
                     _reward(trial),
-                    _observed(trial),
+                    _json(trial.metrics) if trial.metrics else "",
                     _json(trial.regime),
                     trial.outcome,
                 )
@@ -47,12 +47,8 @@ def _json(value: Any) -> str:
     return orjson.dumps(value).decode()
 
 
-def _observed(trial: Trial) -> str:
-    return _json(trial.metrics) if trial.metrics else ""
-
-
 def _reward(trial: Trial) -> str:
-    """A number, or a list of them for several objectives; nothing where there is no reward."""
+    """A number, or a list of them for several objectives; empty without a reward."""
     if trial.reward is None:
         return ""
     objectives = trial.reward.objectives
@@ -60,13 +56,13 @@ def _reward(trial: Trial) -> str:
 
 
 def write_parquet(ledger: Ledger, path: Path) -> Path:
-    """All trials as one table: a column per parameter, drawn value, metric and objective, beside the record's own."""
+    """All trials as one table: a column per parameter, drawn value, metric and objective."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
         raise MissingExtra("Parquet export", "parquet") from error
-    rows = [_flat(trial) for trial in ledger.trials()]
+    rows = [flat_row(trial) for trial in ledger.trials()]
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: _uniform([row.get(name) for row in rows]) for name in names}
     with storage(path):
@@ -76,7 +72,8 @@ def write_parquet(ledger: Ledger, path: Path) -> Path:
     return path
 
 
-def _flat(trial: Trial) -> dict[str, Any]:
+def flat_row(trial: Trial) -> dict[str, Any]:
+    """A trial as one row: a column per field, parameter, drawn value, metric and objective."""
     row: dict[str, Any] = {
         "trial": trial.number,
         "group": trial.group,
@@ -104,7 +101,7 @@ def _flat(trial: Trial) -> dict[str, Any]:
 
 
 def _uniform(column: list[Any]) -> list[Any]:
-    """A column of one type: candidates of a list may be of several, which Parquet cannot hold."""
+    """A column of one type: a list of candidates may mix types, which Parquet cannot store."""
     kinds = {type(value) for value in column if value is not None}
     if kinds <= {int, float} and len(kinds) == 2:
         return [None if value is None else float(value) for value in column]
@@ -120,7 +117,7 @@ def write_best(ledger: Ledger, path: Path) -> Path | None:
         return None
     best = best_of(ledger.trials())
     candidates = best.by_regime if run.get("conditions_on_regime") else best.front
-    runs = [_plain(source, candidate, regime) for candidate in candidates for regime in candidate.regimes]
+    runs = [_plain_run(source, candidate, regime) for candidate in candidates for regime in candidate.regimes]
     if not runs:
         return None
     import tomli_w
@@ -129,41 +126,40 @@ def write_best(ledger: Ledger, path: Path) -> Path | None:
     name = f"{source['name']}: best of {run.get('name')}"
     scenario = {"name": name, "home": source["home"], "system": source["system"], "run": numbered}
     with replacing(path) as file:
-        file.write("# The best configuration that was found; run it with `loopwright run`.\n")
+        file.write("# The best configuration; run it with `loopwright run`.\n")
         for candidate in candidates:
-            shown = ", ".join(f"{value:g}" for value in candidate.objectives)
-            file.write(f"# reward {shown} in trial {', '.join(map(str, candidate.trials[:10]))}\n")
+            rewards = ", ".join(f"{value:g}" for value in candidate.objectives)
+            file.write(f"# reward {rewards} in trial {', '.join(map(str, candidate.trials[:10]))}\n")
         file.write(tomli_w.dumps(scenario))
     return path
 
 
-def _plain(source: Mapping[str, Any], candidate: Candidate, regime: Mapping[str, Any]) -> dict[str, Any]:
+def _plain_run(source: Mapping[str, Any], candidate: Candidate, regime: Mapping[str, Any]) -> dict[str, Any]:
     table = source["run"]
     workload = {key: value for key, value in table["workload"].items() if key not in ("args", "env", "constraints")}
-    chosen = {**candidate.action, **regime}
+    assigned = {**candidate.action, **regime}
     for part in ("args", "env"):
-        values = {name: _value(name, written, chosen) for name, written in table["workload"].get(part, {}).items()}
+        values = {name: _fixed_value(name, spec, assigned) for name, spec in table["workload"].get(part, {}).items()}
         workload[part] = {name: value for name, value in values.items() if value is not None}
-    kept = {"name": table["name"], "workload": workload}
-    return kept | {key: table[key] for key in ("reward",) if key in table}
+    return {"name": table["name"], "workload": workload} | {key: table[key] for key in ("reward",) if key in table}
 
 
-def _value(name: str, written: Any, chosen: Mapping[str, Any]) -> Any:
-    """One argument as a fixed value; None for one that was absent."""
-    if name in chosen:
-        value = chosen[name]
-    elif isinstance(written, list):
-        value = written[0]
-    elif isinstance(written, dict):
-        value = written.get("otherwise") if "when" in written else written.get("value")
+def _fixed_value(name: str, spec: Any, assigned: Mapping[str, Any]) -> Any:
+    """One argument as a fixed value; None if it was absent."""
+    if name in assigned:
+        value = assigned[name]
+    elif isinstance(spec, list):
+        value = spec[0]
+    elif isinstance(spec, dict):
+        value = spec.get("otherwise") if "when" in spec else spec.get("value")
     else:
-        value = written
+        value = spec
     return {"value": value} if isinstance(value, (list, dict)) else value
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """Write a file as a whole or not at all."""
+    """Write a file completely or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     with storage(path):
         try:

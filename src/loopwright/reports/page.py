@@ -56,7 +56,7 @@ def write_report(output: Path) -> Path:
         _environment()
         .get_template("page.html")
         .render(
-            title=" · ".join(_scenario_names(digests) or [output.absolute().name]),
+            title=_title(digests) or output.absolute().name,
             style=(_STATIC / "report.css").read_text("utf-8"),
             # Only these two scripts may run, whatever else gets into the page.
             hashes=" ".join(f"'sha256-{_hash(text)}'" for text in (library, script)),
@@ -196,10 +196,11 @@ def _moment(seconds: Any) -> str | None:
         return None
 
 
-def _scenario_names(digests: list[Digest]) -> list[str]:
+def _title(digests: list[Digest]) -> str:
+    """The names of all scenarios."""
     sources = [digest.provenance for digest in digests]
     names = (source.get("name") or Path(str(source.get("scenario") or "")).stem for source in sources)
-    return list(dict.fromkeys(str(name) for name in names if name))
+    return " · ".join(dict.fromkeys(str(name) for name in names if name))
 
 
 def _embedded(data: Any) -> str:

@@ -66,7 +66,7 @@ class Episodes:
     total: EpisodeTally = field(default_factory=EpisodeTally)
     first: list[float] = field(default_factory=list)
     regimes: dict[str, tuple[Regime, EpisodeTally]] = field(default_factory=dict)
-    drawn: list[EpisodePoint] = field(default_factory=list)
+    points: list[EpisodePoint] = field(default_factory=list)
     record: tuple[int, int] = (0, 0)
     """First and last trial of the best episode."""
     truncated: int = 0
@@ -102,10 +102,10 @@ class Episodes:
         place = self._add_to_regime(record.get("regime") or {}, reward, length)
         if (self.total.count - 1) % self._every == 0:
             means = self.total.mean, fsum(self._lengths) / len(self._lengths)
-            self.drawn.append(EpisodePoint(self.total.count + self.failed, *ends, reward, length, place, *means))
-            if len(self.drawn) >= 2 * _DRAWN:
+            self.points.append(EpisodePoint(self.total.count + self.failed, *ends, reward, length, place, *means))
+            if len(self.points) >= 2 * _DRAWN:
                 # Twice as sparse from now on: never more than this many, and always evenly spread.
-                self.drawn, self._every = self.drawn[::2], 2 * self._every
+                self.points, self._every = self.points[::2], 2 * self._every
 
     def _add_to_regime(self, regime: Regime, reward: float, length: int) -> int | None:
         if not regime:

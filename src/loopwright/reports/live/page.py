@@ -67,21 +67,21 @@ def _marks(digest: LiveDigest, chart: Mapping[str, Any]) -> list[tuple[str, str]
 
 def chart_data(digest: LiveDigest) -> dict[str, Any]:
     """The drawn episodes as columns, in the same shape as the trials of a search."""
-    drawn = digest.episodes.drawn
+    points = digest.episodes.points
     # Recorded in the order of their first episode, shown in the order of their values.
     order = [digest.regimes.index(regime) for regime, _ in digest.episodes.regimes.values()]
-    rewards: list[list[float]] = [[episode.reward for episode in drawn], [episode.length for episode in drawn]]
-    means = [[(e.last, e.mean_reward) for e in drawn], [(e.last, e.mean_length) for e in drawn]]
+    rewards: list[list[float]] = [[episode.reward for episode in points], [episode.length for episode in points]]
+    means = [[(e.last, e.mean_reward) for e in points], [(e.last, e.mean_length) for e in points]]
     few = len(order) <= WINDOW
     return {
         "live": True,
         "labels": digest.labels,
         "last": digest.steps,
-        "number": [episode.last for episode in drawn],
-        "titles": [f"Episode {number(e.number)}, trials {_range(e.first, e.last)}" for e in drawn],
+        "number": [episode.last for episode in points],
+        "titles": [f"Episode {number(e.number)}, trials {_range(e.first, e.last)}" for e in points],
         "rewards": rewards,
-        "regime": [None if e.regime is None or not few else order[e.regime] for e in drawn],
-        "cached": [0] * len(drawn),
+        "regime": [None if e.regime is None or not few else order[e.regime] for e in points],
+        "cached": [0] * len(points),
         "answer": [],
         "sketch": [],
         "floors": [floor_of(rewards[0]), None],

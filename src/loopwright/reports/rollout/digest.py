@@ -96,7 +96,7 @@ class RolloutStatistics:
     tokens: "array[float]" = field(default_factory=lambda: array("d"))
     turns: "array[float]" = field(default_factory=lambda: array("d"))
     phases: dict[str, "array[float]"] = field(default_factory=dict)
-    drawn: list[RolloutPoint] = field(default_factory=list)
+    points: list[RolloutPoint] = field(default_factory=list)
     scored_faults: int = 0
     """How many failed through the policy's own fault, and have a reward for it."""
     _latest: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -132,10 +132,10 @@ class RolloutStatistics:
         if (self.total.count - 1) % self._every == 0:
             place = list(self.sources).index(source)
             mean = fsum(self._latest) / len(self._latest)
-            self.drawn.append(RolloutPoint(trial, group, task, place, reward, mean))
-            if len(self.drawn) >= 2 * _DRAWN:
+            self.points.append(RolloutPoint(trial, group, task, place, reward, mean))
+            if len(self.points) >= 2 * _DRAWN:
                 # Twice as sparse from now on: never more than this many, and always evenly spread.
-                self.drawn, self._every = self.drawn[::2], 2 * self._every
+                self.points, self._every = self.points[::2], 2 * self._every
 
     @property
     def source_rows(self) -> list[tuple[str, RewardTally]]:
@@ -169,10 +169,11 @@ class RolloutStatistics:
 
     def _add_phases(self, usage: Mapping[str, float]) -> None:
         loop = usage.get("loop_s")
-        spent = {name: usage.get(f"{name}_s") for name in PHASES}
+        seconds_by_phase = {name: usage.get(f"{name}_s") for name in PHASES}
         if loop is not None:
-            spent["other"] = max(0.0, loop - (spent["generate"] or 0.0) - (spent["tools"] or 0.0))
-        for name, seconds in spent.items():
+            busy = (seconds_by_phase["generate"] or 0.0) + (seconds_by_phase["tools"] or 0.0)
+            seconds_by_phase["other"] = max(0.0, loop - busy)
+        for name, seconds in seconds_by_phase.items():
             if seconds is not None:
                 self.phases.setdefault(name, array("d")).append(seconds)
 
@@ -243,7 +244,7 @@ class RolloutDigest(Digest):
         return self.table("rollout")
 
     def part(self, name: str) -> Mapping[str, Any]:
-        """A table of the rollout configuration, such as `loop`; empty if there is none."""
+        """A table of the rollout configuration, such as `loop`, or an empty one."""
         part = self.rollout.get(name)
         return part if isinstance(part, dict) else {}
 

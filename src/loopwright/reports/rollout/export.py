@@ -1,4 +1,4 @@
-"""Exports of rollouts: episodes as they are, or flat rows for training; streamed, however many there are."""
+"""Exports of rollouts: whole episodes, or flat rows for training. Both are streamed."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -16,18 +16,22 @@ _BATCH = 256
 
 
 def write_episodes(ledger: Ledger, directory: Path) -> Path:
-    """`episodes.jsonl`: an episode per line, whole, with the number of its trial."""
+    """`episodes.jsonl`: a whole episode per line, with the number of its trial."""
     return _write_lines(directory / "episodes.jsonl", (rollout.as_json() for rollout in rollouts(ledger)))
 
 
 def write_rows(ledger: Ledger, directory: Path) -> Path:
     """`rows.jsonl`: a row per branch, to train on."""
-    return _write_lines(directory / "rows.jsonl", (row for rollout in _trained(ledger) for row in rows_of(rollout)))
+    return _write_lines(
+        directory / "rows.jsonl", (row for rollout in _training_rollouts(ledger) for row in rows_of(rollout))
+    )
 
 
 def write_verl(ledger: Ledger, directory: Path) -> Path:
     """`verl.jsonl`: the same rows under the names of verl's AgentLoopOutput."""
-    return _write_lines(directory / "verl.jsonl", (row for rollout in _trained(ledger) for row in verl_of(rollout)))
+    return _write_lines(
+        directory / "verl.jsonl", (row for rollout in _training_rollouts(ledger) for row in verl_of(rollout))
+    )
 
 
 def write_parquet_rows(ledger: Ledger, directory: Path) -> Path:
@@ -52,26 +56,26 @@ def write_parquet_rows(ledger: Ledger, directory: Path) -> Path:
     schema = pa.schema(fields)
     path = directory / "rows.parquet"
     part = path.with_name(f".{path.name}.part")
-    every = (row for rollout in _trained(ledger) for row in rows_of(rollout))
+    every = (row for rollout in _training_rollouts(ledger) for row in rows_of(rollout))
     with storage(path):
         try:
             with pq.ParquetWriter(part, schema, compression="zstd") as writer:
                 while batch := list(islice(every, _BATCH)):
-                    listed = [{**row, "parts": list(row["parts"].items())} for row in batch]
-                    writer.write_table(pa.Table.from_pylist(listed, schema=schema))
+                    records = [{**row, "parts": list(row["parts"].items())} for row in batch]
+                    writer.write_table(pa.Table.from_pylist(records, schema=schema))
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
     return path
 
 
-def _trained(ledger: Ledger) -> Iterator[Rollout]:
-    """All but evaluations: whoever trained on these would no longer know how good the policy is."""
+def _training_rollouts(ledger: Ledger) -> Iterator[Rollout]:
+    """All except those of evaluations, which must never be trained on."""
     return (rollout for rollout in rollouts(ledger) if rollout.evaluated is None)
 
 
 def rows_of(rollout: Rollout) -> Iterator[dict[str, Any]]:
-    """The rows of an episode, each with where it comes from and whether it may be trained on."""
+    """The rows of an episode, each with its origin and whether it may be trained on."""
     episode = rollout.episode
     for row in episode.rows():
         yield {
@@ -87,7 +91,7 @@ def rows_of(rollout: Rollout) -> Iterator[dict[str, Any]]:
 
 
 def verl_of(rollout: Rollout) -> Iterator[dict[str, Any]]:
-    """The same rows as verl calls them; what it has no name for is in `extra_fields`."""
+    """The same rows under verl's names; fields it does not know are in `extra_fields`."""
     for row in rollout.episode.as_verl():
         yield {**row, "extra_fields": {**_origin(rollout), **row["extra_fields"]}}
 

@@ -116,25 +116,25 @@ def _marks(digest: RolloutDigest, chart: Mapping[str, Any]) -> list[tuple[str, s
 def chart_data(digest: RolloutDigest) -> dict[str, Any]:
     """The drawn rollouts as columns, in the same shape as the trials of a search; groups; distributions."""
     statistics = digest.rollouts
-    drawn = statistics.drawn
+    points = statistics.points
     few = 1 < len(statistics.sources) <= COLOURED
-    rewards = [point.reward for point in drawn]
+    rewards = [point.reward for point in points]
     distributions = {"reward": statistics.rewards, "tokens": statistics.tokens, "turns": statistics.turns}
     failed = ((n, outcome, reason) for n, outcome, fault, reason in digest.failed_rollouts if fault != "policy")
     return {
         "live": True,
         "labels": digest.labels,
-        "last": max((point.number for point in drawn), default=0),
-        "number": [point.number for point in drawn],
-        "titles": [f"Trial {number(p.number)}, group {number(p.group)}: {short(p.task, 60)}" for p in drawn],
+        "last": max((point.number for point in points), default=0),
+        "number": [point.number for point in points],
+        "titles": [f"Trial {number(p.number)}, group {number(p.group)}: {short(p.task, 60)}" for p in points],
         "rewards": [rewards],
-        "regime": [point.source if few else None for point in drawn],
+        "regime": [point.source if few else None for point in points],
         "regime_name": "source",
-        "cached": [0] * len(drawn),
+        "cached": [0] * len(points),
         "answer": [],
         "sketch": [],
         "floors": [floor_of(rewards)],
-        "lines": [[{"regime": None, "steps": [(point.number, point.mean) for point in drawn]}]],
+        "lines": [[{"regime": None, "steps": [(point.number, point.mean) for point in points]}]],
         "regimes": [short(name, 60) for name in statistics.sources] if few else [],
         "regime_means": [],
         "parameters": [],

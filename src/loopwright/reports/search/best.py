@@ -1,4 +1,4 @@
-"""The answer of a run: which action was best, over all its measurements and regimes."""
+"""The answer of a search: the best action over all its measurements and regimes."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from loopwright.core.trial import Action, Regime, Trial
 
 @dataclass(frozen=True)
 class Candidate:
-    """An action with everything that was measured of it. `spread` is the standard deviation of its repeats."""
+    """An action with all its measurements. `spread` is the standard deviation of its repeats."""
 
     action: Action
     objectives: tuple[float, ...]
@@ -31,7 +31,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Best:
-    """`front` is the best action, or several if objectives pull apart; `by_regime` the best action of each regime."""
+    """`front` is the best action, or the Pareto front; `by_regime` the best action of each regime."""
 
     front: tuple[Candidate, ...]
     by_regime: tuple[Candidate, ...]
@@ -40,8 +40,8 @@ class Best:
 def best_of(trials: Iterable[Trial]) -> Best:
     """The best actions among the trials of a run.
 
-    An action that failed under a regime does not compete there. With regimes, an action that was measured under more of
-    them goes before one that was lucky under a few.
+    An action that failed under a regime does not compete there. An action that was measured under more regimes
+    precedes one that was measured under fewer.
     """
     measured: dict[str, dict[str, list[Trial]]] = defaultdict(lambda: defaultdict(list))
     for trial in trials:
@@ -64,9 +64,9 @@ def best_of(trials: Iterable[Trial]) -> Best:
 
 
 def counts(trial: Trial) -> bool:
-    """Whether a trial says something about its action: not a copy of another trial of this run, and not lost."""
-    copied = trial.cached_from is not None and trial.cached_from.isdigit()
-    return trial.outcome not in (None, Outcome.ABORTED, Outcome.LOST) and not copied
+    """Whether a trial measures its action: it is not a copy of another trial of this run, and not lost."""
+    is_copy = trial.cached_from is not None and trial.cached_from.isdigit()
+    return trial.outcome not in (None, Outcome.ABORTED, Outcome.LOST) and not is_copy
 
 
 def _candidate(regimes: Sequence[Sequence[Trial]]) -> Candidate:
@@ -88,7 +88,7 @@ def _mean(rewards: Sequence[Reward]) -> tuple[float, ...]:
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that no other one beats; with one objective the single best, the earliest where several are equal."""
+    """The candidates that no other one beats; with one objective the single best, and the earliest of equals."""
     if not candidates:
         return []
     if len(candidates[0].objectives) == 1:

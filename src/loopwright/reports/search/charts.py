@@ -1,8 +1,8 @@
-"""What the charts show: a run's trials as columns, thinned where there are too many to draw."""
+"""The chart data of a search: its trials as columns, thinned if there are too many to draw."""
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import floor, fsum, log10
@@ -16,18 +16,18 @@ from loopwright.reports.search.digest import Digest, regime_key
 from loopwright.spaces.parameter import Choice, Fixed, Parameter, Range, parameter
 
 DRAWN = 5000
-"""More points than this are thinned: a browser gets slow, and the eye sees no more."""
+"""More points than this are thinned: they slow a browser down and show nothing new."""
 _THINNED = 3000
 _SKETCHED = 800
 _TICKS = 500
 _CATEGORIES = 24
 COLOURED = 6
-"""As many regimes can be told apart by colour and shape; each then gets its own line."""
+"""Up to this many regimes have a colour, a shape and a line each."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One parameter as the axis of a chart, with a position for each trial; None where it was not part of it."""
+    """One parameter as the axis of a chart, with a position for each trial; None if it was inactive."""
 
     name: str
     kind: str
@@ -38,14 +38,14 @@ class Axis:
 
 @dataclass
 class BestSoFar:
-    """The best mean over repeats, as trials come in. A configuration that failed is out, as in the answer."""
+    """The best mean over repeats, trial by trial. A configuration that failed is excluded, as in the answer."""
 
     means: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     failed: set[str] = field(default_factory=set)
     _heap: list[tuple[float, str, int]] = field(default_factory=list)
 
     def add(self, question: str, value: float | None) -> None:
-        """One more measurement, or a failure."""
+        """Add a measurement, or a failure (None)."""
         if value is None:
             self.failed.add(question)
         else:
@@ -54,7 +54,7 @@ class BestSoFar:
             heapq.heappush(self._heap, (-fsum(values) / len(values), question, len(values)))
 
     def value(self) -> float | None:
-        """The best mean now. Means that further repeats have changed are dropped on the way."""
+        """The best mean so far. Means that later repeats changed are dropped."""
         while self._heap:
             mean, question, count = self._heap[0]
             if question not in self.failed and count == len(self.means[question]):
@@ -64,7 +64,7 @@ class BestSoFar:
 
 
 def chart_data(digest: Digest) -> dict[str, Any]:
-    """Everything that the page's script draws for one run."""
+    """Everything that report.js draws for one run."""
     ok, labels = digest.ok, digest.labels
     regimes = {key_of(regime): index for index, regime in enumerate(digest.regimes)}
     lines = [best_lines(digest, objective) for objective in range(len(labels))]
@@ -74,34 +74,34 @@ def chart_data(digest: Digest) -> dict[str, Any]:
     elif digest.by_regime:
         answer = {number for candidate in digest.best.by_regime for number in candidate.trials}
     steps = {point[0] for objective in lines for line in objective for point in line["steps"]}
-    kept = thinned(ok, answer | steps)
-    drawn = [ok[index] for index in kept]
+    indexes = thinned(ok, answer | steps)
+    points = [ok[index] for index in indexes]
     failed = [trial for trial in digest.trials if trial.reward is None and not trial.unfinished]
     return {
         "labels": labels,
         "last": digest.trials[-1].number if digest.trials else 0,
-        "number": [trial.number for trial in drawn],
-        "rewards": [[trial.reward.objectives[o] for trial in drawn if trial.reward] for o in range(len(labels))],
-        "regime": [regimes.get(regime_key(trial)) for trial in drawn],
-        "cached": [int(trial.cached_from is not None) for trial in drawn],
-        "answer": [index for index, trial in enumerate(drawn) if trial.number in answer],
-        "sketch": evenly(range(len(drawn)), _SKETCHED),
+        "number": [trial.number for trial in points],
+        "rewards": [[trial.reward.objectives[o] for trial in points if trial.reward] for o in range(len(labels))],
+        "regime": [regimes.get(regime_key(trial)) for trial in points],
+        "cached": [int(trial.cached_from is not None) for trial in points],
+        "answer": [index for index, trial in enumerate(points) if trial.number in answer],
+        "sketch": evenly(range(len(points)), _SKETCHED),
         "floors": [floor_of([t.reward.objectives[o] for t in ok if t.reward]) for o in range(len(labels))],
         "lines": lines,
         "regimes": [short(assignments(regime), 60) for regime in digest.regimes],
         "regime_means": _means_by([regimes.get(regime_key(trial)) for trial in ok], ok, len(regimes)),
-        "parameters": [_drawn_axis(axis, kept, ok) for axis in axes(digest)],
+        "parameters": [_axis_data(axis, indexes, ok) for axis in axes(digest)],
         "failed": ticks((t.number, str(t.outcome), t.reason) for t in failed),
     }
 
 
 def ticks(failed: Iterable[tuple[int, str, str]]) -> list[list[Any]]:
-    """Failed trials as (number, outcome, reason), an even share of too many."""
+    """Failed trials as (number, outcome, reason); an even share if there are too many."""
     return [[number, outcome, short(reason, 160)] for number, outcome, reason in evenly(failed, _TICKS)]
 
 
 def best_lines(digest: Digest, objective: int) -> list[dict[str, Any]]:
-    """The best so far as steps: one line, or one for each regime while these can be told apart."""
+    """The best so far as steps: one line, or one per regime if there are few."""
     apart = 1 < len(digest.regimes) <= COLOURED
     names = [assignments(regime) for regime in digest.regimes] if apart else [""]
     index = {key_of(regime): number for number, regime in enumerate(digest.regimes)} if apart else {}
@@ -127,26 +127,26 @@ def best_lines(digest: Digest, objective: int) -> list[dict[str, Any]]:
 
 def axes(digest: Digest) -> list[Axis]:
     """The parameters that varied, in the order of the scenario."""
-    declared = digest.about.get("parameters")
-    written: Mapping[str, Any] = declared if isinstance(declared, dict) else {}
+    specs = digest.table("parameters")
     used = {name for trial in digest.ok for name in trial.action}
-    names = [name for name in written if name in used] + sorted(used - set(written))
-    found = [_axis(name, _declared(written.get(name)), digest.ok) for name in names]
-    return [axis for axis in found if axis is not None]
+    names = [name for name in specs if name in used] + sorted(used - set(specs))
+    every = [_axis(name, _parameter(specs.get(name)), digest.ok) for name in names]
+    return [axis for axis in every if axis is not None]
 
 
 def thinned(trials: Sequence[Trial], keep: set[int]) -> list[int]:
     """The indexes of the trials to draw: all, or those to keep, the best, and an even share of the rest."""
     if len(trials) <= DRAWN:
         return list(range(len(trials)))
-    by_reward = sorted(range(len(trials)), key=lambda index: _reward(trials[index]))
-    kept = {index for index, trial in enumerate(trials) if trial.number in keep} | set(by_reward[-_THINNED // 10 :])
-    rest = [index for index in range(len(trials)) if index not in kept]
-    return sorted([*kept, *evenly(rest, max(0, _THINNED - len(kept)))])
+    rewards = [trial.reward.value if trial.reward else float("-inf") for trial in trials]
+    by_reward = sorted(range(len(trials)), key=rewards.__getitem__)
+    special = {index for index, trial in enumerate(trials) if trial.number in keep} | set(by_reward[-_THINNED // 10 :])
+    rest = [index for index in range(len(trials)) if index not in special]
+    return sorted([*special, *evenly(rest, max(0, _THINNED - len(special)))])
 
 
 def floor_of(rewards: Sequence[float]) -> float | None:
-    """Where a reward axis begins, if a few very bad trials would press all others into one line."""
+    """Where a reward axis begins, if a few very bad trials would squeeze all others into one line."""
     if len(rewards) < 20:
         return None
     ordered = sorted(rewards)
@@ -164,48 +164,46 @@ def _axis(name: str, space: Parameter | None, trials: Sequence[Trial]) -> Axis |
     if len(distinct) < 2 or isinstance(space, Fixed):
         return None
     numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in distinct.values())
-    listed = space.values if isinstance(space, Choice) else ()
-    if isinstance(space, Range) or (numeric and (len(listed) > _CATEGORIES or (not listed and len(distinct) > 6))):
+    candidates = space.values if isinstance(space, Choice) else ()
+    if isinstance(space, Range) or (
+        numeric and (len(candidates) > _CATEGORIES or (not candidates and len(distinct) > 6))
+    ):
         log = isinstance(space, Range) and space.log and all(value > 0 for value in distinct.values())
         return Axis(name, "log" if log else "value", (), values) if numeric else None
-    known = {_same(canonical(value)): value for value in listed} | distinct
-    if len(known) > 4 * _CATEGORIES:
+    categories = {_same(canonical(value)): value for value in candidates} | distinct
+    if len(categories) > 4 * _CATEGORIES:
         return None
-    place = {key: index for index, key in enumerate(known)}
+    place = {key: index for index, key in enumerate(categories)}
     positions = [None if value is None else place[_same(value)] for value in values]
-    return Axis(name, "category", tuple(short(exact(value), 80) for value in known.values()), positions)
+    return Axis(name, "category", tuple(short(exact(value), 80) for value in categories.values()), positions)
 
 
-def _drawn_axis(axis: Axis, kept: Sequence[int], trials: Sequence[Trial]) -> dict[str, Any]:
+def _axis_data(axis: Axis, indexes: Sequence[int], trials: Sequence[Trial]) -> dict[str, Any]:
     return {
         "name": axis.name,
         "kind": axis.kind,
         "categories": axis.categories,
         "means": _means_by(axis.positions, trials, len(axis.categories)),
-        "at": [axis.positions[index] for index in kept],
+        "at": [axis.positions[index] for index in indexes],
     }
 
 
 def _means_by(places: Sequence[float | None], trials: Sequence[Trial], count: int) -> list[float | None]:
-    """The mean reward at each of the places 0..count-1, over all trials, drawn or not."""
+    """The mean reward at each of the places 0..count-1, over all trials."""
     values: list[list[float]] = [[] for _ in range(count)]
     for place, trial in zip(places, trials, strict=True):
         if count and place is not None and trial.reward:
             values[int(place)].append(trial.reward.value)
-    return [fsum(found) / len(found) if found else None for found in values]
+    return [fsum(rewards) / len(rewards) if rewards else None for rewards in values]
 
 
-def _declared(written: Any) -> Parameter | None:
+def _parameter(spec: Any) -> Parameter | None:
     try:
-        return None if written is None else parameter(written)
+        return None if spec is None else parameter(spec)
     except ValueError:
         return None
 
 
 def _same(value: Any) -> Any:
-    """Equal for equal values; a flag that is on is not the number one."""
+    """Equal for equal values; True is not the number 1."""
     return (isinstance(value, bool), value) if isinstance(value, (int, float, str)) else key_of(value)
-
-
-def _reward(trial: Trial) -> float:
-    return trial.reward.value if trial.reward else float("-inf")

@@ -54,7 +54,7 @@ class Digest:
         return str(self.about.get("name") or self.folder.name).encode("utf-8", "replace").decode()
 
     def table(self, name: str) -> dict[str, Any]:
-        """A table of the run's description; empty if there is none."""
+        """A table of the run's description, or an empty one."""
         table = self.about.get(name)
         return table if isinstance(table, dict) else {}
 
@@ -228,8 +228,8 @@ def regime_key(trial: Trial) -> str:
     return "" if not trial.regime else key_of(trial.regime)
 
 
-def _rank(value: Any, listed: Any) -> tuple[int, bool, float, str]:
-    place = listed.index(value) if isinstance(listed, list) and value in listed else -1
+def _rank(value: Any, candidates: Any) -> tuple[int, bool, float, str]:
+    place = candidates.index(value) if isinstance(candidates, list) and value in candidates else -1
     return place, isinstance(value, str), value if isinstance(value, (int, float)) else 0.0, str(value)
 
 

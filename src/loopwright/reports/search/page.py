@@ -151,10 +151,10 @@ def _marks(digest: Digest, chart: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _not_drawn(digest: Digest, chart: Mapping[str, Any]) -> str:
-    drawn, failed, notes = len(chart["number"]), digest.done - len(digest.ok), []
-    if drawn < len(digest.ok):
+    point_count, failed, notes = len(chart["number"]), digest.done - len(digest.ok), []
+    if point_count < len(digest.ok):
         notes.append(
-            f"{number(drawn)} of {number(len(digest.ok))} ok trials are drawn, because there are more than "
+            f"{number(point_count)} of {number(len(digest.ok))} ok trials are drawn, because there are more than "
             f"{number(DRAWN)}: all that set a record, the best, and an even share of the rest. The line is exact."
         )
     if len(chart["failed"]) < failed:

@@ -64,8 +64,8 @@ class TrainingDigest(RolloutDigest):
         return int(self.agent.get("steps") or 0)
 
     @property
-    def taken(self) -> int:
-        """The last step that was taken."""
+    def last_step(self) -> int:
+        """The number of the last step."""
         return self.train[-1].step if self.train else 0
 
     @property
@@ -208,7 +208,7 @@ def verdict(digest: TrainingDigest) -> str:
     if digest.train_rewards is None:
         return f"{why}, and no two steps have a reward yet."
     first_reward, last_reward = (number(reward, 3) for reward in digest.train_rewards)
-    change = f"from {first_reward} to {last_reward} in {counted(digest.taken, 'step')}"
+    change = f"from {first_reward} to {last_reward} in {counted(digest.last_step, 'step')}"
     hint = "" if digest.evals else " Add [run.eval] to know."
     return f"{why}; the mean training reward went {change}, which says little about other tasks.{hint}"
 
@@ -233,14 +233,14 @@ def warnings(digest: TrainingDigest) -> list[str]:
 def headline(digest: TrainingDigest) -> str:
     """The answer in a few words, for the list of runs."""
     if digest.ends is None:
-        return f"step {number(digest.taken)} of {number(digest.planned)}"
+        return f"step {number(digest.last_step)} of {number(digest.planned)}"
     first, last = (step.numbers["reward"] for step in digest.ends)
     return f"held-out reward {number(first, 3)} → {number(last, 3)}"
 
 
 def training_result(digest: TrainingDigest) -> tuple[dict[str, Any], list[str]]:
     """The result of a training, as one JSON object and as lines of text."""
-    lines = [f"{number(digest.taken)} of {number(digest.planned)} steps. {verdict(digest)}"]
+    lines = [f"{number(digest.last_step)} of {number(digest.planned)} steps. {verdict(digest)}"]
     if digest.ends is not None:
         first, last = (step.numbers for step in digest.ends)
         lines += [
@@ -249,8 +249,8 @@ def training_result(digest: TrainingDigest) -> tuple[dict[str, Any], list[str]]:
             for name in passes(digest)
         ]
     total = digest.rollouts.total
-    lost = f"{number(digest.unscored)} without a reward" if digest.unscored else "0 lost"
-    lines.append(f"{number(total.ended)} rollouts of {number(digest.groups.count)} prompts to train on, {lost}")
+    losses = f"{number(digest.unscored)} without a reward" if digest.unscored else "0 lost"
+    lines.append(f"{number(total.ended)} rollouts of {number(digest.groups.count)} prompts to train on, {losses}")
     lines += warnings(digest)
     policy = digest.folder / "policy"
     is_saved = policy.is_dir()
@@ -262,7 +262,7 @@ def training_result(digest: TrainingDigest) -> tuple[dict[str, Any], list[str]]:
         "prompts": digest.groups.count,
         "mean_reward": total.mean,
         "without_reward": digest.unscored,
-        "steps": digest.taken,
+        "steps": digest.last_step,
         "planned_steps": digest.planned,
         "skipped_steps": digest.skipped,
         "held_out": [{"step": step.step, **step.numbers} for step in digest.ends or digest.measured[:1]],

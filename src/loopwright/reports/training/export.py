@@ -44,10 +44,10 @@ def write_parquet_steps(ledger: Ledger, directory: Path) -> Path:
         raise MissingExtra("Parquet export", "parquet") from error
     path = directory / "steps.parquet"
     schema = pa.schema({"kind": pa.string(), "step": pa.int64()} | dict.fromkeys(_names(ledger)[2:], pa.float64()))
-    rows = [
-        {name: value if name in ("kind", "step") else _float(value) for name, value in row.items()}
-        for row in _rows(ledger)
-    ]
+    rows = list(_rows(ledger))
+    for row in rows:
+        for name in row.keys() - {"kind", "step"}:
+            row[name] = float(row[name]) if isinstance(row[name], (int, float)) else None
     with storage(path):
         temporary = path.with_name(f".{path.name}.part")
         pq.write_table(pa.Table.from_pylist(rows, schema=schema), temporary)
@@ -56,7 +56,7 @@ def write_parquet_steps(ledger: Ledger, directory: Path) -> Path:
 
 
 def has_steps(ledger: Ledger) -> bool:
-    """Whether there is anything to write."""
+    """Whether the run has training steps."""
     return next(_rows(ledger), None) is not None
 
 
@@ -68,7 +68,3 @@ def _rows(ledger: Ledger) -> Iterator[dict[str, Any]]:
 
 def _names(ledger: Ledger) -> list[str]:
     return list(dict.fromkeys(chain(("kind", "step", "at"), *_rows(ledger))))
-
-
-def _float(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None

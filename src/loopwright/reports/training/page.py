@@ -97,7 +97,7 @@ def _change(change: Interval | None) -> tuple[str, str]:
 def _summary(digest: TrainingDigest) -> list[tuple[str, str]]:
     total = digest.rollouts.total
     rows = [
-        ("steps", f"{number(digest.taken)} of {number(digest.planned)}"),
+        ("steps", f"{number(digest.last_step)} of {number(digest.planned)}"),
         ("rollouts", number(total.ended)),
         ("without a reward", number(digest.unscored)),
         ("sampled tokens", number(total.tokens)),
@@ -105,8 +105,8 @@ def _summary(digest: TrainingDigest) -> list[tuple[str, str]]:
     ]
     if digest.wall_s:
         rows.append(("wall time", duration(digest.wall_s)))
-    spent = {title: fsum(step.numbers.get(phase) or 0.0 for step in digest.train) for phase, title in _PHASES.items()}
-    return rows + [(title, duration(seconds)) for title, seconds in spent.items() if seconds]
+    phases = {title: fsum(step.numbers.get(phase) or 0.0 for step in digest.train) for phase, title in _PHASES.items()}
+    return rows + [(title, duration(seconds)) for title, seconds in phases.items() if seconds]
 
 
 # -- curves ---------------------------------------------------------------------------------------------------------
@@ -156,10 +156,11 @@ def _title(name: str) -> CurveTitle:
 
 
 def _speed(step: Step) -> dict[str, float]:
-    tokens, spent = step.numbers.get("tokens"), [step.numbers.get(phase) for phase in _PHASES]
-    if not is_number(tokens) or not all(map(is_number, spent)) or not fsum(s or 0.0 for s in spent):
+    tokens, phases = step.numbers.get("tokens"), [step.numbers.get(phase) for phase in _PHASES]
+    seconds = fsum(phase for phase in phases if is_number(phase))
+    if not is_number(tokens) or not all(map(is_number, phases)) or not seconds:
         return {}  # a step that was repeated after a crash did not wait for rollouts
-    return {"tokens_per_s": float(tokens or 0.0) / fsum(s or 0.0 for s in spent)}
+    return {"tokens_per_s": tokens / seconds}
 
 
 def _points(steps: Sequence[Step], name: str) -> list[tuple[int, float]]:
