@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from tests.agents.trainings import batch, live, trained
+from tests.agents.rl.scenarios import batch_scenario, live_scenario, train
 
 from loopwright.cli import main
 
@@ -12,7 +12,7 @@ from loopwright.cli import main
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     home = tmp_path_factory.mktemp("batch")
-    assert trained(home, batch('type = "ppo", trials = 40, rollout = 16')) == 0
+    assert train(home, batch_scenario('type = "ppo", trials = 40, rollout = 16')) == 0
     return home / "out" / "r" / "policy"
 
 
@@ -74,7 +74,7 @@ def test_half_a_policy_is_said(act, policy, tmp_path):
 
 
 def test_a_live_policy_answers_for_an_observation(act, tmp_path):
-    assert trained(tmp_path, live('type = "a2c", trials = 40')) == 0
+    assert train(tmp_path, live_scenario('type = "a2c", trials = 40')) == 0
     policy = tmp_path / "out" / "r" / "policy"
     assert json.loads(act(policy, "--observation", "[0, 0, 0, 0]")[1]) in (0, 1)
     assert "give --observation" in act(policy)[2]
@@ -86,7 +86,7 @@ def test_a_live_policy_answers_for_an_observation(act, tmp_path):
 
 def test_a_live_policy_with_a_regime_needs_both(act, tmp_path):
     drawn = "[run.live.args]\ngravity = [9.8, 1.6]\n[run.env_params.gravity]"
-    assert trained(tmp_path, live('type = "a2c", trials = 40', more=drawn)) == 0
+    assert train(tmp_path, live_scenario('type = "a2c", trials = 40', more=drawn)) == 0
     policy = tmp_path / "out" / "r" / "policy"
     code, out, _ = act(policy, "--regime", "gravity=1.6", "--observation", "[0, 0, 0, 0]")
     assert code == 0

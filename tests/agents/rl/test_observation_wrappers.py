@@ -1,0 +1,59 @@
+"""Observations that a library accepts, and those that are flattened for it."""
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from tests.envs.worlds import Shown
+from tests.envs.worlds import live as live_env
+
+from loopwright.agents.rl.observation_wrappers import flatten_codec, wrap_for_library
+from loopwright.core.errors import LoopwrightError
+from loopwright.envs.gym.adapter import LiveAdapter
+
+BOX = spaces.Box(-1, 1, (2,), np.float32)
+
+
+TWO = spaces.Discrete(2)
+
+
+@pytest.mark.parametrize(
+    ("space", "sb3", "rllib"),
+    [
+        (BOX, None, None),
+        (TWO, None, 2),
+        (spaces.Discrete(2, start=1), 2, 2),
+        (spaces.MultiDiscrete([2, 3]), None, 5),
+        (spaces.MultiDiscrete([[2, 3], [2, 2]]), 9, 9),
+        (spaces.MultiBinary(3), None, 3),
+        (spaces.Dict({"a": BOX, "b": TWO}), None, 4),
+        (spaces.Dict({"a": spaces.Dict({"b": TWO})}), 2, 2),
+        (spaces.Tuple((BOX, TWO)), 4, 4),
+        (spaces.Box(0, 1, (), np.float32), 1, 1),
+        (spaces.Box(0, 9, (2,), np.int64), None, 2),
+        (spaces.Box(0, 255, (84, 84, 3), np.uint8), None, None),
+    ],
+)
+def test_unsupported_observations_are_flattened(space, sb3, rllib):
+    for library, length in (("sb3", sb3), ("rllib", rllib)):
+        codec = flatten_codec(space, library)
+        assert (codec and codec.gym_space.shape) == (length and (length,))
+        if codec is not None:
+            assert codec.encode(space.sample()) in codec.gym_space
+
+
+def test_an_observation_that_cannot_be_flattened_is_an_error():
+    with pytest.raises(LoopwrightError, match="cannot be flattened for a network"):
+        flatten_codec(spaces.Sequence(TWO), "sb3")
+
+
+def test_the_flattened_observation_includes_the_regime(tmp_path):
+    shown = spaces.Tuple((BOX, TWO))
+    env = LiveAdapter(live_env(tmp_path, Shown(shown), drawn={"speed": [1, 2, 3]}))
+    flat = wrap_for_library(env, "sb3")
+    observation, info = flat.reset()
+    assert observation.shape == (3 + 2 + 2,)  # in gymnasium's order: "context" before "observation"
+    assert observation[:3].argmax() == info["env_params"]["speed"] - 1
+    assert flat.step(1)[0] in flat.observation_space
+    assert isinstance(flat, gymnasium.Env)
+    env.close()

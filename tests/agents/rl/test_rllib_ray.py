@@ -1,0 +1,92 @@
+"""Trainings with RLlib, each in its own process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.agents.rl.scenarios import (
+    batch_scenario,
+    live_scenario,
+    numbers,
+    rows,
+    write_scenario,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
+def test_rllib_uses_its_whole_budget_resumes_and_acts(tmp_path, algorithm):
+    agent = f'type = "{algorithm}", library = "rllib", trials = 100, rollout = 36, checkpoint_every = 30'
+    text = batch_scenario(agent)
+    path = write_scenario(tmp_path, text)
+    done = loopwright("run", path, "--output", tmp_path / "out", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert numbers(tmp_path) == list(range(1, 101))
+    assert loopwright("resume", tmp_path / "out", "--quiet").returncode == 0
+    assert len(numbers(tmp_path)) == 100
+    acted = loopwright("act", tmp_path / "out" / "r" / "policy", "--regime", "wind=1")
+    assert json.loads(acted.stdout)["x"] in (0, 1, 2, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_rllib_steps_a_live_run(tmp_path):
+    path = write_scenario(tmp_path, live_scenario('type = "ppo", library = "rllib", trials = 200, rollout = 64'))
+    done = loopwright("run", path, "--output", tmp_path / "out", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert numbers(tmp_path) == list(range(1, 201))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_r05_rllib_observes_the_regime_of_a_live_run(tmp_path):
+    drawn = "[run.live.args]\ngravity = [9.8, 1.6]\n[run.env_params.gravity]"
+    path = write_scenario(
+        tmp_path, live_scenario('type = "ppo", library = "rllib", trials = 200, rollout = 64', more=drawn)
+    )
+    done = loopwright("run", path, "--output", tmp_path / "out", "--quiet")
+    assert done.returncode == 0, done.stderr
+    words = ("--regime", "gravity=1.6", "--observation", "[0, 0, 0, 0]")
+    acted = loopwright("act", tmp_path / "out" / "r" / "policy", *words)
+    assert json.loads(acted.stdout) in (0, 1), acted.stderr
+
+
+BOXED = """
+import numpy as np
+from gymnasium import spaces
+from tests.envs.worlds import Line
+
+class Boxed(Line):
+    observation_space = spaces.Box(-100, 100, (2,), np.float32)
+    action_space = spaces.Box(3.0, 5.0, (2,), np.float32)
+
+    def __init__(self):
+        super().__init__()
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return super().step(1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_rllib_policy_acts_within_the_bounds_of_its_space(tmp_path):
+    (tmp_path / "rl_boxed.py").write_text(BOXED)
+    path = write_scenario(
+        tmp_path, live_scenario('type = "ppo", library = "rllib", trials = 100, rollout = 50', "rl_boxed:Boxed")
+    )
+    done = loopwright("run", path, "--output", tmp_path / "out", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert {row.outcome for row in rows(tmp_path)} == {"ok"}
+    acted = loopwright("act", tmp_path / "out" / "r" / "policy", "--observation", "[0, 0]")
+    assert all(3.0 <= number <= 5.0 for number in json.loads(acted.stdout)), acted.stderr
+
+
+def loopwright(*words: object) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "loopwright", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd())
