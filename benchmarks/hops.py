@@ -28,7 +28,7 @@ from benchmarks.load import SAID
 from loopwright.cli.gateway import app
 from loopwright.core.eventloop import run
 from loopwright.engines.base import Chunk, Engine, EngineConfig, Sampling, engines
-from loopwright.engines.shortcuts import NAMED
+from loopwright.engines.shortcuts import SHORTCUTS
 
 LITELLM = "litellm[proxy]==1.106.2"
 _HOME = Path(__file__).resolve().parent.parent / ".venvs" / "litellm"
@@ -169,7 +169,7 @@ async def _served(answer: Handler) -> None:
 def ours(*options: str) -> None:
     """`loopwright gateway serve`, with an engine that takes no time."""
     engines.add("mock", MockEngine)
-    NAMED["mock"] = MockConfig
+    SHORTCUTS["mock"] = MockConfig
     app(["serve", "--engine", "mock", "--port", "0", *options])
 
 

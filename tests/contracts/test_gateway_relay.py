@@ -43,26 +43,26 @@ def test_t08_workers_that_freeze_or_are_killed_lose_nothing(tmp_path):
             relay = gateway.engine
             processes = {name: worker_process(gateway, tmp_path, name) for name in "ab"}
             try:
-                await until(lambda: len(relay.described()) == 2, 40)
+                await until(lambda: len(relay.describe()) == 2, 40)
                 session = await gateway.open()
                 async with client_of(session) as client:
                     for turn, sent in enumerate((signal.SIGSTOP, signal.SIGKILL), 1):
                         heard = []
                         stream = asyncio.create_task(followed(client, [user(f"{sent}")], heard))
                         await until(lambda: len(text_of(heard)) > 20, 20)  # noqa: B023
-                        (busy,) = [each["name"] for each in relay.described() if each["running"]]
+                        (busy,) = [each["name"] for each in relay.describe() if each["running"]]
                         processes[busy].send_signal(sent)
                         await stream
                         assert text_of(heard) == COUNTED
                         exact_count(session, turn)
-                        assert [each["name"] for each in relay.described()] == [n for n in "ab" if n != busy]
+                        assert [each["name"] for each in relay.describe()] == [n for n in "ab" if n != busy]
                         if sent == signal.SIGSTOP:
                             processes[busy].send_signal(signal.SIGCONT)
-                            await until(lambda: len(relay.described()) == 2, 20)
-                (left,) = [each["name"] for each in relay.described()]
+                            await until(lambda: len(relay.describe()) == 2, 20)
+                (left,) = [each["name"] for each in relay.describe()]
                 processes[left].send_signal(signal.SIGINT)
                 assert await asyncio.to_thread(processes[left].wait, 20) == 130
-                await until(lambda: not relay.described())
+                await until(lambda: not relay.describe())
             finally:
                 for process in processes.values():
                     process.kill()
@@ -121,7 +121,7 @@ def test_t08_a_connection_that_is_lost_is_made_anew_and_the_stream_waits_for_it(
                 await until(lambda: len(text_of(heard)) > 20)
                 if silent:
                     way["open"] = False
-                    await until(lambda: not gateway.engine.described())
+                    await until(lambda: not gateway.engine.describe())
                     way["open"] = True
                 cut()
                 await stream

@@ -22,7 +22,7 @@ def test_t06_running_calls_are_held_kept_alive_and_go_on_under_the_new_version(c
         if count > 1:
             engine = Fleet(FleetSettings(type="fleet"), Path())
             for number, each in enumerate(engines):
-                engine._put(str(number), each)
+                engine.add(str(number), each)
         async with served(engine, token=TOKEN, keepalive_s=0.05) as gateway, aiohttp.ClientSession() as http:
             admin = {"authorization": f"Bearer {TOKEN}"}
             session = await gateway.open()
@@ -113,7 +113,7 @@ def test_t06_an_engine_that_cannot_take_the_weights_is_left_out_and_weights_that
     async def story():
         fleet = Fleet(FleetSettings(type="fleet", check_s=60), Path())
         for name, engine in (("any", Teller()), ("picky", Picky())):
-            fleet._put(name, engine)
+            fleet.add(name, engine)
         async with served(fleet, token=TOKEN) as gateway, aiohttp.ClientSession() as http:
             headers = {"authorization": f"Bearer {TOKEN}"}
 

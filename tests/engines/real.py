@@ -8,7 +8,7 @@ import torch
 
 from loopwright.engines.base import EngineError, Sampling, engines
 from loopwright.engines.inprocess import smollm2
-from loopwright.engines.inprocess.sampler import reshaped
+from loopwright.engines.inprocess.sampler import reshape
 from loopwright.testing import EngineContract
 from loopwright.testing.engines import ids_of, logprobs_of
 
@@ -28,7 +28,7 @@ def logits_of(model, prompt, ids):
 
 
 def forward(model, prompt, ids, sampling=None):
-    logprobs = reshaped(logits_of(model, prompt, ids), [sampling or Sampling()] * len(ids))
+    logprobs = reshape(logits_of(model, prompt, ids), [sampling or Sampling()] * len(ids))
     return logprobs.gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
 
 
@@ -62,8 +62,8 @@ class RealServer(EngineContract):
     @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: next(iter(shape)))
     def test_logprobs_are_those_of_what_was_sampled_from(self, tmp_path, shape):
         async def story(engine):
-            chunks = await self.said(engine, "x", max_tokens=24, **shape)
-            expected = forward(reference(), self.asked(engine), ids_of(chunks), Sampling(**shape))
+            chunks = await self.chunks_of(engine, "x", max_tokens=24, **shape)
+            expected = forward(reference(), self.prompt_ids(engine), ids_of(chunks), Sampling(**shape))
             assert logprobs_of(chunks) == pytest.approx(expected, abs=self.tolerance)
 
         self.use(tmp_path, story)
@@ -90,10 +90,10 @@ class RealServer(EngineContract):
 
     def test_a_stop_text_ends_a_stream(self, tmp_path):
         async def story(engine):
-            whole = ids_of(await self.said(engine, temperature=0))
+            whole = ids_of(await self.chunks_of(engine, temperature=0))
             stop = engine.tokenizer.decode(whole[5:8])
             settings = Sampling(temperature=0, max_tokens=64, stop=(stop,))
-            cut = [c async for c in engine.generate(self.asked(engine), settings, seed="s")]
+            cut = [c async for c in engine.generate(self.prompt_ids(engine), settings, seed="s")]
             assert (cut[-1].finish, ids_of(cut)) == ("stop", whole[:8])
 
         self.use(tmp_path, story)

@@ -20,12 +20,11 @@ from loopwright.engines.base import (
     EngineError,
     Sampling,
 )
-from loopwright.engines.fingerprint import fingerprint
 from loopwright.engines.fleet import Fleet, FleetConfig, FleetSettings
 from loopwright.engines.fleet_member import FleetMember
 from loopwright.engines.http.client import EngineGone
 from loopwright.engines.scripted import ScriptedConfig
-from loopwright.engines.tokenizer import ByteTokenizer
+from loopwright.engines.tokenizer import ByteTokenizer, fingerprint
 from loopwright.testing import EngineContract, simulate
 
 BYTES = ByteTokenizer()
@@ -79,7 +78,7 @@ def fleet_of(*members, **settings):
     """A fleet of engines by the names a, b, c …"""
     fleet = Fleet(FleetSettings(type="any", **{**QUICK, **settings}), Path())
     for name, engine in zip("abcdefghij", members, strict=False):
-        fleet._put(name, engine)
+        fleet.add(name, engine)
     return fleet
 
 
@@ -123,7 +122,7 @@ def test_a_session_keeps_to_its_engine_and_churn_moves_as_few_as_possible():
         before = await homes(fleet, keys)
         assert before == await homes(fleet, keys), "the same again"
         assert min(Counter(before.values()).values()) > 300 / 4 / 2, "and all of them are used"
-        joined = fleet._put("e", Counting())
+        joined = fleet.add("e", Counting())
         after = await homes(fleet, keys)
         moved = {key for key in keys if before[key] != after[key]}
         assert {after[key] for key in moved} == {"e"}, "only to the new one"
@@ -191,14 +190,14 @@ def test_an_engine_that_failed_is_left_alone_and_comes_back():
         assert ids_of(await said(seat)) == list(range(1, 11))
         assert well.calls[-1][0] == (0, 1, 2, 3)
         assert well.calls[-1][1].max_tokens == 7
-        assert fleet.described()[0]["state"] == "left alone for a while (out of memory)"
+        assert fleet.describe()[0]["state"] == "backing off (out of memory)"
         await said(seat)
         assert len(ill.calls) == before + 1
         ill.fails_at = None
         await asyncio.sleep(10.1)
         await said(seat)
         assert len(ill.calls) == before + 2
-        assert fleet.described()[0]["state"] == "serving"
+        assert fleet.describe()[0]["state"] == "serving"
         await fleet.close()
 
     simulate(story())
@@ -233,11 +232,11 @@ def test_what_is_the_request_s_own_fault_is_not_the_engine_s():
         fleet = fleet_of(Full())
         with pytest.raises(ContextFull):
             await said(fleet)
-        assert fleet.described()[0]["state"] == "serving"
+        assert fleet.describe()[0]["state"] == "serving"
         picky = fleet_of(Picky())
         with pytest.raises(BadSampling):
             await said(picky)
-        assert picky.described()[0]["state"] == "serving"
+        assert picky.describe()[0]["state"] == "serving"
         await picky.close()
         first = Counting()
         first.fails_at = 3
@@ -280,7 +279,7 @@ def test_a_fleet_is_well_as_long_as_one_of_its_engines_is():
         fleet = fleet_of(ill, well)
         with pytest.raises(EngineError, match="a: not well; b: not well"):
             await fleet.check()
-        assert [each["state"] for each in fleet.described()] == ["serving"] * 2, "to ask changes nothing"
+        assert [each["state"] for each in fleet.describe()] == ["serving"] * 2, "to ask changes nothing"
 
     run(story)
 
@@ -290,7 +289,7 @@ def test_while_there_is_none_requests_wait_and_then_fail_with_the_reason():
         fleet = fleet_of(wait_s=100.0, check_s=1000)
         waiting = asyncio.create_task(said(fleet))
         await asyncio.sleep(99)
-        member = fleet._put("a", Counting())
+        member = fleet.add("a", Counting())
         assert ids_of(await waiting) == list(range(1, 11))
         member.leaving = True
         with pytest.raises(EngineError, match="no engine could serve for 100 s: a is leaving"):
@@ -329,8 +328,8 @@ def test_closing_a_stream_frees_its_engine():
         fleet = fleet_of(engine)
         async with aclosing(fleet.generate([0], Sampling(), seed="")) as stream:
             assert (await anext(stream)).ids == (1,)
-            assert fleet.described()[0]["running"] == 1
-        assert fleet.described()[0]["running"] == 0
+            assert fleet.describe()[0]["running"] == 1
+        assert fleet.describe()[0]["running"] == 0
         await fleet.close()
 
     run(story)
@@ -348,7 +347,7 @@ def test_all_engines_get_the_weights_and_one_that_cannot_is_left_out_until_it_ca
         await fleet.load_weights("w3", 3)
         await fleet.resume()
         assert fleet.version == 3
-        assert fleet.described()[1]["state"] == "left out: it has version 0, not 3 (no such file)"
+        assert fleet.describe()[1]["state"] == "excluded: it has version 0, not 3 (no such file)"
         for n in range(8):
             assert {c.version for c in await said(fleet.for_session(str(n)))} == {3}
         assert not bad.calls
@@ -370,7 +369,7 @@ def test_an_engine_that_comes_later_gets_the_weights_of_the_beginning_too():
     async def story():
         fleet = fleet_of(Counting())
         await fleet.load_weights("w0", 0)
-        late = fleet._put("late", Counting()).engine
+        late = fleet.add("late", Counting()).engine
         await asyncio.gather(*(said(fleet.for_session(str(n))) for n in range(8)))
         assert not late.calls
         async with asyncio.timeout(5):
@@ -420,7 +419,7 @@ def test_engines_of_different_tokens_are_refused():
 
     other = Counting()
     other.tokenizer = Other()
-    with pytest.raises(EngineError, match="its tokenizer is not the one"):
+    with pytest.raises(EngineError, match="its tokenizer differs"):
         fleet_of(Counting(), other)
     assert fingerprint(ByteTokenizer()) == fingerprint(ByteTokenizer())
 

@@ -167,13 +167,13 @@ SAYS = {
     "500": "answered 500.*out of memory",
     "killed": "closed the connection in mid-stream",
     "silent": "sent nothing for 0.3 s",
-    "lengths": "ids but|no logprob for|gave",
-    "json": "no JSON",
+    "lengths": "ids but|no logprob for|sent",
+    "json": "did not answer JSON",
     "list": "did not answer a JSON object",
-    "error": "EngineCore encountered an issue|unforeseen",
-    "endless": "without saying why|'none'",
-    "nan": "as a logprob|unforeseen",
-    "ids": "as an id|unforeseen",
+    "error": "EngineCore encountered an issue|unexpected answer",
+    "endless": "without a finish reason|'none'",
+    "nan": "as a logprob|unexpected answer",
+    "ids": "as an id|unexpected answer",
 }
 
 
@@ -245,7 +245,7 @@ def test_the_key_is_sent_and_never_told(server, wire, tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize(
     ("config", "match"),
-    [({"url": "localhost:8000"}, "is not a URL"), ({"url": "http://me:secret@there"}, "belongs into api_key_env"),
+    [({"url": "localhost:8000"}, "is not a URL"), ({"url": "http://me:secret@there"}, "put the key into api_key_env"),
      ({"api_key_env": "NOT_THERE"}, "NOT_THERE holds no API key"),
      ({"api_key_file": "nowhere"}, "API key cannot be read"), ({"tokenizer": "nowhere/at/all"}, "cannot be loaded")],
 )  # fmt: skip
@@ -284,7 +284,7 @@ def test_t06_new_weights_are_loaded_while_the_server_holds(server, wire, routes,
 def test_t06_a_server_that_was_started_anew_gets_its_weights_again_before_it_serves(
     wire, noticed, route, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("loopwright.engines.http.base._SURE_S", 0.0)
+    monkeypatch.setattr("loopwright.engines.http.base._TRUST_S", 0.0)
     (tmp_path / "model.safetensors").touch()
 
     async def story():
@@ -318,7 +318,7 @@ def test_t06_a_server_with_our_weights_that_is_gone_is_waited_for(
     wire, reload, ask, sure_s, tmp_path, monkeypatch, caplog
 ):
     """By whoever asks for tokens, and by whoever has newer weights for it; how it is, is told at once."""
-    monkeypatch.setattr("loopwright.engines.http.base._SURE_S", sure_s)
+    monkeypatch.setattr("loopwright.engines.http.base._TRUST_S", sure_s)
     (tmp_path / "model.safetensors").touch()
 
     async def story():
@@ -390,7 +390,7 @@ def test_a_fleet_waits_for_none_of_its_servers_while_another_can_serve(tmp_path,
 
 
 def test_t06_a_server_that_failed_to_take_its_weights_again_is_asked_again(server, tmp_path, monkeypatch):
-    monkeypatch.setattr("loopwright.engines.http.base._SURE_S", 0.0)
+    monkeypatch.setattr("loopwright.engines.http.base._TRUST_S", 0.0)
     (tmp_path / "model.safetensors").touch()
 
     async def story(engine):
@@ -432,7 +432,7 @@ def test_llamacpp_says_that_it_cannot_change_its_weights(server, tmp_path):
     (tmp_path / "model.safetensors").touch()
 
     async def story(engine):
-        with pytest.raises(EngineError, match="cannot change its weights while it runs"):
+        with pytest.raises(EngineError, match="cannot load weights while it runs"):
             await engine.load_weights(tmp_path, 3)
         assert engine.version == 0
 
@@ -451,9 +451,9 @@ def test_a_server_that_failed_while_it_took_on_weights_serves_nobody_until_it_ha
             return await post(path, body, **more)
 
         monkeypatch.setattr(engine.client, "post", fail)
-        with pytest.raises(EngineError, match="may hold half of them: no such file"):
+        with pytest.raises(EngineError, match="may hold only half of them: no such file"):
             await engine.load_weights(tmp_path, 3)
-        with pytest.raises(EngineError, match="may hold half of them"):
+        with pytest.raises(EngineError, match="may hold only half of them"):
             await said(engine)
         monkeypatch.undo()
         await engine.load_weights(tmp_path, 4)

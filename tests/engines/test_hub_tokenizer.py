@@ -4,7 +4,7 @@ import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from loopwright.engines.hub_tokenizer import HubTokenizer
+from loopwright.engines.tokenizer import HubTokenizer
 from loopwright.gateway.sessions.template import ChatML
 
 

@@ -9,7 +9,7 @@ from loopwright.engines.inprocess import engine as inprocess
 from loopwright.engines.inprocess import smollm2
 from loopwright.engines.inprocess.engine import TransformersConfig
 from loopwright.engines.scripted import ScriptedConfig
-from loopwright.engines.shortcuts import NAMED, engine_config, engine_of
+from loopwright.engines.shortcuts import SHORTCUTS, engine_config, engine_of
 from loopwright.testing.gateways import said
 
 
@@ -18,7 +18,7 @@ def test_names_stand_for_configs():
     assert engine_config("tiny") == TransformersConfig(model="tiny")
     assert engine_config("smollm2") == TransformersConfig(model="smollm2")
     assert engine_config("transformers:Qwen/Qwen3-8B").model == "Qwen/Qwen3-8B"
-    assert len(NAMED) == 3
+    assert len(SHORTCUTS) == 3
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llamacpp", "sglang"])
@@ -52,7 +52,7 @@ def test_a_missing_model_is_named_with_the_next_move(tmp_path, monkeypatch):
 def test_a_conversion_that_fails_leaves_nothing_and_the_next_one_works(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm2, "find_spec", lambda name: True)
-    monkeypatch.setattr(smollm2, "_package", lambda: tmp_path)
+    monkeypatch.setattr(smollm2, "_package_dir", lambda: tmp_path)
 
     def broken(target):
         (target / "config.json").write_text("{")

@@ -14,7 +14,7 @@ IDS = torch.tensor([[1, 2, 3, 4, 5]])
 def models():
     register()
     plain, packed = tiny(1).eval(), tiny(1).eval()
-    pack(packed, least=0)
+    pack(packed, min_size=0)
     assert isinstance(packed.lm_head.forward, _Packed)
     return plain, packed
 

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopwright.engines.base import Sampling
-from loopwright.engines.inprocess.sampler import Draw, likeliest, reshaped, sample
+from loopwright.engines.inprocess.sampler import Draw, likeliest, reshape, sample
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.5, -1.0, -3.0, -40.0, -torch.inf])
 
 
 def chances(**sampling):
-    return reshaped(LOGITS[None], [Sampling(**sampling)])[0].exp().tolist()
+    return reshape(LOGITS[None], [Sampling(**sampling)])[0].exp().tolist()
 
 
 @pytest.mark.parametrize(

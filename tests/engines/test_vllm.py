@@ -46,7 +46,7 @@ class TestVllm(RealServer):
         changed = other_weights(tmp_path / "changed")
 
         async def story(engine):
-            prompt = self.asked(engine)
+            prompt = self.prompt_ids(engine)
             begun = []
 
             async def listen():
@@ -59,7 +59,7 @@ class TestVllm(RealServer):
             await engine.pause()
             await running
             assert begun[-1].finish == "abort"
-            held = asyncio.ensure_future(self.said(engine, ids=ids_of(begun), max_tokens=12))
+            held = asyncio.ensure_future(self.chunks_of(engine, ids=ids_of(begun), max_tokens=12))
             await engine.load_weights(changed.name_or_path, 1)
             assert not held.done()
             await engine.resume()
@@ -75,7 +75,7 @@ class TestVllm(RealServer):
             await engine.pause()
             await engine.load_weights(smollm2.directory(), 2)
             await engine.resume()
-            again = await self.said(engine, max_tokens=12)
+            again = await self.chunks_of(engine, max_tokens=12)
             assert logprobs_of(again) == pytest.approx(self.logprobs_of(engine, prompt, ids_of(again)), abs=1e-3)
 
         self.use(tmp_path, story)

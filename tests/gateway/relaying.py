@@ -21,7 +21,7 @@ async def relayed(*engines, tokenizer=None, port=0, output=None, **settings):
         )
         for number, engine in enumerate(engines):
             await stack.enter_async_context(working(gateway, engine, f"w{number}"))
-        await until(lambda: len(relay.described()) == len(engines))
+        await until(lambda: len(relay.describe()) == len(engines))
         try:
             yield gateway
         finally:

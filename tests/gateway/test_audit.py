@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from loopwright.cli import app
 from loopwright.engines.base import Sampling
 from loopwright.engines.inprocess.engine import TransformersConfig, TransformersEngine
-from loopwright.engines.inprocess.forward import off_by
+from loopwright.engines.inprocess.forward import difference
 from loopwright.engines.inprocess.models import tiny
 from loopwright.gateway.gateway import Gateway
 from loopwright.gateway.sessions.session_config import SessionConfig
@@ -225,12 +225,12 @@ def test_off_by_knows_the_edge_of_top_p():
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
     at_edge = Sampling(top_p=0.8 + 1e-6)
     within = float(torch.log(torch.tensor(0.5 / 0.8)))
-    assert off_by(logits, 0, within, Sampling(top_p=0.8 - 1e-6)) < 1e-6
-    assert off_by(logits, 0, within, at_edge) < 1e-6, "rounding could have left the third token out"
-    assert off_by(logits, 0, within, Sampling(top_p=0.9)) > 0.1
-    assert off_by(logits, 3, -1.0, Sampling(top_k=2)) > 1.0, "it could not have been sampled"
-    assert off_by(logits, 0, 0.0, Sampling(temperature=0.0)) == 0.0
-    assert off_by(logits, 1, 0.0, Sampling(temperature=0.0)) > 0.5
+    assert difference(logits, 0, within, Sampling(top_p=0.8 - 1e-6)) < 1e-6
+    assert difference(logits, 0, within, at_edge) < 1e-6, "rounding could have left the third token out"
+    assert difference(logits, 0, within, Sampling(top_p=0.9)) > 0.1
+    assert difference(logits, 3, -1.0, Sampling(top_k=2)) > 1.0, "it could not have been sampled"
+    assert difference(logits, 0, 0.0, Sampling(temperature=0.0)) == 0.0
+    assert difference(logits, 1, 0.0, Sampling(temperature=0.0)) > 0.5
 
 
 @pytest.mark.slow
@@ -248,5 +248,5 @@ def test_smollm2_is_captured_to_a_thousandth(tmp_path):
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0)])
 def test_what_is_no_number_is_never_within_a_tolerance(sampling):
     logits = torch.tensor([1.0, 2.0, float("nan")])
-    assert off_by(logits[:2], 1, float("nan"), sampling) == float("inf")
-    assert off_by(logits, 2, 0.0, sampling) == float("inf")
+    assert difference(logits[:2], 1, float("nan"), sampling) == float("inf")
+    assert difference(logits, 2, 0.0, sampling) == float("inf")

@@ -11,9 +11,8 @@ import pytest
 from openai import APIConnectionError
 
 from loopwright.engines.base import ContextFull, EngineError, Sampling
-from loopwright.engines.fingerprint import fingerprint
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
-from loopwright.engines.tokenizer import ByteTokenizer
+from loopwright.engines.tokenizer import ByteTokenizer, fingerprint
 from loopwright.gateway.gateway import Gateway, GatewayConfig
 from loopwright.gateway.relay.link import PROTOCOL
 from loopwright.gateway.relay.relay import Relay, RelayConfig
@@ -80,15 +79,15 @@ def test_a_worker_that_is_told_to_end_ends_its_streams_first():
             stream = asyncio.create_task(said(relay))
             await first.held.wait()
             async with working(gateway, other, "other"):
-                await until(lambda: len(relay.described()) == 2)
+                await until(lambda: len(relay.describe()) == 2)
                 worker.end()
-                await until(lambda: relay.described()[0]["state"] == "leaving")
+                await until(lambda: relay.describe()[0]["state"] == "leaving")
                 assert ids_of(await said(relay)) == [*b"hello", END]
                 assert len(first.calls) == 1, "nothing new"
                 first.go.set()
                 assert ids_of(await stream) == [*b"hello", END]
                 assert len(other.calls) == 1, "what was begun was ended where it was begun"
-                await until(lambda: [each["name"] for each in relay.described()] == ["other"])
+                await until(lambda: [each["name"] for each in relay.describe()] == ["other"])
 
     run(story)
 
@@ -99,7 +98,7 @@ def test_who_has_no_token_is_not_let_in_and_gives_up():
             for token in ("wrong-token-of-the-gateway", "", TOKEN + "x"):
                 with pytest.raises(WorkerRefused, match="does not know this token"):
                     await RelayWorker(Teller(), door(gateway), token).run()
-            assert gateway.engine.described() == []
+            assert gateway.engine.describe() == []
         async with Gateway(Teller(), token=TOKEN) as plain:
             with pytest.raises(WorkerRefused, match="start the gateway with --relay"):
                 await RelayWorker(Teller(), door(plain), TOKEN).run()
@@ -126,7 +125,7 @@ def test_a_worker_with_other_tokens_is_refused_with_the_reason():
 
 def test_the_tokenizer_of_a_hub_s_model_is_sent():
     tokenizers = pytest.importorskip("tokenizers")
-    from loopwright.engines.hub_tokenizer import HubTokenizer
+    from loopwright.engines.tokenizer import HubTokenizer
 
     raw = tokenizers.Tokenizer(tokenizers.models.BPE())
     raw.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -189,7 +188,7 @@ def test_who_announces_nonsense_is_refused(message, said):
             (answer,) = await spoken(gateway, message)
             assert answer["t"] == "refused"
             assert said in answer["reason"]
-            assert gateway.engine.described() == []
+            assert gateway.engine.describe() == []
 
     run(story)
 
@@ -212,7 +211,7 @@ def test_a_worker_that_says_nonsense_is_lost_and_nobody_else_is_hurt(message):
     async def story():
         async with relayed(Teller("hello")) as gateway:
             await spoken(gateway, {**ANNOUNCED, "fingerprint": fingerprint(ByteTokenizer())}, message)
-            await until(lambda: len(gateway.engine.described()) == 1)
+            await until(lambda: len(gateway.engine.describe()) == 1)
             assert ids_of(await said(gateway.engine)) == [*b"hello", END]
 
     run(story)
@@ -242,7 +241,7 @@ def test_t08_of_two_workers_with_one_name_the_later_one_serves_and_the_first_one
         first, later = Teller("hello", hold_at=2), Teller("hello")
         async with relayed() as gateway:
             worker = asyncio.create_task(RelayWorker(first, door(gateway), TOKEN, name="w").run())
-            await until(lambda: gateway.engine.described())
+            await until(lambda: gateway.engine.describe())
             async with client_of(await gateway.open()) as client:
                 call = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("a")]))
                 await first.held.wait()
@@ -251,7 +250,7 @@ def test_t08_of_two_workers_with_one_name_the_later_one_serves_and_the_first_one
                         await worker
                     assert (await call).choices[0].message.content == "hello", "what it had begun goes on"
                     assert later.calls[0][1] == [*b"llo", END]
-                    assert [each["state"] for each in gateway.engine.described()] == ["serving"]
+                    assert [each["state"] for each in gateway.engine.describe()] == ["serving"]
 
     run(story)
 
@@ -320,7 +319,7 @@ def test_a_worker_that_comes_late_is_given_the_weights_that_it_missed():
             late = Teller("hello")
             async with working(gateway, late, "late"):
                 await until(lambda: late.version == 4)
-                await until(lambda: [e["state"] for e in gateway.engine.described()] == ["serving"] * 2)
+                await until(lambda: [e["state"] for e in gateway.engine.describe()] == ["serving"] * 2)
 
     run(story)
 

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from loopwright.engines.hub_tokenizer import _ALPHABET
-from loopwright.engines.tokenizer import ByteTokenizer
+from loopwright.engines.tokenizer import _ALPHABET, ByteTokenizer
 
 
 def byte_tokenizer() -> Any:

@@ -1,1 +1,83 @@
 """Engines: token ids in, a stream of token ids with logprobs out."""
+
+from typing import TYPE_CHECKING
+
+from loopwright.core.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from loopwright.engines.base import (
+        BadSampling,
+        Chunk,
+        ContextFull,
+        Engine,
+        EngineAway,
+        EngineConfig,
+        EngineError,
+        Sampling,
+        engines,
+    )
+    from loopwright.engines.fleet import Fleet, FleetConfig
+    from loopwright.engines.http.base import HttpConfig, HttpEngine, RawChunk
+    from loopwright.engines.http.client import EngineGone, HttpClient
+    from loopwright.engines.http.llamacpp import LlamaCppConfig, LlamaCppEngine
+    from loopwright.engines.http.sglang import SglangConfig, SglangEngine
+    from loopwright.engines.http.vllm import VllmConfig, VllmEngine
+    from loopwright.engines.inprocess.engine import TransformersConfig, TransformersEngine
+    from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
+    from loopwright.engines.shortcuts import engine_of
+    from loopwright.engines.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer
+    from loopwright.engines.weight_update import WeightUpdate
+
+__all__ = [
+    "BadSampling",
+    "ByteTokenizer",
+    "Chunk",
+    "ContextFull",
+    "Engine",
+    "EngineAway",
+    "EngineConfig",
+    "EngineError",
+    "EngineGone",
+    "Fleet",
+    "FleetConfig",
+    "HttpClient",
+    "HttpConfig",
+    "HttpEngine",
+    "HubTokenizer",
+    "LlamaCppConfig",
+    "LlamaCppEngine",
+    "RawChunk",
+    "Sampling",
+    "ScriptedConfig",
+    "ScriptedEngine",
+    "SglangConfig",
+    "SglangEngine",
+    "Tokenizer",
+    "TransformersConfig",
+    "TransformersEngine",
+    "VllmConfig",
+    "VllmEngine",
+    "WeightUpdate",
+    "engine_of",
+    "engines",
+]
+
+_BASE = ("BadSampling", "Chunk", "ContextFull", "Engine", "EngineAway", "EngineConfig", "EngineError", "Sampling")
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        **dict.fromkeys((*_BASE, "engines"), "base"),
+        **dict.fromkeys(("ByteTokenizer", "HubTokenizer", "Tokenizer"), "tokenizer"),
+        **dict.fromkeys(("Fleet", "FleetConfig"), "fleet"),
+        **dict.fromkeys(("HttpConfig", "HttpEngine", "RawChunk"), "http.base"),
+        **dict.fromkeys(("EngineGone", "HttpClient"), "http.client"),
+        **dict.fromkeys(("LlamaCppConfig", "LlamaCppEngine"), "http.llamacpp"),
+        **dict.fromkeys(("SglangConfig", "SglangEngine"), "http.sglang"),
+        **dict.fromkeys(("TransformersConfig", "TransformersEngine"), "inprocess.engine"),
+        **dict.fromkeys(("VllmConfig", "VllmEngine"), "http.vllm"),
+        **dict.fromkeys(("ScriptedConfig", "ScriptedEngine"), "scripted"),
+        "WeightUpdate": "weight_update",
+        "engine_of": "shortcuts",
+    },
+)

@@ -1,5 +1,6 @@
 """The base of all engines: ids in, a stream of (id, logprob) out, each with the policy version that sampled it."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -15,19 +16,19 @@ from loopwright.engines.tokenizer import Tokenizer
 
 Reasoning = Literal["preserve", "fork"]
 Finish = Literal["stop", "length", "abort"]
-"""Why a stream ended: a stop token, the budget of tokens, or a pause, after which it can be continued."""
+"""Why a stream ended: a stop token or text, the token limit, or a pause, after which it can be continued."""
 
 
 class EngineError(LoopwrightError, ConnectionError):
-    """An engine failed or is gone; nothing that the policy did."""
+    """An engine failed or is gone; the policy did not cause it."""
 
 
 class EngineAway(EngineError):
-    """Nobody is there to be asked, for now: nothing that a request could have caused."""
+    """No engine is connected at the moment; the request did not cause it."""
 
 
 class ContextFull(EngineError, ValueError):
-    """What the engine was asked to go on from leaves no room for a token; `limit` is what it can hold."""
+    """The prompt leaves no space for another token; `limit` is the model's context length."""
 
     def __init__(self, limit: int, length: int) -> None:
         super().__init__(f"This model's maximum context length is {limit} tokens, but the prompt has {length}.")
@@ -35,18 +36,14 @@ class ContextFull(EngineError, ValueError):
 
 
 class BadSampling(EngineError, ValueError):
-    """A way to sample of which this engine cannot tell true logprobs: the request is at fault, not the engine."""
-
-
-_RESHAPING = "temperature", "top_p", "top_k", "min_p"
-_PLAIN = 1.0, 1.0, 0, 0.0
+    """Sampling parameters for which this engine cannot report true logprobs: the request is at fault."""
 
 
 class Sampling(Config):
     """How tokens are sampled."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """0 takes the likeliest token."""
+    """0 always takes the likeliest token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample among the likeliest tokens that together reach this probability."""
     top_k: int = Field(default=0, ge=0)
@@ -54,17 +51,24 @@ class Sampling(Config):
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Sample among the tokens that are at least this likely, relative to the likeliest."""
     stop: tuple[str, ...] = ()
-    """Texts that end a turn; whoever shows the text cuts it there, the ids stay complete."""
+    """Texts that end a turn. They are cut from the text that is shown; the ids stay complete."""
     max_tokens: int = Field(default=256, ge=1)
     """Tokens of one turn."""
     top_logprobs: int = Field(default=0, ge=0, le=20)
-    """How many of the likeliest tokens are told at each position, where the engine can."""
+    """How many of the likeliest tokens are reported at each position, where the engine can."""
 
     @property
     def reshapes(self) -> dict[str, float]:
-        """What makes the distribution sampled from another than the model's own."""
-        asked = self.temperature, self.top_p, self.top_k, self.min_p
-        return {} if asked == _PLAIN else dict(zip(_RESHAPING, asked, strict=True))
+        """The parameters that change the model's own distribution; empty if none does."""
+        plain = self.temperature == 1.0 and self.top_p == 1.0 and self.top_k == 0 and self.min_p == 0.0
+        if plain:
+            return {}
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+
+    @property
+    def greedy(self) -> bool:
+        """Whether only the likeliest token is possible."""
+        return self.temperature == 0 or self.top_k == 1
 
 
 Tops = tuple[tuple[tuple[int, float], ...], ...]
@@ -73,87 +77,106 @@ Tops = tuple[tuple[tuple[int, float], ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next tokens of a stream; the last chunk says why it ended."""
+    """The next tokens of a stream; the last chunk has a `finish`."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     version: int
     finish: Finish | None = None
     tops: Tops | None = None
-    """A list for every token, where `top_logprobs` were asked for and the engine knows them."""
+    """One entry per token, if `top_logprobs` were requested and the engine reports them."""
 
 
 class EngineConfig(Config):
-    """What every engine can be told."""
+    """Settings of every engine."""
 
     type: str
     template: Literal["auto", "chatml", "llama3", "json"] = "auto"
-    """How conversations and tool calls are written; `auto` asks the tokenizer's special tokens."""
+    """How conversations and tool calls are written; `auto` decides by the tokenizer's special tokens."""
     reasoning: Reasoning = "preserve"
-    """What the policy thought before the user last spoke: `preserve` keeps it in the context as it was sampled, `fork`
-    leaves it out, as many chat templates do, on a branch of its own."""
+    """The policy's reasoning before the last user message: `preserve` keeps it in the context as it was sampled, `fork`
+    leaves it out, as many chat templates do, on a separate branch."""
     thinks: bool = False
-    """Whether turns are begun with `<think>`, for models that were trained with chat templates which do that."""
+    """Whether turns start with `<think>`, for models whose chat template does that."""
 
-    def problems(self, home: Path) -> list[Problem]:
-        """What is wrong with it; found before anything starts."""
+    def problems(self, scenario_dir: Path) -> list[Problem]:
+        """Everything that is wrong with it and can be checked before the run starts."""
         return []
 
     @property
     def takes_weights(self) -> bool:
-        """Whether what it samples from can be trained."""
+        """Whether the weights it samples from can be updated."""
         return True
 
     @property
     def policy(self) -> str | None:
-        """The model that it has, in the words of the `transformers` engine; None if it does not say."""
+        """The model that it serves, as the `transformers` engine would name it; None if unknown."""
         return getattr(self, "model", None)
 
 
 class Engine(ABC):
     """Turns token ids into token ids.
 
-        async with aclosing(engine.generate(ids, sampling, seed="7")) as stream:
-            async for chunk in stream:
-                said += chunk.ids
+        class Echo(Engine):
+            tokenizer = ByteTokenizer()
 
-    The last chunk of a stream has a `finish`, and a stream has `max_tokens` tokens at most. Closing a stream aborts it.
-    While the engine is paused, running streams end with `abort` and new ones wait, so that whoever reads can go on
-    where it was, under the next version of the weights.
+            async def generate(self, ids, sampling, *, seed):
+                pauses = await self.wait_until_running()
+                for token in ids[-sampling.max_tokens :]:
+                    if self.pauses > pauses:
+                        yield Chunk((), (), self.version, "abort")
+                        return
+                    yield Chunk((token,), (0.0,), self.version)
+                yield Chunk((), (), self.version, "stop")
+
+    The last chunk of a stream has a `finish`, and a stream has at most `max_tokens` tokens. Closing a stream aborts it.
+    During a pause, running streams end with `abort` and new ones wait. A reader can then continue an aborted stream
+    with the next version of the weights. Subclass `loopwright.testing.EngineContract` to test an engine.
     """
 
     Config: ClassVar[type[EngineConfig]] = EngineConfig
     tokenizer: Tokenizer
 
-    def __init__(self, config: Any, home: Path) -> None:
-        self.config, self.home = config, home
+    def __init__(self, config: Any, scenario_dir: Path) -> None:
+        self.config, self.scenario_dir = config, scenario_dir
         self.version = 0
+        self.pauses = 0
+        """How often the engine was paused; a stream that sees this change ends with `abort`."""
+        self._running = asyncio.Event()
+        self._running.set()
 
     @abstractmethod
     def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
-        """What the policy says after these ids. The same seed gives the same tokens. EngineError if it cannot."""
+        """The policy's tokens after these ids. The same seed gives the same tokens. Raises EngineError on failure."""
 
-    @abstractmethod
+    async def wait_until_running(self) -> int:
+        """Wait while the engine is paused; returns the number of pauses so far."""
+        while not self._running.is_set():  # it may be paused again before we wake
+            await self._running.wait()
+        return self.pauses
+
     async def pause(self) -> None:
-        """End running streams with `abort` and hold new ones."""
+        """End running streams with `abort`, and hold new ones."""
+        self.pauses += 1
+        self._running.clear()
 
-    @abstractmethod
     async def resume(self) -> None:
         """Let streams run again."""
+        self._running.set()
 
     async def load_weights(self, source: Any, version: int) -> None:
-        """Take on new weights, while paused; tokens carry this version from now on."""
+        """Load new weights while paused; tokens carry this version from now on."""
         self.version = version
 
     async def check(self) -> None:
-        """EngineError if it could not serve a stream now."""
+        """Raise EngineError if it could not serve a stream now."""
 
     def for_session(self, key: str) -> "Engine":
-        """The engine as one session sees it: of several, one that has seen it before serves it again."""
+        """The engine that one session uses: a fleet routes a session to the member that served it before."""
         return self
 
     async def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
 
 
 engines: Registry[type[Engine]] = Registry("engine", "loopwright.engines", Engine)

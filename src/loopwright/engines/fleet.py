@@ -1,4 +1,4 @@
-"""Several engines as one: a session keeps to one of them, and what one drops another goes on with, token by token."""
+"""Several engines as one: a session stays with one member; if that fails, another continues the stream."""
 
 import asyncio
 import logging
@@ -22,35 +22,34 @@ from loopwright.engines.base import (
     Sampling,
     engines,
 )
-from loopwright.engines.fingerprint import fingerprint
 from loopwright.engines.fleet_member import FleetMember
 from loopwright.engines.http.base import HttpConfig
 from loopwright.engines.http.client import EngineGone
-from loopwright.engines.tokenizer import Tokenizer
+from loopwright.engines.tokenizer import Tokenizer, fingerprint
 
 log = logging.getLogger(__name__)
 _PAUSE_S = 60.0
-_UNTOLD = -1
-"""The version of an engine that has been told nothing: what it calls version 0 may be any weights."""
+_UNKNOWN_VERSION = -1
+"""The version of an engine that joined late: what it calls version 0 may be any weights."""
 _AnyEngine = Annotated[SerializeAsAny[EngineConfig], BeforeValidator(config_parser(engines))]
-_Work = Callable[[Engine], Awaitable[None]]
+_Operation = Callable[[Engine], Awaitable[None]]
 
 
 class FleetSettings(EngineConfig):
-    """How several engines are kept."""
+    """How several engines are supervised."""
 
     wait_s: float = Field(default=60.0, ge=0)
-    """Seconds that a request waits for an engine while there is none that could serve it."""
+    """Seconds that a request waits while no engine can serve it."""
     check_s: float = Field(default=5.0, gt=0)
-    """Seconds between health checks, and how long one may take; after two in a row that fail, streams are moved."""
+    """Seconds between health checks, and the time limit of one; after two failures in a row, streams are moved."""
     rest_s: float = Field(default=1.0, gt=0)
-    """Seconds that an engine is left alone after it failed; twice as long each time, a minute at most."""
+    """Seconds that an engine is not used after a failure; doubled after each further one, a minute at most."""
     tries: int = Field(default=3, ge=1)
-    """Engines that may fail a request in a row, without a token in between, before it fails."""
+    """Failures in a row, without a token in between, after which a request fails."""
     spread: float = Field(default=1.25, ge=1)
-    """A session leaves its engine while that has so many times the average of running streams."""
+    """A session leaves its engine while that runs more than this multiple of the average number of streams."""
     update_s: float = Field(default=600.0, gt=0)
-    """Seconds that an engine may take to load weights."""
+    """Time limit for an engine to load weights."""
 
 
 class FleetConfig(FleetSettings):
@@ -58,13 +57,13 @@ class FleetConfig(FleetSettings):
 
     type: Literal["fleet"] = "fleet"
     engines: tuple[_AnyEngine, ...] = Field(min_length=1)
-    """The engines, each chosen by its `type`; all of the same model."""
+    """The engines, each selected by its `type`; all of the same model."""
 
-    def problems(self, home: Path) -> list[Problem]:
+    def problems(self, scenario_dir: Path) -> list[Problem]:
         return [
             Problem(f"engines[{index}].{problem.key}", problem.message)
             for index, each in enumerate(self.engines)
-            for problem in each.problems(home)
+            for problem in each.problems(scenario_dir)
         ]
 
     @property
@@ -79,49 +78,49 @@ class FleetConfig(FleetSettings):
 class Fleet(Engine):
     """Serves a stream from one of several engines.
 
-    A session goes to the engine that wants it most (rendezvous hashing), unless that is too busy: an engine that joins
-    or leaves moves only the sessions that it gets or had. Only engines at the fleet's own version serve, so that what
-    is begun elsewhere goes on under the same weights, or under newer ones after an update, but never under older ones.
+    Rendezvous hashing routes each session to one engine, unless that is too busy: an engine that joins or leaves moves
+    only its own sessions. Only engines at the fleet's version serve. A stream that moves therefore continues with the
+    same weights, or with newer ones after an update, but never with older ones.
     """
 
     Config: ClassVar[type[EngineConfig]] = FleetConfig
     config: FleetSettings
 
-    def __init__(self, config: FleetSettings, home: Path) -> None:
-        super().__init__(config, home)
+    def __init__(self, config: FleetSettings, scenario_dir: Path) -> None:
+        super().__init__(config, scenario_dir)
         self._members: dict[str, FleetMember] = {}
-        self._open, self._news = asyncio.Event(), asyncio.Event()
-        self._open.set()
+        self._changed = asyncio.Event()
         self._update: tuple[Any, int] | None = None
-        self._updating = asyncio.Lock()
+        self._update_lock = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
         if isinstance(config, FleetConfig):
             for each in config.engines:
-                made = engines.get(each.type)(_impatient(each), home)
-                self._put(_free_name(each, self._members), made)
+                if isinstance(each, HttpConfig):  # fail at once if its server is gone: another engine may serve
+                    each = each.model_copy(update={"wait_s": 0.0})
+                self.add(_free_name(each, self._members), engines.get(each.type)(each, scenario_dir))
 
-    # -- who serves ---------------------------------------------------------------------------------------------
+    # -- members ------------------------------------------------------------------------------------------------
 
-    def _put(self, name: str, engine: Engine) -> FleetMember:
-        """Take in an engine. EngineError if its tokens are not those of the others."""
+    def add(self, name: str, engine: Engine) -> FleetMember:
+        """Add an engine. Raises EngineError if its tokenizer differs from that of the others."""
         if not self._members and not hasattr(self, "tokenizer"):
             self.tokenizer: Tokenizer = engine.tokenizer
         elif engine.tokenizer is not self.tokenizer and fingerprint(engine.tokenizer) != fingerprint(self.tokenizer):
-            raise EngineError(f"engine {name}: its tokenizer is not the one that the others have; serve it apart")
+            raise EngineError(f"engine {name}: its tokenizer differs from the other engines'; serve it separately")
         return self._join(name, engine)
 
     def _join(self, name: str, engine: Engine) -> FleetMember:
         member = self._members[name] = FleetMember(name, engine)
         if self._update is None and engine.version > self.version:
-            # Whoever comes with more than we know of has been updated before we began.
+            # It was updated before this fleet started.
             self.version = engine.version
         elif self._update is not None and engine.version == 0:
-            engine.version = _UNTOLD
+            engine.version = _UNKNOWN_VERSION
         self._wake()
         return member
 
     def _leave(self, member: FleetMember, reason: str) -> None:
-        """Do without it from now on; others go on with what it has begun."""
+        """Remove it; other members continue its streams."""
         if self._members.get(member.name) is member:
             del self._members[member.name]
         member.leaving, member.reason = True, reason
@@ -129,8 +128,8 @@ class Fleet(Engine):
         self._wake()
 
     def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _best(self, key: str | None, now: float) -> FleetMember | None:
         ready = [
@@ -143,28 +142,29 @@ class Fleet(Engine):
         most = math.ceil(self.config.spread * (sum(member.running for member in ready) + 1) / len(ready))
         return max((m for m in ready if m.running < most), key=lambda member: member.weight(key))
 
-    async def _placed(self, key: str | None) -> FleetMember:
-        """The engine for a stream. While the fleet is paused, or there is none, whoever asks waits."""
+    async def _choose(self, key: str | None) -> FleetMember:
+        """The member that serves a stream; waits while the fleet is paused or no member is available."""
         if self._watcher is None:
             self._watcher = asyncio.create_task(self._watch())
         clock, waited = asyncio.get_running_loop().time, 0.0
         while True:
-            await self._open.wait()
+            await self.wait_until_running()
             now = clock()
             if (member := self._best(key, now)) is not None:
                 return member
             if waited >= self.config.wait_s:
-                raise EngineError(f"no engine could serve for {self.config.wait_s:g} s: {self._why()}")
+                raise EngineError(f"no engine could serve for {self.config.wait_s:g} s: {self._unavailable()}")
             rests = [m.rests_until - now for m in self._members.values() if m.rests_until > now]
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), min([self.config.wait_s - waited, *rests]) + 0.001)
+                await asyncio.wait_for(self._changed.wait(), min([self.config.wait_s - waited, *rests]) + 0.001)
             waited += clock() - now
 
-    def _why(self) -> str:
-        return "; ".join(f"{each['name']} is {each['state']}" for each in self.described()) or "none is there"
+    def _unavailable(self) -> str:
+        """Why no member can serve."""
+        return "; ".join(f"{each['name']} is {each['state']}" for each in self.describe()) or "the fleet is empty"
 
-    def described(self) -> list[dict[str, Any]]:
-        """Each engine: its name, its version, how many streams it serves, and how it is."""
+    def describe(self) -> list[dict[str, Any]]:
+        """Each member: its name, version, number of running streams, and state."""
         now = asyncio.get_running_loop().time()
         return [
             {
@@ -177,66 +177,66 @@ class Fleet(Engine):
         ]
 
     def _state(self, member: FleetMember, now: float) -> str:
-        because = f" ({member.reason})" if member.reason else ""
+        reason = f" ({member.reason})" if member.reason else ""
         if member.leaving:
             return "leaving"
         if member.engine.version != self.version:
-            return f"left out: it has version {member.engine.version}, not {self.version}{because}"
-        return f"left alone for a while{because}" if member.rests_until > now else "serving"
+            return f"excluded: it has version {member.engine.version}, not {self.version}{reason}"
+        return f"backing off{reason}" if member.rests_until > now else "serving"
 
     # -- streams ------------------------------------------------------------------------------------------------
 
     def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
-        return self.routed(None, ids, sampling, seed)
+        return self.route(None, ids, sampling, seed)
 
     def for_session(self, key: str) -> Engine:
-        return _Seat(self, key)
+        return _SessionView(self, key)
 
-    async def routed(
+    async def route(
         self, key: str | None, ids: Sequence[int], sampling: Sampling, seed: str
     ) -> AsyncGenerator[Chunk, None]:
-        """A stream of a session's. What an engine has given before it failed is what the next one goes on from."""
-        said: list[int] = []
+        """A session's stream. If a member fails, the next one continues after the tokens that were already sampled."""
+        sampled: list[int] = []
         clock = asyncio.get_running_loop().time
         failures, since = 0, clock()
         while True:
-            member = await self._placed(key)
-            begun, rest = len(said), sampling
-            if said:
-                rest = sampling.model_copy(update={"max_tokens": sampling.max_tokens - begun})
+            member = await self._choose(key)
+            before, rest = len(sampled), sampling
+            if sampled:
+                rest = sampling.model_copy(update={"max_tokens": sampling.max_tokens - before})
             try:
-                async with aclosing(member.stream([*ids, *said] if said else ids, rest, seed)) as stream:
+                async with aclosing(member.stream([*ids, *sampled] if sampled else ids, rest, seed)) as stream:
                     async for chunk in stream:
-                        said += chunk.ids
+                        sampled += chunk.ids
                         yield chunk
                         if chunk.finish is not None:
-                            member.served()
+                            member.mark_healthy()
                             return
-                raise EngineError("it ended a stream without saying why")
+                raise EngineError("it ended a stream without a finish reason")
             except ContextFull:
-                if not said:
+                if not sampled:
                     raise
-            except ValueError:  # the request's own fault
+            except ValueError:  # the request is at fault
                 raise
             except OSError as error:  # EngineError is one
-                if len(said) > begun:
+                if len(sampled) > before:
                     failures, since = 0, clock()
-                # One that is not there has not failed the request; there is time for it to come back.
+                # An absent engine has not failed the request: it has until wait_s to come back.
                 absent = isinstance(error, EngineAway | EngineGone) and clock() - since < self.config.wait_s
                 failures += not absent
                 self._failed(member, error)
                 if failures >= self.config.tries:
                     raise
-                if len(said) < sampling.max_tokens:
+                if len(sampled) < sampling.max_tokens:
                     continue
-            yield Chunk((), (), member.engine.version, "length")  # nothing is left to say
+            yield Chunk((), (), member.engine.version, "length")  # the token limit was reached
             return
 
     def _failed(self, member: FleetMember, error: Exception, reason: str = "") -> None:
         reason = reason or str(error) or type(error).__name__
-        log.warning("engine %s failed and is left alone for a while: %s", member.name, reason)
+        log.warning("engine %s failed and is not used for a while: %s", member.name, reason)
         now, away = asyncio.get_running_loop().time(), isinstance(error, EngineAway)
-        member.rest(reason, now, self.config.rest_s, away=away)
+        member.back_off(reason, now, self.config.rest_s, away=away)
 
     # -- health -------------------------------------------------------------------------------------------------
 
@@ -246,51 +246,51 @@ class Fleet(Engine):
             await asyncio.sleep(self.config.check_s)
             members = list(self._members.values())
             missed = {member: missed.get(member, 0) for member in members}
-            for member, well in zip(members, await asyncio.gather(*map(self._is_well, members)), strict=True):
-                missed[member] = 0 if well else missed[member] + 1
+            for member, healthy in zip(members, await asyncio.gather(*map(self._is_healthy, members)), strict=True):
+                missed[member] = 0 if healthy else missed[member] + 1
                 if missed[member] >= 2:
                     member.release()
             await asyncio.gather(*map(self._catch_up, members))
 
     async def check(self) -> None:
-        """EngineError if it has engines, and none of them could serve."""
-        checks = [asyncio.ensure_future(_illness(member)) for member in self._members.values()]
-        ills = []
+        """EngineError if it has members, and none of them could serve."""
+        checks = [asyncio.ensure_future(_failure(member)) for member in self._members.values()]
+        failures = []
         try:
             for check in asyncio.as_completed(checks):
-                if not (ill := await check):
+                if not (failure := await check):
                     return
-                ills.append(ill)
+                failures.append(failure)
         finally:
             for each in checks:
                 each.cancel()
             await asyncio.gather(*checks, return_exceptions=True)
-        if ills:
-            raise EngineError("; ".join(ills))
+        if failures:
+            raise EngineError("; ".join(failures))
 
-    async def _is_well(self, member: FleetMember) -> bool:
+    async def _is_healthy(self, member: FleetMember) -> bool:
         try:
             async with asyncio.timeout(self.config.check_s):
                 await member.engine.check()
         except OSError as error:
-            said = f"its health check failed: {error}" if str(error) else "its health check took too long"
-            self._failed(member, error, said)
+            reason = f"its health check failed: {error}" if str(error) else "its health check timed out"
+            self._failed(member, error, reason)
             return False
         return True
 
     # -- weights ------------------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        self._open.clear()
+        await super().pause()
         await self._each(lambda engine: engine.pause(), _PAUSE_S)
 
     async def resume(self) -> None:
         await self._each(lambda engine: engine.resume(), _PAUSE_S)
-        self._open.set()
+        await super().resume()
 
     async def load_weights(self, source: Any, version: int) -> None:
-        """All engines take them; one that cannot is left out until it can. EngineError if none can."""
-        async with self._updating:
+        """Load them into all members; one that fails is excluded until it catches up. EngineError if all fail."""
+        async with self._update_lock:
             failed = await self._each(lambda engine: engine.load_weights(source, version), self.config.update_s)
             if failed and len(failed) == len(self._members):
                 raise EngineError("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
@@ -299,17 +299,17 @@ class Fleet(Engine):
                 self._members[name].release()
             self._wake()
 
-    async def _each(self, do: _Work, within_s: float) -> dict[str, str]:
-        """Have every engine do it; why it could not, by name, for those that could not."""
+    async def _each(self, do: _Operation, within_s: float) -> dict[str, str]:
+        """Apply an operation to every member; returns the reasons of those that failed, by name."""
         members = list(self._members.values())
-        reasons = await asyncio.gather(*(self._tried(member, do, within_s) for member in members))
+        reasons = await asyncio.gather(*(self._try(member, do, within_s) for member in members))
         return {
             member.name: reason
             for member, reason in zip(members, reasons, strict=True)
             if reason is not None and self._members.get(member.name) is member
         }
 
-    async def _tried(self, member: FleetMember, do: _Work, within_s: float) -> str | None:
+    async def _try(self, member: FleetMember, do: _Operation, within_s: float) -> str | None:
         try:
             async with asyncio.timeout(within_s):
                 await do(member.engine)
@@ -320,10 +320,10 @@ class Fleet(Engine):
         return None
 
     async def _catch_up(self, member: FleetMember) -> None:
-        """Give an engine that missed the last update its weights."""
+        """Load the current weights into a member that missed the last update."""
         if self._update is None or member.engine.version == self.version or member.leaving:
             return
-        async with self._updating:
+        async with self._update_lock:
             source, version = self._update
             if member.rests_until > asyncio.get_running_loop().time() or member.engine.version == version:
                 return
@@ -335,9 +335,9 @@ class Fleet(Engine):
                 finally:
                     await engine.resume()
 
-            if await self._tried(member, load, self.config.update_s) is None:
+            if await self._try(member, load, self.config.update_s) is None:
                 log.info("engine %s has caught up with version %d", member.name, version)
-                member.served()
+                member.mark_healthy()
                 self._wake()
 
     async def close(self) -> None:
@@ -347,11 +347,11 @@ class Fleet(Engine):
         await asyncio.gather(*(member.engine.close() for member in self._members.values()))
 
 
-class _Seat(Engine):
+class _SessionView(Engine):
     """A fleet as one session sees it."""
 
     def __init__(self, fleet: Fleet, key: str) -> None:
-        super().__init__(fleet.config, fleet.home)
+        super().__init__(fleet.config, fleet.scenario_dir)
         self._fleet, self._key = fleet, key
         self.tokenizer = fleet.tokenizer
 
@@ -360,10 +360,10 @@ class _Seat(Engine):
         return self._fleet.version
 
     @version.setter
-    def version(self, _: int) -> None: ...  # the fleet's alone
+    def version(self, _: int) -> None: ...  # only the fleet sets it
 
     def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
-        return self._fleet.routed(self._key, ids, sampling, seed)
+        return self._fleet.route(self._key, ids, sampling, seed)
 
     async def pause(self) -> None:
         await self._fleet.pause()
@@ -372,8 +372,8 @@ class _Seat(Engine):
         await self._fleet.resume()
 
 
-async def _illness(member: FleetMember) -> str:
-    """Why it could not serve now; nothing if it could."""
+async def _failure(member: FleetMember) -> str:
+    """Why it cannot serve now; empty if it can."""
     try:
         await member.engine.check()
     except OSError as error:
@@ -381,14 +381,9 @@ async def _illness(member: FleetMember) -> str:
     return ""
 
 
-def _impatient(config: EngineConfig) -> EngineConfig:
-    """An engine that fails at once where its server is gone: another one may serve meanwhile."""
-    return config.model_copy(update={"wait_s": 0.0}) if isinstance(config, HttpConfig) else config
-
-
-def _free_name(config: EngineConfig, taken: dict[str, FleetMember]) -> str:
-    """What it is and where; it stays the same whatever other engines there are."""
-    place = getattr(config, "url", None) or getattr(config, "model", None)
-    name = config.type if place is None else f"{config.type}:{place}"
-    count = sum(each.partition("#")[0] == name for each in taken)
+def _free_name(config: EngineConfig, members: dict[str, FleetMember]) -> str:
+    """A name by type and address, so that it does not depend on the other members."""
+    address = getattr(config, "url", None) or getattr(config, "model", None)
+    name = config.type if address is None else f"{config.type}:{address}"
+    count = sum(each.partition("#")[0] == name for each in members)
     return name if not count else f"{name}#{count + 1}"

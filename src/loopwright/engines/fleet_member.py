@@ -1,4 +1,4 @@
-"""One engine of several: how much it does, whether it is to be left alone, and how those it serves get away from it."""
+"""One engine of a fleet: its load, its back-off after failures, and how its streams are released."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -7,47 +7,47 @@ from hashlib import blake2b
 
 from loopwright.engines.base import Chunk, Engine, EngineError, Sampling
 
-_LONGEST_REST_S = 60.0
+_MAX_BACKOFF_S = 60.0
 
 
 class FleetMember:
-    """An engine by a name of its own, which decides what sessions it gets."""
+    """An engine and its name, which decides which sessions it serves."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         self.name, self.engine = name, engine
         self.running = 0
         """Streams that it serves now."""
         self.leaving = False
-        """Whether it ends what it has begun and takes nothing new."""
+        """Whether it finishes its streams and accepts no new ones."""
         self.reason = ""
-        """Why it was last left alone."""
+        """Why it last failed."""
         self.rests_until = 0.0
         self._failures = 0
         self._waits: set[asyncio.Timeout] = set()
 
     def weight(self, key: str) -> bytes:
-        """How much it wants a session: it gets those that it wants most, whoever else comes or goes."""
+        """Its rank for a session (rendezvous hashing): it does not depend on the other members."""
         return blake2b(f"{key}\0{self.name}".encode(), digest_size=8).digest()
 
-    def rest(self, reason: str, now: float, rest_s: float, *, away: bool = False) -> None:
-        """Leave it alone for a while, twice as long each time in a row; one that is `away` may be back at any time."""
+    def back_off(self, reason: str, now: float, rest_s: float, *, away: bool = False) -> None:
+        """Do not use it for a while, twice as long after each failure in a row; being `away` does not count as one."""
         self.reason = reason
-        self.rests_until = now + min(_LONGEST_REST_S, rest_s * 2**self._failures)
+        self.rests_until = now + min(_MAX_BACKOFF_S, rest_s * 2**self._failures)
         if not away:
             self._failures = min(self._failures + 1, 16)
 
-    def served(self) -> None:
-        """It has proved to work."""
+    def mark_healthy(self) -> None:
+        """It has served a stream or caught up: forget its failures."""
         self._failures, self.reason = 0, ""
 
     def release(self) -> None:
-        """Whoever waits for it now waits no more: EngineError is raised there."""
+        """Raise EngineError in every stream that waits for it now."""
         now = asyncio.get_running_loop().time()
         for wait in self._waits:
             wait.reschedule(now)
 
     async def stream(self, ids: Sequence[int], sampling: Sampling, seed: str) -> AsyncGenerator[Chunk, None]:
-        """What its engine gives, until it is done or `release` ends the wait for it."""
+        """Its engine's chunks, until the stream ends or `release` is called."""
         self.running += 1
         try:
             async with aclosing(self.engine.generate(ids, sampling, seed=seed)) as stream:

@@ -11,39 +11,38 @@ from loopwright.engines.http.vllm import VllmConfig
 from loopwright.engines.inprocess.engine import TransformersConfig
 from loopwright.engines.scripted import ScriptedConfig
 
-NAMED: dict[str, Callable[[], EngineConfig]] = {
+SHORTCUTS: dict[str, Callable[[], EngineConfig]] = {
     "scripted": ScriptedConfig,
     "tiny": lambda: TransformersConfig(model="tiny"),
     "smollm2": lambda: TransformersConfig(model="smollm2"),
 }
-"""Names that stand for themselves."""
+"""Names without an address."""
 
 ADDRESSED: dict[str, Callable[[str], EngineConfig]] = {
     "transformers": lambda model: TransformersConfig(model=model),
-    # Not yet checked: what else they need, such as a tokenizer, is said elsewhere.
+    # Not validated yet: the caller adds what else they need, such as a tokenizer.
     "vllm": lambda url: VllmConfig.model_construct({"url"}, url=url, tokenizer=""),
     "llamacpp": lambda url: LlamaCppConfig.model_construct({"url"}, url=url, tokenizer=""),
     "sglang": lambda url: SglangConfig.model_construct({"url"}, url=url, tokenizer=""),
 }
-"""Kinds that take what follows their colon: a URL, or a model."""
+"""Kinds whose name is followed by a colon and a URL or model."""
 
 
 def engine_config(name: str) -> EngineConfig:
-    """The config that a name stands for; ValueError says which there are."""
-    kind, colon, rest = name.partition(":")
-    if colon and rest and kind in ADDRESSED:
-        return ADDRESSED[kind](rest)
-    if name in NAMED:
-        return NAMED[name]()
-    known = [*NAMED, *(f"{each}:…" for each in ADDRESSED)]
-    raise ValueError(f"unknown engine {name!r}. {did_you_mean(name, known)}")
+    """The config of a short name. An unknown name raises ValueError, which lists the known ones."""
+    kind, colon, address = name.partition(":")
+    if colon and address and kind in ADDRESSED:
+        return ADDRESSED[kind](address)
+    if name in SHORTCUTS:
+        return SHORTCUTS[name]()
+    raise ValueError(f"unknown engine {name!r}. {did_you_mean(name, [*SHORTCUTS, *(f'{k}:…' for k in ADDRESSED)])}")
 
 
-def engine_of(name: str, home: Path = Path()) -> Engine:
-    """The engine that a name stands for, such as "tiny" or "smollm2"; close it when it is done with.
+def engine_of(name: str, scenario_dir: Path = Path()) -> Engine:
+    """The engine of a short name, such as "tiny" or "smollm2"; close it after use.
 
-    One behind a server has to be told its tokenizer, too: ValueError. Make it of its config.
+    An engine behind a server also needs a tokenizer, so this raises ValueError: create it from its config instead.
     """
-    named = engine_config(name)
-    config = type(named).model_validate(named.model_dump(exclude_unset=True))
-    return engines.get(config.type)(config, home)
+    shortcut = engine_config(name)
+    config = type(shortcut).model_validate(shortcut.model_dump(exclude_unset=True))
+    return engines.get(config.type)(config, scenario_dir)

@@ -1,8 +1,21 @@
-"""Tokenizers: text to ids and back. The byte tokenizer is exact for any text and needs no files."""
+"""Tokenizers: text to ids and back, byte-level or from the hub. No text ever turns into a special token."""
 
+import json
+import re
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_SENTENCEPIECE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_SAMPLE_IDS = (*range(1024), *range(1024, 2**18, 17))
+"""Ids that a fingerprint decodes, beyond the size of any vocabulary; unused ids decode alike everywhere."""
+_SAMPLE_TEXT = (
+    "The quick brown fox's 1234567890 jumps…\n\n\tdef f(x):\r\n    return {'a': [x**2, \"b\"]}  # 3.14e-10\n"
+    "Grüße, ça va? Привет, мир! 你好世界 こんにちは 안녕하세요 مرحبا שלום 🙂👩‍💻 <|im_start|> https://example.org/a?b=c&d"
+)
 
 
 class Tokenizer(Protocol):
@@ -13,24 +26,24 @@ class Tokenizer(Protocol):
     """One more than its largest id."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text."""
+        """The ids of a text. Half a surrogate pair, which is not text, becomes a question mark."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, special tokens by their names."""
+        """The text of ids, special tokens by their names. Invalid UTF-8 and unknown ids are replaced."""
         ...
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """What each token stands for, for people to read."""
+        """A readable text per token. A character that several tokens share is shown at the first of them."""
         ...
 
     def bytes_of(self, token: int) -> bytes:
-        """What one token stands for, which need not be whole characters."""
+        """The bytes of one token, which may be part of a character."""
         ...
 
 
 class ByteTokenizer:
-    """A token per byte, and two that begin and end a message."""
+    """One token per byte, and two that begin and end a message. Exact for any text, and needs no files."""
 
     specials: Mapping[str, int] = {"<|im_start|>": 256, "<|im_end|>": 257}
     size = 258
@@ -39,32 +52,126 @@ class ByteTokenizer:
         self._names = {number: name for name, number in self.specials.items()}
 
     def encode(self, text: str) -> list[int]:
-        """UTF-8, byte for byte; half a surrogate pair, which is no text, becomes a question mark."""
         return list(text.encode("utf-8", "replace"))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Bytes that are no UTF-8, and ids that are no tokens, become replacement characters."""
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """A character per token where that is possible; the later bytes of a long character are empty."""
-        found, begun = [""] * len(ids), 0
+        texts, start = [""] * len(ids), 0
         decoder = getincrementaldecoder("utf-8")("replace")
         for index, token in enumerate(ids):
             if 0 <= token < 256:
-                found[begun] += decoder.decode(bytes((token,)))
-                begun = index + 1 - len(decoder.getstate()[0])
+                texts[start] += decoder.decode(bytes((token,)))
+                start = index + 1 - len(decoder.getstate()[0])
             else:
-                found[begun] += decoder.decode(b"", final=True)
-                found[index] += self._name(token)
-                begun = index + 1
-        if begun < len(ids):
-            found[begun] += decoder.decode(b"", final=True)
-        return found
+                texts[start] += decoder.decode(b"", final=True)
+                texts[index] += self._names.get(token, _REPLACEMENT)
+                start = index + 1
+        if start < len(ids):
+            texts[start] += decoder.decode(b"", final=True)
+        return texts
 
     def bytes_of(self, token: int) -> bytes:
-        """A byte, or a special token's name."""
-        return bytes((token,)) if 0 <= token < 256 else self._name(token).encode()
+        return bytes((token,)) if 0 <= token < 256 else self._names.get(token, _REPLACEMENT).encode()
 
-    def _name(self, token: int) -> str:
-        return self._names.get(token, "\N{REPLACEMENT CHARACTER}")
+
+class HubTokenizer:
+    """A tokenizer from the hub, as `tokenizer.json` describes it: byte-level like GPT-2's, or SentencePiece."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        tokenizer.encode_special_tokens = True  # in the library's words: encode their names as ordinary text
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        description = json.loads(tokenizer.to_str())
+        added_tokens = description.get("added_tokens") or []
+        self.specials: Mapping[str, int] = {each["content"]: each["id"] for each in added_tokens if each["special"]}
+        self._special_ids = frozenset(self.specials.values())
+        added_ids = {each["id"] for each in added_tokens}
+        to_bytes = _gpt2_bytes if "ByteLevel" in json.dumps(description["decoder"]) else _sentencepiece_bytes
+        self._bytes = {
+            number: text.encode() if number in added_ids else to_bytes(text)
+            for text, number in tokenizer.get_vocab(with_added_tokens=True).items()
+        }
+        self.size = max(self._bytes, default=-1) + 1
+
+    @classmethod
+    def load(cls, location: str) -> "HubTokenizer":
+        """The tokenizer of a directory, or of a name on the hub."""
+        from tokenizers import Tokenizer
+
+        file = Path(location) / "tokenizer.json"
+        return cls(Tokenizer.from_file(str(file)) if file.is_file() else Tokenizer.from_pretrained(location))
+
+    @classmethod
+    def from_text(cls, text: str) -> "HubTokenizer":
+        """The inverse of `as_text`."""
+        from tokenizers import Tokenizer
+
+        return cls(Tokenizer.from_str(text))
+
+    def as_text(self) -> str:
+        """The content of its `tokenizer.json`."""
+        return str(self._tokenizer.to_str())
+
+    def encode(self, text: str) -> list[int]:
+        text = text.encode("utf-8", "replace").decode()
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        texts, start = [""] * len(ids), 0
+        decoder = getincrementaldecoder("utf-8")("replace")
+        for index, token in enumerate(ids):
+            if token in self._special_ids:
+                texts[start] += decoder.decode(b"", final=True)
+                start = index
+            texts[start] += decoder.decode(self.bytes_of(token))
+            pending = len(decoder.getstate()[0])
+            if pending <= len(self.bytes_of(token)):  # an incomplete character, if any, started in this token
+                start = index if pending else index + 1
+        if start < len(ids):
+            texts[start] += decoder.decode(b"", final=True)
+        return texts
+
+    def bytes_of(self, token: int) -> bytes:
+        return self._bytes.get(token, _REPLACEMENT.encode())
+
+
+def _gpt2_alphabet() -> dict[str, int]:
+    """The characters that stand for bytes: themselves where they are printable, others from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
+
+
+_ALPHABET = _gpt2_alphabet()
+
+
+def _gpt2_bytes(text: str) -> bytes:
+    return bytes(_ALPHABET[character] for character in text) if all(c in _ALPHABET for c in text) else text.encode()
+
+
+def _sentencepiece_bytes(text: str) -> bytes:
+    match = _SENTENCEPIECE_BYTE.fullmatch(text)
+    return bytes((int(match[1], 16),)) if match else text.replace("▁", " ").encode()
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Equal for tokenizers, perhaps on two machines, with the same tokens and special tokens that split text alike."""
+    decoded = [tokenizer.decode((token,)) for token in _SAMPLE_IDS]
+    facts = sorted(tokenizer.specials.items()), tokenizer.encode(_SAMPLE_TEXT), decoded
+    return blake2b(repr(facts).encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
+
+
+def ends_with_stop(tokenizer: Tokenizer, ids: Sequence[int], stop: Sequence[str]) -> bool:
+    """Whether the last of these tokens completes one of the stop texts."""
+    if not stop:
+        return False
+    # A text spans at most as many tokens as it has bytes.
+    tail = tokenizer.decode(ids[-max(len(text.encode("utf-8", "replace")) for text in stop) :])
+    return any(text in tail for text in stop)

@@ -29,8 +29,8 @@ from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault
 from loopwright.core.task import Task
 from loopwright.engines.base import Chunk, Engine, EngineConfig, EngineError, Finish, Sampling
-from loopwright.engines.hub_tokenizer import HubTokenizer
 from loopwright.engines.named_tokenizer import stop_ids
+from loopwright.engines.tokenizer import HubTokenizer
 from loopwright.integrations.branch import Branches, NoReward, one_row
 from loopwright.rollouts.build import build_judger_client
 from loopwright.rollouts.judgers import JudgerClient
@@ -60,7 +60,7 @@ class VerlEngine(Engine):
     def __init__(self, servers: Any, tokenizer: Any, config: EngineConfig) -> None:
         super().__init__(config, Path())
         self._servers, self._session = servers, uuid4().hex
-        self.tokenizer = HubTokenizer.of_text(tokenizer.backend_tokenizer.to_str())
+        self.tokenizer = HubTokenizer.from_text(tokenizer.backend_tokenizer.to_str())
         self._stops = stop_ids(self.tokenizer, tokenizer.eos_token_id)
 
     def for_session(self, key: str) -> Self:

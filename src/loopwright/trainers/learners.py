@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from loopwright.engines.named_tokenizer import BYTES, place
+from loopwright.engines.named_tokenizer import BYTE_TOKENIZER_FILE, model_location
 from loopwright.engines.tokenizer import ByteTokenizer
 from loopwright.rollouts.env import PolicySource, RolloutEnv
 from loopwright.trainers.algorithm import Algorithm
@@ -122,10 +122,10 @@ def source_of(env: RolloutEnv) -> PolicySource:
 
 def add_tokenizer(setting: LearnerSettings, directory: Path) -> None:
     """A model is of use only with its tokenizer."""
-    if setting.model == "tiny" or (setting.home / setting.model / BYTES).is_file():
-        (directory / BYTES).write_text(f"{ByteTokenizer.size}\n")
+    if setting.model == "tiny" or (setting.home / setting.model / BYTE_TOKENIZER_FILE).is_file():
+        (directory / BYTE_TOKENIZER_FILE).write_text(f"{ByteTokenizer.size}\n")
         return
-    source = Path(place(setting.model, setting.home))
+    source = Path(model_location(setting.model, setting.home))
     if not source.is_dir():  # a name on the hub, which transformers has fetched
         from transformers import AutoTokenizer
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from loopwright.engines.inprocess.models import causal_model
-from loopwright.engines.named_tokenizer import place
+from loopwright.engines.named_tokenizer import model_location
 from loopwright.trainers.algorithm import PolicyOutput
 from loopwright.trainers.config import LoraConfig, TrainConfig
 from loopwright.trainers.failure import TrainingFailed, foreign
@@ -63,7 +63,7 @@ class Policy:
         self._adapters: Any = None
         if config.lora is not None:
             self._adapters = _adapt(self.hub, config.lora, config.seed)
-            self._adapters.base_model_name_or_path = place(model, home)
+            self._adapters.base_model_name_or_path = model_location(model, home)
         elif config.layers is not None:
             _unfreeze(self.hub, config.layers)
         self.scored = Scored(self.hub, critic=critic)

@@ -1,8 +1,7 @@
 """vLLM's server: prompts as ids to `/v1/completions`, weights by its routes for reinforcement learning.
 
-Start it with `--logprobs-mode processed_logprobs`, or its logprobs are those of another distribution than the one that
-was sampled from as soon as a temperature, top-p, top-k or min-p is set; such requests are refused then. Weights can be
-changed while it runs if it was started with `VLLM_SERVER_DEV_MODE=1`.
+Start it with `--logprobs-mode processed_logprobs`. Otherwise, its logprobs ignore temperature, top-p, top-k and min-p,
+and requests that set any of these are refused. Weight updates need `VLLM_SERVER_DEV_MODE=1`.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from loopwright.engines.base import BadSampling, ContextFull, EngineConfig, EngineError, Sampling
-from loopwright.engines.http.base import HttpConfig, HttpEngine, RawChunk, greedy
+from loopwright.engines.http.base import HttpConfig, HttpEngine, RawChunk
 
 _PROBED_TOKENS = 4
 _FINISHES = ("stop", "length", "abort")
@@ -22,90 +21,91 @@ class VllmConfig(HttpConfig):
 
     type: Literal["vllm"] = "vllm"
     model: str | None = None
-    """The name that the server has for its model; its first one by default."""
+    """The name of the model on the server; its first model by default."""
 
 
 class VllmEngine(HttpEngine):
-    """Speaks ids to a vLLM server."""
+    """Samples from a vLLM server."""
 
     Config: ClassVar[type[EngineConfig]] = VllmConfig
     config: VllmConfig
 
-    def __init__(self, config: VllmConfig, home: Path) -> None:
-        super().__init__(config, home)
-        self._served: tuple[str, int | None] | None = None
-        self._processed: bool | None = None
-        self._marks = False
+    def __init__(self, config: VllmConfig, scenario_dir: Path) -> None:
+        super().__init__(config, scenario_dir)
+        self._model_info: tuple[str, int | None] | None = None
+        self._processed_logprobs: bool | None = None
+        self._can_mark_weights = False
 
     async def sample(self, ids: Sequence[int], sampling: Sampling, seed: int) -> AsyncGenerator[RawChunk, None]:
         model, limit = await self._model()
         if limit is not None and len(ids) >= limit:
             raise ContextFull(limit, len(ids))
-        if sampling.reshapes and not greedy(sampling):
-            await self._refuse_raw(model, ids)
+        if sampling.reshapes and not sampling.greedy:
+            await self._require_processed_logprobs(model, ids)
         body = {
             "model": model,
             "prompt": ids,
             "seed": seed,
-            # It refuses to begin what it could not finish.
+            # vLLM refuses a limit beyond its context length.
             "max_tokens": sampling.max_tokens if limit is None else min(sampling.max_tokens, limit - len(ids)),
-            "temperature": 0.0 if greedy(sampling) else sampling.temperature,
-            "top_p": 1.0 if greedy(sampling) else sampling.top_p,
-            "top_k": 0 if greedy(sampling) else sampling.top_k,
-            "min_p": 0.0 if greedy(sampling) else sampling.min_p,
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "top_p": 1.0 if sampling.greedy else sampling.top_p,
+            "top_k": 0 if sampling.greedy else sampling.top_k,
+            "min_p": 0.0 if sampling.greedy else sampling.min_p,
             # The model's own generation config may set these.
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "stop_token_ids": sorted(self.stop_ids),
             "logprobs": sampling.top_logprobs,
-            # Ids in the list of logprobs, which unlike `return_token_ids` does not send the prompt back.
+            # Puts ids into the list of logprobs; `return_token_ids` would send the prompt back, too.
             "return_tokens_as_token_ids": True,
             "stream": True,
         }
         async with aclosing(self.client.events("/v1/completions", body, prompt_tokens=len(ids))) as events:
             async for event in events:
                 for choice in event.get("choices") or ():
-                    yield self._piece(choice, sampling.top_logprobs)
+                    yield self._raw_chunk(choice, sampling.top_logprobs)
 
-    def _piece(self, choice: dict[str, Any], most: int) -> RawChunk:
-        listed, finish = choice.get("logprobs") or {}, choice.get("finish_reason")
+    def _raw_chunk(self, choice: dict[str, Any], count: int) -> RawChunk:
+        entries, finish = choice.get("logprobs") or {}, choice.get("finish_reason")
         if finish is not None and finish not in _FINISHES:
             raise EngineError(f"{self.client.url} ended a stream with {finish!r}")
-        tokens, logprobs = listed.get("tokens") or (), listed.get("token_logprobs") or ()
+        tokens, logprobs = entries.get("tokens") or (), entries.get("token_logprobs") or ()
         if choice.get("text") and not tokens:
             raise EngineError(f"{self.client.url} sent text without logprobs")
-        tops = tuple(_likeliest(each, most) for each in listed.get("top_logprobs") or ()) if most else None
+        tops = tuple(_likeliest(each, count) for each in entries.get("top_logprobs") or ()) if count else None
         return RawChunk([_id(token) for token in tokens], logprobs, finish, tops)
 
     async def _model(self) -> tuple[str, int | None]:
-        """The name of the model, and how many tokens it can hold."""
-        if self._served is None:
+        """The name of the model, and its context length."""
+        if self._model_info is None:
             models = (await self.client.get("/v1/models"))["data"]
-            wanted = self.config.model or models[0]["id"]
-            found = next((model for model in models if model["id"] == wanted), None)
-            if found is None:
-                raise EngineError(f"{self.client.url} serves no model {wanted!r}, but {[m['id'] for m in models]}")
-            self._served = wanted, found.get("max_model_len")
-        return self._served
+            name = self.config.model or models[0]["id"]
+            model = next((model for model in models if model["id"] == name), None)
+            if model is None:
+                raise EngineError(f"{self.client.url} does not serve {name!r}, but {[m['id'] for m in models]}")
+            self._model_info = name, model.get("max_model_len")
+        return self._model_info
 
-    async def _refuse_raw(self, model: str, ids: Sequence[int]) -> None:
-        """EngineError unless the server tells the logprobs of what it samples from: of one candidate, that is 0."""
-        if self._processed is None:
+    async def _require_processed_logprobs(self, model: str, ids: Sequence[int]) -> None:
+        """EngineError unless logprobs are of the distribution sampled from: with top-k 1, they are all 0."""
+        if self._processed_logprobs is None:
             body = {"model": model, "prompt": ids[-_PROBED_TOKENS:], "max_tokens": _PROBED_TOKENS, "ignore_eos": True}
-            told = await self.client.post("/v1/completions", {**body, "temperature": 1.0, "top_k": 1, "logprobs": 0})
-            self._processed = all(each > -1e-6 for each in told["choices"][0]["logprobs"]["token_logprobs"])
-        if not self._processed:
+            answer = await self.client.post("/v1/completions", {**body, "temperature": 1.0, "top_k": 1, "logprobs": 0})
+            logprobs = answer["choices"][0]["logprobs"]["token_logprobs"]
+            self._processed_logprobs = all(logprob > -1e-6 for logprob in logprobs)
+        if not self._processed_logprobs:
             raise BadSampling(
-                f"{self.client.url} tells logprobs from before temperature, top-p, top-k and min-p. "
-                "Start it with --logprobs-mode processed_logprobs, or sample with temperature 1 and nothing else"
+                f"{self.client.url} reports logprobs from before temperature, top-p, top-k and min-p. "
+                "Start it with --logprobs-mode processed_logprobs, or sample with temperature 1 and none of the others"
             )
 
     async def put_weights(self, directory: Path) -> None:
         try:
             await self.client.post("/pause?mode=abort&clear_cache=true", {})
         except EngineError as error:
-            raise EngineError(f"{error}. Is the server of vLLM started with VLLM_SERVER_DEV_MODE=1?") from error
+            raise EngineError(f"{error}. Was vLLM started with VLLM_SERVER_DEV_MODE=1?") from error
         try:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
             await self.client.post("/collective_rpc", reload)
@@ -114,20 +114,20 @@ class VllmEngine(HttpEngine):
             raise self.broken(error) from error
         try:
             await self.client.post("/update_weight_version", {"new_version": str(directory)})
-            self._marks = True
-        except EngineError:  # older ones cannot be marked
-            self._marks = False
+            self._can_mark_weights = True
+        except EngineError:  # older versions have no such route
+            self._can_mark_weights = False
 
-    async def held(self) -> Any:
-        return await self.client.get("/weight_info") if self._marks else await super().held()
+    async def weights_id(self) -> Any:
+        return await self.client.get("/weight_info") if self._can_mark_weights else await super().weights_id()
 
 
 def _id(token: Any) -> Any:
-    """The number in `token_id:7`; what is none stays what it is, and is refused as an id."""
+    """The number in `token_id:7`; anything else is returned as it is, and later refused as an id."""
     number = str(token).removeprefix("token_id:")
     return int(number) if number != token and number.isdecimal() else token
 
 
-def _likeliest(told: dict[str, float], most: int) -> tuple[tuple[int, float], ...]:
-    """The likeliest tokens; what was sampled is told even if it is none of them."""
-    return tuple(sorted(((_id(token), value) for token, value in told.items()), key=lambda each: -each[1])[:most])
+def _likeliest(logprobs: dict[str, float], count: int) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens; vLLM adds the sampled one even if it is not among them."""
+    return tuple(sorted(((_id(token), value) for token, value in logprobs.items()), key=lambda each: -each[1])[:count])

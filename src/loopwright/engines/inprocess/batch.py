@@ -1,8 +1,8 @@
-"""The batch: requests that join and leave between two steps of the model, and what each of them gets.
+"""Continuous batching: requests join and leave between two steps of the model.
 
-A step first takes in prompts, a bounded number of tokens at a time, so that a long one holds up the others for a moment
-only; then every running request gets its next token. Prompts begin with what is remembered of others, and requests with
-the same prompt share its computation.
+A step first processes prompts, a bounded number of tokens at a time, so that a long prompt delays the others only
+briefly; then it samples one token for every running request. Prompts reuse the cached prefixes of other requests, and
+requests with the same prompt share its computation.
 """
 
 from collections import deque
@@ -18,62 +18,61 @@ from loopwright.engines.base import Chunk, Finish, Sampling
 from loopwright.engines.inprocess.kv_cache import Rows, Shape
 from loopwright.engines.inprocess.prefixes import Ids, Prefixes, common
 from loopwright.engines.inprocess.sampler import Draw, likeliest, sample
-from loopwright.engines.stops import stopped
-from loopwright.engines.tokenizer import Tokenizer
+from loopwright.engines.tokenizer import Tokenizer, ends_with_stop
 
 _PROMPT_TOKENS = 512
-"""Tokens of prompts that one step takes in."""
+"""Prompt tokens that one step processes."""
 
 
 class ChunkReader(Protocol):
-    """Whoever gets the tokens of a request."""
+    """Receives the chunks of a request."""
 
     def put_nowait(self, item: Chunk | Exception, /) -> None:
-        """Take them, on the event loop."""
+        """Receive a chunk, on the event loop."""
         ...
 
 
 @dataclass(eq=False, slots=True)
 class StreamRequest:
-    """One stream: what it was asked, and what it has said."""
+    """One stream: its prompt, and the tokens sampled so far."""
 
     prompt: Ids
     sampling: Sampling
     seed: str
     reader: ChunkReader
-    said: list[int] = field(default_factory=list)
-    gone: bool = False
-    """Nobody reads it any more."""
+    sampled: list[int] = field(default_factory=list)
+    is_over: bool = False
+    """It has finished, or its reader is gone."""
 
     def draw(self) -> Draw:
         """How its next token is sampled."""
-        return Draw(self.sampling, self.seed, len(self.prompt) + len(self.said))
+        return Draw(self.sampling, self.seed, len(self.prompt) + len(self.sampled))
 
 
 @dataclass(slots=True)
-class _Intake:
-    """Prompts that are being taken in together, each for one or more requests."""
+class _Prefill:
+    """Prompts that are processed together, each for one or more requests."""
 
     rows: Rows
     requests: list[list[StreamRequest]]
 
     def next_ids(self) -> list[list[int]]:
-        """What each row takes in next; more than one row only if all of it fits into a step."""
-        found = []
+        """The next prompt tokens of each row; there is more than one row only if all of them fit into a step."""
+        chunks = []
         for row, (request, *_) in enumerate(self.requests):
             start = self.rows.lengths[row]
-            found.append(request.prompt[start : start + _PROMPT_TOKENS].tolist())
-        return found
+            chunks.append(request.prompt[start : start + _PROMPT_TOKENS].tolist())
+        return chunks
 
     @property
     def done(self) -> bool:
-        """Whether all prompts have been taken in."""
+        """Whether all prompts have been processed."""
         pairs = zip(self.rows.lengths, self.requests, strict=True)
         return all(length == len(requests[0].prompt) for length, requests in pairs)
 
 
 class Batch:
-    """All requests of an engine. Only one thread at a time may use it."""
+    """All requests of an engine. Only one thread may use it at a time."""
 
     def __init__(
         self,
@@ -93,74 +92,80 @@ class Batch:
         self.prefixes = Prefixes(prefix_bytes)
         self._rows = Rows(model, shape)
         self._running: list[StreamRequest] = []
-        self._intake: _Intake | None = None
+        self._prefill: _Prefill | None = None
         self.waiting: deque[StreamRequest] = deque()
         self.computed_tokens = 0
-        """Tokens that went through the model so far; those that were remembered did not."""
+        """Tokens that the model has processed so far, without those from the prefix cache."""
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.waiting or self._intake or self._running)
+        return bool(self.waiting or self._prefill or self._running)
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, seed: str, reader: ChunkReader) -> StreamRequest:
+        """Queue a request; it joins the batch with the next step."""
+        request = StreamRequest(np.asarray(prompt, dtype=np.int64), sampling, seed, reader)
+        self.waiting.append(request)
+        return request
 
     @torch.inference_mode()
     def step(self, version: int) -> list[tuple[StreamRequest, Chunk]]:
-        """Go on by one token; what each request got."""
-        found = []
-        self._part()
-        if self._intake is None:
-            self._intake = self._next_intake()
-        if self._intake is not None:
-            found += self._take_in(self._intake, version)
+        """Sample one token for each running request; returns the chunks by request."""
+        results = []
+        self._remove_finished()
+        if self._prefill is None:
+            self._prefill = self._next_prefill()
+        if self._prefill is not None:
+            results += self._process_prompts(self._prefill, version)
         if self._running:
             self.computed_tokens += len(self._running)
-            logits = self._rows.forward([request.said[-1:] for request in self._running])
-            found += self._sampled(list(self._running), logits, version)
-        return found
+            logits = self._rows.forward([request.sampled[-1:] for request in self._running])
+            results += self._sample(list(self._running), logits, version)
+        return results
 
     def drain(self) -> Iterator[StreamRequest]:
-        """All requests, which leave; those that nobody reads any more are left out."""
-        asked = [request for group in self._intake.requests for request in group] if self._intake else []
-        yield from (request for request in (*self._running, *asked, *self.waiting) if not request.gone)
-        self._running, self._intake, self._rows = [], None, Rows(self.model, self._shape)
+        """Remove all requests; yields those that are not over."""
+        waiting = [request for group in self._prefill.requests for request in group] if self._prefill else []
+        yield from (request for request in (*self._running, *waiting, *self.waiting) if not request.is_over)
+        self._running, self._prefill, self._rows = [], None, Rows(self.model, self._shape)
         self.waiting.clear()
 
     # -- joining ----------------------------------------------------------------------------------------------------
 
-    def _next_intake(self) -> _Intake | None:
-        """The prompts that wait longest and fit into one step; a longer one goes alone."""
+    def _next_prefill(self) -> _Prefill | None:
+        """The oldest waiting prompts that fit into one step; a longer prompt is processed alone."""
         rows = Rows(self.model, self._shape)
         groups: dict[bytes, list[StreamRequest]] = {}
-        longest = taken = 0
+        longest = admitted = 0
         widest = max(map(self._most_tokens, self._running), default=0)
-        while self.waiting and (busy := len(self._running) + taken) < self._max_batch:
+        while self.waiting and (busy := len(self._running) + admitted) < self._max_batch:
             request = self.waiting[0]
             widest = max(widest, self._most_tokens(request))
             if busy and (busy + 1) * widest > self._max_tokens:
                 break
             key = request.prompt.tobytes()
-            if request.gone or key in groups:
+            if request.is_over or key in groups:
                 self.waiting.popleft()
-                if not request.gone:
+                if not request.is_over:
                     groups[key].append(request)
-                    taken += 1
+                    admitted += 1
                 continue
-            length, memory = self._remembered(request.prompt)
+            length, memory = self._cached_prefix(request.prompt)
             longest = max(longest, len(request.prompt) - length)
             if groups and longest * (len(groups) + 1) > _PROMPT_TOKENS:
                 break
             self.waiting.popleft()
             rows.add(memory)
             groups[key] = [request]
-            taken += 1
-        return _Intake(rows, list(groups.values())) if groups else None
+            admitted += 1
+        return _Prefill(rows, list(groups.values())) if groups else None
 
     def _most_tokens(self, request: StreamRequest) -> int:
-        """How long it can become."""
+        """Its maximum length."""
         return min(self._max_context, len(request.prompt) + request.sampling.max_tokens)
 
-    def _remembered(self, prompt: Ids) -> tuple[int, Tensor | None]:
-        """What is known of the beginning of a prompt, of ended and running requests; its last token is always new."""
+    def _cached_prefix(self, prompt: Ids) -> tuple[int, Tensor | None]:
+        """The longest cached prefix of a prompt, in finished and running requests; its last token is computed."""
         before = prompt[:-1]
         best, memory = self.prefixes.find(before)
         for row, request in enumerate(self._running):
@@ -168,58 +173,58 @@ class Batch:
                 best, memory = length, self._rows.memory(row, length)
         return best, memory
 
-    def _take_in(self, intake: _Intake, version: int) -> list[tuple[StreamRequest, Chunk]]:
-        ids = intake.next_ids()
+    def _process_prompts(self, prefill: _Prefill, version: int) -> list[tuple[StreamRequest, Chunk]]:
+        ids = prefill.next_ids()
         self.computed_tokens += sum(map(len, ids))
-        logits = intake.rows.forward(ids)
-        if not intake.done:
+        logits = prefill.rows.forward(ids)
+        if not prefill.done:
             return []
-        self._intake = None
-        joined: list[StreamRequest] = []
+        self._prefill = None
+        requests: list[StreamRequest] = []
         origins: list[int] = []
-        self._rows.reserve(len(self._rows) + sum(map(len, intake.requests)), max(intake.rows.lengths))
-        for row, requests in enumerate(intake.requests):
-            for request in requests:
-                self._rows.add(intake.rows.memory(row))
-                joined.append(request)
+        self._rows.reserve(len(self._rows) + sum(map(len, prefill.requests)), max(prefill.rows.lengths))
+        for row, group in enumerate(prefill.requests):
+            for request in group:
+                self._rows.add(prefill.rows.memory(row))
+                requests.append(request)
                 origins.append(row)
-        self._running += joined
-        return self._sampled(joined, logits[origins], version)
+        self._running += requests
+        return self._sample(requests, logits[origins], version)
 
-    # -- going on and leaving ---------------------------------------------------------------------------------------
+    # -- sampling and leaving ---------------------------------------------------------------------------------------
 
-    def _sampled(
+    def _sample(
         self, requests: Sequence[StreamRequest], logits: Tensor, version: int
     ) -> list[tuple[StreamRequest, Chunk]]:
-        """Give each request its next token."""
-        found, draws = [], [request.draw() for request in requests]
-        sampled = zip(requests, sample(logits, draws), likeliest(logits, draws), strict=True)
-        for request, (token, logprob), tops in sampled:
-            request.said.append(token)
+        """Sample the next token of each request."""
+        results, draws = [], [request.draw() for request in requests]
+        tokens = zip(requests, sample(logits, draws), likeliest(logits, draws), strict=True)
+        for request, (token, logprob), tops in tokens:
+            request.sampled.append(token)
             finish = self._finish(request)
-            found.append((request, Chunk((token,), (logprob,), version, finish, tops)))
-            request.gone = request.gone or finish is not None
-        self._part()
-        return found
+            results.append((request, Chunk((token,), (logprob,), version, finish, tops)))
+            request.is_over = request.is_over or finish is not None
+        self._remove_finished()
+        return results
 
     def _finish(self, request: StreamRequest) -> Finish | None:
-        """Why it ends here, if it does."""
-        said, sampling = request.said, request.sampling
-        if said[-1] in self.stop_ids or stopped(self._tokenizer, said, sampling.stop):
+        """Why it ends after its last token, if it does."""
+        sampled, sampling = request.sampled, request.sampling
+        if sampled[-1] in self.stop_ids or ends_with_stop(self._tokenizer, sampled, sampling.stop):
             return "stop"
-        full = len(request.prompt) + len(said) >= self._max_context
-        return "length" if full or len(said) >= sampling.max_tokens else None
+        full = len(request.prompt) + len(sampled) >= self._max_context
+        return "length" if full or len(sampled) >= sampling.max_tokens else None
 
-    def _part(self) -> None:
-        """Let those go that have ended, or that nobody reads, and remember what they were about."""
+    def _remove_finished(self) -> None:
+        """Remove requests that are over, and add their tokens to the prefix cache."""
         for row in reversed(range(len(self._running))):
             request = self._running[row]
-            if request.gone:
-                ids = np.concatenate((request.prompt, request.said))[: self._rows.lengths[row]]
+            if request.is_over:
+                ids = np.concatenate((request.prompt, request.sampled))[: self._rows.lengths[row]]
                 self.prefixes.add(ids, self._rows.memory(row))
                 self._rows.remove(row)
                 last = self._running.pop()
                 if row < len(self._running):
                     self._running[row] = last
-        if self._intake and all(request.gone for group in self._intake.requests for request in group):
-            self._intake = None
+        if self._prefill and all(request.is_over for group in self._prefill.requests for request in group):
+            self._prefill = None

@@ -1,7 +1,7 @@
-"""A forward pass over what was sampled: how far recorded logprobs are from those that the model gives.
+"""A forward pass over sampled tokens: how far recorded logprobs are from the model's.
 
-Nothing of the engine that sampled is used but its weights: no batch that requests join, no rows, no packed matrices. So
-what agrees was computed twice, in two ways.
+It shares only the weights with the engine that sampled: no batching, no KV cache of ours, no packed matrices. Logprobs
+that agree were computed independently.
 """
 
 import math
@@ -17,137 +17,133 @@ from torch import Tensor
 from loopwright.core.errors import MissingExtra
 from loopwright.engines.base import EngineError, Sampling
 from loopwright.engines.inprocess.engine import TransformersConfig
-from loopwright.engines.inprocess.models import bare, put_weights
-from loopwright.engines.inprocess.sampler import reshaped
+from loopwright.engines.inprocess.models import load_plain, put_weights
+from loopwright.engines.inprocess.sampler import reshape
 
 _ADAPTERS = "adapter_config.json"
-"""What tells a directory of adapters, as peft writes them."""
+"""The file that marks a directory of adapters written by peft."""
 _BATCH_TOKENS = 8192
-"""Tokens of the passages that are read together, padding included."""
+"""Tokens of the passages in one batch, padding included."""
 _STEP_TOKENS = 1024
 """Tokens that go through the model at a time: their logits are large."""
-_EDGE = 1e-4
-"""How near to its edge top-p and min-p may take in one token more or less: rounding decides there, not the model."""
+_TOLERANCE = 1e-4
+"""The relative tolerance of top-p and min-p: near their thresholds, rounding decides which tokens are included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A text of tokens, and those of them to look at: where they stand, and what was recorded of each."""
+    """A sequence of tokens, and the positions to check with the logprob and sampling recorded at each."""
 
     ids: Sequence[int]
-    places: Sequence[int]
+    positions: Sequence[int]
     logprobs: Sequence[float]
     samplings: Sequence[Sampling]
 
 
 class Forward:
-    """A model that reads."""
+    """Recomputes the logprobs of passages with a model."""
 
-    def __init__(self, config: TransformersConfig, home: Path) -> None:
-        for problem in config.problems(home):
+    def __init__(self, config: TransformersConfig, scenario_dir: Path) -> None:
+        for problem in config.problems(scenario_dir):
             raise EngineError(str(problem))
-        self._name, self._config, self._home = config.model, config, home
-        self._model = self._bare()
+        self._name, self._config, self._scenario_dir = config.model, config, scenario_dir
+        self._model = self._load()
 
-    def _bare(self) -> Any:
-        model, _ = bare(self._config, self._home)
+    def _load(self) -> Any:
+        model, _ = load_plain(self._config, self._scenario_dir)
         model.set_attn_implementation("sdpa")
         return model
 
     def put(self, weights: Path) -> None:
-        """Read with these weights from now on, or with these adapters of the model. EngineError if they do not fit."""
+        """Use these weights, or these adapters, from now on. EngineError if they do not fit."""
         if not (weights / _ADAPTERS).is_file():
             return put_weights(self._model, weights)
         try:
             from peft import PeftModel
         except ImportError as error:
-            raise MissingExtra("reading with adapters", "train") from error
+            raise MissingExtra("loading adapters", "train") from error
         try:
-            self._model = PeftModel.from_pretrained(self._bare(), str(weights)).merge_and_unload()
+            self._model = PeftModel.from_pretrained(self._load(), str(weights)).merge_and_unload()
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise EngineError(f"the adapters in {weights} do not fit {self._name!r}: {error}") from error
         return None
 
     def differences(self, passages: Sequence[Passage]) -> list[list[float]]:
-        """For each token of each passage, how far what was recorded is from what the model gives."""
-        self._check(passages)
-        found: list[list[float]] = [[] for _ in passages]
-        for batch in _batches([len(passage.ids) for passage in passages]):
-            for row, offs in zip(batch, self._read([passages[row] for row in batch]), strict=True):
-                found[row] = offs
-        return found
-
-    def _check(self, passages: Sequence[Passage]) -> None:
+        """For each position of each passage, how far the recorded logprob is from the model's."""
         size = self._model.config.get_text_config().vocab_size
         for passage in passages:
             for token in (min(passage.ids), max(passage.ids)):
                 if not 0 <= token < size:
                     raise EngineError(
-                        f"{token} is no token of {self._name!r}, which has {size}: another model sampled this, or the "
-                        "record was changed. Say with --engine which model it was."
+                        f"{token} is not a token of {self._name!r}, whose vocabulary has {size}: another model sampled "
+                        "this, or the record was changed. Name the model with --engine."
                     )
+        differences: list[list[float]] = [[] for _ in passages]
+        for batch in _batches([len(passage.ids) for passage in passages]):
+            for row, errors in zip(batch, self._read([passages[row] for row in batch]), strict=True):
+                differences[row] = errors
+        return differences
 
     @torch.inference_mode()
     def _read(self, passages: Sequence[Passage]) -> list[list[float]]:
-        """Passages side by side, padded at their ends, where no token of theirs looks."""
+        """One batch of passages, padded at the right, where attention does not reach."""
         from transformers import DynamicCache
 
         device, longest = self._model.device, max(len(passage.ids) for passage in passages)
         padded = torch.tensor([[*p.ids, *[0] * (longest - len(p.ids))] for p in passages], device=device)
-        found: list[list[float]] = [[0.0] * len(passage.places) for passage in passages]
+        differences: list[list[float]] = [[0.0] * len(passage.positions) for passage in passages]
         cache, step = DynamicCache(), max(1, _STEP_TOKENS // len(passages))
-        last = max(place for passage in passages for place in passage.places)
+        last = max(position for passage in passages for position in passage.positions)
         for start in range(0, last, step):
             now = padded[:, start : min(start + step, last)]
-            # The token at a place is told by what comes before it.
-            asked = [
-                (row, index, place - 1 - start)
+            # The logits one position earlier predict the token.
+            targets = [
+                (row, index, position - 1 - start)
                 for row, passage in enumerate(passages)
-                for index, place in enumerate(passage.places)
-                if start < place <= start + now.shape[1]
+                for index, position in enumerate(passage.positions)
+                if start < position <= start + now.shape[1]
             ]
-            columns = sorted({column for _, _, column in asked}) or [0]
+            columns = sorted({column for _, _, column in targets}) or [0]
             keep = torch.tensor(columns, device=device)
             logits = self._model(input_ids=now, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
             at = {column: index for index, column in enumerate(columns)}
-            for row, index, column in asked:
+            for row, index, column in targets:
                 passage = passages[row]
-                token, sampling = passage.ids[passage.places[index]], passage.samplings[index]
-                found[row][index] = off_by(logits[row, at[column]], token, passage.logprobs[index], sampling)
-        return found
+                token, sampling = passage.ids[passage.positions[index]], passage.samplings[index]
+                logprob = passage.logprobs[index]
+                differences[row][index] = difference(logits[row, at[column]], token, logprob, sampling)
+        return differences
 
 
-def off_by(logits: Tensor, token: int, recorded: float, sampling: Sampling) -> float:
-    """How far a recorded logprob is from that of the distribution which these logits and this sampling make.
+def difference(logits: Tensor, token: int, recorded: float, sampling: Sampling) -> float:
+    """How far a recorded logprob is from that of the distribution that these logits and this sampling define.
 
-    A token that could not have been sampled is off by as much as it is less likely than the least likely that could.
+    For a token that could not have been sampled, the gap to the least likely possible token is added.
     """
     if not math.isfinite(recorded) or not torch.isfinite(logits[token]):
-        return math.inf  # which no tolerance lets pass, as it would what is not a number
-    if sampling.temperature == 0 or sampling.top_k == 1:
+        return math.inf  # exceeds any tolerance, unlike NaN
+    if sampling.greedy:
         return abs(recorded) + float(logits.max() - logits[token])
-    off = _off_by(logits, token, recorded, sampling)
-    if off > _EDGE and (sampling.top_p < 1.0 or sampling.min_p > 0.0):
-        others = (_moved(sampling, 1.0 - _EDGE), _moved(sampling, 1.0 + _EDGE))
-        return min(off, *(_off_by(logits, token, recorded, other) for other in others))
-    return off
+    exact = _difference(logits, token, recorded, sampling)
+    if exact > _TOLERANCE and (sampling.top_p < 1.0 or sampling.min_p > 0.0):
+        shifted = []
+        for factor in (1.0 - _TOLERANCE, 1.0 + _TOLERANCE):
+            limits = {"top_p": min(1.0, sampling.top_p * factor), "min_p": min(1.0, sampling.min_p / factor)}
+            shifted.append(_difference(logits, token, recorded, sampling.model_copy(update=limits)))
+        return min(exact, *shifted)
+    return exact
 
 
-def _off_by(logits: Tensor, token: int, recorded: float, sampling: Sampling) -> float:
-    logprobs = reshaped(logits[None], [sampling])[0]
+def _difference(logits: Tensor, token: int, recorded: float, sampling: Sampling) -> float:
+    logprobs = reshape(logits[None], [sampling])[0]
     if torch.isfinite(logprobs[token]):
         return abs(recorded - float(logprobs[token]))
-    kept = torch.isfinite(logprobs)
-    least = float(logprobs[kept].min())
-    return abs(recorded - least) + float(logits[kept].min() - logits[token])
-
-
-def _moved(sampling: Sampling, by: float) -> Sampling:
-    return sampling.model_copy(update={"top_p": min(1.0, sampling.top_p * by), "min_p": min(1.0, sampling.min_p / by)})
+    possible = torch.isfinite(logprobs)
+    return abs(recorded - float(logprobs[possible].min())) + float(logits[possible].min() - logits[token])
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Passages of like length together, so that little is padded."""
+    """Indices of passages with similar lengths, so that there is little padding."""
     batch: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
         if batch and (len(batch) + 1) * lengths[row] > _BATCH_TOKENS:

@@ -1,8 +1,8 @@
-"""Rows of keys and values: what a model remembers of several sequences at a time, each from its first token on.
+"""The KV cache: keys and values of several sequences, one row per sequence.
 
-A row per sequence, all in one tensor, so that joining, leaving and copying a prefix are one assignment each. Sequences
-may differ in length: what lies beyond a row's length is masked. A model of transformers writes and reads the rows as
-its cache, and attends by `attend`, which does not repeat keys for the heads that share them.
+All rows are in one tensor, so that joining, leaving and copying a prefix are one assignment each. Sequences may differ
+in length; positions beyond a row's length are masked. A transformers model uses the rows as its cache, and `attend` as
+its attention, which does not repeat keys for the heads that share them.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _BLOCK = 64
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a model remembers per token."""
+    """The shape of a model's keys and values per token."""
 
     layers: int
     heads: int
@@ -34,7 +34,7 @@ class Shape:
 
 
 def register() -> None:
-    """Make our attention known to transformers; its masks are ours, too, so it needs none of its own."""
+    """Register our attention with transformers; masks come from `Rows`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -43,7 +43,7 @@ def register() -> None:
 
 
 def attend(
-    module: torch.nn.Module,  # noqa: ARG001  it and others are given to every attention
+    module: torch.nn.Module,  # noqa: ARG001  part of the attention interface
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -51,20 +51,20 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,  # noqa: ARG001
 ) -> tuple[Tensor, None]:
-    """Attention in which the queries of heads that share keys stand below one another, as if they were more tokens."""
+    """Attention with the queries of heads that share keys stacked, as if they were more tokens."""
     rows, heads, tokens, width = query.shape
     shared = heads // key.shape[1]
     folded = query.reshape(rows, key.shape[1], shared * tokens, width)
-    if attention_mask is None and tokens > 1:  # a forward pass without rows: plainly causal
+    if attention_mask is None and tokens > 1:  # a forward pass without rows: causal
         attention_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()[None, None]
     if attention_mask is not None and shared > 1:
         attention_mask = attention_mask.repeat(1, 1, shared, 1) if tokens > 1 else attention_mask
-    found = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
-    return found.reshape(rows, heads, tokens, width).transpose(1, 2).contiguous(), None
+    output = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
+    return output.reshape(rows, heads, tokens, width).transpose(1, 2).contiguous(), None
 
 
 class Rows:
-    """The keys and values of some sequences, and the forward pass that adds to them."""
+    """The keys and values of several sequences, and the forward pass that extends them."""
 
     def __init__(self, model: Any, shape: Shape) -> None:
         self._model, self._shape = model, shape
@@ -78,7 +78,7 @@ class Rows:
         return len(self.lengths)
 
     def add(self, memory: Tensor | None = None) -> int:
-        """A new row, with what is remembered of a prefix; its index."""
+        """Add a row that starts with the keys and values of a prefix; returns its index."""
         length = 0 if memory is None else memory.shape[3]
         self.reserve(len(self) + 1, length)
         if memory is not None:
@@ -87,7 +87,7 @@ class Rows:
         return len(self) - 1
 
     def reserve(self, rows: int, length: int) -> None:
-        """Room for so many rows of that length. It grows by a quarter at least, so that growing costs little."""
+        """Make space for this many rows of this length; grows by at least a quarter, so that growth is rare."""
         have = self._store.shape[2] if self._store.dim() > 1 else 0
         if rows <= have and length <= self._capacity:
             return
@@ -96,7 +96,7 @@ class Rows:
         if length > self._capacity:
             self._capacity = -(-max(length, self._capacity + self._capacity // 4) // _BLOCK) * _BLOCK
         shape = self._shape
-        # Zeros, not rubbish: what is masked is still multiplied. One column more, for what nobody reads.
+        # Zeros, because masked values are still multiplied. One extra column receives the padding.
         size = shape.layers, 2, max(rows, have), shape.heads, self._capacity + 1, shape.width
         grown = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         for row in range(len(self)):
@@ -104,11 +104,11 @@ class Rows:
         self._store = grown
 
     def memory(self, row: int, length: int | None = None) -> Tensor:
-        """What is remembered of a row, or of its first tokens: a view of (layer, key or value, head, token, width)."""
+        """The keys and values of a row, or of its first tokens: a view of (layer, key or value, head, token, width)."""
         return self._store[:, :, row, :, : self.lengths[row] if length is None else length]
 
     def remove(self, row: int) -> None:
-        """Forget a row. The last one takes its place."""
+        """Remove a row. The last row takes its index."""
         last = len(self) - 1
         if row != last:
             self._store[:, :, row, :, : self.lengths[last]] = self.memory(last)
@@ -118,22 +118,22 @@ class Rows:
             self._store, self._capacity = torch.zeros(0), 0
 
     def forward(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        """Take in the next tokens of each row; the logits after the last of each."""
+        """Process the next tokens of each row; returns the logits after the last token of each."""
         device, count = self._shape.device, max(map(len, ids))
         self._width = max(map(int.__add__, self.lengths, map(len, ids)))
         self.reserve(len(self), self._width)
-        # Padded at the left, so that every row ends in the last column; what is padded goes to a place nobody reads.
+        # Padded at the left, so that every row ends in the last column; padding is written to the extra column.
         padded = torch.tensor([[0] * (count - len(row)) + list(row) for row in ids], device=device)
         ends = torch.tensor([length + len(row) for length, row in zip(self.lengths, ids, strict=True)], device=device)
         positions = ends[:, None] + torch.arange(-count, 0, device=device)
         starts = torch.tensor(self.lengths, device=device)[:, None]
         self._columns = torch.where(positions < starts, self._capacity, positions)
         self._row_of = torch.arange(len(self), device=device)[:, None]
-        seen = positions.clamp(min=0)
+        position_ids = positions.clamp(min=0)
         logits: Tensor = self._model(
             input_ids=padded,
-            position_ids=seen,
-            attention_mask=self._mask(seen),
+            position_ids=position_ids,
+            attention_mask=self._mask(position_ids),
             past_key_values=self,
             use_cache=True,
             logits_to_keep=1,
@@ -142,20 +142,20 @@ class Rows:
         return logits[:, -1]
 
     def _mask(self, positions: Tensor) -> Tensor:
-        """What may be attended to: everything up to a token's own position."""
+        """The causal mask: a token attends to everything up to its own position."""
         columns = torch.arange(self._width, device=positions.device)
         mask = torch.zeros(*positions.shape, self._width, dtype=self._shape.dtype, device=positions.device)
         return mask.masked_fill_(columns > positions[:, :, None], -torch.inf)[:, None]
 
-    # -- what a model of transformers asks of a cache ---------------------------------------------------------------
+    # -- the cache interface of transformers ------------------------------------------------------------------------
 
     def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of new tokens; all that there are."""
+        """Write the keys and values of new tokens; returns all of them."""
         keys, values = self._store[layer]
         keys[self._row_of, :, self._columns] = key.transpose(1, 2)
         values[self._row_of, :, self._columns] = value.transpose(1, 2)
         return keys[: len(self), :, : self._width], values[: len(self), :, : self._width]
 
     def get_seq_length(self, layer: int = 0) -> int:
-        """The tokens of the longest row."""
+        """The length of the longest row."""
         return max(self.lengths, default=0)

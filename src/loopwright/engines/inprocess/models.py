@@ -1,4 +1,4 @@
-"""Models for the engine in this process: found by name, loaded, checked, and given new weights."""
+"""Models for the in-process engine: load them by name, check them, and update their weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from loopwright.engines.base import EngineError
 from loopwright.engines.inprocess.batch import Batch
 from loopwright.engines.inprocess.kv_cache import ATTENTION, Rows, Shape, register
 from loopwright.engines.inprocess.packing import pack
-from loopwright.engines.named_tokenizer import place, stop_ids, tokenizer_of
+from loopwright.engines.named_tokenizer import model_location, stop_ids, tokenizer_of
 from loopwright.engines.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -30,10 +30,14 @@ class LoadedModel:
     batch: Batch
     max_context: int
 
+    def put_weights(self, source: Mapping[str, Tensor] | Path) -> None:
+        """Replace the model's weights."""
+        put_weights(self.model, source)
 
-def load(config: "TransformersConfig", home: Path) -> LoadedModel:
-    """The model that a config names. EngineError if it cannot be had, or cannot be served."""
-    model, tokenizer = bare(config, home)
+
+def load(config: "TransformersConfig", scenario_dir: Path) -> LoadedModel:
+    """The model that a config names. EngineError if it cannot be loaded or served."""
+    model, tokenizer = load_plain(config, scenario_dir)
     pack(model)
     text = model.config.get_text_config()
     limit = text.max_position_embeddings
@@ -54,17 +58,17 @@ def load(config: "TransformersConfig", home: Path) -> LoadedModel:
     return LoadedModel(model, tokenizer, batch, max_context)
 
 
-def bare(config: "TransformersConfig", home: Path) -> tuple[Any, Tokenizer]:
-    """The model and its tokenizer, as they come. EngineError if they cannot be had."""
+def load_plain(config: "TransformersConfig", scenario_dir: Path) -> tuple[Any, Tokenizer]:
+    """The model and its tokenizer, without batch and packed weights. EngineError if they cannot be loaded."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = causal_model(config.model, home, seed=config.seed)
-    tokenizer = tokenizer_of(config.model, home)
+    model = causal_model(config.model, scenario_dir, seed=config.seed)
+    tokenizer = tokenizer_of(config.model, scenario_dir)
     return model.to(device=config.device, dtype=getattr(torch, config.dtype)).eval().requires_grad_(False), tokenizer
 
 
 def tiny(seed: int = 0, attention: str = ATTENTION) -> Any:
-    """A small byte-level model with random weights: 0.25 million of them, made on the spot."""
+    """A small byte-level model with 0.25 million random weights."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     make: Any = Qwen2ForCausalLM
@@ -76,7 +80,7 @@ def tiny(seed: int = 0, attention: str = ATTENTION) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=4096,
-        tie_word_embeddings=False,  # tied, a random model would only ever repeat itself
+        tie_word_embeddings=False,  # with tied embeddings, a random model only repeats itself
         bos_token_id=None,
         eos_token_id=ByteTokenizer.specials["<|im_end|>"],
     )
@@ -86,30 +90,32 @@ def tiny(seed: int = 0, attention: str = ATTENTION) -> Any:
         return make(config)
 
 
-def causal_model(name: str, home: Path, *, seed: int = 0, attention: str = ATTENTION) -> Any:
-    """The model of a name, as an engine runs it or a learner trains it. EngineError if it cannot be had."""
+def causal_model(name: str, scenario_dir: Path, *, seed: int = 0, attention: str = ATTENTION) -> Any:
+    """The model of a name, for an engine or a learner. EngineError if it cannot be loaded."""
     register()
     if name == "tiny":
         return tiny(seed, attention)
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    chatter: Any = logging
-    chatter.disable_progress_bar()
+    untyped_logging: Any = logging
+    untyped_logging.disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(place(name, home), attn_implementation=attention, dtype="auto")
+        return AutoModelForCausalLM.from_pretrained(
+            model_location(name, scenario_dir), attn_implementation=attention, dtype="auto"
+        )
     except (OSError, ValueError, ImportError) as error:
         raise EngineError(f"model {name!r} cannot be loaded: {error}") from error
 
 
 def _shape(model: Any, text: Any, max_context: int) -> Shape:
-    """What the model remembers per token, if it remembers in a way that we know."""
+    """The shape of the model's KV cache. EngineError for kinds of layers without one."""
     window = getattr(text, "sliding_window", None)
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if kinds - {"full_attention", "sliding_attention"}:
-        raise EngineError(f"a model with layers of kind {', '.join(sorted(kinds))} cannot be served in process")
+        raise EngineError(f"a model with layers of type {', '.join(sorted(kinds))} cannot be served in process")
     if "sliding_attention" in kinds and window is not None and max_context > window:
-        raise EngineError(f"this model attends to {window} tokens only: set max_context = {window} or less")
+        raise EngineError(f"this model attends to only {window} tokens: set max_context = {window} or less")
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     weight = next(model.parameters())
@@ -118,49 +124,49 @@ def _shape(model: Any, text: Any, max_context: int) -> Shape:
 
 @torch.inference_mode()
 def _check(model: Any, shape: Shape, name: str) -> None:
-    """Token by token must give what a forward pass gives; otherwise this kind of model is not for us."""
+    """EngineError unless decoding token by token gives the same logprobs as one forward pass."""
     ids = list(range(1, 1 + _CHECKED_TOKENS))
     rows = Rows(model, shape)
     rows.add()
     try:
-        found = [rows.forward([[token]])[0] for token in ids]
+        logits = [rows.forward([[token]])[0] for token in ids]
         expected = model(input_ids=torch.tensor([ids], device=shape.device), use_cache=False).logits[0]
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise EngineError(f"model {name!r} cannot be served in process: {error}") from error
-    off = (torch.stack(found).float().log_softmax(-1) - expected.float().log_softmax(-1)).abs().max().item()
-    if not off < (1e-2 if shape.dtype is torch.float32 else 1.0):
-        raise EngineError(f"model {name!r} cannot be served in process: logprobs are off by {off:.3g}")
+    gap = (torch.stack(logits).float().log_softmax(-1) - expected.float().log_softmax(-1)).abs().max().item()
+    if not gap < (1e-2 if shape.dtype is torch.float32 else 1.0):
+        raise EngineError(f"model {name!r} cannot be served in process: logprobs are off by {gap:.3g}")
 
 
 def put_weights(model: Any, source: Mapping[str, Tensor] | Path) -> None:
-    """Copy weights into a model; all of them fit, or none is taken. Weights that share memory may be named once."""
+    """Copy weights into a model, or raise EngineError and copy none. Tied weights may be named once."""
     weights = source if isinstance(source, Mapping) else _read(source)
-    places = model.state_dict()
-    unknown = [name for name in weights if name not in places]
-    given = {places[name].data_ptr() for name in weights if name in places}
-    missing = [name for name, place in places.items() if place.data_ptr() not in given]
-    unlike = [name for name in weights if name in places and weights[name].shape != places[name].shape]
-    for what, names in (("unknown", unknown), ("missing", missing), ("of another shape", unlike)):
+    targets = model.state_dict()
+    unknown = [name for name in weights if name not in targets]
+    covered = {targets[name].data_ptr() for name in weights if name in targets}
+    missing = [name for name, target in targets.items() if target.data_ptr() not in covered]
+    misshapen = [name for name in weights if name in targets and weights[name].shape != targets[name].shape]
+    for what, names in (("unknown", unknown), ("missing", missing), ("of another shape", misshapen)):
         if names:
             raise EngineError(f"these weights do not fit the model: {len(names)} {what}, such as {names[0]!r}")
-    with torch.no_grad():  # not inference mode, in which nobody could tell that they were written to
+    with torch.no_grad():  # not inference mode, which does not count writes in `_version`
         for name, weight in weights.items():
-            places[name].copy_(weight)
+            targets[name].copy_(weight)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """The weights in a file of safetensors or torch, or in a directory as transformers writes it."""
+    """The weights in a safetensors or torch file, or in a directory written by transformers."""
     from safetensors.torch import load_file
 
     files = [path]
-    if path.is_dir():  # a checkpoint has the memory of an optimizer beside its model
+    if path.is_dir():  # a checkpoint also holds the optimizer's state
         files = sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     try:
         for file in files:
-            found |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+            weights |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
     except Exception as error:
         raise EngineError(f"weights in {path} cannot be read: {type(error).__name__}: {error}") from error
-    if not found:
+    if not weights:
         raise EngineError(f"there are no weights in {path}")
-    return found
+    return weights

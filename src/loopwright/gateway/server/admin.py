@@ -85,5 +85,5 @@ class Admin:
         engine = self._gateway.engine
         told: dict[str, Any] = {"version": engine.version}
         if isinstance(engine, Fleet):
-            told["engines"] = engine.described()
+            told["engines"] = engine.describe()
         return json_response(told)

@@ -10,7 +10,7 @@ from typing import Any
 from loopwright.core.episode import Node
 from loopwright.engines.base import EngineError
 from loopwright.engines.inprocess import smollm2
-from loopwright.engines.named_tokenizer import BYTES
+from loopwright.engines.named_tokenizer import BYTE_TOKENIZER_FILE
 from loopwright.engines.named_tokenizer import tokenizer_of as named_tokenizer
 from loopwright.engines.tokenizer import ByteTokenizer, Tokenizer
 from loopwright.reports.formatting import number
@@ -52,10 +52,12 @@ def tokenizer_of(engine: Mapping[str, Any], folder: Path | None = None) -> Token
     if engine.get("type") == "scripted":
         return ByteTokenizer()
     places = [str(name) for part in ("model", "tokenizer") if (name := engine.get(part))]
-    places = [str(smollm2.made() or place) if place == "smollm2" else place for place in places]
+    places = [str(smollm2.cached_directory() or place) if place == "smollm2" else place for place in places]
     for place in [*([] if folder is None else [str(folder / "policy")]), *places]:
         # Nothing is downloaded for a report.
-        if place in ("tiny", "bytes") or any(Path(place, file).is_file() for file in (BYTES, "tokenizer.json")):
+        if place in ("tiny", "bytes") or any(
+            Path(place, file).is_file() for file in (BYTE_TOKENIZER_FILE, "tokenizer.json")
+        ):
             with suppress(EngineError, OSError):
                 return named_tokenizer(place, Path())
     return None

@@ -146,7 +146,7 @@ class NamedFleet(Fleet):
     def __init__(self, found: Sequence[NamedEngine]) -> None:
         super().__init__(FleetSettings(type="fleet"), Path())
         for engine in found:
-            self._put(engine.name, engine)
+            self.add(engine.name, engine)
 
 
 class GatewayWorker(Worker):
