@@ -137,7 +137,7 @@ def test_a_changed_id_is_found_out(captured, tmp_path):
 
 def test_an_id_that_the_model_does_not_have_is_named(captured, tmp_path):
     done = CliRunner().invoke(app, ["audit", str(changed(captured, tmp_path, "ids", lambda _: 4711)), "-e", "tiny"])
-    assert "4711 is no token of 'tiny'" in str(done.exception)
+    assert "4711 is not a token of 'tiny'" in str(done.exception)
 
 
 def test_what_cannot_be_looked_at_is_said(captured, tmp_path):

@@ -44,7 +44,7 @@ class TestContract(EngineContract):
 
         return asyncio.run(main())
 
-    def test_its_config_travels(self):
+    def test_its_config_survives_pickling_and_json(self):
         pytest.skip("a relay is made by its gateway, from settings that need not travel")
 
 
@@ -262,7 +262,7 @@ async def ending(engine, output, drain_s):
     gateway = Gateway(relay, GatewayConfig(drain_s=drain_s), token=TOKEN, output=output)
     await gateway.__aenter__()
     async with working(gateway, engine):
-        await until(relay.described)
+        await until(relay.describe)
         async with client_of(await gateway.open("s"), timeout=20.0) as client:
             call = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("a")]))
             await engine.held.wait()
