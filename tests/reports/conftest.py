@@ -46,7 +46,7 @@ def campaign(begin, tmp_path: Path) -> Callable[..., Story]:
                 reason = "killed by signal 11 (SIGSEGV)"
                 logs(tmp_path, name, story.tell(action, outcome=Outcome.CRASHED, reason=reason, usage=used).number)
             elif luck < 0.09:
-                story.tell(action, outcome=Outcome.TIMEOUT, reason="it was ended after 20 s", usage=used)
+                story.tell(action, outcome=Outcome.TIMEOUT, reason="timed out after 20 s", usage=used)
             elif action["tile"] > action["size"]:
                 story.tell(action, outcome=Outcome.INFEASIBLE, reason="tile <= size does not hold")
             else:

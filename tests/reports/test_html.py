@@ -114,7 +114,7 @@ def test_an_action_that_met_one_regime_of_several_is_said_to(begin, tmp_path):
 
 def test_when_nothing_succeeded_it_says_so_first_with_the_commonest_reason(begin, tmp_path):
     story = begin(budget=4)
-    story.tell({"tile": 8}, outcome=Outcome.TIMEOUT, reason="it was ended after 20 s")
+    story.tell({"tile": 8}, outcome=Outcome.TIMEOUT, reason="timed out after 20 s")
     for _ in range(3):
         story.tell({"tile": 8}, outcome=Outcome.CRASHED, reason="./bench: not found")
 

@@ -92,7 +92,7 @@ def test_a_good_scenario_is_loaded_whole(loaded):
         (
             {"workload": W + Y + "command = 'echo {x}'\nconstraints = ['z < 1']"},
             "[run.workload] constraints",
-            "names z",
+            "unknown parameter z",
         ),
         (
             {"workload": W + Y + "command = 'echo {x}'\nconstraints = ['x <']"},
@@ -104,7 +104,11 @@ def test_a_good_scenario_is_loaded_whole(loaded):
         (args("x = [1, 1.0]"), "[run.workload] args", "1.0 is listed twice"),
         (args("x = { low = 2, high = 1 }"), "[run.workload] args", "low must be below high"),
         (args("x = { low = 1, high = 2, dtpye = 'int' }"), "[run.workload] args", "Did you mean 'dtype'?"),
-        (args("x = [1, 2]\nz = [1, 2]"), "[run.workload] args.z", "is searched, but neither command nor setup names"),
+        (
+            args("x = [1, 2]\nz = [1, 2]"),
+            "[run.workload] args.z",
+            "neither command nor setup contains",
+        ),
         (args("x = [1, 2]\nz = 2026-01-01"), "[run.workload] args", "is no number, string, boolean, list or table"),
         (args("x = [1, nan]"), "[run.workload] args", "nan is not a finite number"),
         (args("x = { values = [1, 2], when = 'x == 1' }"), "[run.workload] args", "goes round in a circle"),
@@ -113,7 +117,7 @@ def test_a_good_scenario_is_loaded_whole(loaded):
             "[run.workload] args.z",
             "`when` has no value",
         ),
-        (args("x = [1, 2]\nz = { values = [1, 2], when = 'q > 3' }"), "[run.workload] args.z", "names q"),
+        (args("x = [1, 2]\nz = { values = [1, 2], when = 'q > 3' }"), "[run.workload] args.z", "unknown parameter q"),
         ({"more": "[run.rewards]\nmetric_failur = 1"}, "[run.rewards]", "Did you mean 'metric_failure'?"),
         ({"more": "[run.rewards]\nmetric_failure = inf"}, "[run.rewards] metric_failure", "finite"),
         ({"more": "[run.env_params.xx]"}, "[run.env_params.xx]", "there is no argument 'xx'"),

@@ -31,16 +31,16 @@ echo "y: 1 z: 2"
 """
 
 OUTCOMES = {
-    "ignores-sigterm": (Outcome.TIMEOUT, "it was ended after 1 s"),
-    "never-ends": (Outcome.TIMEOUT, "it was ended after 1 s"),
+    "ignores-sigterm": (Outcome.TIMEOUT, "timed out after 1 s"),
+    "never-ends": (Outcome.TIMEOUT, "timed out after 1 s"),
     "daemon": (Outcome.OK, ""),
     "stubborn-daemon": (Outcome.OK, ""),
     "holds-pipe": (Outcome.OK, ""),
     "bad-utf8": (Outcome.OK, ""),
     "bad-utf8-fails": (Outcome.CRASHED, "exit code 5; stderr ends with: \ufffd complaint \ufffd"),
-    "segfault": (Outcome.CRASHED, "it ended by signal 11"),
-    "kills-itself": (Outcome.CRASHED, "it ended by signal 9"),
-    "kills-group": (Outcome.CRASHED, "it ended by signal 9"),
+    "segfault": (Outcome.CRASHED, "ended by signal 11"),
+    "kills-itself": (Outcome.CRASHED, "ended by signal 9"),
+    "kills-group": (Outcome.CRASHED, "ended by signal 9"),
     "silent": (Outcome.METRIC_MISSING, "y: stdout is empty; z: stdout is empty"),
     "reads-stdin": (Outcome.OK, ""),
 }

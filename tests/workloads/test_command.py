@@ -123,7 +123,7 @@ def test_every_metric_that_is_missing_is_named(site):
     (result,) = run(site, config, {})
     assert (result.outcome, dict(result.metrics)) == (Outcome.METRIC_MISSING, {})
     assert "z: nothing in stdout" in result.reason
-    assert "w: the command wrote no w" in result.reason
+    assert "w: the command did not write w" in result.reason
 
 
 def test_a_program_that_vanished_is_a_crash_with_a_reason(site):
@@ -156,18 +156,22 @@ class TestTheFingerprint:
 @pytest.mark.parametrize(
     ("settings", "key", "words"),
     [
-        ({"command": "echo {aa}"}, "command", "names {aa}, which is no argument. Known: a. Did you mean 'a'?"),
-        ({"command": "echo"}, "args.a", "is searched, but neither command nor setup names {a}"),
+        ({"command": "echo {aa}"}, "command", "unknown argument {aa}. Known: a. Did you mean 'a'?"),
+        ({"command": "echo"}, "args.a", "is searched, but neither command nor setup contains {a}"),
         ({"command": "no-such-program {a}"}, "command", "'no-such-program' is not on the PATH"),
         ({"command": "/no/such {a}"}, "command", "'/no/such' is not an executable file"),
         ({"command": "./gone {a}"}, "command", "it does not exist"),
         ({"command": "./here {a}"}, "command", "add it: files = ['here']"),
         ({"command": "echo {a}", "files": ["gone"]}, "files", "'gone' does not exist"),
-        ({"command": "echo {a}", "files": ["stdout"]}, "files", "would stand where each trial's own stdout is kept"),
-        ({"command": "echo {a}", "constraints": ["b > 1"]}, "constraints", "'b > 1' names b. Known parameters: a."),
-        ({"command": "echo {a}", "env": {"a": 1}}, "env", "'a' is an argument as well"),
+        ({"command": "echo {a}", "files": ["stdout"]}, "files", "would replace stdout in each trial's directory"),
+        (
+            {"command": "echo {a}", "constraints": ["b > 1"]},
+            "constraints",
+            "'b > 1': unknown parameter b. Known parameters: a.",
+        ),
+        ({"command": "echo {a}", "env": {"a": 1}}, "env", "'a' is also an argument"),
         ({"command": "echo {a:words}", "args": {"a": ["x", "'y"]}}, "args.a", '"\'y" cannot be split into words'),
-        ({"command": "echo {a}", "args": {"a": ["x", "y\0"]}}, "args.a", "holds a NUL character"),
+        ({"command": "echo {a}", "args": {"a": ["x", "y\0"]}}, "args.a", "contains a NUL character"),
         (
             {"command": "echo {a} -d {d}", "args": {"a": [1, 2], "d": {"values": [1, 2], "when": "a == 1"}}},
             "command",
@@ -183,5 +187,5 @@ def test_what_is_found_before_anything_runs(site, settings, key, words):
 
 
 def test_a_rule_for_success_that_is_no_pattern_is_named():
-    with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"'\(' is not a regular expression"):
         CommandConfig(command="true", success={"regex": "("})

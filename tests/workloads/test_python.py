@@ -54,11 +54,11 @@ def run(site: Site, name: str, arguments=None, **settings) -> Result:
     [
         ("good", Outcome.OK, ""),
         ("later", Outcome.OK, ""),
-        ("empty", Outcome.METRIC_MISSING, "gave no y"),
+        ("empty", Outcome.METRIC_MISSING, "no finite value for y"),
         ("nothing", Outcome.CRASHED, "must return a dict"),
         ("text", Outcome.CRASHED, "'y' is 'fast'"),
-        ("infinite", Outcome.METRIC_MISSING, "y (it is inf)"),
-        ("undefined", Outcome.METRIC_MISSING, "y (it is nan)"),
+        ("infinite", Outcome.METRIC_MISSING, "y (inf)"),
+        ("undefined", Outcome.METRIC_MISSING, "y (nan)"),
         ("raising", Outcome.CRASHED, "KeyError: 'missing'"),
         ("leaving", Outcome.CRASHED, "3"),
         ("dying", Outcome.CRASHED, "the worker process ended: exit code 4"),
@@ -89,7 +89,7 @@ def test_a_changed_source_is_another_question(site):
     ("function", "args", "key", "words"),
     [
         ("callables_of_test:good", {"z": 1}, "args.z", "takes no argument 'z'"),
-        ("callables_of_test:needs", {"x": 1}, "args", "needs an argument 'z'"),
+        ("callables_of_test:needs", {"x": 1}, "args", "requires the argument 'z'"),
         ("callables_of_test:gone", {}, "function", "has no 'gone'"),
         ("callables_of_test:not_callable", {}, "function", "not a callable"),
         ("no_such_module:f", {}, "function", "no_such_module"),

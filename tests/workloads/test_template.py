@@ -64,9 +64,9 @@ def test_the_program_is_known_unless_an_argument_decides_it():
 
 def test_an_option_that_an_absent_value_would_leave_alone():
     template = CommandTemplate("run --depth {depth} --width={width} {more}")
-    assert template.lonely("depth") == "--depth"
-    assert template.lonely("width") is None
-    assert template.lonely("more") is None
+    assert template.option_before("depth") == "--depth"
+    assert template.option_before("width") is None
+    assert template.option_before("more") is None
 
 
 def test_a_value_that_no_command_line_can_hold():

@@ -1,4 +1,4 @@
-"""The base of all workloads: what a trial runs, and the parameters that it takes."""
+"""The base of all workloads: what a trial runs, and the parameters it takes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -14,103 +14,108 @@ from loopwright.core.errors import Problem, storage
 from loopwright.core.expression import Expression
 from loopwright.core.registry import Registry
 from loopwright.core.trial import Result
+from loopwright.execution.base import OnStart
 from loopwright.spaces.parameter import Parameter, parameter
 from loopwright.spaces.space import Space
 
-KEPT = ("parameters.json", "stdout", "stderr")
-"""What a trial's directory holds beside its inputs and what it made itself."""
+RESERVED_FILES = ("parameters.json", "stdout", "stderr")
+"""Files of each trial's directory that inputs and products must not replace."""
 
 
 class WorkloadConfig(Config):
-    """What every workload can be told."""
+    """Settings of every workload."""
 
     type: str
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments: a value is fixed, a list is searched, `{ low, high, dtype, log, points }` is a range;
-    `{ values | low, high, when, otherwise }` makes one conditional, `{ value = … }` fixes a list or a table."""
+    `when` and `otherwise` make one conditional, `{ value = … }` fixes a list or a table."""
     env: dict[str, Any] = Field(default_factory=dict)
-    """Environment variables, written like arguments: they are dimensions too."""
+    """Environment variables, written like arguments: they are searched too."""
     constraints: tuple[str, ...] = ()
-    """Expressions over arguments and environment variables; an action that breaks one is `infeasible`."""
+    """Expressions over arguments and environment variables; an action that violates one is `infeasible`."""
     timeout_s: float | None = Field(default=None, gt=0)
-    """Seconds after which a trial's whole process tree is ended."""
+    """Seconds after which a trial's process tree is ended."""
     files: tuple[str, ...] = ()
-    """Inputs, relative to the scenario: linked into each trial's directory, and part of the fingerprint."""
+    """Input files, relative to the scenario: linked into each trial's directory, and part of the fingerprint."""
 
     @field_validator("args", "env")
     @classmethod
-    def _parameters(cls, written: dict[str, Any]) -> dict[str, Parameter]:
-        wrong, good = [], {}
-        for name, value in written.items():
+    def _parse_parameters(cls, values: dict[str, Any]) -> dict[str, Parameter]:
+        parameters, errors = {}, []
+        for name, value in values.items():
             try:
-                good[name] = parameter(value)
+                parameters[name] = parameter(value)
             except ValueError as error:
-                wrong.append(f"{name}: {error}")
-        if wrong:
-            raise ValueError("; ".join(wrong))
-        return good
+                errors.append(f"{name}: {error}")
+        if errors:
+            raise ValueError("; ".join(errors))
+        return parameters
 
     @field_validator("constraints")
     @classmethod
-    def _parse(cls, constraints: tuple[str, ...]) -> tuple[str, ...]:
+    def _parse_constraints(cls, constraints: tuple[str, ...]) -> tuple[str, ...]:
         for constraint in constraints:
             Expression(constraint)
         return constraints
 
-    def space(self, drawn: frozenset[str] = frozenset()) -> Space:
-        """The parameters of this workload as a space; `drawn` are chosen by the environment."""
-        return Space({**self.args, **self.env}, self.constraints, drawn)
+    def space(self, env_params: frozenset[str] = frozenset()) -> Space:
+        """The parameters of this workload as a space; the environment draws `env_params`."""
+        return Space({**self.args, **self.env}, self.constraints, env_params)
 
     def metric_names(self) -> tuple[str, ...] | None:
-        """The metrics that a trial gives, in order; None if only running it can tell."""
+        """The metrics of a trial, in order; None if they are unknown before it runs."""
         return None
 
-    def problems(self, home: Path) -> list[Problem]:
-        """Everything that can be found wrong without running; `home` is the scenario's directory."""
-        found = [
-            Problem("files", f"{name!r} does not exist in {home}. Give a path relative to the scenario.")
+    def problems(self, scenario_dir: Path) -> list[Problem]:
+        """All problems that can be detected without running a trial."""
+        problems = [
+            Problem("files", f"{name!r} does not exist in {scenario_dir}. Give a path relative to the scenario.")
             for name in self.files
-            if not (home / name).exists()
+            if not (scenario_dir / name).exists()
         ]
-        found += [
-            Problem("files", f"{name!r} would stand where each trial's own {Path(name).name} is kept; rename it.")
+        problems += [
+            Problem("files", f"{name!r} would replace {Path(name).name} in each trial's directory; rename it.")
             for name in self.files
-            if Path(name).name in KEPT and (len(Path(name).parts) == 1 or not _inside(name))
+            if Path(name).name in RESERVED_FILES and (len(Path(name).parts) == 1 or not _is_inside(name))
         ]
-        known = {*self.args, *self.env}
-        found += [
-            Problem("env", f"{name!r} is an argument as well; give one of them another name.")
+        problems += [
+            Problem("env", f"{name!r} is also an argument; rename one of them.")
             for name in self.args.keys() & self.env.keys()
         ]
         for where, text in (
             *(("constraints", constraint) for constraint in self.constraints),
             *((f"args.{name}", p.when) for name, p in {**self.args, **self.env}.items() if p.when is not None),
         ):
-            unknown = sorted(Expression(text).names - known)
+            unknown = sorted(Expression(text).names - self.args.keys() - self.env.keys())
             if unknown:
-                listed = ", ".join(sorted(known)) or "none"
-                found.append(Problem(where, f"{text!r} names {', '.join(unknown)}. Known parameters: {listed}."))
-        return found
+                available = ", ".join(sorted({*self.args, *self.env})) or "none"
+                problems.append(
+                    Problem(where, f"{text!r}: unknown parameter {', '.join(unknown)}. Known parameters: {available}.")
+                )
+        return problems
 
 
 @dataclass(frozen=True)
 class Job:
-    """One trial as a workload sees it. `on_start` records each process, so that it can be ended after a crash."""
+    """One trial for a workload to run."""
 
     trial: int
     directory: Path
     arguments: Mapping[str, Any]
     parameters_json: bytes
+    """The content of the trial's parameters.json."""
     marker: str
-    on_start: Callable[[int, int], None]
+    """Identifies the trial's processes; see `Command.marker`."""
+    on_start: OnStart
+    """Records each process, so that it can be ended after a crash."""
     flush_reservation: Callable[[], None] = lambda: None
-    """Writes the reservation to disk. Call it before starting a process that `on_start` does not record first."""
+    """Writes the trial's reservation to disk. Call it before a process is started, unless `on_start` comes first."""
     is_retry: bool = True
     """Whether an earlier attempt may have left something behind."""
 
 
 class Workload(ABC):
-    """Runs jobs. A failure is a result; an exception is a bug or a full disk.
+    """Runs trials. A failure is a result; an exception is a bug or a full disk.
 
     class Sleep(Workload):
         Config = SleepConfig
@@ -127,31 +132,31 @@ class Workload(ABC):
 
     @abstractmethod
     async def run(self, job: Job) -> Result:
-        """Run a trial in its own directory. Cancellation ends its whole process tree."""
+        """Run a trial in its directory. Cancellation ends its whole process tree."""
 
     def fingerprint(self) -> str:
-        """What makes two measurements comparable: the workload and the contents of its inputs."""
+        """Identifies comparable measurements: the workload and the contents of its input files."""
         return fingerprint_of(
             self.config.model_dump_json(exclude={"args", "env", "constraints", "timeout_s"}), *self.inputs()
         )
 
     def inputs(self) -> list[Path]:
-        """The files that the fingerprint covers."""
+        """The files covered by the fingerprint."""
         return [self.site.scenario_dir / name for name in self.config.files]
 
     def open(self) -> None:
-        """Get ready, inside the event loop of the run."""
+        """Prepare, inside the event loop of the run."""
 
     async def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
 
     def kill(self) -> None:
-        """End all that runs, at once; called from a signal handler."""
+        """Kill all running trials immediately; called from a signal handler."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a workload runs: the scenario's directory, the run's own, and what the system allows."""
+    """Where a workload runs: the directories of the scenario and of the run, and the limits of the system."""
 
     scenario_dir: Path
     directory: Path
@@ -163,7 +168,7 @@ class Site:
 
 
 def fingerprint_of(text: str, *paths: Path) -> str:
-    """A hash over a text and the contents of files and directories."""
+    """A hash of a text and the contents of files and directories."""
     digest = blake2b(text.encode(), digest_size=16)
     for path in paths:
         members = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
@@ -176,7 +181,7 @@ def fingerprint_of(text: str, *paths: Path) -> str:
 
 
 def fresh_directory(directory: Path) -> None:
-    """Make a trial's directory; what an earlier attempt left there is moved aside, not mixed in."""
+    """Create a trial's directory; that of an earlier attempt is renamed."""
     with storage(directory):
         try:
             directory.mkdir()
@@ -184,22 +189,22 @@ def fresh_directory(directory: Path) -> None:
             directory.mkdir(parents=True)
         except FileExistsError:
             attempt = 1
-            while (aside := directory.with_name(f"{directory.name}.attempt-{attempt}")).exists():
+            while (backup := directory.with_name(f"{directory.name}.attempt-{attempt}")).exists():
                 attempt += 1
-            directory.rename(aside)
+            directory.rename(backup)
             directory.mkdir()
 
 
-def _inside(name: str) -> bool:
+def _is_inside(name: str) -> bool:
     return not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
-def link_into(directory: Path, home: Path, names: tuple[str, ...]) -> None:
-    """Link inputs into a directory under their own relative names."""
+def link_into(directory: Path, scenario_dir: Path, names: tuple[str, ...]) -> None:
+    """Link input files into a directory by their relative paths."""
     with storage(directory):
         for name in names:
-            source = (home / name).absolute()
-            target = directory / (name if _inside(name) else source.name)
+            source = (scenario_dir / name).absolute()
+            target = directory / (name if _is_inside(name) else source.name)
             if target.parent != directory:
                 target.parent.mkdir(parents=True, exist_ok=True)
             target.symlink_to(source)

@@ -1,4 +1,4 @@
-"""The command workload: a program with knobs, run in a directory of its own for each trial."""
+"""The command workload: runs a program with parameters, in a separate directory for each trial."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from loopwright.execution.base import Command, Completion, Executor
 from loopwright.execution.local.executor import LocalExecutor
 from loopwright.spaces.parameter import Fixed
 from loopwright.workloads.base import (
-    KEPT,
+    RESERVED_FILES,
     Job,
     Site,
     Workload,
@@ -35,12 +35,12 @@ _NOT_LINKED = (".done", "setup.stdout", "setup.stderr")
 
 
 class SuccessConfig(Config):
-    """When a command counts as done well."""
+    """When a command counts as successful."""
 
     exit_codes: tuple[int, ...] = (0,)
-    """The exit codes of success."""
+    """Exit codes that count as success."""
     regex: str | None = None
-    """A pattern that standard output must contain as well."""
+    """A pattern that standard output must also contain."""
 
     @field_validator("regex")
     @classmethod
@@ -49,7 +49,7 @@ class SuccessConfig(Config):
             try:
                 re.compile(pattern.encode())
             except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
         return pattern
 
 
@@ -58,93 +58,93 @@ class CommandConfig(WorkloadConfig):
 
     type: Literal["command"] = "command"
     command: str | tuple[str, ...]
-    """The command: `{name}` is replaced by an argument inside its word, `{name:words}` by the words of its value.
-    No shell is involved; a word that names an absent argument is left out."""
+    """The command: `{name}` is replaced by an argument within its word, `{name:words}` by the words of its value.
+    It runs without a shell; a word with an absent argument is omitted."""
     setup: str | tuple[str, ...] | None = None
-    """A command that is run once per distinct set of the arguments that it names, in a directory of its own;
-    what it makes there is linked into the trials' directories."""
+    """A command that runs once per distinct set of the arguments it names, in a separate directory;
+    the files it creates are linked into the trials' directories."""
     setup_timeout_s: float | None = Field(default=600, gt=0)
-    """Seconds after which the set-up is ended."""
+    """Seconds after which the setup command is ended."""
     metrics: dict[str, MetricConfig] = Field(default_factory=dict)
     """Metrics by name: `{ regex }` or `{ json }`, in stdout or in a `file`, or `{ resource }`."""
     success: SuccessConfig = SuccessConfig()
-    """When a trial counts as `ok`: its exit code, and optionally what it printed."""
+    """When a trial counts as `ok`: its exit code, and optionally its output."""
 
     @field_validator("command", "setup")
     @classmethod
-    def _splits(cls, text: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    def _check_template(cls, text: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         if text is not None:
             CommandTemplate(text)
         return text
 
     @field_validator("metrics")
     @classmethod
-    def _nameable(cls, metrics: dict[str, MetricConfig]) -> dict[str, MetricConfig]:
+    def _check_names(cls, metrics: dict[str, MetricConfig]) -> dict[str, MetricConfig]:
         for name in metrics:
             if not name.isidentifier():
-                raise ValueError(f"{name!r} cannot be named in an expression; use letters, digits and _")
+                raise ValueError(f"{name!r} cannot be used in an expression; use letters, digits and _")
         return metrics
 
     def metric_names(self) -> tuple[str, ...]:
         return tuple(self.metrics)
 
-    def problems(self, home: Path) -> list[Problem]:
-        found = super().problems(home)
+    def problems(self, scenario_dir: Path) -> list[Problem]:
+        problems = super().problems(scenario_dir)
         parameters = {**self.args, **self.env}
-        named: set[str] = set()
+        names: set[str] = set()
         for key, text in (("command", self.command), ("setup", self.setup)):
             if text is None:
                 continue
             template = CommandTemplate(text)
-            named |= template.names
+            names |= template.names
             for name in sorted(template.names - parameters.keys()):
                 hint = did_you_mean(name, list(parameters))
-                found.append(
-                    Problem(key, f"names {{{name}}}, which is no argument. {hint} Literal braces are doubled.")
-                )
+                problems.append(Problem(key, f"unknown argument {{{name}}}. {hint} Write literal braces twice."))
             for name in sorted(template.names & parameters.keys()):
-                option = template.lonely(name) if parameters[name].when and parameters[name].otherwise is None else None
-                if option:
+                can_be_absent = parameters[name].when and parameters[name].otherwise is None
+                if can_be_absent and (option := template.option_before(name)):
                     fix = f"write {option}={{{name}}} as one word, or give {name} an `otherwise`"
-                    found.append(Problem(key, f"{option} loses its value when {name} is absent; {fix}."))
-            found += self._unusable_values(template)
-            found += self._missing_program(key, template, home)
-        for name in sorted(self.args.keys() - named):
+                    problems.append(Problem(key, f"{option} loses its value when {name} is absent; {fix}."))
+            problems += self._unusable_values(template)
+            problems += self._missing_program(key, template, scenario_dir)
+        for name in sorted(self.args.keys() - names):
             if not isinstance(self.args[name], Fixed):
-                found.append(Problem(f"args.{name}", f"is searched, but neither command nor setup names {{{name}}}."))
-        return found
+                problems.append(
+                    Problem(f"args.{name}", f"is searched, but neither command nor setup contains {{{name}}}.")
+                )
+        return problems
 
     def _unusable_values(self, template: CommandTemplate) -> list[Problem]:
-        """Values that no command line can hold; all of a list are tried, so that no night ends on one."""
-        found = []
+        """Values that a command line cannot contain, including all values of a list, so that none fails hours later."""
+        problems = []
         for name, parameter in {**self.args, **self.env}.items():
             if name not in template.names and name not in self.env:
                 continue
             values = [*parameter.grid(), *([] if parameter.otherwise is None else [parameter.otherwise])]
-            wrong = [problem for value in values if (problem := template.problem_with(name, value))]
-            found += [Problem(f"{'args' if name in self.args else 'env'}.{name}", problem) for problem in wrong]
-        return found
+            key = f"{'args' if name in self.args else 'env'}.{name}"
+            problems += [Problem(key, text) for value in values if (text := template.problem_with(name, value))]
+        return problems
 
-    def _missing_program(self, key: str, template: CommandTemplate, home: Path) -> list[Problem]:
+    def _missing_program(self, key: str, template: CommandTemplate, scenario_dir: Path) -> list[Problem]:
         program = template.program
         if program is None or program.startswith("/"):
-            gone = program is not None and not os.access(program, os.X_OK)
-            return [Problem(key, f"{program!r} is not an executable file.")] if gone else []
+            is_missing = program is not None and not os.access(program, os.X_OK)
+            return [Problem(key, f"{program!r} is not an executable file.")] if is_missing else []
         if "/" not in program:
             path = str(fixed.value) if isinstance(fixed := self.env.get("PATH"), Fixed) else None
             if shutil.which(program, path=path) is None:
-                return [Problem(key, f"{program!r} is not on the PATH. Install it, or name it by its path in `files`.")]
+                return [Problem(key, f"{program!r} is not on the PATH. Install it, or give its path in `files`.")]
             return []
-        made = key == "command" and self.setup is not None
-        linked = any(Path(os.path.normpath(program)).is_relative_to(os.path.normpath(name)) for name in self.files)
-        if made or linked:
+        path = os.path.normpath(program)
+        is_linked = any(Path(path).is_relative_to(os.path.normpath(name)) for name in self.files)
+        if is_linked or (key == "command" and self.setup is not None):  # The setup may create it.
             return []
-        fix = f"add it: files = [{os.path.normpath(program)!r}]" if (home / program).exists() else "it does not exist"
-        return [Problem(key, f"{program!r} is not among the `files` that are linked into a trial's directory; {fix}.")]
+        fix = f"add it: files = [{path!r}]" if (scenario_dir / program).exists() else "it does not exist"
+        return [Problem(key, f"{program!r} is not among the `files` linked into a trial's directory; {fix}.")]
 
 
 class CommandWorkload(Workload):
-    """Runs a command per trial through an executor, and its set-up once per distinct set of arguments."""
+    """Runs one command per trial through an executor, and its setup once per distinct set of arguments."""
 
     Config: ClassVar[type[WorkloadConfig]] = CommandConfig
     config: CommandConfig
@@ -161,11 +161,12 @@ class CommandWorkload(Workload):
         self._command = CommandTemplate(config.command)
         self._setup = CommandTemplate(config.setup) if config.setup is not None else None
         self._locks: dict[str, asyncio.Lock] = {}
-        self._broken: dict[str, Result] = {}
-        self._base = {**os.environ, **{n: as_text(p.value) for n, p in config.env.items() if isinstance(p, Fixed)}}
+        self._setup_failures: dict[str, Result] = {}
+        fixed = {n: as_text(p.value) for n, p in config.env.items() if isinstance(p, Fixed)}
+        self._base_environment = {**os.environ, **fixed}
 
     def fingerprint(self) -> str:
-        # What a trial does and how it is read; how long it may take does not change what a good one says.
+        # What a trial does and how its output is read. The timeout does not change a successful result.
         text = self.config.model_dump_json(include={"command", "setup", "metrics", "success", "files"})
         return fingerprint_of(text, *self.inputs())
 
@@ -176,13 +177,13 @@ class CommandWorkload(Workload):
             (job.directory / "parameters.json").write_bytes(job.parameters_json)
         link_into(job.directory, self.site.scenario_dir, self.config.files)
         try:
-            failed = await self._prepare(job)
-            if failed is not None:
-                return failed
+            failure = await self._prepare(job)
+            if failure is not None:
+                return failure
             command = Command(
                 argv=tuple(self._command.words(job.arguments)),
                 directory=job.directory,
-                environment=self._environment(job.arguments, self.config.env.keys()),
+                environment=self._environment(job.arguments),
                 stdout=job.directory / "stdout",
                 stderr=job.directory / "stderr",
                 timeout_s=self.config.timeout_s,
@@ -190,47 +191,48 @@ class CommandWorkload(Workload):
             )
             completion = await self.executor.run(command, job.on_start)
         except LaunchError as error:
-            return _not_started(error)
-        return self._judge(job.directory, completion)
+            if error.infra:
+                return Result(Outcome.LOST, reason=str(error), fault=Fault.INFRA)
+            return Result(Outcome.CRASHED, reason=str(error))
+        return self._evaluate(job.directory, completion)
 
-    def _environment(self, arguments: Mapping[str, Any], names: Any) -> dict[str, str]:
-        return {**self._base, **{name: as_text(arguments[name]) for name in names if name in arguments}}
-
-    # -- the set-up ---------------------------------------------------------------------------------------------
+    def _environment(self, arguments: Mapping[str, Any]) -> dict[str, str]:
+        variables = {name: as_text(arguments[name]) for name in self.config.env if name in arguments}
+        return {**self._base_environment, **variables}
 
     async def _prepare(self, job: Job) -> Result | None:
-        """Have the set-up's products in the trial's directory; a result means that there are none."""
+        """Run the setup if needed, and link its files into the trial's directory; returns its failure."""
         if self._setup is None:
             return None
-        used = {name: job.arguments[name] for name in sorted(self._setup.names) if name in job.arguments}
-        key = key_of(used, self.fingerprint_once)[:16]
+        arguments = {name: job.arguments[name] for name in sorted(self._setup.names) if name in job.arguments}
+        key = key_of(arguments, self.fingerprint_once)[:16]
         directory = self.site.directory / "setup" / key
         async with self._locks.setdefault(key, asyncio.Lock()):
-            if key not in self._broken and not (directory / ".done").exists():
-                failed = await self._set_up(job, used, directory)
-                if failed is not None:
-                    self._broken[key] = failed
-        if key in self._broken:
-            return self._broken[key]
+            if key not in self._setup_failures and not (directory / ".done").exists():
+                failure = await self._run_setup(job, arguments, directory)
+                if failure is not None:
+                    self._setup_failures[key] = failure
+        if key in self._setup_failures:
+            return self._setup_failures[key]
         with storage(job.directory):
-            _link_products(directory, job.directory, spared=(*_NOT_LINKED, *KEPT))
+            _link_products(directory, job.directory, excluded=(*_NOT_LINKED, *RESERVED_FILES))
         return None
 
     @property
     def fingerprint_once(self) -> str:
-        """The fingerprint as it was when the run began."""
+        """The fingerprint at the start of the run."""
         if not hasattr(self, "_fingerprint"):
             self._fingerprint = self.fingerprint()
         return self._fingerprint
 
-    async def _set_up(self, job: Job, used: Mapping[str, Any], directory: Path) -> Result | None:
+    async def _run_setup(self, job: Job, arguments: Mapping[str, Any], directory: Path) -> Result | None:
         assert self._setup is not None  # noqa: S101
-        _empty(directory)
+        _recreate(directory)
         link_into(directory, self.site.scenario_dir, self.config.files)
         command = Command(
-            argv=tuple(self._setup.words(used)),
+            argv=tuple(self._setup.words(arguments)),
             directory=directory,
-            environment=self._environment(used, self.config.env.keys() & used.keys()),
+            environment=self._environment(arguments),
             stdout=directory / "setup.stdout",
             stderr=directory / "setup.stderr",
             timeout_s=self.config.setup_timeout_s,
@@ -243,11 +245,9 @@ class CommandWorkload(Workload):
             return None
         outcome = Outcome.TIMEOUT if completion.timed_out else Outcome.CRASHED
         ending = _ending(completion, self.config.setup_timeout_s, directory / "setup.stderr")
-        return Result(outcome, reason=f"the set-up in setup/{directory.name} failed: {ending}")
+        return Result(outcome, reason=f"the setup in setup/{directory.name} failed: {ending}")
 
-    # -- the verdict --------------------------------------------------------------------------------------------
-
-    def _judge(self, directory: Path, completion: Completion) -> Result:
+    def _evaluate(self, directory: Path, completion: Completion) -> Result:
         usage = completion.usage.as_dict()
         ending = _ending(completion, self.config.timeout_s, directory / "stderr")
         if completion.timed_out:
@@ -276,43 +276,37 @@ class CommandWorkload(Workload):
         self.executor.kill_all()
 
 
-def _empty(directory: Path) -> None:
-    """Make a directory anew: without its mark it is what an interrupted set-up left."""
+def _recreate(directory: Path) -> None:
+    """Create an empty directory; what is there was left by an interrupted setup."""
     with storage(directory):
         if directory.exists():
             shutil.rmtree(directory)
         directory.mkdir(parents=True)
 
 
-def _link_products(source: Path, target: Path, spared: tuple[str, ...] = ()) -> None:
-    """Link what the set-up made; where the inputs have a folder of the same name, into that folder."""
+def _link_products(source: Path, target: Path, excluded: tuple[str, ...] = ()) -> None:
+    """Link the files of the setup; if the input files include a directory of the same name, into that directory."""
     for product in source.iterdir():
-        place = target / product.name
-        if place.is_dir() and not place.is_symlink() and not product.is_symlink():
-            _link_products(product, place)
-        elif product.name not in spared and not place.is_symlink():
-            place.symlink_to(product)
-
-
-def _not_started(error: LaunchError) -> Result:
-    if error.infra:
-        return Result(Outcome.LOST, reason=str(error), fault=Fault.INFRA)
-    return Result(Outcome.CRASHED, reason=str(error))
+        path = target / product.name
+        if path.is_dir() and not path.is_symlink() and not product.is_symlink():
+            _link_products(product, path)
+        elif product.name not in excluded and not path.is_symlink():
+            path.symlink_to(product)
 
 
 def _ending(completion: Completion, timeout_s: float | None, stderr: Path) -> str:
-    """How a command ended, in words, with the last thing that it complained about."""
+    """How a command ended, in words, with the last line of its stderr."""
     if completion.timed_out:
-        how = f"it was ended after {timeout_s:g} s"
+        ending = f"timed out after {timeout_s:g} s"
     elif completion.signal is not None:
-        how = f"it ended by signal {completion.signal}"
+        ending = f"ended by signal {completion.signal}"
     else:
-        how = f"exit code {completion.exit_code}"
-    return f"{how}; stderr ends with: {said}" if (said := _last_line(stderr)) else how
+        ending = f"exit code {completion.exit_code}"
+    return f"{ending}; stderr ends with: {line}" if (line := _last_line(stderr)) else ending
 
 
 def _last_line(path: Path) -> str:
-    if not path.is_file():  # A command may do away with its own directory.
+    if not path.is_file():  # A command may delete its own directory.
         return ""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 400))

@@ -1,4 +1,4 @@
-"""The Python workload: a callable that gets arguments and gives metrics, in a worker process that can be killed."""
+"""The Python workload: calls a function that returns metrics, in a worker process that can be killed."""
 
 import os
 import sys
@@ -27,36 +27,37 @@ from loopwright.workloads.template import as_text
 
 
 class PythonConfig(WorkloadConfig):
-    """A Python callable whose keyword arguments are searched."""
+    """A Python function whose keyword arguments are searched."""
 
     type: Literal["python"] = "python"
     function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
-    """`module:callable`: keyword arguments in, a dict of metrics out; imported from the scenario's directory first."""
+    """`module:function`, which takes keyword arguments and returns a dict of metrics; looked up in `path` first."""
     path: tuple[str, ...] = (".",)
-    """Where modules are looked for before the installed ones, relative to the scenario."""
+    """Directories, relative to the scenario, that are searched for modules before the installed ones."""
     metrics: tuple[str, ...] = ()
-    """The metrics that every call must return; without them whatever it returns is taken."""
+    """Metrics that every call must return; by default all returned metrics are recorded."""
 
     def metric_names(self) -> tuple[str, ...] | None:
         return self.metrics or None
 
-    def problems(self, home: Path) -> list[Problem]:
-        found = super().problems(home)
-        signature = inspect_callable(self.function, self._paths(home), dict(os.environ))
+    def problems(self, scenario_dir: Path) -> list[Problem]:
+        problems = super().problems(scenario_dir)
+        signature = inspect_callable(self.function, self.import_paths(scenario_dir), dict(os.environ))
         if signature.problem is not None:
-            return [*found, Problem("function", f"{self.function!r}: {signature.problem}")]
+            return [*problems, Problem("function", f"{self.function!r}: {signature.problem}")]
         for name in signature.unknown(self.args):
-            found.append(Problem(f"args.{name}", f"{self.function!r} takes no argument {name!r}."))
+            problems.append(Problem(f"args.{name}", f"{self.function!r} takes no argument {name!r}."))
         for name in signature.missing(self.args):
-            found.append(Problem("args", f"{self.function!r} needs an argument {name!r}."))
-        return found
+            problems.append(Problem("args", f"{self.function!r} requires the argument {name!r}."))
+        return problems
 
-    def _paths(self, home: Path) -> tuple[Path, ...]:
-        return tuple((home / name).resolve() for name in self.path)
+    def import_paths(self, scenario_dir: Path) -> tuple[Path, ...]:
+        """The directories of `path`."""
+        return tuple((scenario_dir / name).resolve() for name in self.path)
 
 
 class PythonWorkload(Workload):
-    """Calls a function per trial in one of a few worker processes."""
+    """Calls a function once per trial, in a pool of worker processes."""
 
     Config: ClassVar[type[WorkloadConfig]] = PythonConfig
     config: PythonConfig
@@ -70,8 +71,9 @@ class PythonWorkload(Workload):
             memory_bytes=site.memory_bytes,
             pin_cpus=site.pin_cpus,
         )
-        self._paths = config._paths(site.scenario_dir)
-        self._base = {**os.environ, **{n: as_text(p.value) for n, p in config.env.items() if isinstance(p, Fixed)}}
+        self._paths = config.import_paths(site.scenario_dir)
+        fixed = {n: as_text(p.value) for n, p in config.env.items() if isinstance(p, Fixed)}
+        self._base_environment = {**os.environ, **fixed}
 
     def fingerprint(self) -> str:
         text = self.config.model_dump_json(include={"function", "files", "metrics"})
@@ -90,18 +92,15 @@ class PythonWorkload(Workload):
         )
         return [*super().inputs(), *([source] if source else [])]
 
-    def _directory(self, job: Job) -> None:
-        # Made by the worker, unless there is something to put into it or an earlier attempt to move aside.
+    async def run(self, job: Job) -> Result:
+        # The worker creates the directory, unless there are files to link or an earlier attempt to rename.
         if self.config.files or (job.is_retry and job.directory.exists()):
             fresh_directory(job.directory)
             link_into(job.directory, self.site.scenario_dir, self.config.files)
-
-    async def run(self, job: Job) -> Result:
-        self._directory(job)
-        environment = self._base
+        environment = self._base_environment
         if self.config.env:
-            named = {n: as_text(job.arguments[n]) for n in self.config.env if n in job.arguments}
-            environment = {**self._base, **named}
+            variables = {n: as_text(job.arguments[n]) for n in self.config.env if n in job.arguments}
+            environment = {**environment, **variables}
         arguments = {name: value for name, value in job.arguments.items() if name not in self.config.env}
         call = FunctionCall(
             function=self.config.function,
@@ -114,23 +113,24 @@ class PythonWorkload(Workload):
             marker=job.marker,
         )
         try:
-            return self._judge(await self._pool.call(call, job.on_start))
+            return self._evaluate(await self._pool.call(call, job.on_start))
         except LaunchError as error:
             return Result(Outcome.LOST, reason=str(error), fault=Fault.INFRA)
 
-    def _judge(self, returned: CallResult) -> Result:
-        usage = returned.usage.as_dict()
-        if returned.timed_out:
-            return Result(Outcome.TIMEOUT, reason=f"it was ended after {self.config.timeout_s:g} s", usage=usage)
-        if returned.worker_exit is not None:
-            return Result(Outcome.CRASHED, reason=f"the worker process ended: {returned.worker_exit}", usage=usage)
-        if returned.error is not None:
-            return Result(Outcome.CRASHED, reason=returned.error.strip().splitlines()[-1][:300], usage=usage)
-        metrics = dict(returned.value or {})
+    def _evaluate(self, call: CallResult) -> Result:
+        usage = call.usage.as_dict()
+        if call.timed_out:
+            return Result(Outcome.TIMEOUT, reason=f"timed out after {self.config.timeout_s:g} s", usage=usage)
+        if call.worker_exit is not None:
+            return Result(Outcome.CRASHED, reason=f"the worker process ended: {call.worker_exit}", usage=usage)
+        if call.error is not None:
+            return Result(Outcome.CRASHED, reason=call.error.strip().splitlines()[-1][:300], usage=usage)
+        metrics = dict(call.value or {})
         missing = [name for name in self.config.metrics if name not in metrics]
-        missing += [f"{n} (it is {v})" for n, v in metrics.items() if v != v or v in (float("inf"), float("-inf"))]
+        missing += [f"{n} ({v})" for n, v in metrics.items() if v != v or v in (float("inf"), float("-inf"))]
         if missing:
-            return Result(Outcome.METRIC_MISSING, reason=f"the callable gave no {', '.join(missing)}", usage=usage)
+            reason = f"the function returned no finite value for {', '.join(missing)}"
+            return Result(Outcome.METRIC_MISSING, reason=reason, usage=usage)
         return Result(Outcome.OK, metrics, usage=usage)
 
     async def close(self) -> None:

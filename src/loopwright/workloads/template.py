@@ -1,4 +1,4 @@
-"""Command templates: split into words once, so that a value stays inside its word and can never become shell."""
+"""Command templates: split into words before values are inserted, so that no value is interpreted by a shell."""
 
 import re
 import shlex
@@ -7,11 +7,11 @@ from typing import Any
 
 import orjson
 
-_PLACE = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)(?::([A-Za-z]*))?\}")
+_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)(?::([A-Za-z]*))?\}")
 
 
 class CommandTemplate:
-    """A command with places for arguments.
+    """A command with placeholders for arguments.
 
     >>> CommandTemplate("gcc {opt:words} bench.c -o bench").words({"opt": "-O3 -march=native"})
     ['gcc', '-O3', '-march=native', 'bench.c', '-o', 'bench']
@@ -22,29 +22,29 @@ class CommandTemplate:
         if not self._words:
             raise ValueError("the command is empty")
         for word in self._words:
-            for match in _PLACE.finditer(word):
+            for match in _PLACEHOLDER.finditer(word):
                 if match[2] is not None and (match[2] != "words" or match[0] != word):
-                    raise ValueError(f"{match[0]} in {word!r}: only {{name}} and, as a word of its own, {{name:words}}")
-        self.names = frozenset(m[1] for word in self._words for m in _PLACE.finditer(word) if m[1])
+                    raise ValueError(f"{match[0]} in {word!r}: use {{name}}, or {{name:words}} as a separate word")
+        self.names = frozenset(m[1] for word in self._words for m in _PLACEHOLDER.finditer(word) if m[1])
 
     @property
     def program(self) -> str | None:
-        """The program that is run, if no argument decides that."""
+        """The program to run; None if it contains a placeholder."""
         first = self._words[0]
-        return None if any(m[1] for m in _PLACE.finditer(first)) else first
+        return None if any(m[1] for m in _PLACEHOLDER.finditer(first)) else first
 
-    def lonely(self, name: str) -> str | None:
-        """The option before `{name}` that would be left without its value if the argument is absent."""
+    def option_before(self, name: str) -> str | None:
+        """The option before the word `{name}`, which would lose its value if the argument is absent."""
         for option, word in zip(self._words, self._words[1:], strict=False):
             if word in (f"{{{name}}}", f"{{{name}:words}}") and option.startswith("-") and "=" not in option:
                 return option
         return None
 
     def problem_with(self, name: str, value: Any) -> str | None:
-        """Why a value cannot take its place in a command line; None if it can."""
+        """Why a value cannot be part of a command line; None if it can."""
         text = as_text(value)
         if "\0" in text:
-            return f"{value!r} holds a NUL character, which no command line can."
+            return f"{value!r} contains a NUL character, which a command line cannot."
         if f"{{{name}:words}}" in self._words:
             try:
                 shlex.split(text)
@@ -53,26 +53,22 @@ class CommandTemplate:
         return None
 
     def words(self, arguments: Mapping[str, Any]) -> list[str]:
-        """The words of the command; a word that names an absent argument is left out."""
+        """The words of the command; a word with an absent argument is omitted."""
         words: list[str] = []
         for word in self._words:
-            names = {m[1] for m in _PLACE.finditer(word) if m[1]}
+            names = {m[1] for m in _PLACEHOLDER.finditer(word) if m[1]}
             if not names <= arguments.keys():
                 continue
-            whole = _PLACE.fullmatch(word)
+            whole = _PLACEHOLDER.fullmatch(word)
             if whole and whole[2] == "words":
                 words += shlex.split(as_text(arguments[whole[1]]))
             else:
-                words.append(_PLACE.sub(lambda match: _fill(match, arguments), word))
+                words.append(_PLACEHOLDER.sub(lambda m: as_text(arguments[m[1]]) if m[1] else m[0][0], word))
         return words
 
 
-def _fill(match: re.Match[str], arguments: Mapping[str, Any]) -> str:
-    return as_text(arguments[match[1]]) if match[1] else match[0][0]
-
-
 def as_text(value: Any) -> str:
-    """A value as a command line shows it."""
+    """A value as it is written on a command line."""
     match value:
         case str():
             return value
