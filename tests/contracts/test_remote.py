@@ -52,8 +52,8 @@ from loopwright.testing.loops import RecordingEngine
 from tests.gateway import relaying
 from tests.gateway.relaying import relayed
 from tests.gateway.serving import Teller, until
-from tests.rollouts.rays import cluster  # noqa: F401
-from tests.rollouts.remotes import CHAT, TASK, Stage, alive, program, rolled, running, staged
+from tests.rollouts.pools.ray_cluster import cluster  # noqa: F401
+from tests.rollouts.remote.agents import CHAT, TASK, Stage, alive, program, rolled, running, staged
 from tests.survival.campaign import Campaign, wait_for
 
 SCRIPTED = ScriptedConfig(replies=("yes", "no"), slip=0.2)

@@ -17,21 +17,20 @@ from ray._private.state import actors
 import loopwright
 from loopwright.rollouts.pools.base import WorkerLost
 from loopwright.rollouts.pools.local import LocalPool
-from loopwright.rollouts.pools.ray import launch as launch_ray
-from loopwright.rollouts.pools.ray.launch import RayConnection, check, cluster_nodes, reserve
+from loopwright.rollouts.pools.ray.launch import RayConnection, check_group, check_resources, cluster_nodes, reserve
 from loopwright.rollouts.pools.resources import ResourceRequest, ResourcesError
 from loopwright.testing.pools import Probe
-from tests.rollouts.rays import cluster, killed, pids, pool_of
+from tests.rollouts.pools.ray_cluster import cluster, kill, pids, pool_of
 
 __all__ = ["cluster"]
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
-def use(pool, story):
+def use(pool, body):
     async def main():
         await pool.start()
         try:
-            return await asyncio.wait_for(story(pool), 100)
+            return await asyncio.wait_for(body(pool), 100)
         finally:
             await pool.close()
 
@@ -57,227 +56,231 @@ def test_l01_pools_have_the_same_public_attributes():
 
 
 def test_l01_large_arrays_arrive_writable():
-    async def story(pool):
+    async def body(pool):
         array = await pool.call(("echo", np.zeros(500_000)))
         array += 1
         assert array.sum() == 500_000
 
-    use(pool_of(1), story)
+    use(pool_of(1), body)
 
 
-def test_l01_what_lives_in_home_is_importable(tmp_path, monkeypatch):
+def test_l01_modules_beside_the_scenario_can_be_imported(tmp_path, monkeypatch):
     (tmp_path / "my_worker.py").write_text(
         "from loopwright.rollouts.pools.base import Worker\n"
         "class Odd(Exception): pass\n"
         "class Mine(Worker):\n"
         "    async def handle(self, request):\n"
-        "        if request: raise Odd('as asked')\n"
+        "        if request: raise Odd('as requested')\n"
         "        return 'mine'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     from my_worker import Mine, Odd
 
-    async def story(pool):
+    async def body(pool):
         assert await pool.call(0) == "mine"
-        with pytest.raises(Odd, match="as asked"):
+        with pytest.raises(Odd, match="as requested"):
             await pool.call(1)
 
-    use(pool_of(1, Mine, home=tmp_path), story)
+    use(pool_of(1, Mine, import_dir=tmp_path), body)
 
 
-def test_l01_what_cannot_be_sent_is_named():
-    async def story(pool):
+def test_l01_values_that_cannot_be_sent_are_named():
+    async def body(pool):
         with pytest.raises(TypeError, match="cannot be sent to another process"):
             await pool.call(("echo", (n for n in range(3))))
         assert pool.in_flight == 0
 
-    use(pool_of(1), story)
+    use(pool_of(1), body)
 
 
-def test_l03_a_pool_too_large_fails_in_seconds_with_the_numbers():
+def test_l03_a_pool_that_is_too_large_fails_in_seconds_with_the_numbers():
     has = sum(node.cpus for node in cluster_nodes())
-    begin_s = time.monotonic()
+    start_s = time.monotonic()
     with pytest.raises(ResourcesError) as caught:
         use(pool_of(3, cpus=has, memory_bytes=1 << 30, name="greedy"), None)
-    assert time.monotonic() - begin_s < 5
+    assert time.monotonic() - start_s < 5
     for part in (
-        "'greedy' asks for 3 workers",
+        "'greedy' requests 3 workers",
         f"{has:g} CPUs and 1 GiB each",
         f"The Ray cluster has {has:g} CPUs",
-        "taken",
+        "in use",
     ):
         assert part in str(caught.value)
     with pytest.raises(ResourcesError, match="no node is large enough for one worker of 'vast'"):
-        check([ResourceRequest("vast", 1, 0.1, 1 << 50)])
+        check_resources([ResourceRequest("vast", 1, 0.1, 1 << 50)])
 
 
-def test_l03_resources_that_others_hold_are_told_after_a_bounded_wait():
+def test_l03_resources_that_others_hold_fail_after_a_bounded_wait():
     half = max(node.cpus for node in cluster_nodes()) * 0.6
 
-    async def story():
-        held = await reserve([ResourceRequest("first", 1, half)])
+    async def main():
+        reservation = await reserve([ResourceRequest("first", 1, half)])
         try:
-            begin_s = time.monotonic()
-            with pytest.raises(ResourcesError, match="others hold what they need") as caught:
+            start_s = time.monotonic()
+            with pytest.raises(ResourcesError, match="other processes hold the resources") as caught:
                 await reserve([ResourceRequest("second", 1, half)], timeout_s=1.5)
-            assert time.monotonic() - begin_s < 10
-            assert "'second' asks for 1 worker" in str(caught.value)
+            assert time.monotonic() - start_s < 10
+            assert "'second' requests 1 worker" in str(caught.value)
         finally:
-            held.release()
+            reservation.release()
 
-    asyncio.run(story())
+    asyncio.run(main())
 
 
 def test_l07_killed_actors_cost_nothing():
-    async def story(pool):
+    async def body(pool):
         first = await pids(pool, 2)
         calls = [asyncio.ensure_future(pool.call(("sleep", 0.5 + n / 100))) for n in range(40)]
         await asyncio.sleep(0.2)
-        killed(first[0])
+        kill(first[0])
         assert await asyncio.gather(*calls) == [0.5 + n / 100 for n in range(40)]
         assert pool.in_flight == 0
         second = await pids(pool, 2)
         assert first[0] not in second
         assert first[1] in second
 
-    use(pool_of(2), story)
+    use(pool_of(2), body)
 
 
-def test_l07_the_last_actor_is_replaced_too_and_hears_the_latest_news():
-    async def story(pool):
+def test_l07_the_last_actor_is_replaced_too_and_gets_the_latest_update():
+    async def body(pool):
         await pool.publish("v1")
         await pool.publish("v2")
         (pid,) = await pids(pool, 1)
         call = asyncio.ensure_future(pool.call(("sleep", 0.5)))
         await asyncio.sleep(0.1)
-        killed(pid)
+        kill(pid)
         assert await call == 0.5
-        assert await pool.call(("heard", None)) == "v2"
+        assert await pool.call(("latest_update", None)) == "v2"
 
-    use(pool_of(1), story)
+    use(pool_of(1), body)
 
 
 def test_l07_a_call_that_kills_its_worker_twice_is_lost_alone():
-    async def story(pool):
+    async def body(pool):
         others = [asyncio.ensure_future(pool.call(("sleep", 0.1))) for _ in range(4)]
         await asyncio.gather(*others)
-        with pytest.raises(WorkerLost, match="two workers died with this call in them"):
+        with pytest.raises(WorkerLost, match="two workers died during this call"):
             await pool.call(("die", None))
         assert await pool.call(("echo", 1)) == 1
 
-    use(pool_of(2, Mortal), story)
+    use(pool_of(2, Mortal), body)
 
 
 class Mortal(Probe):
     async def die(self, argument):
         import os
 
-        killed(os.getpid())
+        kill(os.getpid())
 
 
-def test_l07_a_worker_that_never_returns_is_killed_and_replaced_and_its_neighbours_go_on():
-    async def story(pool):
+def test_l07_a_worker_that_never_returns_is_killed_and_replaced_and_other_calls_continue():
+    async def body(pool):
         before = await pids(pool, 2)
         neighbours = [asyncio.ensure_future(pool.call(("sleep", 2.0))) for _ in range(6)]
-        begin_s = time.monotonic()
+        start_s = time.monotonic()
         with pytest.raises(TimeoutError, match="no answer within"):
             await pool.call(("block", 600), timeout_s=0.5)
-        assert time.monotonic() - begin_s < 8
+        assert time.monotonic() - start_s < 8
         assert await asyncio.gather(*neighbours) == [2.0] * 6
         assert len(set(before) & set(await pids(pool, 2))) == 1
 
-    use(pool_of(2, Blocker), story)
+    use(pool_of(2, Blocker), body)
 
 
-def test_l07_a_replacement_that_cannot_be_built_is_told_not_waited_for(tmp_path):
+def test_l07_a_replacement_that_cannot_be_built_fails_the_call(tmp_path):
     class Once(Probe):
         def __init__(self) -> None:
             super().__init__()
             with (tmp_path / "built").open("x"):
                 pass
 
-    async def story(pool):
-        killed(await pool.call(("pid", None)))
+    async def body(pool):
+        kill(await pool.call(("pid", None)))
         with pytest.raises(WorkerLost, match=r"no worker left.*built"):
             await pool.call(("sleep", 5), timeout_s=100)
 
-    use(pool_of(1, Once), story)
+    use(pool_of(1, Once), body)
 
 
-def test_l10_an_existing_group_is_used_from_the_start_bundle_on():
-    async def story():
-        held = await reserve([ResourceRequest("loop", 2, 0.1), ResourceRequest("judger", 1, 0.2)], strategy="SPREAD")
-        assert held.start == {"loop": 0, "judger": 2}
+def test_l10_an_existing_group_is_used_from_the_start_bundle():
+    async def main():
+        reservation = await reserve(
+            [ResourceRequest("loop", 2, 0.1), ResourceRequest("judger", 1, 0.2)], strategy="SPREAD"
+        )
+        assert reservation.start == {"loop": 0, "judger": 2}
         pools = [
-            pool_of(2, placement_group=held.group, start_bundle=0),
-            pool_of(1, cpus=0.2, placement_group=held.group, start_bundle=held.start["judger"], name="judger"),
+            pool_of(2, placement_group=reservation.group, start_bundle=0),
+            pool_of(
+                1, cpus=0.2, placement_group=reservation.group, start_bundle=reservation.start["judger"], name="judger"
+            ),
         ]
         try:
             for pool in pools:
                 await pool.start()
                 assert await pool.call(("echo", 1)) == 1
-            begin_s = time.monotonic()
+            start_s = time.monotonic()
             with pytest.raises(ResourcesError, match="bundles are in use"):
-                await pool_of(1, cpus=0.2, placement_group=held.group, start_bundle=2).start()
-            assert time.monotonic() - begin_s < 20
+                await pool_of(1, cpus=0.2, placement_group=reservation.group, start_bundle=2).start()
+            assert time.monotonic() - start_s < 20
         finally:
             for pool in pools:
                 await pool.close()
-            held.release()
+            reservation.release()
 
-    asyncio.run(story())
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(
-    ("ask", "start", "words"),
+    ("request_", "start", "message"),
     [
-        (ResourceRequest("loop", 2, 0.1), 1, "from bundle 1 on, but the placement group has 2 bundles"),
+        (ResourceRequest("loop", 2, 0.1), 1, "starting at bundle 1, but the placement group has 2 bundles"),
         (ResourceRequest("loop", 1, 0.5), 0, "bundle 0 of the placement group has only 0.1 CPUs"),
         (ResourceRequest("loop", 1, 0.1, 1 << 20), 1, "bundle 1 of the placement group has only 0.1 CPUs and 0 B"),
     ],
 )
-def test_l10_each_bundle_is_checked(ask, start, words):
-    async def story():
-        held = await reserve([ResourceRequest("given", 2, 0.1)])
+def test_l10_each_bundle_is_checked(request_, start, message):
+    async def main():
+        reservation = await reserve([ResourceRequest("given", 2, 0.1)])
         try:
-            launch_ray.check_group(ask, held.group, start)
+            check_group(request_, reservation.group, start)
         finally:
-            held.release()
+            reservation.release()
 
-    with pytest.raises(ResourcesError, match=words):
-        asyncio.run(story())
+    with pytest.raises(ResourcesError, match=message):
+        asyncio.run(main())
 
 
-def hosts() -> list[int]:
-    """The processes of all actors that live in this cluster."""
+def actor_pids() -> list[int]:
+    """The process ids of all live actors of this cluster."""
     return [actor["Pid"] for actor in actors().values() if actor["State"] == "ALIVE"]
 
 
 def test_l10_no_actor_without_resources():
-    """The router lives in the caller: a pool of two has two actors, each with CPUs of its own."""
+    """The router runs in the caller: a pool of two has two actors, each with its own CPUs."""
 
-    async def story(pool):
-        assert set(await pids(pool, 2)) == set(hosts())
+    async def body(pool):
+        assert set(await pids(pool, 2)) == set(actor_pids())
         assert pool.in_flight == 0
 
-    use(pool_of(2, cpus=0.2), story)
+    use(pool_of(2, cpus=0.2), body)
 
 
 def test_l11_the_count_falls_when_an_actor_dies():
-    async def story(pool):
+    async def body(pool):
         (pid,) = await pids(pool, 1)
         calls = [asyncio.ensure_future(pool.call(("sleep", 0.2), timeout_s=30)) for _ in range(20)]
         await asyncio.sleep(0.05)
         assert pool.in_flight == 20
-        killed(pid)
+        kill(pid)
         assert await asyncio.gather(*calls) == [0.2] * 20
         assert pool.in_flight == 0
 
-    use(pool_of(1), story)
+    use(pool_of(1), body)
 
 
 def test_l11_calls_beyond_the_concurrency_wait_here_and_keep_their_deadline():
-    async def story(pool):
+    async def body(pool):
         long = [asyncio.ensure_future(pool.call(("sleep", 1.5))) for _ in range(2)]
         await asyncio.sleep(0.1)
         with pytest.raises(TimeoutError):
@@ -286,10 +289,10 @@ def test_l11_calls_beyond_the_concurrency_wait_here_and_keep_their_deadline():
         assert await pool.call(("echo", 2), timeout_s=10) == 2
         await asyncio.gather(*long)
 
-    use(pool_of(1, max_concurrency=2), story)
+    use(pool_of(1, max_concurrency=2), body)
 
 
-def test_l12_ray_get_stands_nowhere():
+def test_l12_ray_get_is_not_used():
     root = Path(loopwright.__file__).parent / "rollouts"
     for file in root.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -298,7 +301,7 @@ def test_l12_ray_get_stands_nowhere():
 
 
 def test_l12_calls_do_not_block_the_event_loop():
-    async def story(pool):
+    async def body(pool):
         calls = asyncio.gather(*(pool.call(("sleep", 1.0)) for _ in range(20)))
         ticks = 0
         while not calls.done():
@@ -306,7 +309,7 @@ def test_l12_calls_do_not_block_the_event_loop():
             ticks += 1
         assert ticks > 30
 
-    use(pool_of(1), story)
+    use(pool_of(1), body)
 
 
 def test_l12_ray_ends_with_its_last_user_only():
@@ -316,7 +319,7 @@ def test_l12_ray_ends_with_its_last_user_only():
 
 
 @pytest.mark.slow
-def test_l07_one_in_twenty_of_2000_calls_fails_and_actors_die_and_none_is_lost():
+def test_l07_one_in_twenty_of_2000_calls_fails_and_actors_die_but_none_is_lost():
     async def one(pool, number):
         for _ in range(50):
             try:
@@ -325,7 +328,7 @@ def test_l07_one_in_twenty_of_2000_calls_fails_and_actors_die_and_none_is_lost()
                 continue
         return None
 
-    async def story(pool):
+    async def body(pool):
         limit = asyncio.Semaphore(64)
 
         async def limited(number):
@@ -335,14 +338,14 @@ def test_l07_one_in_twenty_of_2000_calls_fails_and_actors_die_and_none_is_lost()
         calls = [asyncio.ensure_future(limited(number)) for number in range(2000)]
         for _ in range(3):
             await asyncio.sleep(0.3)
-            killed(random.choice(await pids(pool, 2)))
+            kill(random.choice(await pids(pool, 2)))
         assert await asyncio.gather(*calls) == list(range(2000))
         assert pool.in_flight == 0
 
-    use(pool_of(2, Blocker), story)
+    use(pool_of(2, Blocker), body)
 
 
-def test_l10_a_cluster_of_our_own_is_reached_from_this_machine_alone_and_leaves_sigterm_to_us():
+def test_l10_a_local_cluster_listens_on_loopback_only_and_keeps_our_sigterm_handler():
     script = (
         "import signal, ray\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -352,5 +355,5 @@ def test_l10_a_cluster_of_our_own_is_reached_from_this_machine_alone_and_leaves_
         "print(ray.is_initialized())\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment)
-    assert (done.stdout, done.stderr) == ("['127.0.0.1'] SIG_IGN\nFalse\n", "")
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment)
+    assert (result.stdout, result.stderr) == ("['127.0.0.1'] SIG_IGN\nFalse\n", "")

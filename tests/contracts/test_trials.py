@@ -35,7 +35,7 @@ from loopwright.rollouts.trial_server.submission import id_of
 from loopwright.scenario.load import load
 from tests.contracts.harness import campaign, trials
 from tests.gateway.serving import until
-from tests.rollouts.remotes import CHAT, TASK, running
+from tests.rollouts.remote.agents import CHAT, TASK, running
 from tests.survival.campaign import Campaign, end_of, wait_for
 from tests.survival.serving import COMMAND, Gateway
 

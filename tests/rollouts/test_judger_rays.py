@@ -23,7 +23,7 @@ from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.pools.ray.pool import RayPool
 from loopwright.testing.executors import alive, appears, written_pid
 from loopwright.testing.judgers import episode
-from tests.rollouts.rays import cluster
+from tests.rollouts.pools.ray_cluster import cluster
 
 __all__ = ["cluster"]
 pytestmark = pytest.mark.usefixtures("cluster")

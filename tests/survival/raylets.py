@@ -1,4 +1,4 @@
-"""`python -m tests.survival.raylets`: a batch on two raylets, one of which is killed in its middle."""
+"""`python -m tests.survival.raylets`: a batch on two raylets, one of which is killed halfway."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ import ray
 from ray._private import utils
 from ray.cluster_utils import Cluster
 
-from loopwright.rollouts.pools.ray.launch import RayConnection, check, cluster_nodes
+from loopwright.rollouts.pools.ray.launch import RayConnection, check_resources, cluster_nodes
 from loopwright.rollouts.pools.ray.pool import RayPool
 from loopwright.rollouts.pools.resources import ResourceRequest, ResourcesError
 from loopwright.testing.pools import Probe
@@ -17,15 +17,15 @@ from loopwright.testing.pools import Probe
 CALLS = 200
 
 
-def must(holds) -> None:
-    """An assertion that `python -O` leaves in."""
-    if not holds:
+def require(condition: bool) -> None:
+    """An assertion that `python -O` keeps."""
+    if not condition:
         raise RuntimeError("the test failed here")
 
 
-def refused(asks, strategy="PACK"):
+def failure(requests, strategy="PACK"):
     try:
-        check(asks, strategy)
+        check_resources(requests, strategy)
     except ResourcesError as error:
         return str(error)
     return ""
@@ -38,9 +38,9 @@ async def batch(cluster, node) -> None:
     await asyncio.sleep(0.6)
     await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
     answers = await asyncio.gather(*calls)
-    must(answers == [0.2 + n / 50 for n in range(CALLS)])
-    must(pool.in_flight == 0)
-    must(len(await pool.publish("still here", timeout_s=60)) == 4)  # All four again, on the node that is left.
+    require(answers == [0.2 + n / 50 for n in range(CALLS)])
+    require(pool.in_flight == 0)
+    require(len(await pool.publish("an update", timeout_s=60)) == 4)  # All four are back, on the node that is left.
     await pool.close()
 
 
@@ -51,16 +51,16 @@ def main() -> int:
     node = cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     with RayConnection():
-        must(len(cluster_nodes()) == 2)
-        # Four CPUs there are, but a worker must fit on one node.
-        must("no node is large enough for one worker of 'wide'" in refused([ResourceRequest("wide", 1, 3)]))
-        must("no node has 3 CPUs" in refused([ResourceRequest("near", 3, 1)], "STRICT_PACK"))
-        must("each on a node of its own" in refused([ResourceRequest("far", 3, 0.1)], "STRICT_SPREAD"))
-        must(refused([ResourceRequest("fair", 2, 2)], "STRICT_SPREAD") == "")
+        require(len(cluster_nodes()) == 2)
+        # The cluster has four CPUs, but each worker must fit on one node.
+        require("no node is large enough for one worker of 'wide'" in failure([ResourceRequest("wide", 1, 3)]))
+        require("no node has 3 CPUs" in failure([ResourceRequest("near", 3, 1)], "STRICT_PACK"))
+        require("one node for each of the 3" in failure([ResourceRequest("far", 3, 0.1)], "STRICT_SPREAD"))
+        require(failure([ResourceRequest("fair", 2, 2)], "STRICT_SPREAD") == "")
         begin_s = time.monotonic()
         asyncio.run(batch(cluster, node))
         print(f"{CALLS} calls in {time.monotonic() - begin_s:.1f} s, none lost")
-    must(ray.is_initialized())  # Whoever began Ray ends it.
+    require(ray.is_initialized())  # It was not started by RayConnection.
     ray.shutdown()
     cluster.shutdown()
     return 0

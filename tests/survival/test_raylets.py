@@ -1,4 +1,4 @@
-"""A machine that goes away in mid-batch takes its workers along, and no call."""
+"""A machine that dies during a batch takes its workers along, but no call is lost."""
 
 import subprocess
 import sys
@@ -8,8 +8,8 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimised", [False, True], ids=["plain", "python -O"])
-def test_l07_a_raylet_killed_in_mid_batch_loses_no_call(optimised):
-    # In a process of its own: a driver knows one cluster at a time.
+def test_l07_a_raylet_killed_during_a_batch_loses_no_call(optimised):
+    # In a separate process: a driver can be connected to one cluster only.
     flags = ["-O"] if optimised else []
     command = [sys.executable, *flags, "-m", "tests.survival.raylets"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)

@@ -14,7 +14,7 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import rollouts
 from loopwright.ledger.steps import steps
 from tests.rollouts.harbor import write
-from tests.rollouts.remotes import program, running
+from tests.rollouts.remote.agents import program, running
 from tests.survival.campaign import Campaign, wait_for
 
 pytestmark = pytest.mark.timeout(200)

@@ -14,7 +14,7 @@ from loopwright.trainers.learner import Learner
 from loopwright.trainers.learners import LocalLearner
 from loopwright.trainers.learners_ray import RayLearner
 from loopwright.trainers.ppo import PpoAlgorithm
-from tests.rollouts.rays import cluster as cluster
+from tests.rollouts.pools.ray_cluster import cluster as cluster
 from tests.trainers.making import learner_of, samples
 
 pytestmark = [

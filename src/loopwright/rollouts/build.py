@@ -135,10 +135,10 @@ def _cluster(requests: Sequence[ResourceRequest]) -> Iterator[None]:
     if not requests:
         yield
         return
-    from loopwright.rollouts.pools.ray.launch import RayConnection, check
+    from loopwright.rollouts.pools.ray.launch import RayConnection, check_resources
 
     with RayConnection():
-        check(requests, "PACK")
+        check_resources(requests, "PACK")
         yield
 
 
@@ -163,7 +163,7 @@ def build_pool(name: str, build: WorkerFactory, config: Any, home: Path, *, most
         cpus=config.cpus,
         memory_bytes=config.memory,
         name=name,
-        home=home,
+        import_dir=home,
         # Calls queue with whoever makes them, where their deadlines do not run, and not in the pool.
         max_concurrency=max(1000, most),
     )

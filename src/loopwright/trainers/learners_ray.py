@@ -19,7 +19,7 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch import distributed as dist
 
-from loopwright.rollouts.pools.ray.launch import RayConnection, check
+from loopwright.rollouts.pools.ray.launch import RayConnection, check_resources
 from loopwright.rollouts.pools.resources import ResourceRequest, ResourcesError
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.learner import Learner, LearnerSettings
@@ -112,7 +112,7 @@ def _got(reference: Any) -> Any:
 
 def _check(workers: int, cpus: float, gpus: float) -> None:
     """Ray Train would wait for what the cluster does not have."""
-    check([ResourceRequest("trainer", workers, cpus)])
+    check_resources([ResourceRequest("trainer", workers, cpus)])
     there: float = ray.cluster_resources().get("GPU", 0.0)  # type: ignore[no-untyped-call]
     if there < workers * gpus:
         raise ResourcesError(

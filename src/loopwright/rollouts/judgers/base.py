@@ -18,7 +18,7 @@ from loopwright.core.registry import Registry
 from loopwright.core.reward import Reward
 from loopwright.core.tagged_config import config_parser
 from loopwright.core.task import Task
-from loopwright.rollouts.pools.placement import PlacementConfig
+from loopwright.rollouts.pools.resources import PlacementConfig
 
 FACTS = ("answer", "label", "data_source", "task", "messages", "tokens", "turns", "extra", "evidence", "episode")
 """What a judger can need. `task` is the task's prompt, `tokens` the number of sampled tokens, `evidence` what the loop

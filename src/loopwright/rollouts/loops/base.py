@@ -13,7 +13,7 @@ from loopwright.core.registry import Registry
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 from loopwright.gateway.sessions.session import Session, SessionLimits
-from loopwright.rollouts.pools.placement import PlacementConfig
+from loopwright.rollouts.pools.resources import PlacementConfig
 
 
 class LoopConfig(PlacementConfig):

@@ -17,7 +17,7 @@ from loopwright.core.imports import import_function
 from loopwright.core.task import Message, Task
 from loopwright.gateway.sessions.session import Session, Turn
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, describe_error, out_of_tokens
-from loopwright.rollouts.pools.base import answered
+from loopwright.rollouts.pools.base import contain_failures
 from loopwright.rollouts.threads import Threads, TooManyHangingCalls
 
 
@@ -123,9 +123,9 @@ class ToolLoop(AgentLoop):
         deadline = asyncio.timeout(self.config.tool_timeout_s)
         try:
             async with deadline:
-                value = await (answered(call()) if tool.asynchronous else self._threads.run(call))
+                value = await (contain_failures(call()) if tool.asynchronous else self._threads.run(call))
                 if inspect.isawaitable(value):
-                    value = await answered(value)
+                    value = await contain_failures(value)
             return _shown(value)[: self.config.max_tool_chars]
         except TooManyHangingCalls:
             raise

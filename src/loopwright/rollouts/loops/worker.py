@@ -14,7 +14,7 @@ from loopwright.engines.weight_update import WeightUpdate as WeightUpdate
 from loopwright.engines.weight_update import apply_update
 from loopwright.gateway.sessions.session import BudgetSpent, Session
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, agent_loop, describe_error
-from loopwright.rollouts.pools.base import Worker, answered
+from loopwright.rollouts.pools.base import Worker, contain_failures
 
 STALLED_S = 30.0
 """An engine that gave no token for so long, or for half of a shorter deadline, has stalled."""
@@ -56,7 +56,7 @@ class LoopWorker(Worker):
         deadline = asyncio.timeout(config.deadline_s)
         try:
             async with deadline:
-                episode: Any = await answered(self._loop.run(request.task, session))
+                episode: Any = await contain_failures(self._loop.run(request.task, session))
             if not isinstance(episode, Episode):
                 kind = type(episode).__name__
                 raise TypeError(f"{type(self._loop).__name__}.run gave a {kind} instead of an Episode")

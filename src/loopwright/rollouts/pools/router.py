@@ -1,4 +1,4 @@
-"""The router: which worker gets the next call. It lives in the caller and holds no process of its own."""
+"""The router: which worker gets the next call. It runs in the caller's process."""
 
 import asyncio
 from collections import deque
@@ -8,102 +8,100 @@ from loopwright.rollouts.pools.base import PoolDown
 
 
 class Backend:
-    """A worker as the router sees it: how many calls are in it."""
+    """A worker as the router sees it."""
 
     load = 0
-    served = 0
+    """Calls in flight."""
+    assigned = 0
+    """Calls that it was ever given."""
     node = ""
-    """The machine that it is on; machines die as a whole."""
+    """The machine that it runs on; machines fail as a whole."""
 
 
-S = TypeVar("S", bound=Backend)
+B = TypeVar("B", bound=Backend)
 
 
-def _burden(seat: Backend) -> tuple[int, int]:
-    # Of equally loaded ones the one that did least, so that slow callers use all of them too.
-    return seat.load, seat.served
-
-
-class Router(Generic[S]):
-    """Gives each call the least loaded worker; while all are full, or none is there, calls wait in order."""
+class Router(Generic[B]):
+    """Gives each call the least loaded worker; while all are full, or there are none, calls wait in order."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._seats: list[S] = []
-        self._waiting: deque[asyncio.Future[S]] = deque()
-        self._hopeless: str | None = None
+        self._backends: list[B] = []
+        self._waiting: deque[asyncio.Future[B]] = deque()
+        self._down_reason: str | None = None
 
     @property
-    def seats(self) -> tuple[S, ...]:
-        """Those that calls can go to."""
-        return tuple(self._seats)
+    def backends(self) -> tuple[B, ...]:
+        """The workers that calls can go to."""
+        return tuple(self._backends)
 
-    def join(self, seat: S) -> None:
-        """A worker is ready."""
-        self._hopeless = None
-        self._seats.append(seat)
-        self._serve()
+    def add(self, backend: B) -> None:
+        """Route calls to this worker from now on."""
+        self._down_reason = None
+        self._backends.append(backend)
+        self._serve_waiting()
 
-    def leave(self, seat: S) -> None:
-        """A worker is gone; calls that are in it are still given back by those who took it."""
-        if seat in self._seats:
-            self._seats.remove(seat)
+    def remove(self, backend: B) -> None:
+        """Route no more calls to this worker; calls that hold it still release it."""
+        if backend in self._backends:
+            self._backends.remove(backend)
 
-    def give_up(self, reason: str) -> None:
-        """No worker is there and none could be made: whoever waits, or comes until one joins, gets the reason."""
-        if self._seats:
+    def mark_down(self, reason: str) -> None:
+        """Without workers: fail all waiting calls, and all new ones until a worker is added, with PoolDown."""
+        if self._backends:
             return
-        self._hopeless = reason
+        self._down_reason = reason
         while self._waiting:
             waiting = self._waiting.popleft()
             if not waiting.done():
                 waiting.set_exception(PoolDown(reason))
 
-    def elsewhere(self, node: str) -> list[S]:
-        """The workers that are on other machines than this one."""
-        return [seat for seat in self._seats if seat.node != node]
+    def on_other_nodes(self, node: str) -> list[B]:
+        """The workers that run on other machines than this one."""
+        return [backend for backend in self._backends if backend.node != node]
 
-    async def take(self, avoid: str = "") -> S:
-        """The least loaded worker, with this call counted; to be given back whatever becomes of the call.
+    async def acquire(self, avoid_node: str = "") -> B:
+        """The least loaded worker, with this call counted; the caller must release it.
 
-        Those of the machine `avoid` are taken only if there are no others.
+        Workers on `avoid_node` are used only if there are no others.
         """
-        if not self._waiting and (seat := self._pick(avoid)) is not None:
-            return seat
-        if self._hopeless is not None:
-            raise PoolDown(self._hopeless)
-        waiting: asyncio.Future[S] = asyncio.get_running_loop().create_future()
+        if not self._waiting and (backend := self._pick(avoid_node)) is not None:
+            return backend
+        if self._down_reason is not None:
+            raise PoolDown(self._down_reason)
+        waiting: asyncio.Future[B] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
         try:
             return await waiting
         except asyncio.CancelledError:
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
-                self.give_back(waiting.result())  # It was served and cancelled in one turn of the event loop.
+                self.release(waiting.result())  # It was served and cancelled in the same turn of the event loop.
             raise
 
-    def give_back(self, seat: S) -> None:
-        """A call is over, well or badly."""
-        seat.load -= 1
+    def release(self, backend: B) -> None:
+        """A call has ended, successfully or not."""
+        backend.load -= 1
         if self._waiting:
-            self._serve()
+            self._serve_waiting()
 
-    def _pick(self, avoid: str = "") -> S | None:
-        seats = (avoid and self.elsewhere(avoid)) or self._seats
-        if not seats:
+    def _pick(self, avoid_node: str = "") -> B | None:
+        backends = (avoid_node and self.on_other_nodes(avoid_node)) or self._backends
+        if not backends:
             return None
-        seat = min(seats, key=_burden) if len(seats) > 1 else seats[0]
-        if seat.load >= self._capacity:
+        # Of equally loaded workers the one with the fewest calls so far, so that slow callers use all of them too.
+        backend = min(backends, key=lambda each: (each.load, each.assigned)) if len(backends) > 1 else backends[0]
+        if backend.load >= self._capacity:
             return None
-        seat.load += 1
-        seat.served += 1
-        return seat
+        backend.load += 1
+        backend.assigned += 1
+        return backend
 
-    def _serve(self) -> None:
+    def _serve_waiting(self) -> None:
         while self._waiting:
             if self._waiting[0].done():
                 self._waiting.popleft()
                 continue
-            seat = self._pick()
-            if seat is None:
+            backend = self._pick()
+            if backend is None:
                 return
-            self._waiting.popleft().set_result(seat)
+            self._waiting.popleft().set_result(backend)

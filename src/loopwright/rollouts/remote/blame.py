@@ -1,10 +1,11 @@
-"""Whose fault it is: what became of a rollout, told from how its agent ended and what its session had recorded.
+"""Who caused the outcome of a rollout, from how its agent ended and what its session recorded.
 
-Only what the policy cannot have caused may be discarded. An agent that spoke with the policy and then broke may have
-broken over what it was told, so it is scored; one that broke before its first call cannot have.
+Only rollouts that the policy cannot have broken may be discarded. An agent that got answers from the policy and then
+failed may have failed because of them, so it is scored; an agent that failed before its first call cannot have.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.gateway.client import CompletedSession
@@ -12,47 +13,50 @@ from loopwright.gateway.sessions.session import SessionLimits
 from loopwright.rollouts.loops.worker import STALLED_S
 from loopwright.rollouts.remote.agent import AgentExit
 
-Verdict = tuple[Outcome, Fault | None, str]
+
+class Blame(NamedTuple):
+    """The outcome of a rollout, who caused it, and why."""
+
+    outcome: Outcome
+    fault: Fault | None
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class TimeLimit:
-    """The time that an agent has, and the key that says so."""
+    """The time that an agent has, and the configuration key that sets it."""
 
     time_s: float
     key: str
 
     def __str__(self) -> str:
-        return f"not done within {self.time_s:g} s ({self.key})"
+        return f"not finished within {self.time_s:g} s ({self.key})"
 
 
-def verdict(ended: AgentExit | None, captured: CompletedSession, limits: SessionLimits, allowed: TimeLimit) -> Verdict:
-    """The outcome, who caused it, and the reason; `ended` is None for an agent whose time was up."""
-    episode = captured.episode
-    if captured.broken:
-        return Outcome.LOST, Fault.INFRA, captured.broken
-    if limits.tokens is not None and episode.sampled >= limits.tokens:
-        return Outcome.TRUNCATED, Fault.POLICY, f"all {limits.tokens} tokens are used up"
-    if captured.restored and (ended is None or ended.failure):
-        how = allowed if ended is None else ended.failure
-        return Outcome.LOST, Fault.INFRA, f"{how}; the gateway was started anew meanwhile"
-    if ended is None:
-        return _late(captured, allowed)
-    if not ended.failure:
-        return Outcome.OK, None, "" if episode.turns else "the agent never called the model"
-    if ended.infra:
-        return Outcome.LOST, Fault.INFRA, ended.failure
-    if not episode.turns:
-        return Outcome.CRASHED, Fault.WORKLOAD, f"{ended.failure}, without a word from the model"
-    if limits.turns is not None and episode.turns >= limits.turns:
-        return Outcome.TRUNCATED, Fault.POLICY, f"all {limits.turns} turns are used up; {ended.failure}"
-    turns = "1 turn" if episode.turns == 1 else f"{episode.turns} turns"
-    return Outcome.TRUNCATED, Fault.POLICY, f"{ended.failure}, after {turns}"
-
-
-def _late(captured: CompletedSession, allowed: TimeLimit) -> Verdict:
-    if captured.silent_s >= min(STALLED_S, allowed.time_s / 2):
-        return Outcome.LOST, Fault.INFRA, f"{allowed}; the engine gave no token for {captured.silent_s:.3g} s"
-    if not captured.episode.turns:
-        return Outcome.TIMEOUT, Fault.WORKLOAD, f"{allowed}; the agent never called the model"
-    return Outcome.TRUNCATED, Fault.POLICY, f"{allowed}; the agent was still at work"
+def assign_blame(
+    exit: AgentExit | None, session: CompletedSession, limits: SessionLimits, time_limit: TimeLimit
+) -> Blame:
+    """What became of a rollout; `exit` is None for an agent that ran out of time."""
+    turns, failure = session.episode.turns, exit.failure if exit is not None else str(time_limit)
+    if session.broken:
+        return Blame(Outcome.LOST, Fault.INFRA, session.broken)
+    if limits.tokens is not None and session.episode.sampled >= limits.tokens:
+        return Blame(Outcome.TRUNCATED, Fault.POLICY, f"token limit of {limits.tokens} reached")
+    if session.restored and failure:
+        return Blame(Outcome.LOST, Fault.INFRA, f"{failure}; the gateway restarted during the rollout")
+    if exit is None:
+        if session.silent_s >= min(STALLED_S, time_limit.time_s / 2):
+            reason = f"{failure}; the engine sent no token for {session.silent_s:.3g} s"
+            return Blame(Outcome.LOST, Fault.INFRA, reason)
+        if not turns:
+            return Blame(Outcome.TIMEOUT, Fault.WORKLOAD, f"{failure}; the agent never called the model")
+        return Blame(Outcome.TRUNCATED, Fault.POLICY, f"{failure}; the agent was still working")
+    if not failure:
+        return Blame(Outcome.OK, None, "" if turns else "the agent never called the model")
+    if exit.infra:
+        return Blame(Outcome.LOST, Fault.INFRA, failure)
+    if not turns:
+        return Blame(Outcome.CRASHED, Fault.WORKLOAD, f"{failure}, before any answer of the model")
+    if limits.turns is not None and turns >= limits.turns:
+        return Blame(Outcome.TRUNCATED, Fault.POLICY, f"turn limit of {limits.turns} reached; {failure}")
+    return Blame(Outcome.TRUNCATED, Fault.POLICY, f"{failure}, after {turns} turn{'' if turns == 1 else 's'}")

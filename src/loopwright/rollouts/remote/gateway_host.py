@@ -1,37 +1,83 @@
-"""Where a run's gateway lives: in the run's own process, in an actor on Ray, or elsewhere. The run cannot tell."""
+"""Where a run's gateway runs: in the process of the run, in a Ray actor, or elsewhere; the run sees no difference."""
 
-import os
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
 
-from pydantic import Field, field_validator
-
-from loopwright.core.config import Config, size_bytes
-from loopwright.core.errors import MissingExtra, Problem
+from loopwright.core.episode import Episode
+from loopwright.core.errors import MissingExtra
+from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Engine, EngineConfig, engines
 from loopwright.engines.weight_update import WeightUpdate
-from loopwright.gateway.client import GatewayClient, GatewayLost, RemoteSession, endpoint
+from loopwright.gateway.client import CompletedSession, GatewayClient, GatewayLost, endpoint
 from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig, is_loopback
 from loopwright.gateway.refusal import Refusal
+from loopwright.gateway.sessions.exactness import Exactness
 from loopwright.gateway.sessions.session_config import SessionConfig
-from loopwright.gateway.settings import TOKEN, token_in
-from loopwright.rollouts.pools.resources import ResourceRequest
-from loopwright.rollouts.remote.access import GatewayAccess
+from loopwright.gateway.settings import TOKEN
+from loopwright.rollouts.remote.gateway_config import (
+    EmbeddedGatewayConfig,
+    ExternalGatewayConfig,
+    GatewayHostConfig,
+    TrialServerGatewayConfig,
+)
 
-_AWAY_S = 120.0
-"""Seconds that a gateway elsewhere may take to be started again."""
+_RESTART_S = 120.0
+"""Seconds that an external gateway may take to restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayAccess:
+    """The address of a gateway and, if it has one, its token."""
+
+    url: str
+    token: str | None = field(default=None, repr=False)
+    away_s: float = 0.0
+    """Seconds that it may be unreachable, if somebody restarts it."""
+
+
+class AgentSession(Protocol):
+    """A session that was opened for an agent, as its opener sees it."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def openai_base_url(self) -> str: ...
+    @property
+    def anthropic_base_url(self) -> str: ...
+
+    async def describe(self) -> dict[str, Any]:
+        """Status, graph, training rows, and the exactness of each turn."""
+
+    async def complete(self, outcome: Outcome = Outcome.OK, reason: str = "") -> CompletedSession:
+        """End the session and return what it recorded. Repeating this changes nothing."""
+
+    async def close(self, outcome: Outcome = Outcome.OK, reason: str = "") -> Episode:
+        """End the session and return its episode, which is not judged yet."""
+
+    async def delete(self) -> None:
+        """Delete the session and its recording. Repeating this changes nothing."""
+
+
+class SessionOpener(Protocol):
+    """Opens sessions: a client of a gateway, or a host with the gateway in this process."""
+
+    async def open(self, id: str | None = None, config: SessionConfig | None = None) -> AgentSession:
+        """A new session, or the existing one with this id, run and trial."""
 
 
 class GatewayHost(ABC):
-    """A gateway for as long as a run needs it.
+    """Provides a gateway for the duration of a run.
 
-        async with aclosing(home):
-            await home.start()
-            session = await home.open("trial-7", SessionConfig(trial=7))
-            await home.publish(WeightUpdate(version=1))
+        async with aclosing(host):
+            await host.start()
+            session = await host.open("trial-7", SessionConfig(trial=7))
+            await host.publish(WeightUpdate(version=1))
             episode = await session.close()
 
     Subclass `loopwright.testing.GatewayContract` to test one.
@@ -39,195 +85,121 @@ class GatewayHost(ABC):
 
     def __init__(self) -> None:
         self._client: GatewayClient | None = None
-        self._at: GatewayAccess | None = None
+        self._client_access: GatewayAccess | None = None
 
     @abstractmethod
     async def start(self) -> None:
-        """Have it there. AdvertiseError if agents could not reach it, GatewayLost if we cannot."""
+        """Start or contact the gateway. AdvertiseError if agents could not reach it, GatewayLost if we cannot."""
 
     @abstractmethod
     async def access(self) -> GatewayAccess:
-        """How it is reached now."""
+        """How to reach the gateway now."""
 
     @abstractmethod
     async def publish(self, update: WeightUpdate) -> int:
-        """Apply a weight update to its engines; returns the version that they are at then."""
+        """Send a weight update to the gateway's engines; their version afterwards."""
 
-    async def open(self, id: str | None = None, config: SessionConfig | None = None) -> RemoteSession:
-        """A session; with an id that is known, and the same run and trial, the one that there is."""
-        return await (await self._connected()).open(id, config)
+    async def open(self, id: str | None = None, config: SessionConfig | None = None) -> AgentSession:
+        """A new session, or the existing one with this id, run and trial."""
+        return await (await self._connect()).open(id, config)
 
-    async def _connected(self) -> GatewayClient:
-        at = await self.access()
-        if self._client is None or at != self._at:
+    async def _connect(self) -> GatewayClient:
+        access = await self.access()
+        if self._client is None or access != self._client_access:
             if self._client is not None:
                 await self._client.close()
-            self._client, self._at = GatewayClient(at.url, at.token, away_s=at.away_s), at
+            self._client = GatewayClient(access.url, access.token, away_s=access.away_s)
+            self._client_access = access
         return self._client
 
     async def aclose(self) -> None:
-        """Let go of it."""
+        """Stop the gateway, if it was started here, and close all connections."""
         if self._client is not None:
             client, self._client = self._client, None
             await client.close()
 
 
-class EmbeddedGatewayConfig(GatewayConfig):
-    """A gateway in the run's own process."""
-
-    type: Literal["embedded"] = "embedded"
-
-    def problems(self, home: Path) -> list[Problem]:
-        """What is wrong with it; found before anything starts."""
-        return _address_of(self)
-
-    def resource_requests(self) -> list[ResourceRequest]:
-        """What it asks of a Ray cluster."""
-        return []
-
-
-class RayGatewayConfig(GatewayConfig):
-    """A gateway in an actor of the Ray cluster, with its engines in actors beside it."""
-
-    type: Literal["ray"] = "ray"
-    cpus: float = Field(default=1.0, gt=0)
-    """CPUs of the gateway's actor."""
-    engines: int = Field(default=1, ge=1)
-    """How many actors have an engine in them."""
-    engine_cpus: float = Field(default=1.0, gt=0)
-    """CPUs of each of them."""
-    engine_memory: int | None = Field(default=None, gt=0)
-    """Memory of each of them, for example "8GiB"."""
-
-    @field_validator("engine_memory", mode="before")
-    @classmethod
-    def _bytes(cls, value: Any) -> Any:
-        return size_bytes(value)
-
-    def problems(self, home: Path) -> list[Problem]:
-        """What is wrong with it; all addresses are fine, since an actor knows the address of its node."""
-        everywhere = self.host in ("0.0.0.0", "::") and self.advertise is None and self.advertise_host is None  # noqa: S104
-        return [] if everywhere else _address_of(self)
-
-    def resource_requests(self) -> list[ResourceRequest]:
-        """What it asks of a Ray cluster."""
-        return [
-            ResourceRequest("gateway", 1, self.cpus),
-            ResourceRequest("engine", self.engines, self.engine_cpus, self.engine_memory),
-        ]
-
-
-class ExternalGatewayConfig(Config):
-    """A gateway that somebody else started, with `loopwright gateway serve`; its engines are its own."""
-
-    type: Literal["external"] = "external"
-    url: str
-    """Where it is, for example "http://gpu-box:8400"; without a port, the one of its scheme."""
-    token_file: str | None = None
-    """A file with the token that opens sessions there, relative to the scenario."""
-    token_env: str = TOKEN
-    """Without a file: the environment variable that holds the token."""
-
-    @field_validator("url")
-    @classmethod
-    def _is_url(cls, url: str) -> str:
-        endpoint(url)
-        return url
-
-    def token(self, home: Path) -> str | None:
-        """The token; ValueError if the file holds none."""
-        if self.token_file is None:
-            return os.environ.get(self.token_env) or None
-        return token_in(home / Path(self.token_file).expanduser())
-
-    def problems(self, home: Path) -> list[Problem]:
-        """What is wrong with it; found before anything starts."""
-        try:
-            self.token(home)
-        except ValueError as error:
-            return [Problem("token_file", f"{error}.")]
-        return []
-
-    def resource_requests(self) -> list[ResourceRequest]:
-        """What it asks of a Ray cluster."""
-        return []
-
-
-class TrialServerGatewayConfig(Config):
-    """The trial server's own gateway and engine (`loopwright trials serve --engine NAME`)."""
-
-    type: Literal["server"] = "server"
-
-    def problems(self, home: Path) -> list[Problem]:
-        """Nothing: it is the trial server's to have one."""
-        return []
-
-    def resource_requests(self) -> list[ResourceRequest]:
-        """What it asks of a Ray cluster."""
-        return []
-
-
-GatewayHostConfig = EmbeddedGatewayConfig | RayGatewayConfig | ExternalGatewayConfig | TrialServerGatewayConfig
-GATEWAY_HOSTS: dict[str, type[GatewayHostConfig]] = {
-    "embedded": EmbeddedGatewayConfig,
-    "ray": RayGatewayConfig,
-    "external": ExternalGatewayConfig,
-    "server": TrialServerGatewayConfig,
-}
-
-
-def _address_of(config: GatewayConfig) -> list[Problem]:
-    try:
-        config.address(config.port)
-    except AdvertiseError as error:
-        key, _, said = str(error).partition(": ")
-        return [Problem(key, said)]
-    return []
-
-
 def check_reachable(url: str) -> None:
-    """AdvertiseError if a gateway is on loopback, and the Ray cluster has machines beside this one."""
+    """AdvertiseError if a gateway listens on loopback and the Ray cluster has further machines."""
     from loopwright.rollouts.pools.ray.launch import cluster_nodes
 
     if is_loopback(endpoint(url)[0]) and len(cluster_nodes()) > 1:
         raise AdvertiseError(
-            f"the gateway is at {url}, which agents on the other nodes of the cluster cannot reach. Have it listen "
-            'elsewhere, and say where: [run.gateway] host = "0.0.0.0", advertise_host = "10.0.0.1".'
+            f"the gateway is at {url}, which agents on the other nodes of the cluster cannot reach. Set where it "
+            'listens and its address: [run.gateway] host = "0.0.0.0", advertise_host = "10.0.0.1".'
         )
 
 
-class EmbeddedGatewayHost(GatewayHost):
-    """A gateway and its engine in the run's own process and event loop.
+@dataclass(frozen=True, slots=True)
+class EmbeddedSession:
+    """A session at a gateway in this process: its episode is handed over in memory, not over HTTP."""
 
-    It keeps nothing on disk: a trial's turns are committed with its episode, in the run's ledger. Had the run been
-    killed before, its agents would have been ended with it, so that nobody could go on with their sessions: `resume`
-    begins their trials again, under the same numbers. A store would promise (T04) what nobody could claim.
+    gateway: Gateway = field(repr=False)
+    id: str
+    key: str = field(repr=False)
+    openai_base_url: str
+    anthropic_base_url: str
+
+    async def describe(self) -> dict[str, Any]:
+        return self.gateway.find(self.id).describe()
+
+    async def complete(self, outcome: Outcome = Outcome.OK, reason: str = "") -> CompletedSession:
+        served = self.gateway.find(self.id)
+        episode = await served.close("complete", outcome, reason)
+        verdicts = (verdict for _, verdict in sorted(served.session.verdicts.items()))
+        broken = next((verdict.reason for verdict in verdicts if verdict.kind is Exactness.BROKEN), "")
+        return CompletedSession(episode, broken, served.silent_s, served.restored)
+
+    async def close(self, outcome: Outcome = Outcome.OK, reason: str = "") -> Episode:
+        return (await self.complete(outcome, reason)).episode
+
+    async def delete(self) -> None:
+        try:
+            await self.gateway.delete(self.id)
+        except Refusal as error:
+            if error.status != 404:
+                raise
+
+
+class EmbeddedGatewayHost(GatewayHost):
+    """A gateway and its engine in the process and event loop of the run.
+
+    It stores nothing on disk. A trial's turns are committed with its episode in the run's ledger. If the run is
+    killed, its agents end with it and nobody can continue their sessions, so `resume` starts their trials again under
+    the same numbers.
     """
 
-    def __init__(self, config: GatewayConfig, make: Callable[[], Engine]) -> None:
+    def __init__(self, config: GatewayConfig, build_engine: Callable[[], Engine]) -> None:
         super().__init__()
-        self._config, self._make = config, make
+        self._config, self._build_engine = config, build_engine
         self._engine: Engine | None = None
         self._gateway: Gateway | None = None
-        # Also on loopback: other users of this machine are not to open sessions.
+        # Needed on loopback too: other users of this machine must not open sessions.
         self._token = secrets.token_urlsafe(24)
 
     async def start(self) -> None:
-        self._config.address(self._config.port)  # before the engine, which takes its time to load
-        self._engine = self._make()
+        self._config.address(self._config.port)  # checked before the engine, which takes long to load
+        self._engine = self._build_engine()
         gateway = Gateway(self._engine, self._config, token=self._token, forgets=True)
         await gateway.__aenter__()
         self._gateway = gateway
 
     async def access(self) -> GatewayAccess:
-        return GatewayAccess(self._open().address, self._token)
+        return GatewayAccess(self._started().address, self._token)
 
     async def publish(self, update: WeightUpdate) -> int:
-        return await self._open().apply_update(update)
+        return await self._started().apply_update(update)
 
-    def _open(self) -> Gateway:
+    async def open(self, id: str | None = None, config: SessionConfig | None = None) -> EmbeddedSession:
+        gateway = self._started()
+        session = await gateway.open(id, config)
+        return EmbeddedSession(
+            gateway, session.id, session.key, session.openai_base_url, session.anthropic_base_url
+        )
+
+    def _started(self) -> Gateway:
         if self._gateway is None:
-            raise GatewayLost("the run's gateway is not open")
+            raise GatewayLost("the run's gateway is not started")
         return self._gateway
 
     async def aclose(self) -> None:
@@ -243,33 +215,33 @@ class EmbeddedGatewayHost(GatewayHost):
 
 
 class ExternalGatewayHost(GatewayHost):
-    """A gateway elsewhere, reached over HTTP; whatever it holds stays there."""
+    """A gateway that runs elsewhere, reached over HTTP; its sessions outlive the run."""
 
     def __init__(self, access: GatewayAccess) -> None:
         super().__init__()
         self._access = access
 
     async def start(self) -> None:
-        client = await self._connected()
+        client = await self._connect()
         try:
             await client.check()
-            # A session of no use: now is the time to learn that the token is wrong.
+            # Open a session only to find out now whether the token is accepted.
             await (await client.open()).delete()
         except Refusal as error:
             raise GatewayLost(
-                f"the gateway at {self._access.url} opens no session: {error}. "
-                f"Give its token by `token_file`, or in {TOKEN}."
+                f"the gateway at {self._access.url} does not open sessions: {error}. "
+                f"Give its token with `token_file` or {TOKEN}."
             ) from error
 
     async def access(self) -> GatewayAccess:
         return self._access
 
     async def publish(self, update: WeightUpdate) -> int:
-        return await (await self._connected()).publish(update)
+        return await (await self._connect()).publish(update)
 
 
 class TrialServerGatewayHost(GatewayHost):
-    """The gateway of a trial server, which alone knows where it is. Nobody can tell it of new weights."""
+    """The gateway of a trial server. Only the trial server knows its address and loads its weights."""
 
     async def start(self) -> None: ...
 
@@ -277,23 +249,19 @@ class TrialServerGatewayHost(GatewayHost):
         return GatewayAccess("")
 
     async def publish(self, update: WeightUpdate) -> int:
-        raise GatewayLost('the engine of a trial server takes no weights from a run; leave out `type = "server"`')
+        raise GatewayLost('the engine of a trial server takes no weights from a run; remove `type = "server"`')
 
 
-EXTERNAL_ENGINE = EngineConfig(type="external")
-"""The engine of a gateway elsewhere, of which we know nothing."""
-
-
-def build_gateway_host(config: GatewayHostConfig, engine: EngineConfig, home: Path, name: str) -> GatewayHost:
-    """The home that a config describes."""
+def build_gateway_host(config: GatewayHostConfig, engine: EngineConfig, scenario_dir: Path, name: str) -> GatewayHost:
+    """The host that a configuration describes."""
     if isinstance(config, TrialServerGatewayConfig):
         return TrialServerGatewayHost()
     if isinstance(config, ExternalGatewayConfig):
-        return ExternalGatewayHost(GatewayAccess(config.url, config.token(home), _AWAY_S))
+        return ExternalGatewayHost(GatewayAccess(config.url, config.token(scenario_dir), _RESTART_S))
     if isinstance(config, EmbeddedGatewayConfig):
-        return EmbeddedGatewayHost(config, lambda: engines.get(engine.type)(engine, home))
+        return EmbeddedGatewayHost(config, lambda: engines.get(engine.type)(engine, scenario_dir))
     try:
         from loopwright.rollouts.remote.gateway_host_ray import RayGatewayHost
     except ModuleNotFoundError as error:
         raise MissingExtra("a gateway on Ray", "ray") from error
-    return RayGatewayHost(config, engine, home, name)
+    return RayGatewayHost(config, engine, scenario_dir, name)

@@ -1,4 +1,4 @@
-"""A gateway in a Ray actor, with engines in actors beside it that it finds by their names."""
+"""A gateway in a Ray actor, with engines in further actors that it finds by name."""
 
 import asyncio
 import secrets
@@ -25,27 +25,27 @@ from loopwright.engines.tokenizer import Tokenizer
 from loopwright.engines.weight_update import WeightUpdate
 from loopwright.gateway.client import GatewayLost
 from loopwright.gateway.gateway import Gateway
-from loopwright.rollouts.pools.base import Worker, WorkerLost
-from loopwright.rollouts.pools.parcel import pack, unpack, unpack_exception
-from loopwright.rollouts.pools.ray.actor import brief
+from loopwright.rollouts.pools.base import StreamingWorker, Worker, WorkerLost
+from loopwright.rollouts.pools.ray.actor import first_line
 from loopwright.rollouts.pools.ray.pool import RayPool
-from loopwright.rollouts.remote.access import GatewayAccess
-from loopwright.rollouts.remote.gateway_host import GatewayHost, RayGatewayConfig, check_reachable
+from loopwright.rollouts.pools.serialization import pack, unpack, unpack_exception
+from loopwright.rollouts.remote.gateway_config import RayGatewayConfig
+from loopwright.rollouts.remote.gateway_host import GatewayAccess, GatewayHost, check_reachable
 
 _START_S = 300.0
-"""Seconds that a gateway may take to be there, with the tokenizer that it gets from an engine."""
+"""Seconds that a gateway may take to start, including the tokenizer that it gets from an engine."""
 
 
-class EngineWorker(Worker):
-    """An engine in an actor of its own."""
+class EngineWorker(StreamingWorker):
+    """An engine in an actor."""
 
-    def __init__(self, config: EngineConfig, home: Path) -> None:
-        self._engine = engines.get(config.type)(config, home)
+    def __init__(self, config: EngineConfig, scenario_dir: Path) -> None:
+        self._engine = engines.get(config.type)(config, scenario_dir)
 
     async def handle(self, request: tuple[str, tuple[Any, ...]]) -> Any:
-        what, given = request
+        method, args = request
         engine = self._engine
-        match what:
+        match method:
             case "about":
                 return engine.tokenizer, engine.version
             case "pause":
@@ -53,7 +53,7 @@ class EngineWorker(Worker):
             case "resume":
                 await engine.resume()
             case "load":
-                await engine.load_weights(*given)
+                await engine.load_weights(*args)
             case "check":
                 await engine.check()
         return engine.version
@@ -67,8 +67,8 @@ class EngineWorker(Worker):
         await self._engine.close()
 
 
-class NamedEngine(Engine):
-    """An engine in an actor of this name; one that takes a dead one's place has its name."""
+class ActorEngine(Engine):
+    """An engine in the actor of this name; the replacement of a dead actor has the same name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(EngineConfig(type="named"), Path())
@@ -76,25 +76,25 @@ class NamedEngine(Engine):
         self._handle: Any = None
 
     async def connect(self) -> None:
-        """Find the actor, and learn what its engine reads and writes."""
+        """Find the actor, and get its engine's tokenizer and version."""
         self.tokenizer: Tokenizer
-        self.tokenizer, self.version = await self._ask("about")
+        self.tokenizer, self.version = await self._call("about")
 
     async def _actor(self) -> Any:
         if self._handle is None:
             try:
                 self._handle = await asyncio.to_thread(ray.get_actor, self.name)
             except ValueError as error:
-                raise EngineAway(f"there is no actor {self.name} on the cluster") from error
+                raise EngineAway(f"there is no actor {self.name} in the cluster") from error
         return self._handle
 
-    async def _ask(self, what: str, *given: Any) -> Any:
+    async def _call(self, method: str, *args: Any) -> Any:
         actor = await self._actor()
         try:
-            failure, answer = unpack(await actor.handle.remote(pack((None, None, (what, given)))))
+            failure, answer = unpack(await actor.handle.remote(pack((None, None, (method, args)))))
         except RayError as error:
             self._handle = None
-            raise EngineError(f"{self.name}: {brief(error)}") from error
+            raise EngineError(f"{self.name}: {first_line(error)}") from error
         if failure is not None:
             raise _as_engine_error(unpack_exception(failure, self.name))
         return answer
@@ -102,83 +102,80 @@ class NamedEngine(Engine):
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
         actor = await self._actor()
         pieces = actor.stream.remote(pack((list(ids), sampling, seed)))
-        ended = False
+        finished = False
         try:
             async for piece in pieces:
                 failure, chunk = unpack(await piece)
                 if failure is not None:
                     raise _as_engine_error(unpack_exception(failure, self.name))
                 if chunk.version < self.version:
-                    # It took a dead one's place and has yet to be given the weights that we think it has.
+                    # It replaced a dead actor and has not loaded the current weights yet.
                     self.version = chunk.version
                     raise EngineAway(f"{self.name} has version {chunk.version} of the weights")
-                ended = chunk.finish is not None
+                finished = chunk.finish is not None
                 yield chunk
         except RayError as error:
             self._handle = None
-            raise EngineError(f"{self.name}: {brief(error)}") from error
+            raise EngineError(f"{self.name}: {first_line(error)}") from error
         finally:
-            if not ended:
+            if not finished:
                 with suppress(Exception):
                     ray.cancel(pieces)
 
     async def pause(self) -> None:
-        await self._ask("pause")
+        await self._call("pause")
 
     async def resume(self) -> None:
-        await self._ask("resume")
+        await self._call("resume")
 
     async def load_weights(self, source: Any, version: int) -> None:
-        self.version = await self._ask("load", source, version)
+        self.version = await self._call("load", source, version)
 
     async def check(self) -> None:
-        self.version = await self._ask("check")
+        self.version = await self._call("check")
 
 
 def _as_engine_error(error: BaseException) -> BaseException:
-    """What an engine raised where it is: a ValueError is the request's fault, and anything else its own failure."""
+    """An exception of a remote engine: a ValueError is the request's fault, anything else is the engine's."""
     return error if isinstance(error, EngineError | ValueError) else EngineError(f"{type(error).__name__}: {error}")
 
 
-class NamedFleet(Fleet):
-    """The engines of a cluster as one."""
+class ActorFleet(Fleet):
+    """The engines of a cluster as one engine."""
 
-    def __init__(self, found: Sequence[NamedEngine]) -> None:
+    def __init__(self, members: Sequence[ActorEngine]) -> None:
         super().__init__(FleetSettings(type="fleet"), Path())
-        for engine in found:
+        for engine in members:
             self.add(engine.name, engine)
 
 
 class GatewayWorker(Worker):
-    """A gateway in an actor; it opens when it is first asked where it is."""
+    """A gateway in an actor; it starts when it is first asked for its address."""
 
-    def __init__(self, config: RayGatewayConfig, names: Sequence[str], token: str) -> None:
-        self._config, self._names, self._token = config, names, token
+    def __init__(self, config: RayGatewayConfig, engine_names: Sequence[str], token: str) -> None:
+        self._config, self._engine_names, self._token = config, engine_names, token
         self._gateway: Gateway | None = None
-        self._opening = asyncio.Lock()
+        self._start_lock = asyncio.Lock()
 
     async def handle(self, request: str) -> GatewayAccess:
-        return GatewayAccess((await self._opened()).address, self._token)
+        return GatewayAccess((await self._start()).address, self._token)
 
     async def apply_update(self, update: WeightUpdate) -> int:
-        return await (await self._opened()).apply_update(update)
+        return await (await self._start()).apply_update(update)
 
-    async def _opened(self) -> Gateway:
-        async with self._opening:
+    async def _start(self) -> Gateway:
+        async with self._start_lock:
             if self._gateway is None:
-                found = [NamedEngine(name) for name in self._names]
-                await asyncio.gather(*(engine.connect() for engine in found))
-                gateway = Gateway(NamedFleet(found), self._here(), token=self._token, forgets=True)
+                members = [ActorEngine(name) for name in self._engine_names]
+                await asyncio.gather(*(engine.connect() for engine in members))
+                config = self._config
+                if config.needs_node_address:
+                    address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+                    config = config.model_copy(update={"advertise_host": address})
+                gateway = Gateway(ActorFleet(members), config, token=self._token, forgets=True)
                 await gateway.__aenter__()
                 self._gateway = gateway
             return self._gateway
-
-    def _here(self) -> RayGatewayConfig:
-        """The config, with the address of this node where agents would be given all addresses."""
-        config = self._config
-        if config.advertise is None and config.advertise_host is None and config.host in ("0.0.0.0", "::"):  # noqa: S104
-            return config.model_copy(update={"advertise_host": ray.util.get_node_ip_address()})  # type: ignore[no-untyped-call]
-        return config
 
     async def close(self) -> None:
         if self._gateway is not None:
@@ -187,27 +184,28 @@ class GatewayWorker(Worker):
 
 
 class RayGatewayHost(GatewayHost):
-    """A gateway and its engines in actors; one that dies is replaced, and the rollouts it had are made again.
+    """A gateway and its engines in actors; an actor that dies is replaced, and its rollouts are repeated.
 
-    Like an embedded gateway it keeps nothing on disk: who could go on with a session, the agents, are with the run.
+    Like an embedded gateway it stores nothing on disk: the agents end with the run, and nobody else can continue their
+    sessions.
     """
 
-    def __init__(self, config: RayGatewayConfig, engine: EngineConfig, home: Path, name: str) -> None:
+    def __init__(self, config: RayGatewayConfig, engine: EngineConfig, scenario_dir: Path, name: str) -> None:
         super().__init__()
-        named = f"loopwright-{name}-{secrets.token_hex(4)}-engine"
-        names = [f"{named}-{index}" for index in range(config.engines)]
+        prefix = f"loopwright-{name}-{secrets.token_hex(4)}-engine"
+        names = [f"{prefix}-{index}" for index in range(config.engines)]
         self._engines = RayPool(
-            partial(EngineWorker, engine, home),
+            partial(EngineWorker, engine, scenario_dir),
             workers=config.engines,
             cpus=config.engine_cpus,
             memory_bytes=config.engine_memory,
             name="engine",
-            named=named,
-            home=home,
+            actor_name=prefix,
+            import_dir=scenario_dir,
             start_timeout_s=_START_S,
         )
         build = partial(GatewayWorker, config, names, secrets.token_urlsafe(24))
-        self._gateway = RayPool(build, cpus=config.cpus, name="gateway", home=home)
+        self._gateway = RayPool(build, cpus=config.cpus, name="gateway", import_dir=scenario_dir)
 
     async def start(self) -> None:
         await self._engines.start()
@@ -216,16 +214,16 @@ class RayGatewayHost(GatewayHost):
 
     async def access(self) -> GatewayAccess:
         try:
-            found: GatewayAccess = await self._gateway.call("access", timeout_s=_START_S)
+            access: GatewayAccess = await self._gateway.call("access", timeout_s=_START_S)
         except (WorkerLost, TimeoutError, EngineError) as error:
-            raise GatewayLost(f"the gateway's actor cannot be asked: {error}") from error
-        return found
+            raise GatewayLost(f"the gateway's actor does not answer: {error}") from error
+        return access
 
     async def publish(self, update: WeightUpdate) -> int:
         try:
             (version,) = await self._gateway.publish(update)
         except (WorkerLost, EngineError) as error:
-            raise GatewayLost(f"the gateway's actor cannot be told: {error}") from error
+            raise GatewayLost(f"the gateway's actor does not answer: {error}") from error
         return int(version)
 
     async def aclose(self) -> None:

@@ -1,4 +1,4 @@
-"""A pool of remote workers with the gateway that they work through: they come and go together."""
+"""A pool of remote workers with the gateway that they sample through."""
 
 import asyncio
 import logging
@@ -18,72 +18,81 @@ from loopwright.rollouts.remote.gateway_host import GatewayHost
 from loopwright.rollouts.remote.worker import RemoteRequest
 
 log = logging.getLogger(__name__)
-Check = Callable[[str], Awaitable[None]]
-"""Whether a gateway at this URL can be worked with from where the agents are; GatewayLost or AdvertiseError if not."""
-_MOST_LOST = 8
-"""Rollouts in a row that may lose their gateway before it counts as gone."""
+Probe = Callable[[str], Awaitable[None]]
+"""Checks that agents can use a gateway at this URL; raises GatewayLost or AdvertiseError if not."""
+_MAX_LOSSES = 8
+"""Rollouts in a row that may lose their gateway before the pool is down."""
 
 
 class GatewayPool(Pool):
-    """Remote workers and their gateway. A rollout whose gateway is lost is lost; when it stays away, all ends.
+    """Remote workers plus the gateway they sample through; both start and stop together.
 
-    A gateway that was started anew may serve older weights than it was told of. What these have said is lost, too, and
-    it is told again.
+    A rollout that loses its gateway counts as lost. After eight losses in a row the pool is down.
+    If the gateway restarts with older weights, its rollouts are discarded and the current weights are published again.
     """
 
-    def __init__(self, home: GatewayHost, workers: Pool, check: Check | None = None) -> None:
-        self._home, self._workers, self._check = home, workers, check
-        self._lost = 0
+    def __init__(self, host: GatewayHost, workers: Pool, probe: Probe | None = None) -> None:
+        self._host, self._workers, self._probe = host, workers, probe
+        self._consecutive_losses = 0
         self._published: WeightUpdate | None = None
         self._publish_lock = asyncio.Lock()
 
     async def start(self) -> None:
         try:
-            await self._home.start()
-            if self._check is not None:
-                await self._check((await self._home.access()).url)
+            await self._host.start()
+            if self._probe is not None:
+                await self._probe((await self._host.access()).url)
         except (GatewayLost, AdvertiseError) as error:
-            await self._home.aclose()
+            await self._host.aclose()
             raise PoolDown(str(error)) from error
         await self._workers.start()
 
     async def call(self, request: RolloutRequest, *, timeout_s: float | None = None) -> Any:
-        told = self._published
+        published = self._published
         try:
-            answer = await self._workers.call(RemoteRequest(await self._home.access(), request), timeout_s=timeout_s)
+            access = await self._host.access()
+            episode = await self._workers.call(RemoteRequest(access, request), timeout_s=timeout_s)
         except GatewayLost as error:
-            self._lost += 1
-            if self._lost >= _MOST_LOST:
-                raise PoolDown(f"{sentence(error)} It was lost {self._lost} times in a row.") from error
+            self._consecutive_losses += 1
+            if self._consecutive_losses >= _MAX_LOSSES:
+                message = f"{sentence(error)} It was lost {self._consecutive_losses} times in a row."
+                raise PoolDown(message) from error
             raise WorkerLost(str(error)) from error
-        self._lost = 0
-        if told is not None and (version := _oldest(answer, told.version)) < told.version:
-            await self._tell_again(told.version)
-            raise WorkerLost(f"it was begun with version {told.version} of the policy, and served by {version}")
-        return answer
+        self._consecutive_losses = 0
+        if published is not None and isinstance(episode, Episode):
+            sampled_by = [span.version for node in episode.nodes for span in node.spans]
+            if sampled_by and (oldest := min(sampled_by)) < published.version:
+                await self._publish_again(published.version)
+                raise WorkerLost(
+                    f"rollout discarded: started under policy version {published.version}, sampled by version {oldest}"
+                )
+        return episode
 
     async def publish(self, update: WeightUpdate, *, timeout_s: float | None = None) -> list[Any]:
         async with self._publish_lock:
             return [await self._publish(update)]
 
     async def _publish(self, update: WeightUpdate) -> int:
-        known = self._published if self._published is not None and self._published.version == update.version else None
-        if known is not None and update.weights is None and not update.paused:
-            update = replace(known, paused=False)  # which it does not take twice, unless it was started anew
+        current = self._published
+        if current is not None and current.version != update.version:
+            current = None
+        if current is not None and update.weights is None and not update.paused:
+            # Engines that have these weights do not load them twice; a restarted gateway does.
+            update = replace(current, paused=False)
         try:
-            version = await self._home.publish(update)
+            version = await self._host.publish(update)
         except (GatewayLost, Refusal) as error:
-            raise PoolDown(f"the gateway could not be told of version {update.version}: {error}") from error
-        if isinstance(update.weights, str):  # what lies in a file can be told again
+            raise PoolDown(f"cannot publish policy version {update.version} to the gateway: {error}") from error
+        if isinstance(update.weights, str):  # weights in a file can be published again
             self._published = update
-        elif known is not None:
-            self._published = replace(known, paused=update.paused)
+        elif current is not None:
+            self._published = replace(current, paused=update.paused)
         return version
 
-    async def _tell_again(self, version: int) -> None:
+    async def _publish_again(self, version: int) -> None:
         async with self._publish_lock:
             if self._published is not None and self._published.version == version:
-                log.warning("the gateway serves older weights than those of version %d: it is told again", version)
+                log.warning("the gateway serves weights older than version %d; publishing them again", version)
                 await self._publish(self._published)
 
     @property
@@ -98,10 +107,4 @@ class GatewayPool(Pool):
         try:
             await self._workers.close()
         finally:
-            await self._home.aclose()
-
-
-def _oldest(answer: Any, now: int) -> int:
-    """The oldest version of the policy that sampled any of it; `now` if none did."""
-    nodes = answer.nodes if isinstance(answer, Episode) else ()
-    return min((span.version for node in nodes for span in node.spans), default=now)
+            await self._host.aclose()

@@ -1,4 +1,4 @@
-"""One trial of a remote agent: boot, agent, tests, the episode home, and everything let go, under one deadline."""
+"""One rollout of a remote agent: prepare, agent, tests, collect the episode and clean up, under one deadline."""
 
 import asyncio
 import logging
@@ -16,46 +16,47 @@ from loopwright.engines.base import Sampling
 from loopwright.execution.base import Executor
 from loopwright.execution.sandbox import Sandbox, SandboxInstance
 from loopwright.execution.sandbox.files import remove, run_in_thread
-from loopwright.gateway.client import CompletedSession, GatewayClient, GatewayLost, RemoteSession
+from loopwright.gateway.client import CompletedSession, GatewayLost
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.rollouts.loops.base import describe_error
 from loopwright.rollouts.loops.worker import RolloutRequest
-from loopwright.rollouts.remote.agent import AgentExit, AgentJob, ExternalAgent, instruction
-from loopwright.rollouts.remote.blame import TimeLimit, verdict
+from loopwright.rollouts.remote.agent import AgentExit, AgentJob, ExternalAgent, last_user_message
+from loopwright.rollouts.remote.blame import Blame, TimeLimit, assign_blame
 from loopwright.rollouts.remote.config import RemoteConfig
+from loopwright.rollouts.remote.gateway_host import AgentSession, SessionOpener
 from loopwright.rollouts.remote.verify import PreparedTask, VerifierReport, combine_reports, prepare, stage, verify
 from loopwright.rollouts.tasks.harbor.source import TaskLocator
 from loopwright.rollouts.tasks.harbor.task import TaskStep
 
 log = logging.getLogger(__name__)
-Keep = Callable[[Path], None]
-"""Looks at a workspace once agent and tests are done with it; it raises nothing."""
+WorkspaceHook = Callable[[Path], None]
+"""Inspects a workspace after agent and tests have ended; must not raise."""
 _RELEASE_S = 5.0
-"""Seconds to let go of a session; a gateway that does not answer lets it expire."""
-_KEEP_S = 5.0
-"""Seconds to look at a workspace."""
+"""Seconds to close a session; if the gateway does not answer, the session expires."""
+_HOOK_S = 5.0
+"""Seconds to inspect a workspace."""
 _TEARDOWN_S = 1.0
-"""Seconds that an episode waits until all is let go of. How much there is to delete is for the agent to decide, and
-an agent must not be able to make its episode late by it."""
-_TTL_S = 60.0
-"""Seconds beyond the deadline after which a session expires whose opener was killed."""
+"""Seconds that an episode waits for the clean-up. How much there is to delete depends on the agent, which must not be
+able to delay its episode in this way."""
+_SESSION_TTL_S = 60.0
+"""Seconds after the deadline at which the session of a killed worker expires."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutContext:
-    """What all trials of a worker share."""
+    """What all rollouts of a worker share."""
 
     config: RemoteConfig
     run: str
     agent: ExternalAgent
     sandbox: Sandbox
     executor: Executor
-    places: TaskLocator
-    verifies: bool
+    locator: TaskLocator
+    run_tests: bool
     """Whether the task's tests are run."""
-    leaving: set[asyncio.Task[None]] = field(default_factory=set)
-    """What is still let go of, of trials whose episodes are there."""
+    teardowns: set[asyncio.Task[None]] = field(default_factory=set)
+    """Clean-ups of finished rollouts that still run."""
 
 
 class RemoteRollout:
@@ -63,87 +64,107 @@ class RemoteRollout:
 
     def __init__(
         self,
-        means: RolloutContext,
-        client: GatewayClient,
+        context: RolloutContext,
+        sessions: SessionOpener,
         request: RolloutRequest,
         directory: Path,
         marker: str,
-        keep: Keep | None = None,
+        on_workspace: WorkspaceHook | None = None,
     ) -> None:
-        self._means, self._client, self._request = means, client, request
-        self._directory, self._marker, self._keep = directory, marker, keep
-        self._config = means.config
+        self._context, self._sessions, self._request = context, sessions, request
+        self._directory, self._marker, self._on_workspace = directory, marker, on_workspace
+        self._config = context.config
         self._clock = asyncio.get_running_loop().time
-        self._begun = self._clock()
+        self._start = self._clock()
         self._phases: dict[str, float] = {}
-        self._captured: CompletedSession | None = None
-        self._allowed = TimeLimit(self._config.deadline_s, "deadline_s")
-        self._session: RemoteSession | None = None
+        self._time_limit = TimeLimit(self._config.deadline_s, "deadline_s")
+        self._session: AgentSession | None = None
+        self._completed: CompletedSession | None = None
 
     async def run(self) -> Episode:
-        """The episode. GatewayLost if the gateway is; whatever else goes wrong is part of the episode."""
+        """The episode. GatewayLost if the gateway is lost; every other failure is recorded in the episode."""
         stack = AsyncExitStack()
         stack.push_async_callback(run_in_thread, remove, self._directory)
-        stack.push_async_callback(self._release)
+        stack.push_async_callback(self._release_session)
         try:
             return await self._attempt(stack)
         except Refusal as error:
             if error.status != 404:
                 raise GatewayLost(str(error)) from error
-            reason = f"the gateway was started anew, and has not kept its sessions (--output): {error}"
-            return self._episode(None, (Outcome.LOST, Fault.INFRA, reason), {})
+            reason = f"the gateway restarted without its sessions (start it with --output): {error}"
+            return self._episode(None, Blame(Outcome.LOST, Fault.INFRA, reason), {})
         except GatewayLost:
             raise
-        except (LoopwrightError, OSError) as error:
-            outcome, fault = _blamed(error)
-            return self._episode(None, (outcome, fault, str(error)), {})
+        except OSError as error:  # a disk or a sandbox that fails
+            return self._episode(None, Blame(Outcome.LOST, Fault.INFRA, str(error)), {})
+        except LoopwrightError as error:
+            return self._episode(None, Blame(Outcome.CRASHED, Fault.WORKLOAD, str(error)), {})
         finally:
-            # In a task of its own: neither a second cancellation nor haste must leave anything behind.
-            leaving = asyncio.ensure_future(_let_go(stack))
-            self._means.leaving.add(leaving)
-            leaving.add_done_callback(self._means.leaving.discard)
+            # In a separate task: it must finish even if this one is cancelled again or out of time.
+            teardown = asyncio.ensure_future(_close(stack))
+            self._context.teardowns.add(teardown)
+            teardown.add_done_callback(self._context.teardowns.discard)
             with self._phase("teardown"):
-                await asyncio.wait({leaving}, timeout=_TEARDOWN_S)
+                await asyncio.wait({teardown}, timeout=_TEARDOWN_S)
 
     async def _attempt(self, stack: AsyncExitStack) -> Episode:
         with self._phase("boot"):
             try:
-                async with asyncio.timeout_at(self._begun + self._config.deadline_s):
+                async with asyncio.timeout_at(self._start + self._config.deadline_s):
                     job, prepared = await self._boot(stack)
             except TimeoutError:
-                reason = f"not begun within {self._config.deadline_s:g} s"
-                return self._episode(None, (Outcome.LOST, Fault.INFRA, reason), {})
-        ended, said = await self._work(job, prepared)
-        if self._keep is not None:
+                reason = f"not started within {self._config.deadline_s:g} s"
+                return self._episode(None, Blame(Outcome.LOST, Fault.INFRA, reason), {})
+        exit, reports = await self._run_steps(job, prepared)
+        if self._on_workspace is not None:
             with self._phase("keep"), suppress(TimeoutError):
-                await asyncio.wait_for(run_in_thread(self._keep, job.sandbox.workspace), _KEEP_S)
-        captured = await self._collected(ended)
-        found = verdict(ended, captured, self._config.limits(), self._allowed)
-        seen = {} if ended is None else dict(ended.seen)
-        evidence: dict[str, Any] = {"agent": {**seen, **self._means.agent.printed(job)}}
-        if said and prepared is not None:
-            evidence["verifier"] = combine_reports(prepared, said)
-        return self._episode(captured, found, evidence)
+                await asyncio.wait_for(run_in_thread(self._on_workspace, job.sandbox.workspace), _HOOK_S)
+        completed = await self._complete(exit)
+        blame = assign_blame(exit, completed, self._config.limits(), self._time_limit)
+        details = {} if exit is None else dict(exit.details)
+        evidence: dict[str, Any] = {"agent": {**details, **self._context.agent.output(job)}}
+        if reports and prepared is not None:
+            evidence["verifier"] = combine_reports(prepared, reports)
+        return self._episode(completed, blame, evidence)
 
-    # -- its phases ---------------------------------------------------------------------------------------------
+    # -- phases -------------------------------------------------------------------------------------------------
 
     async def _boot(self, stack: AsyncExitStack) -> tuple[AgentJob, PreparedTask | None]:
-        request, means = self._request, self._means
-        # New for each attempt: after a crash of ours the last one's session may still be there, with turns in it.
+        request, context, config = self._request, self._context, self._config
+        # A new id for each attempt: after a crash, the session of the last attempt may still exist, with turns in it.
         id = f"trial-{'x' if request.trial is None else request.trial}-{secrets.token_hex(6)}"
-        self._session = await self._client.open(id, self._terms())
-        workspace = self._directory / "workspace"
-        prepared = await asyncio.to_thread(self._laid_out, workspace)
-        at, hide = (None, ()) if prepared is None else (prepared.workdir, prepared.hide)
-        sandbox: SandboxInstance = await stack.enter_async_context(
-            means.sandbox.open(workspace, allowed_urls=(self._session.openai_base_url,), mount_at=at, hide=hide)
+        # What an agent cannot change: how tokens are drawn, and what the configuration sets.
+        sampling = request.over(config.sampling)
+        fixed = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        fixed |= sampling.model_dump(include=sampling.model_fields_set)
+        session_config = SessionConfig(  # without the task: everyone with the session's key could read its label
+            run=context.run,
+            trial=request.trial,
+            sampling=Sampling(**fixed),
+            seed=request.seed,
+            calls=config.max_turns,
+            tokens=config.max_tokens,
+            ttl_s=config.deadline_s + _SESSION_TTL_S,
         )
-        env = {} if prepared is None else prepared.env
-        task = request.task
+        self._session = await self._sessions.open(id, session_config)
+        workspace = self._directory / "workspace"
+
+        def prepare_workspace() -> PreparedTask | None:
+            workspace.mkdir(parents=True)
+            (self._directory / "home").mkdir()
+            return prepare(request.task, workspace, context.locator, run_tests=context.run_tests)
+
+        prepared = await asyncio.to_thread(prepare_workspace)
+        mount_at, hide = (None, ()) if prepared is None else (prepared.workdir, prepared.hide)
+        sandbox: SandboxInstance = await stack.enter_async_context(
+            context.sandbox.open(
+                workspace, allowed_urls=(self._session.openai_base_url,), mount_at=mount_at, hide=hide
+            )
+        )
         job = AgentJob(
-            task,
-            instruction(task),
-            env,
+            request.task,
+            last_user_message(request.task),
+            {} if prepared is None else prepared.env,
             self._session,
             sandbox,
             self._directory,
@@ -152,70 +173,52 @@ class RemoteRollout:
         )
         return job, prepared
 
-    def _laid_out(self, workspace: Path) -> PreparedTask | None:
-        workspace.mkdir(parents=True)
-        (self._directory / "home").mkdir()
-        return prepare(self._request.task, workspace, self._means.places, verifies=self._means.verifies)
-
-    def _terms(self) -> SessionConfig:
-        config, request = self._config, self._request
-        # Without the task: whoever has the session's key can read its terms, and a label is nothing for an agent.
-        return SessionConfig(
-            run=self._means.run,
-            trial=request.trial,
-            sampling=_pinned(request.over(config.sampling)),
-            seed=request.seed,
-            calls=config.max_turns,
-            tokens=config.max_tokens,
-            ttl_s=config.deadline_s + _TTL_S,
-        )
-
-    async def _work(
+    async def _run_steps(
         self, job: AgentJob, prepared: PreparedTask | None
     ) -> tuple[AgentExit | None, list[VerifierReport]]:
-        """The agent and then the tests, for each step of the task; how the agent ended, and what the tests said."""
-        tested = self._means.verifies and prepared is not None and prepared.tested
+        """The agent and then the tests, for each step of the task: the agent's last exit, and the test reports."""
+        tested = self._context.run_tests and prepared is not None and prepared.tested
         steps: tuple[TaskStep | None, ...] = (None,) if prepared is None else prepared.steps
-        said = list[VerifierReport]()
+        reports = list[VerifierReport]()
         for number, step in enumerate(steps):
             if step is not None and prepared is not None:
                 job = replace(job, instruction=step.instruction)
                 await asyncio.to_thread(stage, prepared, step, job.sandbox.workspace)
-            ended = await self._agent(job, self._until(step, tested=tested))
-            last = ended is None or bool(ended.failure) or number == len(steps) - 1
+            exit = await self._run_agent(job, self._agent_deadline(step, tested=tested))
+            last = exit is None or bool(exit.failure) or number == len(steps) - 1
             if last:
-                captured = await self._collected(ended)
-                _, fault, _ = verdict(ended, captured, self._config.limits(), self._allowed)
-                if fault not in (None, Fault.POLICY):  # it is tried again, or has no reward
+                blame = assign_blame(exit, await self._complete(exit), self._config.limits(), self._time_limit)
+                if blame.fault not in (None, Fault.POLICY):  # it is tried again, or has no reward
                     break
             if tested and step is not None and prepared is not None:
-                said.append(await self._verify(prepared, step, job.sandbox))
-            if last or (step is not None and said and not step.goes_on(said[-1])):
+                reports.append(await self._verify(prepared, step, job.sandbox))
+            if last or (step is not None and reports and not step.goes_on(reports[-1])):
                 break
-        return ended, said
+        return exit, reports
 
-    def _until(self, step: TaskStep | None, *, tested: bool) -> float:
-        """When the agent has to be done: by the task's own limit, and early enough for what comes after it."""
+    def _agent_deadline(self, step: TaskStep | None, *, tested: bool) -> float:
+        """When the agent must have ended: by the task's limit, and early enough for tests and clean-up."""
         deadline_s, now = self._config.deadline_s, self._clock()
         verify_s = (self._config.verify_s or deadline_s / 4) if tested else 0.0
-        until = self._begun + deadline_s - verify_s - min(2.0, 0.05 * deadline_s)
-        own_s = None if step is None else step.agent_timeout_s
-        if own_s is not None and now + own_s < until:
-            self._allowed = TimeLimit(own_s, "agent.timeout_sec")
-            return now + own_s
-        self._allowed = TimeLimit(deadline_s - verify_s, "deadline_s less verify_s" if tested else "deadline_s")
-        return until
+        deadline = self._start + deadline_s - verify_s - min(2.0, 0.05 * deadline_s)
+        task_limit_s = None if step is None else step.agent_timeout_s
+        if task_limit_s is not None and now + task_limit_s < deadline:
+            self._time_limit = TimeLimit(task_limit_s, "agent.timeout_sec")
+            return now + task_limit_s
+        key = "deadline_s less verify_s" if tested else "deadline_s"
+        self._time_limit = TimeLimit(deadline_s - verify_s, key)
+        return deadline
 
-    async def _agent(self, job: AgentJob, until: float) -> AgentExit | None:
-        """How it ended; None if its time was up."""
-        work = asyncio.ensure_future(self._means.agent.work(job))
+    async def _run_agent(self, job: AgentJob, deadline: float) -> AgentExit | None:
+        """How the agent ended; None if it ran out of time."""
+        work = asyncio.ensure_future(self._context.agent.work(job))
         try:
             with self._phase("agent"):
-                await asyncio.wait({work}, timeout=max(0.0, until - self._clock()))
+                await asyncio.wait({work}, timeout=max(0.0, deadline - self._clock()))
             if work.done():
                 return work.result()
-            # First the session and then the agent: so it can be told whether the agent or the engine was slow.
-            await self._collected(None)
+            # End the session before the agent, to see whether the agent or the engine was slow.
+            await self._complete(None)
             return None
         finally:
             if not work.done():
@@ -224,71 +227,60 @@ class RemoteRollout:
                     await asyncio.wait({work})
 
     async def _verify(self, prepared: PreparedTask, step: TaskStep, sandbox: SandboxInstance) -> VerifierReport:
-        means = self._means
+        marker, executor, deadline_s = f"{self._marker}.tests", self._context.executor, self._config.deadline_s
         with self._phase("verify"):
             try:
-                async with asyncio.timeout_at(self._begun + self._config.deadline_s):
-                    return await verify(
-                        prepared, step, sandbox, means.executor, self._directory, marker=f"{self._marker}.tests"
-                    )
+                async with asyncio.timeout_at(self._start + deadline_s):
+                    return await verify(prepared, step, sandbox, executor, self._directory, marker=marker)
             except TimeoutError:
-                said = f"were not done by the rollout's deadline of {self._config.deadline_s:g} s"
-                return {"error": f"the tests {said}", "stopped": True}
+                error = f"the tests did not finish before the rollout's deadline of {deadline_s:g} s"
+                return {"error": error, "stopped": True}
 
-    async def _collected(self, ended: AgentExit | None) -> CompletedSession:
-        """What the session has recorded; it takes no more calls from now on."""
-        if self._captured is None:
+    async def _complete(self, exit: AgentExit | None) -> CompletedSession:
+        """End the session, which takes no more calls; what it recorded."""
+        if self._completed is None:
             if self._session is None:
                 raise GatewayLost("the session was never opened")
-            reason = str(self._allowed) if ended is None else ended.failure
+            reason = str(self._time_limit) if exit is None else exit.failure
             with self._phase("collect"):
-                self._captured = await self._session.complete(Outcome.TRUNCATED if reason else Outcome.OK, reason)
-        return self._captured
+                self._completed = await self._session.complete(Outcome.TRUNCATED if reason else Outcome.OK, reason)
+        return self._completed
 
-    async def _release(self) -> None:
-        if self._session is not None and self._captured is None:
+    async def _release_session(self) -> None:
+        if self._session is not None and self._completed is None:
             with suppress(GatewayLost, Refusal, TimeoutError):
                 async with asyncio.timeout(_RELEASE_S):
-                    await self._session.complete(Outcome.ABORTED, "its agent was given up")
+                    await self._session.complete(Outcome.ABORTED, "the rollout was aborted")
 
-    # -- what is told of it -------------------------------------------------------------------------------------
+    # -- the episode --------------------------------------------------------------------------------------------
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        begun = self._clock()
+        start = self._clock()
         try:
             yield
         finally:
-            self._phases[name] = self._phases.get(name, 0.0) + self._clock() - begun
+            self._phases[name] = self._phases.get(name, 0.0) + self._clock() - start
 
-    def _episode(
-        self, captured: CompletedSession | None, found: tuple[Outcome, Fault | None, str], evidence: dict[str, Any]
-    ) -> Episode:
-        outcome, fault, reason = found
+    def _episode(self, completed: CompletedSession | None, blame: Blame, evidence: dict[str, Any]) -> Episode:
         task = self._request.task
-        episode = Episode(task) if captured is None else replace(captured.episode, task=task)
+        episode = Episode(task) if completed is None else replace(completed.episode, task=task)
         for attempt in episode.attempts:
             self._phases.update(attempt.phases_s)
-        # The same mapping: what teardown takes is known only once the episode is made.
-        attempt = Attempt(0.0, self._phases, outcome, reason)
-        return replace(episode, outcome=outcome, fault=fault, reason=reason, attempts=(attempt,), evidence=evidence)
+        # The same mapping, not a copy: the duration of the teardown is added after the episode is built.
+        attempt = Attempt(0.0, self._phases, blame.outcome, blame.reason)
+        return replace(
+            episode,
+            outcome=blame.outcome,
+            fault=blame.fault,
+            reason=blame.reason,
+            attempts=(attempt,),
+            evidence=evidence,
+        )
 
 
-async def _let_go(stack: AsyncExitStack) -> None:
+async def _close(stack: AsyncExitStack) -> None:
     try:
         await stack.aclose()
-    except Exception as error:  # noqa: BLE001  whatever it is, it must not take the place of the episode
-        log.warning("not all of a trial could be let go of: %s", describe_error(error))
-
-
-def _pinned(sampling: Sampling) -> Sampling:
-    """What an agent cannot change: how tokens are drawn, always; the rest where the config says something."""
-    given = sampling.model_dump(include=sampling.model_fields_set)
-    return Sampling(**{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **given})
-
-
-def _blamed(error: Exception) -> tuple[Outcome, Fault]:
-    """A disk or a sandbox that fails is nobody's doing but ours; what is wrong with a task is the task's."""
-    if isinstance(error, OSError):
-        return Outcome.LOST, Fault.INFRA
-    return Outcome.CRASHED, Fault.WORKLOAD
+    except Exception as error:  # noqa: BLE001  a failed clean-up must not replace the episode
+        log.warning("a rollout was not cleaned up completely: %s", describe_error(error))

@@ -1,4 +1,4 @@
-"""A Harbor task's tests: its files are laid out before the agent comes, its tests are run once it is gone."""
+"""A Harbor task around an agent: its files are copied before the agent starts, its tests run after it has ended."""
 
 import asyncio
 import math
@@ -8,7 +8,6 @@ import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +33,17 @@ from loopwright.rollouts.tasks.harbor.task import (
 )
 
 VerifierReport = dict[str, Any]
-"""What tests said, as plain data: `rewards` by name or an `error`, and `exit_code`, `seconds`, `output`."""
-_SEARCHED = ("PATH", "LD_LIBRARY_PATH")
-_KEPT = (*_SEARCHED, "LANG", "LC_ALL", "TZ", MARKER_VARIABLE)
+"""The result of tests as plain data: `rewards` by name or an `error`, and `exit_code`, `seconds`, `output`."""
+_SEARCH_PATHS = ("PATH", "LD_LIBRARY_PATH")
+_INHERITED = (*_SEARCH_PATHS, "LANG", "LC_ALL", "TZ", MARKER_VARIABLE)
 _TAIL_BYTES = 2000
 _TESTS, _VERIFIER, _SOLUTION, _HOME = "/tests", "/logs/verifier", "/solution", "/logs/home"
-_VARIABLES = {
+_PATH_VARIABLES = {
     _TESTS: "LOOPWRIGHT_TESTS_DIR",
     _VERIFIER: "LOOPWRIGHT_VERIFIER_DIR",
     _SOLUTION: "LOOPWRIGHT_SOLUTION_DIR",
 }
-"""Harbor's places, and the variables that say where they are where nothing can be mounted."""
+"""Harbor's directories, and the variables with their paths for sandboxes that cannot mount them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +53,13 @@ class PreparedTask:
     task: HarborTask
     layout: WorkspaceLayout
     env: Mapping[str, str]
-    """The variables of the task's environment, for the agent and the tests."""
+    """Variables of the task's environment, for the agent and the tests."""
     tests_env: Mapping[str, Mapping[str, str]]
-    """The variables of the tests alone, by the name of their step."""
+    """Variables of the tests only, by the name of their step."""
 
     @property
     def steps(self) -> tuple[TaskStep, ...]:
-        """What the agent is asked to do, one after the other."""
+        """The steps of the task, in order."""
         return self.task.steps
 
     @property
@@ -70,7 +69,7 @@ class PreparedTask:
 
     @property
     def workdir(self) -> str:
-        """What the workspace is called inside, where a sandbox has paths of its own."""
+        """The path of the workspace in sandboxes that have their own paths."""
         return self.layout.workdir
 
     @property
@@ -79,30 +78,30 @@ class PreparedTask:
         return (self.task.path.resolve(),)
 
 
-def prepare(task: Task, workspace: Path, places: TaskLocator, *, verifies: bool = True) -> PreparedTask | None:
-    """Put the task's files into the workspace; None for a task without a directory.
+def prepare(task: Task, workspace: Path, locator: TaskLocator, *, run_tests: bool = True) -> PreparedTask | None:
+    """Copy the task's files into the workspace; None for a task without a directory.
 
-    TasksError if it has none where it should be, needs Docker or a variable that is not set (those of the tests
-    only if one `verifies`), TaskChanged if it is not what it was.
+    TasksError if the directory is missing, or needs Docker or an unset variable (those of the tests only if they will
+    run); TaskChanged if it was modified since the tasks were loaded.
     """
-    found = places.read(task)
-    if found is None:
+    harbor_task = locator.read(task)
+    if harbor_task is None:
         return None
-    layout = read_layout(found)
-    env = {**layout.env, **found.agent_env()}
-    tests_env = {step.name: found.tests_env(step) for step in found.steps if verifies}
+    layout = read_layout(harbor_task)
+    env = {**layout.env, **harbor_task.agent_env()}
+    tests_env = {step.name: harbor_task.tests_env(step) for step in harbor_task.steps if run_tests}
     layout.copy_into(workspace)
-    _unchanged(found)
-    return PreparedTask(found, layout, env, tests_env)
+    _check_unchanged(harbor_task)
+    return PreparedTask(harbor_task, layout, env, tests_env)
 
 
 def stage(prepared: PreparedTask, step: TaskStep, workspace: Path) -> None:
-    """Add a step's own files to the workspace."""
+    """Add the files of a step to the workspace."""
     files = prepared.task.files(step)
-    for name, source, found in tree(files, PASSED_OVER) if files is not None else ():
+    for name, source, info in tree(files, PASSED_OVER) if files is not None else ():
         target = workspace / name
         # The agent of an earlier step may have put a link here that leads out of its sandbox.
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISDIR(info.st_mode):
             if target.is_symlink() or not target.is_dir():
                 target.unlink(missing_ok=True)
                 target.mkdir()
@@ -121,12 +120,12 @@ async def verify(
     scratch: Path,
     *,
     marker: str = "",
-    started: OnStart = lambda _pid, _ticks: None,
+    on_start: OnStart = lambda _pid, _ticks: None,
 ) -> VerifierReport:
     """Run a step's tests in the sandbox that the agent used. Raises only if the sandbox fails or the disk is full.
 
-    They see copies, made now, below `scratch`, which no agent ever saw, and have a home of their own; programs are
-    looked for where no agent could put any. Tests that are broken are an `error`.
+    The tests run from fresh copies below `scratch`, which no agent could see, with a separate home directory. Programs
+    are searched only where no agent could have put any. Broken tests give an `error`.
     """
     directory = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=scratch, prefix="tests-"))
     try:
@@ -134,59 +133,62 @@ async def verify(
             await asyncio.to_thread(_copy_tests, prepared.task, step, directory)
         except TasksError as error:
             return {"error": str(error)}
-        mounts = {place: directory / Path(place).name for place in (_VERIFIER, _HOME)}
-        env = {**_clean(sandbox), **prepared.env, **prepared.tests_env[step.name]}
-        script = Script(f"{_TESTS}/{TEST}", mounts, env, step.verifier_timeout_s, {_TESTS: directory / "tests"})
+        mounts = {mount: directory / Path(mount).name for mount in (_VERIFIER, _HOME)}
+        env = {**_trusted_search_paths(sandbox), **prepared.env, **prepared.tests_env[step.name]}
+        script = TaskScript(f"{_TESTS}/{TEST}", mounts, env, step.verifier_timeout_s, {_TESTS: directory / "tests"})
         await asyncio.to_thread(sandbox.begin_verification)
-        completion = await executor.run(script.command(sandbox, directory, marker), started)
+        completion = await executor.run(script.command(sandbox, directory, marker), on_start)
         if sandbox.setup_failed(completion):
-            raise SandboxError(f"the sandbox for the tests could not be set up: {_tail(directory)}")
-        return await asyncio.to_thread(_said, directory, completion, step.verifier_timeout_s, sandbox.exceeded_limit)
+            raise SandboxError(f"the sandbox for the tests could not be set up: {_output_tail(directory)}")
+        return await asyncio.to_thread(
+            _report, directory, completion, step.verifier_timeout_s, sandbox.exceeded_limit
+        )
     finally:
         await remove_in_background(directory)
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
-    """A script of a task, and the directories that Harbor would give it."""
+class TaskScript:
+    """A script of a task, and the directories that Harbor would mount for it."""
 
     path: str
     mounts: Mapping[str, Path]
     env: Mapping[str, str]
     timeout_s: float | None
-    fixed: Mapping[str, Path] = field(default_factory=dict)
-    """Those of the directories that nothing is to change."""
+    read_only: Mapping[str, Path] = field(default_factory=dict)
+    """Further directories, which are mounted read-only."""
 
     def command(self, sandbox: SandboxInstance, outputs: Path, marker: str) -> Command:
-        """The command that runs it in a sandbox. Where nothing can be mounted, variables say where things are."""
-        at = {p: p if sandbox.has_own_paths else str(path) for p, path in {**self.mounts, **self.fixed}.items()}
-        place, _, name = self.path.rpartition("/")
-        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        own = {} if sandbox.has_own_paths else {"HOME": str(outputs), "TMPDIR": str(outputs)}
-        own |= {"HOME": at[_HOME]} if _HOME in at else {}
-        # What an agent left in its home must not be imported by the tests.
-        own |= {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        variables = {_VARIABLES[place]: path for place, path in at.items() if place in _VARIABLES}
+        """The command that runs it in a sandbox. If nothing can be mounted, variables hold the paths."""
+        mounts = {**self.mounts, **self.read_only}
+        paths = {mount: mount if sandbox.has_own_paths else str(path) for mount, path in mounts.items()}
+        parent, _, name = self.path.rpartition("/")
+        env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        env |= {} if sandbox.has_own_paths else {"HOME": str(outputs), "TMPDIR": str(outputs)}
+        env |= {"HOME": paths[_HOME]} if _HOME in paths else {}
+        # The tests must not import what an agent left in its home directory.
+        env |= {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1", **self.env}
+        env |= {_PATH_VARIABLES[mount]: path for mount, path in paths.items() if mount in _PATH_VARIABLES}
         command = Command(
-            # As Harbor does it, by a shell: a script without a first line that says what runs it is the shell's own.
-            argv=("bash", "-c", '"$0"', f"{at[place]}/{name}"),
+            # By a shell, like Harbor: it also runs scripts without a shebang line.
+            argv=("bash", "-c", '"$0"', f"{paths[parent]}/{name}"),
             directory=sandbox.workspace,
-            environment={**kept, **own, **self.env, **variables},
+            environment=env,
             stdout=outputs / "stdout",
             stderr=outputs / "stderr",
             timeout_s=self.timeout_s,
             marker=marker,
         )
-        return sandbox.wrap(command, self.mounts, self.fixed)
+        return sandbox.wrap(command, self.mounts, self.read_only)
 
 
-def _clean(sandbox: SandboxInstance) -> dict[str, str]:
-    """Where tests look for programs: nowhere that the agent could have put one of its own."""
-    kept = {}
-    for name in _SEARCHED:
+def _trusted_search_paths(sandbox: SandboxInstance) -> dict[str, str]:
+    """Search paths for tests, without directories in which the agent could have put programs."""
+    paths = {}
+    for name in _SEARCH_PATHS:
         parts = map(os.path.normpath, os.environ.get(name, "").split(os.pathsep))
-        kept[name] = os.pathsep.join(part for part in parts if part[0] == "/" and sandbox.is_trusted(Path(part)))
-    return {"PATH": kept["PATH"] or os.defpath, "LD_LIBRARY_PATH": kept["LD_LIBRARY_PATH"]}
+        paths[name] = os.pathsep.join(part for part in parts if part[0] == "/" and sandbox.is_trusted(Path(part)))
+    return {"PATH": paths["PATH"] or os.defpath, "LD_LIBRARY_PATH": paths["LD_LIBRARY_PATH"]}
 
 
 async def solve(
@@ -198,7 +200,7 @@ async def solve(
     *,
     marker: str = "",
 ) -> str:
-    """Run a step's own solution in place of an agent; what went wrong, or nothing."""
+    """Run a step's solution instead of an agent; the error message, or nothing."""
     solution = prepared.task.solution(step)
     if solution is None:
         return "it has no solution/solve.sh"
@@ -209,40 +211,42 @@ async def solve(
             **prepared.env,
             **resolved(prepared.task.solution_env, f"{prepared.task.path / 'task.toml'}, solution.env"),
         }
-        script = Script(f"{_SOLUTION}/solve.sh", {_SOLUTION: directory / "solution"}, env, step.agent_timeout_s)
+        script = TaskScript(f"{_SOLUTION}/solve.sh", {_SOLUTION: directory / "solution"}, env, step.agent_timeout_s)
         completion = await executor.run(script.command(sandbox, directory, marker), lambda _pid, _ticks: None)
         if completion.exit_code == 0 and not completion.timed_out:
             return ""
-        how = f"ended with code {completion.exit_code}"
+        failure = f"exited with {completion.exit_code}"
         if completion.timed_out:
-            how = f"was ended after {step.agent_timeout_s:g} s"
+            failure = f"was stopped after {step.agent_timeout_s:g} s"
         elif completion.signal is not None:
-            how = f"was ended by {signal_name(completion.signal)}"
-        return f"solve.sh {how}: {_tail(directory)}"
+            failure = f"was killed by {signal_name(completion.signal)}"
+        return f"solve.sh {failure}: {_output_tail(directory)}"
     finally:
         await remove_in_background(directory)
 
 
-def combine_reports(prepared: PreparedTask, said: Sequence[VerifierReport]) -> VerifierReport:
-    """What the tests of all steps said together, as Harbor has it: the mean over steps begun, or the last one's."""
+def combine_reports(prepared: PreparedTask, reports: Sequence[VerifierReport]) -> VerifierReport:
+    """One report for all steps, by Harbor's rules: the mean over the steps that were started, or the last one's."""
     if len(prepared.steps) == 1:
-        return said[0]
-    steps = {step.name: one for step, one in zip(prepared.steps, said, strict=False)}
-    if broken := {name: one for name, one in steps.items() if "error" in one}:
+        return reports[0]
+    steps = {step.name: report for step, report in zip(prepared.steps, reports, strict=False)}
+    if broken := {name: report for name, report in steps.items() if "error" in report}:
         name, first = next(iter(broken.items()))
-        stopped = {"stopped": True} if all(one.get("stopped") for one in broken.values()) else {}
+        stopped = {"stopped": True} if all(report.get("stopped") for report in broken.values()) else {}
         return {"error": f"step {name}: {first['error']}", "steps": steps, **stopped}
     if prepared.task.strategy == "final":
-        return {"rewards": said[-1]["rewards"], "steps": steps}
-    names = dict.fromkeys(name for one in said for name in one["rewards"])
-    rewards = {name: math.fsum(one["rewards"].get(name, 0.0) for one in said) / len(said) for name in names}
+        return {"rewards": reports[-1]["rewards"], "steps": steps}
+    names = dict.fromkeys(name for report in reports for name in report["rewards"])
+    rewards = {
+        name: math.fsum(report["rewards"].get(name, 0.0) for report in reports) / len(reports) for name in names
+    }
     return {"rewards": rewards, "steps": steps}
 
 
-def _unchanged(task: HarborTask) -> None:
-    """Also while it was copied."""
+def _check_unchanged(task: HarborTask) -> None:
+    """TaskChanged if the task's files were modified, even while they were copied."""
     if digest_of(task.path) != task.digest:
-        raise TaskChanged(f"{task.path} has changed during a rollout; restore it, or start a run of its own")
+        raise TaskChanged(f"{task.path} has changed during a rollout; restore it, or start a new run")
 
 
 def _copy_tests(task: HarborTask, step: TaskStep, directory: Path) -> None:
@@ -250,51 +254,45 @@ def _copy_tests(task: HarborTask, step: TaskStep, directory: Path) -> None:
     if not sources:
         raise TasksError(f"{task.path} has no tests/{TEST}")
     _copy(sources, directory / "tests", TEST)
-    for place in (_VERIFIER, _HOME):
-        (directory / Path(place).name).mkdir()
-    _unchanged(task)
+    for mount in (_VERIFIER, _HOME):
+        (directory / Path(mount).name).mkdir()
+    _check_unchanged(task)
 
 
 def _copy(sources: Sequence[Path], target: Path, script: str) -> None:
     for source in sources:
-        over = shutil.ignore_patterns(*PASSED_OVER)
-        shutil.copytree(source, target, symlinks=True, ignore=over, dirs_exist_ok=True)
+        ignore = shutil.ignore_patterns(*PASSED_OVER)
+        shutil.copytree(source, target, symlinks=True, ignore=ignore, dirs_exist_ok=True)
     (target / script).chmod(0o755)
 
 
-def _said(directory: Path, completion: Completion, timeout_s: float, exceeded: str | None) -> VerifierReport:
-    said: VerifierReport = {
-        "exit_code": completion.exit_code,
-        "seconds": round(completion.usage.wall_s, 3),
-        "output": _tail(directory),
-    }
-    if completion.timed_out or exceeded is not None:
-        how = f"after {timeout_s:g} s" if exceeded is None else f"for it broke a bound: {exceeded}"
-        return {"error": f"{TEST} was ended {how}", **said, "stopped": True}
-    try:
-        # However it ended: a crash of the agent's own program, on which many tests end, must not lose it a zero.
-        return {"rewards": rewards_in(directory / "verifier"), **said}
-    except NoVerdict as error:
-        if (signal := _signal(completion)) is None:
-            return {"error": f"{TEST} {error}", **said}
-        return {"error": f"{TEST} was ended by {signal_name(signal)} and {error}", **said, "stopped": True}
-
-
-def _signal(completion: Completion) -> int | None:
-    """The signal that it ended by, or that a shell says its last command ended by."""
+def _report(directory: Path, completion: Completion, timeout_s: float, exceeded_limit: str | None) -> VerifierReport:
     code = completion.exit_code
-    return code - 128 if code is not None and 128 < code <= 192 else completion.signal
-
-
-def _tail(directory: Path) -> str:
-    """The end of what a script printed."""
-    return "".join(map(partial(_end_of, _TAIL_BYTES // 2), (directory / "stdout", directory / "stderr"))).strip()
-
-
-def _end_of(most: int, file: Path) -> str:
+    details = {"exit_code": code, "seconds": round(completion.usage.wall_s, 3), "output": _output_tail(directory)}
+    if completion.timed_out or exceeded_limit is not None:
+        reason = f"after {timeout_s:g} s" if exceeded_limit is None else f"because it exceeded a limit: {exceeded_limit}"
+        return {"error": f"{TEST} was stopped {reason}", **details, "stopped": True}
     try:
-        with file.open("rb") as opened:
-            opened.seek(max(0, file.stat().st_size - most))
-            return opened.read().decode(errors="replace")
-    except FileNotFoundError:
+        # Whatever the exit code: tests often end in a crash of the agent's program, which must count as zero.
+        return {"rewards": rewards_in(directory / "verifier"), **details}
+    except NoVerdict as error:
+        # A shell reports the signal that killed its last command as an exit code.
+        signal = code - 128 if code is not None and 128 < code <= 192 else completion.signal
+        if signal is None:
+            return {"error": f"{TEST} {error}", **details}
+        return {"error": f"{TEST} was killed by {signal_name(signal)} and {error}", **details, "stopped": True}
+
+
+def _output_tail(directory: Path) -> str:
+    """The end of what a script printed."""
+    return "".join(read_tail(directory / name, _TAIL_BYTES // 2) for name in ("stdout", "stderr")).strip()
+
+
+def read_tail(path: Path, max_bytes: int) -> str:
+    """The end of a text file; empty if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
+            return file.read().decode(errors="replace")
+    except OSError:
         return ""

@@ -1,4 +1,4 @@
-"""The remote worker: starts agents for the trials it is given, and never leaves one behind."""
+"""The remote worker: runs an agent for each request, and leaves no process or file behind."""
 
 import asyncio
 import tempfile
@@ -15,72 +15,74 @@ from loopwright.gateway.client import GatewayClient, GatewayLost
 from loopwright.rollouts.loops.base import describe_error
 from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.pools.base import Worker
-from loopwright.rollouts.remote.access import GatewayAccess
 from loopwright.rollouts.remote.agent import CommandAgent, FunctionAgent
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.rollout import Keep, RemoteRollout, RolloutContext
+from loopwright.rollouts.remote.gateway_host import GatewayAccess, SessionOpener
+from loopwright.rollouts.remote.rollout import RemoteRollout, RolloutContext, WorkspaceHook
 from loopwright.rollouts.tasks.harbor.source import TaskLocator
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteRequest:
-    """A rollout to be made, and the gateway that it is made at."""
+    """A requested rollout, and the gateway that its agent samples through."""
 
     access: GatewayAccess
     request: RolloutRequest
-    keep: Keep | None = None
-    """What is to look at the workspace before it is gone."""
+    on_workspace: WorkspaceHook | None = None
+    """Inspects the workspace before it is deleted."""
 
 
 class RemoteWorker(Worker):
-    """Answers an order with an episode. Processes of a trial are gone with it, also if we are killed.
+    """Turns requests into episodes. The processes of a rollout end with it, even if this process is killed.
 
-    Its files are gone soon after, and when the worker is closed at the latest.
+    Its files are deleted soon after, and at the latest when the worker is closed. `sessions` opens sessions at a
+    gateway in this process; without it, they are opened over HTTP.
     """
 
     def __init__(
         self,
         config: RemoteConfig,
-        home: Path,
+        scenario_dir: Path,
         *,
         run: str = "",
-        passed: Mapping[str, str] | None = None,
-        verifies: bool = False,
+        passed_env: Mapping[str, str] | None = None,
+        run_tests: bool = False,
+        sessions: SessionOpener | None = None,
     ) -> None:
-        self._config, self._closed = config, False
+        self._config, self._sessions, self._closed = config, sessions, False
         self._executor = LocalExecutor(parallel=config.concurrency, output_bytes=config.output)
         self._reaper, self._numbers = Reaper("agent"), count(1)
         self._clients: dict[GatewayAccess, GatewayClient] = {}
-        sandbox = config.walls(home)
+        sandbox = config.build_sandbox(scenario_dir)
         sandbox.check()
         agent = (
-            CommandAgent(config, home, passed or {}, self._executor)
+            CommandAgent(config, scenario_dir, passed_env or {}, self._executor)
             if config.command is not None
-            else FunctionAgent(config, home)
+            else FunctionAgent(config, scenario_dir)
         )
-        places = TaskLocator(home, config.task_root, config.task_template)
-        self._means = RolloutContext(config, run, agent, sandbox, self._executor, places, verifies)
+        locator = TaskLocator(scenario_dir, config.task_root, config.task_template)
+        self._context = RolloutContext(config, run, agent, sandbox, self._executor, locator, run_tests)
 
-    async def handle(self, order: RemoteRequest) -> Episode:
+    async def handle(self, request: RemoteRequest) -> Episode:
         if self._closed:
-            raise GatewayLost("the worker was closed")
+            raise GatewayLost("the worker is closed")
         self._reaper.start()
-        client = await self._client(order.access)
+        sessions = self._sessions or await self._client(request.access)
         directory = Path(tempfile.mkdtemp(dir=self._reaper.directory, prefix="trial-"))
         marker = f"{self._reaper.marker}.{next(self._numbers)}"
-        trial = RemoteRollout(self._means, client, order.request, directory, marker, order.keep)
+        rollout = RemoteRollout(self._context, sessions, request.request, directory, marker, request.on_workspace)
         try:
-            return await trial.run()
+            return await rollout.run()
         except GatewayLost:
             raise
-        except Exception as error:  # noqa: BLE001  an agent of the user's own may do anything
-            return Episode(order.request.task).failed(Outcome.CRASHED, Fault.WORKLOAD, describe_error(error))
+        except Exception as error:  # noqa: BLE001  an agent of the user's may raise anything
+            return Episode(request.request.task).failed(Outcome.CRASHED, Fault.WORKLOAD, describe_error(error))
 
     async def _client(self, access: GatewayAccess) -> GatewayClient:
-        """The client of a gateway: one, for as long as the gateway stays where it is."""
+        """The client of a gateway; it is replaced when the gateway moves."""
         if access not in self._clients:
             former, self._clients = self._clients, {}
-            # Less than a trial's time, so that one whose gateway stays away says so.
+            # Shorter than a rollout, so that a rollout whose gateway stays away can report it.
             away_s = min(access.away_s, self._config.deadline_s / 2)
             self._clients[access] = GatewayClient(
                 access.url, access.token, connections=2 * self._config.concurrency, away_s=away_s
@@ -91,7 +93,7 @@ class RemoteWorker(Worker):
     async def close(self) -> None:
         self._closed = True
         await self._executor.close()
-        if self._means.leaving:
-            await asyncio.wait(self._means.leaving)
+        if self._context.teardowns:
+            await asyncio.wait(self._context.teardowns)
         await asyncio.gather(*(client.close() for client in self._clients.values()))
         await asyncio.to_thread(self._reaper.close)

@@ -1,4 +1,4 @@
-"""The pool of `workers = 1` and more: a worker in each of so many Ray actors, which are replaced when they die."""
+"""The pool of `workers >= 1`: one worker in each of several Ray actors, which are replaced when they die."""
 
 import asyncio
 from contextlib import suppress
@@ -10,33 +10,40 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from loopwright.rollouts.pools.base import Pool, WorkerFactory, WorkerLost, timeout_error
-from loopwright.rollouts.pools.parcel import pack, unpack, unpack_exception
 from loopwright.rollouts.pools.ray.actor import (
     ActorLost,
     ActorPlacement,
     Deadline,
     Method,
     WorkerActor,
-    awaited,
-    brief,
-    own_node,
+    current_node_id,
+    first_line,
+    wait_for,
 )
-from loopwright.rollouts.pools.ray.launch import RayConnection, Reservation, check_group, placed, reserve, vacant
+from loopwright.rollouts.pools.ray.launch import (
+    RayConnection,
+    Reservation,
+    check_group,
+    reserve,
+    wait_until_placed,
+    wait_until_vacant,
+)
 from loopwright.rollouts.pools.resources import ResourceRequest, Strategy
 from loopwright.rollouts.pools.router import Router
+from loopwright.rollouts.pools.serialization import pack, unpack, unpack_exception
 
-_LONGEST_PAUSE_S = 30.0
-_MOST_FAILURES = 4
-"""Replacements in a row that may fail before callers are told that there is no hope."""
-_SETTLE_S = 2.0
-"""How long the death of a node takes to be known of all its actors."""
+_MAX_PAUSE_S = 30.0
+_MAX_FAILURES = 4
+"""Failed replacements in a row after which the pool counts as down."""
+_NODE_DEATH_S = 2.0
+"""How long it takes until all actors of a dead node are known to be dead."""
 
 
 class RayPool(Pool):
-    """Workers in Ray actors. Calls go to the least loaded; the router lives here, in the caller.
+    """Workers in Ray actors. Calls go to the least loaded one; the router runs here, in the caller.
 
-    Actors are placed in the bundles of a placement group: in a given one from `start_bundle` on, or in one of their
-    own with the same resources.
+    Actors are placed in the bundles of a placement group: from `start_bundle` of the given one, or in a group that the
+    pool creates.
     """
 
     def __init__(
@@ -47,8 +54,8 @@ class RayPool(Pool):
         cpus: float = 1.0,
         memory_bytes: int | None = None,
         name: str = "loop",
-        named: str | None = None,
-        home: Path | None = None,
+        actor_name: str | None = None,
+        import_dir: Path | None = None,
         placement_group: PlacementGroup | None = None,
         start_bundle: int = 0,
         strategy: Strategy = "PACK",
@@ -56,18 +63,18 @@ class RayPool(Pool):
         grace_s: float = 5.0,
         start_timeout_s: float = 120.0,
     ) -> None:
-        self._ask = ResourceRequest(name, workers, cpus, memory_bytes)
-        self._build, self._name, self._named, self._home = build, name, named, home
-        self._given, self._start_bundle, self._strategy = placement_group, start_bundle, strategy
+        self._request = ResourceRequest(name, workers, cpus, memory_bytes)
+        self._build, self._name, self._actor_name, self._import_dir = build, name, actor_name, import_dir
+        self._user_group, self._start_bundle, self._strategy = placement_group, start_bundle, strategy
         self._max_concurrency, self._grace_s, self._start_timeout_s = max_concurrency, grace_s, start_timeout_s
-        self._place: ActorPlacement | None = None
+        self._placement: ActorPlacement | None = None
         self._router: Router[WorkerActor] = Router(max_concurrency)
         self._slots: list[asyncio.Task[WorkerActor]] = []
         self._watches: set[asyncio.Task[None]] = set()
         self._in_flight = 0
         self._update: bytes | None = None
         self._description: Any = None
-        self._parcel = b""
+        self._packed_build = b""
         self._own_node = ""
         self._open = False
         self._connection: RayConnection | None = None
@@ -79,51 +86,50 @@ class RayPool(Pool):
         if self._open:
             return
         self._router = Router(self._max_concurrency)
-        self._parcel = pack(self._build, "the builder")
+        self._packed_build = pack(self._build, "the builder")
         self._connection = RayConnection()
-        self._own_node = own_node()
+        self._own_node = current_node_id()
+        request, start, limit = self._request, self._start_bundle, self._max_concurrency
         try:
-            path = () if self._home is None else (str(self._home.absolute()),)
-            group = await self._group()
-            self._place = ActorPlacement(self._ask, group, self._start_bundle, self._max_concurrency, path, self._named)
+            path = () if self._import_dir is None else (str(self._import_dir.absolute()),)
+            if self._user_group is None:
+                self._reservation = await reserve([request], strategy=self._strategy)
+                group = self._reservation.group
+            else:
+                group = self._user_group
+                check_group(request, group, start)
+                await wait_until_placed(group, [request])
+                await wait_until_vacant(request, group, start)
+            self._placement = ActorPlacement(request, group, start, limit, path, self._actor_name)
             self._open = True
-            self._slots = [asyncio.create_task(self._begin(index)) for index in range(self._ask.workers)]
+            self._slots = [asyncio.create_task(self._start_actor(index)) for index in range(request.workers)]
             await asyncio.gather(*self._slots)
         except BaseException:
             await self.close()
             raise
 
-    async def _group(self) -> PlacementGroup:
-        if self._given is None:
-            self._reservation = await reserve([self._ask], strategy=self._strategy)
-            return self._reservation.group
-        check_group(self._ask, self._given, self._start_bundle)
-        await placed(self._given, [self._ask])
-        await vacant(self._ask, self._given, self._start_bundle)
-        return self._given
-
     async def call(self, request: Any, *, timeout_s: float | None = None) -> Any:
         self._check_open()
         deadline = Deadline.after(timeout_s)
-        losses, avoid = 0, ""
+        losses, avoid_node = 0, ""
         self._in_flight += 1
         try:
             while True:
                 try:
-                    return await self._issue(request, deadline, avoid)
+                    return await self._issue(request, deadline, avoid_node)
                 except ActorLost as lost:
-                    losses += lost.blamed
-                    self._check_lost(losses, str(lost))
-                    avoid = await self._elsewhere(lost.node, deadline)
+                    losses += lost.died
+                    self._check_losses(losses, str(lost))
+                    avoid_node = await self._node_to_avoid(lost.node, deadline)
         finally:
             self._in_flight -= 1
 
     async def publish(self, update: Any, *, timeout_s: float | None = None) -> list[Any]:
         self._check_open()
-        self._update = parcel = pack(update, "update")
-        order = pack((timeout_s, timeout_s, update), "update")
+        self._update = data = pack(update, "an update")
+        request = pack((timeout_s, timeout_s, update), "an update")
         slots = range(len(self._slots))
-        return await asyncio.gather(*(self._publish(index, parcel, order, timeout_s) for index in slots))
+        return await asyncio.gather(*(self._publish_to(index, data, request, timeout_s) for index in slots))
 
     @property
     def description(self) -> Any:
@@ -138,14 +144,14 @@ class RayPool(Pool):
         was_open, self._open = self._open, False
         for task in (*self._watches, *self._slots):
             task.cancel()
-        self._router.give_up(str(self._closed()))
-        members = self._router.seats
-        if was_open and members:
-            await asyncio.wait([awaited(member.actor.end.remote()) for member in members], timeout=self._grace_s)
-        for member in members:
-            self._router.leave(member)
-            member.kill()
-        self._router.give_up(str(self._closed()))
+        self._router.mark_down(str(self._closed_error()))
+        actors = self._router.backends
+        if was_open and actors:
+            await asyncio.wait([wait_for(actor.actor.stop.remote()) for actor in actors], timeout=self._grace_s)
+        for actor in actors:
+            self._router.remove(actor)
+            actor.kill()
+        self._router.mark_down(str(self._closed_error()))
         if self._slots:
             await asyncio.wait(self._slots)
         self._slots = []
@@ -158,155 +164,149 @@ class RayPool(Pool):
 
     # -- one call -------------------------------------------------------------------------------------------------
 
-    async def _issue(self, request: Any, deadline: Deadline, avoid: str) -> Any:
+    async def _issue(self, request: Any, deadline: Deadline, avoid_node: str) -> Any:
         try:
             async with asyncio.timeout_at(deadline.at):
-                member = await self._router.take(avoid)
+                actor = await self._router.acquire(avoid_node)
         except TimeoutError:
             raise timeout_error(deadline.timeout_s) from None
         try:
-            parcel = pack((deadline.left_s(), deadline.timeout_s, request))
-            return await self._answer(member, member.handle, parcel, deadline)
+            data = pack((deadline.left_s(), deadline.timeout_s, request))
+            return await self._await_answer(actor, actor.handle, data, deadline)
         finally:
-            self._router.give_back(member)
+            self._router.release(actor)
 
-    async def _answer(self, member: WorkerActor, method: Method, parcel: bytes, deadline: Deadline) -> Any:
-        """What an actor answers; it keeps the deadline by itself, and is killed if it does not."""
+    async def _await_answer(self, actor: WorkerActor, method: Method, data: bytes, deadline: Deadline) -> Any:
+        """An actor's answer; the actor enforces the deadline itself, and is killed if it does not."""
         try:
-            ref = method(parcel)
+            ref = method(data)
             async with asyncio.timeout_at(None if deadline.at is None else deadline.at + self._grace_s):
                 failure, answer = unpack(await ref)
         except TimeoutError:
-            self._lose(member, f"a call blocked it {self._grace_s:g} s beyond its deadline", killed=True)
+            self._replace(actor, f"a call blocked it {self._grace_s:g} s beyond its deadline", killed=True)
             raise timeout_error(deadline.timeout_s) from None
         except asyncio.CancelledError:
-            await self._cancel(member, ref)
+            with suppress(Exception):
+                ray.cancel(ref)
+            ending = wait_for(ref)
+            await asyncio.wait((ending,), timeout=self._grace_s)
+            if not ending.done():
+                self._replace(actor, f"a cancelled call did not end within {self._grace_s:g} s", killed=True)
             raise
         except RayError as error:
-            self._lose(member, brief(error))
-            raise ActorLost(member) from None
+            self._replace(actor, first_line(error))
+            raise ActorLost(actor) from None
         if failure is not None:
-            raise unpack_exception(failure, f"worker {member.index} of pool {self._name!r}")
+            raise unpack_exception(failure, f"worker {actor.index} of pool {self._name!r}")
         return answer
 
-    async def _elsewhere(self, node: str, deadline: Deadline) -> str:
-        """The node that a call must not go to again, after its worker there died: perhaps all of the node is dying."""
+    async def _node_to_avoid(self, node: str, deadline: Deadline) -> str:
+        """The node that a retry must not use after its worker died there, since the whole node may be dying."""
         if node == self._own_node:
             return ""
-        if not self._router.elsewhere(node):
+        if not self._router.on_other_nodes(node):
             left_s = deadline.left_s()
-            await asyncio.sleep(_SETTLE_S if left_s is None else min(_SETTLE_S, left_s))
+            await asyncio.sleep(_NODE_DEATH_S if left_s is None else min(_NODE_DEATH_S, left_s))
         return node
 
-    async def _cancel(self, member: WorkerActor, ref: Any) -> None:
-        with suppress(Exception):
-            ray.cancel(ref)
-        ending = awaited(ref)
-        await asyncio.wait((ending,), timeout=self._grace_s)
-        if not ending.done():
-            self._lose(member, f"a cancelled call did not end within {self._grace_s:g} s", killed=True)
-
-    async def _publish(self, index: int, update: bytes, order: bytes, timeout_s: float | None) -> Any:
+    async def _publish_to(self, index: int, update: bytes, request: bytes, timeout_s: float | None) -> Any:
         deadline = Deadline.after(timeout_s)
         losses = 0
         while True:
-            member = await self._settled(index)
-            if member.update is update:  # It took a dead one's place and was told on its way in.
-                return member.told
+            done, _ = await asyncio.wait((self._slots[index],), timeout=self._start_timeout_s)
+            if not done or not self._open:
+                raise WorkerLost(f"worker {index} of pool {self._name!r} died and is not replaced yet")
+            actor = self._slots[index].result()
+            if actor.update is update:  # It replaced a dead actor and applied the update when it started.
+                return actor.update_answer
             try:
-                answer = await self._answer(member, member.apply_update, order, deadline)
+                answer = await self._await_answer(actor, actor.apply_update, request, deadline)
             except ActorLost as lost:
                 losses += 1
-                self._check_lost(losses, str(lost))
+                self._check_losses(losses, str(lost))
             else:
-                member.update, member.told = update, answer
+                actor.update, actor.update_answer = update, answer
                 return answer
 
     def _check_open(self) -> None:
         if not self._open:
             raise RuntimeError(f"pool {self._name!r} is not open: await its start() first")
 
-    def _check_lost(self, losses: int, reason: str) -> None:
+    def _check_losses(self, losses: int, reason: str) -> None:
         if not self._open:
-            raise self._closed()
+            raise self._closed_error()
         if losses > 1:
             raise WorkerLost(
-                f"pool {self._name!r}: two workers died with this call in them, the last one because {reason}. "
-                "Look into Ray's logs for its process (/tmp/ray/session_latest/logs)."
+                f"pool {self._name!r}: two workers died during this call, the last one with {reason}. "
+                "See Ray's logs of its process (/tmp/ray/session_latest/logs)."
             )
 
-    def _closed(self) -> WorkerLost:
-        return WorkerLost(f"pool {self._name!r} was closed with this call in it")
+    def _closed_error(self) -> WorkerLost:
+        return WorkerLost(f"pool {self._name!r} was closed during this call")
 
     # -- the life of an actor -------------------------------------------------------------------------------------
 
-    async def _begin(self, index: int) -> WorkerActor:
-        """Make an actor and its worker, and let calls go to it."""
-        if self._place is None:
-            raise RuntimeError("a pool has no place before it is started")
-        member = self._place.member(index)
+    async def _start_actor(self, index: int) -> WorkerActor:
+        """Start an actor and its worker, and route calls to it."""
+        if self._placement is None:
+            raise RuntimeError("the pool is not started")
+        actor = self._placement.create(index)
         where = f"worker {index} of pool {self._name!r}"
         try:
             async with asyncio.timeout(self._start_timeout_s) as deadline:
-                member.node = await member.actor.node.remote()
+                actor.node = await actor.actor.node.remote()
                 update = self._update
-                failure, answer = unpack(await member.actor.begin.remote(self._parcel, update))
-                self._description, told = answer or (None, None)
-                while failure is None and update is not self._update:  # There were newer ones meanwhile.
+                failure, started = unpack(await actor.actor.start.remote(self._packed_build, update))
+                self._description, answer = started or (None, None)
+                while failure is None and update is not self._update:  # A newer one was published meanwhile.
                     update = self._update
-                    failure, told = unpack(await member.apply_update(pack((None, None, unpack(update or b"")))))
+                    request = pack((None, None, unpack(update or b"")))
+                    failure, answer = unpack(await actor.apply_update(request))
         except TimeoutError as error:
-            member.kill()
+            actor.kill()
             if not deadline.expired():
                 raise
             raise WorkerLost(f"{where} was not ready within {self._start_timeout_s:g} s") from error
         except RayError as error:
-            member.kill()
-            raise WorkerLost(f"{where} died before it was ready: {brief(error)}") from error
+            actor.kill()
+            raise WorkerLost(f"{where} died before it was ready: {first_line(error)}") from error
         except BaseException:
-            member.kill()
+            actor.kill()
             raise
         if failure is not None:
-            member.kill()
+            actor.kill()
             raise unpack_exception(failure, where)
-        member.update, member.told = update, told
-        self._router.join(member)
-        watch = asyncio.create_task(self._watch(member))
+        actor.update, actor.update_answer = update, answer
+        self._router.add(actor)
+        watch = asyncio.create_task(self._watch(actor))
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
-        return member
+        return actor
 
-    async def _watch(self, member: WorkerActor) -> None:
-        """Learn of an actor's death at once, also while no call is in it."""
+    async def _watch(self, actor: WorkerActor) -> None:
+        """Replace an actor as soon as it dies, even while it has no calls."""
         try:
-            await member.actor.live.remote()
+            await actor.actor.wait_for_end.remote()
         except RayError as error:
-            self._lose(member, brief(error))
+            self._replace(actor, first_line(error))
 
-    def _lose(self, member: WorkerActor, reason: str, *, killed: bool = False) -> None:
-        """Have a dead actor, or one that has to die, replaced; whoever comes first says why."""
-        if member.lost is not None or not self._open:
+    def _replace(self, actor: WorkerActor, reason: str, *, killed: bool = False) -> None:
+        """Replace a dead actor, or one that must be killed; the first reason given is kept."""
+        if actor.failure is not None or not self._open:
             return
-        member.lost, member.killed = reason, killed
-        self._router.leave(member)
-        member.kill()
-        self._slots[member.index] = asyncio.create_task(self._replace(member.index))
+        actor.failure, actor.killed = reason, killed
+        self._router.remove(actor)
+        actor.kill()
+        self._slots[actor.index] = asyncio.create_task(self._start_replacement(actor.index))
 
-    async def _replace(self, index: int) -> WorkerActor:
+    async def _start_replacement(self, index: int) -> WorkerActor:
         pause_s, failures = 0.5, 0
         while True:
             try:
-                return await self._begin(index)
-            except Exception as error:  # noqa: BLE001  Whatever stands in its way may pass: nodes come and go.
+                return await self._start_actor(index)
+            except Exception as error:  # noqa: BLE001  Any failure may be temporary: nodes come and go.
                 failures += 1
-                if failures >= _MOST_FAILURES:
-                    self._router.give_up(f"pool {self._name!r} has no worker left: {error}")
+                if failures >= _MAX_FAILURES:
+                    self._router.mark_down(f"pool {self._name!r} has no worker left: {error}")
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    async def _settled(self, index: int) -> WorkerActor:
-        """The worker of a slot, once it is there."""
-        done, _ = await asyncio.wait((self._slots[index],), timeout=self._start_timeout_s)
-        if not done or not self._open:
-            raise WorkerLost(f"worker {index} of pool {self._name!r} died and could not be replaced yet")
-        return self._slots[index].result()
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)

@@ -17,7 +17,7 @@ from loopwright.rollouts.remote.blame import TimeLimit, verdict
 from loopwright.rollouts.remote.gateway_host import GatewayHost
 from loopwright.rollouts.remote.gateway_pool import GatewayPool
 from tests.gateway.serving import served, until
-from tests.rollouts.remotes import TASK, program, staged
+from tests.rollouts.remote.agents import TASK, program, staged
 
 REQUEST = RolloutRequest(TASK, "0", trial=1)
 FREE, ALLOWED = SessionLimits(), TimeLimit(20.0, "deadline_s")

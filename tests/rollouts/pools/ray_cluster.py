@@ -1,4 +1,4 @@
-"""What the tests on Ray share: a cluster of this session, pools on it, and an end by SIGKILL."""
+"""Shared by the tests on Ray: a cluster for the session, pools on it, and SIGKILL."""
 
 import asyncio
 import os
@@ -25,11 +25,11 @@ def pool_of(workers, build=Probe, **options):
 
 async def pids(pool: Pool, workers: int) -> list[int]:
     """The process of each worker."""
-    found: set[int] = set()
-    while len(found) < workers:
-        found |= set(await asyncio.gather(*(pool.call(("pid", None)) for _ in range(2 * workers))))
-    return sorted(found)
+    processes: set[int] = set()
+    while len(processes) < workers:
+        processes |= set(await asyncio.gather(*(pool.call(("pid", None)) for _ in range(2 * workers))))
+    return sorted(processes)
 
 
-def killed(pid: int) -> None:
+def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What fits into a cluster, and the words when it does not."""
+"""What fits into a cluster, and the message when it does not."""
 
 import pytest
 
@@ -11,11 +11,11 @@ from loopwright.rollouts.pools.resources import (
 )
 
 GIB = 1 << 30
-TWO = [ClusterNode("a", 4, 8 * GIB, 1, 8 * GIB), ClusterNode("b", 2, 8 * GIB, 2, 2 * GIB)]
+NODES = [ClusterNode("a", 4, 8 * GIB, 1, 8 * GIB), ClusterNode("b", 2, 8 * GIB, 2, 2 * GIB)]
 
 
 @pytest.mark.parametrize(
-    ("asks", "strategy", "why"),
+    ("requests", "strategy", "reason"),
     [
         ([ResourceRequest("loop", 6, 1)], "PACK", None),
         ([ResourceRequest("loop", 60, 0.1)], "PACK", None),
@@ -27,27 +27,27 @@ TWO = [ClusterNode("a", 4, 8 * GIB, 1, 8 * GIB), ClusterNode("b", 2, 8 * GIB, 2,
         (
             [ResourceRequest("loop", 5, 1)],
             "STRICT_PACK",
-            "no node has 5 CPUs, and STRICT_PACK wants all workers on one",
+            "no node has 5 CPUs, and STRICT_PACK puts all workers on one node",
         ),
         ([ResourceRequest("loop", 2, 1)], "STRICT_SPREAD", None),
-        ([ResourceRequest("loop", 3, 1)], "STRICT_SPREAD", "there are 3 workers, and STRICT_SPREAD wants each"),
+        ([ResourceRequest("loop", 3, 1)], "STRICT_SPREAD", "STRICT_SPREAD needs one node for each of the 3"),
     ],
 )
-def test_l03_a_shortage_is_found_before_anything_starts(asks, strategy, why):
-    found = find_shortage(asks, TWO, strategy)
-    assert (found is None) if why is None else (why in found)
+def test_l03_a_shortage_is_found_before_anything_starts(requests, strategy, reason):
+    shortage = find_shortage(requests, NODES, strategy)
+    assert (shortage is None) if reason is None else (reason in shortage)
 
 
-def test_l03_the_refusal_names_who_asked_what_there_is_and_what_is_taken():
-    asks = [ResourceRequest("loop", 4, 2, GIB), ResourceRequest("judger", 1)]
-    text = str(placement_error(asks, TWO, "it is full"))
-    assert "'loop' asks for 4 workers of 2 CPUs and 1 GiB each (8 CPUs and 4 GiB)" in text
-    assert "'judger' asks for 1 worker of 1 CPU" in text
-    assert "The Ray cluster has 6 CPUs and 16 GiB, of which 3 CPUs and 6 GiB are taken" in text
-    assert "Ask for fewer" in text
+def test_l03_the_error_lists_requests_capacity_and_usage():
+    requests = [ResourceRequest("loop", 4, 2, GIB), ResourceRequest("judger", 1)]
+    text = str(placement_error(requests, NODES, "it is full"))
+    assert "'loop' requests 4 workers of 2 CPUs and 1 GiB each (8 CPUs and 4 GiB)" in text
+    assert "'judger' requests 1 worker of 1 CPU" in text
+    assert "The Ray cluster has 6 CPUs and 16 GiB, of which 3 CPUs and 6 GiB are in use" in text
+    assert "Request fewer" in text
 
 
-def test_l10_a_worker_without_resources_cannot_be_asked_for():
+def test_l10_a_worker_without_resources_cannot_be_requested():
     with pytest.raises(ValueError, match="greater than zero"):
         ResourceRequest("loop", 1, 0)
 

@@ -23,7 +23,7 @@ from loopwright.rollouts.tasks.harbor.source import TaskLocator
 from loopwright.rollouts.tasks.harbor.task import TaskChanged, digest_of, resolved
 from loopwright.testing.executors import alive
 from tests.rollouts.harbor import PASS, task_at, verified, write
-from tests.rollouts.remotes import program, staged
+from tests.rollouts.remote.agents import program, staged
 
 NEEDS_BWRAP = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 REWARD = 'cat > "$LOOPWRIGHT_VERIFIER_DIR/reward.json" <<< '

@@ -1,10 +1,10 @@
-"""Pools near and far pass one suite."""
+"""Local and remote pools pass the same suite."""
 
 import pytest
 
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.testing.pools import PoolContract
-from tests.rollouts.rays import cluster, pool_of
+from tests.rollouts.pools.ray_cluster import cluster, pool_of
 
 __all__ = ["cluster"]
 
