@@ -23,15 +23,14 @@ from loopwright.gateway.gateway import GatewayConfig
 from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.pools.base import PoolDown, WorkerLost
 from loopwright.rollouts.pools.local import LocalPool
-from loopwright.rollouts.remote.access import GatewayAccess
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.gateway_host import EmbeddedGatewayHost
+from loopwright.rollouts.remote.gateway_host import EmbeddedGatewayHost, GatewayAccess
 from loopwright.rollouts.remote.gateway_pool import GatewayPool
 from loopwright.rollouts.remote.worker import RemoteRequest
 from loopwright.rollouts.trial_server import artifacts
 from loopwright.rollouts.trial_server.client import TrialServerClient, TrialServerLost, TrialServerWorker
 from loopwright.rollouts.trial_server.result import rollout_details
-from loopwright.rollouts.trial_server.submission import id_of
+from loopwright.rollouts.trial_server.submission import trial_id
 from loopwright.scenario.load import load
 from tests.contracts.harness import campaign, trials
 from tests.gateway.serving import until
@@ -205,14 +204,14 @@ os.mkfifo("pipe.txt"); open("big.txt", "w").write("x" * 20_000_000)
 def test_a04_what_is_too_large_or_one_too_many_is_not_even_read(tmp_path, monkeypatch):
     read = []
     monkeypatch.setattr(artifacts, "read_inside", lambda _, name, most: read.append(name) or b"x")
-    monkeypatch.setattr(artifacts, "_MOST_FILES", 2)
+    monkeypatch.setattr(artifacts, "_MAX_FILES", 2)
     for name, size in (("a", 1), ("big", 1000), ("c", 1), ("d", 1), ("huge", 1000)):
         with (tmp_path / name).open("wb") as file:
             file.truncate(size)
-    found = artifacts.Artifacts(["*"], 100)
-    found.keep(tmp_path)
-    assert read == [*found.kept] == ["a", "c"]
-    assert found.left_off == ["big", "d"]
+    collected = artifacts.Artifacts(["*"], 100)
+    collected.collect(tmp_path)
+    assert read == [*collected.files] == ["a", "c"]
+    assert collected.left_off == ["big", "d"]
 
 
 def test_a04_artifacts_of_a_sandboxed_agent_are_kept_too(server):
@@ -270,13 +269,13 @@ def test_a04_other_machines_are_let_in_with_a_token_of_the_users_only(tmp_path):
     ("wrong", "said"),
     [
         ({"loop": {"function": "m:f"}}, "runs commands"),
-        ({"loop": {"command": ["x", "{nothing}"]}}, "nothing is called {nothing}"),
+        ({"loop": {"command": ["x", "{nothing}"]}}, "unknown placeholder {nothing}"),
         ({"loop": {"command": ["x"], "sandbox": "castle"}}, "sandbox"),
         ({"task": {"id": "t"}}, "a task needs `prompt`"),
         ({"gateway": {"url": "nowhere"}}, "no URL"),
         ({"more": 1}, "unknown key 'more'"),
         ({"key": ""}, "Idempotency-Key"),
-        ({"loop": {"command": ["x"], "pass_env": ["HOME"]}}, "loop.pass_env: is for the run's own machine"),
+        ({"loop": {"command": ["x"], "pass_env": ["HOME"]}}, "loop.pass_env: concerns the run's own machine"),
         ({"loop": {"command": ["x"], "workers": 2}}, "loop.workers: "),
         ({"loop": {"command": ["x"], "server": "http://127.0.0.1:1"}}, "loop.server: "),
         ({"loop": {"command": ["x"], "sandbox": "docker", "bounds": {"disk": 1}}}, "neither `cpu_s` nor `disk`"),
@@ -340,9 +339,9 @@ time.sleep(1000)
 
 
 def test_a04_a_cancel_that_overtakes_its_trial_is_kept(server):
-    assert server.cancel({"id": id_of("overtaken")})["status"] == "cancelled"
+    assert server.cancel({"id": trial_id("overtaken")})["status"] == "cancelled"
     trial = server.submit("overtaken", "chat()")
-    assert (trial["id"], trial["status"]) == (id_of("overtaken"), "cancelled")
+    assert (trial["id"], trial["status"]) == (trial_id("overtaken"), "cancelled")
 
 
 def test_a04_submissions_are_answered_while_a_sandbox_is_looked_at(tmp_path, monkeypatch):
@@ -405,7 +404,7 @@ def test_a04_a_trial_whose_server_is_killed_twice_is_lost_and_one_whose_server_i
         assert "killed in each of its 2 attempts" in told["reason"]
         with pytest.raises(AssertionError):
             served(tmp_path, *SPEAK).__enter__()
-        assert "another trial server works in" in (tmp_path / "gateway.log").read_text()
+        assert "another trial server uses" in (tmp_path / "gateway.log").read_text()
 
 
 @pytest.mark.parametrize("end", [Server.kill, Server.end])
@@ -441,7 +440,7 @@ def test_a04_secrets_are_kept_no_longer_than_the_trial(tmp_path):
 # -- the loop that has its agents run there ------------------------------------------------------------------------
 
 
-class Stage:
+class RemoteSetup:
     """A run's own gateway, and a loop with `server`."""
 
     def __init__(self, server, text, *, run_id="run", token=None, patience_s=30.0, **settings):
@@ -460,27 +459,27 @@ class Stage:
 
 
 @asynccontextmanager
-async def staged(server, text, **settings):
-    stage = Stage(server, text, **settings)
+async def open_setup(server, text, **settings):
+    setup = RemoteSetup(server, text, **settings)
     try:
-        await stage.pool.start()
-        yield stage
+        await setup.pool.start()
+        yield setup
     finally:
-        await stage.pool.close()
+        await setup.pool.close()
 
 
-def rolled(server, text, **settings):
-    async def story():
-        async with staged(server, text, **settings) as stage:
-            return await stage.roll()
+def run_agent(server, text, **settings):
+    async def main():
+        async with open_setup(server, text, **settings) as setup:
+            return await setup.roll()
 
-    return asyncio.run(story())
+    return asyncio.run(main())
 
 
 def test_a04_the_loop_gets_the_episode_that_its_own_gateway_captured(server):
     text = "print(chat(), os.environ['LOOPWRIGHT_TRIAL_NUMBER'])"
     text += "; open('note.txt', 'w').write('!')"
-    episode = rolled(server, text, run_id="own", max_turns=3, artifacts=["*.txt"])
+    episode = run_agent(server, text, run_id="own", max_turns=3, artifacts=["*.txt"])
     told = episode.evidence["server"]
     assert (told["url"], told["attempts"], told["artifacts"]) == (server.address, 1, {"note.txt": 1})
     assert told["left_off"] == []
@@ -492,42 +491,42 @@ def test_a04_the_loop_gets_the_episode_that_its_own_gateway_captured(server):
 
 
 def test_a04_faults_are_as_where_the_agent_runs_here(server):
-    late = rolled(server, "chat(); time.sleep(1000)", run_id="late", deadline_s=2.0)
+    late = run_agent(server, "chat(); time.sleep(1000)", run_id="late", deadline_s=2.0)
     assert (late.outcome, late.fault) == (Outcome.TRUNCATED, Fault.POLICY)
-    crashed = rolled(server, "sys.exit(4)", run_id="crashed")
+    crashed = run_agent(server, "sys.exit(4)", run_id="crashed")
     assert (crashed.outcome, crashed.fault) == (Outcome.CRASHED, Fault.WORKLOAD)
 
 
 def test_a04_a_trial_that_is_asked_for_again_is_not_run_twice_unless_it_was_cancelled(server):
     count = server.home / "asked"
     text = f"chat(); open({str(count)!r}, 'a').write('x')"
-    first, second = (rolled(server, text, run_id="again") for _ in range(2))
+    first, second = (run_agent(server, text, run_id="again") for _ in range(2))
     assert first.nodes == second.nodes
     assert count.read_text() == "x"
 
-    async def story():
+    async def main():
         held, begun = marked(server.home, "cancelled")
-        async with staged(server, held, run_id="resumed") as stage:
-            flight = asyncio.ensure_future(stage.roll())
+        async with open_setup(server, held, run_id="resumed") as setup:
+            flight = asyncio.ensure_future(setup.roll())
             await until(begun, 60.0)
             flight.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await flight
             assert running(str(server.home / "cancelled")) == []
         (server.home / "go").touch()
-        async with staged(server, held, run_id="resumed") as stage:
-            assert (await stage.roll()).outcome is Outcome.OK
+        async with open_setup(server, held, run_id="resumed") as setup:
+            assert (await setup.roll()).outcome is Outcome.OK
         assert begun() == 2
 
     try:
-        asyncio.run(story())
+        asyncio.run(main())
     finally:
         (server.home / "go").unlink(missing_ok=True)
 
 
 def test_a04_a_key_that_asks_for_something_else_is_passed_over(server):
     """Given a run whose loop has changed since, its trials are new ones."""
-    first, second = (rolled(server, text, run_id="changed") for text in ("print(chat())", "chat(); print('new')"))
+    first, second = (run_agent(server, text, run_id="changed") for text in ("print(chat())", "chat(); print('new')"))
     assert (first.evidence["agent"]["stdout"], second.evidence["agent"]["stdout"]) == ("an answer\n", "new\n")
     assert first.evidence["server"]["id"] != second.evidence["server"]["id"]
 
@@ -535,7 +534,7 @@ def test_a04_a_key_that_asks_for_something_else_is_passed_over(server):
 def test_a04_a_foreign_server_is_named_as_one(server):
     """Given something that answers, but is no trial server."""
 
-    async def story():
+    async def main():
         async def foreign(reader, writer):
             await reader.readuntil(b"\r\n\r\n")
             writer.write(b'HTTP/1.1 200 OK\r\ncontent-length: 13\r\nconnection: close\r\n\r\n{"hello": 42}')
@@ -552,16 +551,16 @@ def test_a04_a_foreign_server_is_named_as_one(server):
                 await worker.handle(RemoteRequest(GatewayAccess(client.url), RolloutRequest(TASK, "0:1:0")))
             await worker.close()
 
-    asyncio.run(story())
+    asyncio.run(main())
 
 
 def test_a04_a_resumed_run_leaves_no_trial_to_a_gateway_that_is_gone(server):
-    async def story():
+    async def main():
         held, begun = marked(server.home, "moved")
-        async with staged(server, held, run_id="moved") as former:
+        async with open_setup(server, held, run_id="moved") as former:
             order = asyncio.ensure_future(former.roll())
             await until(begun, 60.0)
-            async with staged(server, held, run_id="moved") as resumed:
+            async with open_setup(server, held, run_id="moved") as resumed:
                 again = asyncio.ensure_future(resumed.roll())
                 await until(lambda: begun() == 2, 60.0)
                 with pytest.raises(WorkerLost, match="cancelled"):
@@ -570,17 +569,17 @@ def test_a04_a_resumed_run_leaves_no_trial_to_a_gateway_that_is_gone(server):
                 assert (await again).turns == 1
 
     try:
-        asyncio.run(story())
+        asyncio.run(main())
     finally:
         (server.home / "go").unlink(missing_ok=True)
 
 
 def test_a04_a_server_that_is_killed_and_started_anew_costs_no_rollout(tmp_path):
-    async def story():
+    async def main():
         held, begun = marked(tmp_path, "held")
         with served(tmp_path) as first:
-            async with staged(first, held) as stage:
-                flight = asyncio.ensure_future(stage.roll())
+            async with open_setup(first, held) as setup:
+                flight = asyncio.ensure_future(setup.roll())
                 await until(begun, 60.0)
                 await asyncio.to_thread(first.kill)
                 port = re.search(r":(\d+)$", first.address)[1]
@@ -593,26 +592,26 @@ def test_a04_a_server_that_is_killed_and_started_anew_costs_no_rollout(tmp_path)
                     await asyncio.to_thread(second.end)
         assert (episode.outcome, episode.turns) == (Outcome.OK, 1)
 
-    asyncio.run(story())
+    asyncio.run(main())
 
 
 def test_a04_a_server_that_stays_away_is_no_fault_of_the_policy(tmp_path):
-    async def story():
+    async def main():
         held, begun = marked(tmp_path, "held")
         with served(tmp_path) as server:
-            async with staged(server, held, patience_s=0.1) as stage:
-                flight = asyncio.ensure_future(stage.roll())
+            async with open_setup(server, held, patience_s=0.1) as setup:
+                flight = asyncio.ensure_future(setup.roll())
                 await until(begun, 60.0)
                 await asyncio.to_thread(server.kill)
                 with pytest.raises(WorkerLost, match="cannot reach the trial server"):
                     await flight
 
-    asyncio.run(story())
+    asyncio.run(main())
 
 
 def test_a04_a_wrong_token_ends_the_run_before_it_starts(server):
     with pytest.raises(PoolDown, match="token_file"):
-        rolled(server, "chat()", token="no-such-token-at-all")
+        run_agent(server, "chat()", token="no-such-token-at-all")
 
 
 SCENARIO = """

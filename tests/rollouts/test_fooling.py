@@ -90,7 +90,7 @@ def test_an_agent_that_filled_the_disk_is_scored(tmp_path):
     test = f"{PASS}; head -c 3M /dev/zero > c; head -c 3M /dev/zero > d; sleep 30"
     path = write(tmp_path / "more/task", test=test)
     said = told(path, tmp_path / "more", sandbox=sandbox_of("bwrap", bounds), agent=agent)
-    assert "test.sh was ended for it broke a bound: disk: " in said["error"]
+    assert "test.sh was stopped at a limit: disk: " in said["error"]
     assert said["stopped"]
 
 

@@ -316,7 +316,7 @@ def test_rows_of_other_sources_can_be_tested_too(tmp_path):
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ('"instance_id": "a"', "nor `task_root` or `task_template` says where its tests are"),
+        ('"instance_id": "a"', "nor `task_root` or `task_template` leads to its tests"),
         ('"local_task_path": "gone"', "there is no task.toml in"),
         ('"local_task_path": "bare"', "has no tests/test.sh"),
         ('"local_task_path": "a", "task_hash": "0"', "has changed since its tasks were loaded"),

@@ -143,10 +143,10 @@ class Weighed(RayPool):
         super().__init__(*args, **options)
         self.sizes = []
 
-    async def _answer(self, member, method, parcel, deadline):
-        if method is member.handle:
-            self.sizes.append(len(parcel))
-        return await super()._answer(member, method, parcel, deadline)
+    async def _await_answer(self, actor, method, data, deadline):
+        if method is actor.handle:
+            self.sizes.append(len(data))
+        return await super()._await_answer(actor, method, data, deadline)
 
 
 @pytest.mark.parametrize("workers", WORKERS)

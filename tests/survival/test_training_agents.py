@@ -98,7 +98,7 @@ def test_a01_agents_that_never_call_the_model_teach_it_nothing(tmp_path, agent):
     assert list(numbers) == [1, 2, 3, 4]
     assert ended.err.count("is skipped") == 4
     assert {rollout.episode.reason for rollout in found} == {"the agent never called the model"}
-    assert len(found) == (24 if agent == GRPO else 8), "none was rolled again"
+    assert len(found) == (24 if agent == GRPO else 8), "none was run_agent again"
     before = tiny(attention="sdpa").state_dict()
     assert all(weight.equal(before[name]) for name, weight in policy(made).items())
 

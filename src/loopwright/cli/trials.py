@@ -78,7 +78,7 @@ async def _serve(config: "TrialServerConfig", token: str, output: Path, home: Pa
     from loopwright.rollouts.trial_server.server import TrialServer
 
     ended = signalled()
-    async with TrialServer(config, token, output=output, home=home, own=own, say=say) as server:
+    async with TrialServer(config, token, output=output, scenario_dir=home, host=own, say=say) as server:
         typer.echo(f"serving trials at {server.address}, {config.concurrency} at a time")
         counts = server.queue.counts()
         if waiting := counts.get("queued", 0) + counts.get("running", 0):

@@ -104,9 +104,6 @@ class RemoteSession:
 class GatewayClient:
     """A gateway elsewhere. Every request that is made here can be made twice, so those that fail on the way are."""
 
-    kind = "gateway"
-    """What its errors call the server."""
-
     def __init__(
         self,
         url: str,
@@ -115,10 +112,11 @@ class GatewayClient:
         timeout_s: float = 60.0,
         connections: int = 100,
         away_s: float = 0.0,
+        kind: str = "gateway",
     ) -> None:
-        """`away_s`: for how long a gateway that cannot be reached may be about to be started again."""
+        """`away_s`: how long an unreachable gateway may take to restart. `kind`: the server's name in errors."""
         endpoint(url)
-        self.url, self._away_s = url.rstrip("/"), away_s
+        self.url, self._away_s, self.kind = url.rstrip("/"), away_s, kind
         self._token, self._timeout_s, self._connections = token, timeout_s, connections
         self._session: ClientSession | None = None
         self._closed = False

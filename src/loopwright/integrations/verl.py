@@ -40,7 +40,8 @@ from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.pools.base import Pool, PoolDown, WorkerLost
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.gateway_host import EmbeddedGatewayConfig, EmbeddedGatewayHost
+from loopwright.rollouts.remote.gateway_config import EmbeddedGatewayConfig
+from loopwright.rollouts.remote.gateway_host import EmbeddedGatewayHost
 from loopwright.rollouts.remote.gateway_pool import GatewayPool
 from loopwright.rollouts.remote.worker import RemoteWorker
 from loopwright.scenario.load import load
@@ -113,12 +114,20 @@ class Works:
         if rollout.loop.workers:
             raise ValueError("`workers` of the loop must be 0 here: verl has workers of its own (rollout.agent)")
         self.config = rollout.loop
-        passed = {name: os.environ[name] for name in self.config.pass_env if name in os.environ}
-        verifies = "verifier" in rollout.judger.required_evidence()
-        build = partial(RemoteWorker, self.config, home, run=config.name, passed=passed, verifies=verifies)
+        passed_env = {name: os.environ[name] for name in self.config.pass_env if name in os.environ}
+        run_tests = "verifier" in rollout.judger.required_evidence()
         said = EngineConfig(type="verl", template=engine.template, reasoning=engine.reasoning)
-        place = EmbeddedGatewayHost(gateway, lambda: VerlEngine(servers, tokenizer, said))
-        self._pool: Pool = GatewayPool(place, LocalPool(build))
+        host = EmbeddedGatewayHost(gateway, lambda: VerlEngine(servers, tokenizer, said))
+        build = partial(
+            RemoteWorker,
+            self.config,
+            home,
+            run=config.name,
+            passed_env=passed_env,
+            run_tests=run_tests,
+            sessions=host.local_sessions(),
+        )
+        self._pool: Pool = GatewayPool(host, LocalPool(build))
         self._verdicts: JudgerClient = build_judger_client(rollout.judger, home)
         self._slots = asyncio.Semaphore(self.config.concurrency)
 

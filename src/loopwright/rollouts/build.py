@@ -24,13 +24,8 @@ from loopwright.rollouts.pools.base import Pool, WorkerFactory
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.pools.resources import ResourceRequest
 from loopwright.rollouts.remote.config import RemoteConfig, server_token
-from loopwright.rollouts.remote.gateway_host import (
-    EmbeddedGatewayConfig,
-    GatewayHost,
-    GatewayHostConfig,
-    build_gateway_host,
-    check_reachable,
-)
+from loopwright.rollouts.remote.gateway_config import EmbeddedGatewayConfig, GatewayHostConfig
+from loopwright.rollouts.remote.gateway_host import GatewayHost, build_gateway_host, check_reachable
 from loopwright.rollouts.remote.gateway_pool import GatewayPool
 from loopwright.rollouts.remote.worker import RemoteWorker
 from loopwright.rollouts.tasks.base import TaskMix
@@ -94,38 +89,48 @@ def _loop(
     """The loop's workers: each with an engine, or all of them with a gateway that has one."""
     loop = config.loop
     if isinstance(loop, RemoteConfig) and gateway is not None:
-        # Read here, where the run was started: a worker may be on a machine that knows nothing of them.
-        passed = {name: os.environ[name] for name in loop.pass_env if name in os.environ}
-        verifies = "verifier" in config.judger.required_evidence()
-        place = build_gateway_host(gateway, engine, home, book.name)
+        # Read here, where the run was started: workers on other machines do not have these variables.
+        passed_env = {name: os.environ[name] for name in loop.pass_env if name in os.environ}
+        run_tests = "verifier" in config.judger.required_evidence()
+        host = build_gateway_host(gateway, engine, home, book.name)
         if loop.server is not None:
-            return _served(loop, loop.server, place, book, home, passed=passed, verifies=verifies)
-        build: WorkerFactory = partial(RemoteWorker, loop, home, run=book.name, passed=passed, verifies=verifies)
+            return _trial_server_loop(loop, loop.server, host, book, home, passed_env=passed_env, run_tests=run_tests)
+        build: WorkerFactory = partial(
+            RemoteWorker,
+            loop,
+            home,
+            run=book.name,
+            passed_env=passed_env,
+            run_tests=run_tests,
+            sessions=None if loop.workers else host.local_sessions(),
+        )
         workers = build_pool("loop", build, loop, home, most=loop.concurrency)
-        return GatewayPool(place, workers, _reach if loop.workers else None)
+        return GatewayPool(host, workers, _check_reachable if loop.workers else None)
     return build_pool("loop", partial(LoopWorker.build, loop, engine, home), loop, home, most=loop.concurrency)
 
 
-def _served(
+def _trial_server_loop(
     loop: RemoteConfig,
     url: str,
-    place: GatewayHost,
+    host: GatewayHost,
     book: TrialBook,
     home: Path,
     *,
-    passed: Mapping[str, str],
-    verifies: bool,
+    passed_env: Mapping[str, str],
+    run_tests: bool,
 ) -> Pool:
     """A loop whose agents run at a trial server."""
     from loopwright.rollouts.trial_server.client import TrialServerClient, TrialServerWorker
 
     client = TrialServerClient(url, server_token(loop.token_file, home), connections=2 * loop.concurrency)
-    run_id = str(book.ledger.state("id"))  # the same when it is resumed, so that no trial is run twice
-    build = partial(TrialServerWorker, client, loop, run=book.name, run_id=run_id, passed=passed, verifies=verifies)
-    return GatewayPool(place, LocalPool(build, name="loop"), client.check)
+    run_id = str(book.ledger.state("id"))  # the same after a resume, so that no trial runs twice
+    build = partial(
+        TrialServerWorker, client, loop, run=book.name, run_id=run_id, passed_env=passed_env, run_tests=run_tests
+    )
+    return GatewayPool(host, LocalPool(build, name="loop"), client.check)
 
 
-async def _reach(url: str) -> None:
+async def _check_reachable(url: str) -> None:
     check_reachable(url)
 
 

@@ -23,7 +23,7 @@ from loopwright.envs.live.env import LiveConfig
 from loopwright.ledger.observer import Observer
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
-from loopwright.rollouts.remote.gateway_host import (
+from loopwright.rollouts.remote.gateway_config import (
     EXTERNAL_ENGINE,
     GATEWAY_HOSTS,
     ExternalGatewayConfig,

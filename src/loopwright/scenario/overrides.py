@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from loopwright.core.errors import did_you_mean
 from loopwright.gateway.settings import GATEWAY, LOOP, from_environment, value_of
 from loopwright.rollouts.remote.config import RemoteConfig
-from loopwright.rollouts.remote.gateway_host import GATEWAY_HOSTS
+from loopwright.rollouts.remote.gateway_config import GATEWAY_HOSTS
 from loopwright.scenario.schema import PenaltiesConfig, RunConfig, Scenario, SystemConfig
 
 _ELSEWHERE = ("external", "server")

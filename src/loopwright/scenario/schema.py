@@ -12,7 +12,7 @@ from loopwright.engines.base import EngineConfig
 from loopwright.envs.live.env import LiveConfig
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
-from loopwright.rollouts.remote.gateway_host import GatewayHostConfig
+from loopwright.rollouts.remote.gateway_config import GatewayHostConfig
 from loopwright.spaces.draws import EnvParamConfig
 from loopwright.workloads.base import WorkloadConfig
 

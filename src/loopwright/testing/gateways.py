@@ -22,10 +22,10 @@ from loopwright.core.episode import Episode
 from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Chunk, Engine, Sampling
 from loopwright.engines.weight_update import WeightUpdate
-from loopwright.gateway.client import GatewayClient, RemoteSession
+from loopwright.gateway.client import GatewayClient
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.sessions.session_config import SessionConfig
-from loopwright.rollouts.remote.gateway_host import GatewayHost
+from loopwright.rollouts.remote.gateway_host import AgentSession, GatewayHost
 from loopwright.testing.engines import ids_of, logprobs_of
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ async def asked(url: str, body: Mapping[str, Any], key: str) -> tuple[int, bytes
 
 
 async def said(
-    session: RemoteSession, text: str = "hello", *, key: str | None = None, **more: Any
+    session: AgentSession, text: str = "hello", *, key: str | None = None, **more: Any
 ) -> tuple[int, dict[str, Any]]:
     """Have an agent of this session say something: status and body of what it is answered."""
     body = {"messages": [{"role": "user", "content": text}], **more}
@@ -63,14 +63,14 @@ async def streamed(url: str, body: Mapping[str, Any], key: str) -> list[dict[str
 _SCORED: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
 
 
-async def _whole(session: RemoteSession, text: str) -> list[dict[str, Any]]:
+async def _whole(session: AgentSession, text: str) -> list[dict[str, Any]]:
     """What is told of each token of an answer."""
     _, answer = await said(session, text, **_SCORED)
     entries: list[dict[str, Any]] = answer["choices"][0]["logprobs"]["content"]
     return entries
 
 
-async def _in_parts(session: RemoteSession, text: str) -> list[dict[str, Any]]:
+async def _in_parts(session: AgentSession, text: str) -> list[dict[str, Any]]:
     """The same of an answer that is streamed."""
     body = {"messages": [{"role": "user", "content": text}], **_SCORED}
     chunks = await streamed(f"{session.openai_base_url}/chat/completions", body, session.key)
@@ -78,7 +78,7 @@ async def _in_parts(session: RemoteSession, text: str) -> list[dict[str, Any]]:
     return [entry for logprobs in told for entry in logprobs["content"]]
 
 
-async def _as_anthropic(session: RemoteSession, text: str) -> str:
+async def _as_anthropic(session: AgentSession, text: str) -> str:
     """The text of an answer that is streamed in the other dialect."""
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 6}
     events = await streamed(f"{session.anthropic_base_url}/v1/messages", body, session.key)

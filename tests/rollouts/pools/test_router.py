@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from loopwright.rollouts.pools.base import WorkerLost
-from loopwright.rollouts.pools.router import Backend, Router
+from loopwright.rollouts.pools.router import RoutedWorker, Router
 
 
 def build_router(count, capacity=10, nodes=""):
-    router, backends = Router(capacity), [Backend() for _ in range(count)]
+    router, backends = Router(capacity), [RoutedWorker() for _ in range(count)]
     for backend, node in zip(backends, nodes or " " * count, strict=True):
         backend.node = node
         router.add(backend)
@@ -67,7 +67,7 @@ def test_calls_fail_while_the_pool_is_down_until_a_worker_is_added():
         for call in (waiting, router.acquire()):
             with pytest.raises(WorkerLost, match="no worker left"):
                 await call
-        router.add(Backend())
+        router.add(RoutedWorker())
         assert (await router.acquire()).load == 1
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""The verifier: what a task's tests say, and that broken tests say nothing."""
+"""The verifier: rewards of a task's tests, and broken tests, which give none."""
 
 import asyncio
 import re
@@ -23,38 +23,38 @@ from loopwright.rollouts.tasks.harbor.source import TaskLocator
 from loopwright.rollouts.tasks.harbor.task import TaskChanged, digest_of, resolved
 from loopwright.testing.executors import alive
 from tests.rollouts.harbor import PASS, task_at, verified, write
-from tests.rollouts.remote.agents import program, staged
+from tests.rollouts.remote.agents import open_setup, program
 
 NEEDS_BWRAP = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 REWARD = 'cat > "$LOOPWRIGHT_VERIFIER_DIR/reward.json" <<< '
 
 
-def judged(said, **settings):
+def judge(report, **settings):
     config = VerifierJudgerConfig(**settings)
-    payload = Payload.of(Episode(task_at("x"), evidence={"verifier": said} if said else {}), ("evidence",))
+    payload = Payload.of(Episode(task_at("x"), evidence={"verifier": report} if report else {}), ("evidence",))
     return asyncio.run(VerifierJudger(config, None).judge(payload))
 
 
-def story(tmp_path, test, **files):
+def run_tests(tmp_path, test, **files):
     return asyncio.run(verified(write(tmp_path / "task", test=test, **files), tmp_path))
 
 
 def test_reward_txt_is_one_number(tmp_path):
-    said = story(tmp_path, 'echo checking; echo 0.25 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"')
-    assert (said["rewards"], said["exit_code"], said["output"]) == ({"reward": 0.25}, 0, "checking")
-    assert said["seconds"] >= 0
-    assert judged(said) == Reward(0.25, {"reward": 0.25})
+    report = run_tests(tmp_path, 'echo checking; echo 0.25 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"')
+    assert (report["rewards"], report["exit_code"], report["output"]) == ({"reward": 0.25}, 0, "checking")
+    assert report["seconds"] >= 0
+    assert judge(report) == Reward(0.25, {"reward": 0.25})
 
 
 def test_reward_json_is_named_numbers_and_comes_first(tmp_path):
-    said = story(
+    report = run_tests(
         tmp_path, f"""{REWARD} '{{"style": 0.5, "tests": 2}}'; echo 7 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt" """
     )
-    assert said["rewards"] == {"style": 0.5, "tests": 2.0}
-    assert judged(said) == Reward(2.5, {"style": 0.5, "tests": 2.0})
-    assert judged(said, reward="tests").value == 2.0
+    assert report["rewards"] == {"style": 0.5, "tests": 2.0}
+    assert judge(report) == Reward(2.5, {"style": 0.5, "tests": 2.0})
+    assert judge(report, reward="tests").value == 2.0
     with pytest.raises(JudgeFailed, match="no reward 'speed', only style, tests"):
-        judged(said, reward="speed")
+        judge(report, reward="speed")
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ def test_reward_json_is_named_numbers_and_comes_first(tmp_path):
         ('{"reward": 0}', "one", {"reward": 0.0}),
     ],
 )
-def test_of_two_rewards_the_lower_counts_and_a_broken_one_does_not(tmp_path, named, number, rewards):
-    """One of them may be the agent's, which is neither to raise its reward nor to make it go away."""
-    said = story(tmp_path, f"""{REWARD} '{named}'; echo {number} > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt" """)
-    assert said["rewards"] == rewards
+def test_the_lower_of_two_rewards_counts_and_a_broken_one_does_not(tmp_path, named, number, rewards):
+    """The agent may have written one of them; it must not raise its reward or remove it."""
+    report = run_tests(tmp_path, f"""{REWARD} '{named}'; echo {number} > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt" """)
+    assert report["rewards"] == rewards
 
 
 def test_a_reward_that_is_a_directory_leaves_no_file_open(tmp_path):
@@ -83,11 +83,11 @@ def test_a_reward_that_is_a_directory_leaves_no_file_open(tmp_path):
 
 
 def test_a_part_called_reward_is_the_reward(tmp_path):
-    assert judged(story(tmp_path, f"""{REWARD} '{{"reward": 1, "lines": 40}}'""")).value == 1.0
+    assert judge(run_tests(tmp_path, f"""{REWARD} '{{"reward": 1, "lines": 40}}'""")).value == 1.0
 
 
 @pytest.mark.parametrize(
-    ("test", "says"),
+    ("test", "message"),
     [
         (f"{REWARD} '{{\"reward\": NaN}}'", "no JSON"),
         (f"{REWARD} '{{\"reward\": 1e999}}'", "no JSON|no finite number"),
@@ -108,117 +108,117 @@ def test_a_part_called_reward_is_the_reward(tmp_path):
         ("kill -SEGV $$", "SIGSEGV"),
     ],
 )
-def test_broken_tests_are_no_verdict_and_never_a_zero(tmp_path, test, says):
-    said = story(tmp_path, test)
-    assert "rewards" not in said
-    with pytest.raises(JudgeFailed, match=says):
-        judged(said)
+def test_broken_tests_give_no_reward_and_never_zero(tmp_path, test, message):
+    report = run_tests(tmp_path, test)
+    assert "rewards" not in report
+    with pytest.raises(JudgeFailed, match=message):
+        judge(report)
 
 
 def test_a_reward_counts_whatever_the_exit_code(tmp_path):
-    said = story(tmp_path, 'echo 0 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"; exit 1')
-    assert (said["rewards"], said["exit_code"]) == ({"reward": 0.0}, 1)
+    report = run_tests(tmp_path, 'echo 0 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"; exit 1')
+    assert (report["rewards"], report["exit_code"]) == ({"reward": 0.0}, 1)
 
 
-def test_tests_that_never_end_are_ended_with_all_that_they_started(tmp_path):
+def test_tests_that_never_end_are_stopped_with_all_their_processes(tmp_path):
     toml = "[verifier]\ntimeout_sec = 0.5\n"
     test = 'echo 1 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"; setsid sleep 1000 & echo $! > ../pid; sleep 1000'
-    said = asyncio.run(verified(write(tmp_path / "task", toml=toml, test=test), tmp_path))
-    assert said["error"] == "test.sh was ended after 0.5 s"
+    report = asyncio.run(verified(write(tmp_path / "task", toml=toml, test=test), tmp_path))
+    assert report["error"] == "test.sh was stopped after 0.5 s"
     assert not alive(int((tmp_path / "pid").read_text()))
-    with pytest.raises(JudgeFailed, match=r"ended after 0\.5 s"):
-        judged(said)
-    assert judged(said, broken=0.0) == Reward(0.0, {"verifier": 0.0})
+    with pytest.raises(JudgeFailed, match=r"stopped after 0\.5 s"):
+        judge(report)
+    assert judge(report, broken=0.0) == Reward(0.0, {"verifier": 0.0})
 
 
 @pytest.mark.parametrize("sandbox", ["none", pytest.param("bwrap", marks=NEEDS_BWRAP)])
 @pytest.mark.parametrize("crash", ["exit 139", "bash -c 'kill -SEGV $$'", "kill -KILL $$"])
-def test_a_crash_loses_no_reward(tmp_path, sandbox, crash):
-    """Most tests end on the agent's own program; it must not escape a zero by crashing."""
+def test_a_crash_does_not_discard_the_reward(tmp_path, sandbox, crash):
+    """Many tests run the agent's program last; it must not avoid a zero by crashing."""
     test = f'echo 0 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"; {crash}'
-    said = asyncio.run(verified(write(tmp_path / "task", test=test), tmp_path, sandbox=sandbox_of(sandbox)))
-    assert judged(said) == Reward(0.0, {"reward": 0.0})
+    report = asyncio.run(verified(write(tmp_path / "task", test=test), tmp_path, sandbox=sandbox_of(sandbox)))
+    assert judge(report) == Reward(0.0, {"reward": 0.0})
 
 
 @pytest.mark.parametrize("sandbox", ["none", pytest.param("bwrap", marks=NEEDS_BWRAP)])
-def test_a_crash_without_a_reward_is_an_end_by_signal(tmp_path, sandbox):
-    said = asyncio.run(verified(write(tmp_path / "task", test="exit 139"), tmp_path, sandbox=sandbox_of(sandbox)))
+def test_a_crash_without_a_reward_names_the_signal(tmp_path, sandbox):
+    report = asyncio.run(verified(write(tmp_path / "task", test="exit 139"), tmp_path, sandbox=sandbox_of(sandbox)))
     with pytest.raises(JudgeFailed, match=r"SIGSEGV.* left neither"):
-        judged(said)
-    assert judged(said, broken=0.0).value == 0.0
+        judge(report)
+    assert judge(report, broken=0.0).value == 0.0
 
 
-def test_broken_is_for_steps_too(tmp_path):
+def test_broken_applies_to_steps(tmp_path):
     toml = '[verifier]\ntimeout_sec = 0.5\n[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n'
     steps = {f"steps__{name}__instruction.md": f"Step {name}." for name in ("one", "two")}
     files = {**steps, "steps__two__workdir__late": ""}
     path = write(tmp_path / "task", toml=toml, test=f"[ ! -e late ] || sleep 1000\n{PASS}", **files)
-    said = asyncio.run(verified(path, tmp_path))
-    assert said["error"].startswith("step two: test.sh was ended after")
-    assert judged(said, broken=0.0).value == 0.0
+    report = asyncio.run(verified(path, tmp_path))
+    assert report["error"].startswith("step two: test.sh was stopped after")
+    assert judge(report, broken=0.0).value == 0.0
 
 
-def test_broken_is_for_tests_that_were_stopped_alone(tmp_path):
+def test_broken_applies_to_stopped_tests_only(tmp_path):
     with pytest.raises(JudgeFailed, match="neither"):
-        judged(story(tmp_path, "exit 1"), broken=0.0)
+        judge(run_tests(tmp_path, "exit 1"), broken=0.0)
 
 
-def test_no_tests_at_all_are_no_verdict():
+def test_without_tests_there_is_no_reward():
     with pytest.raises(JudgeFailed, match="no tests were run"):
-        judged(None)
+        judge(None)
 
 
-def test_the_workspace_begins_with_the_files_of_the_environment(tmp_path):
+def test_the_workspace_starts_with_the_files_of_the_environment(tmp_path):
     test = '[ "$(cat sub/data.txt)" = hello ] && echo 1 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"'
-    assert story(tmp_path, test, environment__sub__data=".", **{"environment__sub__data.txt": "hello\n"})["rewards"]
+    assert run_tests(tmp_path, test, environment__sub__data=".", **{"environment__sub__data.txt": "hello\n"})["rewards"]
 
 
-def test_tests_see_copies_of_themselves_and_none_is_left(tmp_path):
+def test_tests_run_from_copies_that_are_deleted(tmp_path):
     test = 'echo spoiled > "$LOOPWRIGHT_TESTS_DIR/helper.txt"; cat "$LOOPWRIGHT_TESTS_DIR/helper.txt"; exit 1'
-    said = story(tmp_path, test, **{"tests__helper.txt": "as it was"})
-    assert said["output"] == "spoiled"
-    assert (tmp_path / "task/tests/helper.txt").read_text() == "as it was"
+    report = run_tests(tmp_path, test, **{"tests__helper.txt": "original"})
+    assert report["output"] == "spoiled"
+    assert (tmp_path / "task/tests/helper.txt").read_text() == "original"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["task", "workspace"]
 
 
-def test_nothing_of_the_tests_is_in_the_workspace_while_the_agent_works(tmp_path):
-    seen = []
+def test_the_workspace_contains_no_tests_while_the_agent_works(tmp_path):
+    listing = []
     path = write(tmp_path / "task", **{"environment__a.txt": "a", "solution__solve.sh": "echo"})
-    asyncio.run(verified(path, tmp_path, lambda workspace: seen.extend(workspace.rglob("*"))))
-    assert [file.name for file in seen] == ["a.txt"]
+    asyncio.run(verified(path, tmp_path, lambda workspace: listing.extend(workspace.rglob("*"))))
+    assert [file.name for file in listing] == ["a.txt"]
 
 
 def test_variables_of_the_environment_and_of_the_verifier(tmp_path, monkeypatch):
     monkeypatch.setenv("OWN", "ours")
     monkeypatch.setenv("SECRET", "hidden")
     toml = '[environment.env]\nA = "1"\nB = "${OWN}"\n[verifier.env]\nC = "${NONE:-c}"\n'
-    said = asyncio.run(verified(write(tmp_path / "task", toml=toml, test='echo "$A $B $C [$SECRET]"'), tmp_path))
-    assert said["output"] == "1 ours c []"
+    report = asyncio.run(verified(write(tmp_path / "task", toml=toml, test='echo "$A $B $C [$SECRET]"'), tmp_path))
+    assert report["output"] == "1 ours c []"
 
 
-def test_a_variable_that_is_not_set_is_named(tmp_path):
+def test_an_unset_variable_is_named(tmp_path):
     path = write(tmp_path / "task", toml='[environment.env]\nA = "${NOWHERE}"\n')
     with pytest.raises(TasksError, match=r"task\.toml, environment\.env needs the environment variable NOWHERE"):
         prepare(task_at(path), tmp_path, TaskLocator(tmp_path))
 
 
-def test_a_variable_that_only_tests_need_is_missed_before_the_agent_begins(tmp_path):
+def test_an_unset_variable_of_the_tests_is_found_before_the_agent_starts(tmp_path):
     path = write(tmp_path / "task", toml='[verifier.env]\nA = "${NOWHERE}"\n')
-    says = r"task\.toml, verifier\.env needs the environment variable NOWHERE, which is not set"
-    with pytest.raises(TasksError, match=says):
+    message = r"task\.toml, verifier\.env needs the environment variable NOWHERE, which is not set"
+    with pytest.raises(TasksError, match=message):
         prepare(task_at(path), tmp_path, TaskLocator(tmp_path))
-    assert prepare(task_at(path), tmp_path, TaskLocator(tmp_path), verifies=False).tests_env == {}
-    assert re.search(says, RemoteConfig(command=("agent",)).task_problem(task_at(path), tmp_path))
+    assert prepare(task_at(path), tmp_path, TaskLocator(tmp_path), run_tests=False).tests_env == {}
+    assert re.search(message, RemoteConfig(command=("agent",)).task_problem(task_at(path), tmp_path))
 
 
-def test_a_variable_is_a_template_as_a_whole_or_not_at_all(monkeypatch):
-    """As with Harbor."""
+def test_only_whole_values_are_variable_references(monkeypatch):
+    """As in Harbor."""
     monkeypatch.setenv("OWN", "ours")
-    given = {"A": "${OWN}", "B": "${OWN}/bin", "C": "${NONE:-a}b}", "D": "$OWN"}
-    assert resolved(given, "here") == {"A": "ours", "B": "${OWN}/bin", "C": "a}b", "D": "$OWN"}
+    values = {"A": "${OWN}", "B": "${OWN}/bin", "C": "${NONE:-a}b}", "D": "$OWN"}
+    assert resolved(values, "here") == {"A": "ours", "B": "${OWN}/bin", "C": "a}b", "D": "$OWN"}
 
 
-def test_what_python_leaves_in_a_task_is_no_part_of_it_and_a_repository_is(tmp_path):
+def test_python_caches_are_not_part_of_a_task_but_a_repository_is(tmp_path):
     path = write(tmp_path / "task", test=f'find . "$LOOPWRIGHT_TESTS_DIR" -name "*.pyc" -o -name HEAD; {PASS}')
     for name in ("tests/sub/__pycache__/a.pyc", "environment/__pycache__/a.pyc", "environment/.git/HEAD"):
         (path / name).parent.mkdir(parents=True)
@@ -234,17 +234,17 @@ def test_what_python_leaves_in_a_task_is_no_part_of_it_and_a_repository_is(tmp_p
 def test_a_task_that_changed_since_it_was_loaded_is_refused(tmp_path):
     path = write(tmp_path / "task")
     prepared = prepare(task_at(path), tmp_path, TaskLocator(tmp_path))
-    known = task_at(path, task_hash=prepared.task.digest)
-    assert prepare(known, tmp_path, TaskLocator(tmp_path)) == prepared
+    loaded_task = task_at(path, task_hash=prepared.task.digest)
+    assert prepare(loaded_task, tmp_path, TaskLocator(tmp_path)) == prepared
     (path / "tests/test.sh").write_text("exit 0")
     with pytest.raises(TaskChanged, match="has changed since its tasks were loaded"):
-        prepare(known, tmp_path, TaskLocator(tmp_path))
+        prepare(loaded_task, tmp_path, TaskLocator(tmp_path))
 
 
-def test_a_task_that_changes_while_the_agent_works_gives_no_verdict(tmp_path):
+def test_a_task_that_changes_while_the_agent_works_gives_no_reward(tmp_path):
     path = write(tmp_path / "task")
-    said = asyncio.run(verified(path, tmp_path, lambda _: (path / "tests/more.sh").write_text("echo")))
-    assert "has changed during a rollout" in said["error"]
+    report = asyncio.run(verified(path, tmp_path, lambda _: (path / "tests/more.sh").write_text("echo")))
+    assert "has changed during a rollout" in report["error"]
 
 
 def test_steps_are_tested_one_by_one_and_their_mean_is_the_reward(tmp_path):
@@ -252,9 +252,9 @@ def test_steps_are_tested_one_by_one_and_their_mean_is_the_reward(tmp_path):
     steps = {f"steps__{name}__instruction.md": f"Step {name}." for name in ("one", "two", "three")}
     test = 'cat amount.txt > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"'
     amounts = {"steps__one__workdir__amount.txt": "1", "steps__two__workdir__amount.txt": "0.25"}
-    said = asyncio.run(verified(write(tmp_path / "task", toml=toml, test=test, **steps, **amounts), tmp_path))
-    assert list(said["steps"]) == ["one", "two"], "the third is not begun after a second that is not good enough"
-    assert said["rewards"] == {"reward": 0.625}
+    report = asyncio.run(verified(write(tmp_path / "task", toml=toml, test=test, **steps, **amounts), tmp_path))
+    assert list(report["steps"]) == ["one", "two"], "the third does not start, since the second has too low a reward"
+    assert report["rewards"] == {"reward": 0.625}
 
 
 def test_files_of_a_later_step_do_not_follow_links_of_the_agent(tmp_path):
@@ -265,13 +265,13 @@ def test_files_of_a_later_step_do_not_follow_links_of_the_agent(tmp_path):
     outside.mkdir()
     (outside / "b.txt").write_text("old")
 
-    def lure(workspace):
+    def add_links(workspace):
         if not (workspace / "sub").exists():
             (workspace / "sub").symlink_to(outside)
             (workspace / "b.txt").symlink_to(outside / "b.txt")
 
-    said = asyncio.run(verified(write(tmp_path / "task", toml=toml, **files, **steps), tmp_path, lure))
-    assert said["rewards"] == {"reward": 1.0}
+    report = asyncio.run(verified(write(tmp_path / "task", toml=toml, **files, **steps), tmp_path, add_links))
+    assert report["rewards"] == {"reward": 1.0}
     assert [file.name for file in outside.iterdir()] == ["b.txt"]
     assert (outside / "b.txt").read_text() == "old"
     assert (tmp_path / "workspace/sub/a.txt").read_text() == (tmp_path / "workspace/b.txt").read_text() == "new"
@@ -290,29 +290,32 @@ def test_only_what_can_be_tested_is_judged():
 
 
 @NEEDS_BWRAP
-def test_in_a_room_with_walls_tests_find_harbors_own_paths(tmp_path):
+def test_in_a_sandbox_tests_use_harbors_paths(tmp_path):
     from loopwright.execution.sandbox.bubblewrap import Bubblewrap
 
     test = 'pwd; ls /tests; [ -z "$(ls -A ' + str(tmp_path) + ' 2>/dev/null)" ] && echo 1 > /logs/verifier/reward.txt'
     toml = '[environment]\nworkdir = "/somewhere/else"\n'
-    said = asyncio.run(verified(write(tmp_path / "task", toml=toml, test=test), tmp_path, sandbox=Bubblewrap()))
-    assert said["output"].split() == ["/somewhere/else", "test.sh"]
-    assert said["rewards"] == {"reward": 1.0}
+    report = asyncio.run(verified(write(tmp_path / "task", toml=toml, test=test), tmp_path, sandbox=Bubblewrap()))
+    assert report["output"].split() == ["/somewhere/else", "test.sh"]
+    assert report["rewards"] == {"reward": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("toml", "said"),
+    ("toml", "reason"),
     [
-        ("[agent]\ntimeout_sec = 1\n", "not done within 1 s (agent.timeout_sec); the agent was still at work"),
-        ("[agent]\ntimeout_sec = 60\n", "not done within 3 s (deadline_s less verify_s); the agent was still at work"),
+        ("[agent]\ntimeout_sec = 1\n", "not finished within 1 s (agent.timeout_sec)"),
+        (
+            "[agent]\ntimeout_sec = 60\n",
+            "not finished within 3 s (deadline_s less verify_s)",
+        ),
     ],
 )
-def test_an_agent_that_is_late_is_told_by_which_limit(tmp_path, toml, said):
+def test_a_timeout_names_its_limit(tmp_path, toml, reason):
     async def main():
         command = program(tmp_path, "chat(); time.sleep(1000)")
-        async with staged(tmp_path, command=command, verifies=True, deadline_s=4.0, verify_s=1.0) as stage:
-            return await stage.roll(task_at(write(tmp_path / "task", toml=toml)))
+        async with open_setup(tmp_path, command=command, run_tests=True, deadline_s=4.0, verify_s=1.0) as setup:
+            return await setup.roll(task_at(write(tmp_path / "task", toml=toml)))
 
     episode = asyncio.run(asyncio.wait_for(main(), 60))
-    assert (episode.reason, episode.fault) == (said, Fault.POLICY)
+    assert (episode.reason, episode.fault) == (f"{reason}; the agent was still working", Fault.POLICY)
     assert episode.evidence["verifier"]["rewards"] == {"reward": 1.0}

@@ -25,7 +25,7 @@ from loopwright.rollouts.judgers.base import (
     check_facts,
 )
 from loopwright.rollouts.judgers.verdict_parsing import as_reward, check_entries, or_failure
-from loopwright.rollouts.pools.base import answered
+from loopwright.rollouts.pools.base import contain_failures
 from loopwright.rollouts.threads import Threads, TooManyHangingCalls
 
 
@@ -65,14 +65,14 @@ class UserFunction:
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns. A SystemExit inside is a failure like any other."""
         if self._is_async:
-            return await answered(self._function(*args, **kwargs))
+            return await contain_failures(self._function(*args, **kwargs))
         try:
             value = await self._threads.run(partial(copy_context().run, self._function, *args, **kwargs))
         except TooManyHangingCalls as error:
             raise JudgeFailed(
                 f"{self._name!r} is no longer called: {error} Use a command judger, which can be killed."
             ) from error
-        return await answered(value) if inspect.isawaitable(value) else value
+        return await contain_failures(value) if inspect.isawaitable(value) else value
 
     def close(self) -> None:
         """Release its idle threads."""

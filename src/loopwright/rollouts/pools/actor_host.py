@@ -23,7 +23,7 @@ class ActorHost:
         self._ended = asyncio.Event()
 
     async def start(self, build: bytes, update: bytes | None) -> bytes:
-        """Build the worker and apply the latest update, if any; answers with its description and that update's answer."""
+        """Build the worker and apply the latest update; answers with its description and the update's answer."""
         try:
             factory: WorkerFactory = unpack(build)
             self._worker = factory()

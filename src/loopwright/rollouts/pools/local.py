@@ -27,7 +27,7 @@ class LocalPool(Pool):
 
     @property
     def description(self) -> Any:
-        return self._open().describe()
+        return self._started().describe()
 
     @property
     def in_flight(self) -> int:

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 from loopwright.rollouts.pools.base import PoolDown
 
 
-class Backend:
+class RoutedWorker:
     """A worker as the router sees it."""
 
     load = 0
@@ -18,11 +18,11 @@ class Backend:
     """The machine that it runs on; machines fail as a whole."""
 
 
-B = TypeVar("B", bound=Backend)
+B = TypeVar("B", bound=RoutedWorker)
 
 
 class Router(Generic[B]):
-    """Gives each call the least loaded worker; while all are full, or there are none, calls wait in order."""
+    """Gives each call the least loaded worker; calls wait in order while all are full or missing."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -196,9 +196,8 @@ class FunctionAgent(ExternalAgent):
         if (error := call.exception()) is not None:
             return AgentExit(f"the agent raised {describe_error(error)}")
         result = call.result()
-        with suppress(TypeError):  # a result that is not plain data is no evidence
+        with suppress(TypeError):  # only plain data is evidence
             data = orjson.dumps(result)
             if result is not None and len(data) <= _MAX_RETURN_BYTES:
                 return AgentExit(details={"returned": orjson.loads(data)})
         return AgentExit()
-

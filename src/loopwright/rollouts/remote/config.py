@@ -28,7 +28,7 @@ FUNCTION_ARGUMENTS = (*PLACEHOLDERS, "task", "base_url", "api_key")
 
 
 class BoundsConfig(Config):
-    """Limits for all processes of one trial together; without a key there is no limit."""
+    """Limits for all processes of one trial together; without a key, unlimited."""
 
     cpu_s: float | None = Field(default=None, gt=0)
     """Seconds of CPU time."""
@@ -186,17 +186,17 @@ class RemoteConfig(LoopConfig):
         if not inspect.iscoroutinefunction(function):
             return ["is not an async function; write `async def`"]
         parameters = inspect.signature(function).parameters
-        named = {
+        names = {
             name for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
         }
-        required = {name for name in named if parameters[name].default is inspect.Parameter.empty}
+        required = {name for name in names if parameters[name].default is inspect.Parameter.empty}
         available = [*FUNCTION_ARGUMENTS, *self.args]
         problems = [
-            f"has a parameter {name!r} for which there is no value. {did_you_mean(name, available)[:-1]}"
+            f"has a parameter {name!r} that nothing provides. {did_you_mean(name, available)[:-1]}"
             for name in required - {*available}
         ]
         if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-            problems += [f"has no parameter {name!r}, which is in `args`" for name in self.args.keys() - named]
+            problems += [f"has no parameter {name!r}, which is in `args`" for name in self.args.keys() - names]
         return sorted(problems)
 
     def task_problem(self, task: Task, scenario_dir: Path) -> str:

@@ -76,7 +76,7 @@ class ExternalGatewayConfig(Config):
     token_file: str | None = None
     """A file with the gateway's token, relative to the scenario."""
     token_env: str = TOKEN
-    """The environment variable that holds the token if there is no file."""
+    """The environment variable with the token, used without `token_file`."""
 
     @field_validator("url")
     @classmethod
@@ -109,7 +109,7 @@ class TrialServerGatewayConfig(Config):
     type: Literal["server"] = "server"
 
     def problems(self, scenario_dir: Path) -> list[Problem]:
-        """Configuration errors; there are none, since the trial server configures its gateway."""
+        """Always empty: the trial server configures its gateway."""
         return []
 
     def resource_requests(self) -> list[ResourceRequest]:

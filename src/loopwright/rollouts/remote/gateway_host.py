@@ -103,6 +103,10 @@ class GatewayHost(ABC):
         """A new session, or the existing one with this id, run and trial."""
         return await (await self._connect()).open(id, config)
 
+    def local_sessions(self) -> SessionOpener | None:
+        """Opens sessions without HTTP, for workers in this process; None if the gateway runs elsewhere."""
+        return None
+
     async def _connect(self) -> GatewayClient:
         access = await self.access()
         if self._client is None or access != self._client_access:
@@ -193,9 +197,10 @@ class EmbeddedGatewayHost(GatewayHost):
     async def open(self, id: str | None = None, config: SessionConfig | None = None) -> EmbeddedSession:
         gateway = self._started()
         session = await gateway.open(id, config)
-        return EmbeddedSession(
-            gateway, session.id, session.key, session.openai_base_url, session.anthropic_base_url
-        )
+        return EmbeddedSession(gateway, session.id, session.key, session.openai_base_url, session.anthropic_base_url)
+
+    def local_sessions(self) -> SessionOpener:
+        return self
 
     def _started(self) -> Gateway:
         if self._gateway is None:

@@ -85,7 +85,7 @@ class ActorEngine(Engine):
             try:
                 self._handle = await asyncio.to_thread(ray.get_actor, self.name)
             except ValueError as error:
-                raise EngineAway(f"there is no actor {self.name} in the cluster") from error
+                raise EngineAway(f"actor {self.name} not found in the cluster") from error
         return self._handle
 
     async def _call(self, method: str, *args: Any) -> Any:

@@ -157,9 +157,7 @@ class RemoteRollout:
         prepared = await asyncio.to_thread(prepare_workspace)
         mount_at, hide = (None, ()) if prepared is None else (prepared.workdir, prepared.hide)
         sandbox: SandboxInstance = await stack.enter_async_context(
-            context.sandbox.open(
-                workspace, allowed_urls=(self._session.openai_base_url,), mount_at=mount_at, hide=hide
-            )
+            context.sandbox.open(workspace, allowed_urls=(self._session.openai_base_url,), mount_at=mount_at, hide=hide)
         )
         job = AgentJob(
             request.task,

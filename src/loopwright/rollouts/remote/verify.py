@@ -140,9 +140,7 @@ async def verify(
         completion = await executor.run(script.command(sandbox, directory, marker), on_start)
         if sandbox.setup_failed(completion):
             raise SandboxError(f"the sandbox for the tests could not be set up: {_output_tail(directory)}")
-        return await asyncio.to_thread(
-            _report, directory, completion, step.verifier_timeout_s, sandbox.exceeded_limit
-        )
+        return await asyncio.to_thread(_report, directory, completion, step.verifier_timeout_s, sandbox.exceeded_limit)
     finally:
         await remove_in_background(directory)
 
@@ -237,9 +235,7 @@ def combine_reports(prepared: PreparedTask, reports: Sequence[VerifierReport]) -
     if prepared.task.strategy == "final":
         return {"rewards": reports[-1]["rewards"], "steps": steps}
     names = dict.fromkeys(name for report in reports for name in report["rewards"])
-    rewards = {
-        name: math.fsum(report["rewards"].get(name, 0.0) for report in reports) / len(reports) for name in names
-    }
+    rewards = {name: math.fsum(report["rewards"].get(name, 0.0) for report in reports) / len(reports) for name in names}
     return {"rewards": rewards, "steps": steps}
 
 
@@ -270,7 +266,7 @@ def _report(directory: Path, completion: Completion, timeout_s: float, exceeded_
     code = completion.exit_code
     details = {"exit_code": code, "seconds": round(completion.usage.wall_s, 3), "output": _output_tail(directory)}
     if completion.timed_out or exceeded_limit is not None:
-        reason = f"after {timeout_s:g} s" if exceeded_limit is None else f"because it exceeded a limit: {exceeded_limit}"
+        reason = f"after {timeout_s:g} s" if exceeded_limit is None else f"at a limit: {exceeded_limit}"
         return {"error": f"{TEST} was stopped {reason}", **details, "stopped": True}
     try:
         # Whatever the exit code: tests often end in a crash of the agent's program, which must count as zero.

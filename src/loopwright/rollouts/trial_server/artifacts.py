@@ -1,4 +1,4 @@
-"""Artifacts: files that an agent left in its workspace, taken home without being led anywhere else."""
+"""Artifacts: files that an agent left in its workspace, collected without following links."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -9,58 +9,58 @@ from pathlib import Path
 
 from loopwright.execution.sandbox.files import read_inside
 
-_MOST_FILES = 1000
-_MOST_SEEN = 20_000
-"""Entries that are looked at: a workspace may hold any number of them."""
-_DEEPEST = 16
+_MAX_FILES = 1000
+_MAX_ENTRIES = 20_000
+"""Directory entries that are examined: a workspace may contain any number of them."""
+_MAX_DEPTH = 16
 
 
 class Artifacts:
-    """What is kept of a workspace: plain files whose names match, as long as there is room for them."""
+    """Files of a workspace whose names match, up to a total size."""
 
-    def __init__(self, patterns: Sequence[str], most_bytes: int) -> None:
-        self._patterns, self._room = patterns, most_bytes
-        self.kept: dict[str, bytes] = {}
+    def __init__(self, patterns: Sequence[str], max_bytes: int) -> None:
+        self._patterns, self._bytes_left = patterns, max_bytes
+        self.files: dict[str, bytes] = {}
         self.left_off: list[str] = []
-        """What matched and was too large, or one too many."""
+        """Files that matched but exceeded the total size or the number of files."""
 
-    def keep(self, workspace: Path) -> None:
-        """Read them. Whatever cannot be read is not there: the agent wrote it, and it is the agent's own doing."""
+    def collect(self, workspace: Path) -> None:
+        """Read the files. Those that cannot be read are skipped: the agent created them that way."""
         for name, size in _files(workspace):
             if any(fnmatchcase(name, pattern) for pattern in self._patterns):
-                self._take(workspace, name, size)
+                self._read(workspace, name, size)
 
-    def _take(self, workspace: Path, name: str, size: int) -> None:
-        full = size > self._room or len(self.kept) >= _MOST_FILES
+    def _read(self, workspace: Path, name: str, size: int) -> None:
+        full = size > self._bytes_left or len(self.files) >= _MAX_FILES
         try:
-            name.encode()  # a name that is no text cannot be asked for
-            data = b"" if full else read_inside(workspace, name, self._room + 1)
+            name.encode()  # a file whose name is not text cannot be requested
+            data = b"" if full else read_inside(workspace, name, self._bytes_left + 1)
         except (OSError, UnicodeEncodeError):
             return
-        if full or len(data) > self._room:  # it grew
-            self.left_off += [name] if len(self.left_off) < _MOST_FILES else []
+        if full or len(data) > self._bytes_left:  # it may have grown since its size was read
+            self.left_off += [name] if len(self.left_off) < _MAX_FILES else []
             return
-        self._room -= len(data)
-        self.kept[name] = data
+        self._bytes_left -= len(data)
+        self.files[name] = data
 
 
 def _files(root: Path) -> Iterator[tuple[str, int]]:
     """The files below a directory, in order, with their sizes; links are not followed."""
-    waiting, seen = [("", 0)], 0
-    while waiting:
-        place, depth = waiting.pop()
+    pending, count = [("", 0)], 0
+    while pending:
+        parent, depth = pending.pop()
         try:
-            with os.scandir(root / place) as found:
-                entries = sorted(islice(found, _MOST_SEEN), key=lambda entry: entry.name)
+            with os.scandir(root / parent) as listing:
+                entries = sorted(islice(listing, _MAX_ENTRIES), key=lambda entry: entry.name)
         except OSError:
             continue
         for entry in entries:
-            seen += 1
-            if seen > _MOST_SEEN:
+            count += 1
+            if count > _MAX_ENTRIES:
                 return
-            name = f"{place}{entry.name}"
+            name = f"{parent}{entry.name}"
             if entry.is_dir(follow_symlinks=False):
-                waiting += [(f"{name}/", depth + 1)] if depth < _DEEPEST else []
+                pending += [(f"{name}/", depth + 1)] if depth < _MAX_DEPTH else []
             elif entry.is_file(follow_symlinks=False):
                 with suppress(OSError):  # it is gone
                     yield name, entry.stat(follow_symlinks=False).st_size

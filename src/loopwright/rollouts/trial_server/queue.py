@@ -1,6 +1,6 @@
-"""The queue: accepted trials and what became of them, in a SQLite file that outlives the server.
+"""The queue: accepted trials and their results, in a SQLite file that survives restarts of the server.
 
-A trial is `queued`, `running`, perhaps `cancelling`, and then for good `ended` (with a result), `cancelled` or `lost`
+A trial is `queued`, then `running`, perhaps `cancelling`, and finally `ended` (with a result), `cancelled` or `lost`
 (without one).
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 from loopwright.core.errors import LedgerError, OutputBusy, storage
 from loopwright.gateway.refusal import Refusal
 from loopwright.ledger.sqlite import Transaction, connect, explained
-from loopwright.rollouts.trial_server.submission import id_of, is_id
+from loopwright.rollouts.trial_server.submission import is_id, trial_id
 
 VERSION = 1
 ATTEMPTS = 2
-"""How often a trial is begun whose server was killed."""
+"""How often a trial is started whose server was killed."""
 _SCHEMA = """
 CREATE TABLE trials (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, digest BLOB NOT NULL, body BLOB NOT NULL,
@@ -33,13 +33,13 @@ CREATE TABLE artifacts (
 ) STRICT;
 """
 _COLUMNS = "id, status, attempts, submitted_at, started_at, ended_at, reason"
-OVER = ("ended", "cancelled", "lost")
-STATUSES = ("queued", "running", "cancelling", *OVER)
+FINAL = ("ended", "cancelled", "lost")
+STATUSES = ("queued", "running", "cancelling", *FINAL)
 
 
 @dataclass(frozen=True, slots=True)
 class TrialEntry:
-    """How a trial is."""
+    """The state of a trial."""
 
     id: str
     status: str
@@ -50,57 +50,57 @@ class TrialEntry:
     reason: str
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more becomes of it."""
-        return self.status in OVER
+    def is_final(self) -> bool:
+        """Whether its status will not change any more."""
+        return self.status in FINAL
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """The entry as plain data."""
         return asdict(self)
 
 
 class TrialQueue:
-    """Trials in the order in which they came. Only its owner can read the file: it holds tokens of gateways."""
+    """Trials in the order of submission. Only the user can read the file, which contains tokens of gateways."""
 
-    def __init__(self, output: Path, *, most: int = 1000, clock: Callable[[], float] = time.time) -> None:
-        self._most, self._clock = most, clock
+    def __init__(self, output: Path, *, max_queued: int = 1000, clock: Callable[[], float] = time.time) -> None:
+        self._max_queued, self._clock = max_queued, clock
         self.path = output / "trials.db"
         with storage(output, then="nothing was started"):
             output.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(output)
+            self._lock = _lock(output)
             os.close(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         with explained(self.path):
             self._connection = connect(self.path, "NORMAL")
-            self._connection.execute("PRAGMA secure_delete = ON")  # what is forgotten is overwritten
+            self._connection.execute("PRAGMA secure_delete = ON")  # deleted data is overwritten
             (version,) = self._connection.execute("PRAGMA user_version").fetchone()
             if version == 0:
                 self._connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
             elif version != VERSION:
                 raise LedgerError(
-                    f"{self.path} has format {version}, and this Loopwright reads {VERSION}. Choose another --output."
+                    f"{self.path} has format {version}, but this Loopwright reads {VERSION}. Choose another --output."
                 )
         self._transaction = Transaction(self.path, self._connection)
 
-    # -- taking in ----------------------------------------------------------------------------------------------
+    # -- submitting ---------------------------------------------------------------------------------------------
 
     def add(self, key: str, digest: bytes, body: bytes) -> TrialEntry:
-        """Queue a trial; with a key that is known, the one that there is. Refusal if that asks for something else."""
-        id = id_of(key)
+        """Queue a trial, or return the existing one with this key. Refusal if that one has another digest."""
+        id = trial_id(key)
         with self._transaction as connection:
-            known = connection.execute("SELECT digest FROM trials WHERE id = ?", (id,)).fetchone()
-            if known is None:
+            existing = connection.execute("SELECT digest FROM trials WHERE id = ?", (id,)).fetchone()
+            if existing is None:
                 (waiting,) = connection.execute("SELECT count(*) FROM trials WHERE status = 'queued'").fetchone()
-                if waiting >= self._most:
-                    raise Refusal(429, "full", f"{waiting} trials wait already; ask again later")
+                if waiting >= self._max_queued:
+                    raise Refusal(429, "full", f"{waiting} trials are queued already; try again later")
                 row = (id, digest, body, self._clock())
                 columns = "id, digest, body, submitted_at, status, attempts, reason"
                 connection.execute(f"INSERT INTO trials ({columns}) VALUES (?, ?, ?, ?, 'queued', 0, '')", row)
-            elif known[0] not in (digest, b""):  # without a digest: it was cancelled before it came
-                raise Refusal(409, "conflict", "this key belongs to a trial that asks for something else", retry=False)
+            elif existing[0] not in (digest, b""):  # the digest is empty if it was cancelled before it was submitted
+                raise Refusal(409, "conflict", "this key belongs to a trial with other contents", retry=False)
         return self.find(id)
 
     def claim(self) -> tuple[TrialEntry, bytes] | None:
-        """The trial that has waited longest, which is running from now on, and its submission."""
+        """Take the oldest queued trial, which is `running` from now on; its entry and its submission."""
         with self._transaction as connection:
             row = connection.execute(
                 "UPDATE trials SET status = 'running', attempts = attempts + 1, started_at = ? WHERE number = (SELECT "
@@ -109,7 +109,7 @@ class TrialQueue:
             ).fetchall()
         return (TrialEntry(*row[0][:-1]), row[0][-1]) if row else None
 
-    # -- what became of them ------------------------------------------------------------------------------------
+    # -- ending -------------------------------------------------------------------------------------------------
 
     def finish(
         self,
@@ -119,7 +119,7 @@ class TrialQueue:
         result: bytes | None = None,
         artifacts: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Write down how a trial ended. What it was submitted with, secrets too, is forgotten."""
+        """Record how a trial ended, and delete its submission with all secrets."""
         with self._transaction as connection:
             connection.execute(
                 "UPDATE trials SET status = ?, reason = ?, result = ?, ended_at = ?, body = x'' WHERE id = ?",
@@ -127,12 +127,12 @@ class TrialQueue:
             )
             rows = [(id, name, data) for name, data in (artifacts or {}).items()]
             connection.executemany("INSERT OR REPLACE INTO artifacts VALUES (?, ?, ?)", rows)
-        self._fold()
+        self._truncate_log()
 
     def cancel(self, id: str) -> None:
-        """Write down that a trial must not go on. What is over stays as it is.
+        """Record that a trial must end. A final status does not change.
 
-        What runs is `cancelling` until it is finished; what is unknown is cancelled before it comes.
+        A running trial is `cancelling` until it has ended; an unknown one is cancelled before it is submitted.
         """
         now = self._clock()
         with self._transaction as connection:
@@ -140,28 +140,28 @@ class TrialQueue:
             connection.execute(
                 "UPDATE trials SET status = 'cancelled', reason = ?, ended_at = ?, body = x'' "
                 "WHERE id = ? AND status = 'queued'",
-                ("it was cancelled before it began", now, id),
+                ("it was cancelled before it started", now, id),
             )
             if is_id(id):
                 columns = "digest, body, status, attempts, id, reason, submitted_at, ended_at"
-                row = (id, "it was cancelled before it came", now, now)
+                row = (id, "it was cancelled before it was submitted", now, now)
                 connection.execute(
                     f"INSERT OR IGNORE INTO trials ({columns}) VALUES (x'', x'', 'cancelled', 0, ?, ?, ?, ?)", row
                 )
-        self._fold()
+        self._truncate_log()
 
-    def give_back(self, id: str) -> bool:
-        """Queue a running trial again, in its old place, as if it had not begun; not one that was cancelled."""
+    def requeue(self, id: str) -> bool:
+        """Queue a running trial again, in its old place, as if it had not started; False if it was cancelled."""
         with self._transaction as connection:
-            done = connection.execute(
+            result = connection.execute(
                 "UPDATE trials SET status = 'queued', attempts = attempts - 1, started_at = NULL "
                 "WHERE id = ? AND status = 'running'",
                 (id,),
             )
-            return bool(done.rowcount)
+            return bool(result.rowcount)
 
     def recover(self) -> int:
-        """After a kill: what ran is queued once more, or lost if that was so before; how many of them."""
+        """After a kill: queue running trials again, or mark them lost after too many attempts; how many were queued."""
         with self._transaction as connection:
             connection.execute(
                 "UPDATE trials SET status = 'cancelled', reason = 'it was cancelled', ended_at = ?, body = x'' "
@@ -173,43 +173,43 @@ class TrialQueue:
                 "WHERE status = 'running' AND attempts >= ?",
                 (f"the trial server was killed in each of its {ATTEMPTS} attempts", self._clock(), ATTEMPTS),
             )
-            done = connection.execute("UPDATE trials SET status = 'queued' WHERE status = 'running'")
-        self._fold()
-        return int(done.rowcount)
+            requeued = connection.execute("UPDATE trials SET status = 'queued' WHERE status = 'running'")
+        self._truncate_log()
+        return int(requeued.rowcount)
 
-    def _fold(self) -> None:
-        """Empty the write-ahead log: it still has what was overwritten in the file."""
+    def _truncate_log(self) -> None:
+        """Empty the write-ahead log, which still contains data that was deleted from the file."""
         self._transaction.rows("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def forget(self, older_s: float) -> None:
-        """Remove what ended so long ago."""
-        before = self._clock() - older_s
+    def delete_older(self, age_s: float) -> None:
+        """Delete trials that ended this long ago."""
+        before = self._clock() - age_s
         with self._transaction as connection:
             connection.execute(
                 "DELETE FROM artifacts WHERE trial IN (SELECT id FROM trials WHERE ended_at < ?)", (before,)
             )
             connection.execute("DELETE FROM trials WHERE ended_at < ?", (before,))
 
-    # -- looking ------------------------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------------------------
 
     def find(self, id: str) -> TrialEntry:
-        """How a trial is; Refusal if there is none of this id."""
+        """The entry of a trial; Refusal if the id is unknown."""
         rows = self._transaction.rows(f"SELECT {_COLUMNS} FROM trials WHERE id = ?", (id,))
         if not rows:
-            raise Refusal(404, "not_found", f"there is no trial {id[:80]!r}; submit one with POST /trials", retry=False)
+            raise Refusal(404, "not_found", f"unknown trial {id[:80]!r}; submit one with POST /trials", retry=False)
         return TrialEntry(*rows[0])
 
-    def latest(self, most: int) -> list[TrialEntry]:
+    def latest(self, limit: int) -> list[TrialEntry]:
         """The latest trials, newest first."""
         query = f"SELECT {_COLUMNS} FROM trials ORDER BY number DESC LIMIT ?"
-        return [TrialEntry(*row) for row in self._transaction.rows(query, (most,))]
+        return [TrialEntry(*row) for row in self._transaction.rows(query, (limit,))]
 
     def counts(self) -> dict[str, int]:
-        """How many trials there are of each status."""
+        """The number of trials of each status."""
         return dict(self._transaction.rows("SELECT status, count(*) FROM trials GROUP BY status"))
 
     def body(self, id: str) -> bytes:
-        """What a trial was submitted with; nothing once it is over."""
+        """The submission of a trial; empty once its status is final."""
         return bytes(self._one("SELECT body FROM trials WHERE id = ?", (id,)) or b"")
 
     def result(self, id: str) -> bytes | None:
@@ -217,11 +217,11 @@ class TrialQueue:
         return self._one("SELECT result FROM trials WHERE id = ?", (id,))
 
     def artifacts(self, id: str) -> Sequence[tuple[str, int]]:
-        """Names and sizes of what was kept of a trial."""
+        """Names and sizes of a trial's artifacts."""
         return self._transaction.rows("SELECT name, length(data) FROM artifacts WHERE trial = ? ORDER BY name", (id,))
 
     def artifact(self, id: str, name: str) -> bytes | None:
-        """One of them."""
+        """The contents of an artifact."""
         return self._one("SELECT data FROM artifacts WHERE trial = ? AND name = ?", (id, name))
 
     def _one(self, query: str, values: tuple[Any, ...]) -> bytes | None:
@@ -229,16 +229,16 @@ class TrialQueue:
         return rows[0][0] if rows else None
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._connection.close()
         os.close(self._lock)
 
 
-def _locked(output: Path) -> int:
+def _lock(output: Path) -> int:
     lock = os.open(output / "trials.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(lock)
-        raise OutputBusy(f"another trial server works in {output}. End it, or choose another --output.") from error
+        raise OutputBusy(f"another trial server uses {output}. Stop it, or choose another --output.") from error
     return lock

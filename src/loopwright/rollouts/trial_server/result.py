@@ -1,4 +1,4 @@
-"""The result of a trial: Harbor's `result.json`, with the episode that its `rollout_details` are made of."""
+"""The result of a trial: Harbor's `result.json`, with our episode added."""
 
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -12,17 +12,17 @@ from loopwright.rollouts.trial_server.queue import TrialEntry
 from loopwright.rollouts.trial_server.submission import Submission
 
 _PHASES = {"boot": "environment_setup", "agent": "agent_execution", "verify": "verifier"}
-"""Our phases, and what Harbor calls them."""
+"""Our phases, and their names in Harbor."""
 
 
-def result_of(entry: TrialEntry, submission: Submission, episode: Episode, ended_at: float) -> dict[str, Any]:
-    """All that is told of a trial that ended, as plain data."""
+def build_result(entry: TrialEntry, submission: Submission, episode: Episode, ended_at: float) -> dict[str, Any]:
+    """The result of a trial that ended, as plain data."""
     task, evidence = episode.task, episode.evidence
     agent, verifier = evidence.get("agent", {}), evidence.get("verifier", {})
     rewards = verifier.get("rewards")
     program = Path((submission.loop.command or ("agent",))[0]).name
     phases = dict(episode.attempts[-1].phases_s) if episode.attempts else {}
-    begun = entry.started_at or ended_at
+    started_at = entry.started_at or ended_at
     path = str(task.extra.get("local_task_path") or task.id)
     details = rollout_details(episode)
     return {
@@ -42,10 +42,10 @@ def result_of(entry: TrialEntry, submission: Submission, episode: Episode, ended
         },
         "verifier_result": None if rewards is None else {"rewards": rewards},
         "exception_info": _exception(episode, ended_at),
-        "started_at": _time(begun),
+        "started_at": _time(started_at),
         "finished_at": _time(ended_at),
-        **_timings(begun, phases),
-        # What Harbor has no words for.
+        **_timings(started_at, phases),
+        # Fields that Harbor does not have.
         "attempts": entry.attempts,
         "outcome": str(episode.outcome),
         "rewards": rewards,
@@ -57,14 +57,14 @@ def result_of(entry: TrialEntry, submission: Submission, episode: Episode, ended
 
 
 def rollout_details(episode: Episode) -> list[dict[str, Any]]:
-    """One conversation for each branch, turn by turn. Each sampled token is in exactly one turn, and no other is.
+    """One conversation for each branch, turn by turn. Completions contain each sampled token once, and no others.
 
-    Harbor has no masks: where tokens were put into the middle of a turn, it ends there, and a further one begins.
+    Harbor has no masks: where tokens were inserted into a turn, the turn is split in two.
     """
-    told, details = set[int](), []
+    exported, details = set[int](), []
     for path in episode.branches():
-        turns = list(_turns(episode, path, told))
-        told.update(path)
+        turns = list(_turns(episode, path, exported))
+        exported.update(path)
         if turns:
             prompts, completions, logprobs = zip(*turns, strict=True)
             details.append(
@@ -81,17 +81,17 @@ _Turn = tuple[list[int], list[int], list[float]]
 """Prompt, completion, and its logprobs."""
 
 
-def _turns(episode: Episode, path: tuple[int, ...], told: set[int]) -> Iterator[_Turn]:
+def _turns(episode: Episode, path: tuple[int, ...], exported: set[int]) -> Iterator[_Turn]:
     before: list[int] = []
     for index in path:
         node = episode.nodes[index]
-        for start, stop in _stretches(node.spans) if index not in told else ():
+        for start, stop in _ranges(node.spans) if index not in exported else ():
             yield [*before, *node.ids[:start]], list(node.ids[start:stop]), list(node.logprobs[start:stop])
         before += node.ids
 
 
-def _stretches(spans: Any) -> list[tuple[int, int]]:
-    """Sampled tokens without a gap, whichever versions of the policy sampled them."""
+def _ranges(spans: Any) -> list[tuple[int, int]]:
+    """Ranges of sampled tokens without gaps, across versions of the policy."""
     joined: list[tuple[int, int]] = []
     for span in spans:
         if joined and joined[-1][1] == span.start:
@@ -112,13 +112,13 @@ def _exception(episode: Episode, at: float) -> dict[str, Any] | None:
     }
 
 
-def _timings(begun: float, phases: Mapping[str, float]) -> dict[str, dict[str, str]]:
-    """Phases one after the other; only how long each took was measured."""
-    known = [name for name in _PHASES if name in phases]
-    edges = list(accumulate((phases[name] for name in known), initial=begun))
+def _timings(start: float, phases: Mapping[str, float]) -> dict[str, dict[str, str]]:
+    """Start and end of each phase; only durations are measured, so the phases are put one after the other."""
+    names = [name for name in _PHASES if name in phases]
+    edges = list(accumulate((phases[name] for name in names), initial=start))
     return {
         _PHASES[name]: {"started_at": _time(edges[number]), "finished_at": _time(edges[number + 1])}
-        for number, name in enumerate(known)
+        for number, name in enumerate(names)
     }
 
 

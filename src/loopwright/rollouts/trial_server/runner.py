@@ -1,4 +1,4 @@
-"""The runner: takes trials from the queue, so many at a time, and never leaves one behind."""
+"""The runner: takes trials from the queue, several at a time, and leaves none behind."""
 
 import asyncio
 import logging
@@ -7,207 +7,214 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from loopwright.core.errors import StorageError
 from loopwright.gateway.client import GatewayLost
 from loopwright.rollouts.loops.base import describe_error
-from loopwright.rollouts.remote.access import GatewayAccess
-from loopwright.rollouts.remote.gateway_host import GatewayHost
+from loopwright.rollouts.remote.gateway_host import GatewayAccess, GatewayHost
 from loopwright.rollouts.remote.worker import RemoteRequest, RemoteWorker
 from loopwright.rollouts.trial_server.artifacts import Artifacts
 from loopwright.rollouts.trial_server.queue import TrialEntry, TrialQueue
-from loopwright.rollouts.trial_server.result import result_of
+from loopwright.rollouts.trial_server.result import build_result
 from loopwright.rollouts.trial_server.submission import Submission
 
 log = logging.getLogger(__name__)
-_IDLE = 4
-"""Workers without a trial that are kept for the next one of their kind."""
-_AGAIN_S = 5.0
-"""Seconds until a disk that takes nothing is tried again."""
+_MAX_IDLE_WORKERS = 4
+"""Idle workers that are kept for the next trial of their kind."""
+_RETRY_S = 5.0
+"""Seconds until a failed write is retried."""
 
-_Made = tuple[str, str, bytes | None, Mapping[str, bytes]]
-"""How a trial ended: status, reason, result, artifacts."""
+
+class _Ending(NamedTuple):
+    """How a trial ended."""
+
+    status: str
+    reason: str
+    result: bytes | None = None
+    artifacts: Mapping[str, bytes] = {}
 
 
 class TrialRunner:
-    """Runs what is queued. Whoever waits for a trial is told whenever its status changes."""
+    """Runs queued trials, and wakes waiting clients whenever the status of a trial changes."""
 
     def __init__(
         self,
         queue: TrialQueue,
-        home: Path,
+        scenario_dir: Path,
         *,
         concurrency: int,
         artifact_bytes: int,
-        own: GatewayHost | None = None,
+        host: GatewayHost | None = None,
         say: Callable[[str], None] = log.info,
     ) -> None:
-        self.queue, self.own, self._say = queue, own, say
+        self.queue, self._host, self._say = queue, host, say
         self._concurrency, self._artifact_bytes = concurrency, artifact_bytes
-        self._workers = _Workers(home, concurrency)
-        self._running: dict[str, tuple[asyncio.Future[_Made], asyncio.Future[None]]] = {}
-        """Each trial twice: what can be cancelled, and what then writes down how it ended."""
+        self._workers = _Workers(scenario_dir, concurrency, host)
+        self._running: dict[str, tuple[asyncio.Future[_Ending], asyncio.Future[None]]] = {}
+        """Two tasks per trial: one runs it and can be cancelled, the other then records how it ended."""
         self._changes: dict[str, asyncio.Event] = {}
         self.outcomes: Counter[str] = Counter()
-        """How the trials ended that ended here."""
+        """Outcomes of the trials that ended since the server was started."""
         self._closing = False
 
-    def fill(self) -> None:
-        """Begin what there is room for."""
+    def start_queued(self) -> None:
+        """Start queued trials up to the concurrency limit."""
         try:
             while not self._closing and len(self._running) < self._concurrency and (claimed := self.queue.claim()):
                 entry, body = claimed
-                making = asyncio.ensure_future(self._made(entry, body))
-                running = asyncio.ensure_future(self._run(entry.id, making))
-                self._running[entry.id] = (making, running)
-                running.add_done_callback(partial(self._ended, entry.id))
-                self._changed(entry.id)
+                trial = asyncio.ensure_future(self._run(entry, body))
+                recording = asyncio.ensure_future(self._record(entry.id, trial))
+                self._running[entry.id] = (trial, recording)
+                recording.add_done_callback(partial(self._on_end, entry.id))
+                self._notify(entry.id)
         except StorageError as error:
-            log.warning("no trial can be begun, and it is tried again: %s", error)
-            asyncio.get_running_loop().call_later(_AGAIN_S, self.fill)
+            log.warning("cannot start trials; retrying in %g s: %s", _RETRY_S, error)
+            asyncio.get_running_loop().call_later(_RETRY_S, self.start_queued)
 
-    def _ended(self, id: str, _: object) -> None:
+    def _on_end(self, id: str, _: object) -> None:
         del self._running[id]
-        self._changed(id)
-        self.fill()
+        self._notify(id)
+        self.start_queued()
 
     # -- waiting and cancelling ---------------------------------------------------------------------------------
 
-    async def wait(self, id: str, wait_s: float, seen: str | None = None) -> TrialEntry:
-        """How a trial is, once it is over or no longer as it was `seen`, or when the time is up."""
-        until = asyncio.get_running_loop().time() + wait_s
+    async def wait(self, id: str, wait_s: float, last_status: str | None = None) -> TrialEntry:
+        """The entry of a trial, once its status is final or differs from `last_status`, or after `wait_s`."""
+        deadline = asyncio.get_running_loop().time() + wait_s
         while True:
             entry = self.queue.find(id)
-            if entry.over or (seen is not None and entry.status != seen):
+            if entry.is_final or (last_status is not None and entry.status != last_status):
                 return entry
             change = self._changes.setdefault(id, asyncio.Event())
             try:
-                async with asyncio.timeout_at(until):
+                async with asyncio.timeout_at(deadline):
                     await change.wait()
             except TimeoutError:
                 return entry
 
     async def cancel(self, id: str) -> TrialEntry:
-        """End a trial with all its processes. One that is over stays as it is."""
-        making, running = self._running.get(id, (None, None))
+        """End a trial with all its processes. A final status does not change."""
+        trial, recording = self._running.get(id, (None, None))
         try:
-            self.queue.cancel(id)  # first: a kill in between must not have it begun again
+            self.queue.cancel(id)  # first, so that a kill in between does not restart the trial
         finally:
-            if making is not None:
-                making.cancel()
-        self._changed(id)
-        if running is not None:
-            await asyncio.wait({running})
+            if trial is not None:
+                trial.cancel()
+        self._notify(id)
+        if recording is not None:
+            await asyncio.wait({recording})
         return self.queue.find(id)
 
-    def _changed(self, id: str) -> None:
+    def _notify(self, id: str) -> None:
         change = self._changes.pop(id, None)
         if change is not None:
             change.set()
 
     # -- one trial ----------------------------------------------------------------------------------------------
 
-    async def _run(self, id: str, making: "asyncio.Future[_Made]") -> None:
-        await asyncio.wait({making})
-        if not making.cancelled():
-            await self._finish(id, *making.result())
-        elif not self._closing or not self.queue.give_back(id):
-            await self._finish(id, "cancelled", "it was cancelled", None, {})
-
-    async def _made(self, entry: TrialEntry, body: bytes) -> _Made:
+    async def _run(self, entry: TrialEntry, body: bytes) -> _Ending:
         try:
             submission = Submission.model_validate(orjson.loads(body))
             artifacts = Artifacts(submission.artifacts, self._artifact_bytes)
-            access = await self._access(submission)
-            worker = await self._workers.take(submission, access)
+            access = submission.gateway_access()
+            if access is None:
+                if self._host is None:
+                    raise GatewayLost("the submission has no gateway, and this trial server has no engine any more")
+                access = await self._host.access()
+            worker = await self._workers.acquire(submission, access)
             try:
-                keep = artifacts.keep if submission.artifacts else None
-                episode = await worker.handle(RemoteRequest(access, submission.request(), keep))
+                collect = artifacts.collect if submission.artifacts else None
+                episode = await worker.handle(RemoteRequest(access, submission.rollout_request(), collect))
             finally:
-                await self._workers.give(worker)
+                await self._workers.release(worker)
             self.outcomes[str(episode.outcome)] += 1
-            told: dict[str, Any] = result_of(entry, submission, episode, time.time())
-            kept = dict(artifacts.kept)  # whoever keeps took too long may still be at it
-            told["artifacts"] = {
-                "kept": {name: len(data) for name, data in kept.items()},
+            result: dict[str, Any] = build_result(entry, submission, episode, time.time())
+            files = dict(artifacts.files)  # a copy: a collection that took too long may still be running
+            result["artifacts"] = {
+                "kept": {name: len(data) for name, data in files.items()},
                 "left_off": artifacts.left_off,
             }
-            return "ended", episode.reason, orjson.dumps(told), kept
+            return _Ending("ended", episode.reason, orjson.dumps(result), files)
         except GatewayLost as error:
-            return "lost", str(error), None, {}
+            return _Ending("lost", str(error))
         except Exception as error:
             log.exception("trial %s failed", entry.id)
-            return "lost", describe_error(error), None, {}
+            return _Ending("lost", describe_error(error))
 
-    async def _access(self, submission: Submission) -> GatewayAccess:
-        if submission.gateway is not None:
-            return submission.gateway.access()
-        if self.own is None:
-            raise GatewayLost("it names no gateway, and this trial server has no engine any more")
-        return await self.own.access()
-
-    async def _finish(
-        self, id: str, status: str, reason: str, result: bytes | None, artifacts: Mapping[str, bytes]
-    ) -> None:
+    async def _record(self, id: str, trial: "asyncio.Future[_Ending]") -> None:
+        await asyncio.wait({trial})
+        if not trial.cancelled():
+            ending = trial.result()
+        elif self._closing and self.queue.requeue(id):
+            return
+        else:
+            ending = _Ending("cancelled", "it was cancelled")
         while True:
             try:
-                await asyncio.to_thread(self.queue.finish, id, status, reason, result, artifacts)
-                return self._say(f"trial {id} {status}{f': {reason}' if reason else ''}; {self._told()}")
+                await asyncio.to_thread(self.queue.finish, id, *ending)
+                counts = [self.queue.counts().get(status, 0) for status in ("queued", "running", "ended")]
+                reason = f": {ending.reason}" if ending.reason else ""
+                self._say(
+                    f"trial {id} {ending.status}{reason}; {counts[0]} queued, {counts[1]} running, {counts[2]} ended"
+                )
+                return
             except StorageError as error:
-                log.warning("how trial %s ended cannot be written, and is tried again: %s", id, error)
-                await asyncio.sleep(_AGAIN_S)
-
-    def _told(self) -> str:
-        counts = self.queue.counts()
-        return f"{counts.get('queued', 0)} wait, {counts.get('running', 0)} run, {counts.get('ended', 0)} have ended"
+                log.warning("cannot record the end of trial %s; retrying in %g s: %s", id, _RETRY_S, error)
+                await asyncio.sleep(_RETRY_S)
 
     async def close(self) -> None:
-        """End what runs; it is queued again for the next server in this place."""
+        """Stop all trials; they are queued again for the next server with this output directory."""
         self._closing = True
-        for making, _ in self._running.values():
-            making.cancel()
+        for trial, _ in self._running.values():
+            trial.cancel()
         if self._running:
-            await asyncio.wait([running for _, running in self._running.values()])
+            await asyncio.wait([recording for _, recording in self._running.values()])
         await self._workers.close()
 
 
 class _Workers:
     """Remote workers, one for all trials with the same agent, run and gateway."""
 
-    def __init__(self, home: Path, concurrency: int) -> None:
-        self._home, self._concurrency = home, concurrency
-        self._known: dict[bytes, RemoteWorker] = {}
+    def __init__(self, scenario_dir: Path, concurrency: int, host: GatewayHost | None) -> None:
+        self._scenario_dir, self._concurrency, self._host = scenario_dir, concurrency, host
+        self._by_key: dict[bytes, RemoteWorker] = {}
         self._users: dict[RemoteWorker, int] = {}
 
-    async def take(self, submission: Submission, access: GatewayAccess) -> RemoteWorker:
-        """The worker for a trial; SandboxError if there can be none here."""
-        shared = submission.model_dump_json(include={"loop", "run", "verify", "passed"})
-        key = orjson.dumps([shared, access.url, access.token])
-        if key not in self._known:
-            made = await asyncio.to_thread(self._made, submission)
-            self._known.setdefault(key, made)  # unless somebody was faster
-        worker = self._known[key] = self._known.pop(key)  # the latest is last
+    async def acquire(self, submission: Submission, access: GatewayAccess) -> RemoteWorker:
+        """The worker for a trial; SandboxError if its sandbox is not available here."""
+        common = submission.model_dump_json(include={"loop", "run", "verify", "passed"})
+        key = orjson.dumps([common, access.url, access.token])
+        if key not in self._by_key:
+            # In a thread: the worker checks whether its sandbox is available, which takes a while.
+            worker = await asyncio.to_thread(self._build, submission)
+            self._by_key.setdefault(key, worker)  # another trial may have built one meanwhile
+        worker = self._by_key[key] = self._by_key.pop(key)  # the most recently used worker is last
         self._users[worker] = self._users.get(worker, 0) + 1
         return worker
 
-    def _made(self, submission: Submission) -> RemoteWorker:
-        """A worker; it looks whether its sandbox can be had, which takes a while."""
-        loop = submission.loop.model_copy(update={"concurrency": self._concurrency})
-        return RemoteWorker(loop, self._home, run=submission.run, passed=submission.passed, verifies=submission.verify)
+    def _build(self, submission: Submission) -> RemoteWorker:
+        return RemoteWorker(
+            submission.loop.model_copy(update={"concurrency": self._concurrency}),
+            self._scenario_dir,
+            run=submission.run,
+            passed_env=submission.passed,
+            run_tests=submission.verify,
+            sessions=self._host.local_sessions() if self._host is not None and submission.gateway is None else None,
+        )
 
-    async def give(self, worker: RemoteWorker) -> None:
-        """A trial is done with it."""
+    async def release(self, worker: RemoteWorker) -> None:
+        """A trial has ended its use of a worker."""
         self._users[worker] -= 1
-        idle = [(key, each) for key, each in self._known.items() if not self._users[each]]
-        for key, each in idle[: max(0, len(idle) - _IDLE)]:
-            del self._known[key], self._users[each]
+        idle = [(key, each) for key, each in self._by_key.items() if not self._users[each]]
+        for key, each in idle[: max(0, len(idle) - _MAX_IDLE_WORKERS)]:
+            del self._by_key[key], self._users[each]
             await each.close()
 
     async def close(self) -> None:
-        """Let go of all of them."""
-        for worker in self._known.values():
+        """Close all workers."""
+        for worker in self._by_key.values():
             await worker.close()
-        self._known.clear()
+        self._by_key.clear()

@@ -1,4 +1,4 @@
-"""The trial server: trials are submitted, followed, cancelled and collected over HTTP, by whoever holds its token."""
+"""The trial server: clients with its token submit, follow, cancel and collect trials over HTTP."""
 
 import asyncio
 import hmac
@@ -21,35 +21,35 @@ from loopwright.gateway.server.metrics import CONTENT_TYPE, family
 from loopwright.gateway.server.request_handler import json_response
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_host import GatewayHost
-from loopwright.rollouts.trial_server.queue import STATUSES, TrialEntry, TrialQueue
+from loopwright.rollouts.trial_server.queue import STATUSES, TrialQueue
 from loopwright.rollouts.trial_server.runner import TrialRunner
-from loopwright.rollouts.trial_server.submission import Submission, checked_key, digest_of
+from loopwright.rollouts.trial_server.submission import Submission, check_key, submission_digest
 
 log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_LONGEST_S = 60.0
-_LISTED = 100
+_MAX_WAIT_S = 60.0
+_MAX_LISTED = 100
 _RETRY_S = 2
 _CHECK_S = 15.0
 
 
 class TrialServerConfig(Config):
-    """How a trial server serves."""
+    """Settings of a trial server."""
 
     host: str = "127.0.0.1"
-    """Where it listens; by default only this machine reaches it."""
+    """The address to listen at; by default only this machine can connect."""
     port: int = Field(default=8500, ge=0, le=65535)
-    """0 for any that is free."""
+    """0 for any free port."""
     concurrency: int = Field(default=4, ge=1)
     """How many trials run at a time."""
     queue: int = Field(default=1000, ge=1)
-    """How many may wait; a further one is refused until there is room."""
+    """How many trials may be queued; more are refused until there is space."""
     body: int = Field(default=8 * 2**20, ge=1024)
     """The largest submission, for example "8MiB"."""
     artifacts: int = Field(default=16 * 2**20, ge=0)
-    """What is kept of one trial's files at most, for example "16MiB"."""
+    """Maximum total size of one trial's artifacts, for example "16MiB"."""
     keep_s: float = Field(default=7 * 86400.0, gt=0)
-    """Seconds after which a trial that ended is forgotten, with its result."""
+    """Seconds after which a trial that ended is deleted with its result."""
 
     @field_validator("body", "artifacts", mode="before")
     @classmethod
@@ -58,14 +58,14 @@ class TrialServerConfig(Config):
 
     @property
     def public(self) -> bool:
-        """Whether other machines reach it."""
+        """Whether other machines can connect."""
         return not is_loopback(self.host)
 
 
 class TrialServer:
-    """A queue, its runner, and the routes to them.
+    """A queue of trials, its runner, and their HTTP routes.
 
-    async with TrialServer(TrialServerConfig(), token, output=Path("trials"), home=Path()) as server:
+    async with TrialServer(TrialServerConfig(), token, output=Path("trials"), scenario_dir=Path()) as server:
         …                                   # trials are submitted to server.address
     """
 
@@ -75,17 +75,17 @@ class TrialServer:
         token: str,
         *,
         output: Path,
-        home: Path,
-        own: GatewayHost | None = None,
+        scenario_dir: Path,
+        host: GatewayHost | None = None,
         say: Callable[[str], None] = log.info,
     ) -> None:
         self.config, self._token = config, token.encode()
-        self._output, self._home, self._own, self._say = output, home, own, say
-        self._standing: set[tuple[str, tuple[str, ...]]] = set()
-        """Sandboxes that can be had, and what is readable in them."""
+        self._output, self._scenario_dir, self._host, self._say = output, scenario_dir, host, say
+        self._available: set[tuple[str, tuple[str, ...]]] = set()
+        """Sandboxes that were checked, with their readable directories."""
         self.port = 0
-        app = web.Application(client_max_size=config.body, middlewares=[self._guarded])
-        self._runner_of_app = web.AppRunner(
+        app = web.Application(client_max_size=config.body, middlewares=[self._guard])
+        self._app_runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, keepalive_timeout=75.0
         )
         add = app.router.add_route
@@ -101,46 +101,46 @@ class TrialServer:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The URL that it listens at."""
         host = self.config.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     async def __aenter__(self) -> Self:
-        self.queue = TrialQueue(self._output, most=self.config.queue)
+        self.queue = TrialQueue(self._output, max_queued=self.config.queue)
         self.recovered = self.queue.recover()
         self.runner = TrialRunner(
             self.queue,
-            self._home,
+            self._scenario_dir,
             concurrency=self.config.concurrency,
             artifact_bytes=self.config.artifacts,
-            own=self._own,
+            host=self._host,
             say=self._say,
         )
         try:
-            if self._own is not None:
-                await self._own.start()
-            await self._runner_of_app.setup()
-            site = web.TCPSite(self._runner_of_app, self.config.host, self.config.port)
+            if self._host is not None:
+                await self._host.start()
+            await self._app_runner.setup()
+            site = web.TCPSite(self._app_runner, self.config.host, self.config.port)
             try:
                 await site.start()
             except OSError as error:
                 where = f"{self.config.host}:{self.config.port}"
-                said = f"cannot listen at {where}: {error.strerror or error}. Choose another --port."
-                raise AdvertiseError(said) from error
+                message = f"cannot listen at {where}: {error.strerror or error}. Choose another --port."
+                raise AdvertiseError(message) from error
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
-        self.port = self._runner_of_app.addresses[0][1]
-        self.runner.fill()
+        self.port = self._app_runner.addresses[0][1]
+        self.runner.start_queued()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        await self._runner_of_app.cleanup()
+        await self._app_runner.cleanup()
         await self.runner.close()
-        if self._own is not None:
-            await self._own.aclose()
+        if self._host is not None:
+            await self._host.aclose()
         self.queue.close()
 
     # -- routes -------------------------------------------------------------------------------------------------
@@ -154,13 +154,13 @@ class TrialServer:
             *family(
                 "loopwright_trials",
                 "gauge",
-                "Trials by status, as long as they are kept.",
+                "Trials by status, until they are deleted.",
                 [("", {"status": status}, count) for status, count in counts.items()],
             ),
             *family(
                 "loopwright_trials_ended_total",
                 "counter",
-                "Trials that ended since the server was started, by outcome.",
+                "Trials that ended since the server started, by outcome.",
                 [("", {"outcome": outcome}, count) for outcome, count in sorted(self.runner.outcomes.items())],
             ),
         )
@@ -168,53 +168,50 @@ class TrialServer:
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
         body = parse_object(await request.read())
-        key = checked_key(request.headers.get("idempotency-key") or body.get("key"))
+        key = check_key(request.headers.get("idempotency-key") or body.get("key"))
         body.pop("key", None)
-        submission = await self._checked(body)
-        entry = self.queue.add(key, digest_of(body), orjson.dumps(body))
-        self.queue.forget(self.config.keep_s)
-        self.runner.fill()
-        entry = self.queue.find(entry.id)
-        return json_response({**entry.as_json(), "moved": self._moved(entry, submission)})
+        submission = await self._validate(body)
+        entry = self.queue.add(key, submission_digest(body), orjson.dumps(body))
+        self.queue.delete_older(self.config.keep_s)
+        self.runner.start_queued()
+        entry, queued = self.queue.find(entry.id), self.queue.body(entry.id)
+        # Whether a trial that has not ended was submitted with another gateway than now.
+        moved = bool(queued) and Submission.model_validate(orjson.loads(queued)).gateway != submission.gateway
+        return json_response({**entry.as_json(), "moved": moved})
 
-    async def _checked(self, body: dict[str, Any]) -> Submission:
-        """What is asked for; Refusal if it can never be done here."""
+    async def _validate(self, body: dict[str, Any]) -> Submission:
+        """The submission; Refusal if it cannot be run here."""
         try:
             submission = Submission.model_validate(body)
-            await self._stands(submission.loop)
+            await self._check_sandbox(submission.loop)
         except ValidationError as error:
             key, message = next(explain(error, Submission))
             raise Refusal(400, "invalid", f"{key}: {message}" if key else message, param=key, retry=False) from error
         except SandboxError as error:
             raise Refusal(400, "invalid", f"loop.sandbox: {error}", param="loop.sandbox", retry=False) from error
         except TimeoutError as error:
-            said = f"loop.sandbox: {submission.loop.sandbox} could not be looked at within {_CHECK_S:g} s"
-            raise Refusal(503, "busy", said, param="loop.sandbox") from error
-        if submission.gateway is None and self._own is None:
-            said = "gateway: say where the policy is; this trial server has no engine of its own (--engine)"
-            raise Refusal(400, "invalid", said, param="gateway", retry=False)
+            message = f"loop.sandbox: {submission.loop.sandbox} could not be checked within {_CHECK_S:g} s"
+            raise Refusal(503, "busy", message, param="loop.sandbox") from error
+        if submission.gateway is None and self._host is None:
+            message = "gateway: give the address of the policy; this trial server was started without --engine"
+            raise Refusal(400, "invalid", message, param="gateway", retry=False)
         return submission
 
-    async def _stands(self, loop: RemoteConfig) -> None:
-        """That its sandbox can be had: looked at once, while others are answered."""
-        sandbox, asked = loop.walls(self._home), (loop.sandbox, loop.readable)
-        if asked not in self._standing:
+    async def _check_sandbox(self, loop: RemoteConfig) -> None:
+        """SandboxError if the sandbox is not available. Checked once, while other requests are answered."""
+        sandbox, key = loop.build_sandbox(self._scenario_dir), (loop.sandbox, loop.readable)
+        if key not in self._available:
             async with asyncio.timeout(_CHECK_S):
                 await asyncio.to_thread(sandbox.check)
-            self._standing.add(asked)
-
-    def _moved(self, entry: TrialEntry, submission: Submission) -> bool:
-        """Whether a trial that is not over was submitted with another gateway than now."""
-        body = self.queue.body(entry.id)
-        return bool(body) and Submission.model_validate(orjson.loads(body)).gateway != submission.gateway
+            self._available.add(key)
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
-        listed = [entry.as_json() for entry in self.queue.latest(_LISTED)]
-        return json_response({"counts": self.queue.counts(), "trials": listed})
+        trials = [entry.as_json() for entry in self.queue.latest(_MAX_LISTED)]
+        return json_response({"counts": self.queue.counts(), "trials": trials})
 
     async def _show(self, request: web.Request) -> web.StreamResponse:
         try:
-            wait_s = min(max(float(request.query.get("wait_s", "0")), 0.0), _LONGEST_S)
+            wait_s = min(max(float(request.query.get("wait_s", "0")), 0.0), _MAX_WAIT_S)
         except ValueError as error:
             raise Refusal(400, "invalid", "wait_s: give a number of seconds", param="wait_s", retry=False) from error
         entry = await self.runner.wait(request.match_info["id"], wait_s, request.query.get("seen"))
@@ -230,15 +227,15 @@ class TrialServer:
             raise Refusal(
                 409,
                 entry.status,
-                f"the trial has no result: it is {entry.status}; GET /trials/{entry.id} says more",
+                f"the trial has no result: it is {entry.status}; see GET /trials/{entry.id}",
                 retry=False,
             )
         return web.Response(body=result, content_type="application/json")
 
     async def _artifacts(self, request: web.Request) -> web.StreamResponse:
         entry = self.queue.find(request.match_info["id"])
-        found = [{"name": name, "size_bytes": size} for name, size in self.queue.artifacts(entry.id)]
-        return json_response({"artifacts": found})
+        artifacts = [{"name": name, "size_bytes": size} for name, size in self.queue.artifacts(entry.id)]
+        return json_response({"artifacts": artifacts})
 
     async def _artifact(self, request: web.Request) -> web.StreamResponse:
         id, name = request.match_info["id"], request.match_info["name"]
@@ -248,32 +245,29 @@ class TrialServer:
         headers = {"x-content-type-options": "nosniff", "content-disposition": "attachment"}
         return web.Response(body=data, content_type="application/octet-stream", headers=headers)
 
-    # -- who may, and what is refused ---------------------------------------------------------------------------
+    # -- authentication and errors ------------------------------------------------------------------------------
 
     @web.middleware
-    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            if request.path != "/healthz":
-                self._admit(request)
+            scheme, _, token = request.headers.get("authorization", "").partition(" ")
+            token = token.strip() if scheme.lower() == "bearer" else ""
+            authorised = hmac.compare_digest(token.encode("utf-8", "replace"), self._token)
+            if request.path != "/healthz" and not authorised:
+                raise Refusal(401, "authentication", "this needs the trial server's token", retry=False)
             return await handler(request)
         except web.HTTPRequestEntityTooLarge:
-            most = self.config.body
-            refused = Refusal(413, "too_large", f"the submission is larger than {most} bytes", retry=False)
+            message = f"the submission is larger than {self.config.body} bytes"
+            refusal = Refusal(413, "too_large", message, retry=False)
         except web.HTTPException as error:
             kind = "not_found" if error.status == 404 else "invalid"
-            refused = Refusal(error.status, kind, f"{request.method} {request.path[:200]}: {error.reason}", retry=False)
+            refusal = Refusal(error.status, kind, f"{request.method} {request.path[:200]}: {error.reason}", retry=False)
         except ConnectionResetError:
             raise
         except Exception as error:
-            refused = refusal_of(error)
-            if refused.status == 500:
+            refusal = refusal_of(error)
+            if refusal.status == 500:
                 log.exception("%s %s failed", request.method, request.match_info.route.resource)
-        told = {"message": str(refused), "type": refused.kind, "code": refused.kind, "param": refused.param}
-        headers = {"retry-after": str(_RETRY_S)} if refused.status == 429 else {}
-        return json_response({"error": told}, refused.status, headers=headers)
-
-    def _admit(self, request: web.Request) -> None:
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else ""
-        if not hmac.compare_digest(given.encode("utf-8", "replace"), self._token):
-            raise Refusal(401, "authentication", "this needs the trial server's token", retry=False)
+        body = {"message": str(refusal), "type": refusal.kind, "code": refusal.kind, "param": refusal.param}
+        headers = {"retry-after": str(_RETRY_S)} if refusal.status == 429 else {}
+        return json_response({"error": body}, refusal.status, headers=headers)

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from loopwright.rollouts.pools.actor_host import ActorHost
 from loopwright.rollouts.pools.resources import ResourceRequest
-from loopwright.rollouts.pools.router import Backend
+from loopwright.rollouts.pools.router import RoutedWorker
 
 _CONTROL_CALLS = 64
 """How many of an actor's methods may run besides its calls: updates, the death watch, its end."""
@@ -47,7 +47,7 @@ class Deadline(NamedTuple):
         return None if self.at is None else max(0.0, self.at - asyncio.get_running_loop().time())
 
 
-class WorkerActor(Backend):
+class WorkerActor(RoutedWorker):
     """An actor with a worker in it."""
 
     def __init__(self, index: int, actor: Any) -> None:
