@@ -31,8 +31,9 @@ class Filling:
             trial = Trial(number, action, key_of(action, {}, "fingerprint", 0), group=number, reserved_at=time.time())
             self.ledger.reserve([trial])
             assert self.ledger.find(trial.key) is None
-            result = Result(Outcome.OK, {"gflops": number * 0.5}, usage={"wall_s": 0.1, "user_s": 0.1})
-            self.ledger.commit(trial, result, Reward(number * 0.5, {"gflops": number * 0.5}))
+            reward = Reward(number * 0.5, {"gflops": number * 0.5})
+            usage = {"wall_s": 0.1, "user_s": 0.1}
+            self.ledger.commit(trial, Result(Outcome.OK, {"gflops": number * 0.5}, usage=usage, reward=reward))
         self.number += count
 
 

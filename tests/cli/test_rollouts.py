@@ -236,8 +236,9 @@ def odd(tmp_path):
         for number, episode in enumerate((branched, lost, branched), 1):
             trial = Trial(number, {"source": "riddles", "index": 0, "task": "riddle"}, "", 1, number - 1)
             ledger.reserve([trial])
-            result = Result(episode.outcome, fault=episode.fault, reason=episode.reason, episode=episode.to_bytes())
-            ledger.commit(trial, result, episode.reward)
+            data = episode.to_bytes()
+            result = Result(episode.outcome, {}, episode.reason, episode.fault, reward=episode.reward, episode=data)
+            ledger.commit(trial, result)
         with ledger.transaction as connection:
             connection.execute("UPDATE trials SET outcome = 'expired' WHERE number = 3")
     return tmp_path

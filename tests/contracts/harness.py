@@ -83,14 +83,14 @@ class ListedAgent(SearchAgent):
 
     def __init__(self, env: Env, actions: list[Action], *, parallel: int = 1) -> None:
         super().__init__(env, AgentConfig(type="listed"), parallel=parallel)
-        self.actions, self.seen, self.told = list(actions), list[Observation](), list[Feedback]()
+        self.actions, self.seen, self.feedback = list(actions), list[Observation](), list[Feedback]()
 
     def select_action(self, observation: Observation) -> Action | None:
         self.seen.append(observation)
         return self.actions.pop(0) if self.actions else None
 
     def update_policy(self, feedback: Feedback) -> None:
-        self.told.append(feedback)
+        self.feedback.append(feedback)
 
 
 def penalties(metric: float | None = None, constraint: float | None = None) -> Penalties:

@@ -177,9 +177,9 @@ def test_r07_the_agent_acts_on_the_regime_that_the_trial_will_run_under(tmp_path
     agent.run()
     rows = list(env.book.ledger.trials())
     assert [row.action["seen"] for row in rows] == [row.regime["wind"] for row in rows]
-    assert all(feedback.previous.context == feedback.regime for feedback in agent.told)
+    assert all(feedback.previous.context == feedback.regime for feedback in agent.feedback)
     assert rows[2].cached_from == "1", "the draw came before the look-up: the same regime is answered"
-    assert agent.told[-1].observation.context == env.reset().context, "and a step's observation is the next one's"
+    assert agent.feedback[-1].observation.context == env.reset().context, "and a step's observation is the next one's"
 
 
 def test_r08_a_drawn_value_is_not_checked_again_as_an_env_param(tmp_path):

@@ -85,7 +85,7 @@ def test_s02_the_default_loop_tells_the_agent_everything(tmp_path):
     env = FunctionEnv(tmp_path, lambda action: 2.0 * action["x"], budget=2)
     agent = ListedAgent(env, points(1, 2, 3))
     assert agent.run() == 0
-    first, second = agent.told
+    first, second = agent.feedback
     assert (first.trial, first.action, first.outcome, first.regime) == (1, {"x": 1}, Outcome.OK, {})
     assert first.reward is not None
     assert first.reward.value == 2.0
@@ -93,7 +93,7 @@ def test_s02_the_default_loop_tells_the_agent_everything(tmp_path):
     assert first.previous.metrics == {"y": None}
     assert (first.done, second.done) == (False, True)
     assert agent.seen[1].metrics == {"y": 2.0}, "the agent sees what the last trial gave"
-    assert len(agent.told) == 2, "the budget ends the run"
+    assert len(agent.feedback) == 2, "the budget ends the run"
 
 
 def test_s02_none_ends_the_run_before_the_budget(tmp_path):
@@ -212,9 +212,9 @@ def test_s08_a_failed_trial_has_no_metrics_and_no_reward_and_no_function_sees_it
     )
     agent = ListedAgent(env, points(1, 2))
     agent.run()
-    failed, good = agent.told
-    assert (failed.reward, failed.told) == (None, (-50.0,))
-    assert (good.reward.value, good.told) == (-5.0, (-5.0,))  # type: ignore[union-attr]
+    failed, good = agent.feedback
+    assert (failed.reward, failed.values) == (None, (-50.0,))
+    assert (good.reward.value, good.values) == (-5.0, (-5.0,))  # type: ignore[union-attr]
     row = env.book.ledger.trial(1)
     assert row is not None
     assert (row.reward, row.metrics, row.fault) == (None, {}, Fault.WORKLOAD)
@@ -224,7 +224,7 @@ def test_s08_without_a_penalty_a_search_agent_is_told_that_it_failed(tmp_path):
     env = FunctionEnv(tmp_path, lambda action: CRASHED)
     agent = ListedAgent(env, points(1))
     agent.run()
-    assert (agent.told[0].outcome, agent.told[0].told) == (Outcome.CRASHED, None)
+    assert (agent.feedback[0].outcome, agent.feedback[0].values) == (Outcome.CRASHED, None)
 
 
 @pytest.mark.parametrize("kind", ["random", "tpe", "nsga2", "bandit"])
@@ -271,8 +271,8 @@ def test_s09_constraint_failures_are_trials_like_any_other(tmp_path):
     assert agent.run() == 0
     outcomes = [row.outcome for row in env.book.ledger.trials()]
     assert outcomes == [Outcome.OK, Outcome.INFEASIBLE, Outcome.OK, Outcome.CRASHED, Outcome.INVALID]
-    infeasible = agent.told[1]
-    assert (infeasible.told, infeasible.done) == ((-3.0,), False)
+    infeasible = agent.feedback[1]
+    assert (infeasible.values, infeasible.done) == ((-3.0,), False)
     assert infeasible.observation.metrics.keys() == {"y"}, "the declared shape"
     row = env.book.ledger.trial(2)
     assert row is not None

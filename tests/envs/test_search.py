@@ -118,7 +118,7 @@ class TestAStep:
     def test_is_numbered_run_and_written_down(self, make):
         env = make()
         feedbacks = step(env, 3, 4)
-        assert [(f.trial, f.told, f.outcome) for f in feedbacks] == [(1, (3.0,), "ok"), (2, (4.0,), "ok")]
+        assert [(f.trial, f.values, f.outcome) for f in feedbacks] == [(1, (3.0,), "ok"), (2, (4.0,), "ok")]
         assert [(row.number, row.reward.value, dict(row.metrics)) for row in rows(env)] == [
             (1, 3.0, {"y": 3.0}),
             (2, 4.0, {"y": 4.0}),
@@ -133,7 +133,7 @@ class TestAStep:
     def test_that_is_invalid_is_a_trial_like_any_other(self, make):
         env = make()
         (feedback,) = step(env, "three")
-        assert (feedback.outcome, feedback.fault, feedback.told) == (Outcome.INVALID, Fault.POLICY, None)
+        assert (feedback.outcome, feedback.fault, feedback.values) == (Outcome.INVALID, Fault.POLICY, None)
         assert "'three' is not a number" in rows(env)[0].reason
 
     def test_that_breaks_a_constraint_names_it(self, make):
@@ -172,7 +172,7 @@ class TestAStep:
     def test_tells_a_penalty_apart_from_a_reward(self, make):
         env = make(crash, penalties=Penalties(metric_failure=-50.0, constraint_failure=-9.0))
         crashed, infeasible = step(env, 1, 100)
-        assert (crashed.told, crashed.reward, infeasible.told, infeasible.reward) == ((-50.0,), None, (-9.0,), None)
+        assert (crashed.values, crashed.reward, infeasible.values, infeasible.reward) == ((-50.0,), None, (-9.0,), None)
         assert [row.reward for row in rows(env)] == [None, None]
 
     def test_says_when_the_budget_is_used_up(self, make):
@@ -184,7 +184,7 @@ class TestTheCache:
         env = make()
         first, second = step(env, 3, 3.0)
         assert env.workload.measured == [1]
-        assert (second.trial, second.told) == (2, first.told)
+        assert (second.trial, second.values) == (2, first.values)
         assert [row.cached_from for row in rows(env)] == [None, "1"]
 
     def test_does_not_answer_with_a_crash(self, make):
@@ -270,7 +270,7 @@ class TestEqualTrialsInFlight:
 
     def test_are_measured_once(self, gated):
         env, gate = gated(Outcome.OK)
-        assert [feedback.told for feedback in self.fly(env, gate)] == [(1.0,)] * 3
+        assert [feedback.values for feedback in self.fly(env, gate)] == [(1.0,)] * 3
         assert env.workload.measured == [1]
         assert [row.cached_from for row in rows(env)] == [None, "1", "1"]
 
@@ -324,7 +324,7 @@ class TestRepeats:
         async def growing(job: Job) -> Result:
             return Result(Outcome.OK, {"y": float(job.trial)})
 
-        assert step(make(growing, repeats=3), 0)[0].told == (2.0,)
+        assert step(make(growing, repeats=3), 0)[0].values == (2.0,)
 
     def test_of_which_one_fails_have_no_mean(self, make):
         async def sometimes(job: Job) -> Result:
@@ -332,7 +332,7 @@ class TestRepeats:
 
         env = make(sometimes, repeats=3)
         (feedback,) = step(env, 1)
-        assert (feedback.outcome, feedback.told) == (Outcome.CRASHED, None)
+        assert (feedback.outcome, feedback.values) == (Outcome.CRASHED, None)
         assert [row.outcome for row in rows(env)] == ["ok", "crashed", "ok"]
 
     def test_that_were_interrupted_are_finished_under_their_numbers(self, make):
@@ -343,7 +343,7 @@ class TestRepeats:
         async def finish():
             return await env.resume(group)
 
-        assert asyncio.run(finish()).told == (5.0,)
+        assert asyncio.run(finish()).values == (5.0,)
         assert [(row.number, row.outcome) for row in rows(env)] == [(1, "ok"), (2, "ok")]
 
 
@@ -367,7 +367,7 @@ class TestObservers:
         diary = Diary()
         env = make(itself, Broken(), diary)
         with caplog.at_level(logging.ERROR):
-            assert [feedback.told for feedback in step(env, 1, 2)] == [(1.0,), (2.0,)]
+            assert [feedback.values for feedback in step(env, 1, 2)] == [(1.0,), (2.0,)]
         (record,) = caplog.records
         assert "Broken" in record.getMessage()
         assert "trial 1" in record.getMessage()
@@ -430,5 +430,5 @@ def test_the_observation_has_a_slot_for_every_metric_also_before_and_after_a_fai
 def test_history_tells_again_what_was_told(make):
     env = make(penalties=Penalties(metric_failure=-1.0))
     told = step(env, 1, 100, "x")
-    assert [proposal.feedback.told for proposal in env.history()] == [feedback.told for feedback in told]
+    assert [proposal.feedback.values for proposal in env.history()] == [feedback.values for feedback in told]
     assert [proposal.group for proposal in env.history()] == [1, 2, 3]

@@ -48,8 +48,10 @@ class Story:
         cached_from: str | None = None,
     ) -> Trial:
         trial = self.hang(action, regime=regime, group=group, repeat=repeat)
-        result = Result(outcome, metrics or {}, reason, fault, usage or {}, cached_from)
-        return self.ledger.commit(trial, result, Reward(rewards[0], {}, rewards[1:]) if rewards else None)
+        reward = Reward(rewards[0], {}, rewards[1:]) if rewards else None
+        return self.ledger.commit(
+            trial, Result(outcome, metrics or {}, reason, fault, usage or {}, cached_from, reward)
+        )
 
     def hang(self, action, *, regime=None, group=None, repeat=0) -> Trial:
         self.number += 1

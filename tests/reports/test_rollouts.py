@@ -57,8 +57,8 @@ def store(ledger: Ledger, groups: Groups, group: int, episodes: list[Episode], f
     for trial, one in zip(trials, episodes, strict=True):
         usage = {f"{name}_s": seconds for name, seconds in one.attempts[-1].phases_s.items()}
         metrics = {"tokens": float(one.sampled), "turns": float(one.turns)} if one.reward else {}
-        told = Result(one.outcome, metrics, one.reason, one.fault, usage, reward=one.reward, episode=one.to_bytes())
-        ledger.commit(trial, told, one.reward)
+        result = Result(one.outcome, metrics, one.reason, one.fault, usage, reward=one.reward, episode=one.to_bytes())
+        ledger.commit(trial, result)
 
 
 def lost(one: Episode, *, outcome: Outcome = Outcome.LOST, fault: Fault = Fault.INFRA, reason: str = "gone") -> Episode:

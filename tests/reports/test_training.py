@@ -57,8 +57,8 @@ class Training:
         for trial, one in zip(trials, episodes, strict=True):
             kept = one if evaluated is None else replace(one, trainable=False, in_baseline=False)
             metrics = {"tokens": float(one.sampled), "turns": 1.0} if one.reward else {}
-            told = Result(one.outcome, metrics, one.reason, one.fault, {}, reward=one.reward, episode=kept.to_bytes())
-            self.ledger.commit(trial, told, one.reward)
+            result = Result(one.outcome, metrics, one.reason, one.fault, {}, reward=one.reward, episode=kept.to_bytes())
+            self.ledger.commit(trial, result)
 
     def train(self, step: int, reward: float = 0.5, *, branches: int = 1, **numbers) -> None:
         """A step, and the group that it was learned from."""

@@ -86,7 +86,7 @@ def test_trials_of_a_group_that_is_left_out_say_so_and_keep_their_rewards(tmp_pa
         groups = Groups(ledger)
         trials = [Trial(number, {}, "", 1, number) for number in (1, 2)]
         groups.open(1, "t", trials)
-        ledger.commit(trials[0], Result(Outcome.OK, reward=Reward(0.5), episode=b"{}"), Reward(0.5))
+        ledger.commit(trials[0], Result(Outcome.OK, reward=Reward(0.5), episode=b"{}"))
         ledger.commit(trials[1], Result(Outcome.LOST, reason="gone", episode=b"{}"))
         groups.close(1, "filtered")
         assert [(t.outcome, t.reward and t.reward.value) for t in ledger.trials()] == [

@@ -19,10 +19,9 @@ class Outcome(StrEnum):
     EXPIRED = "expired"
     JUDGE_FAILED = "judge_failed"
 
-    @property
-    def reusable(self) -> bool:
-        """Whether the same question may be answered from the cache: a cached crash must not poison a search."""
-        return self in (Outcome.OK, Outcome.INFEASIBLE)
+
+REUSABLE = frozenset({Outcome.OK, Outcome.INFEASIBLE})
+"""The outcomes that the cache may answer with: a cached crash must not poison a search."""
 
 
 class Fault(StrEnum):
@@ -46,4 +45,4 @@ FAULT_OF = {
     Outcome.TRUNCATED: Fault.POLICY,
     Outcome.JUDGE_FAILED: Fault.JUDGE,
 }
-"""Who is to blame where nothing more is known."""
+"""Who is at fault when nothing more specific is recorded."""

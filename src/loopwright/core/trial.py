@@ -1,4 +1,4 @@
-"""The nouns of the spine: a trial, what measuring it gave, what an agent observes and what it is told."""
+"""The nouns of the spine: a trial, its result, and what an agent observes and learns from."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ Regime = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of one attempt at a trial: metrics if it is `ok`, otherwise the reason and whose fault it was."""
+    """How one attempt at a trial ended: metrics if it is `ok`, otherwise the reason and whose fault it was."""
 
     outcome: Outcome
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -22,15 +22,15 @@ class Result:
     usage: Mapping[str, float] = field(default_factory=dict)
     cached_from: str | None = None
     reward: Reward | None = None
-    """The verdict of a rollout's judger; a search's reward is made from the metrics."""
+    """Given by a rollout's judger, or computed from the metrics of a search."""
     episode: bytes | None = None
-    """A rollout's message graph, stored beside its trial."""
+    """A rollout's message graph, stored with its trial."""
 
     def __post_init__(self) -> None:
         if self.outcome is not Outcome.OK:
             if self.fault is None:
                 object.__setattr__(self, "fault", FAULT_OF.get(self.outcome))
-            # An episode may end badly and be scored all the same, where that was the policy's own doing.
+            # An episode that failed by the policy's own fault is scored all the same.
             if self.episode is None:
                 object.__setattr__(self, "metrics", {})
                 object.__setattr__(self, "reward", None)
@@ -38,7 +38,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One numbered attempt to learn something. `outcome` is None while it is in flight."""
+    """One numbered attempt. `outcome` is None while it is in flight."""
 
     number: int
     action: Action
@@ -78,15 +78,15 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What an agent is told about a trial, or about a group of repeats, whose rewards are then averaged.
+    """What an agent learns from a trial, or from a group of repeats, whose rewards are then averaged.
 
-    `told` is the reward's objectives, or the penalty set for a failure, or None: *failed*.
+    `values` is one number per objective: the reward's, or the penalty set for a failure. None means *failed*.
     """
 
     trial: int
     action: Action
     reward: Reward | None
-    told: tuple[float, ...] | None
+    values: tuple[float, ...] | None
     observation: Observation
     previous: Observation
     regime: Regime
@@ -98,7 +98,7 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What an agent once proposed, read back from the ledger: with the note it left, and feedback if there is any."""
+    """An earlier proposal, read back from the ledger, with the agent's note and the feedback if there is any."""
 
     group: int
     action: Action

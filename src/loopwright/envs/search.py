@@ -17,7 +17,7 @@ import orjson
 
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import InvalidAction
-from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.outcome import REUSABLE, Fault, Outcome
 from loopwright.core.reward import Objectives, Penalties, mean_reward
 from loopwright.core.trial import Action, Feedback, Observation, Proposal, Regime, Result, Trial
 from loopwright.ledger.shared_cache import SharedCache
@@ -61,7 +61,7 @@ class SearchEnv:
         book.kill = workload.kill
         self._keys = set() if book.count_cached else {trial.key for trial in book.ledger.trials() if trial.key}
         # Remembering which keys have an answer is cheaper than asking the ledger about every new one.
-        self._answered = book.ledger.answered()
+        self._answered = book.ledger.answered_keys()
         self._in_flight: dict[str, asyncio.Event] = {}
         self._metrics: Mapping[str, float] = {}
         self._pending: dict[int, Observation] = {}
@@ -78,7 +78,7 @@ class SearchEnv:
         """
         if slot not in self._pending:
             draw = 1 + max(self.book.draw, *(pending.draw or 0 for pending in self._pending.values()), 0)
-            regime = self.draws.sample(draw)
+            regime = self.draws.sample(draw) if self.draws.values else {}
             metrics = {name: self._metrics.get(name) for name in self.metric_names}
             self._pending[slot] = Observation(metrics, regime, draw if regime else None)
         return self._pending[slot]
@@ -139,7 +139,8 @@ class SearchEnv:
         return self._feedback(finished, previous, slot)
 
     async def _run(self, trial: Trial, invalid: Result | None) -> Trial:
-        self.book.observers.before(trial)
+        if self.book.observers:
+            self.book.observers.before(trial)
         try:
             result = invalid or await self._lookup(trial) or await self._measure(trial)
         except asyncio.CancelledError:
@@ -157,7 +158,7 @@ class SearchEnv:
             self._shared.put(finished.key, f"{self.book.directory.absolute()}#{finished.number}", finished.metrics)
         if not self.book.count_cached and finished.key:
             self._keys.add(finished.key)
-        if result.outcome.reusable:
+        if result.outcome in REUSABLE:
             self._answered.add(finished.key)
         self._metrics = finished.metrics
         return finished
@@ -196,7 +197,7 @@ class SearchEnv:
             record["env_params"] = trial.regime
         job = Job(
             trial=trial.number,
-            directory=self.book.trial_directory(trial.number),
+            directory=self.book.directory / "trials" / str(trial.number),
             arguments=arguments,
             parameters_json=orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE),
             marker=f"{self._marker}.{trial.number}",
@@ -215,16 +216,16 @@ class SearchEnv:
 
     def _feedback(self, trials: Sequence[Trial], previous: Observation, slot: int = 0) -> Feedback:
         first = next((trial for trial in trials if trial.outcome is not Outcome.OK), trials[0])
-        reward = mean_reward([trial.reward for trial in trials])
+        reward = first.reward if len(trials) == 1 else mean_reward([trial.reward for trial in trials])
         outcome = first.outcome or Outcome.ABORTED
-        told = reward.objectives if reward else None
-        if told is None and (penalty := self.rules.penalties.for_outcome(outcome)) is not None:
-            told = (penalty,) * len(self.objectives.functions)
+        values = reward.objectives if reward else None
+        if values is None and (penalty := self.rules.penalties.for_outcome(outcome)) is not None:
+            values = (penalty,) * len(self.objectives.functions)
         return Feedback(
             trial=trials[0].number,
             action=first.action,
             reward=reward,
-            told=told,
+            values=values,
             observation=replace(
                 self.reset(slot), metrics={name: first.metrics.get(name) for name in self.metric_names}
             ),
@@ -280,19 +281,11 @@ class SearchEnv:
     def _previous(self, trial: Trial) -> Observation:
         return Observation(dict.fromkeys(self.metric_names), trial.regime, trial.draw)
 
-    def open(self) -> None:
-        """Get ready to run trials; `close` ends it."""
-        self.workload.open()
-
-    async def close(self) -> None:
-        """End what runs and release everything but the ledger."""
-        await self.workload.close()
-
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """Open the environment inside the event loop of its run."""
-        self.open()
+        """Open the workload inside the event loop of the run, and close it at the end."""
+        self.workload.open()
         try:
             yield self
         finally:
-            await self.close()
+            await self.workload.close()

@@ -1,7 +1,7 @@
 """The ledger: a run's append-only history, which is also its cache and its resume point.
 
 One SQLite file in WAL mode per run. A trial is reserved before it starts, attempted, and committed when it ends, so
-that neither parallel trials nor crashes can lose or repeat a number. One process writes; any number may read beside it.
+that neither parallel trials nor crashes can lose or repeat a number. One process writes; any number may read.
 """
 
 import sqlite3
@@ -49,14 +49,14 @@ class Ledger:
     >>> with Ledger.create(Path("out/matmul/ledger.db")) as ledger:
     ...     ledger.reserve([trial])
     ...     ledger.attempt(trial.number, pid, start_ticks)
-    ...     trial = ledger.commit(trial, result, reward)
+    ...     trial = ledger.commit(trial, result)
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self._connection = connection
         self.transaction = Transaction(path, connection)
-        """What all writes go through; what is held back in it is written together."""
+        """Every write goes through it; what is held in it is written together."""
         self._rows = self.transaction.rows
 
     # -- opening ------------------------------------------------------------------------------------------------
@@ -69,14 +69,14 @@ class Ledger:
         synchronous: Literal["NORMAL", "FULL"] = "NORMAL",
         state: Mapping[str, Any] | None = None,
     ) -> Self:
-        """A new ledger without trials, with what is known of the run; one that exists already is refused."""
+        """A new ledger without trials, with the state of the run. A ledger that exists is an error."""
         if path.exists():
-            raise LedgerError(f"{path} exists already. Go on with `loopwright resume`, or choose another --output.")
-        # Made aside and moved into place: a ledger is there as a whole or, after a crash right here, not at all.
+            raise LedgerError(f"{path} exists already. Continue with `loopwright resume`, or choose another --output.")
+        # Written to another name and moved into place: after a crash there is a whole ledger, or none.
         part = path.with_name(f".{path.name}.part")
         with explained(path), storage(path):
-            for left in part.parent.glob(f"{part.name}*"):
-                left.unlink()
+            for leftover in part.parent.glob(f"{part.name}*"):
+                leftover.unlink()
             with closing(connect(part, synchronous)) as connection:
                 connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
                 rows = [(name, text(value)) for name, value in (state or {}).items()]
@@ -86,8 +86,8 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path, *, synchronous: Literal["NORMAL", "FULL"] = "NORMAL") -> Self:
-        """An existing ledger, checked for damage, for going on with it."""
-        # Looked at first: opening for writing would make even an empty file look like a database.
+        """An existing ledger, checked for damage, for continuing it."""
+        # Read first: opening for writing would make even an empty file look like a database.
         cls.read(path).close()
         with explained(path):
             connection = connect(path, synchronous)
@@ -95,22 +95,30 @@ class Ledger:
         if damage != ["ok"]:
             connection.close()
             raise LedgerError(damaged(path, damage[0]))
-        return cls(path, _checked(path, connection))
+        return cls(path, connection)
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """An existing ledger, for reading only, also while another process writes it."""
-        _must_exist(path)
+        if not path.is_file():
+            raise LedgerError(f"there is no ledger at {path}. Give the output directory of a run.")
         with explained(path):
             connection = connect_to_read(path)
-            return cls(path, _checked(path, connection))
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version != VERSION:
+            connection.close()
+            problem = (
+                f"has version {version}; this Loopwright reads version {VERSION}" if version else "is not a ledger"
+            )
+            raise LedgerError(f"{path} {problem}. Use the Loopwright that wrote it, or choose another --output.")
+        return cls(path, connection)
 
     def flush(self) -> None:
-        """Have on disk whatever was reserved and committed."""
+        """Write to disk everything that was reserved and committed."""
         self.transaction.flush()
 
     def close(self) -> None:
-        """Fold the write-ahead log into the file and let go of it."""
+        """Fold the write-ahead log into the file and close it."""
         with explained(self.path):
             self.transaction.flush()
             self._connection.close()
@@ -124,7 +132,7 @@ class Ledger:
     # -- writing: reserve, attempt, commit ----------------------------------------------------------------------
 
     def reserve(self, trials: Sequence[Trial], note: Mapping[str, Any] | None = None, *, hold: bool = False) -> None:
-        """Write down trials before anything else happens to them, with the note that their agent left.
+        """Write new trials before anything else happens to them, with their agent's note.
 
         With `hold` it is on disk only after the next `flush` or `attempt`; one comes before anything is started.
         """
@@ -141,7 +149,7 @@ class Ledger:
                 connection.execute("INSERT INTO payloads VALUES (?, 'note', ?)", (trials[0].number, orjson.dumps(note)))
 
     def attempt(self, number: int, pid: int, start_ticks: int) -> int:
-        """Open an attempt at a trial and say which process works on it, so that a resumed run can end it."""
+        """Open an attempt at a trial and record its process, so that a resumed run can end it."""
         with self.transaction as connection:
             row = connection.execute(
                 "INSERT INTO attempts (trial, attempt, pid, start_ticks, started_at) "
@@ -151,19 +159,20 @@ class Ledger:
         return int(row[0])
 
     def running(self, number: int, attempt: int, pid: int, start_ticks: int) -> None:
-        """Another process works on the same attempt now."""
+        """Record that another process works on the same attempt now."""
         with self.transaction as connection:
             connection.execute(
                 "UPDATE attempts SET pid = ?, start_ticks = ? WHERE trial = ? AND attempt = ?",
                 (pid, start_ticks, number, attempt),
             )
 
-    def commit(self, trial: Trial, result: Result, reward: Reward | None = None, *, hold: bool = False) -> Trial:
-        """Write down how a trial ended and return it; its attempt, where there was one, ends with it.
+    def commit(self, trial: Trial, result: Result, *, hold: bool = False) -> Trial:
+        """Write how a trial ended and return it; its attempt, if there was one, ends with it.
 
-        With `hold` it is on disk only after the next `flush`, or with whatever is written next.
+        With `hold` it is on disk only after the next `flush`, or with the next write.
         """
-        ended = Trial(
+        reward = result.reward
+        finished = Trial(
             trial.number,
             trial.action,
             trial.key,
@@ -188,31 +197,31 @@ class Ledger:
                 "usage = ?, cached_from = ?, finished_at = ? "
                 "WHERE number = ? AND (outcome IS NULL OR outcome = 'aborted')",
                 (
-                    ended.outcome,
-                    ended.fault,
-                    ended.reason,
+                    finished.outcome,
+                    finished.fault,
+                    finished.reason,
                     None if reward is None else reward.value,
                     detail,
-                    text(ended.metrics),
-                    text(ended.usage),
-                    ended.cached_from,
-                    ended.finished_at,
-                    ended.number,
+                    text(finished.metrics),
+                    text(finished.usage),
+                    finished.cached_from,
+                    finished.finished_at,
+                    finished.number,
                 ),
             ).rowcount
             if changed != 1:
-                raise LedgerError(f"{self.path}: trial {trial.number} was never reserved, or has ended already.")
+                raise LedgerError(f"{self.path}: trial {trial.number} was never reserved, or is finished already.")
             if result.episode is not None:
                 connection.execute(
-                    "INSERT OR REPLACE INTO payloads VALUES (?, 'rollout', ?)", (ended.number, result.episode)
+                    "INSERT OR REPLACE INTO payloads VALUES (?, 'rollout', ?)", (finished.number, result.episode)
                 )
-            if ended.outcome is Outcome.ABORTED:
+            if finished.outcome is Outcome.ABORTED:
                 # The end of a trial's last attempt is the end of the trial; only an earlier one needs its own.
                 connection.execute(
                     "UPDATE attempts SET ended_at = ?, outcome = ?, reason = ? WHERE trial = ? AND ended_at IS NULL",
-                    (ended.finished_at, ended.outcome, ended.reason, ended.number),
+                    (finished.finished_at, finished.outcome, finished.reason, finished.number),
                 )
-        return ended
+        return finished
 
     def append(
         self,
@@ -220,9 +229,9 @@ class Ledger:
         episodes: Sequence[tuple[int, bytes]] = (),
         unfinished: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
     ) -> None:
-        """Write down many live trials at once, as (number, group, action, draw, regime, outcome, fault, reason, reward,
+        """Write many live trials at once, as (number, group, action, draw, regime, outcome, fault, reason, reward,
         reward_detail, metrics, reserved_at, finished_at), and the episodes that ended, as (last trial, JSON). The row
-        and the facts of an `unfinished` episode are kept for `close_episode`.
+        and the facts of an `unfinished` episode are stored for `close_episode`.
         """
         with self.transaction as connection:
             connection.executemany(
@@ -236,12 +245,12 @@ class Ledger:
                 connection.execute("INSERT OR REPLACE INTO state VALUES ('unfinished', ?)", (text(unfinished),))
 
     def put_payload(self, number: int, kind: str, data: bytes) -> None:
-        """Store something larger beside a trial."""
+        """Store a larger value with a trial."""
         with self.transaction as connection:
             connection.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", (number, kind, data))
 
     def set_state(self, name: str, value: Any) -> None:
-        """Store something about the run as a whole."""
+        """Store a value with the run."""
         with self.transaction as connection:
             connection.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (name, text(value)))
 
@@ -256,7 +265,7 @@ class Ledger:
             )
 
     def close_episode(self) -> None:
-        """End the episode that a dead process left open: as much of it as was written down becomes its row."""
+        """End the episode that a dead process left open: its row holds the steps that were written."""
         row, facts = self.state("unfinished") or ((0,), {})
         if row[0] > self.last()[0]:
             self.append([tuple(row)], [(row[0], orjson.dumps(facts))])
@@ -272,8 +281,8 @@ class Ledger:
         )
         return _trial(rows[0]) if rows else None
 
-    def answered(self) -> set[str]:
-        """The keys that `find` has an answer to."""
+    def answered_keys(self) -> set[str]:
+        """The keys that `find` has a trial for."""
         rows = self._rows(
             "SELECT key FROM trials WHERE outcome IN ('ok', 'infeasible') AND cached_from IS NULL AND key <> ''"
         )
@@ -285,7 +294,7 @@ class Ledger:
         return _trial(rows[0]) if rows else None
 
     def trials(self, *, after: int = 0) -> Iterator[Trial]:
-        """All trials by number, in pages, so that the writer is never held up."""
+        """All trials by number, in pages, so that the writer never waits."""
         while rows := self._rows(
             f"SELECT {_COLUMNS} FROM trials WHERE number > ? ORDER BY number LIMIT 5000", (after,)
         ):
@@ -311,7 +320,7 @@ class Ledger:
         )
 
     def last(self) -> tuple[int, int, int]:
-        """The highest trial number, group and draw that were given out."""
+        """The highest trial number, group and draw so far."""
         (row,) = self._rows("SELECT ifnull(max(number), 0), ifnull(max(grp), 0), ifnull(max(draw), 0) FROM trials")
         return row  # type: ignore[no-any-return]
 
@@ -334,12 +343,12 @@ class Ledger:
         )
 
     def payload(self, number: int, kind: str) -> bytes | None:
-        """What was stored beside a trial."""
+        """A value that was stored with a trial."""
         rows = self._rows("SELECT data FROM payloads WHERE trial = ? AND kind = ?", (number, kind))
         return rows[0][0] if rows else None
 
     def notes(self) -> dict[int, Mapping[str, Any]]:
-        """The notes that the agent left, by the number of the trial."""
+        """The agent's notes, by trial number."""
         return {n: orjson.loads(data) for n, data in self._rows("SELECT trial, data FROM payloads WHERE kind = 'note'")}
 
     def episodes(self) -> Iterator[dict[str, Any]]:
@@ -351,23 +360,9 @@ class Ledger:
             after = rows[-1][0]
 
     def state(self, name: str, default: Any = None) -> Any:
-        """What was stored about the run."""
+        """A value that was stored with the run."""
         rows = self._rows("SELECT value FROM state WHERE name = ?", (name,))
         return orjson.loads(rows[0][0]) if rows else default
-
-
-def _checked(path: Path, connection: sqlite3.Connection) -> sqlite3.Connection:
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version != VERSION:
-        connection.close()
-        found = "is no ledger" if version == 0 else f"has version {version}; this Loopwright reads version {VERSION}"
-        raise LedgerError(f"{path} {found}. Use the Loopwright that wrote it, or choose another --output.")
-    return connection
-
-
-def _must_exist(path: Path) -> None:
-    if not path.is_file():
-        raise LedgerError(f"there is no ledger at {path}. Give the output directory of a run.")
 
 
 def _trial(row: Sequence[Any]) -> Trial:

@@ -32,13 +32,11 @@ class Observers(list[Observer]):
 
     def before(self, trial: Trial) -> None:
         """Call `before` on every observer."""
-        if self:
-            self._notify("before", f"trial {trial.number}", trial)
+        self._notify("before", f"trial {trial.number}", trial)
 
     def after(self, trial: Trial) -> None:
         """Call `after` on every observer."""
-        if self:
-            self._notify("after", f"trial {trial.number}", trial)
+        self._notify("after", f"trial {trial.number}", trial)
 
     def after_step(self, kind: Kind, step: Step) -> None:
         """Call `after_step` on every observer."""

@@ -34,5 +34,5 @@ class SharedCache:
             self._connection.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?)", (key, source, text(metrics)))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._connection.close()

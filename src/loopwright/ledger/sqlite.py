@@ -1,4 +1,4 @@
-"""SQLite as we use it: write-ahead log, explicit transactions, errors that say the next move."""
+"""SQLite as we use it: write-ahead log, explicit transactions, errors that name the fix."""
 
 import sqlite3
 import threading
@@ -15,7 +15,7 @@ _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 def damaged(path: Path, detail: str) -> str:
-    """What to say of a file that SQLite cannot make sense of."""
+    """The message for a file that SQLite cannot read."""
     return (
         f"{path} is damaged ({detail}). Nothing was changed. Save what is readable with "
         f"`sqlite3 {path.name} .recover`, or move the run's folder away and run again."
@@ -23,12 +23,12 @@ def damaged(path: Path, detail: str) -> str:
 
 
 def explain(path: Path, error: sqlite3.Error) -> LedgerError:
-    """SQLite's error as one that names the file and the next move."""
+    """SQLite's error as one of ours, which names the file and the fix."""
     detail = str(error)
     if isinstance(error, sqlite3.OperationalError) and any(word in detail for word in ("full", "I/O", "readonly")):
         return LedgerError(
-            f"cannot write to {path}: {detail}. Make room, or make it writable; nothing that was recorded is lost: "
-            "go on with `loopwright resume`."
+            f"cannot write to {path}: {detail}. Free some space, or make it writable, and continue with "
+            "`loopwright resume`: nothing that was recorded is lost."
         )
     if any(word in detail for word in ("malformed", "not a database", "corrupt")):
         return LedgerError(damaged(path, detail))
@@ -37,7 +37,7 @@ def explain(path: Path, error: sqlite3.Error) -> LedgerError:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Let SQLite's errors out only as ours."""
+    """Raise SQLite's errors as ours."""
     try:
         yield
     except sqlite3.Error as error:
@@ -47,18 +47,18 @@ def explained(path: Path) -> Iterator[None]:
 class Transaction:
     """Writes under a lock: all of a transaction or nothing. A class, because this is the hot path.
 
-    `with transaction:` commits at the end, together with what was held back before it; `with transaction.held:` leaves
-    that to whoever comes next, so that what belongs together costs one commit.
+    `with transaction:` commits at the end, together with everything held before it. `with transaction.held:` leaves the
+    commit to the next writer, so that what belongs together costs one commit.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
-        self._path, self._connection = path, connection
-        self._lock = threading.RLock()
-        self.held = _Held(self)
+    def __init__(self, path: Path, connection: sqlite3.Connection, main: "Transaction | None" = None) -> None:
+        self._path, self._connection, self._commits = path, connection, main is None
+        self._lock = threading.RLock() if main is None else main._lock
         self._joins = False
+        if main is None:
+            self.held = Transaction(path, connection, self)
 
-    def begin(self) -> sqlite3.Connection:
-        """Take the lock, and begin unless something is held."""
+    def __enter__(self) -> sqlite3.Connection:
         self._lock.acquire()
         try:
             self._joins = self._connection.in_transaction
@@ -68,12 +68,13 @@ class Transaction:
             raise explain(self._path, error) from error
         return self._connection
 
-    def end(self, error: BaseException | None, *, commit: bool) -> None:
-        """Commit or hold back; after an error undo this part, and not what others hold back. Release the lock."""
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         try:
             if error is not None:
-                self._undo()
-            elif commit:
+                # Undo this part, and not what others hold. A full disk may have undone everything already.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK TO joined" if self._joins else "ROLLBACK")
+            elif self._commits:
                 self._connection.execute("COMMIT")
             elif self._joins:
                 self._connection.execute("RELEASE joined")
@@ -86,41 +87,19 @@ class Transaction:
         if isinstance(error, sqlite3.Error):
             raise explain(self._path, error) from error
 
-    def _undo(self) -> None:
-        # A full disk may have undone everything already.
-        if self._connection.in_transaction:
-            self._connection.execute("ROLLBACK TO joined" if self._joins else "ROLLBACK")
-
-    def __enter__(self) -> sqlite3.Connection:
-        return self.begin()
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        self.end(error, commit=True)
-
     def flush(self) -> None:
-        """Commit what is held back."""
+        """Commit everything held."""
         if self._connection.in_transaction:
             with self:
                 pass
 
     def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
-        """What a query gives, under the same lock."""
+        """All rows of a query, read under the same lock."""
         with self._lock:
             try:
                 return self._connection.execute(query, values).fetchall()
             except sqlite3.Error as error:
                 raise explain(self._path, error) from error
-
-
-class _Held:
-    def __init__(self, transaction: Transaction) -> None:
-        self._transaction = transaction
-
-    def __enter__(self) -> sqlite3.Connection:
-        return self._transaction.begin()
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        self._transaction.end(error, commit=False)
 
 
 def connect(path: Path, synchronous: str) -> sqlite3.Connection:
@@ -134,13 +113,13 @@ def connect(path: Path, synchronous: str) -> sqlite3.Connection:
 def connect_to_read(path: Path) -> sqlite3.Connection:
     """A connection for reading only, also while another process writes."""
     uri = path.absolute().as_uri()
-    # Not mode=ro: whoever closes last must be able to fold the write-ahead log into the file.
+    # Not mode=ro: the last one to close must be able to fold the write-ahead log into the file.
     connection = sqlite3.connect(f"{uri}?mode=rw", uri=True, check_same_thread=False, isolation_level=None)
     try:
         connection.execute("PRAGMA query_only = 1")
         connection.execute("SELECT 1 FROM sqlite_schema").fetchone()
     except sqlite3.OperationalError:
-        # A read-only disk has no room for the write-ahead index; nobody can be writing there either.
+        # A read-only disk cannot hold the write-ahead index; nothing can be writing there either.
         connection.close()
         uri = f"{uri}?mode=ro&immutable=1"
         connection = sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
@@ -148,10 +127,10 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
 
 
 def text(value: Any) -> str:
-    """A value as JSON text; what JSON does not know is written as its repr, never lost."""
+    """A value as JSON text; a value that JSON cannot hold is written as its repr."""
     try:
         return orjson.dumps(value, option=_OPTIONS, default=repr).decode()
-    except TypeError:  # integers beyond 64 bits, strings that are no Unicode
+    except TypeError:  # integers beyond 64 bits, strings that are not valid Unicode
         return orjson.dumps(_plain(value), option=_OPTIONS, default=repr).decode()
 
 

@@ -43,7 +43,6 @@ class TrialBook:
         self.kill: Callable[[], None] = lambda: None
         """Ends every process of the run at once; called from a signal handler."""
         self._on_stop: Callable[[], object] | None = None
-        self._trials = directory / "trials"
 
     # -- numbers, reserve, commit -------------------------------------------------------------------------------
 
@@ -77,19 +76,16 @@ class TrialBook:
 
     def commit(self, trial: Trial, result: Result, *, hold: bool = True) -> Trial:
         """Write a trial's result to the ledger, notify the observers, and return the finished trial."""
-        finished = self.ledger.commit(trial, result, result.reward, hold=hold)
+        finished = self.ledger.commit(trial, result, hold=hold)
         if result.cached_from is not None and not self.count_cached:
             self.uncounted += 1
-        self.observers.after(finished)
+        if self.observers:
+            self.observers.after(finished)
         return finished
 
     def has_budget(self, trials: int = 1) -> bool:
         """Whether the budget allows this many more trials."""
         return self.budget is None or self.step - self.uncounted + trials <= self.budget
-
-    def trial_directory(self, number: int) -> Path:
-        """Where a trial writes its output."""
-        return self._trials / str(number)
 
     # -- stopping -----------------------------------------------------------------------------------------------
 

@@ -360,7 +360,6 @@ class _Checker:
         known_agent = agent is not None or "agent" not in raw
         try:
             space = run.workload.space(frozenset(run.env_params))
-            space.tunable  # noqa: B018  a circle of conditions shows here
         except ValueError as error:
             self.add("[run.workload] args", f"{error}.")
             return

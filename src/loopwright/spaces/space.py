@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from random import Random
@@ -26,26 +26,25 @@ class Space:
     parameters: Mapping[str, Parameter]
     constraints: tuple[str, ...] = ()
     drawn: frozenset[str] = frozenset()
+    tunable: dict[str, Parameter] = field(init=False, repr=False, default_factory=dict)
+    """The parameters that an agent chooses, each after those that its `when` names."""
+    fixed: dict[str, Any] = field(init=False, repr=False, default_factory=dict)
+    """The values that never change."""
+    _conditions: dict[str, Expression] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _constraints: tuple[Expression, ...] = field(init=False, repr=False, compare=False, default=())
 
-    @cached_property
-    def tunable(self) -> dict[str, Parameter]:
-        """What an agent chooses, each after those that its `when` names."""
+    def __post_init__(self) -> None:
         free = {n: p for n, p in self.parameters.items() if n not in self.drawn and not isinstance(p, Fixed)}
-        conditional = {n: p for n, p in self.parameters.items() if isinstance(p, Fixed) and p.when is not None}
-        return _in_order({**free, **conditional})
-
-    @cached_property
-    def fixed(self) -> dict[str, Any]:
-        """What never changes."""
-        return {n: p.value for n, p in self.parameters.items() if isinstance(p, Fixed) and p.when is None}
-
-    @cached_property
-    def _conditions(self) -> dict[str, Expression]:
-        return {name: Expression(p.when) for name, p in self.tunable.items() if p.when is not None}
-
-    @cached_property
-    def _constraints(self) -> tuple[Expression, ...]:
-        return tuple(map(Expression, self.constraints))
+        waiting = free | {n: p for n, p in self.parameters.items() if isinstance(p, Fixed) and p.when is not None}
+        conditions = {name: Expression(p.when) for name, p in waiting.items() if p.when is not None}
+        while waiting:
+            ready = [n for n in waiting if n not in conditions or not conditions[n].names & waiting.keys()]
+            if not ready:
+                raise ValueError(f"`when` goes round in a circle: {', '.join(waiting)}")
+            self.tunable.update({name: waiting.pop(name) for name in ready})
+        self._conditions.update(conditions)
+        self.fixed.update({n: p.value for n, p in self.parameters.items() if isinstance(p, Fixed) and p.when is None})
+        object.__setattr__(self, "_constraints", tuple(map(Expression, self.constraints)))
 
     @cached_property
     def size(self) -> int | None:
@@ -171,16 +170,3 @@ class Space:
         if unknown:
             raise InvalidAction(f"unknown parameter {', '.join(map(repr, unknown))}")
         return self.validate({name: self.tunable[name].decode(number) for name, number in numbers.items()})
-
-
-def _in_order(parameters: dict[str, Parameter]) -> dict[str, Parameter]:
-    """Each parameter after those that its `when` names; a circle is an error."""
-    ordered: dict[str, Parameter] = {}
-    waiting = dict(parameters)
-    while waiting:
-        ready = [n for n, p in waiting.items() if p.when is None or not (Expression(p.when).names & waiting.keys())]
-        if not ready:
-            raise ValueError(f"`when` goes round in a circle: {', '.join(waiting)}")
-        for name in ready:
-            ordered[name] = waiting.pop(name)
-    return ordered

@@ -93,9 +93,9 @@ class Bandit(SpaceAgent):
         return random.gauss(here.total / here.n, sqrt(doubt))
 
     def learn(self, feedback: Feedback) -> None:
-        if feedback.told is None:
+        if feedback.values is None:
             return
-        value, arm, regime = feedback.told[0], key_of(feedback.action), key_of(feedback.regime)
+        value, arm, regime = feedback.values[0], key_of(feedback.action), key_of(feedback.regime)
         self._pulls[arm, regime].add(value)
         self._by_regime[regime].add(value)
         low, high = self._extremes.get(regime, (value, value))

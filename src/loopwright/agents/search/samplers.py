@@ -137,12 +137,12 @@ class SamplerAgent(SpaceAgent):
         number = self._numbers.pop(feedback.group, None)
         if number is None:
             # A pinned first trial: the sampler did not ask for it, but learns from it.
-            if feedback.told is not None and feedback.outcome is not Outcome.INVALID:
-                self._add(feedback.action, self.unasked, feedback.told)
-        elif feedback.told is None:
+            if feedback.values is not None and feedback.outcome is not Outcome.INVALID:
+                self._add(feedback.action, self.unasked, feedback.values)
+        elif feedback.values is None:
             self._study.tell(number, state=optuna.trial.TrialState.FAIL)
         else:
-            self._study.tell(number, list(feedback.told))
+            self._study.tell(number, list(feedback.values))
 
     def recall(self, proposal: Proposal) -> None:
         if proposal.note is None:

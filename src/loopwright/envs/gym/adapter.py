@@ -62,7 +62,7 @@ class Driver:
             raise
 
     async def _open(self) -> None:
-        self.env.open()  # workloads expect a running event loop
+        self.env.workload.open()  # workloads expect a running event loop
 
     def _cancel(self) -> None:
         for trial in self._in_flight:
@@ -111,13 +111,13 @@ class Driver:
         """The learner's number for a trial. A failed trial gets its penalty, or less than the worst reward so far."""
         if feedback.reward is not None:
             self._worst = min(self._worst, feedback.reward.value)
-        return below(self._worst) if feedback.told is None else feedback.told[0]
+        return below(self._worst) if feedback.values is None else feedback.values[0]
 
     def close(self) -> None:
         """Cancel running trials and close the environment. May be called again."""
         if not self._loop.is_closed():
             self.env.book.when_stopped(None)
-            self._loop.run_until_complete(self.env.close())
+            self._loop.run_until_complete(self.env.workload.close())
             self._loop.close()
 
 

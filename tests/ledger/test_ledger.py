@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopwright.core.errors import LedgerError, StorageError
-from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.outcome import REUSABLE, Fault, Outcome
 from loopwright.core.reward import Reward
 from loopwright.core.trial import Result, Trial
 from loopwright.ledger.ledger import Ledger
@@ -39,7 +39,9 @@ def test_a_reserved_trial_is_in_flight_until_it_is_committed(ledger):
     ledger.reserve([trial()])
     assert ledger.trial(1).outcome is None
     assert [found.number for found in ledger.unfinished()] == [1]
-    ended = ledger.commit(trial(), Result(Outcome.OK, {"y": 2.5}, usage={"wall_s": 0.1}), Reward(2.5, {"y": 2.5}))
+    ended = ledger.commit(
+        trial(), Result(Outcome.OK, {"y": 2.5}, usage={"wall_s": 0.1}, reward=Reward(2.5, {"y": 2.5}))
+    )
     assert ledger.trial(1) == ended
     assert ledger.unfinished() == []
     assert (ended.outcome, ended.reward, dict(ended.metrics)) == (Outcome.OK, Reward(2.5, {"y": 2.5}), {"y": 2.5})
@@ -109,7 +111,7 @@ def test_what_a_dead_process_left_open_is_lost_but_its_trial_is_not(ledger):
 def test_only_reusable_outcomes_answer_a_key(ledger, outcome):
     ledger.reserve([trial()])
     ledger.commit(trial(), Result(outcome))
-    assert (ledger.find("key-1") is not None) == outcome.reusable == (outcome in (Outcome.OK, Outcome.INFEASIBLE))
+    assert (ledger.find("key-1") is not None) == (outcome in REUSABLE)
 
 
 def test_a_copy_from_the_cache_is_not_the_source_of_another(ledger):
@@ -161,7 +163,7 @@ def test_several_threads_write_and_read_at_the_same_time(path, ledger):
             for number in range(thread * 100 + 1, thread * 100 + 26):
                 ledger.reserve([trial(number)])
                 ledger.attempt(number, number, 1)
-                ledger.commit(trial(number), Result(Outcome.OK, {"y": float(number)}), Reward(float(number)))
+                ledger.commit(trial(number), Result(Outcome.OK, {"y": float(number)}, reward=Reward(float(number))))
                 assert ledger.find(f"key-{number}").number == number
         except BaseException as error:
             failures.append(error)
@@ -267,6 +269,9 @@ def test_damage_in_the_middle_is_found_before_a_run_goes_on(path):
 
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
+rewards = st.none() | st.builds(
+    Reward, numbers, st.dictionaries(st.text(max_size=3), numbers, max_size=2), st.tuples(numbers) | st.just(())
+)
 results = st.builds(
     Result,
     outcome=st.sampled_from(Outcome),
@@ -274,15 +279,13 @@ results = st.builds(
     reason=st.text(max_size=20),
     usage=st.dictionaries(st.sampled_from(["wall_s", "user_s"]), numbers),
     cached_from=st.none() | st.text(max_size=5),
-)
-rewards = st.none() | st.builds(
-    Reward, numbers, st.dictionaries(st.text(max_size=3), numbers, max_size=2), st.tuples(numbers) | st.just(())
+    reward=rewards,
 )
 scalars = st.integers(-(2**63), 2**63 - 1) | numbers | st.booleans() | st.text(max_size=10)
 tables = st.dictionaries(st.text(max_size=5), scalars, max_size=3)
 operations = st.lists(
     st.tuples(st.just("reserve"), tables, tables, st.integers(1, 3), st.none() | tables)
-    | st.tuples(st.just("commit"), st.integers(0, 50), results, rewards)
+    | st.tuples(st.just("commit"), st.integers(0, 50), results)
     | st.tuples(st.just("attempt"), st.integers(0, 50))
     | st.tuples(st.just("payload"), st.integers(0, 50), st.binary(max_size=10))
     | st.tuples(st.just("state"), st.sampled_from("abc"), tables)
@@ -305,8 +308,8 @@ class Model:
                 ledger.reserve(made, note)
                 self.trials |= {each.number: each for each in made}
                 self.notes |= {first: note} if note is not None else {}
-            case "commit", number, result, reward if number in self.trials and self.trials[number].unfinished:
-                self.trials[number] = ledger.commit(self.trials[number], result, reward)
+            case "commit", number, result if number in self.trials and self.trials[number].unfinished:
+                self.trials[number] = ledger.commit(self.trials[number], result)
             case "attempt", number if number in self.trials:
                 self.attempts[number] = ledger.attempt(number, 1, 1)
             case "payload", number, data if number in self.trials:
