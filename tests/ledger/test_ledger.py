@@ -39,9 +39,8 @@ def test_a_reserved_trial_is_in_flight_until_it_is_committed(ledger):
     ledger.reserve([trial()])
     assert ledger.trial(1).outcome is None
     assert [found.number for found in ledger.unfinished()] == [1]
-    ended = ledger.commit(
-        trial(), Result(Outcome.OK, {"y": 2.5}, usage={"wall_s": 0.1}, reward=Reward(2.5, {"y": 2.5}))
-    )
+    result = Result(Outcome.OK, {"y": 2.5}, usage={"wall_s": 0.1}, reward=Reward(2.5, {"y": 2.5}))
+    ended = ledger.commit(trial(), result)
     assert ledger.trial(1) == ended
     assert ledger.unfinished() == []
     assert (ended.outcome, ended.reward, dict(ended.metrics)) == (Outcome.OK, Reward(2.5, {"y": 2.5}), {"y": 2.5})
@@ -65,7 +64,7 @@ def test_a_number_is_given_out_once(ledger):
 def test_a_trial_is_committed_once(ledger):
     ledger.reserve([trial()])
     ledger.commit(trial(), Result(Outcome.OK, {"y": 1.0}))
-    with pytest.raises(LedgerError, match="trial 1 was never reserved, or has ended already"):
+    with pytest.raises(LedgerError, match="trial 1 was never reserved, or is finished already"):
         ledger.commit(trial(), Result(Outcome.CRASHED))
     assert ledger.trial(1).outcome is Outcome.OK
 
@@ -246,14 +245,14 @@ class TestAFileThatIsNotWhatItShouldBe:
 
     def test_an_empty_file(self, path, opener):
         path.touch()
-        with pytest.raises(LedgerError, match="is no ledger"):
+        with pytest.raises(LedgerError, match="is not a ledger"):
             opener(path)
 
     def test_a_newer_version(self, path, opener):
         Ledger.create(path).close()
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA user_version = 99")
-        with pytest.raises(LedgerError, match="has version 99; this Loopwright reads version 1"):
+        with pytest.raises(LedgerError, match="has version 99; this Loopwright reads 1"):
             opener(path)
 
 

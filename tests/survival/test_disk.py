@@ -167,5 +167,5 @@ def test_a_damaged_ledger_is_reported_and_left_as_it_is(whole, tmp_path, how):
     assert ended.code == 1
     assert "Traceback" not in ended.err
     assert str(damaged.ledger) in ended.err
-    assert "damaged" in ended.err or "is no ledger" in ended.err
+    assert "damaged" in ended.err or "is not a ledger" in ended.err
     assert damaged.ledger.read_bytes() == content

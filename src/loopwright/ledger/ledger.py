@@ -107,9 +107,7 @@ class Ledger:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version != VERSION:
             connection.close()
-            problem = (
-                f"has version {version}; this Loopwright reads version {VERSION}" if version else "is not a ledger"
-            )
+            problem = f"has version {version}; this Loopwright reads {VERSION}" if version else "is not a ledger"
             raise LedgerError(f"{path} {problem}. Use the Loopwright that wrote it, or choose another --output.")
         return cls(path, connection)
 
