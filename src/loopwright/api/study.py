@@ -1,0 +1,257 @@
+"""A study: the results of one run on disk, and ask/tell for a loop of your own.
+
+    study = Study.read("out")
+    study.best.params, study.best.interval
+    study.trials().to_pandas()
+"""
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+from typing import Any, Self, overload
+
+from loopwright.api.ask_tell import AskTell, PendingTrial
+from loopwright.core.confidence import interval
+from loopwright.core.errors import LedgerError, LoopwrightError, MissingExtra
+from loopwright.core.outcome import Outcome
+from loopwright.core.trial import Trial
+from loopwright.ledger.ledger import Ledger
+from loopwright.reports.export import flat_row
+from loopwright.reports.html import write_report
+from loopwright.reports.search.best import Candidate, best_of
+
+
+class NoResult(LoopwrightError, LookupError):
+    """A study has no best configuration yet, because no trial succeeded."""
+
+
+@dataclass(frozen=True)
+class BestResult:
+    """The best configuration of a study, with its evidence."""
+
+    params: Mapping[str, Any]
+    """What the agent chose; fixed arguments are not repeated here."""
+    value: float
+    """The objective in the unit of its metric, averaged over all measurements. Minimized metrics are not negated."""
+    interval: tuple[float, float] | None
+    """The 95 % confidence interval of `value`; None if the configuration was measured once."""
+    metrics: Mapping[str, float]
+    """Each metric, averaged over all measurements."""
+    trials: tuple[int, ...]
+    """The numbers of the trials that measured it."""
+
+
+class Trials(Sequence[Trial]):
+    """The trials of a study in order, also as a data frame."""
+
+    def __init__(self, trials: Sequence[Trial]) -> None:
+        self._trials = tuple(trials)
+
+    @overload
+    def __getitem__(self, index: int) -> Trial: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Trials": ...
+    def __getitem__(self, index: int | slice) -> "Trial | Trials":
+        return Trials(self._trials[index]) if isinstance(index, slice) else self._trials[index]
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} trials>"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat row per trial: number, outcome, reward, and a column per parameter and metric."""
+        return [flat_row(trial) for trial in self._trials]
+
+    def to_pandas(self) -> Any:
+        """A pandas.DataFrame with one row per trial."""
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MissingExtra("to_pandas", "pandas", package="pandas") from error
+        return pd.DataFrame(self.rows())
+
+    def to_polars(self) -> Any:
+        """A polars.DataFrame with one row per trial."""
+        try:
+            import polars as pl
+        except ImportError as error:
+            raise MissingExtra("to_polars", "polars", package="polars") from error
+        return pl.DataFrame(self.rows(), infer_schema_length=None)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A written report: one HTML file that opens from disk, and shows itself in a notebook."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.path.read_text("utf-8"), quote=True)
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 800px; border: 0"></iframe>'
+
+
+class Study:
+    """One run in an output directory: its trials, its best configuration, its report.
+
+    A study that `Study.open` returned also hands out trials:
+
+        with Study.open("study.toml", "out") as study:
+            while (trial := study.ask()) is not None:
+                study.tell(trial, {"gflops": measure(**trial.params)})
+    """
+
+    def __init__(self, output: Path, run: str, code: int = 0, loop: AskTell | None = None) -> None:
+        self.output, self.run, self.code = output, run, code
+        """`code` is the exit code of the campaign: 0 if every run gave a result."""
+        self._loop = loop
+
+    @classmethod
+    def read(cls, output: str | Path, run: str | None = None, *, code: int = 0) -> Self:
+        """The study in an output directory, finished or not. `run` names one run of a scenario with several."""
+        output = Path(output)
+        names = [path.parent.name for path in sorted(output.glob("*/ledger.db"), key=lambda path: path.stat().st_ctime)]
+        if not names:
+            raise LedgerError(f"{output} contains no study. Pass the output directory of an earlier run.")
+        if run is None and len(names) > 1:
+            raise LedgerError(f"{output} contains several runs: {', '.join(names)}. Pass one of them as `run`.")
+        if run is not None and run not in names:
+            raise LedgerError(f"{output} contains no run {run!r}. Runs: {', '.join(names)}.")
+        return cls(output, run or names[0], code)
+
+    @classmethod
+    def open(
+        cls,
+        scenario: str | Path | Mapping[str, Any],
+        output: str | Path,
+        *,
+        run: str | None = None,
+        set: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Start or resume a study whose trials you measure yourself, with `ask` and `tell`. Use it in a `with` block."""
+        loop = AskTell(scenario, Path(output), run, set or {})
+        return cls(Path(output), loop.name, loop=loop)
+
+    # -- ask and tell -------------------------------------------------------------------------------------------
+
+    def ask(self) -> PendingTrial | None:
+        """The next trial to measure, or None when the study is complete.
+
+        Trials that the cache answers, or that a constraint forbids, are recorded without being handed out. Up to
+        `system.parallel` trials may be pending at a time.
+        """
+        return self._driver.ask()
+
+    def tell(self, trial: PendingTrial, metrics: Mapping[str, float]) -> None:
+        """Record what you measured."""
+        self._driver.tell(trial, metrics)
+
+    def fail(self, trial: PendingTrial, reason: str) -> None:
+        """Record that the trial failed; it gets no metrics and no reward, and is not proposed again."""
+        self._driver.fail(trial, reason)
+
+    def __enter__(self) -> Self:
+        self._driver.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.code = self._driver.close()
+
+    @property
+    def _driver(self) -> AskTell:
+        if self._loop is None:
+            raise LedgerError("this study is read-only. Open it with loopwright.Study.open to ask for trials.")
+        return self._loop
+
+    # -- results ------------------------------------------------------------------------------------------------
+
+    def trials(self) -> Trials:
+        """All trials so far, in order."""
+        with self._ledger() as ledger:
+            return Trials(list(ledger.trials()))
+
+    @property
+    def best(self) -> BestResult:
+        """The best configuration so far, over all its measurements and regimes. Raises NoResult if there is none."""
+        front = self.front
+        if not front:
+            raise NoResult(f"{self.output / self.run}: no trial succeeded. {self._failures()}".strip())
+        return front[0]
+
+    @property
+    def front(self) -> list[BestResult]:
+        """The configurations that no other one beats: one, or several if the study has several objectives."""
+        trials = self.trials()
+        by_number = {trial.number: trial for trial in trials}
+        with self._ledger() as ledger:
+            source = ledger.state("source") or {}
+        rewards = source.get("run", {}).get("reward") or {}
+        return [
+            _result(candidate, [by_number[number] for number in candidate.trials], rewards)
+            for candidate in best_of(trials).front
+        ]
+
+    def report(self) -> Report:
+        """Write `report.html`, the same page that `loopwright report` makes."""
+        return Report(write_report(self.output))
+
+    def to_pandas(self) -> Any:
+        """`trials()` as a pandas.DataFrame."""
+        return self.trials().to_pandas()
+
+    def to_polars(self) -> Any:
+        """`trials()` as a polars.DataFrame."""
+        return self.trials().to_polars()
+
+    def _ledger(self) -> Ledger:
+        return Ledger.read(self.output / self.run / "ledger.db")
+
+    def _failures(self) -> str:
+        failed = [trial for trial in self.trials() if trial.outcome not in (None, Outcome.OK)]
+        return f"{len(failed)} failed; trial {failed[0].number}: {failed[0].reason}" if failed else ""
+
+    def __repr__(self) -> str:
+        with self._ledger() as ledger:
+            counts = ledger.counts()
+        done = sum(count for name, count in counts.items() if name not in ("running", "cached"))
+        return f"<Study {self.run!r} in {self.output}: {done} trials, {counts.get(Outcome.OK, 0)} ok>"
+
+    def _repr_html_(self) -> str:
+        lines = [f"<b>{html.escape(self.run)}</b>: {html.escape(repr(self))}"]
+        for best in self.front[:5]:
+            bounds = "measured once" if best.interval is None else f"95 % interval {best.interval[0]:.6g} to {best.interval[1]:.6g}"
+            params = ", ".join(f"{name} = {value!r}" for name, value in best.params.items())
+            lines.append(f"best: {best.value:.6g} ({bounds}) with <code>{html.escape(params)}</code>")
+        return "<br>".join(lines)
+
+
+def _result(candidate: Candidate, trials: Sequence[Trial], reward: Any) -> BestResult:
+    """A candidate in the user's own unit: the metric where the reward is one metric, the reward otherwise."""
+    table = reward[0] if isinstance(reward, list) else reward
+    names = table.get("metrics") or ()
+    metric = names[0] if table.get("type") in ("identity", "negative") and len(names) == 1 else None
+    if metric is not None:
+        values = [trial.metrics[metric] for trial in trials]
+    else:
+        values = [trial.reward.value for trial in trials if trial.reward]
+    common = set.intersection(*(set(trial.metrics) for trial in trials))
+    _, low, high = interval(values, seed=str(candidate.trials[0]))
+    return BestResult(
+        params=candidate.action,
+        value=fmean(values),
+        interval=(low, high) if len(values) > 1 else None,
+        metrics={name: fmean(trial.metrics[name] for trial in trials) for name in trials[0].metrics if name in common},
+        trials=candidate.trials,
+    )

@@ -1,0 +1,106 @@
+"""Every snippet in README.md and docs/ works: Python runs, scenarios load, commands and flags exist.
+
+The blocks of a page run in order, in one directory that starts with the files of `tests/docs/files/<page>/`. A block that
+cannot run in a test says why in a comment above it: `<!-- test: compile, needs a vLLM server -->` (or `parse` for TOML).
+"""
+
+import re
+import shlex
+import shutil
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+import loopwright
+from loopwright.cli import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(?:<!-- test: (?P<rule>\w+)[^\n]*-->\n\n?)?^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Snippet:
+    language: str
+    text: str
+    line: int
+    rule: str | None
+
+
+def snippets(page: Path) -> list[Snippet]:
+    text = page.read_text()
+    return [
+        Snippet(match["language"], match["text"], text.count("\n", 0, match.start("text")) + 1, match["rule"])
+        for match in BLOCK.finditer(text)
+    ]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=lambda page: page.stem)
+def test_every_snippet_works(page, tmp_path, monkeypatch):
+    files = Path(__file__).parent / "files" / page.stem
+    if files.is_dir():
+        shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    namespace: dict[str, object] = {"__name__": f"docs_{page.stem}"}
+    for snippet in snippets(page):
+        place = f"{page.name}:{snippet.line}"
+        match snippet.language:
+            case "python":
+                code = compile("\n" * snippet.line + snippet.text, str(page), "exec")
+                if snippet.rule is None:
+                    exec(code, namespace)
+            case "toml":
+                check_scenario(snippet, tmp_path, place)
+            case "sh" | "bash":
+                check_commands(snippet.text, place)
+
+
+def check_scenario(snippet: Snippet, directory: Path, place: str) -> None:
+    """A whole scenario must load; a part of one must be TOML."""
+    tables = tomllib.loads(snippet.text)
+    if "run" not in tables or snippet.rule == "parse" or not isinstance(tables["run"], list):
+        return
+    name = re.match(r"# ([\w.-]+\.toml)\n", snippet.text)
+    path = directory / (name[1] if name else "study.toml")
+    path.write_text(snippet.text if "name" in tables else f'name = "study"\n{snippet.text}')
+    try:
+        loopwright.load(path)
+    except loopwright.ScenarioError as error:
+        pytest.fail(f"{place}: {error}")
+
+
+def check_commands(text: str, place: str) -> None:
+    """Every `loopwright` command line names a verb and flags that exist."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] != ["loopwright"]:
+            continue
+        command, rest = get_command(app), words[1:]
+        while hasattr(command, "commands") and rest:
+            assert rest[0] in command.commands, f"{place}: there is no command {rest[0]!r}"
+            command, rest = command.commands[rest[0]], rest[1:]
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        for word in rest:
+            flag = word.partition("=")[0]
+            assert not flag.startswith("-") or flag in known, f"{place}: {command.name} has no option {flag}"
+
+
+def test_only_public_packages_are_imported():
+    """Docs import from `loopwright` and its packages, never from a module inside one."""
+    deep = [
+        f"{page.name}:{snippet.line}: {line}"
+        for page in PAGES
+        for snippet in snippets(page)
+        if snippet.language == "python"
+        for line in snippet.text.splitlines()
+        if (match := re.match(r"\s*from (loopwright(?:\.\w+)*) import", line)) and not is_package(match[1])
+    ]
+    assert deep == []
+
+
+def is_package(name: str) -> bool:
+    return (Path(loopwright.__file__).parent.joinpath(*name.split(".")[1:]) / "__init__.py").is_file()
