@@ -1,32 +1,43 @@
 """Loopwright: a trial runtime for agents that learn by doing.
 
-    import loopwright
-    from pathlib import Path
+    import loopwright as lw
 
-    code = loopwright.dispatch(loopwright.load(Path("study.toml")), Path("out"))
-    with loopwright.Ledger.read(Path("out/matmul/ledger.db")) as ledger:
-        best = max((t for t in ledger.trials() if t.reward), key=lambda t: t.reward.value)
+    study = lw.tune(train, {"lr": lw.log(1e-5, 1e-1), "layers": [1, 2, 4]}, minimize="loss", trials=100)
+    study.best.params, study.best.interval
 
-Names are imported when they are first used, so that `import loopwright` costs nothing.
+Names are imported when they are first used, so `import loopwright` costs nothing.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from loopwright.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from loopwright.agents.search.base import Env, SearchAgent
+    from loopwright.api.ask_tell import PendingTrial
+    from loopwright.api.rollout import rollout
+    from loopwright.api.study import BestResult, NoResult, Study, Trials
+    from loopwright.api.tune import integer, log, run, tune, uniform
     from loopwright.core.agent import Agent, AgentConfig
+    from loopwright.core.config import Config
+    from loopwright.core.episode import Episode
     from loopwright.core.errors import LoopwrightError, ScenarioError
     from loopwright.core.outcome import Fault, Outcome
     from loopwright.core.reward import Reward, RewardFunction
+    from loopwright.core.task import Task
     from loopwright.core.trial import Feedback, Observation, Result, Trial
+    from loopwright.engines.base import Engine, EngineConfig, Sampling
     from loopwright.engines.shortcuts import engine_of
     from loopwright.envs.gym.adapter import GymnasiumAdapter
     from loopwright.envs.gym.observation import ObsLeafDescriptor, StructuredObservation
     from loopwright.envs.live.server import GymServer
     from loopwright.gateway.gateway import Gateway
+    from loopwright.gateway.sessions.session import Session
     from loopwright.ledger.ledger import Ledger
     from loopwright.ledger.observer import Observer
+    from loopwright.rollouts.judgers.base import Judger, JudgerConfig, Payload
+    from loopwright.rollouts.loops.base import AgentLoop, LoopConfig
+    from loopwright.rollouts.tasks.base import TasksConfig
     from loopwright.scenario.dispatch import dispatch
     from loopwright.scenario.load import load
     from loopwright.scenario.make import make
@@ -34,85 +45,118 @@ if TYPE_CHECKING:
     from loopwright.spaces.space import Space
     from loopwright.workloads.base import Job, Workload, WorkloadConfig
 
-_HOMES = {
+_MODULES = {
     "Agent": "core.agent",
     "AgentConfig": "core.agent",
+    "AgentLoop": "rollouts.loops.base",
+    "BestResult": "api.study",
+    "Config": "core.config",
     "ContinuousSpace": "spaces.parameter",
+    "Engine": "engines.base",
+    "EngineConfig": "engines.base",
     "Env": "agents.search.base",
+    "Episode": "core.episode",
     "Fault": "core.outcome",
     "Feedback": "core.trial",
     "Gateway": "gateway.gateway",
     "GymServer": "envs.live.server",
     "GymnasiumAdapter": "envs.gym.adapter",
     "Job": "workloads.base",
+    "Judger": "rollouts.judgers.base",
+    "JudgerConfig": "rollouts.judgers.base",
     "Ledger": "ledger.ledger",
+    "LoopConfig": "rollouts.loops.base",
     "LoopwrightError": "core.errors",
+    "NoResult": "api.study",
     "ObsLeafDescriptor": "envs.gym.observation",
     "Observation": "core.trial",
     "Observer": "ledger.observer",
     "Outcome": "core.outcome",
+    "Payload": "rollouts.judgers.base",
+    "PendingTrial": "api.ask_tell",
     "Result": "core.trial",
     "Reward": "core.reward",
     "RewardFunction": "core.reward",
+    "Sampling": "engines.base",
     "ScenarioError": "core.errors",
     "SearchAgent": "agents.search.base",
+    "Session": "gateway.sessions.session",
     "Space": "spaces.space",
     "StructuredObservation": "envs.gym.observation",
+    "Study": "api.study",
+    "Task": "core.task",
+    "TasksConfig": "rollouts.tasks.base",
     "Trial": "core.trial",
+    "Trials": "api.study",
     "Workload": "workloads.base",
     "WorkloadConfig": "workloads.base",
     "dispatch": "scenario.dispatch",
     "engine_of": "engines.shortcuts",
+    "integer": "api.tune",
     "load": "scenario.load",
+    "log": "api.tune",
     "make": "scenario.make",
+    "rollout": "api.rollout",
+    "run": "api.tune",
+    "tune": "api.tune",
+    "uniform": "api.tune",
 }
 
 __all__ = [
     "Agent",
     "AgentConfig",
+    "AgentLoop",
+    "BestResult",
+    "Config",
     "ContinuousSpace",
+    "Engine",
+    "EngineConfig",
     "Env",
+    "Episode",
     "Fault",
     "Feedback",
     "Gateway",
     "GymServer",
     "GymnasiumAdapter",
     "Job",
+    "Judger",
+    "JudgerConfig",
     "Ledger",
+    "LoopConfig",
     "LoopwrightError",
+    "NoResult",
     "ObsLeafDescriptor",
     "Observation",
     "Observer",
     "Outcome",
+    "Payload",
+    "PendingTrial",
     "Result",
     "Reward",
     "RewardFunction",
+    "Sampling",
     "ScenarioError",
     "SearchAgent",
+    "Session",
     "Space",
     "StructuredObservation",
+    "Study",
+    "Task",
+    "TasksConfig",
     "Trial",
+    "Trials",
     "Workload",
     "WorkloadConfig",
     "dispatch",
     "engine_of",
+    "integer",
     "load",
+    "log",
     "make",
+    "rollout",
+    "run",
+    "tune",
+    "uniform",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(_home(name), name)
-    raise AttributeError(f"module 'loopwright' has no attribute {name!r}")
-
-
-def _home(name: str) -> Any:
-    try:
-        return import_module(f"loopwright.{_HOMES[name]}")
-    except ModuleNotFoundError as error:
-        if error.name != "gymnasium":
-            raise
-        from loopwright.core.errors import MissingExtra
-
-        raise MissingExtra(name, "rl") from error
+__getattr__ = lazy_exports(__name__, _MODULES)

@@ -1,7 +1,8 @@
 """Every snippet in README.md and docs/ works: Python runs, scenarios load, commands and flags exist.
 
-The blocks of a page run in order, in one directory that starts with the files of `tests/docs/files/<page>/`. A block that
-cannot run in a test says why in a comment above it: `<!-- test: compile, needs a vLLM server -->` (or `parse` for TOML).
+The blocks of a page run in order, in one directory that starts with the files of `tests/docs/files/<page>/`. A block
+that cannot run in a test says why in a comment above it: `<!-- test: compile, needs a vLLM server -->` (`parse` for
+TOML).
 """
 
 import re
@@ -19,7 +20,10 @@ from loopwright.cli import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"(?:<!-- test: (?P<rule>\w+)[^\n]*-->\n\n?)?^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"(?:<!-- test: (?P<rule>\w+)[^\n]*-->\n\n?)?^```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)

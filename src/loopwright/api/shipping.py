@@ -1,4 +1,4 @@
-"""Shipping a Python function to worker processes: by name where it can be imported, by value where it can be pickled."""
+"""Shipping a Python function to worker processes: by name if it can be imported, otherwise by value."""
 
 import hashlib
 import inspect
@@ -70,7 +70,7 @@ def code_digest(function: Callable[..., Any]) -> str:
         captured = inspect.getclosurevars(inspect.unwrap(function))
         digest.update(_describe(captured.nonlocals).encode())
         digest.update(_describe(captured.globals).encode())
-        digest.update(_describe(dict(enumerate(function.__defaults__ or ()))).encode())  # type: ignore[attr-defined]
+        digest.update(_describe(dict(enumerate(function.__defaults__ or ()))).encode())
     return digest.hexdigest()
 
 

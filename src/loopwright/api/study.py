@@ -1,8 +1,8 @@
 """A study: the results of one run on disk, and ask/tell for a loop of your own.
 
-    study = Study.read("out")
-    study.best.params, study.best.interval
-    study.trials().to_pandas()
+study = Study.read("out")
+study.best.params, study.best.interval
+study.trials().to_pandas()
 """
 
 import html
@@ -15,12 +15,12 @@ from typing import Any, Self, overload
 
 from loopwright.api.ask_tell import AskTell, PendingTrial
 from loopwright.core.confidence import interval
-from loopwright.core.errors import LedgerError, LoopwrightError, MissingExtra
+from loopwright.core.errors import LedgerError, LoopwrightError
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.export import flat_row
-from loopwright.reports.html import write_report
+from loopwright.reports.page import write_report
 from loopwright.reports.search.best import Candidate, best_of
 
 
@@ -72,7 +72,7 @@ class Trials(Sequence[Trial]):
         try:
             import pandas as pd
         except ImportError as error:
-            raise MissingExtra("to_pandas", "pandas", package="pandas") from error
+            raise ImportError("to_pandas needs pandas. Run: pip install pandas") from error
         return pd.DataFrame(self.rows())
 
     def to_polars(self) -> Any:
@@ -80,7 +80,7 @@ class Trials(Sequence[Trial]):
         try:
             import polars as pl
         except ImportError as error:
-            raise MissingExtra("to_polars", "polars", package="polars") from error
+            raise ImportError("to_polars needs polars. Run: pip install polars") from error
         return pl.DataFrame(self.rows(), infer_schema_length=None)
 
 
@@ -138,7 +138,7 @@ class Study:
         run: str | None = None,
         set: Mapping[str, Any] | None = None,
     ) -> Self:
-        """Start or resume a study whose trials you measure yourself, with `ask` and `tell`. Use it in a `with` block."""
+        """Start or resume a study whose trials you measure yourself, for use in a `with` block."""
         loop = AskTell(scenario, Path(output), run, set or {})
         return cls(Path(output), loop.name, loop=loop)
 
@@ -231,7 +231,11 @@ class Study:
     def _repr_html_(self) -> str:
         lines = [f"<b>{html.escape(self.run)}</b>: {html.escape(repr(self))}"]
         for best in self.front[:5]:
-            bounds = "measured once" if best.interval is None else f"95 % interval {best.interval[0]:.6g} to {best.interval[1]:.6g}"
+            bounds = (
+                "measured once"
+                if best.interval is None
+                else f"95 % interval {best.interval[0]:.6g} to {best.interval[1]:.6g}"
+            )
             params = ", ".join(f"{name} = {value!r}" for name, value in best.params.items())
             lines.append(f"best: {best.value:.6g} ({bounds}) with <code>{html.escape(params)}</code>")
         return "<br>".join(lines)
@@ -240,7 +244,7 @@ class Study:
 def _result(candidate: Candidate, trials: Sequence[Trial], reward: Any) -> BestResult:
     """A candidate in the user's own unit: the metric where the reward is one metric, the reward otherwise."""
     table = reward[0] if isinstance(reward, list) else reward
-    names = table.get("metrics") or ()
+    names: list[str] = table.get("metrics") or []
     metric = names[0] if table.get("type") in ("identity", "negative") and len(names) == 1 else None
     if metric is not None:
         values = [trial.metrics[metric] for trial in trials]

@@ -9,14 +9,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from loopwright.api.objects import register
+from loopwright.api.resume import check_same_study
 from loopwright.api.shipping import code_digest, import_path, search_path, write_pickle
 from loopwright.api.study import Study
-from loopwright.core.errors import LedgerError
+from loopwright.reports.export import replacing
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import LoadedScenario, load
-from loopwright.scenario.output import reopen
 from loopwright.scenario.signals import Signals
-from loopwright.workloads.base import Site, Workload, WorkloadConfig
 from loopwright.workloads.in_process import FunctionWorkload
 
 
@@ -64,35 +64,23 @@ def tune(
     Without `output` the study gets a new directory under `out/`. Called again with the same output, `tune` resumes if
     the function, the space and the objective are equal, and raises otherwise; `trials` may grow.
     """
-    metric, reward = _objective(minimize, maximize)
-    name = _name(function)
+    name = re.sub(r"\W+", "-", getattr(function, "__name__", "function")).strip("-") or "function"
     directory = Path(output) if output is not None else _new_directory(name)
-    workload: dict[str, Any] = {"type": "python", "args": dict(space), "constraints": list(constraints)}
-    if timeout_s is not None:
-        workload["timeout_s"] = timeout_s
-    shipped = None if in_process else import_path(function) or write_pickle(function, directory / "function")
-    path = [str((directory / "function").absolute()), *search_path()]
-    measured = None
-    if shipped is not None:
-        workload |= {"function": shipped, "path": path}
-        if metric is not None:
-            workload["metrics"] = [metric]
-    elif timeout_s is not None:
-        raise ValueError("timeout_s needs a function that can be imported or pickled; this one runs in this process")
-    else:
-        version = code_digest(function)
-        workload = {key: value for key, value in workload.items() if key != "type"} | {"type": "external"}
-
-        def measured(config: WorkloadConfig, site: Site) -> Workload:
-            return FunctionWorkload(config, site, function, version)
-
+    metric, reward = _objective(minimize, maximize)
+    workload = {
+        **_workload(function, name, directory, timeout_s, in_process=in_process),
+        "metrics": [metric],
+        "args": dict(space),
+        "constraints": list(constraints),
+    }
+    agent_table = {"type": agent} if isinstance(agent, str) else dict(agent)
     scenario = {
         "name": name,
         "system": {"type": "local", "parallel": parallel},
         "run": [
             {
                 "name": name,
-                "agent": {**({"type": agent} if isinstance(agent, str) else agent), "trials": trials, "seed": seed},
+                "agent": {"trials": trials, "seed": seed, **agent_table},
                 "reward": reward,
                 "repeats": repeats,
                 "workload": workload,
@@ -102,6 +90,103 @@ def tune(
     loaded = load(scenario)
     resume = (directory / "campaign.json").exists()
     if resume:
-        _check_equal(loaded, directory)
-    code = _dispatch(loaded, directory, resume=resume, make_workload=measured)
-    return Study.read(directory, name, code=code)
+        check_same_study(loaded, directory)
+        with replacing(directory / "scenario.toml") as file:
+            file.write(loaded.text)  # `trials` may have grown
+    return Study.read(directory, name, code=_dispatch(loaded, directory, resume=resume))
+
+
+def run(
+    scenario: str | Path | Mapping[str, Any],
+    output: str | Path | None = None,
+    *,
+    set: Mapping[str, Any] | None = None,
+    resume: bool = False,
+) -> Study:
+    """Run a scenario, a TOML file or the same as a dict, and return its first run as a study.
+
+    `set` overrides keys, as in `{"system.parallel": 4}`. With `resume`, the campaign in `output` is continued.
+    """
+    loaded = load(scenario, set=set)
+    directory = Path(output) if output is not None else _new_directory(loaded.scenario.name)
+    code = _dispatch(loaded, directory, resume=resume)
+    return Study.read(directory, loaded.scenario.run[0].name, code=code)
+
+
+def _objective(minimize: str | bool | None, maximize: str | bool | None) -> tuple[str, dict[str, Any]]:
+    """The metric that is optimised, and the reward table for it."""
+    if bool(minimize) == bool(maximize):
+        raise TypeError(
+            'pass either minimize or maximize: the name of a metric, such as "loss", or True for one number'
+        )
+    choice = minimize or maximize
+    metric = choice if isinstance(choice, str) else "value"
+    return metric, {"type": "negative" if minimize else "identity", "metrics": [metric]}
+
+
+def _workload(
+    function: Callable[..., Any], name: str, directory: Path, timeout_s: float | None, *, in_process: bool
+) -> dict[str, Any]:
+    """The workload table: the function in worker processes where it can be shipped, otherwise in this process."""
+    shipped = None if in_process else import_path(function) or write_pickle(function, directory / "function")
+    if shipped is not None:
+        path = [str((directory / "function").absolute()), *search_path()]
+        return {"type": "python", "function": shipped, "path": path} | (
+            {} if timeout_s is None else {"timeout_s": timeout_s}
+        )
+    if timeout_s is not None:
+        raise ValueError("timeout_s needs a function that can be imported or pickled; this one runs in this process")
+    workload = type(
+        "InProcessFunction",
+        (FunctionWorkload,),
+        {"version": code_digest(function), "call": lambda _, arguments: function(**arguments)},
+    )
+    return {"type": register(name, workload)}
+
+
+def _new_directory(name: str) -> Path:
+    """A directory under `out/` that does not exist yet."""
+    stem = Path("out", f"{name}-{datetime.now().astimezone():%Y%m%d-%H%M%S}")
+    number, directory = 1, stem
+    while directory.exists():
+        number += 1
+        directory = stem.with_name(f"{stem.name}-{number}")
+    return directory
+
+
+def _dispatch(loaded: LoadedScenario, output: Path, *, resume: bool) -> int:
+    """Dispatch, also inside a running event loop, as in a notebook. A signal is raised once the run has stopped."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        code = dispatch(loaded, output, resume=resume)
+    else:
+        code = _dispatch_in_thread(loaded, output, resume=resume)
+    if code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if code > 128:
+        raise SystemExit(code)
+    return code
+
+
+def _dispatch_in_thread(loaded: LoadedScenario, output: Path, *, resume: bool) -> int:
+    signals = Signals()
+    results: list[int | BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(dispatch(loaded, output, resume=resume, signals=signals))
+        except BaseException as error:  # noqa: BLE001  raised again in the caller's thread
+            results.append(error)
+
+    thread = threading.Thread(target=work, name="loopwright-run")
+    thread.start()
+    while thread.is_alive():
+        try:
+            thread.join()
+        except KeyboardInterrupt:
+            signals.handle(signal.SIGINT)
+    (result,) = results
+    if isinstance(result, BaseException):
+        raise result
+    return result

@@ -220,7 +220,7 @@ class JsonEvents(Tally):
         _emit(event)
 
 
-def conduct(loaded: LoadedScenario, output: Path, *, quiet: bool, json: bool, **options: bool) -> int:
+def conduct(loaded: LoadedScenario, output: Path, *, quiet: bool, json: bool, **options: Any) -> int:
     """Run a scenario with progress, and say at the end what was found and where it is."""
     kind: Callable[[AnyEnv], Tally] = (
         Tally if quiet else JsonEvents if json else Bar if sys.stdout.isatty() else LogLines

@@ -33,6 +33,7 @@ def dispatch(
     resume: bool = False,
     accept_changes: bool = False,
     watch: Watch = lambda _: (),
+    signals: Signals | None = None,
 ) -> int:
     """Run a scenario. 0: every run gave a result; 1: a run failed; 130, 143: stopped by a signal.
 
@@ -40,7 +41,7 @@ def dispatch(
     there. Another exception is a bug, or a disk that takes no more: no further run starts, the reports are still made,
     and it reaches the caller as it was.
     """
-    with Signals().installed() as signals, hold(output):
+    with (signals or Signals()).installed() as signals, hold(output):
         if not resume:
             begin(loaded, output)
         code = 0

@@ -213,3 +213,4 @@ def link_into(directory: Path, scenario_dir: Path, names: tuple[str, ...]) -> No
 workloads: Registry[type[Workload]] = Registry("workload", "loopwright.workloads", Workload)
 workloads.add_lazily("command", "loopwright.workloads.command:CommandWorkload")
 workloads.add_lazily("python", "loopwright.workloads.python:PythonWorkload")
+workloads.add_lazily("external", "loopwright.workloads.in_process:ExternalWorkload")

@@ -1,7 +1,8 @@
-"""Workloads measured in this process: a function that cannot be shipped to a worker, or a loop of your own."""
+"""Workloads that run in this process: a function that cannot be shipped to a worker, or a loop of the caller's."""
 
 import asyncio
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 from loopwright.core.errors import LaunchError
@@ -12,7 +13,7 @@ from loopwright.workloads.base import Job, Site, Workload, WorkloadConfig
 
 
 class ExternalConfig(WorkloadConfig):
-    """Arguments without a command: a program of yours measures each trial with `loopwright.Study.open`."""
+    """Arguments without a command: your own program measures each trial with `loopwright.Study.open`."""
 
     type: Literal["external"] = "external"
     metrics: tuple[str, ...] = ()
@@ -23,46 +24,49 @@ class ExternalConfig(WorkloadConfig):
 
 
 class ExternalWorkload(Workload):
-    """Has nothing to run by itself: `Study.ask` hands its trials out."""
+    """Hands each job to `measure`. Without it there is nothing to run: `Study.open` provides one."""
 
     Config: ClassVar[type[WorkloadConfig]] = ExternalConfig
-    config: ExternalConfig
 
-    def open(self) -> None:
-        raise LaunchError('a workload of type "external" is measured by your own program: use loopwright.Study.open')
-
-    async def run(self, job: Job) -> Result:
-        raise AssertionError("unreachable: open() raises")
-
-
-class MeasuredWorkload(Workload):
-    """A configured workload whose trials something else measures: an asynchronous function from job to result."""
-
-    def __init__(self, workload: Workload, measure: Callable[[Job], Any]) -> None:
-        super().__init__(workload.config, workload.site)
-        self._workload, self._measure = workload, measure
+    def __init__(self, config: Any, site: Site, measure: Callable[[Job], Awaitable[Result]] | None = None) -> None:
+        super().__init__(config, site)
+        self._measure = measure
 
     async def run(self, job: Job) -> Result:
-        result: Result = await self._measure(job)
+        if self._measure is None:
+            raise LaunchError('workload "external" is measured by your own program: use loopwright.Study.open')
+        result = await self._measure(job)
+        missing = [name for name in self.config.metric_names() or () if name not in result.metrics]
+        if result.outcome is Outcome.OK and missing:
+            return Result(Outcome.METRIC_MISSING, reason=f"no metric {', '.join(missing)}")
         return result
-
-    def fingerprint(self) -> str:
-        return self._workload.fingerprint()
 
 
 class FunctionWorkload(Workload):
-    """Calls a function in a thread of this process. It cannot be killed, so it has no timeout."""
+    """Calls a function in a thread of this process. It cannot be killed, so it has no timeout.
 
-    def __init__(self, config: WorkloadConfig, site: Site, function: Callable[..., Any], version: str) -> None:
-        super().__init__(config, site)
-        self._function, self._version = function, version
+    class Train(FunctionWorkload):
+        version = "1"
+
+        def call(self, arguments: Mapping[str, Any]) -> Any:
+            return train(**arguments)
+    """
+
+    Config: ClassVar[type[WorkloadConfig]] = ExternalConfig
+    version: ClassVar[str] = ""
+    """Changes with the function's code: trials of different versions are not compared."""
+
+    @abstractmethod
+    def call(self, arguments: Mapping[str, Any]) -> Any:
+        """Call the function."""
 
     def fingerprint(self) -> str:
-        return self._version
+        return self.version
 
     async def run(self, job: Job) -> Result:
+        job.flush_reservation()
         try:
-            value = await asyncio.to_thread(self._function, **job.arguments)
+            value = await asyncio.to_thread(self.call, job.arguments)
             if hasattr(value, "__await__"):
                 value = await value
         except Exception as error:  # noqa: BLE001  Whatever the user's function raises is this trial's result.
@@ -75,7 +79,7 @@ def result_of(value: Any) -> Result:
     answer = metrics_of(value)
     if "error" in answer:
         return Result(Outcome.CRASHED, reason=answer["error"].strip())
-    if answer["others"]:
-        missing = ", ".join(f"{name} (it is {text})" for name, text in answer["others"].items())
+    if answer["nonfinite"]:
+        missing = ", ".join(f"{name} (it is {text})" for name, text in answer["nonfinite"].items())
         return Result(Outcome.METRIC_MISSING, reason=f"not finite: {missing}")
     return Result(Outcome.OK, answer["value"])

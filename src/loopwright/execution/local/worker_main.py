@@ -68,7 +68,7 @@ class CallServer:
         if os.getpid() != self._pid:
             os._exit(0)
         if "value" in response:
-            response = _metrics(response["value"])
+            response = metrics_of(response["value"])
         response["usable"] = self._flush(response.get("error"))
         # So that the parent, which is busier than we are, looks for output only if there is some.
         response["output"] = _has_unread_output(1) or _has_unread_output(2)
@@ -168,10 +168,12 @@ def _describe(name: str) -> Frame:
     }
 
 
-def _metrics(value: object) -> Frame:
-    """The return value as a response; an error unless it is a dict of numbers."""
+def metrics_of(value: object) -> Frame:
+    """The return value as a response; an error unless it is a dict of numbers, or one number, the metric `value`."""
     if not isinstance(value, dict):
-        return _value_error(f"it returned {_short(value)}")
+        if isinstance(value, bool) or _number(value) is None:
+            return _value_error(f"it returned {_short(value)}")
+        value = {"value": value}
     finite: dict[str, int | float] = {}
     nonfinite: dict[str, str] = {}
     for name, number in value.items():

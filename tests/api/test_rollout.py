@@ -1,0 +1,63 @@
+"""`loopwright.rollout`: judged episodes from Python objects."""
+
+import pytest
+
+import loopwright as lw
+
+TASKS = [{"prompt": f"What is {a} + 1?", "label": str(a + 1)} for a in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+class Twice(lw.AgentLoop):
+    async def run(self, task, session):
+        first = await session.turn(task.messages)
+        await session.turn([*task.messages, first.message, {"role": "user", "content": "Are you sure?"}])
+        return session.episode(task)
+
+
+class Half(lw.Judger):
+    async def judge(self, payload):
+        return lw.Reward(0.5)
+
+
+def test_a_function_judges_what_a_named_loop_and_engine_made():
+    seen = []
+
+    def exact(answer, label):
+        seen.append(label)
+        return 1.0
+
+    episodes = lw.rollout(TASKS, "single_turn", exact, engine="scripted", samples=2)
+
+    assert [episode.task.id for episode in episodes] == ["0", "0", "1", "1", "2", "2"]
+    assert [episode.reward.value for episode in episodes] == [1.0] * 6
+    assert sorted(seen) == ["1", "1", "2", "2", "3", "3"]
+    assert episodes[0].rewards == {"exact": 1.0}
+
+
+@pytest.mark.parametrize("judger", [Half, {"type": "length"}, None])
+def test_loops_and_judgers_may_be_classes_or_tables(judger):
+    episodes = lw.rollout(
+        ["hello", lw.Task("b", ({"role": "user", "content": "hi"},))], Twice, judger, engine="scripted"
+    )
+
+    assert [(episode.task.id, episode.turns) for episode in episodes] == [("0", 2), ("b", 2)]
+    assert all(episode.reward is not None for episode in episodes)
+
+
+def test_an_engine_object_and_sampling_are_used():
+    engine = lw.engine_of("scripted")
+
+    (episode,) = lw.rollout(["hello"], engine=engine, sampling=lw.Sampling(max_tokens=3), output="out")
+
+    assert episode.sampled <= 3
+    assert lw.Study.read("out").trials()[0].number == 1
+
+
+def test_no_tasks_are_refused():
+    with pytest.raises(ValueError, match="at least one task"):
+        lw.rollout([], engine="scripted")

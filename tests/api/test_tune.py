@@ -1,0 +1,179 @@
+"""`loopwright.tune` and `loopwright.run`: a search in ten lines of Python, durable like any other."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import loopwright as lw
+from loopwright.core.errors import LedgerError
+from loopwright.core.outcome import Outcome
+
+SPACE = {"x": lw.uniform(-10.0, 10.0), "shift": [0, 1]}
+
+
+def parabola(x, shift):
+    return {"loss": (x - 3) ** 2 + shift}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_function_is_tuned_in_worker_processes():
+    study = lw.tune(parabola, SPACE, minimize="loss", trials=12, parallel=2, output="out")
+
+    assert len(study.trials()) == 12
+    assert study.best.params.keys() == {"x", "shift"}
+    assert study.best.value == min(trial.metrics["loss"] for trial in study.trials())
+    assert study.best.interval is None, "it was measured once"
+    assert study.code == 0
+
+
+def test_a_closure_is_shipped_to_worker_processes_and_can_be_resumed_from_the_command_line():
+    centre = 3
+
+    def distance(x):
+        import os
+
+        return {"distance": abs(x - centre), "pid": os.getpid()}
+
+    study = lw.tune(distance, {"x": lw.integer(0, 100)}, minimize="distance", trials=3, output="out")
+    command = [sys.executable, "-m", "loopwright", "resume", "out", "--quiet", "--set", "run.agent.trials=5"]
+    subprocess.run(command, check=True, capture_output=True)
+
+    pids = {trial.metrics["pid"] for trial in study.trials()}
+    assert len(study.trials()) == 5
+    assert len(pids) == 2, "one worker of each process"
+
+
+def test_a_function_that_cannot_be_pickled_runs_in_this_process():
+    lock, threads = threading.Lock(), set()
+
+    def guarded(x):
+        with lock:
+            threads.add(threading.get_ident())
+            return x * x
+
+    study = lw.tune(guarded, {"x": [1, 2, 3]}, minimize=True, trials=3, agent="grid", output="out")
+
+    assert threads
+    assert (study.best.params, study.best.value) == ({"x": 1}, 1)
+
+
+def test_in_process_is_a_choice_and_refuses_a_timeout():
+    study = lw.tune(parabola, SPACE, minimize="loss", trials=3, output="out", in_process=True)
+    assert study.trials()[0].outcome is Outcome.OK
+
+    with pytest.raises(ValueError, match="timeout_s needs a function that can be imported or pickled"):
+        lw.tune(parabola, SPACE, minimize="loss", trials=3, output="other", in_process=True, timeout_s=1)
+
+
+def test_a_study_in_this_process_says_how_it_is_continued():
+    lw.tune(parabola, SPACE, minimize="loss", trials=2, output="out", in_process=True)
+
+    resumed = subprocess.run([sys.executable, "-m", "loopwright", "resume", "out"], capture_output=True, text=True)
+
+    assert resumed.returncode == 2
+    assert "belongs to the Python program that started this study" in resumed.stderr
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_crash_is_a_failed_trial(in_process):
+    def fragile(x):
+        if x == 2:
+            raise RuntimeError("too fragile")
+        return float(x)
+
+    study = lw.tune(fragile, {"x": [1, 2]}, maximize=True, trials=2, agent="grid", output="out", in_process=in_process)
+
+    (failed,) = (trial for trial in study.trials() if trial.outcome is Outcome.CRASHED)
+    assert "too fragile" in failed.reason
+    assert study.best.params == {"x": 1}
+
+
+def test_the_same_call_resumes_and_may_ask_for_more_trials():
+    first = lw.tune(parabola, SPACE, minimize="loss", trials=4, output="out")
+    again = lw.tune(parabola, SPACE, minimize="loss", trials=6, output="out")
+
+    assert [trial.number for trial in again.trials()] == [1, 2, 3, 4, 5, 6]
+    assert [trial.action for trial in first.trials()][:4] == [trial.action for trial in again.trials()][:4]
+
+
+def test_another_space_objective_or_function_is_refused():
+    lw.tune(parabola, SPACE, minimize="loss", trials=2, output="out")
+
+    with pytest.raises(LedgerError, match="another space for run 'parabola'"):
+        lw.tune(parabola, {**SPACE, "shift": [0, 2]}, minimize="loss", trials=2, output="out")
+    with pytest.raises(LedgerError, match="another objective"):
+        lw.tune(parabola, SPACE, maximize="loss", trials=2, output="out")
+    with pytest.raises(LedgerError, match="without a run 'other'"):
+        lw.tune(other, SPACE, minimize="loss", trials=2, output="out")
+
+
+def other(x, shift):
+    return {"loss": x + shift}
+
+
+def test_changed_code_or_captured_values_are_refused():
+    def scaled(factor):
+        return lambda x: factor * x
+
+    lw.tune(scaled(2), {"x": [1, 2]}, minimize=True, trials=2, output="out")
+    lw.tune(scaled(2), {"x": [1, 2]}, minimize=True, trials=2, output="out")
+
+    with pytest.raises(LedgerError, match="have changed since"):
+        lw.tune(scaled(3), {"x": [1, 2]}, minimize=True, trials=2, output="out")
+
+
+@pytest.mark.parametrize("objective", [{}, {"minimize": "a", "maximize": "b"}])
+def test_the_direction_is_required(objective):
+    with pytest.raises(TypeError, match="either minimize or maximize"):
+        lw.tune(parabola, SPACE, trials=2, **objective)
+
+
+def test_a_wrong_argument_is_found_before_anything_runs():
+    with pytest.raises(lw.ScenarioError, match="takes no argument 'y'"):
+        lw.tune(parabola, {"x": [1, 2], "shift": 0, "y": [1, 2]}, minimize="loss", trials=2, output="out")
+
+
+def test_without_an_output_each_study_gets_a_directory():
+    studies = [lw.tune(parabola, SPACE, minimize="loss", trials=1) for _ in range(2)]
+
+    assert {study.output.parent for study in studies} == {Path("out")}
+    assert studies[0].output != studies[1].output
+
+
+def test_it_works_inside_a_running_event_loop_as_notebooks_have_one():
+    async def cell():
+        return lw.tune(parabola, SPACE, minimize="loss", trials=2, output="out")
+
+    assert len(asyncio.run(cell()).trials()) == 2
+
+
+def test_a_scenario_runs_from_a_dict_with_overrides():
+    scenario = {
+        "name": "echo",
+        "run": [
+            {
+                "name": "echo",
+                "agent": {"type": "random", "trials": 10},
+                "reward": {"type": "identity", "metrics": ["v"]},
+                "workload": {
+                    "type": "command",
+                    "command": "echo v: {x}",
+                    "metrics": {"v": {"regex": "v: ([0-9.]+)"}},
+                    "args": {"x": [1, 2, 3]},
+                },
+            }
+        ],
+    }
+
+    study = lw.run(scenario, "out", set={"run.agent.trials": 3})
+
+    assert len(study.trials()) == 3
+    assert (Path("out") / "report.html").is_file()
