@@ -203,11 +203,11 @@ class JudgedReward(RewardFunction):
         return "reward"
 
 
+@dataclass(frozen=True)
 class Objectives:
     """The reward functions of a run side by side: usually one; none for a run that only measures."""
 
-    def __init__(self, functions: tuple[RewardFunction, ...]) -> None:
-        self.functions = functions
+    functions: tuple[RewardFunction, ...]
 
     @property
     def labels(self) -> tuple[str, ...]:

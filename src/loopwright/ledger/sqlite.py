@@ -51,12 +51,11 @@ class Transaction:
     commit to the next writer, so that what belongs together costs one commit.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, main: "Transaction | None" = None) -> None:
-        self._path, self._connection, self._commits = path, connection, main is None
-        self._lock = threading.RLock() if main is None else main._lock
-        self._joins = False
-        if main is None:
-            self.held = Transaction(path, connection, self)
+    def __init__(self, path: Path, connection: sqlite3.Connection, held_lock: Any = None) -> None:
+        self._path, self._connection, self._joins = path, connection, False
+        self._commits, self._lock = held_lock is None, held_lock or threading.RLock()
+        if held_lock is None:
+            self.held = Transaction(path, connection, self._lock)
 
     def __enter__(self) -> sqlite3.Connection:
         self._lock.acquire()

@@ -94,13 +94,15 @@ class SearchAgent(Agent):
 
     def run(self) -> int:
         """The campaign: restore, then propose, step and learn until there is nothing left to try."""
-        self.restore(self.env.history())
+        if self.env.book.step:
+            self.restore(self.env.history())
         asyncio.run(self._campaign())
         return 0
 
     async def _campaign(self) -> None:
-        """Keep up to `parallel` trials in flight, each in a slot of its own; feedback comes as they finish."""
-        book, unfinished = self.env.book, self.env.unfinished()
+        """Keep up to `parallel` trials in flight, one per slot; feedback comes as they finish."""
+        book = self.env.book
+        unfinished = self.env.unfinished() if book.step else []
         loop = asyncio.get_running_loop()
         async with self.env.running():
             slots = [asyncio.ensure_future(self._slot(unfinished)) for _ in range(self.parallel)]
@@ -175,7 +177,7 @@ class SpaceAgent(SearchAgent):
 
     env: SearchEnv
     heeds_constraints: ClassVar[bool] = False
-    """Whether a proposal that breaks a constraint is thought over first, instead of spending a trial on it."""
+    """Whether a proposal that breaks a constraint is retried first, instead of spending a trial on it."""
 
     def __init__(self, env: SearchEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
@@ -188,54 +190,48 @@ class SpaceAgent(SearchAgent):
 
     @classmethod
     def problems(cls, config: Any, space: Space, home: Path) -> list[Problem]:
-        found = []
+        problems = []
         for index, point in enumerate(() if config.start == "first" else config.start):
             try:
                 space.validate(point)
             except InvalidAction as error:
-                found.append(Problem(f"start[{index}]", f"{error}."))
-        return found
+                problems.append(Problem(f"start[{index}]", f"{error}."))
+        return problems
 
     @abstractmethod
     def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
         """The n-th proposal, a function of the seed, n, `retry` and what was learned; None at the end.
 
-        With a higher `retry` it should differ: the earlier tries are points that are known to fail.
+        With a higher `retry` it should differ: the earlier tries are points that failed.
         """
 
     def select_action(self, observation: Observation) -> Action | None:
-        n = self.proposed + 1
-        if n <= len(self._start):
-            return self._chosen(n, self._start[n - 1], _point(self._start[n - 1], observation.context))
-        retry, action = self._waiting or (0, self.propose(n, 0, observation))
-        self._waiting = None
+        n, pinned = self.proposed + 1, self.proposed < len(self._start)
+        if pinned:
+            retry, action = 0, self._start[n - 1]
+        else:
+            retry, action = self._waiting or (0, self.propose(n, 0, observation))
+            self._waiting = None
         while action is not None:
             point = _point(action, observation.context)
-            if point in self._open.values() and not self.measures_again:
+            if not pinned and point in self._open.values() and not self.measures_again:
                 # Whether this point fails is not known yet: wait, so that the choice never depends on timing.
                 self._waiting = retry, action
                 return None
-            if point not in self._failed and not self._hopeless(retry, action, observation):
-                return self._chosen(n, action, point)
+            avoids = self.heeds_constraints and retry < _RETRIES_FOR_CONSTRAINTS
+            if pinned or not (point in self._failed or (avoids and self.space.violated(action, observation.context))):
+                self.proposed, self._open[n] = n, point
+                return action
             retry += 1
             if retry >= RETRIES and self._open:
-                # What has not failed is known only when nothing is in flight: wait here too.
+                # Which points have not failed is known only when nothing is in flight: wait here too.
                 self._waiting = retry, action
                 return None
             action = self.propose(n, retry, observation) if retry < RETRIES else self.other(n, observation)
         return None
 
-    def _hopeless(self, retry: int, action: Action, observation: Observation) -> bool:
-        heeds = self.heeds_constraints and retry < _RETRIES_FOR_CONSTRAINTS
-        return heeds and self.space.violated(action, observation.context) is not None
-
-    def _chosen(self, n: int, action: Action, point: str) -> Action:
-        self.proposed = n
-        self._open[n] = point
-        return action
-
     def other(self, n: int, observation: Observation) -> Action | None:
-        """Some point that has not failed, where the agent's own proposals all have; None if there is none."""
+        """Any point that has not failed, once all of the agent's own proposals have; None if every point has."""
         size = self.space.size
         if size is None or size > _ENUMERABLE or not self.space.enumerable:
             candidates = [self.space.sample(self.config.seed, f"{n}:{retry}:other") for retry in range(100)]
@@ -251,7 +247,7 @@ class SpaceAgent(SearchAgent):
         self.learn(feedback)
 
     def has_failed(self, action: Action, regime: Regime) -> bool:
-        """Whether this point is known to fail."""
+        """Whether this point has failed."""
         return _point(action, regime) in self._failed
 
     def learn(self, feedback: Feedback) -> None:
@@ -267,11 +263,11 @@ class SpaceAgent(SearchAgent):
                 self._open[proposal.group] = _point(proposal.action, proposal.regime)
 
     def recall(self, proposal: Proposal) -> None:
-        """Take back into memory that this was proposed, before its feedback is given again."""
+        """Restore one proposal, before its feedback is replayed."""
 
 
 def _point(action: Action, regime: Regime) -> str:
-    """One name for a point; also for one that no space can hold, which is the environment's to refuse."""
+    """A key for a point, also for one outside every space, which the environment will refuse."""
     try:
         return key_of(action, regime)
     except InvalidAction:
