@@ -12,7 +12,7 @@ from loopwright.agents import agents, rollout_agents
 from loopwright.core.registry import Registry
 from loopwright.core.reward import rewards
 from loopwright.engines.base import Sampling, engines
-from loopwright.envs.live.env import LiveConfig
+from loopwright.envs.live.config import LiveConfig
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.judgers.base import judgers

@@ -123,7 +123,7 @@ def test_the_end_of_a_live_run_says_what_failed_and_why(loopwright, tmp_path):
     assert ended.returncode == 0, ended.stderr
     assert "first: 40 steps in 24 episodes, 20 failed" in ended.stdout
     assert "mean return of the last 2 episodes: -5 (of the first 2: -5)" in ended.stdout
-    assert "20 × metric_missing: reward: nan where a finite number is due" in ended.stdout
+    assert "20 × metric_missing: reward: expected a finite number, got nan" in ended.stdout
 
 
 def test_the_end_of_a_training_says_how_the_policy_did(loopwright, scenario, tmp_path):

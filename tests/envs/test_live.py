@@ -52,7 +52,7 @@ def test_numbers_rise_over_episodes_and_each_step_is_a_row(tmp_path):
     assert [row.group for row in rows(env)] == [1] * 5 + [2] * 5 + [3] * 2
     assert rows(env)[4].metrics == {"observation": [5.0, 0.0]}
     assert rows(env)[4].reward.value == 5.0
-    env.shut()
+    env.close()
     assert [one["length"] for one in env.book.ledger.episodes()] == [5, 5, 2]
 
 
@@ -62,7 +62,7 @@ def test_a_step_after_the_end_needs_a_reset(tmp_path):
     with pytest.raises(InvalidAction, match="call reset"):
         env.step_now(0)
     assert env.book.step == 5
-    env.shut()
+    env.close()
 
 
 def test_the_regime_is_drawn_per_episode_and_handed_to_the_server(tmp_path):
@@ -73,7 +73,7 @@ def test_the_regime_is_drawn_per_episode_and_handed_to_the_server(tmp_path):
     assert [row.regime["speed"] for row in rows(env)] == [speed for speed in regimes for _ in range(5)]
     assert [info["env_params"]["speed"] for *_, info in told] == [row.regime["speed"] for row in rows(env)]
     assert [row.draw for row in rows(env)] == [n for n in range(1, 9) for _ in range(5)]
-    env.shut()
+    env.close()
 
 
 def test_resetting_again_burns_neither_a_draw_nor_a_number(tmp_path):
@@ -86,13 +86,13 @@ def test_resetting_again_burns_neither_a_draw_nor_a_number(tmp_path):
     assert info["trial"] == 1
     env.step_now(1)
     assert [(row.number, row.group, row.draw) for row in rows(env)] == [(1, 1, 1), (2, 2, 2)]
-    env.shut()
+    env.close()
 
 
 def test_the_budget_ends_the_last_episode(tmp_path):
     env = live(tmp_path, budget=7)
     assert [truncated for *_, truncated, _ in played(env, 7)] == [False] * 6 + [True]
-    env.shut()
+    env.close()
     assert [one["truncated"] for one in env.book.ledger.episodes()] == [False, True]
 
 
@@ -100,7 +100,7 @@ def test_an_episode_row_carries_its_first_and_last_trial(tmp_path):
     env = live(tmp_path, record="episodes", drawn={"speed": [1, 2]})
     told = played(env, 12)
     assert [info["trial"] for *_, info in told] == list(range(1, 13))
-    env.shut()
+    env.close()
     found = list(env.book.ledger.trials())
     assert [(row.metrics["first"], row.metrics["last"], row.number) for row in found] == [
         (1, 5, 5),
@@ -114,13 +114,13 @@ def test_an_episode_row_carries_its_first_and_last_trial(tmp_path):
 def test_going_on_keeps_numbers_draws_and_episodes_rising(tmp_path):
     env = live(tmp_path, drawn={"speed": [1, 2]})
     played(env, 7)
-    env.shut()
+    env.close()
     env.book.ledger.close()
     again = live(tmp_path, drawn={"speed": [1, 2]})
     played(again, 5)
     last = rows(again)[-1]
     assert (last.number, last.group, last.draw) == (12, 3, 3)
-    again.shut()
+    again.close()
 
 
 def test_what_is_written_later_is_what_was_seen_then(tmp_path):
@@ -145,7 +145,7 @@ def test_what_is_written_later_is_what_was_seen_then(tmp_path):
         env.step_now(action)
     assert [row.metrics["observation"][0] for row in rows(env)] == list(range(1, 21))
     assert [row.action[0] for row in rows(env)] == pytest.approx([n / 20 for n in range(20)])
-    env.shut()
+    env.close()
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_samples_of_every_space_can_be_written(tmp_path, space, sample):
     env.start_episode()
     env.step_now(sample)
     assert rows(env)[0].outcome is Outcome.OK
-    env.shut()
+    env.close()
 
 
 # -- servers that do not behave -----------------------------------------------------------------------------------
@@ -190,15 +190,15 @@ def test_an_unusable_answer_is_a_missing_metric_and_ends_the_episode(tmp_path, a
     played(env, 5)
     failed = next(row for row in rows(env) if row.number == 3)
     assert (failed.outcome, failed.fault, failed.reward) == (Outcome.METRIC_MISSING, Fault.WORKLOAD, None)
-    assert failed.reason.startswith(("obs: ", "reward: ", "terminated: ", "truncated: ", "info: ", "'step' gave "))
+    assert failed.reason.startswith(("obs: ", "reward: ", "terminated: ", "truncated: ", "info: ", "'step' returned "))
     assert [one["length"] for one in env.book.ledger.episodes()] == [3, 5]
-    env.shut()
+    env.close()
 
 
 def test_a_penalty_that_is_set_is_told(tmp_path):
     env = live(tmp_path, Line({1: 5}), penalties=Penalties(metric_failure=-9.0))
     assert played(env, 1)[0][1] == -9.0
-    env.shut()
+    env.close()
 
 
 @pytest.mark.parametrize("record", ["steps", "episodes"])
@@ -214,12 +214,12 @@ def test_a_server_that_dies_is_lost_and_the_run_can_go_on(tmp_path, error, recor
     assert str(error) in row.reason
     played(env, 2)
     assert env.book.step == 5
-    env.shut()
+    env.close()
     env.book.ledger.close()
     again = live(tmp_path, record=record)
     played(again, 5)
     assert rows(again)[-1].number == 10
-    again.shut()
+    again.close()
 
 
 def test_an_action_that_the_server_cannot_read_is_invalid(tmp_path):
@@ -228,14 +228,14 @@ def test_an_action_that_the_server_cannot_read_is_invalid(tmp_path):
     assert told[1][-1]["outcome"] == "invalid"
     assert [row.outcome for row in rows(env)] == [Outcome.OK, Outcome.INVALID, Outcome.OK]
     assert rows(env)[1].fault is Fault.POLICY
-    env.shut()
+    env.close()
 
 
 def test_an_action_outside_the_space_of_a_server_that_asserts_is_invalid(tmp_path):
     env = live(tmp_path, gymnasium.make("CartPole-v1").unwrapped)
     told = played(env, 1, action=7)
     assert told[0][-1]["outcome"] == "invalid"
-    env.shut()
+    env.close()
 
 
 def test_a_reset_that_gives_nonsense_costs_no_number(tmp_path):
@@ -247,7 +247,7 @@ def test_a_reset_that_gives_nonsense_costs_no_number(tmp_path):
     with pytest.raises(ServerError, match=r"obs: element \[0\] is nan"):
         env.start_episode()
     assert env.book.step == 0
-    env.shut()
+    env.close()
 
 
 @pytest.mark.parametrize("reward", [1, np.float32(1), np.int64(1), np.array(1.0), Fraction(1)])
@@ -256,15 +256,15 @@ def test_a_reward_may_be_any_real_number_and_a_flag_numpys(tmp_path, reward):
     _, told, terminated, truncated, info = played(env, 1)[0]
     assert (told, terminated, truncated, info) == (1.0, False, True, {"trial": 1})
     assert (type(told), type(terminated), type(truncated)) == (float, bool, bool)
-    env.shut()
+    env.close()
 
 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (None, "'reset' gave None where"),
-        ((np.zeros(2, np.float32), None), "'reset' gave info: None where a dict is due"),
-        ((np.zeros(3, np.float32), {}), r"'reset' gave obs: shape \(3,\)"),
+        (None, "'reset' returned None, expected"),
+        ((np.zeros(2, np.float32), None), "'reset' returned info: expected a dict, got None"),
+        ((np.zeros(3, np.float32), {}), r"'reset' returned obs: expected shape \(2,\), got \(3,\)"),
     ],
 )
 def test_an_unusable_answer_to_reset_is_said(tmp_path, answer, said):
@@ -275,7 +275,7 @@ def test_an_unusable_answer_to_reset_is_said(tmp_path, answer, said):
     env = live(tmp_path, Mad())
     with pytest.raises(ServerError, match=said):
         env.start_episode()
-    env.shut()
+    env.close()
 
 
 def test_a_reset_that_raises_is_lost_and_the_next_one_may_go_well(tmp_path):
@@ -290,7 +290,7 @@ def test_a_reset_that_raises_is_lost_and_the_next_one_may_go_well(tmp_path):
     with pytest.raises(ServerLost, match="the server failed in 'reset': SystemExit: 3"):
         env.start_episode()
     assert [info["trial"] for *_, info in played(env, 2)] == [1, 2]
-    env.shut()
+    env.close()
 
 
 def test_a_close_that_raises_hides_nothing(tmp_path, caplog):
@@ -300,7 +300,7 @@ def test_a_close_that_raises_hides_nothing(tmp_path, caplog):
 
     env = live(tmp_path, Sticky())
     played(env, 2)
-    env.shut()
+    env.close()
     assert "the server failed in 'close': RuntimeError('stuck')" in caplog.text
     assert len(list(env.book.ledger.trials())) == 2
 
@@ -308,7 +308,7 @@ def test_a_close_that_raises_hides_nothing(tmp_path, caplog):
 def test_a_closed_environment_says_so(tmp_path):
     env = live(tmp_path)
     played(env, 2)
-    env.shut()
+    env.close()
     for call in (lambda: env.step_now(1), env.start_episode):
         with pytest.raises(InvalidAction, match="the environment is closed"):
             call()
@@ -383,7 +383,7 @@ def test_a_step_that_hangs_is_lost_and_the_run_can_go_on(tmp_path, hang, record)
     assert "timeout_s" in row.reason
     played(env, 2)
     assert env.book.step == 5
-    env.shut()
+    env.close()
     assert [one["length"] for one in env.book.ledger.episodes()] == [3, 2]
 
 
@@ -393,14 +393,14 @@ def test_a_reset_that_hangs_is_lost_and_costs_no_number(tmp_path):
         played(env, 15)
     assert env.book.step == 10
     played(env, 5)
-    env.shut()
+    env.close()
     assert [row.number for row in env.book.ledger.trials()] == list(range(1, 16))
 
 
 def test_a_close_that_hangs_holds_nobody_up(tmp_path, caplog):
     env = live(tmp_path, Hanging("close", sleeping, at=1), timeout_s=0.2)
     played(env, 3)
-    env.shut()
+    env.close()
     assert "did not respond to 'close'" in caplog.text
     assert env.book.ledger.last()[0] == 3
 
@@ -412,8 +412,8 @@ def test_only_a_call_of_the_server_is_interrupted(tmp_path):
     time.sleep(0.4)  # a policy takes its time to learn
     played(other, 1)
     env.step_now(1)
-    env.shut()
-    other.shut()
+    env.close()
+    other.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "loopwright-watchdog" and _stays(thread)]
 
 
@@ -427,7 +427,7 @@ def test_ctrl_c_in_a_step_is_over_with_it(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         played(env, 2)
     time.sleep(0.3)
-    env.shut()
+    env.close()
 
 
 def test_a_step_in_another_thread_is_told_of_and_left_alone(tmp_path, caplog):
@@ -441,7 +441,7 @@ def test_a_step_in_another_thread_is_told_of_and_left_alone(tmp_path, caplog):
     release.set()
     thread.join()
     assert len(told) == 3
-    env.shut()
+    env.close()
 
 
 def test_s12_a_signal_in_a_step_that_hangs_is_still_heard(tmp_path):
@@ -456,7 +456,7 @@ def test_s12_a_signal_in_a_step_that_hangs_is_still_heard(tmp_path):
             env.start_episode()
         timer.join()
     assert signals.exit_code == 143
-    env.shut()
+    env.close()
 
 
 # -- around it ----------------------------------------------------------------------------------------------------
@@ -482,7 +482,7 @@ def test_observers_are_told_of_every_step(tmp_path):
         ("before", 2, None),
         ("after", 2, Outcome.METRIC_MISSING),
     ]
-    env.shut()
+    env.close()
 
 
 def test_a_stop_ends_it_between_two_steps(tmp_path):
@@ -493,7 +493,7 @@ def test_a_stop_ends_it_between_two_steps(tmp_path):
         env.step_now(1)
     with pytest.raises(RunStopped):
         env.start_episode()
-    env.shut()
+    env.close()
     assert env.book.step == 2
     assert [one["length"] for one in env.book.ledger.episodes()] == [2]
 
@@ -502,7 +502,7 @@ def test_rows_are_in_the_ledger_within_a_second_unasked(tmp_path):
     env = live(tmp_path)
     played(env, 3)
     wait_until(lambda: env.book.ledger.last()[0] == 3, 1.0)
-    env.shut()
+    env.close()
 
 
 def test_an_episode_without_end_is_known_within_a_second_and_closed_by_the_next_run(tmp_path):
@@ -512,14 +512,14 @@ def test_an_episode_without_end_is_known_within_a_second_and_closed_by_the_next_
     left = sqlite3.connect(tmp_path / "run" / "ledger.db")
     left.execute("VACUUM INTO ?", (str(tmp_path / "left.db"),))  # what a dead process would leave
     left.close()
-    env.shut()
+    env.close()
     assert [row.number for row in env.book.ledger.trials()] == [5, 8]
     (tmp_path / "dead" / "run").mkdir(parents=True)
     (tmp_path / "left.db").rename(tmp_path / "dead" / "run" / "ledger.db")
     again = live(tmp_path / "dead", record="episodes", drawn={"speed": [1, 2]})
     assert (again.book.step, again.book.group, again.book.draw) == (8, 2, 2)
     played(again, 5)
-    again.shut()
+    again.close()
     found = list(again.book.ledger.trials())
     assert [(row.metrics["first"], row.metrics["last"], row.draw) for row in found] == [
         (1, 5, 1),
@@ -569,7 +569,7 @@ def test_s13_a_killed_live_run_goes_on_without_gaps(tmp_path):
     assert began_at > 50
     played(env, 10)
     assert [row.number for row in rows(env)] == list(range(1, began_at + 11))
-    env.shut()
+    env.close()
 
 
 def test_s13_numbers_of_a_killed_episode_are_not_given_out_again(tmp_path):
@@ -582,7 +582,7 @@ def test_s13_numbers_of_a_killed_episode_are_not_given_out_again(tmp_path):
     began_at = env.book.step
     assert began_at >= told[-1] >= 300
     played(env, 5)
-    env.shut()
+    env.close()
     first, second = env.book.ledger.trials()
     assert (first.metrics["first"], first.metrics["last"]) == (1, began_at)
     assert first.reward.value == began_at

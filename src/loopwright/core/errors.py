@@ -12,7 +12,7 @@
     ├── PolicyError      (ValueError)       a policy cannot be loaded or applied           agents/rl/policy.py
     ├── ServerLost       (ConnectionError)  a live environment's server died or hangs      envs/live/server.py
     ├── ServerError      (ValueError)       a server answered something that it must not   envs/live/server.py
-    ├── AddressError     (ValueError)       an address that nobody can listen at or reach  envs/live/channel.py
+    ├── AddressError     (ValueError)       an address that cannot be used                 envs/live/address.py
     ├── WireError        (ValueError)       bytes that are not of the live protocol        envs/live/wire.py
     │   └── Unsendable                      what the live protocol has no words for        envs/live/wire.py
     ├── EngineError      (ConnectionError)  an engine failed or is gone                    engines/base.py

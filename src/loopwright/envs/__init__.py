@@ -10,8 +10,9 @@ from loopwright.core.lazy import lazy_exports
 if TYPE_CHECKING:
     from loopwright.envs.gym.adapter import GymnasiumAdapter, LiveAdapter, VectorAdapter
     from loopwright.envs.gym.observation import ObsLeafDescriptor, RegimeEncoder, StructuredObservation
-    from loopwright.envs.live.channel import AddressError
-    from loopwright.envs.live.env import LiveConfig, LiveEnv
+    from loopwright.envs.live.address import AddressError
+    from loopwright.envs.live.config import LiveConfig
+    from loopwright.envs.live.env import LiveEnv
     from loopwright.envs.live.remote import RemoteServer
     from loopwright.envs.live.serve import EnvServer, serve
     from loopwright.envs.live.server import GymServer, ServerError, ServerLost
@@ -37,12 +38,12 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        "AddressError": "live.channel",
+        "AddressError": "live.address",
         "EnvServer": "live.serve",
         "GymServer": "live.server",
         "GymnasiumAdapter": "gym.adapter",
         "LiveAdapter": "gym.adapter",
-        "LiveConfig": "live.env",
+        "LiveConfig": "live.config",
         "LiveEnv": "live.env",
         "ObsLeafDescriptor": "gym.observation",
         "RegimeEncoder": "gym.observation",

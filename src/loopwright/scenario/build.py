@@ -17,7 +17,8 @@ from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import LedgerError, storage
 from loopwright.core.reward import Objectives, Penalties
-from loopwright.envs.live.env import LiveConfig, LiveEnv
+from loopwright.envs.live.config import LiveConfig
+from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.live.server import GymServer
 from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.execution.local.processes import end_leftovers

@@ -19,7 +19,7 @@ from loopwright.core.imports import import_function
 from loopwright.core.registry import Registry, look_for_types
 from loopwright.core.reward import RewardFunction, rewards
 from loopwright.engines.base import EngineConfig, engines
-from loopwright.envs.live.env import LiveConfig
+from loopwright.envs.live.config import LiveConfig
 from loopwright.ledger.observer import Observer
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig

@@ -9,7 +9,7 @@ from loopwright.core.agent import Agent, AgentConfig, agents, rollout_agents
 from loopwright.core.config import Config, size_bytes
 from loopwright.core.reward import RewardFunction
 from loopwright.engines.base import EngineConfig
-from loopwright.envs.live.env import LiveConfig
+from loopwright.envs.live.config import LiveConfig
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.remote.gateway_config import GatewayHostConfig

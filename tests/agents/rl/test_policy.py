@@ -64,14 +64,14 @@ def test_r05_a_live_policy_learns_from_the_regime(tmp_path):
 @pytest.mark.parametrize(
     ("name", "observation", "wrong", "words"),
     [
-        ("Index", 2, 3, "does not lie in Discrete(3)"),
-        ("Later", 5, 0, "does not lie in Discrete(3, start=5)"),
-        ("Indices", [1, 2], [1, 3], "does not lie in MultiDiscrete"),
-        ("Bits", [0, 1], [0, 1, 1], "does not lie in MultiBinary(2)"),
-        ("Parts", {"far": [0.5, 1], "near": 1}, {"far": [0.5, 1]}, "where the keys ['far', 'near'] are declared"),
-        ("Pair", [[0.5, 1], 0], [[0.5], 0], "observation[0]: shape (1,) where (2,) is declared"),
-        ("Deep", {"a": {"b": 0}}, {"a": 0}, "observation['a']: 0 where the keys ['b'] are declared"),
-        ("Grid", [[0, 1], [0, 1]], "north", "'north' where numbers of float64 are declared"),
+        ("Index", 2, 3, "is not in Discrete(3)"),
+        ("Later", 5, 0, "is not in Discrete(3, start=5)"),
+        ("Indices", [1, 2], [1, 3], "is not in MultiDiscrete"),
+        ("Bits", [0, 1], [0, 1, 1], "is not in MultiBinary(2)"),
+        ("Parts", {"far": [0.5, 1], "near": 1}, {"far": [0.5, 1]}, "expected the keys ['far', 'near']"),
+        ("Pair", [[0.5, 1], 0], [[0.5], 0], "observation[0]: expected shape (2,), got (1,)"),
+        ("Deep", {"a": {"b": 0}}, {"a": 0}, "observation['a']: expected the keys ['b'], got 0"),
+        ("Grid", [[0, 1], [0, 1]], "north", "expected numbers of float64, got 'north'"),
     ],
 )
 def test_a_live_policy_acts_on_observations_of_every_space(tmp_path, algorithm, name, observation, wrong, words):

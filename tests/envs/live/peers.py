@@ -9,7 +9,8 @@ from typing import ClassVar
 import numpy as np
 from gymnasium import spaces
 
-from loopwright.envs.live.channel import Address, Channel
+from loopwright.envs.live.address import Address
+from loopwright.envs.live.channel import Channel
 from loopwright.envs.live.serve import EnvServer
 from loopwright.envs.live.wire import Message, encode_space, frame
 

@@ -7,7 +7,7 @@ import pytest
 from gymnasium import spaces
 
 from loopwright.envs.live import probe
-from loopwright.envs.live.env import LiveConfig
+from loopwright.envs.live.config import LiveConfig
 from loopwright.envs.live.probe import probe_spaces
 
 SERVERS = """
@@ -118,7 +118,7 @@ def test_one_that_cannot_be_made_is_a_problem(home, name, said):
 @pytest.mark.parametrize("name", ["Dies", "Sleeps"])
 def test_one_that_gives_no_answer_is_left_for_the_run(home, name, monkeypatch):
     monkeypatch.setattr(probe, "_TIMEOUT_S", 3.0)
-    assert found(home, name) == probe.Declared()
+    assert found(home, name) == probe.ServerSpaces()
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_an_environment_that_fails_is_told_and_the_connection_stays(tmp_path):
             there.step(2)
         with pytest.raises(ServerError, match="cannot be sent"):
             there.step(0)
-        with pytest.raises(InvalidAction, match="action: 'up' where an integer"):
+        with pytest.raises(InvalidAction, match="action: expected an integer, got 'up'"):
             there.step("up")
         with pytest.raises(InvalidAction, match="'step' cannot be sent"):
             there.step(object())
@@ -141,11 +141,11 @@ def nested(depth):
     [
         ({"obs": [0.5, float("nan")]}, r"sent obs: element \[1\] is nan"),
         ({"obs": [0.5, float("inf")]}, r"sent obs: element \[1\] is inf"),
-        ({"obs": np.zeros(3, np.float32)}, r"sent obs: shape \(3,\) where \(2,\)"),
-        ({"obs": [1, 2, 3]}, r"sent obs: shape \(3,\) where \(2,\)"),
-        ({"obs": np.zeros(2, np.float64)}, "sent obs: numbers of float64 where float32"),
-        ({"obs": "north"}, "sent obs: 'north' where numbers"),
-        ({"obs": ...}, "sent obs: None where numbers"),
+        ({"obs": np.zeros(3, np.float32)}, r"sent obs: expected shape \(2,\), got \(3,\)"),
+        ({"obs": [1, 2, 3]}, r"sent obs: expected shape \(2,\), got \(3,\)"),
+        ({"obs": np.zeros(2, np.float64)}, "sent obs: expected numbers of float32, got float64"),
+        ({"obs": "north"}, "sent obs: expected numbers of float32, got 'north'"),
+        ({"obs": ...}, "sent obs: expected numbers of float32, got None"),
         ({"reward": "much"}, "sent reward: expected a number, got 'much'"),
         ({"reward": True}, "sent reward: expected a number, got True"),
         ({"reward": float("nan")}, "sent reward: expected a finite number, got nan"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.envs.live.peers import Gate, Walker, raw, served
 
-from loopwright.envs.live.channel import Address, AddressError
+from loopwright.envs.live.address import Address, AddressError
 from loopwright.envs.live.remote import RemoteServer
 from loopwright.envs.live.serve import EnvServer
 from loopwright.envs.live.server import ServerError
@@ -119,10 +119,10 @@ def test_an_environment_that_fails_to_close_harms_nobody(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ((0.0, "1.0", False, False, {}), "reward: '1.0' where a number is due"),
-        ((0.0, True, False, False, {}), "reward: True where a number is due"),
-        ((0.0, 1.0, "no", False, {}), "terminated: 'no' where true or false is due"),
-        ((0.0, 1.0, False, None, {}), "truncated: None where true or false is due"),
+        ((0.0, "1.0", False, False, {}), "reward: expected a number, got '1.0'"),
+        ((0.0, True, False, False, {}), "reward: expected a number, got True"),
+        ((0.0, 1.0, "no", False, {}), "terminated: expected true or false, got 'no'"),
+        ((0.0, 1.0, False, None, {}), "truncated: expected true or false, got None"),
         (SystemExit(3), "SystemExit: 3"),
     ],
 )

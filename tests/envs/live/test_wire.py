@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from loopwright.envs.live.reading import checker, reader
+from loopwright.envs.live.samples import checker, reader
 from loopwright.envs.live.wire import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
@@ -136,23 +136,23 @@ def test_plain_lists_are_taken_as_numbers_of_the_declared_type():
 @pytest.mark.parametrize(
     ("space", "value", "words"),
     [
-        (spaces.Box(0, 1, (2,)), ["a", "b"], "obs: .* where numbers of float32"),
-        (spaces.Box(0, 1, (2,)), [[1], [1, 2]], "obs: .* where numbers of float32"),
-        (spaces.Box(0, 1, (2,)), None, "obs: None where numbers"),
-        (spaces.Box(0, 9, (2,), np.uint8), [1.5, 2], "obs: .* where numbers of uint8"),
-        (spaces.Box(0, 9, (2,), np.uint8), [1, 300], "obs: .* where numbers of uint8"),
+        (spaces.Box(0, 1, (2,)), ["a", "b"], "obs: expected numbers of float32"),
+        (spaces.Box(0, 1, (2,)), [[1], [1, 2]], "obs: expected numbers of float32"),
+        (spaces.Box(0, 1, (2,)), None, "obs: expected numbers of float32, got None"),
+        (spaces.Box(0, 9, (2,), np.uint8), [1.5, 2], "obs: expected numbers of uint8"),
+        (spaces.Box(0, 9, (2,), np.uint8), [1, 300], "obs: expected numbers of uint8"),
         (spaces.Box(0, 1, (2,)), {"x": 1}, "obs: expected an array"),
         (spaces.Box(0, 1, (2,)), {"nd": "object", "shape": [2], "data": b""}, "obs: unknown dtype 'object'"),
         (spaces.Box(0, 1, (2,)), {"nd": "float32", "shape": [-1], "data": b""}, "obs: shape "),
         (spaces.Box(0, 1, (2,)), {"nd": "float32", "shape": [2], "data": b"1234"}, "obs: .* needs 8 bytes"),
-        (spaces.Discrete(3), 1.0, "obs: 1.0 where an integer"),
-        (spaces.Discrete(3), True, "obs: True where an integer"),
+        (spaces.Discrete(3), 1.0, "obs: expected an integer, got 1.0"),
+        (spaces.Discrete(3), True, "obs: expected an integer, got True"),
         (spaces.Discrete(3, dtype=np.int8), 1000, "obs: "),
-        (spaces.Text(3), 5, "obs: 5 where text"),
-        (spaces.Tuple([spaces.Discrete(2)]), [1, 2], "obs: .* where a list of 1"),
-        (spaces.Tuple([spaces.Discrete(2), spaces.Text(2)]), [1, 2], r"obs\[1\]: 2 where text"),
-        (spaces.Dict(a=spaces.Discrete(2)), {"b": 1}, r"obs: the keys \['b'\] where the keys \['a'\]"),
-        (spaces.Dict(a=spaces.Discrete(2)), {"a": "x"}, r"obs\['a'\]: 'x' where an integer"),
+        (spaces.Text(3), 5, "obs: expected text, got 5"),
+        (spaces.Tuple([spaces.Discrete(2)]), [1, 2], "obs: expected a list of 1"),
+        (spaces.Tuple([spaces.Discrete(2), spaces.Text(2)]), [1, 2], r"obs\[1\]: expected text, got 2"),
+        (spaces.Dict(a=spaces.Discrete(2)), {"b": 1}, r"obs: expected the keys \['a'\], got the keys \['b'\]"),
+        (spaces.Dict(a=spaces.Discrete(2)), {"a": "x"}, r"obs\['a'\]: expected an integer, got 'x'"),
     ],
 )
 def test_what_cannot_be_read_is_named(space, value, words):
@@ -165,15 +165,15 @@ def test_what_cannot_be_read_is_named(space, value, words):
     [
         (spaces.Box(0, 1, (2,)), np.array([0, np.nan], np.float32), r"obs: element \[1\] is nan"),
         (spaces.Box(0, 1, (100,)), np.full(100, np.inf, np.float32), r"obs: element \[0\] is inf"),
-        (spaces.Box(0, 1, (2,)), np.zeros(3, np.float32), r"obs: shape \(3,\) where \(2,\)"),
-        (spaces.Box(0, 1, (2,)), np.zeros(2), "obs: numbers of float64 where float32"),
-        (spaces.Box(0, 1, (2,)), [0, 0], "obs: .* where an array"),
-        (spaces.Discrete(3), np.int64(3), "obs: .* does not lie in Discrete"),
-        (spaces.MultiBinary(2), np.array([0, 2], np.int8), "obs: .* does not lie in MultiBinary"),
-        (spaces.Dict(eye=spaces.Box(0, 1, (1,))), {"eye": np.zeros(2, np.float32)}, r"obs\['eye'\]: shape"),
-        (spaces.Dict(eye=spaces.Discrete(1)), {}, r"obs: {} where the keys \['eye'\]"),
-        (spaces.Tuple([spaces.Box(0, 1, (1,))]), (np.zeros(2, np.float32),), r"obs\[0\]: shape"),
-        (spaces.Tuple([spaces.Discrete(1)]), (), "obs: .* where a tuple of 1"),
+        (spaces.Box(0, 1, (2,)), np.zeros(3, np.float32), r"obs: expected shape \(2,\), got \(3,\)"),
+        (spaces.Box(0, 1, (2,)), np.zeros(2), "obs: expected numbers of float32, got float64"),
+        (spaces.Box(0, 1, (2,)), [0, 0], "obs: expected an array"),
+        (spaces.Discrete(3), np.int64(3), "obs: .* is not in Discrete"),
+        (spaces.MultiBinary(2), np.array([0, 2], np.int8), "obs: .* is not in MultiBinary"),
+        (spaces.Dict(eye=spaces.Box(0, 1, (1,))), {"eye": np.zeros(2, np.float32)}, r"obs\['eye'\]: expected shape"),
+        (spaces.Dict(eye=spaces.Discrete(1)), {}, r"obs: expected the keys \['eye'\], got {}"),
+        (spaces.Tuple([spaces.Box(0, 1, (1,))]), (np.zeros(2, np.float32),), r"obs\[0\]: expected shape"),
+        (spaces.Tuple([spaces.Discrete(1)]), (), "obs: expected a tuple of 1"),
     ],
 )
 def test_what_does_not_fit_its_space_is_named(space, value, words):

@@ -14,7 +14,7 @@ from loopwright.core.trial import Observation
 from loopwright.envs.gym.codec import ActionCodec, LiveObservationCodec, ObservationCodec
 from loopwright.envs.gym.observation import RegimeEncoder
 from loopwright.envs.live.env import LiveEnv
-from loopwright.envs.live.reading import checker, reader
+from loopwright.envs.live.samples import checker, reader
 from loopwright.envs.live.wire import WireError, decode_space, encode_space
 from loopwright.envs.search import SearchEnv
 from loopwright.spaces.draws import Draws, EnvParamConfig

@@ -18,7 +18,7 @@ from loopwright.core.errors import InvalidAction
 from loopwright.core.trial import Action, Feedback, Observation
 from loopwright.envs.gym.codec import ActionCodec, LiveObservationCodec, ObservationCodec, View
 from loopwright.envs.gym.observation import RegimeEncoder, StructuredObservation
-from loopwright.envs.live.env import LiveEnv, below
+from loopwright.envs.live.env import LiveEnv, failure_reward
 from loopwright.envs.search import SearchEnv
 from loopwright.ledger.trial_book import RunStopped
 
@@ -111,7 +111,7 @@ class Driver:
         """The learner's number for a trial. A failed trial gets its penalty, or less than the worst reward so far."""
         if feedback.reward is not None:
             self._worst = min(self._worst, feedback.reward.value)
-        return below(self._worst) if feedback.values is None else feedback.values[0]
+        return failure_reward(self._worst) if feedback.values is None else feedback.values[0]
 
     def close(self) -> None:
         """Cancel running trials and close the environment. May be called again."""
@@ -250,4 +250,4 @@ class LiveAdapter(gym.Env[Any, Any]):
         return self._observations.encode(observation), reward, terminated, truncated, info
 
     def close(self) -> None:
-        self.inner.shut()
+        self.inner.close()

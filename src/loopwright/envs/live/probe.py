@@ -116,7 +116,3 @@ def main() -> None:
     response.with_suffix(".new").replace(response)
     if spaces.problem is None:
         server.close()
-
-
-Declared = ServerSpaces
-declared = probe_spaces

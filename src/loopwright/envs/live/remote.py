@@ -12,8 +12,9 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 from loopwright.core.errors import InvalidAction
-from loopwright.envs.live.channel import Address, Channel
-from loopwright.envs.live.reading import checker, reader
+from loopwright.envs.live.address import Address
+from loopwright.envs.live.channel import Channel
+from loopwright.envs.live.samples import checker, reader
 from loopwright.envs.live.server import ServerError, ServerLost
 from loopwright.envs.live.wire import VERSION, Message, Unsendable, WireError, decode_arrays, decode_space
 

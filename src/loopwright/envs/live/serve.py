@@ -19,10 +19,10 @@ from types import FrameType
 from typing import Any
 
 from loopwright.core.signals import is_ignored
-from loopwright.envs.live.answer import flag, real
-from loopwright.envs.live.channel import Address, Channel
-from loopwright.envs.live.reading import Reader, reader
-from loopwright.envs.live.server import GymServer
+from loopwright.envs.live.address import Address
+from loopwright.envs.live.channel import Channel
+from loopwright.envs.live.samples import Reader, reader
+from loopwright.envs.live.server import GymServer, read_flag, read_reward
 from loopwright.envs.live.wire import (
     VERSION,
     Message,
@@ -272,9 +272,9 @@ class _Client(threading.Thread):
         return {
             "type": "result",
             "obs": observation,
-            "reward": reward if type(reward) is float else real(reward),
-            "terminated": terminated if type(terminated) is bool else flag("terminated", terminated),
-            "truncated": truncated if type(truncated) is bool else flag("truncated", truncated),
+            "reward": reward if type(reward) is float else read_reward(reward),
+            "terminated": terminated if type(terminated) is bool else read_flag("terminated", terminated),
+            "truncated": truncated if type(truncated) is bool else read_flag("truncated", truncated),
             "info": info,
         }
 

@@ -1,9 +1,10 @@
-"""Servers: what steps a live environment. Every `gymnasium.Env` is one."""
+"""Servers: what steps a live environment, and what it may return from a step. Every `gymnasium.Env` is a server."""
 
 import inspect
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, cast
 
@@ -17,6 +18,8 @@ GYMNASIUM = "gymnasium:"
 """Prefix of an environment in Gymnasium's registry."""
 _METHODS = ("reset", "step", "close")
 _SPACES = ("observation_space", "action_space")
+_STEP_FIELDS = ("observation", "reward", "terminated", "truncated", "info")
+_MAX_REPR = 80
 
 
 class ServerLost(LoopwrightError, ConnectionError):
@@ -160,3 +163,39 @@ def _gymnasium() -> Any:
     except ImportError as error:
         raise MissingExtra("a gymnasium environment", "rl") from error
     return gymnasium
+
+
+# The return value of a step
+
+
+def read_reward(reward: Any) -> float:
+    """A reward as a float. Any real number is accepted, but neither text nor true or false."""
+    # numpy may return a number as an array without dimensions.
+    number = reward[()] if getattr(reward, "shape", None) == () else reward
+    if type(number) is not bool and isinstance(number, Real):
+        with suppress(OverflowError):
+            return float(number)
+    raise ServerError(f"reward: expected a number, got {short_repr(reward)}")
+
+
+def read_flag(field: str, value: Any) -> bool:
+    """`terminated` or `truncated`: a bool of Python or numpy."""
+    if type(value) is bool or (getattr(value, "shape", None) == () and value.dtype.name == "bool"):
+        return bool(value)
+    raise ServerError(f"{field}: expected true or false, got {short_repr(value)}")
+
+
+def step_problem(result: Any, error: Exception) -> str:
+    """What is wrong with a step's return value, whose evaluation raised this error; the field's name first."""
+    if isinstance(error, ServerError):
+        return str(error)
+    with suppress(TypeError, LookupError):
+        if len(result) == len(_STEP_FIELDS) and not isinstance(result[-1], dict):
+            return f"info: expected a dict, got {short_repr(result[-1])}"
+    return f"'step' returned {short_repr(result)}, expected ({', '.join(_STEP_FIELDS)})"
+
+
+def short_repr(value: Any) -> str:
+    """The repr of a value, cut to fit into a message."""
+    text = repr(value)
+    return text if len(text) <= _MAX_REPR else f"{text[: _MAX_REPR - 3]}…"
