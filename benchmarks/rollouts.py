@@ -34,7 +34,7 @@ from loopwright.rollouts.loops.worker import LoopWorker
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.producer import Producer
-from loopwright.rollouts.tasks.base import TaskMix
+from loopwright.rollouts.tasks.mix import TaskMix
 
 GROUP_SIZE, TOKENS = 8, 64
 TASKS = [Task(f"t/{i}", ({"role": "user", "content": str(i)},), label=str(i)) for i in range(1000)]

@@ -20,7 +20,7 @@ from loopwright.rollouts.loops.base import loops
 from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.remote.config import BoundsConfig
 from loopwright.rollouts.remote.gateway_config import GATEWAY_HOSTS
-from loopwright.rollouts.tasks.base import task_sources
+from loopwright.rollouts.tasks.sources import task_sources
 from loopwright.scenario.schema import PenaltiesConfig, RunConfig, Scenario, SystemConfig
 from loopwright.spaces.draws import EnvParamConfig
 from loopwright.spaces.parameter import Choice, Fixed, Range

@@ -12,7 +12,7 @@ import pytest
 from loopwright.engines.base import Sampling, engines
 from loopwright.rollouts.judgers.base import judgers
 from loopwright.rollouts.loops.base import loops
-from loopwright.rollouts.tasks.base import task_sources
+from loopwright.rollouts.tasks.sources import task_sources
 from loopwright.scenario.load import load
 from loopwright.testing import JudgerContract, LoopContract
 

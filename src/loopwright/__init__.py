@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from loopwright.ledger.observer import Observer
     from loopwright.rollouts.judgers.base import Judger, JudgerConfig, Payload
     from loopwright.rollouts.loops.base import AgentLoop, LoopConfig
-    from loopwright.rollouts.tasks.base import TasksConfig
+    from loopwright.rollouts.tasks.sources import TasksConfig
     from loopwright.scenario.dispatch import dispatch
     from loopwright.scenario.load import load
     from loopwright.scenario.make import make

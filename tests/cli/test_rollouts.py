@@ -78,8 +78,8 @@ def finished(tmp_path_factory):
     (directory / "parts.py").write_text(TASKS)
     (directory / "sums.toml").write_text(SCENARIO)
     for name in ("upside_down", "moody"):
-        (directory / f"{name}.toml").write_text(f'[judger]\ntype = "python"\nretries = 0\nhandler = "parts:{name}"\n')
-    (directory / "ranks.toml").write_text('type = "ranking"\nhandler = "parts:ranks"\nneeds = ["answer"]\n')
+        (directory / f"{name}.toml").write_text(f'[judger]\ntype = "python"\nretries = 0\nfunction = "parts:{name}"\n')
+    (directory / "ranks.toml").write_text('type = "ranking"\nfunction = "parts:ranks"\nneeds = ["answer"]\n')
     (directory / "same.toml").write_text(
         'type = "composed"\n'
         'parts = [{ type = "python", function = "parts:exact" }, { type = "length", weight = -0.001 }]\n'
@@ -359,7 +359,7 @@ def test_a_judged_again_run_still_resumes_and_reports(copied):
     ("text", "said"),
     [
         ("type = 'pythn'\n", "Did you mean 'python'?"),
-        ("type = 'python'\nhandler = 'parts:absent'\n", "absent"),
+        ("type = 'python'\nfunction = 'parts:absent'\n", "absent"),
         ("[[judger]]\ntype = 'length'\n[[judger]]\ntype = 'length'\n", "without a rule for combining"),
         ("type = \n", "is no TOML"),
     ],

@@ -47,7 +47,7 @@ def test_check_runs_the_tests_before_and_after_the_solution(loopwright, tmp_path
     done = loopwright("tasks", "scan", "set", "--check", "-o", "tasks.jsonl")
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "free: the untouched state scores 1, not 0",
+        "free: the initial state scores 1, not 0",
         "lazy: its solution: solve.sh ended with code 3: no idea",
     ]
     assert [json.loads(line)["id"] for line in (tmp_path / "tasks.jsonl").read_text().splitlines()] == ["good"]

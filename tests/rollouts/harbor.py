@@ -59,7 +59,7 @@ async def verified(path: Path, home: Path, work=lambda workspace: None, sandbox=
                 if agent:
                     await executor.run(instance.wrap(_script(agent, home)), lambda _pid, _ticks: None)
                 said.append(await verify(prepared, step, instance, executor, home, marker=f"verify-{os.getpid()}"))
-                if not step.goes_on(said[-1]):
+                if not step.allows_next(said[-1]):
                     break
     finally:
         await executor.close()

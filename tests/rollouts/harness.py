@@ -19,7 +19,7 @@ from loopwright.rollouts.pools.base import Worker
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.producer import Producer
-from loopwright.rollouts.tasks.base import TaskMix
+from loopwright.rollouts.tasks.mix import TaskMix
 
 Roll = Callable[[RolloutRequest], Awaitable[Episode]]
 

@@ -8,12 +8,12 @@ from pathlib import PurePosixPath
 import pytest
 
 from loopwright.rollouts.config import RolloutConfig
-from loopwright.rollouts.tasks.base import JsonlTasks, TaskMix, TasksError
 from loopwright.rollouts.tasks.harbor import cache as harbor_cache
 from loopwright.rollouts.tasks.harbor.dockerfile import read_layout
 from loopwright.rollouts.tasks.harbor.source import HarborTasks, TaskLocator, scan
-from loopwright.rollouts.tasks.harbor.task import HarborTask, digest_of
-from loopwright.rollouts.tasks.sources import in_both
+from loopwright.rollouts.tasks.harbor.task import HarborTask, directory_digest
+from loopwright.rollouts.tasks.mix import TaskMix
+from loopwright.rollouts.tasks.sources import JsonlTasks, TasksError, shared_tasks
 from tests.rollouts.harbor import task_at, write
 
 
@@ -25,14 +25,14 @@ def _own_cache(tmp_path_factory, monkeypatch):
 @pytest.fixture
 def settled(monkeypatch):
     """As if nobody had touched any file for a while; the clock that says so cannot be set."""
-    monkeypatch.setattr(harbor_cache, "_SETTLED_NS", -(10**12))
+    monkeypatch.setattr(harbor_cache, "_SETTLE_NS", -(10**12))
 
 
 def test_two_files_are_a_task(tmp_path):
     task = HarborTask.read(write(tmp_path / "t", toml="", instruction="  Do it.\n", test=None))
     (step,) = task.steps
     assert (step.instruction, step.agent_timeout_s, step.verifier_timeout_s) == ("Do it.", None, 600.0)
-    assert not task.tested
+    assert not task.has_tests
 
 
 def test_limits_variables_and_places(tmp_path):
@@ -51,7 +51,7 @@ def test_limits_variables_and_places(tmp_path):
     task = HarborTask.read(write(tmp_path / "t", toml=toml))
     (step,) = task.steps
     assert (step.agent_timeout_s, step.verifier_timeout_s, step.verifier_env) == (5.0, 7.5, {"A": "1"})
-    assert (task.workdir, task.env, task.tested) == ("/srv", {"B": "2"}, True)
+    assert (task.workdir, task.env, task.has_tests) == ("/srv", {"B": "2"}, True)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,13 @@ def test_limits_variables_and_places(tmp_path):
         ("[verifier]\ntimeout_sec = nan", "task.toml, verifier.timeout_sec: "),
         ("[verifier.env]\nA = 1", "task.toml, verifier.env.A: "),
         ('[environment]\nworkdir = "relative"', "task.toml, environment.workdir: "),
-        ('[environment]\nos = "windows"', "task.toml, environment.os: 'windows' cannot be run here"),
-        ('[verifier]\nenvironment_mode = "separate"', "need Harbor itself"),
+        ('[environment]\nos = "windows"', "task.toml, environment.os: 'windows' is not supported"),
+        ('[verifier]\nenvironment_mode = "separate"', "only supported by Harbor itself"),
         ('[[steps]]\nname = "../up"', "task.toml, steps[0].name: "),
-        ('[[steps]]\nname = "set up"', "set up/workdir/setup.sh: steps with a setup script need Harbor itself"),
+        (
+            '[[steps]]\nname = "set up"',
+            "set up/workdir/setup.sh: setup scripts of steps are only supported by Harbor itself",
+        ),
         ('[[steps]]\nname = "one"', "one/instruction.md cannot be read"),
     ],
 )
@@ -85,13 +88,13 @@ def test_an_empty_instruction_is_none(tmp_path):
 def test_the_hash_is_over_every_file(tmp_path, name):
     files = {"environment__deep__data": "a", "solution__solve.sh": "b"}
     first, second = write(tmp_path / "a", **files), write(tmp_path / "b", **files)
-    assert digest_of(first) == digest_of(second)
+    assert directory_digest(first) == directory_digest(second)
     (second / name).write_text((second / name).read_text() + "\n")
-    assert digest_of(first) != digest_of(second)
+    assert directory_digest(first) != directory_digest(second)
     (first / "tests/test.sh").chmod(0o755)
-    executable = digest_of(first)
+    executable = directory_digest(first)
     (first / "tests/test.sh").chmod(0o644)
-    assert digest_of(first) != executable
+    assert directory_digest(first) != executable
 
 
 def test_tasks_are_found_at_any_depth_and_each_bad_one_is_told(tmp_path):
@@ -111,7 +114,7 @@ def test_tasks_are_found_at_any_depth_and_each_bad_one_is_told(tmp_path):
     assert only.id == "b"
 
 
-@pytest.mark.parametrize(("path", "says"), [("nowhere", "there is no directory"), (".", "there is no task in")])
+@pytest.mark.parametrize(("path", "says"), [("nowhere", "does not exist"), (".", "contains no task")])
 def test_a_directory_without_tasks_is_a_problem(tmp_path, path, says):
     (problem,) = HarborTasks(path=path).problems(tmp_path)
     assert says in problem.message
@@ -123,7 +126,7 @@ def test_the_dataset_is_kept_until_a_file_changes(tmp_path):
     source = HarborTasks(path="set")
     fresh = source.load(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HarborTasks, "_scanned", lambda *_: pytest.fail("it was read again"))
+        patch.setattr(HarborTasks, "_scan", lambda *_: pytest.fail("it was read again"))
         kept = source.load(tmp_path)
     assert kept == fresh
     mixes = [TaskMix({"set": tasks}, {"set": 1.0}, seed=0) for tasks in (fresh, kept)]
@@ -204,20 +207,20 @@ def test_a_dockerfile_that_copies_is_done_without_docker(tmp_path):
     [
         ("RUN apt-get install -y gcc", "line 2: RUN needs Docker"),
         ("COPY --from=build /x /app/x", "line 2: only files beside the Dockerfile"),
-        ("COPY missing.txt .", "line 2: there is no 'missing.txt'"),
-        ("COPY ../task.toml .", "line 2: there is no '../task.toml'"),
-        ("COPY a.txt /etc/a.txt", "line 2: /etc/a.txt lies outside of the working directory"),
+        ("COPY missing.txt .", "line 2: 'missing.txt' does not exist"),
+        ("COPY ../task.toml .", "line 2: '../task.toml' does not exist"),
+        ("COPY a.txt /etc/a.txt", "line 2: /etc/a.txt is outside the working directory"),
         ("USER me", "line 2: USER needs Docker"),
         ("ENV", "line 2: 'ENV' cannot be read"),
         ("COPY", "line 2: 'COPY' cannot be read"),
         ('COPY ["a", ', "line 2: 'COPY"),
         ('ENV A="b', "line 2: 'ENV"),
-        ("ENV A=$NOWHERE", "line 2: '$NOWHERE' is not known without the image"),
-        ("ARG B\nENV A=${B}", "line 3: '${B}' is not known without the image"),
-        ("ENV A=${A:+b}", "line 2: 'A=${A:+b}' is not known without the image"),
-        ("WORKDIR /$HOME", "line 2: '$HOME' is not known"),
-        ("COPY $NAME.txt .", "line 2: '$NAME' is not known"),
-        ('COPY ["$NAME.txt", "."]', "line 2: '$NAME' is not known"),
+        ("ENV A=$NOWHERE", "line 2: the value of '$NOWHERE' needs the Docker image"),
+        ("ARG B\nENV A=${B}", "line 3: the value of '${B}' needs the Docker image"),
+        ("ENV A=${A:+b}", "line 2: the value of 'A=${A:+b}' needs the Docker image"),
+        ("WORKDIR /$HOME", "line 2: the value of '$HOME' needs the Docker image"),
+        ("COPY $NAME.txt .", "line 2: the value of '$NAME' needs the Docker image"),
+        ('COPY ["$NAME.txt", "."]', "line 2: the value of '$NAME' needs the Docker image"),
         ("ADD a.tar.gz .", "line 2: ADD unpacks 'a.tar.gz'"),
         ("ADD packed .", "line 2: ADD unpacks 'packed'"),
         ("COPY a.txt .\nFROM y", "line 3: a Dockerfile with several stages"),
@@ -250,7 +253,7 @@ def test_an_instance_id_cannot_leave_its_root(tmp_path):
 
 
 def test_a_task_that_is_nowhere_says_where_it_was_looked_for(tmp_path):
-    with pytest.raises(TasksError, match=r"no task\.toml in .*/gone, nor in .*/tasks/x"):
+    with pytest.raises(TasksError, match=r"no task\.toml in .*/gone or .*/tasks/x"):
         TaskLocator(tmp_path, root="tasks").find(task_at("gone", instance_id="x"))
 
 
@@ -290,8 +293,8 @@ def test_a_task_that_is_held_out_is_found_among_those_to_train_on(tmp_path):
     write(tmp_path / "set/train/a", instruction="Do a.")
     write(tmp_path / "set/eval/b", instruction="Do b.")
     every, held_out = [HarborTasks(path="set")], [HarborTasks(path="set/eval")]
-    assert [task.id for task in in_both(every, held_out, tmp_path)] == ["b"]
-    assert in_both([HarborTasks(path="set/train")], held_out, tmp_path) == []
+    assert [task.id for task in shared_tasks(every, held_out, tmp_path)] == ["b"]
+    assert shared_tasks([HarborTasks(path="set/train")], held_out, tmp_path) == []
 
 
 def test_rows_that_differ_only_in_where_they_stand_are_one_task(tmp_path):
@@ -300,8 +303,8 @@ def test_rows_that_differ_only_in_where_they_stand_are_one_task(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
         return [JsonlTasks(path=f"{name}.jsonl")]
 
-    assert in_both(rows("train", 1), rows("eval", 900), tmp_path) == []
-    assert len(in_both(rows("train", 1), rows("eval", 1), tmp_path)) == 1
+    assert shared_tasks(rows("train", 1), rows("eval", 900), tmp_path) == []
+    assert len(shared_tasks(rows("train", 1), rows("eval", 1), tmp_path)) == 1
 
 
 def test_rows_of_other_sources_can_be_tested_too(tmp_path):
@@ -317,7 +320,7 @@ def test_rows_of_other_sources_can_be_tested_too(tmp_path):
     ("row", "says"),
     [
         ('"instance_id": "a"', "nor `task_root` or `task_template` leads to its tests"),
-        ('"local_task_path": "gone"', "there is no task.toml in"),
+        ('"local_task_path": "gone"', "no task.toml in"),
         ('"local_task_path": "bare"', "has no tests/test.sh"),
         ('"local_task_path": "a", "task_hash": "0"', "has changed since its tasks were loaded"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loopwright.execution.sandbox import sandbox_of
-from loopwright.rollouts.tasks.harbor.check import check
+from loopwright.rollouts.tasks.harbor.check import check_tasks
 from loopwright.rollouts.tasks.harbor.source import scan
 
 TASKS = Path(__file__).parents[2] / "examples" / "tasks"
@@ -27,12 +27,12 @@ def test_there_are_enough_of_every_kind():
 
 
 @pytest.mark.parametrize("sandbox", ["none", pytest.param("bwrap", marks=pytest.mark.slow)])
-def test_solutions_score_one_and_the_untouched_state_scores_zero(sandbox):
+def test_solutions_score_one_and_the_initial_state_scores_zero(sandbox):
     async def main():
-        return [each async for each in check(list(scan(TASKS)), sandbox_of(sandbox), jobs=4)]
+        return [each async for each in check_tasks(list(scan(TASKS)), sandbox_of(sandbox), jobs=4)]
 
     checked = asyncio.run(main())
     assert {each.found.id: each.problems for each in checked if each.problems} == {}
     assert all(each.solved is not None for each in checked)
-    assert {each.untouched["rewards"]["reward"] for each in checked} == {0.0}
+    assert {each.initial["rewards"]["reward"] for each in checked} == {0.0}
     assert {each.solved["rewards"]["reward"] for each in checked} == {1.0}

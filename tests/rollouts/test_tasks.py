@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopwright.core.task import Task
-from loopwright.rollouts.tasks.base import JsonlTasks, ParquetTasks, PythonTasks, TaskMix, TasksConfig, TasksError
+from loopwright.rollouts.tasks.mix import TaskMix
+from loopwright.rollouts.tasks.sources import JsonlTasks, ParquetTasks, PythonTasks, TasksConfig, TasksError
 
 
 def tasks(count, name="t"):
@@ -30,7 +31,7 @@ class TestJsonl:
 
     @pytest.mark.parametrize(
         ("line", "words"),
-        [("{", "line 4: "), ("3", "line 4 is no table but int"), ("{}", "line 4: a task needs `prompt`")],
+        [("{", "line 4: "), ("3", "line 4 is int, not a table"), ("{}", "line 4: a task needs `prompt`")],
     )
     def test_a_bad_line_is_named_by_its_number(self, tmp_path, line, words):
         text = f'{{"prompt": "a"}}\n\n{{"prompt": "b"}}\n{line}\n'
@@ -43,7 +44,7 @@ class TestJsonl:
     def test_a_file_that_is_missing_or_empty(self, tmp_path):
         with pytest.raises(TasksError, match=r"nowhere\.jsonl"):
             JsonlTasks(path="nowhere.jsonl").load(tmp_path)
-        with pytest.raises(TasksError, match="there is no task in it"):
+        with pytest.raises(TasksError, match="it has no tasks"):
             self.load(tmp_path, "\n")
 
 

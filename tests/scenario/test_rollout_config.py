@@ -161,7 +161,7 @@ R = "[run.rollout]"
         (tasks('"sums.jsonl"'), f"{R} tasks", "must be a table with a `type`. Known: harbor, jsonl"),
         (tasks('{ type = "jsonl" }'), f"{R} tasks.path", "is missing"),
         (tasks('{ type = "jsonl", path = "gone.jsonl" }'), f"{R} tasks, gone", "relative to the scenario?"),
-        (tasks('{ type = "jsonl", path = "empty.jsonl" }'), f"{R} tasks, empty", "there is no task in it"),
+        (tasks('{ type = "jsonl", path = "empty.jsonl" }'), f"{R} tasks, empty", "it has no tasks"),
         (
             tasks('{ type = "jsonl", path = "odd.jsonl" }'),
             f"{R} tasks, odd",
@@ -175,7 +175,7 @@ R = "[run.rollout]"
             "two sources are called 'sums'; give each its own `name`",
         ),
         (tasks('{ type = "python", function = "one" }'), f"{R} tasks.function", "write it as module:function"),
-        (tasks('{ type = "python", function = "rollout_parts:none" }'), f"{R} tasks, none", "there is no task in it"),
+        (tasks('{ type = "python", function = "rollout_parts:none" }'), f"{R} tasks, none", "it has no tasks"),
         (
             tasks('{ type = "python", function = "rollout_parts:broken" }'),
             f"{R} tasks, broken",

@@ -21,7 +21,7 @@ from loopwright.agents.search.grid_random import Grid, GridConfig
 from loopwright.engines.scripted import ScriptedEngine
 from loopwright.rollouts.judgers.base import Judger
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig
-from loopwright.rollouts.tasks.base import TasksConfig
+from loopwright.rollouts.tasks.sources import TasksConfig
 
 
 class MyGridConfig(GridConfig):

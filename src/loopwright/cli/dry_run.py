@@ -60,7 +60,7 @@ def _show(console: Any, run: "RunConfig") -> None:
 def _show_rollout(console: Any, run: "RunConfig", home: Path) -> None:
     """How many rollouts, made of what, and the first prompts as they would be drawn."""
     from loopwright.reports.formatting import short
-    from loopwright.rollouts.tasks.base import TaskMix
+    from loopwright.rollouts.tasks.mix import TaskMix
 
     assert run.rollout is not None  # noqa: S101  the caller sees to it
     assert run.agent is not None  # noqa: S101  the loader sees to it

@@ -32,7 +32,7 @@ def command(family: Annotated[Family, typer.Argument(help="What to list.")]) -> 
     from loopwright.engines.base import engines
     from loopwright.rollouts.judgers.base import judgers
     from loopwright.rollouts.loops.base import loops
-    from loopwright.rollouts.tasks.base import task_sources
+    from loopwright.rollouts.tasks.sources import task_sources
     from loopwright.workloads.base import workloads
 
     registries: dict[Family, Registry[Any]] = {

@@ -33,7 +33,7 @@ def scan(
         str | None, typer.Option("--split", help="`train`, `validation`; by default as the directory's name says.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Run the tests on the untouched state, and on what solution/solve.sh does.")
+        bool, typer.Option("--check", help="Run the tests on the initial state, and on what solution/solve.sh does.")
     ] = False,
     sandbox: Annotated[str, typer.Option("--sandbox", help="For --check: none, bwrap or docker.")] = "none",
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="For --check: how many tasks at a time.")] = 4,
@@ -68,14 +68,14 @@ def _checked(found: Sequence["TaskDirectory"], sandbox: str, jobs: int) -> "Mapp
     from rich.progress import Progress
 
     from loopwright.execution.sandbox import sandbox_of
-    from loopwright.rollouts.tasks.harbor.check import check
+    from loopwright.rollouts.tasks.harbor.check import check_tasks
 
     async def main() -> "dict[str, TaskCheck]":
         done = {}
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task("running tests", total=len(found))
-            async for each in check(found, place, jobs=jobs):
-                done[each.found.id] = each
+            async for each in check_tasks(found, place, jobs=jobs):
+                done[each.directory.id] = each
                 progress.advance(bar)
         return {each.id: done[each.id] for each in found}
 
@@ -89,7 +89,7 @@ def _show(found: Sequence["TaskDirectory"], checked: "Mapping[str, TaskCheck]") 
     from rich.markup import escape
     from rich.table import Table
 
-    columns = ("task", "difficulty", "steps", "tests", "solution", *(("untouched", "solved") if checked else ()))
+    columns = ("task", "difficulty", "steps", "tests", "solution", *(("initial", "solved") if checked else ()))
     table = Table(*columns, box=None, padding=(0, 1), pad_edge=False)
     for each in found:
         task = each.task
@@ -97,9 +97,9 @@ def _show(found: Sequence["TaskDirectory"], checked: "Mapping[str, TaskCheck]") 
             table.add_row(escape(each.id), "[red]unusable[/red]")
             continue
         solved = task.solution(task.steps[0]) is not None
-        facts = [str(task.metadata.get("difficulty", "")), str(len(task.steps)), _yes(task.tested), _yes(solved)]
+        facts = [str(task.metadata.get("difficulty", "")), str(len(task.steps)), _yes(task.has_tests), _yes(solved)]
         if done := checked.get(each.id):
-            facts += [_reward(done.untouched), _reward(done.solved)]
+            facts += [_reward(done.initial), _reward(done.solved)]
         table.add_row(escape(each.id), *map(escape, facts))
     if found:
         Console(highlight=False).print(table)
@@ -127,11 +127,11 @@ def _write(found: Sequence["TaskDirectory"], root: Path, name: str | None, split
 
     from loopwright.core.errors import MissingExtra, storage
     from loopwright.rollouts.tasks.harbor.cache import write_parquet
-    from loopwright.rollouts.tasks.harbor.source import row_of, split_of
+    from loopwright.rollouts.tasks.harbor.source import dataset_row, default_split
 
-    label, part = name or root.resolve().name, split or split_of(root)
+    label, part = name or root.resolve().name, split or default_split(root)
     tasks = [(each, each.task) for each in found if each.task is not None]
-    rows = [row_of(each, task, index, label, part) for index, (each, task) in enumerate(tasks)]
+    rows = [dataset_row(each, task, index, label, part) for index, (each, task) in enumerate(tasks)]
     with storage(output, then="nothing was written"):
         if output.suffix == ".jsonl":
             output.write_bytes(b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))

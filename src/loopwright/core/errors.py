@@ -28,7 +28,7 @@
     ├── AdvertiseError   (ValueError)       an address at which no agent could reach us    gateway/gateway.py
     ├── GatewayLost      (ConnectionError)  a gateway elsewhere that cannot be reached     gateway/client.py
     │   └── TrialServerLost                 a trial server is gone, or lost a trial  rollouts/trial_server/client.py
-    ├── TasksError       (ValueError)       a source gives no tasks, or no proper ones     rollouts/tasks/base.py
+    ├── TasksError       (ValueError)       a source gives no tasks, or no proper ones     rollouts/tasks/sources.py
     │   └── TaskChanged                     a task's directory changed during a run        rollouts/tasks/harbor/task.py
     ├── JudgeFailed      (RuntimeError)     a judger gave no verdict, which is no zero     rollouts/judgers/base.py
     │   ├── JudgerDown                      too many failures in a row; it is left alone   rollouts/judgers/guard.py

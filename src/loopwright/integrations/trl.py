@@ -34,7 +34,7 @@ from loopwright.engines.weight_update import WeightUpdate
 from loopwright.integrations.branch import Branches, one_row
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.group import Group
-from loopwright.rollouts.tasks.base import Prompt
+from loopwright.rollouts.tasks.mix import Prompt
 from loopwright.scenario.load import load
 from loopwright.scenario.make import environment, select_run
 from loopwright.trainers.sample import check_sampling, narrows

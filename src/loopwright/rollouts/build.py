@@ -28,7 +28,7 @@ from loopwright.rollouts.remote.gateway_config import EmbeddedGatewayConfig, Gat
 from loopwright.rollouts.remote.gateway_host import GatewayHost, build_gateway_host, check_reachable
 from loopwright.rollouts.remote.gateway_pool import GatewayPool
 from loopwright.rollouts.remote.worker import RemoteWorker
-from loopwright.rollouts.tasks.base import TaskMix
+from loopwright.rollouts.tasks.mix import TaskMix
 from loopwright.workloads.base import fingerprint_of
 
 _PLACEMENT = {

@@ -13,8 +13,7 @@ from loopwright.rollouts.judgers.base import AnyJudger, JudgerConfig
 from loopwright.rollouts.loops.base import LoopConfig, loops
 from loopwright.rollouts.pools.resources import ResourceRequest
 from loopwright.rollouts.produce import ProduceConfig
-from loopwright.rollouts.tasks.base import TasksConfig
-from loopwright.rollouts.tasks.sources import Sources, source_problems
+from loopwright.rollouts.tasks.sources import Sources, TasksConfig, source_problems
 
 _AnyLoop = Annotated[SerializeAsAny[LoopConfig], BeforeValidator(config_parser(loops))]
 

@@ -25,7 +25,7 @@ from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.loops.worker import RolloutRequest, WeightUpdate
 from loopwright.rollouts.pools.base import Pool, PoolDown, SerializationError, WorkerLost
 from loopwright.rollouts.produce import ProduceConfig
-from loopwright.rollouts.tasks.base import Prompt, TaskMix
+from loopwright.rollouts.tasks.mix import Prompt, TaskMix
 
 log = logging.getLogger(__name__)
 _GRACE_S = 10.0

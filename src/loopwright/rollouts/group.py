@@ -11,7 +11,7 @@ from loopwright.core.episode import Episode
 from loopwright.core.reward import Reward
 from loopwright.core.trial import Action, Trial
 from loopwright.rollouts.judgers.base import JudgeFailed
-from loopwright.rollouts.tasks.base import Prompt
+from loopwright.rollouts.tasks.mix import Prompt
 
 
 class EpisodeJudge(Protocol):

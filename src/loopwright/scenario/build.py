@@ -28,7 +28,7 @@ from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.build import fingerprint as rollout_fingerprint
 from loopwright.rollouts.build import rollout_env
 from loopwright.rollouts.env import RolloutEnv
-from loopwright.rollouts.tasks.base import TaskMix
+from loopwright.rollouts.tasks.mix import TaskMix
 from loopwright.scenario.load import LoadedScenario, import_observer
 from loopwright.scenario.schema import RunConfig, SystemConfig
 from loopwright.spaces.draws import Draws

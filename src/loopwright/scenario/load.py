@@ -30,7 +30,7 @@ from loopwright.rollouts.remote.gateway_config import (
     GatewayHostConfig,
     TrialServerGatewayConfig,
 )
-from loopwright.rollouts.tasks.sources import in_both
+from loopwright.rollouts.tasks.sources import shared_tasks
 from loopwright.scenario.overrides import is_remote, override
 from loopwright.scenario.schema import PenaltiesConfig, RunBasics, RunConfig, Scenario, SystemConfig
 from loopwright.spaces.draws import EnvParamConfig, problem_with
@@ -311,7 +311,7 @@ class _Checker:
         found = rollout.problems(self.directory, () if unfit else held_out)
         for problem in found:
             self.add(f"[run.rollout] {problem.key}", problem.message)
-        if held_out and not unfit and not found and (both := in_both(rollout.tasks, held_out, self.directory)):
+        if held_out and not unfit and not found and (both := shared_tasks(rollout.tasks, held_out, self.directory)):
             more = f", and {len(both) - 1} more" if len(both) > 1 else ""
             self.add("[run.eval] tasks", f"{both[0].id}{more} would be trained on, too; hold out others.")
         for key, instead in _NOT_WITH_ROLLOUTS.items():

@@ -17,10 +17,10 @@ from loopwright.rollouts.judgers.facts import VerifierJudger, VerifierJudgerConf
 from loopwright.rollouts.judgers.ranking import RankingJudgerConfig
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.verify import prepare
-from loopwright.rollouts.tasks.base import TasksError
-from loopwright.rollouts.tasks.harbor.reward import NoVerdict, rewards_in
+from loopwright.rollouts.tasks.harbor.reward import BrokenTests, read_rewards
 from loopwright.rollouts.tasks.harbor.source import TaskLocator
-from loopwright.rollouts.tasks.harbor.task import TaskChanged, digest_of, resolved
+from loopwright.rollouts.tasks.harbor.task import TaskChanged, directory_digest, resolve_env
+from loopwright.rollouts.tasks.sources import TasksError
 from loopwright.testing.executors import alive
 from tests.rollouts.harbor import PASS, task_at, verified, write
 from tests.rollouts.remote.agents import open_setup, program
@@ -77,8 +77,8 @@ def test_a_reward_that_is_a_directory_leaves_no_file_open(tmp_path):
     (tmp_path / "reward.json").mkdir()
     before = len([*Path("/proc/self/fd").iterdir()])
     for _ in range(3):
-        with pytest.raises(NoVerdict, match="no file"):
-            rewards_in(tmp_path)
+        with pytest.raises(BrokenTests, match="not a regular file"):
+            read_rewards(tmp_path)
     assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
@@ -89,20 +89,20 @@ def test_a_part_called_reward_is_the_reward(tmp_path):
 @pytest.mark.parametrize(
     ("test", "message"),
     [
-        (f"{REWARD} '{{\"reward\": NaN}}'", "no JSON"),
-        (f"{REWARD} '{{\"reward\": 1e999}}'", "no JSON|no finite number"),
-        (f"{REWARD} '{{\"reward\": true}}'", "no finite number"),
-        (f'{REWARD} \'{{"reward": "1"}}\'', "no finite number"),
-        (f'{REWARD} \'{{"reward": {{"a": 1}}}}\'', "no finite number"),
+        (f"{REWARD} '{{\"reward\": NaN}}'", "not JSON"),
+        (f"{REWARD} '{{\"reward\": 1e999}}'", "not JSON|not a finite number"),
+        (f"{REWARD} '{{\"reward\": true}}'", "not a finite number"),
+        (f'{REWARD} \'{{"reward": "1"}}\'', "not a finite number"),
+        (f'{REWARD} \'{{"reward": {{"a": 1}}}}\'', "not a finite number"),
         (f"{REWARD} '{{}}'", "without named numbers"),
         (f"{REWARD} '1'", "without named numbers"),
-        (f"{REWARD} '{{\"reward\": 1'", "no JSON"),
-        ('echo nan > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"', "no finite number"),
-        ('echo inf > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"', "no finite number"),
-        ('echo good > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"', "no number"),
-        ('touch "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"', "no number"),
+        (f"{REWARD} '{{\"reward\": 1'", "not JSON"),
+        ('echo nan > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"', "not a finite number"),
+        ('echo inf > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"', "not a finite number"),
+        ('echo good > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"', "not a number"),
+        ('touch "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"', "not a number"),
         ('yes | head -c 100000 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"', "too large"),
-        ('mkfifo "$LOOPWRIGHT_VERIFIER_DIR/reward.json"', "no file"),
+        ('mkfifo "$LOOPWRIGHT_VERIFIER_DIR/reward.json"', "not a regular file"),
         ('ln -s /etc/hostname "$LOOPWRIGHT_VERIFIER_DIR/reward.json"', "cannot be read"),
         ("echo oops >&2; exit 3", "neither reward.json nor reward.txt"),
         ("kill -SEGV $$", "SIGSEGV"),
@@ -215,7 +215,7 @@ def test_only_whole_values_are_variable_references(monkeypatch):
     """As in Harbor."""
     monkeypatch.setenv("OWN", "ours")
     values = {"A": "${OWN}", "B": "${OWN}/bin", "C": "${NONE:-a}b}", "D": "$OWN"}
-    assert resolved(values, "here") == {"A": "ours", "B": "${OWN}/bin", "C": "a}b", "D": "$OWN"}
+    assert resolve_env(values, "here") == {"A": "ours", "B": "${OWN}/bin", "C": "a}b", "D": "$OWN"}
 
 
 def test_python_caches_are_not_part_of_a_task_but_a_repository_is(tmp_path):
@@ -223,12 +223,12 @@ def test_python_caches_are_not_part_of_a_task_but_a_repository_is(tmp_path):
     for name in ("tests/sub/__pycache__/a.pyc", "environment/__pycache__/a.pyc", "environment/.git/HEAD"):
         (path / name).parent.mkdir(parents=True)
         (path / name).write_text("x")
-    digest = digest_of(path)
+    digest = directory_digest(path)
     assert asyncio.run(verified(path, tmp_path))["output"] == "./.git/HEAD"
     next(path.rglob("*.pyc")).write_text("y")
-    assert digest_of(path) == digest
+    assert directory_digest(path) == digest
     (path / "environment/.git/HEAD").write_text("y")
-    assert digest_of(path) != digest
+    assert directory_digest(path) != digest
 
 
 def test_a_task_that_changed_since_it_was_loaded_is_refused(tmp_path):

@@ -17,8 +17,8 @@ from loopwright.execution.sandbox import Bounds, Sandbox, SandboxError, sandbox_
 from loopwright.gateway.client import endpoint
 from loopwright.gateway.settings import SERVER_TOKEN, token_in
 from loopwright.rollouts.loops.base import Loop, LoopConfig
-from loopwright.rollouts.tasks.base import TasksError
 from loopwright.rollouts.tasks.harbor.source import TaskLocator
+from loopwright.rollouts.tasks.sources import TasksError
 from loopwright.workloads.template import CommandTemplate
 
 PLACEHOLDERS = ("instruction", "id", "task_path", "workspace", "home", "openai_base_url", "anthropic_base_url", "key")
@@ -212,7 +212,7 @@ class RemoteConfig(LoopConfig):
             return "neither its local_task_path nor `task_root` or `task_template` leads to its tests"
         if self.exposes(harbor_task.path, scenario_dir):
             return f"`readable` would show its agent the tests in {harbor_task.path}"
-        return "" if harbor_task.tested else f"{harbor_task.path} has no tests/test.sh"
+        return "" if harbor_task.has_tests else f"{harbor_task.path} has no tests/test.sh"
 
 
 def server_token(file: str | None, scenario_dir: Path) -> str | None:

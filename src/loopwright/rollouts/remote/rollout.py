@@ -190,7 +190,7 @@ class RemoteRollout:
                     break
             if tested and step is not None and prepared is not None:
                 reports.append(await self._verify(prepared, step, job.sandbox))
-            if last or (step is not None and reports and not step.goes_on(reports[-1])):
+            if last or (step is not None and reports and not step.allows_next(reports[-1])):
                 break
         return exit, reports
 

@@ -17,20 +17,20 @@ from loopwright.execution.local.process_tree import signal_name
 from loopwright.execution.local.processes import MARKER_VARIABLE
 from loopwright.execution.sandbox import SandboxError, SandboxInstance
 from loopwright.execution.sandbox.files import remove, remove_in_background
-from loopwright.rollouts.tasks.base import TasksError
 from loopwright.rollouts.tasks.harbor.dockerfile import WorkspaceLayout, read_layout
-from loopwright.rollouts.tasks.harbor.reward import NoVerdict, rewards_in
+from loopwright.rollouts.tasks.harbor.reward import BrokenTests, read_rewards
 from loopwright.rollouts.tasks.harbor.source import TaskLocator
 from loopwright.rollouts.tasks.harbor.task import (
-    PASSED_OVER,
+    IGNORED_NAMES,
     TEST,
     HarborTask,
     TaskChanged,
     TaskStep,
-    digest_of,
-    resolved,
-    tree,
+    directory_digest,
+    resolve_env,
+    walk_tree,
 )
+from loopwright.rollouts.tasks.sources import TasksError
 
 VerifierReport = dict[str, Any]
 """The result of tests as plain data: `rewards` by name or an `error`, and `exit_code`, `seconds`, `output`."""
@@ -65,7 +65,7 @@ class PreparedTask:
     @property
     def tested(self) -> bool:
         """Whether there are tests to run."""
-        return self.task.tested
+        return self.task.has_tests
 
     @property
     def workdir(self) -> str:
@@ -98,7 +98,7 @@ def prepare(task: Task, workspace: Path, locator: TaskLocator, *, run_tests: boo
 def stage(prepared: PreparedTask, step: TaskStep, workspace: Path) -> None:
     """Add the files of a step to the workspace."""
     files = prepared.task.files(step)
-    for name, source, info in tree(files, PASSED_OVER) if files is not None else ():
+    for name, source, info in walk_tree(files, IGNORED_NAMES) if files is not None else ():
         target = workspace / name
         # The agent of an earlier step may have put a link here that leads out of its sandbox.
         if stat.S_ISDIR(info.st_mode):
@@ -207,7 +207,7 @@ async def solve(
         await asyncio.to_thread(_copy, [solution], directory / "solution", "solve.sh")
         env = {
             **prepared.env,
-            **resolved(prepared.task.solution_env, f"{prepared.task.path / 'task.toml'}, solution.env"),
+            **resolve_env(prepared.task.solution_env, f"{prepared.task.path / 'task.toml'}, solution.env"),
         }
         script = TaskScript(f"{_SOLUTION}/solve.sh", {_SOLUTION: directory / "solution"}, env, step.agent_timeout_s)
         completion = await executor.run(script.command(sandbox, directory, marker), lambda _pid, _ticks: None)
@@ -241,7 +241,7 @@ def combine_reports(prepared: PreparedTask, reports: Sequence[VerifierReport]) -
 
 def _check_unchanged(task: HarborTask) -> None:
     """TaskChanged if the task's files were modified, even while they were copied."""
-    if digest_of(task.path) != task.digest:
+    if directory_digest(task.path) != task.digest:
         raise TaskChanged(f"{task.path} has changed during a rollout; restore it, or start a new run")
 
 
@@ -257,7 +257,7 @@ def _copy_tests(task: HarborTask, step: TaskStep, directory: Path) -> None:
 
 def _copy(sources: Sequence[Path], target: Path, script: str) -> None:
     for source in sources:
-        ignore = shutil.ignore_patterns(*PASSED_OVER)
+        ignore = shutil.ignore_patterns(*IGNORED_NAMES)
         shutil.copytree(source, target, symlinks=True, ignore=ignore, dirs_exist_ok=True)
     (target / script).chmod(0o755)
 
@@ -270,8 +270,8 @@ def _report(directory: Path, completion: Completion, timeout_s: float, exceeded_
         return {"error": f"{TEST} was stopped {reason}", **details, "stopped": True}
     try:
         # Whatever the exit code: tests often end in a crash of the agent's program, which must count as zero.
-        return {"rewards": rewards_in(directory / "verifier"), **details}
-    except NoVerdict as error:
+        return {"rewards": read_rewards(directory / "verifier"), **details}
+    except BrokenTests as error:
         # A shell reports the signal that killed its last command as an exit code.
         signal = code - 128 if code is not None and 128 < code <= 192 else completion.signal
         if signal is None:

@@ -1,4 +1,4 @@
-"""What a task's `environment/` puts into the workspace, without Docker: its files, or what its Dockerfile copies."""
+"""The workspace of a task, built from its `environment/` without Docker: its files, or what its Dockerfile copies."""
 
 import json
 import os
@@ -10,164 +10,164 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from loopwright.rollouts.tasks.base import TasksError
-from loopwright.rollouts.tasks.harbor.task import PASSED_OVER, WORKDIR, HarborTask
+from loopwright.rollouts.tasks.harbor.task import IGNORED_NAMES, WORKDIR, HarborTask
+from loopwright.rollouts.tasks.sources import TasksError
 
-_HARMLESS = frozenset({"LABEL", "MAINTAINER", "EXPOSE", "CMD", "ENTRYPOINT", "STOPSIGNAL", "SHELL"})
-"""Instructions that change nothing about the files and variables that an agent finds."""
+_IRRELEVANT = frozenset({"LABEL", "MAINTAINER", "EXPOSE", "CMD", "ENTRYPOINT", "STOPSIGNAL", "SHELL"})
+"""Instructions that affect neither the files nor the variables of an agent."""
 _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^${}]*))?\})?")
-_PLAIN = "\0"
-"""Stands for a dollar sign that begins no variable."""
-_DEFINITIONS = ("docker-compose.yaml", "docker-compose.yml")
+_LITERAL_DOLLAR = "\0"
+"""Placeholder for a dollar sign that does not start a variable."""
+_COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceLayout:
-    """What there is before an agent begins: where it works, its variables, and what is copied from where to where."""
+    """The state in which an agent starts: its working directory, its variables, and the files that are copied."""
 
     workdir: str
     env: dict[str, str]
     copies: tuple[tuple[Path, PurePosixPath], ...]
-    """Files and directories of the task, and where in the workspace they go; a directory's content is what goes."""
+    """Files and directories of the task, with their targets in the workspace. A directory's contents are copied."""
 
     def copy_into(self, workspace: Path) -> None:
-        """Copy it all into the workspace."""
-        for source, place in self.copies:
-            target = workspace / place
+        """Copy all files into the workspace."""
+        for source, relative in self.copies:
+            target = workspace / relative
             if source.is_dir():
-                over = shutil.ignore_patterns(*PASSED_OVER)
-                shutil.copytree(source, target, symlinks=True, ignore=over, dirs_exist_ok=True)
+                ignored = shutil.ignore_patterns(*IGNORED_NAMES)
+                shutil.copytree(source, target, symlinks=True, ignore=ignored, dirs_exist_ok=True)
             else:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target, follow_symlinks=False)
 
 
 def read_layout(task: HarborTask) -> WorkspaceLayout:
-    """The layout of a task; a TasksError names the line of its Dockerfile that only Docker can do."""
+    """The layout of a task; a TasksError names a line of its Dockerfile that needs Docker."""
     directory = task.path / "environment"
-    for name in _DEFINITIONS:
+    for name in _COMPOSE_FILES:
         if (directory / name).exists():
-            raise TasksError(f"{directory / name}: several containers need Harbor itself")
+            raise TasksError(f"{directory / name}: several containers are only supported by Harbor itself")
     if (directory / "Dockerfile").is_file():
-        return _Reader(directory, task.workdir).layout()
-    # Without a Dockerfile Harbor puts these files into the working directory of the task's image.
+        return _DockerfileReader(directory, task.workdir).layout()
+    # Without a Dockerfile, Harbor copies these files into the working directory of the task's image.
     copies = ((directory, PurePosixPath()),) if directory.is_dir() else ()
     return WorkspaceLayout(task.workdir or WORKDIR, {}, copies)
 
 
-class _Reader:
-    """Reads what of a Dockerfile can be done by copying: WORKDIR, ENV, ARG, COPY and ADD of the task's own files."""
+class _DockerfileReader:
+    """Reads the part of a Dockerfile that needs no Docker: WORKDIR, ENV, ARG, COPY and ADD of the task's own files."""
 
     def __init__(self, directory: Path, workdir: str | None) -> None:
-        self._directory, self._at = directory, PurePosixPath("/")
-        self._given = workdir
+        self._directory, self._workdir = directory, PurePosixPath("/")
+        self._task_workdir = workdir
         self._env: dict[str, str] = {}
         self._args: dict[str, str] = {}
-        self._before: dict[str, str] = {}
+        self._global_args: dict[str, str] = {}
         """Arguments from before FROM, which count where they are declared again."""
-        self._begun = False
+        self._in_stage = False
         self._copies: list[tuple[Path, PurePosixPath, str]] = []
 
     def layout(self) -> WorkspaceLayout:
-        for number, line in _lines(self._directory / "Dockerfile"):
+        for number, line in _instructions(self._directory / "Dockerfile"):
             where = f"{self._directory / 'Dockerfile'}, line {number}"
             word, _, rest = line.partition(" ")
             try:
                 self._read(word.upper(), rest.strip(), where)
             except TasksError:
                 raise
-            except (ValueError, LookupError) as error:  # an open quote, no JSON, or nothing where there must be words
+            except (ValueError, LookupError) as error:  # an open quote, invalid JSON, or missing arguments
                 raise TasksError(f"{where}: {line[:80]!r} cannot be read: {error}") from error
-        workdir = PurePosixPath(self._given or (self._at if self._at != PurePosixPath("/") else WORKDIR))
-        return WorkspaceLayout(str(workdir), self._env, tuple(_inside(workdir, *copy) for copy in self._copies))
+        workdir = PurePosixPath(
+            self._task_workdir or (self._workdir if self._workdir != PurePosixPath("/") else WORKDIR)
+        )
+        for _, target, where in self._copies:
+            if ".." in target.parts or not target.is_relative_to(workdir):
+                raise TasksError(f"{where}: {target} is outside the working directory {workdir}, which needs Docker")
+        copies = tuple((source, target.relative_to(workdir)) for source, target, _ in self._copies)
+        return WorkspaceLayout(str(workdir), self._env, copies)
 
     def _read(self, word: str, rest: str, where: str) -> None:
         if word == "FROM":
-            if self._begun:
-                raise TasksError(f"{where}: a Dockerfile with several stages needs Docker, which only Harbor has")
-            self._begun, self._before, self._args = True, self._args, {}
+            if self._in_stage:
+                raise TasksError(f"{where}: a Dockerfile with several stages needs Docker; run the task with Harbor")
+            self._in_stage, self._global_args, self._args = True, self._args, {}
         elif word == "WORKDIR":
-            self._at /= " ".join(self._words(rest, where))
+            self._workdir /= " ".join(self._words(rest, where))
         elif word == "ENV":
             pairs = self._words(rest, where)
             if "=" not in pairs[0]:
-                pairs = [f"{pairs[0]}={self._filled(_marked(rest).partition(' ')[2].strip(), where)}"]
+                pairs = [f"{pairs[0]}={self._expand(_mark_literals(rest).partition(' ')[2].strip(), where)}"]
             self._env |= dict(pair.split("=", 1) for pair in pairs)
         elif word == "ARG":
-            for name, given, value in (pair.partition("=") for pair in self._words(rest, where)):
-                if given or name in self._before:
-                    self._args[name] = value if given else self._before[name]
+            for name, equals, value in (pair.partition("=") for pair in self._words(rest, where)):
+                if equals or name in self._global_args:
+                    self._args[name] = value if equals else self._global_args[name]
         elif word in ("COPY", "ADD"):
             self._copy(rest, where, unpacks=word == "ADD")
-        elif word not in _HARMLESS:
+        elif word not in _IRRELEVANT:
             raise TasksError(
-                f"{where}: {word} needs Docker to build an image, which only Harbor does. "
-                f"Put what it makes into {self._directory} and take the line out, or have Harbor run the task"
+                f"{where}: {word} needs Docker. Put its results into {self._directory} and remove the line, "
+                "or run the task with Harbor"
             )
 
     def _words(self, rest: str, where: str) -> list[str]:
-        return [self._filled(word, where) for word in shlex.split(_marked(rest))]
+        return [self._expand(word, where) for word in shlex.split(_mark_literals(rest))]
 
-    def _filled(self, word: str, where: str) -> str:
-        """A word with its variables filled in; PATH is this machine's, as its programs are."""
-        known = {"PATH": os.environ.get("PATH", os.defpath), **self._args, **self._env}
+    def _expand(self, word: str, where: str) -> str:
+        """A word with its variables expanded; PATH is that of this machine, whose programs run."""
+        variables = {"PATH": os.environ.get("PATH", os.defpath), **self._args, **self._env}
 
-        def value(found: re.Match[str]) -> str:
-            name = found[1] or found[2] or ""
-            if name not in known and found[3] is None:
-                said = f"{(found[0] if name else word)!r} is not known without the image"
-                raise TasksError(f"{where}: {said}, which only Docker has. Write what it stands for")
-            return known.get(name) or found[3] or ""
+        def value(match: re.Match[str]) -> str:
+            name, default = match[1] or match[2] or "", match[3]
+            if name not in variables and default is None:
+                variable = match[0] if name else word
+                raise TasksError(f"{where}: the value of {variable!r} needs the Docker image. Write it out instead")
+            return variables.get(name) or default or ""
 
-        return _VARIABLE.sub(value, word).replace(_PLAIN, "$")
+        return _VARIABLE.sub(value, word).replace(_LITERAL_DOLLAR, "$")
 
     def _copy(self, rest: str, where: str, *, unpacks: bool) -> None:
         exact = rest.startswith("[")
-        words = [self._filled(word, where) for word in json.loads(rest)] if exact else self._words(rest, where)
+        words = [self._expand(word, where) for word in json.loads(rest)] if exact else self._words(rest, where)
         flags = [word for word in words if word.startswith("--")]
         *sources, target = [word for word in words if not word.startswith("--")]
         if any(not flag.startswith(("--chown", "--chmod")) for flag in flags) or not sources:
             raise TasksError(f"{where}: only files beside the Dockerfile can be copied without Docker")
         for name in sources:
-            found = sorted(self._directory.glob(name)) if any(c in name for c in "*?[") else [self._directory / name]
-            for source in found:
+            matches = sorted(self._directory.glob(name)) if any(c in name for c in "*?[") else [self._directory / name]
+            for source in matches:
                 if not source.exists() or not source.resolve().is_relative_to(self._directory.resolve()):
-                    raise TasksError(f"{where}: there is no {name!r} beside the Dockerfile")
+                    raise TasksError(f"{where}: {name!r} does not exist beside the Dockerfile")
                 if unpacks and source.is_file() and (".tar" in source.suffixes or tarfile.is_tarfile(source)):
                     raise TasksError(f"{where}: ADD unpacks {name!r}, which needs Docker. Unpack it and use COPY")
-                into = not source.is_dir() and (target.endswith(("/", ".")) or len(found) > 1 or len(sources) > 1)
-                place = self._at / target
-                self._copies.append((source, place / source.name if into else place, where))
+                into = not source.is_dir() and (target.endswith(("/", ".")) or len(matches) > 1 or len(sources) > 1)
+                path = self._workdir / target
+                self._copies.append((source, path / source.name if into else path, where))
 
 
-def _marked(text: str) -> str:
-    """The text with a mark for each dollar sign that is quoted by `'` or by a backslash."""
+def _mark_literals(text: str) -> str:
+    """The text with a placeholder for each dollar sign that is quoted by `'` or by a backslash."""
 
-    def mark(quoted: re.Match[str]) -> str:
-        part = quoted[0]
-        return part.replace("$", _PLAIN) if part[0] == "'" else part.replace("\\$", _PLAIN)
+    def mark(match: re.Match[str]) -> str:
+        part = match[0]
+        return part.replace("$", _LITERAL_DOLLAR) if part[0] == "'" else part.replace("\\$", _LITERAL_DOLLAR)
 
     return _QUOTED.sub(mark, text)
 
 
-def _inside(workdir: PurePosixPath, source: Path, place: PurePosixPath, where: str) -> tuple[Path, PurePosixPath]:
-    if ".." in place.parts or not place.is_relative_to(workdir):
-        raise TasksError(f"{where}: {place} lies outside of the working directory {workdir}, which needs Docker")
-    return source, place.relative_to(workdir)
-
-
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    """The instructions, each with the number of its first line; comments are left out, continued lines joined."""
-    held, begun = "", 0
+def _instructions(file: Path) -> Iterator[tuple[int, str]]:
+    """The instructions with their line numbers, without comments, continued lines joined."""
+    instruction, first_line = "", 0
     for number, raw in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         line = raw.strip()
         if not line or line.startswith("#"):
             continue
-        begun = begun if held else number
-        held += f" {line.removesuffix(chr(92)).strip()}"
+        first_line = first_line if instruction else number
+        instruction += f" {line.removesuffix(chr(92)).strip()}"
         if not line.endswith("\\"):
-            yield begun, held.strip()
-            held = ""
-    if held:
-        yield begun, held.strip()
+            yield first_line, instruction.strip()
+            instruction = ""
+    if instruction:
+        yield first_line, instruction.strip()

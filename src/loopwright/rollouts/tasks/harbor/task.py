@@ -14,22 +14,22 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from loopwright.core.config import explain
-from loopwright.rollouts.tasks.base import TasksError
+from loopwright.rollouts.tasks.sources import TasksError
 
 TOML, INSTRUCTION, TEST = "task.toml", "instruction.md", "test.sh"
-PASSED_OVER = ("__pycache__", ".DS_Store")
-"""What is no part of a task, wherever it lies in it."""
+IGNORED_NAMES = ("__pycache__", ".DS_Store")
+"""Files and directories that do not belong to a task, at any depth."""
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 WORKDIR = "/app"
-"""Where a task is at work if it does not say."""
+"""The default working directory."""
 
 
 class TaskChanged(TasksError):
-    """A task's directory is not what it was when the run began."""
+    """A task's directory changed after the run started."""
 
 
 class _Part(BaseModel):
-    """Somebody else's format: what we do not read may be anything."""
+    """A table of Harbor's format; keys that we do not use are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False, strict=True)
 
@@ -75,29 +75,29 @@ class _Toml(_Part):
 
 @dataclass(frozen=True, slots=True)
 class TaskStep:
-    """What an agent is asked to do and how that is checked. Most tasks have one step, which has no name."""
+    """An instruction and how its result is checked. Most tasks have one step, without a name."""
 
     name: str
     instruction: str
     agent_timeout_s: float | None
     verifier_timeout_s: float
     verifier_env: Mapping[str, str]
-    needed: Mapping[str, float] = field(default_factory=dict)
-    """The rewards below which the next step is not begun."""
+    min_rewards: Mapping[str, float] = field(default_factory=dict)
+    """The rewards that the next step requires."""
 
-    def goes_on(self, said: Mapping[str, Any]) -> bool:
-        """Whether, after what its tests said, the next step can be begun."""
-        rewards = said.get("rewards", {})
-        return all(rewards.get(name, float("-inf")) >= least for name, least in self.needed.items())
+    def allows_next(self, results: Mapping[str, Any]) -> bool:
+        """Whether the next step may start after these test results."""
+        rewards = results.get("rewards", {})
+        return all(rewards.get(name, float("-inf")) >= least for name, least in self.min_rewards.items())
 
 
 @dataclass(frozen=True, slots=True)
 class HarborTask:
-    """A task directory as it was read."""
+    """The contents of a task directory."""
 
     path: Path
     digest: str
-    """Of every file in it."""
+    """A hash of all its files."""
     steps: tuple[TaskStep, ...]
     workdir: str | None
     env: Mapping[str, str]
@@ -108,10 +108,10 @@ class HarborTask:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The task in this directory; a TasksError names the file and the key that is wrong."""
-        digest = digest_of(path)
+        """Read a task directory; a TasksError names the file and the key that is wrong."""
+        digest = directory_digest(path)
         toml = _parse(path / TOML)
-        _refuse(toml, path / TOML)
+        _check_supported(toml, path / TOML)
         return cls(
             path,
             digest,
@@ -125,44 +125,45 @@ class HarborTask:
         )
 
     @property
-    def tested(self) -> bool:
+    def has_tests(self) -> bool:
         """Whether each step has tests."""
         return all(self.test_directories(step) for step in self.steps)
 
     def test_directories(self, step: TaskStep) -> list[Path]:
-        """The directories that make up a step's /tests, the later over the earlier; none without a test.sh."""
-        mine = [self.path / "tests", self.path / "steps" / step.name / "tests"][: 2 if step.name else 1]
-        return [each for each in mine if each.is_dir()] if any((each / TEST).is_file() for each in mine) else []
+        """The directories that are merged into a step's /tests, the later over the earlier; empty without a test.sh."""
+        candidates = [self.path / "tests", self.path / "steps" / step.name / "tests"][: 2 if step.name else 1]
+        has_script = any((each / TEST).is_file() for each in candidates)
+        return [each for each in candidates if each.is_dir()] if has_script else []
 
     def solution(self, step: TaskStep) -> Path | None:
-        """The directory with the solve.sh of a step, where there is one."""
-        mine = [self.path / "steps" / step.name / "solution"] if step.name else []
-        return next((each for each in [*mine, self.path / "solution"] if (each / "solve.sh").is_file()), None)
+        """The directory with the solve.sh of a step, if there is one."""
+        candidates = [self.path / "steps" / step.name / "solution"] if step.name else []
+        candidates.append(self.path / "solution")
+        return next((each for each in candidates if (each / "solve.sh").is_file()), None)
 
     def agent_env(self) -> dict[str, str]:
-        """The variables of its environment; TasksError if one that they are taken from is not set."""
-        return resolved(self.env, f"{self.path / TOML}, environment.env")
+        """The variables of its environment; TasksError if one refers to a variable that is not set."""
+        return resolve_env(self.env, f"{self.path / TOML}, environment.env")
 
     def tests_env(self, step: TaskStep) -> dict[str, str]:
-        """The variables of a step's tests alone; TasksError likewise."""
-        return resolved(step.verifier_env, f"{self.path / TOML}, verifier.env")
+        """The additional variables of a step's tests; TasksError as for `agent_env`."""
+        return resolve_env(step.verifier_env, f"{self.path / TOML}, verifier.env")
 
     def check_variables(self) -> None:
-        """TasksError if one is not set that the agent or any tests need."""
+        """Raise TasksError if a variable that the agent or any tests need is not set."""
         self.agent_env()
         for step in self.steps:
             self.tests_env(step)
 
     def files(self, step: TaskStep) -> Path | None:
-        """The directory of files that are put into the workspace before a step begins."""
-        mine = self.path / "steps" / step.name / "workdir"
-        return mine if step.name and mine.is_dir() else None
+        """The directory of files that are copied into the workspace before a step starts."""
+        directory = self.path / "steps" / step.name / "workdir"
+        return directory if step.name and directory.is_dir() else None
 
 
 def _parse(file: Path) -> _Toml:
     try:
-        with file.open("rb") as opened:
-            raw = tomllib.load(opened)
+        raw = tomllib.loads(file.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TasksError(f"{file}: {error}") from error
     except OSError as error:
@@ -170,25 +171,25 @@ def _parse(file: Path) -> _Toml:
     try:
         return _Toml.model_validate(raw)
     except ValidationError as error:
-        found = "; ".join(f"{key}: {message}" for key, message in explain(error, _Toml))
-        raise TasksError(f"{file}, {found}") from error
+        problems = "; ".join(f"{key}: {message}" for key, message in explain(error, _Toml))
+        raise TasksError(f"{file}, {problems}") from error
 
 
-def _refuse(toml: _Toml, file: Path) -> None:
-    """What Harbor can do and we cannot: better said than done in part."""
+def _check_supported(toml: _Toml, file: Path) -> None:
+    """Raise TasksError for features of Harbor that are not supported here."""
     if toml.environment.os.lower() != "linux":
-        raise TasksError(f"{file}, environment.os: {toml.environment.os!r} cannot be run here, only 'linux'")
+        raise TasksError(f"{file}, environment.os: {toml.environment.os!r} is not supported, only 'linux'")
     for where, verifier in [("", toml.verifier), *((f"steps.{s.name}.", s.verifier) for s in toml.steps)]:
         if verifier.environment_mode == "separate" or verifier.environment is not None:
             raise TasksError(
-                f"{file}, {where}verifier.environment: tests in a container of their own need Harbor itself"
+                f"{file}, {where}verifier.environment: separate test containers are only supported by Harbor itself"
             )
     names = [step.name for step in toml.steps]
     for setup in (file.parent / "steps" / name / "workdir" / "setup.sh" for name in names):
         if setup.exists():
-            raise TasksError(f"{setup}: steps with a setup script need Harbor itself")
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise TasksError(f"{file}, steps: two are called {twice.pop()!r}; each needs a name of its own")
+            raise TasksError(f"{setup}: setup scripts of steps are only supported by Harbor itself")
+    if duplicates := {name for name in names if names.count(name) > 1}:
+        raise TasksError(f"{file}, steps: two steps are called {duplicates.pop()!r}; give each a unique name")
 
 
 def _steps(toml: _Toml, path: Path) -> Iterator[TaskStep]:
@@ -213,59 +214,61 @@ def _text(file: Path) -> str:
     except UnicodeDecodeError as error:
         raise TasksError(f"{file} is not UTF-8: {error}") from error
     except OSError as error:
-        raise TasksError(f"{file} cannot be read: {error.strerror}. It is what the agent is told to do") from error
+        raise TasksError(f"{file} cannot be read: {error.strerror}. It must contain the agent's instruction") from error
     if not text.strip():
-        raise TasksError(f"{file} is empty. It is what the agent is told to do")
+        raise TasksError(f"{file} is empty. It must contain the agent's instruction")
     return text.strip()
 
 
-def resolved(env: Mapping[str, str], where: str) -> dict[str, str]:
-    """Variables that are `${NAME}` or `${NAME:-default}` taken from our own environment, as Harbor does."""
+def resolve_env(env: Mapping[str, str], where: str) -> dict[str, str]:
+    """Replace values `${NAME}` and `${NAME:-default}` by variables of this process, as Harbor does."""
+
+    def resolve(value: str) -> str:
+        match = _TEMPLATE.fullmatch(value)
+        if match is None:
+            return value
+        return os.environ[match[1]] if match[2] is None else os.environ.get(match[1], match[2])
+
     try:
-        return {name: _own(value) for name, value in env.items()}
+        return {name: resolve(value) for name, value in env.items()}
     except KeyError as error:
         raise TasksError(f"{where} needs the environment variable {error.args[0]}, which is not set") from None
 
 
-def _own(value: str) -> str:
-    match = _TEMPLATE.fullmatch(value)
-    if match is None:
-        return value
-    return os.environ[match[1]] if match[2] is None else os.environ.get(match[1], match[2])
+def walk_tree(
+    path: Path, ignored: tuple[str, ...] = (*IGNORED_NAMES, ".git")
+) -> Iterator[tuple[str, Path, os.stat_result]]:
+    """Everything below a task directory that belongs to the task: relative name, path and status, in order.
 
-
-def tree(path: Path, over: tuple[str, ...] = (*PASSED_OVER, ".git")) -> Iterator[tuple[str, Path, os.stat_result]]:
-    """Everything below a directory that is part of a task: its name from there, itself and what it is; in order.
-
-    Deeper down, a repository is something for an agent to work on.
+    A `.git` further down is part of the task: a repository for the agent to work on.
     """
     for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
-        if entry.name not in over:
-            found = entry.stat(follow_symlinks=False)
-            yield entry.name, Path(entry.path), found
-            if stat.S_ISDIR(found.st_mode):
-                below = tree(Path(entry.path), PASSED_OVER)
-                yield from ((f"{entry.name}/{name}", inner, about) for name, inner, about in below)
+        if entry.name not in ignored:
+            status = entry.stat(follow_symlinks=False)
+            yield entry.name, Path(entry.path), status
+            if stat.S_ISDIR(status.st_mode):
+                for name, inner, inner_status in walk_tree(Path(entry.path), IGNORED_NAMES):
+                    yield f"{entry.name}/{name}", inner, inner_status
 
 
-def digest_of(path: Path) -> str:
-    """A hash of all files of a task: names, contents, rights to execute."""
-    total = blake2b(digest_size=16)
+def directory_digest(path: Path) -> str:
+    """A hash of all files of a task: names, contents and execute permissions."""
+    digest = blake2b(digest_size=16)
     try:
-        for name, file, found in tree(path):
-            kind, content = stat.S_IFMT(found.st_mode), b""
+        for name, file, status in walk_tree(path):
+            kind, content = stat.S_IFMT(status.st_mode), b""
             if kind == stat.S_IFREG:
-                content = _content(file, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+                content = _file_digest(file, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
             elif kind == stat.S_IFLNK:
                 content = os.fsencode(file.readlink())
-            total.update(repr((name, kind, found.st_mode & 0o111, content)).encode(errors="surrogateescape"))
+            digest.update(repr((name, kind, status.st_mode & 0o111, content)).encode(errors="surrogateescape"))
     except OSError as error:
         raise TasksError(f"{error.filename or path} cannot be read: {error.strerror}") from error
-    return total.hexdigest()
+    return digest.hexdigest()
 
 
 @lru_cache(maxsize=100_000)
-def _content(file: Path, *_about: int) -> bytes:
-    """A file's hash; it is read again only where what the system says about it has changed."""
-    with file.open("rb") as opened:
-        return file_digest(opened, lambda: blake2b(digest_size=16)).digest()
+def _file_digest(path: Path, *_status: int) -> bytes:
+    """A hash of a file; it is read again only if its status has changed."""
+    with path.open("rb") as file:
+        return file_digest(file, lambda: blake2b(digest_size=16)).digest()

@@ -1,0 +1,113 @@
+"""The task mix: in which order prompts are drawn. Sources share each batch by weight, each in seeded epochs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from hashlib import blake2b
+from math import lcm
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import orjson
+
+from loopwright.core.task import Task
+from loopwright.rollouts.tasks.sources import TasksConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A task and its place in its source: what a rollout's action refers to."""
+
+    source: str
+    index: int
+    task: Task
+
+    @property
+    def action(self) -> Mapping[str, Any]:
+        """What the ledger records."""
+        return {"source": self.source, "index": self.index, "task": self.task.id}
+
+
+class TaskMix:
+    """Draws prompts from several sources so that each has had its share at any moment, to within one prompt.
+
+    Which prompt comes next depends only on the seed and on how many were drawn from each source.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Sequence[Task]],
+        weights: Mapping[str, float] | None = None,
+        seed: int = 0,
+        held_out: Mapping[str, Sequence[Task]] | None = None,
+    ) -> None:
+        fractions = {name: Fraction(str((weights or {}).get(name, 1.0))) for name in sources}
+        denominator = lcm(*(weight.denominator for weight in fractions.values()))
+        self._sources, self._seed, self._held_out = sources, seed, held_out or {}
+        self._weights = {name: int(weight * denominator) for name, weight in fractions.items()}
+        self._total_weight = sum(self._weights.values())
+        self._draws = dict.fromkeys(sources, 0)
+        self._orders: dict[str, tuple[int, list[int]]] = {}
+
+    @classmethod
+    def load(
+        cls, configs: Sequence[TasksConfig], seed: int, scenario_dir: Path, held_out: Sequence[TasksConfig] = ()
+    ) -> "TaskMix":
+        """The mix of these sources. The held-out ones are for evaluation and never drawn."""
+        return cls(
+            {config.label(): config.load(scenario_dir) for config in configs},
+            {config.label(): config.weight for config in configs},
+            seed,
+            {f"eval:{config.label()}": config.load(scenario_dir) for config in held_out},
+        )
+
+    def restore(self, draws: Mapping[str, int]) -> None:
+        """Continue after this many draws from each source."""
+        self._draws.update({name: count for name, count in draws.items() if name in self._draws})
+
+    def draw(self) -> Prompt:
+        """The next prompt."""
+        # Earliest deadline first: of the sources whose share allows another prompt now, the one that is due soonest.
+        # It keeps all within one of their shares; taking the one that is furthest behind does not.
+        now, total = sum(self._draws.values()), self._total_weight
+        allowed = [n for n, weight in self._weights.items() if self._draws[n] * total // weight <= now]
+        name = min(allowed, key=lambda n: -(-(self._draws[n] + 1) * total // self._weights[n]))
+        tasks = self._sources[name]
+        epoch, position = divmod(self._draws[name], len(tasks))
+        self._draws[name] += 1
+        order_epoch, order = self._orders.get(name, (-1, []))
+        if order_epoch != epoch:
+            order = list(range(len(tasks)))
+            Random(f"{self._seed}:{name}:{epoch}").shuffle(order)
+            self._orders[name] = epoch, order
+        return Prompt(name, order[position], tasks[order[position]])
+
+    def find(self, action: Mapping[str, Any]) -> Prompt:
+        """The prompt that a recorded action refers to."""
+        name, index = action["source"], action["index"]
+        tasks = self._held_out[name] if name in self._held_out else self._sources[name]
+        if not 0 <= index < len(tasks):
+            raise IndexError(f"{name} has {len(tasks)} tasks; there is no task {index}")
+        return Prompt(name, index, tasks[index])
+
+    def prompts(self) -> list[Prompt]:
+        """All prompts that can be drawn."""
+        return _prompts(self._sources)
+
+    def held_out(self) -> list[Prompt]:
+        """The prompts that are only for evaluation."""
+        return _prompts(self._held_out)
+
+    def fingerprint(self) -> str:
+        """Changes with any task."""
+        digest = blake2b(digest_size=16)
+        for name, tasks in [*self._sources.items(), *self._held_out.items()]:
+            digest.update(orjson.dumps((name, len(tasks))))
+            for task in tasks:
+                digest.update(orjson.dumps(task.as_json()))
+        return digest.hexdigest()
+
+
+def _prompts(sources: Mapping[str, Sequence[Task]]) -> list[Prompt]:
+    return [Prompt(name, index, task) for name, tasks in sources.items() for index, task in enumerate(tasks)]
