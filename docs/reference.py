@@ -22,8 +22,8 @@ from loopwright.rollouts.remote.config import BoundsConfig
 from loopwright.rollouts.remote.gateway_config import GATEWAY_HOSTS
 from loopwright.rollouts.tasks.sources import task_sources
 from loopwright.scenario.schema import PenaltiesConfig, RunConfig, Scenario, SystemConfig
-from loopwright.spaces.draws import EnvParamConfig
 from loopwright.spaces.parameter import Choice, Fixed, Range
+from loopwright.spaces.space import EnvParamConfig
 from loopwright.trainers.config import LoraConfig
 from loopwright.workloads.base import workloads
 from loopwright.workloads.command import SuccessConfig

@@ -16,7 +16,7 @@ from loopwright.ledger.trial_book import TrialBook
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
 from loopwright.scenario.output import reopen
-from loopwright.spaces.draws import Draws
+from loopwright.spaces.space import Draws
 from loopwright.workloads.base import Job, Workload
 
 

@@ -31,8 +31,8 @@ from loopwright.envs.search import SearchEnv
 from loopwright.ledger.trial_book import TrialBook
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
-from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.spaces.parameter import Range, parameter
+from loopwright.spaces.space import Draws, EnvParamConfig
 from tests.envs.test_codec import made_spaces
 from tests.envs.worlds import Called, Line, Shown, book_in, live, world
 

@@ -11,8 +11,8 @@ from loopwright.core.errors import ScenarioError
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Action, Observation
 from loopwright.scenario.load import load
-from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.spaces.parameter import Choice
+from loopwright.spaces.space import Draws, EnvParamConfig
 from tests.contracts.harness import FunctionEnv, ListedAgent, campaign, scenario, trials
 
 COMMAND = "echo y={x}{size}"

@@ -12,9 +12,8 @@ from loopwright.core.errors import InvalidAction
 from loopwright.core.trial import Observation
 from loopwright.envs.gym.codec import ActionCodec, ObservationCodec
 from loopwright.envs.gym.observation import ObsLeafDescriptor, RegimeEncoder
-from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.spaces.parameter import Range, parameter
-from loopwright.spaces.space import Space
+from loopwright.spaces.space import Draws, EnvParamConfig, Space
 
 VALUES = st.lists(
     st.one_of(st.integers(-1000, 1000), st.text(max_size=3), st.booleans(), st.floats(-1e6, 1e6)),

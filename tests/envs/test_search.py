@@ -17,7 +17,7 @@ from loopwright.ledger.observer import Observer
 from loopwright.ledger.shared_cache import SharedCache
 from loopwright.ledger.steps import Step
 from loopwright.ledger.trial_book import TrialBook
-from loopwright.spaces.draws import Draws
+from loopwright.spaces.space import Draws
 from loopwright.workloads.base import Job, Workload
 
 Measure = Callable[[Job], Awaitable[Result]]

@@ -10,7 +10,7 @@ from loopwright.core.reward import Identity, Objectives
 from loopwright.envs.search import SearchEnv
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.trial_book import TrialBook
-from loopwright.spaces.draws import Draws, EnvParamConfig
+from loopwright.spaces.space import Draws, EnvParamConfig
 from loopwright.testing import FunctionWorkload
 from loopwright.workloads.base import Job, Site, WorkloadConfig
 

@@ -17,9 +17,8 @@ from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.trial_book import TrialBook
-from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.spaces.parameter import parameter
-from loopwright.spaces.space import Space
+from loopwright.spaces.space import Draws, EnvParamConfig, Space
 from loopwright.workloads.base import Job, Workload
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopwright.spaces.draws import Draws, EnvParamConfig, problem_with
 from loopwright.spaces.parameter import parameter
+from loopwright.spaces.space import Draws, EnvParamConfig, problem_with
 
 
 def draws(seed: int = 0, weights=None, **written) -> Draws:
@@ -33,7 +33,7 @@ def test_a_draw_does_not_depend_on_those_before_it(one, other):
 
 def test_another_process_draws_the_same():
     script = (
-        "from loopwright.spaces.draws import *; from loopwright.spaces.parameter import parameter; "
+        "from loopwright.spaces.space import *; from loopwright.spaces.parameter import parameter; "
         "print([Draws(7, {'a': parameter([1, 2, 3])}, {'a': EnvParamConfig()}).sample(i)['a'] for i in range(20)])"
     )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

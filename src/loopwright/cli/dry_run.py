@@ -120,7 +120,7 @@ def _first_commands(run: "RunConfig", space: "Space") -> list[str]:
     """The first trials: the start of the grid, or the first random points where the agent decides as it goes."""
     import shlex
 
-    from loopwright.spaces.draws import Draws
+    from loopwright.spaces.space import Draws
     from loopwright.workloads.command import CommandConfig
     from loopwright.workloads.template import CommandTemplate
 

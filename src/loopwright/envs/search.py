@@ -22,8 +22,7 @@ from loopwright.core.reward import Objectives, Penalties, mean_reward
 from loopwright.core.trial import Action, Feedback, Observation, Proposal, Regime, Result, Trial
 from loopwright.ledger.shared_cache import SharedCache
 from loopwright.ledger.trial_book import TrialBook
-from loopwright.spaces.draws import Draws
-from loopwright.spaces.space import Space
+from loopwright.spaces.space import Draws, Space
 from loopwright.workloads.base import Job, Workload
 
 

@@ -31,7 +31,7 @@ from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.tasks.mix import TaskMix
 from loopwright.scenario.load import LoadedScenario, import_observer
 from loopwright.scenario.schema import RunConfig, SystemConfig
-from loopwright.spaces.draws import Draws
+from loopwright.spaces.space import Draws
 from loopwright.workloads.base import Site, WorkloadConfig, workloads
 
 AnyEnv = SearchEnv | LiveEnv | RolloutEnv

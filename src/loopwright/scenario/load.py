@@ -33,8 +33,7 @@ from loopwright.rollouts.remote.gateway_config import (
 from loopwright.rollouts.tasks.sources import shared_tasks
 from loopwright.scenario.overrides import is_remote, override
 from loopwright.scenario.schema import PenaltiesConfig, RunBasics, RunConfig, Scenario, SystemConfig
-from loopwright.spaces.draws import EnvParamConfig, problem_with
-from loopwright.spaces.space import Space
+from loopwright.spaces.space import EnvParamConfig, Space, problem_with
 from loopwright.workloads.base import WorkloadConfig, workloads
 
 M = TypeVar("M", bound=BaseModel)

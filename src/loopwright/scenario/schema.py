@@ -13,7 +13,7 @@ from loopwright.envs.live.config import LiveConfig
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.remote.gateway_config import GatewayHostConfig
-from loopwright.spaces.draws import EnvParamConfig
+from loopwright.spaces.space import EnvParamConfig
 from loopwright.workloads.base import WorkloadConfig
 
 

@@ -1,4 +1,4 @@
-"""A space: all parameters of a workload, what an agent may choose among them, and what is forbidden."""
+"""A space: the parameters of a workload, which of them an agent chooses and the environment draws, and constraints."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field
+
+from loopwright.core.config import Config
 from loopwright.core.errors import InvalidAction
 from loopwright.core.expression import Expression
 from loopwright.core.trial import Action, Regime
@@ -48,7 +51,7 @@ class Space:
 
     @cached_property
     def size(self) -> int | None:
-        """How many different actions there are; None for a continuum or where conditions make counting too long."""
+        """How many different actions there are; None for a continuum, or if conditions make counting too slow."""
         size = 1
         for parameter in self.tunable.values():
             if parameter.size is None:
@@ -56,12 +59,12 @@ class Space:
             size *= parameter.size
         if not self._conditions:
             return size
-        listed = all(isinstance(parameter, (Choice, Fixed)) for parameter in self.tunable.values())
-        return sum(1 for _ in self.points()) if listed and size <= 100_000 else None
+        countable = all(isinstance(parameter, (Choice, Fixed)) for parameter in self.tunable.values())
+        return sum(1 for _ in self.points()) if countable and size <= 100_000 else None
 
     @cached_property
     def grid_size(self) -> int:
-        """How many points a grid visits; counted one by one only where conditions leave no other way."""
+        """How many points a grid visits; counted one by one only if there are conditions."""
         if self._conditions:
             return sum(1 for _ in self.points())
         return prod(len(parameter.grid()) for parameter in self.tunable.values())
@@ -71,14 +74,14 @@ class Space:
         """Whether a grid can visit every parameter."""
         return all(parameter.grid() for parameter in self.tunable.values())
 
-    def active(self, name: str, chosen: Mapping[str, Any]) -> bool:
-        """Whether a parameter takes part, given those chosen before it."""
+    def active(self, name: str, values: Mapping[str, Any]) -> bool:
+        """Whether a parameter is part of the action, given the values of those before it."""
         condition = self._conditions.get(name)
         if condition is None:
             return True
-        values = {**self.fixed, **chosen}
+        values = {**self.fixed, **values}
         try:
-            # A condition on a parameter that is itself inactive does not hold, nor does one that has no value.
+            # A condition on a parameter that is itself inactive does not hold, nor does one without a value.
             return condition.names <= values.keys() and bool(condition(values))
         except (ArithmeticError, ValueError, TypeError):
             return False
@@ -86,20 +89,20 @@ class Space:
     def validate(self, action: Action) -> dict[str, Any]:
         """The action in the values that the workload will get; InvalidAction names everything that is wrong."""
         wrong = [f"unknown parameter {name!r}" for name in action if name not in self.tunable]
-        chosen: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, parameter in self.tunable.items():
-            if not self.active(name, chosen):
+            if not self.active(name, values):
                 continue
             if name not in action:
                 wrong.append(f"missing parameter {name!r}")
                 continue
             try:
-                chosen[name] = parameter.validate_value(action[name])
+                values[name] = parameter.validate_value(action[name])
             except InvalidAction as error:
                 wrong.append(f"{name}: {error}")
         if wrong:
             raise InvalidAction("; ".join(wrong))
-        return chosen
+        return values
 
     def violated(self, action: Action, regime: Regime) -> str | None:
         """The constraint that this action breaks under this regime, if any; one on an absent parameter is met."""
@@ -118,7 +121,7 @@ class Space:
         return None
 
     def arguments(self, action: Action, regime: Regime) -> dict[str, Any]:
-        """All that the workload gets, in the order of the scenario: fixed, chosen, drawn and `otherwise`."""
+        """The workload's arguments in the order of the scenario: fixed, chosen, drawn and `otherwise` values."""
         values = {**self.fixed, **action, **regime}
         ordered = {}
         for name, parameter in self.parameters.items():
@@ -131,34 +134,34 @@ class Space:
     # -- points -------------------------------------------------------------------------------------------------
 
     def sample(self, seed: int, n: int | str) -> dict[str, Any]:
-        """The n-th random action; each parameter has randomness of its own, so that adding one disturbs no other."""
-        chosen: dict[str, Any] = {}
+        """The n-th random action; each parameter has its own random source, so that adding one changes no other."""
+        values: dict[str, Any] = {}
         for name, parameter in self.tunable.items():
-            if self.active(name, chosen):
-                chosen[name] = parameter.sample(Random(f"{seed}:{name}:{n}"))
-        return chosen
+            if self.active(name, values):
+                values[name] = parameter.sample(Random(f"{seed}:{name}:{n}"))
+        return values
 
     def points(self) -> Iterator[dict[str, Any]]:
         """Every action of the grid, once, the last parameter changing fastest."""
         names = list(self.tunable)
         grids = [self.tunable[name].grid() for name in names]
-        for values in itertools.product(*grids):
-            chosen: dict[str, Any] = {}
-            for name, value, grid in zip(names, values, grids, strict=True):
-                if self.active(name, chosen):
-                    chosen[name] = value
+        for candidate in itertools.product(*grids):
+            values: dict[str, Any] = {}
+            for name, value, grid in zip(names, candidate, grids, strict=True):
+                if self.active(name, values):
+                    values[name] = value
                 elif value is not grid[0]:  # an inactive parameter is counted once
                     break
             else:
-                yield chosen
+                yield values
 
     def first(self) -> dict[str, Any]:
         """The first candidate of each list and the low end of each range."""
-        chosen: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, parameter in self.tunable.items():
-            if self.active(name, chosen):
-                chosen[name] = parameter.decode(0)
-        return chosen
+            if self.active(name, values):
+                values[name] = parameter.decode(0)
+        return values
 
     def encode(self, action: Action) -> dict[str, float]:
         """An action as numbers, see Parameter.encode."""
@@ -170,3 +173,62 @@ class Space:
         if unknown:
             raise InvalidAction(f"unknown parameter {', '.join(map(repr, unknown))}")
         return self.validate({name: self.tunable[name].decode(number) for name, number in numbers.items()})
+
+
+class EnvParamConfig(Config):
+    """How a list-valued argument is drawn. The values themselves stay where the argument is."""
+
+    weights: tuple[float, ...] | None = None
+    """How often each candidate is drawn; they add up to 1. Without them all are equally likely."""
+    encoding: Literal["categorical", "scalar", "log"] = Field(default="categorical")
+    """How a learner sees the drawn value."""
+
+
+class Draws:
+    """The regimes of a run. A draw depends on the seed, the parameter's name and the draw's index, on nothing else."""
+
+    def __init__(self, seed: int, parameters: Mapping[str, Parameter], configs: Mapping[str, EnvParamConfig]) -> None:
+        self.seed, self.configs = seed, dict(configs)
+        self.values = {n: p for n, p in parameters.items() if n in configs and isinstance(p, Choice)}
+
+    def sample(self, draw: int) -> Regime:
+        """The regime of a draw; empty if nothing is drawn."""
+        return {
+            name: Random(f"{self.seed}:{name}:{draw}").choices(choice.values, self.configs[name].weights)[0]
+            for name, choice in self.values.items()
+        }
+
+
+def problem_with(target: Parameter | None, config: EnvParamConfig) -> str | None:
+    """Why this argument cannot be drawn in this way, and the fix; None if it can."""
+    if isinstance(target, Fixed) and isinstance(target.value, dict):
+        return "is a table; only a list of plain values can be drawn. Draw one of its parts as a separate argument"
+    if isinstance(target, Fixed):
+        return f"has one value, {target.value!r}; drawing needs a list of at least two"
+    if not isinstance(target, Choice):
+        return "is a range; drawing needs a list of candidates"
+    if target.when is not None:
+        return "has a `when`; a drawn argument cannot be conditional. Remove one of the two"
+    if any(isinstance(value, (dict, list)) for value in target.values):
+        return "has nested candidates; only plain values can be drawn"
+    if problem := _unencodable(target, config.encoding):
+        return problem
+    weights = config.weights
+    if weights is None:
+        return None
+    if len(weights) != len(target.values):
+        return f"has {len(target.values)} candidates but {len(weights)} weights; give one weight for each"
+    if any(weight < 0 for weight in weights):
+        return f"has a negative weight in {list(weights)}"
+    if abs(sum(weights) - 1.0) > 1e-6:
+        return f"has weights that add up to {sum(weights):g}, not 1"
+    return None
+
+
+def _unencodable(target: Choice, encoding: str) -> str | None:
+    numbers = [v for v in target.values if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    if encoding != "categorical" and len(numbers) < len(target.values):
+        return f"has candidates that are not numbers; encoding = {encoding!r} needs numbers, use 'categorical'"
+    if encoding == "log" and min(numbers) <= 0:
+        return f"has the candidate {min(numbers)}; encoding = 'log' needs numbers above 0, use 'scalar'"
+    return None

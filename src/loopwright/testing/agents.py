@@ -25,8 +25,7 @@ from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer
 from loopwright.ledger.trial_book import TrialBook
-from loopwright.spaces.draws import Draws, EnvParamConfig
-from loopwright.spaces.space import Space
+from loopwright.spaces.space import Draws, EnvParamConfig, Space
 from loopwright.testing.workloads import FunctionWorkload
 from loopwright.workloads.base import Site, WorkloadConfig
 

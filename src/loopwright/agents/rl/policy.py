@@ -17,9 +17,8 @@ from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.live.samples import checker, reader
 from loopwright.envs.live.wire import WireError, decode_space, encode_space
 from loopwright.envs.search import SearchEnv
-from loopwright.spaces.draws import Draws, EnvParamConfig
 from loopwright.spaces.parameter import parameter
-from loopwright.spaces.space import Space
+from loopwright.spaces.space import Draws, EnvParamConfig, Space
 
 _CARD = "policy.json"
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
 
-from loopwright.spaces.draws import Draws
 from loopwright.spaces.parameter import Choice
+from loopwright.spaces.space import Draws
 
 
 @dataclass(frozen=True)

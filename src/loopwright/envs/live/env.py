@@ -27,7 +27,7 @@ from loopwright.envs.live.server import (
 from loopwright.envs.live.watchdog import Hung, Watchdog
 from loopwright.ledger.recorder import Recorder, as_json
 from loopwright.ledger.trial_book import RunStopped, TrialBook
-from loopwright.spaces.draws import Draws
+from loopwright.spaces.space import Draws
 
 log = logging.getLogger(__name__)
 Step = tuple[Any, float, bool, bool, dict[str, Any]]
