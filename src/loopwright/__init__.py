@@ -85,7 +85,7 @@ _MODULES = {
     "StructuredObservation": "envs.gym.observation",
     "Study": "api.study",
     "Task": "core.task",
-    "TasksConfig": "rollouts.tasks.base",
+    "TasksConfig": "rollouts.tasks.sources",
     "Trial": "core.trial",
     "Trials": "api.study",
     "Workload": "workloads.base",
