@@ -12,9 +12,8 @@ from tests.children import children
 
 from loopwright.core.errors import LaunchError, StorageError
 from loopwright.execution.base import Completion, Executor
-from loopwright.execution.local.executor import LocalExecutor
+from loopwright.execution.local.executor import LocalExecutor, core_sets
 from loopwright.execution.local.processes import end_leftovers
-from loopwright.execution.slots import core_sets
 from loopwright.testing.executors import ExecutorContract, alive, command, ignore, written_pid
 
 DAEMON = """

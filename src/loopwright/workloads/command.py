@@ -175,10 +175,10 @@ class CommandWorkload(Workload):
         fresh_directory(job.directory)
         with storage(job.directory):
             (job.directory / "parameters.json").write_bytes(job.parameters_json)
-        link_into(job.directory, self.site.scenario_dir, self.config.files)
+        if self.config.files:
+            link_into(job.directory, self.site.scenario_dir, self.config.files)
         try:
-            failure = await self._prepare(job)
-            if failure is not None:
+            if self._setup is not None and (failure := await self._prepare(job, self._setup)) is not None:
                 return failure
             command = Command(
                 argv=tuple(self._command.words(job.arguments)),
@@ -200,16 +200,14 @@ class CommandWorkload(Workload):
         variables = {name: as_text(arguments[name]) for name in self.config.env if name in arguments}
         return {**self._base_environment, **variables}
 
-    async def _prepare(self, job: Job) -> Result | None:
+    async def _prepare(self, job: Job, setup: CommandTemplate) -> Result | None:
         """Run the setup if needed, and link its files into the trial's directory; returns its failure."""
-        if self._setup is None:
-            return None
-        arguments = {name: job.arguments[name] for name in sorted(self._setup.names) if name in job.arguments}
+        arguments = {name: job.arguments[name] for name in sorted(setup.names) if name in job.arguments}
         key = key_of(arguments, self.fingerprint_once)[:16]
         directory = self.site.directory / "setup" / key
         async with self._locks.setdefault(key, asyncio.Lock()):
             if key not in self._setup_failures and not (directory / ".done").exists():
-                failure = await self._run_setup(job, arguments, directory)
+                failure = await self._run_setup(job, setup, arguments, directory)
                 if failure is not None:
                     self._setup_failures[key] = failure
         if key in self._setup_failures:
@@ -225,12 +223,13 @@ class CommandWorkload(Workload):
             self._fingerprint = self.fingerprint()
         return self._fingerprint
 
-    async def _run_setup(self, job: Job, arguments: Mapping[str, Any], directory: Path) -> Result | None:
-        assert self._setup is not None  # noqa: S101
+    async def _run_setup(
+        self, job: Job, setup: CommandTemplate, arguments: Mapping[str, Any], directory: Path
+    ) -> Result | None:
         _recreate(directory)
         link_into(directory, self.site.scenario_dir, self.config.files)
         command = Command(
-            argv=tuple(self._setup.words(arguments)),
+            argv=tuple(setup.words(arguments)),
             directory=directory,
             environment=self._environment(arguments),
             stdout=directory / "setup.stdout",
@@ -249,11 +248,9 @@ class CommandWorkload(Workload):
 
     def _evaluate(self, directory: Path, completion: Completion) -> Result:
         usage = completion.usage.as_dict()
-        ending = _ending(completion, self.config.timeout_s, directory / "stderr")
-        if completion.timed_out:
-            return Result(Outcome.TIMEOUT, reason=ending, usage=usage)
-        if completion.exit_code not in self.config.success.exit_codes:
-            return Result(Outcome.CRASHED, reason=ending, usage=usage)
+        if completion.timed_out or completion.exit_code not in self.config.success.exit_codes:
+            outcome = Outcome.TIMEOUT if completion.timed_out else Outcome.CRASHED
+            return Result(outcome, reason=_ending(completion, self.config.timeout_s, directory / "stderr"), usage=usage)
         pattern = self.config.success.regex
         stdout = directory / "stdout"
         if pattern is not None and not (stdout.is_file() and re.search(pattern.encode(), stdout.read_bytes())):

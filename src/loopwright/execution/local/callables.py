@@ -12,9 +12,8 @@ from typing import Any
 
 import orjson
 
-from loopwright.execution.local.process_tree import signal_name
+from loopwright.execution.local.process_tree import ProcessLimits, signal_name, spawn
 from loopwright.execution.local.processes import MARKER_VARIABLE, end_leftovers
-from loopwright.execution.local.spawn import ProcessLimits, spawn
 from loopwright.execution.local.worker_process import COMMAND
 
 _DEADLINE_S = 30.0

@@ -1,16 +1,16 @@
 """Runs commands as local processes: event-driven, with capped output, and without leftovers."""
 
 import asyncio
+import os
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 from loopwright.core.errors import StorageError
 from loopwright.execution.base import Command, Completion, Executor, OnStart
 from loopwright.execution.local.output import CappedFile, Pump
-from loopwright.execution.local.process_tree import Exit, ProcessTree
+from loopwright.execution.local.process_tree import Exit, ProcessLimits, ProcessTree, exhaustion_as_launch_error, spawn
 from loopwright.execution.local.processes import MARKER_VARIABLE
-from loopwright.execution.local.spawn import ProcessLimits, exhaustion_as_launch_error, spawn
-from loopwright.execution.slots import Slots
 
 OUTPUT_BYTES = 64 * 1024 * 1024
 GRACE_S = 2.0
@@ -35,26 +35,10 @@ class LocalExecutor(Executor):
 
     async def run(self, command: Command, on_start: OnStart) -> Completion:
         """See `Executor.run`."""
-        slot = await self._slots.acquire()
-        try:
-            return await self._run(command, on_start, ProcessLimits(self._slots.cores(slot), self._memory_bytes))
-        finally:
-            self._slots.release(slot)
-
-    def kill_all(self) -> None:
-        """See `Executor.kill_all`."""
-        for tree in list(self._running):
-            tree.kill()
-
-    async def close(self) -> None:
-        """Kill all running commands and wait for their end."""
-        self.kill_all()
-        if self._running:
-            await asyncio.wait(list(self._running.values()))
-
-    async def _run(self, command: Command, on_start: OnStart, limits: ProcessLimits) -> Completion:
         loop = asyncio.get_running_loop()
+        slot = await self._slots.acquire()
         with ExitStack() as stack:
+            stack.callback(self._slots.release, slot)
             with exhaustion_as_launch_error():
                 output = _Output(command, self._output_bytes, stack)
                 process = spawn(
@@ -66,7 +50,7 @@ class LocalExecutor(Executor):
                     },
                     stdout=output.pumps[0].write_fd,
                     stderr=output.pumps[1].write_fd,
-                    limits=limits,
+                    limits=ProcessLimits(self._slots.cores[slot], self._memory_bytes),
                 )
             tree = ProcessTree(process, command.marker)
             finished = self._running[tree] = loop.create_future()
@@ -88,6 +72,17 @@ class LocalExecutor(Executor):
             stdout_bytes=output.stdout.produced_bytes,
             stderr_bytes=output.stderr.produced_bytes,
         )
+
+    def kill_all(self) -> None:
+        """See `Executor.kill_all`."""
+        for tree in list(self._running):
+            tree.kill()
+
+    async def close(self) -> None:
+        """Kill all running commands and wait for their end."""
+        if self._running:
+            self.kill_all()
+            await asyncio.wait(list(self._running.values()))
 
     async def _supervise(
         self, command: Command, on_start: OnStart, tree: ProcessTree, output: "_Output"
@@ -116,6 +111,50 @@ class LocalExecutor(Executor):
         exit_ = tree.reap()
         output.finish()
         return exit_, timed_out
+
+
+class Slots:
+    """Numbered permits for running trials, granted in the order of the requests, with their CPU cores.
+
+    Not asyncio.Semaphore, which stays bound to the event loop in which it was first contended: each run has its own.
+    """
+
+    def __init__(self, count: int, *, pin_cpus: bool = False) -> None:
+        if count < 1:
+            raise ValueError(f"parallel = {count}: must be at least 1")
+        self._free = deque(range(count))
+        self._waiting: deque[asyncio.Future[int]] = deque()
+        self.cores = core_sets(sorted(os.sched_getaffinity(0)), count) if pin_cpus else [None] * count
+        """The cores of each slot; None if trials are not pinned."""
+
+    async def acquire(self) -> int:
+        """Wait for a free slot and take it."""
+        if self._free:
+            return self._free.popleft()
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                self.release(future.result())
+            raise
+
+    def release(self, slot: int) -> None:
+        """Return a slot; the longest waiting request gets it."""
+        while self._waiting:
+            future = self._waiting.popleft()
+            if not future.done():
+                future.set_result(slot)
+                return
+        # Last in, first out: the most recently used slot has a warm worker and warm caches.
+        self._free.appendleft(slot)
+
+
+def core_sets(cores: list[int], count: int) -> list[frozenset[int] | None]:
+    """`count` sets of equal size, disjoint as long as there are enough cores."""
+    size = max(1, len(cores) // count)
+    return [frozenset(cores[(slot * size + i) % len(cores)] for i in range(size)) for slot in range(count)]
 
 
 class _Output:

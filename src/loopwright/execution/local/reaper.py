@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 
 from loopwright.execution.local import processes
-from loopwright.execution.local.spawn import ProcessLimits, StartedProcess, spawn
+from loopwright.execution.local.process_tree import ProcessLimits, StartedProcess, spawn
 from loopwright.execution.sandbox.files import remove
 
 # As a file instead of -m, and with the standard library only, since it runs as long as we do.

@@ -3,10 +3,9 @@
 import asyncio
 
 from loopwright.execution.base import CallResult, FunctionCall, OnStart
-from loopwright.execution.local.executor import GRACE_S, OUTPUT_BYTES
-from loopwright.execution.local.spawn import ProcessLimits
+from loopwright.execution.local.executor import GRACE_S, OUTPUT_BYTES, Slots
+from loopwright.execution.local.process_tree import ProcessLimits
 from loopwright.execution.local.worker_process import WorkerProcess
-from loopwright.execution.slots import Slots
 
 _IDLE_PER_SLOT = 4
 
@@ -26,7 +25,7 @@ class WorkerPool:
         self._max_idle = _IDLE_PER_SLOT * size
         self._output_bytes = output_bytes
         self._grace_s = grace_s
-        self._limits = [ProcessLimits(self._slots.cores(slot), memory_bytes) for slot in range(size)]
+        self._limits = [ProcessLimits(self._slots.cores[slot], memory_bytes) for slot in range(size)]
         self._idle: list[WorkerProcess] = []
         self._busy: set[WorkerProcess] = set()
         self._all_idle: asyncio.Future[None] | None = None

@@ -15,9 +15,16 @@ import orjson
 from loopwright.core.errors import StorageError, storage
 from loopwright.execution.base import CallResult, FunctionCall, OnStart, Usage
 from loopwright.execution.local.output import CappedFile, Pump
-from loopwright.execution.local.process_tree import Exit, ProcessTree, describe
+from loopwright.execution.local.process_tree import (
+    Exit,
+    ProcessLimits,
+    ProcessTree,
+    describe,
+    exhaustion_as_launch_error,
+    pid_snapshot,
+    spawn,
+)
 from loopwright.execution.local.processes import MARKER_VARIABLE
-from loopwright.execution.local.spawn import ProcessLimits, exhaustion_as_launch_error, pid_snapshot, spawn
 
 Frame = dict[str, Any]
 
