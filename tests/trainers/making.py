@@ -16,10 +16,12 @@ ALGORITHMS = {
 }
 
 
-def learner_of(kind, home, *, model_name="tiny", temperature=1.0, longest=8, team=None, **options):
+def learner_of(kind, home, *, model_name="tiny", temperature=1.0, max_tokens=8, team=None, **options):
     config_class, algorithm = ALGORITHMS[kind]
     config = config_class(**{"steps": 100, "lr": 1e-3, "max_grad_norm": 1e9, **options})
-    return Learner(LearnerSettings(config, algorithm, model_name, home, temperature=temperature, longest=longest), team)
+    return Learner(
+        LearnerSettings(config, algorithm, model_name, home, temperature=temperature, max_tokens=max_tokens), team
+    )
 
 
 def samples(count=6, *, seed=0, rows=1, weight=None):

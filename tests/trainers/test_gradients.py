@@ -48,7 +48,7 @@ def test_grpo_has_the_gradient_of_its_formula(tmp_path, options, temperature):
     got = gradients(learner, batch)
     loss = 0.0
     for sample in batch:
-        new, entropy = logprobs_of(learner.policy.hub, sample, temperature)
+        new, entropy = logprobs_of(learner.policy.model, sample, temperature)
         loss = loss + naive_grpo(new, new, recorded_of(sample), sample, learner.config) / sample.tokens
         loss = loss - learner.config.entropy * entropy.mean()
     compare(learner, loss / len(batch), got)
@@ -60,7 +60,7 @@ def test_rloo_has_the_gradient_of_its_formula(tmp_path):
     loss = sum(
         naive_rloo(new, new, recorded_of(sample), sample, learner.config)
         for sample in batch
-        for new, _ in [logprobs_of(learner.policy.hub, sample)]
+        for new, _ in [logprobs_of(learner.policy.model, sample)]
     )
     compare(learner, loss / len(batch), got)
 
@@ -72,7 +72,7 @@ def test_the_published_variants_weigh_tokens_as_published(tmp_path, length, divi
     loss = sum(
         naive_grpo(new, new, recorded_of(sample), sample, learner.config)
         for sample in batch
-        for new, _ in [logprobs_of(learner.policy.hub, sample)]
+        for new, _ in [logprobs_of(learner.policy.model, sample)]
     )
     compare(learner, loss / (len(batch) * divide if divide else sum(s.tokens for s in batch)), got)
 
@@ -80,7 +80,7 @@ def test_the_published_variants_weigh_tokens_as_published(tmp_path, length, divi
 def test_a_second_step_on_a_batch_is_clipped_against_the_policy_that_the_update_began_with(tmp_path):
     learner, batch = learner_of("grpo", tmp_path, epochs=2, lr=0.05, clip_high=0.3), samples()
     with torch.no_grad():
-        before = [logprobs_of(learner.policy.hub, sample)[0] for sample in batch]
+        before = [logprobs_of(learner.policy.model, sample)[0] for sample in batch]
     real, seen = learner.optimizer.step, []
 
     def step():
@@ -93,7 +93,7 @@ def test_a_second_step_on_a_batch_is_clipped_against_the_policy_that_the_update_
     loss = sum(
         naive_grpo(new, old, recorded_of(sample), sample, learner.config) / sample.tokens
         for sample, old in zip(batch, before, strict=True)
-        for new, _ in [logprobs_of(learner.policy.hub, sample)]
+        for new, _ in [logprobs_of(learner.policy.model, sample)]
     )
     compare(learner, loss / len(batch), seen[1])
     assert told["clip_fraction"] > 0  # so far did the first step go
@@ -102,8 +102,8 @@ def test_a_second_step_on_a_batch_is_clipped_against_the_policy_that_the_update_
 def test_ppo_has_the_gradient_of_its_formula(tmp_path):
     learner, batch = learner_of("ppo", tmp_path, epochs=1, importance=0.0, gamma=0.9, gae=0.8), samples(weight=1.0)
     torch.manual_seed(0)
-    torch.nn.init.normal_(learner.policy.scored.critic.weight, std=0.1)
-    hub, critic = learner.policy.hub, learner.policy.scored.critic
+    torch.nn.init.normal_(learner.policy.module.critic.weight, std=0.1)
+    hub, critic = learner.policy.model, learner.policy.module.critic
 
     def values_of(sample):
         hidden = hub.base_model(input_ids=torch.from_numpy(sample.ids)[None]).last_hidden_state[0]
@@ -138,13 +138,13 @@ def test_ppo_has_the_gradient_of_its_formula(tmp_path):
 def test_distance_to_the_reference_costs_what_its_formula_says(tmp_path):
     learner, batch = learner_of("grpo", tmp_path, kl=0.5), samples()
     with torch.no_grad():
-        reference = [logprobs_of(learner.policy.hub, sample)[0] for sample in batch]
+        reference = [logprobs_of(learner.policy.model, sample)[0] for sample in batch]
         for parameter in learner.policy.parameters():
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     got = gradients(learner, batch)
     loss = 0.0
     for sample, first in zip(batch, reference, strict=True):
-        new, _ = logprobs_of(learner.policy.hub, sample)
+        new, _ = logprobs_of(learner.policy.model, sample)
         own = naive_grpo(new, new, recorded_of(sample), sample, learner.config)
         loss = loss + (own + 0.5 * (torch.exp(first - new) - (first - new) - 1).sum()) / sample.tokens
     compare(learner, loss / len(batch), got)
@@ -164,6 +164,6 @@ def test_branches_of_one_rollout_weigh_as_one(tmp_path):
         own = [sample for sample in batch if sample.episode == episode]
         total = sum(sample.tokens for sample in own)
         for sample in own:
-            new, _ = logprobs_of(learner.policy.hub, sample)
+            new, _ = logprobs_of(learner.policy.model, sample)
             loss = loss + naive_grpo(new, new, recorded_of(sample), sample, learner.config) / total
     compare(learner, loss / 4, got)

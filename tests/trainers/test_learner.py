@@ -28,7 +28,7 @@ PAYS = torch.tensor([0.0, 0.2, 0.5, 1.0])
 
 def chances(learner):
     with torch.no_grad():
-        return torch.softmax(learner.policy.hub(input_ids=torch.tensor([PROMPT])).logits[0, -1].float(), -1)
+        return torch.softmax(learner.policy.model(input_ids=torch.tensor([PROMPT])).logits[0, -1].float(), -1)
 
 
 def pulled(learner, rewards, count, random):
@@ -76,11 +76,11 @@ def test_with_a_price_on_certainty_the_optimum_is_the_closed_form(tmp_path, kind
 
 def test_a_step_that_would_break_the_policy_is_skipped(tmp_path):
     learner, batch = learner_of("grpo", tmp_path), samples()
-    before = {name: value.clone() for name, value in learner.policy.learned().items()}
+    before = {name: value.clone() for name, value in learner.policy.trainable().items()}
     batch[0].recorded[:] = np.nan
     told = learner.update(batch, 1)
     assert told["skipped"] == 1.0
-    for name, value in learner.policy.learned().items():
+    for name, value in learner.policy.trainable().items():
         assert torch.equal(value, before[name])
     batch[0].recorded[:] = -5.0
     assert learner.update(batch, 2)["skipped"] == 0.0
@@ -90,10 +90,10 @@ def test_a_batch_that_teaches_nothing_leaves_the_policy_as_it_is(tmp_path):
     """Neither momentum nor decay moves it."""
     learner = learner_of("grpo", tmp_path, weight_decay=0.1)
     learner.update(samples(), 1)
-    before = {name: value.clone() for name, value in learner.policy.learned().items()}
+    before = {name: value.clone() for name, value in learner.policy.trainable().items()}
     told = learner.update([replace(sample, advantage=0.0) for sample in samples(seed=2)], 2)
     assert (told["updates"], told["skipped"]) == (0.0, 0.0)
-    for name, value in learner.policy.learned().items():
+    for name, value in learner.policy.trainable().items():
         assert torch.equal(value, before[name])
 
 
@@ -103,7 +103,7 @@ def test_a_model_with_dropout_is_trained_as_it_was_sampled_from(tmp_path):
     model.save_pretrained(tmp_path / "base")
     learner, batch = learner_of("grpo", tmp_path, model_name=str(tmp_path / "base")), samples(2)
     expected = torch.cat([logprobs_of(model.eval(), sample)[0] for sample in batch])
-    found = torch.cat([learner._said([sample]).logprobs for sample in batch])
+    found = torch.cat([learner._evaluate([sample]).logprobs for sample in batch])
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -112,7 +112,9 @@ def test_distance_to_the_sampler_and_to_the_reference_have_names_of_their_own(tm
     """From what the sampler sampled, exp(d) - d - 1 with d = learner - sampler is the KL of the two without bias."""
     learner, batch = learner_of("grpo", tmp_path, kl=kl), samples()
     with torch.no_grad():
-        drift = torch.cat([logprobs_of(learner.policy.hub, s)[0] - torch.from_numpy(s.recorded[s.mask]) for s in batch])
+        drift = torch.cat(
+            [logprobs_of(learner.policy.model, s)[0] - torch.from_numpy(s.recorded[s.mask]) for s in batch]
+        )
     told = learner.update(batch, 1)
     assert told["mismatch_kl"] == pytest.approx(float((drift.exp() - drift - 1).mean()), rel=1e-3)
     assert ("kl" in told) == bool(kl)
@@ -122,12 +124,12 @@ def test_distance_to_the_sampler_and_to_the_reference_have_names_of_their_own(tm
 def test_policy_critic_and_reference_are_on_the_device(tmp_path, options):
     config = learner_of("ppo", tmp_path, **options).config
     policy = Policy(config, "tiny", tmp_path, critic=True, device="meta")
-    weights = [*policy.scored.parameters(), *(policy._first or {}).values()]
+    weights = [*policy.module.parameters(), *(policy._initial or {}).values()]
     assert {weight.device.type for weight in weights} == {"meta"}
 
 
 def test_a_device_that_is_not_here_is_said_with_the_next_move(tmp_path):
-    setting = replace(learner_of("grpo", tmp_path).setting, device="cuda:99")
+    setting = replace(learner_of("grpo", tmp_path).settings, device="cuda:99")
     with pytest.raises(TrainingFailed, match=r"cannot train on device 'cuda:99': .* Set `device` to one that is here"):
         Learner(setting)
 
@@ -151,7 +153,7 @@ def test_what_is_saved_is_what_was_learned(tmp_path, options):
         learner.update(samples(seed=step), step)
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
-        expected = learner.policy.hub(input_ids=ids).logits
+        expected = learner.policy.model(input_ids=ids).logits
         assert (causal_model("tiny", tmp_path)(input_ids=ids).logits - expected).abs().max() > 1e-3
     learner.policy.save(tmp_path / "policy")
     from transformers import AutoModelForCausalLM
@@ -186,8 +188,8 @@ def test_going_on_from_a_state_is_as_if_never_stopped(tmp_path, kind, options):
     for step in (3, 4):
         whole.update(samples(seed=step), step)
         again.update(samples(seed=step), step)
-    for name, value in whole.policy.learned().items():
-        assert torch.equal(value, again.policy.learned()[name]), name
+    for name, value in whole.policy.trainable().items():
+        assert torch.equal(value, again.policy.trainable()[name]), name
 
 
 def test_transformers_loads_a_checkpoint_of_adapters(tmp_path):
@@ -200,18 +202,18 @@ def test_transformers_loads_a_checkpoint_of_adapters(tmp_path):
     learner.write(tmp_path / "step")
     ids = torch.tensor([[5, 6, 7, 8]])
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "step")
-    torch.testing.assert_close(again(input_ids=ids).logits, learner.policy.hub(input_ids=ids).logits)
+    torch.testing.assert_close(again(input_ids=ids).logits, learner.policy.model(input_ids=ids).logits)
 
 
 def test_adapters_start_from_the_policy_as_it_is(tmp_path):
     learner = learner_of("grpo", tmp_path, lora={"r": 4}, kl=0.1)
     ids = torch.tensor([[5, 6, 7, 8]])
     plain = causal_model("tiny", tmp_path)(input_ids=ids).logits
-    torch.testing.assert_close(learner.policy.hub(input_ids=ids).logits, plain, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(learner.policy.model(input_ids=ids).logits, plain, atol=1e-5, rtol=1e-5)
     learner.update(samples(), 1)
-    assert (learner.policy.hub(input_ids=ids).logits - plain).abs().max() > 1e-6
-    with learner.policy.beginning():
-        torch.testing.assert_close(learner.policy.hub(input_ids=ids).logits, plain, atol=1e-5, rtol=1e-5)
+    assert (learner.policy.model(input_ids=ids).logits - plain).abs().max() > 1e-6
+    with learner.policy.initial_weights():
+        torch.testing.assert_close(learner.policy.model(input_ids=ids).logits, plain, atol=1e-5, rtol=1e-5)
 
 
 def test_an_adapter_for_a_matrix_that_is_not_there_is_refused_with_those_that_are(tmp_path):
@@ -237,7 +239,7 @@ class Second(Alone):
 def test_for_want_of_a_sample_a_worker_breaks_nothing_however_sure_the_policy_is(tmp_path):
     learner = learner_of("grpo", tmp_path, team=Second(), kl=0.1)
     with torch.no_grad():
-        learner.policy.hub.get_output_embeddings().weight.mul_(1e5)
+        learner.policy.model.get_output_embeddings().weight.mul_(1e5)
     assert learner.update(samples(1), 1)["skipped"] == 0.0
 
 

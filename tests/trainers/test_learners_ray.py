@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def learner_settings(kind, home, **options):
-    return learner_of(kind, home, **options).setting
+    return learner_of(kind, home, **options).settings
 
 
 class Weighing(PpoAlgorithm):
@@ -100,7 +100,7 @@ def test_two_workers_learn_what_one_learns(tmp_path, what, shard):
 @pytest.mark.usefixtures("cluster")
 def test_of_shards_each_worker_holds_its_own(tmp_path):
     setting = replace(learner_settings("ppo", tmp_path, workers=2), algorithm=Weighing)
-    every = sum(parameter.numel() for parameter in Learner(setting).policy.scored.parameters())
+    every = sum(parameter.numel() for parameter in Learner(setting).policy.module.parameters())
     setting = replace(setting, config=setting.config.model_copy(update={"shard": True}))
     together = RayLearner(setting, tmp_path, workers=2, cpus=0.5, gpus=0)
     try:

@@ -10,7 +10,7 @@ from loopwright.core.episode import ROOT, Episode, Node, Span
 from loopwright.core.reward import Reward
 from loopwright.core.task import Task
 from loopwright.trainers.failure import TrainingFailed
-from loopwright.trainers.sample import micro_batches, samples_of, scale_of, shares, split
+from loopwright.trainers.sample import build_samples, micro_batches, scale_of, shares, split
 from tests.trainers.making import samples
 
 TASK = Task("t", ({"role": "user", "content": "?"},))
@@ -35,7 +35,7 @@ def forked(versions=(0, 0, 0)):
 
 
 def test_every_sampled_token_is_in_one_sample():
-    found = samples_of([{7: forked()}], [{7: 2.0}], version=0, oldest=None)
+    found = build_samples([{7: forked()}], [{7: 2.0}], version=0, oldest=None)
     trained = [int(i) for sample in found for i in sample.ids[sample.mask]]
     assert sorted(trained) == [3, 4, 5, 6, 7, 8]
     assert {sample.advantage for sample in found} == {2.0}
@@ -43,7 +43,7 @@ def test_every_sampled_token_is_in_one_sample():
 
 
 def test_branches_of_an_episode_weigh_as_one():
-    found = samples_of([{7: forked()}], [{7: 2.0}], version=0, oldest=None)
+    found = build_samples([{7: forked()}], [{7: 2.0}], version=0, oldest=None)
     assert sum(sample.weight * sample.tokens for sample in found) == pytest.approx(1.0)
     assert scale_of(found, "episode", 10) == 1.0
     assert scale_of(found, "token", 10) == 1 / 6
@@ -51,7 +51,7 @@ def test_branches_of_an_episode_weigh_as_one():
 
 
 def test_tokens_that_are_too_old_stay_and_are_not_trained_on():
-    found = samples_of([{7: forked((3, 5, 5))}], [{7: 2.0}], version=6, oldest=5)
+    found = build_samples([{7: forked((3, 5, 5))}], [{7: 2.0}], version=6, oldest=5)
     assert sorted(int(i) for sample in found for i in sample.ids[sample.mask]) == [5, 6, 7, 8]
     assert {sample.staleness for sample in found} == {1}
 
@@ -60,24 +60,26 @@ def test_what_was_sampled_otherwise_than_training_reckons_with_is_refused():
     """A loop of the user's own may sample as it likes; its logprobs would be those of another policy."""
     cold = replace(node(1, [3], True), sampling={"temperature": 0.5})
     episode = Episode(TASK, (ROOT, node(0, [1, 2]), cold)).judged(Reward(1.0))
-    assert samples_of([{7: episode}], [{7: 1.0}], version=0, oldest=None, temperature=0.5)
+    assert build_samples([{7: episode}], [{7: 1.0}], version=0, oldest=None, temperature=0.5)
     for wrong, temperature in ((episode, 1.0), (forked(), 0.5)):
         with pytest.raises(TrainingFailed, match=r"task 't' was sampled with temperature .* is the policy at temp"):
-            samples_of([{7: wrong}], [{7: 1.0}], version=0, oldest=None, temperature=temperature)
+            build_samples([{7: wrong}], [{7: 1.0}], version=0, oldest=None, temperature=temperature)
 
 
 def test_which_episode_ended_first_does_not_matter():
     """A step that is repeated after a crash has its episodes in the order of the ledger."""
     one, two, three = (Episode(TASK, (ROOT, node(0, [n], True))).judged(Reward(1.0)) for n in (1, 2, 3))
     orders = [{7: one, 8: two}, {9: three}], [{9: three}, {8: two, 7: one}]
-    first, second = (samples_of(order, [dict.fromkeys((7, 8, 9), 1.0)] * 2, version=0, oldest=None) for order in orders)
+    first, second = (
+        build_samples(order, [dict.fromkeys((7, 8, 9), 1.0)] * 2, version=0, oldest=None) for order in orders
+    )
     assert [(list(s.ids), s.episode) for s in first] == [(list(s.ids), s.episode) for s in second]
 
 
 def test_what_may_not_be_trained_on_is_left_out():
     episode = replace(forked(), trainable=False)
-    assert samples_of([{7: episode, 8: forked()}], [{7: 1.0, 8: 1.0}], version=0, oldest=None)[0].episode == 1
-    assert samples_of([{7: forked()}], [{}], version=0, oldest=None) == []
+    assert build_samples([{7: episode, 8: forked()}], [{7: 1.0, 8: 1.0}], version=0, oldest=None)[0].episode == 1
+    assert build_samples([{7: forked()}], [{}], version=0, oldest=None) == []
 
 
 @settings(deadline=None)

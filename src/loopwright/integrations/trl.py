@@ -37,7 +37,7 @@ from loopwright.rollouts.group import Group
 from loopwright.rollouts.tasks.mix import Prompt
 from loopwright.scenario.load import load
 from loopwright.scenario.make import environment, select_run
-from loopwright.trainers.sample import check_sampling, narrows
+from loopwright.trainers.sample import check_sampling, truncating_parameters
 
 T = TypeVar("T")
 _RANK_SEED = 1_000_003
@@ -263,5 +263,5 @@ def _check(sampling: Sampling, temperature: float) -> None:
             f"the loop samples at temperature {sampling.temperature:g}, but TRL computes logprobs at {temperature:g}: "
             f"set GRPOConfig(temperature={sampling.temperature:g})"
         )
-    if names := narrows(sampling):
+    if names := truncating_parameters(sampling):
         raise ValueError(f"the loop's sampling: {', '.join(names)} leaves out tokens that TRL counts; remove it")

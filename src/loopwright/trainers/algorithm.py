@@ -1,4 +1,4 @@
-"""The base of all algorithms: who gets the credit, and what each token costs. The learner does the rest."""
+"""The base of all training algorithms: advantages of a group, and the loss of each token. The learner does the rest."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,18 +13,18 @@ Length = Literal["episode", "token", "constant"]
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """The sampled tokens of a few samples, one after another, as tensors of one dimension."""
+    """The sampled tokens of a few samples, concatenated, as one-dimensional tensors."""
 
-    old: "Tensor"
-    """Their logprobs under the policy that the update began with."""
+    old_logprobs: "Tensor"
+    """Their logprobs under the policy at the start of the update."""
     advantages: "Tensor"
     returns: "Tensor | None" = None
-    """What is still to come of the reward after each, where there is a critic."""
+    """The targets of the critic, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyOutput:
-    """What the policy that is being trained says of the same tokens."""
+    """The current policy's output for the same tokens."""
 
     logprobs: "Tensor"
     entropy: "Tensor"
@@ -32,34 +32,34 @@ class PolicyOutput:
 
 
 class Algorithm(ABC):
-    """An algorithm.
+    """How a policy learns from the rewards of a group.
 
     class Reinforce(Algorithm):
-        def advantages(self, rewards, counted):
+        def advantages(self, rewards, baseline):
             return rewards
 
-        def loss(self, said, tokens):
-            return -tokens.advantages * said.logprobs, {}
+        def loss(self, policy, tokens):
+            return -tokens.advantages * policy.logprobs, {}
     """
 
     critic: ClassVar[bool] = False
-    """Whether it learns what to expect, token by token."""
+    """Whether a critic learns the value of each token."""
     length: Length = "episode"
-    """What a token counts for."""
+    """How tokens are weighted; see `build_samples`."""
     constant: float | None = None
-    """What is divided by where that is a `constant`; the longest turn by default."""
+    """The divisor with `length = "constant"`; the longest turn by default."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     @abstractmethod
-    def advantages(self, rewards: Mapping[int, float], counted: frozenset[int]) -> Mapping[int, float]:
-        """How much better each trial of a group did than was to be expected; `counted` make up the baseline."""
+    def advantages(self, rewards: Mapping[int, float], baseline: frozenset[int]) -> Mapping[int, float]:
+        """The advantage of each trial of a group; only the trials in `baseline` count for the expected reward."""
 
     @abstractmethod
-    def loss(self, said: PolicyOutput, tokens: TokenBatch) -> "tuple[Tensor, dict[str, Tensor]]":
-        """What each token costs, before it is weighed, and numbers worth a curve."""
+    def loss(self, policy: PolicyOutput, tokens: TokenBatch) -> "tuple[Tensor, dict[str, Tensor]]":
+        """The loss of each token, before weighting, and metrics per token."""
 
     def credit(self, advantages: "Tensor", reward: float, values: "Tensor | None") -> "tuple[Tensor, Tensor | None]":
-        """Token by token, for one sample: the advantage, and what the critic should have expected."""
+        """The advantage of each token of one sample, and the critic's targets."""
         return advantages, None

@@ -1,4 +1,4 @@
-"""Checkpoints: all that training goes on from, whole or not there at all, however the process ends."""
+"""Checkpoints: everything that training resumes from, written atomically."""
 
 import os
 import shutil
@@ -15,40 +15,40 @@ _STATE = "state.json"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A step, and where it lies."""
+    """A step, and the directory of its checkpoint."""
 
     step: int
     directory: Path
 
 
 class Checkpoints:
-    """The checkpoints of a run, in a directory of their own; only the last few are kept."""
+    """The checkpoints of a run; only the last few are kept."""
 
     def __init__(self, directory: Path, keep: int) -> None:
         self._directory, self._keep = directory, keep
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Have a checkpoint written, unless it is there. It has its name only while all of it is on disk."""
-        final, draft = self._directory / f"step-{step:06d}", self._directory / f".step-{step:06d}"
+        """Write a checkpoint unless it exists. It gets its name after all of it is on disk."""
+        final, partial = self._directory / f"step-{step:06d}", self._directory / f".step-{step:06d}"
         if final.is_dir():
             return final
         with storage(self._directory):
-            for left in self._directory.glob(".step-*"):
-                shutil.rmtree(left, ignore_errors=True)
-            draft.mkdir(parents=True)
-            write(draft)
-            files = {path.name: path.stat().st_size for path in draft.iterdir() if path.is_file()}
-            (draft / _STATE).write_bytes(orjson.dumps({"step": step, "files": files}))
-            for path in (*draft.iterdir(), draft):
+            for leftover in self._directory.glob(".step-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            partial.mkdir(parents=True)
+            write(partial)
+            files = {path.name: path.stat().st_size for path in partial.iterdir() if path.is_file()}
+            (partial / _STATE).write_bytes(orjson.dumps({"step": step, "files": files}))
+            for path in (*partial.iterdir(), partial):
                 _sync(path)
-            draft.rename(final)
+            partial.rename(final)
             _sync(self._directory)
             for old in self._names()[: -self._keep]:
                 shutil.rmtree((self._directory / old).rename(self._directory / f".{old}"), ignore_errors=True)
         return final
 
     def latest(self) -> Checkpoint | None:
-        """The last one."""
+        """The last checkpoint. Raises StorageError if it is damaged."""
         names = self._names()
         if not names:
             return None
@@ -56,13 +56,13 @@ class Checkpoints:
         try:
             state = orjson.loads((directory / _STATE).read_bytes())
             for name, size in state.get("files", {}).items():
-                if (there := (directory / name).stat().st_size) != size:
-                    raise ValueError(f"{name} has {there} bytes, not {size}")
+                if (actual := (directory / name).stat().st_size) != size:
+                    raise ValueError(f"{name} has {actual} bytes, not {size}")
             return Checkpoint(int(state["step"]), directory)
         except (OSError, ValueError, KeyError) as error:
             raise StorageError(
-                f"checkpoint {directory} is damaged ({type(error).__name__}: {error}). Remove that directory to go on "
-                "from the one before it."
+                f"checkpoint {directory} is damaged ({type(error).__name__}: {error}). Remove that directory to "
+                "continue from the one before it."
             ) from error
 
     def _names(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Curves for other people's tools: TensorBoard, Weights & Biases, MLflow. The ledger has them in any case."""
+"""Curves for TensorBoard, Weights & Biases and MLflow. The ledger has them in any case."""
 
 import logging
 import math
@@ -19,7 +19,7 @@ class _Writer(Protocol):
 
 
 class Curves:
-    """All the places where a run's curves go. One that fails is left out and said so: it must not end a training."""
+    """Writes a run's curves to all configured tools. One that fails is logged and dropped: it must not end a run."""
 
     def __init__(self, names: Sequence[str], directory: Path, run_id: str) -> None:
         self._writers: list[_Writer] = []
@@ -27,15 +27,15 @@ class Curves:
             try:
                 self._writers.append(_WRITERS[name](directory, run_id))
             except Exception:
-                log.exception("%s takes no curves; they are in the ledger and in the report", name)
+                log.exception("cannot write curves to %s; they are in the ledger and in the report", name)
 
     def add(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Write one point of each curve."""
+        """Add one point to each curve."""
         finite = {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
         self._each(lambda writer: writer.add(step, finite))
 
     def close(self) -> None:
-        """Have all of it written."""
+        """Flush and close all of them."""
         self._each(lambda writer: writer.close())
 
     def _each(self, act: Callable[[_Writer], None]) -> None:
@@ -45,7 +45,7 @@ class Curves:
             except Exception:
                 self._writers.remove(writer)
                 name = type(writer).__name__.removeprefix("_")
-                log.exception("%s takes no more curves; they are in the ledger and in the report", name)
+                log.exception("stopped writing curves to %s; they are in the ledger and in the report", name)
 
 
 class _TensorBoard:
@@ -62,7 +62,7 @@ class _TensorBoard:
 
 class _Wandb:
     def __init__(self, directory: Path, run_id: str) -> None:
-        # Under its own id, so that a run that is resumed goes on there, too.
+        # Under the run's id, so that a resumed run continues there.
         wandb: Any = lazy_module("wandb")
         self._run = wandb.init(dir=str(directory), name=directory.name, id=run_id, resume="allow")
 
@@ -76,11 +76,11 @@ class _Wandb:
 class _Mlflow:
     def __init__(self, directory: Path, run_id: str) -> None:
         self._mlflow: Any = lazy_module("mlflow")
-        # It gives ids itself; the one that it gave is kept, so that a run that is resumed goes on there, too.
-        known = directory / "mlflow-run"
-        given = known.read_text("utf-8") if known.exists() else None
-        run = self._mlflow.start_run(run_id=given, run_name=directory.name, tags={"loopwright": run_id})
-        known.write_text(run.info.run_id, "utf-8")
+        # MLflow assigns the id; it is stored, so that a resumed run continues there.
+        id_file = directory / "mlflow-run"
+        mlflow_id = id_file.read_text("utf-8") if id_file.exists() else None
+        run = self._mlflow.start_run(run_id=mlflow_id, run_name=directory.name, tags={"loopwright": run_id})
+        id_file.write_text(run.info.run_id, "utf-8")
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
         self._mlflow.log_metrics({_plain(name): value for name, value in numbers.items()}, step=step)
@@ -90,13 +90,13 @@ class _Mlflow:
 
 
 def _plain(name: str) -> str:
-    """A name that these take as it is."""
+    """A name that TensorBoard and MLflow accept."""
     return name.replace("@", "_at_")
 
 
 _WRITERS: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _Mlflow}
 
 
-def uninstalled(names: Sequence[str]) -> list[str]:
-    """The packages that these places need and that are not installed."""
+def missing_packages(names: Sequence[str]) -> list[str]:
+    """The packages that these tools need and that are not installed."""
     return [PACKAGES[name] for name in names if find_spec(PACKAGES[name]) is None]

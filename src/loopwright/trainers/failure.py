@@ -1,4 +1,4 @@
-"""How a training fails."""
+"""Errors of training."""
 
 from pathlib import Path
 
@@ -6,12 +6,12 @@ from loopwright.core.errors import LoopwrightError
 
 
 class TrainingFailed(LoopwrightError, RuntimeError):
-    """Training cannot go on; nothing that was recorded is lost."""
+    """Training cannot continue; nothing that was recorded is lost."""
 
 
-def foreign(directory: Path, name: str) -> TrainingFailed:
-    """A checkpoint that does not fit what is trained."""
+def wrong_checkpoint(directory: Path, name: str) -> TrainingFailed:
+    """The error for a checkpoint that does not fit what is trained."""
     return TrainingFailed(
-        f"{directory} is a checkpoint of another model, of other adapters or of another algorithm: {name!r} is not in "
-        "it, or has another shape. Resume with the settings that it was made with, or begin anew in another --output."
+        f"{directory} is a checkpoint of another model, other adapters or another algorithm: {name!r} is missing or "
+        "has another shape. Resume with the settings of that checkpoint, or start again in another --output."
     )

@@ -1,9 +1,9 @@
-"""GRPO: a rollout is as good as it did better than the others at its prompt.
+"""GRPO: the advantage of a rollout is its reward relative to the others of its prompt.
 
     sample    the producer rolls out `group_size` rollouts for each prompt
-    judge     each gets a reward, or none at all
+    judge     each gets a reward, or none
     advantage (reward - mean of its group) / standard deviation of its group
-    loss      the clipped policy gradient, against the logprobs that were recorded
+    loss      the clipped policy gradient, against the recorded logprobs
 
 The published variants are options: Dr. GRPO is `std = false, length = "constant"`; DAPO is `clip_high = 0.28,
 length = "token", dynamic_sampling = true`.
@@ -31,18 +31,18 @@ class GrpoConfig(TrainConfig):
 
     type: Literal["grpo"] = "grpo"
     group_size: int = Field(default=8, ge=2)
-    """How many rollouts attempt the same prompt, and are compared with one another."""
+    """Rollouts per prompt, which are compared with one another."""
     clip: float = Field(default=0.2, gt=0)
-    """How far the policy may move in one update, as a ratio."""
+    """The largest change of a token's probability ratio in one update."""
     clip_high: float | None = Field(default=None, gt=0)
-    """The same upwards; larger than `clip` lets unlikely tokens become likely (DAPO)."""
+    """The limit upwards; a value above `clip` lets unlikely tokens become likely (DAPO)."""
     std: bool = True
-    """Whether advantages are divided by the group's standard deviation; without, easy prompts count less (Dr. GRPO)."""
+    """Whether advantages are divided by the group's standard deviation; `false` is Dr. GRPO."""
     length: Length = "episode"
-    """What a token counts for: each `episode` the same, each `token` the same (DAPO), or divided by a `constant`
-    (Dr. GRPO: no bias by length)."""
+    """How tokens are weighted: each `episode` the same, each `token` the same (DAPO), or divided by a `constant`
+    (Dr. GRPO: no length bias)."""
     dynamic_sampling: bool = False
-    """Leave out prompts that all rollouts did equally well at, and roll out others instead (DAPO)."""
+    """Replace prompts whose rollouts all have the same reward by other prompts (DAPO)."""
 
 
 class GrpoAlgorithm(Algorithm):
@@ -54,28 +54,30 @@ class GrpoAlgorithm(Algorithm):
         super().__init__(config)
         self.length = config.length
 
-    def advantages(self, rewards: Mapping[int, float], counted: frozenset[int]) -> Mapping[int, float]:
-        group = [rewards[trial] for trial in sorted(counted)]
+    def advantages(self, rewards: Mapping[int, float], baseline: frozenset[int]) -> Mapping[int, float]:
+        group = [rewards[trial] for trial in sorted(baseline)]
         if len(group) < 2:
-            return {}  # nobody to compare with
-        expected = mean(group)  # exactly: equal rewards are no advantage, not a rounding error
+            return {}  # nothing to compare with
+        expected = mean(group)  # exact: equal rewards give an advantage of exactly 0
         spread = stdev(group) + _SMALL if self.config.std else 1.0
         return {trial: (reward - expected) / spread for trial, reward in rewards.items()}
 
-    def loss(self, said: PolicyOutput, tokens: TokenBatch) -> "tuple[Tensor, dict[str, Tensor]]":
-        return clipped(said, tokens, self.config.clip, self.config.clip_high or self.config.clip)
+    def loss(self, policy: PolicyOutput, tokens: TokenBatch) -> "tuple[Tensor, dict[str, Tensor]]":
+        return clipped_loss(policy, tokens, self.config.clip, self.config.clip_high or self.config.clip)
 
 
-def clipped(said: PolicyOutput, tokens: TokenBatch, low: float, high: float) -> "tuple[Tensor, dict[str, Tensor]]":
-    """The clipped policy gradient: moving on is worth nothing once the ratio has left [1 - low, 1 + high]."""
-    ratio = (said.logprobs - tokens.old).exp()
-    free = ratio * tokens.advantages
-    bound = ratio.clamp(1 - low, 1 + high) * tokens.advantages
-    return -free.minimum(bound), {"clip_fraction": (bound < free).float()}
+def clipped_loss(
+    policy: PolicyOutput, tokens: TokenBatch, low: float, high: float
+) -> "tuple[Tensor, dict[str, Tensor]]":
+    """The clipped policy gradient: no gain beyond a ratio of [1 - low, 1 + high]."""
+    ratio = (policy.logprobs - tokens.old_logprobs).exp()
+    unclipped = ratio * tokens.advantages
+    bounded = ratio.clamp(1 - low, 1 + high) * tokens.advantages
+    return -unclipped.minimum(bounded), {"clip_fraction": (bounded < unclipped).float()}
 
 
 class GrpoTrainer(Trainer):
-    """Learns by comparing rollouts of the same prompt."""
+    """Trains a policy with GRPO."""
 
     Config: ClassVar[type[AgentConfig]] = GrpoConfig
     algorithm: ClassVar[type[Algorithm]] = GrpoAlgorithm

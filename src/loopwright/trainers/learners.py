@@ -1,4 +1,4 @@
-"""The learner of a run, in this process or shared out over the workers of Ray Train."""
+"""The learner of a run: in this process, or distributed over Ray Train workers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,46 +13,45 @@ from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.learner import Learner, LearnerSettings
 from loopwright.trainers.sample import Sample
 
-_TOKENIZER = ("*token*.json", "chat_template*", "vocab.*", "merges.txt", "*.model")
-"""The files of a tokenizer, of whatever kind."""
+_TOKENIZER_FILES = ("*token*.json", "chat_template*", "vocab.*", "merges.txt", "*.model")
 
 
 class RunLearner(Protocol):
-    """Whoever learns."""
+    """The learner of a run, wherever it computes."""
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
-        """Improve the policy by these samples."""
+        """Train on these samples; returns metrics."""
         ...
 
     def weights(self) -> Any:
-        """All weights, in a form that the run's engines take."""
+        """All weights, in a form that the run's engines can load."""
         ...
 
     def write(self, directory: Path) -> None:
-        """All that learning goes on from."""
+        """Write everything that training resumes from."""
         ...
 
     def read(self, directory: Path) -> None:
-        """Go on from there."""
+        """Resume from what `write` wrote."""
         ...
 
     def save(self, directory: Path) -> None:
-        """The policy as transformers loads it."""
+        """Write the policy in transformers format."""
         ...
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
         ...
 
 
 class LocalLearner:
-    """A learner in this process. Engines here are handed its weights; engines elsewhere, a directory with them."""
+    """A learner in this process. Engines in this process get its weights directly, others as a directory."""
 
     def __init__(
-        self, setting: LearnerSettings, directory: Path, *, near: bool, learner: Learner | None = None
+        self, settings: LearnerSettings, directory: Path, *, near: bool, learner: Learner | None = None
     ) -> None:
-        self.learner = learner or Learner(setting)
-        self._setting, self._directory, self._near = setting, directory, near
+        self.learner = learner or Learner(settings)
+        self._settings, self._directory, self._near = settings, directory, near
         self._published = 0
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
@@ -61,7 +60,7 @@ class LocalLearner:
     def weights(self) -> Any:
         if self._near:
             return self.learner.policy.weights()
-        # In turns, so that an engine that still reads the one before is not disturbed.
+        # Alternate between two directories: an engine may still be reading the last one.
         self._published += 1
         directory = self._directory / "weights" / str(self._published % 2)
         self.save(directory)
@@ -69,68 +68,68 @@ class LocalLearner:
 
     def write(self, directory: Path) -> None:
         self.learner.write(directory)
-        add_tokenizer(self._setting, directory)
+        add_tokenizer(self._settings, directory)
 
     def read(self, directory: Path) -> None:
         self.learner.read(directory)
 
     def save(self, directory: Path) -> None:
         self.learner.policy.save(directory)
-        add_tokenizer(self._setting, directory)
+        add_tokenizer(self._settings, directory)
 
     def close(self) -> None:
-        """Nothing is held that does not go by itself."""
+        """Nothing to release."""
 
 
 def build_learner(config: TrainConfig, algorithm: type[Algorithm], env: RolloutEnv) -> RunLearner:
     """The learner of a run."""
-    setting = learner_settings(config, algorithm, env)
+    settings = learner_settings(config, algorithm, env)
     if config.workers:
         from loopwright.trainers.learners_ray import RayLearner
 
         directory = env.book.directory.absolute()
-        return RayLearner(setting, directory, workers=config.workers, cpus=config.cpus, gpus=config.gpus)
-    return LocalLearner(setting, env.book.directory, near=source_of(env).near)
+        return RayLearner(settings, directory, workers=config.workers, cpus=config.cpus, gpus=config.gpus)
+    return LocalLearner(settings, env.book.directory, near=source_of(env).near)
 
 
 def learner_settings(config: TrainConfig, algorithm: type[Algorithm], env: RolloutEnv) -> LearnerSettings:
-    """What the learner of a run is made of."""
+    """The settings of a run's learner."""
     source = source_of(env)
     engine, sampling = source.engine, source.sampling
     model = config.model or engine.policy
     if model is None:
-        raise TrainingFailed(f"engine {engine.type!r} does not say which model it has: set `model` of the agent.")
-    here: str = getattr(engine, "device", "cpu") if source.near else "cpu"
+        raise TrainingFailed(f"the model of engine {engine.type!r} is unknown: set `model` of the agent.")
+    engine_device: str = getattr(engine, "device", "cpu") if source.near else "cpu"
     return LearnerSettings(
         config=config,
         algorithm=algorithm,
         model=model,
-        home=source.home,
+        scenario_dir=source.home,
         model_seed=getattr(engine, "seed", 0),
         temperature=sampling.temperature,
-        longest=sampling.max_tokens,
-        device=config.device or here,
+        max_tokens=sampling.max_tokens,
+        device=config.device or engine_device,
     )
 
 
 def source_of(env: RolloutEnv) -> PolicySource:
-    """Where the run's tokens come from."""
+    """The engine that samples for the run, and how."""
     if env.source is None:
         raise TrainingFailed("a trainer needs to know which engine samples: give its environment a `source`.")
     return env.source
 
 
-def add_tokenizer(setting: LearnerSettings, directory: Path) -> None:
-    """A model is of use only with its tokenizer."""
-    if setting.model == "tiny" or (setting.home / setting.model / BYTE_TOKENIZER_FILE).is_file():
+def add_tokenizer(settings: LearnerSettings, directory: Path) -> None:
+    """Copy the model's tokenizer into a directory."""
+    if settings.model == "tiny" or (settings.scenario_dir / settings.model / BYTE_TOKENIZER_FILE).is_file():
         (directory / BYTE_TOKENIZER_FILE).write_text(f"{ByteTokenizer.size}\n")
         return
-    source = Path(model_location(setting.model, setting.home))
-    if not source.is_dir():  # a name on the hub, which transformers has fetched
+    source = Path(model_location(settings.model, settings.scenario_dir))
+    if not source.is_dir():  # a name on the hub, which transformers has downloaded
         from transformers import AutoTokenizer
 
         if not (directory / "tokenizer_config.json").is_file():
-            AutoTokenizer.from_pretrained(setting.model).save_pretrained(directory)
+            AutoTokenizer.from_pretrained(settings.model).save_pretrained(directory)
         return
-    for file in (file for pattern in _TOKENIZER for file in source.glob(pattern)):
+    for file in (file for pattern in _TOKENIZER_FILES for file in source.glob(pattern)):
         (directory / file.name).write_bytes(file.read_bytes())

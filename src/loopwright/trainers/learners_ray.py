@@ -1,13 +1,13 @@
-"""A learner on Ray Train: several workers, each with a share of every batch, that take the same steps together.
+"""A learner on Ray Train: several workers that each compute a share of every batch and take the same steps.
 
-Ray's `TorchTrainer` keeps the workers and their process group: gloo on CPUs, NCCL on GPUs. What is to be done next lies
-at a desk, an actor where they look for work; the first of them says how it went.
+Ray's `TorchTrainer` supervises the workers and their process group: gloo on CPUs, NCCL on GPUs. An actor holds the
+queue of jobs, which every worker takes in order; the first worker returns the results.
 """
 
 import asyncio
 import threading
 from collections.abc import Sequence
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,39 +29,39 @@ from loopwright.trainers.sample import Sample
 _POLL_S = 0.5
 
 
-class _Desk:
-    """Where work lies. Every worker takes every job, in order; answers come from the first worker."""
+class _JobQueue:
+    """Every worker takes every job, in order; the first worker returns the results."""
 
     def __init__(self) -> None:
         self._jobs: list[Any] = []
-        self._answers: dict[int, Any] = {}
-        self._news = asyncio.Condition()
+        self._results: dict[int, Any] = {}
+        self._changed = asyncio.Condition()
 
     async def put(self, job: Any) -> int:
-        async with self._news:
+        async with self._changed:
             self._jobs.append(job)
-            self._news.notify_all()
+            self._changed.notify_all()
         return len(self._jobs) - 1
 
     async def job(self, number: int) -> Any:
-        async with self._news:
-            await self._news.wait_for(lambda: number < len(self._jobs))
+        async with self._changed:
+            await self._changed.wait_for(lambda: number < len(self._jobs))
         return self._jobs[number]
 
-    async def answer(self, number: int, value: Any) -> None:
-        async with self._news:
-            self._answers[number] = value
-            self._jobs[: number + 1] = [None] * (number + 1)  # all of them have it by now
-            self._news.notify_all()
+    async def set_result(self, number: int, value: Any) -> None:
+        async with self._changed:
+            self._results[number] = value
+            self._jobs[: number + 1] = [None] * (number + 1)  # all workers have read them
+            self._changed.notify_all()
 
-    async def answered(self, number: int) -> Any:
-        async with self._news:
-            await self._news.wait_for(lambda: number in self._answers)
-        return self._answers.pop(number)
+    async def result(self, number: int) -> Any:
+        async with self._changed:
+            await self._changed.wait_for(lambda: number in self._results)
+        return self._results.pop(number)
 
 
 class _RayTeam:
-    """The workers of Ray Train."""
+    """The Ray Train workers as a team."""
 
     def __init__(self, *, shard: bool) -> None:
         context = train.get_context()
@@ -74,68 +74,68 @@ class _RayTeam:
         return prepare_model(module, parallel_strategy_kwargs={"find_unused_parameters": False})
 
     def total(self, numbers: Sequence[float]) -> list[float]:
-        # Where the others' are: NCCL knows GPUs alone.
+        # On the device: NCCL supports only GPUs.
         sums = torch.tensor(numbers, dtype=torch.float64, device=get_device())
         dist.all_reduce(sums)
         return [float(number) for number in sums]
 
-    def passes(self, own: int) -> int:
+    def passes(self, batches: int) -> int:
         if not self._shard:
-            return max(own, 1)
-        most = torch.tensor(max(own, 1), device=get_device())  # each pass needs the parts of everyone
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
+            return max(batches, 1)
+        passes = torch.tensor(max(batches, 1), device=get_device())  # each pass needs all shards
+        dist.all_reduce(passes, dist.ReduceOp.MAX)
+        return int(passes)
 
 
 def _work(config: dict[str, Any]) -> None:
-    """What each worker does: one job after another, until there is none."""
-    setting, desk = replace(config["setting"], device=str(get_device())), config["desk"]
-    team = _RayTeam(shard=setting.config.shard)
-    learner = LocalLearner(setting, config["directory"], near=False, learner=Learner(setting, team))
+    """The loop of each worker: one job after another, until a job is None."""
+    settings, queue = replace(config["settings"], device=str(get_device())), config["queue"]
+    team = _RayTeam(shard=settings.config.shard)
+    learner = LocalLearner(settings, config["directory"], near=False, learner=Learner(settings, team))
     number = 0
-    while (job := _got(desk.job.remote(number))) is not None:
-        what, args = job
-        # Everyone learns and restores; what is told or written, the first one tells and writes.
-        if what in ("update", "read") or team.rank == 0:
-            answer = getattr(learner, what)(*args)
-        elif setting.config.shard:
-            learner.learner.hand_over(everything=what == "write")
-        dist.barrier()  # nobody is still reading the job when its place is cleared
+    while (job := _wait(queue.job.remote(number))) is not None:
+        method, args = job
+        # All workers train and resume; only the first one returns weights and writes files.
+        if method in ("update", "read") or team.rank == 0:
+            result = getattr(learner, method)(*args)
+        elif settings.config.shard:
+            learner.learner.join_gather(checkpoint=method == "write")
+        dist.barrier()  # all workers have read the job before it is removed
         if team.rank == 0:
-            _got(desk.answer.remote(number, answer))
+            _wait(queue.set_result.remote(number, result))
         number += 1
 
 
-def _got(reference: Any) -> Any:
+def _wait(reference: Any) -> Any:
     return reference.future().result()
 
 
-def _check(workers: int, cpus: float, gpus: float) -> None:
-    """Ray Train would wait for what the cluster does not have."""
+def _check_cluster(workers: int, cpus: float, gpus: float) -> None:
+    """ResourcesError if the cluster is too small: Ray Train would wait forever."""
     check_resources([ResourceRequest("trainer", workers, cpus)])
-    there: float = ray.cluster_resources().get("GPU", 0.0)  # type: ignore[no-untyped-call]
-    if there < workers * gpus:
+    available: float = ray.cluster_resources().get("GPU", 0.0)  # type: ignore[no-untyped-call]
+    if available < workers * gpus:
         raise ResourcesError(
-            f"the trainer asks for {workers} workers with {gpus:g} GPUs each, but the Ray cluster has {there:g} GPUs. "
-            "Ask for fewer `workers` or `gpus`, or leave `gpus` out to train on CPUs."
+            f"{workers} workers with {gpus:g} GPUs each were requested, but the Ray cluster has {available:g} GPUs. "
+            "Set fewer `workers` or `gpus`, or remove `gpus` to train on CPUs."
         )
 
 
 class RayLearner:
-    """Workers of Ray Train, which learn as one."""
+    """Ray Train workers, used as one learner."""
 
-    def __init__(self, setting: LearnerSettings, directory: Path, *, workers: int, cpus: float, gpus: float) -> None:
+    def __init__(self, settings: LearnerSettings, directory: Path, *, workers: int, cpus: float, gpus: float) -> None:
         self._connection = RayConnection()
         try:
-            _check(workers, cpus, gpus)
+            _check_cluster(workers, cpus, gpus)
         except ResourcesError:
             self._connection.close()
             raise
-        self._desk: Any = ray.remote(_Desk).options(num_cpus=0.01).remote()
+        self._queue: Any = ray.remote(_JobQueue).options(num_cpus=0.01).remote()
         resources = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
         self._trainer = TorchTrainer(
             _work,
-            train_loop_config={"setting": setting, "desk": self._desk, "directory": directory},
+            train_loop_config={"settings": settings, "queue": self._queue, "directory": directory},
             scaling_config=ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=resources),
             run_config=RunConfig(storage_path=str(directory / "ray-train"), name="learner"),
         )
@@ -146,41 +146,41 @@ class RayLearner:
     def _fit(self) -> None:
         try:
             self._trainer.fit()
-        except BaseException as error:  # noqa: BLE001  whoever waits for an answer is told
+        except BaseException as error:  # noqa: BLE001  raised to the caller that waits for a result
             self._failure = error
 
-    def _asked(self, what: str, *args: Any) -> Any:
-        number = _got(self._desk.put.remote((what, args)))
-        answer = self._desk.answered.remote(number).future()
+    def _call(self, method: str, *args: Any) -> Any:
+        number = _wait(self._queue.put.remote((method, args)))
+        result = self._queue.result.remote(number).future()
         while True:
             try:
-                return answer.result(timeout=_POLL_S)
-            except (NotYet, TimeoutError):
+                return result.result(timeout=_POLL_S)
+            except (FutureTimeout, TimeoutError):
                 if not self._thread.is_alive():
-                    said = f"{type(self._failure).__name__}: {self._failure}" if self._failure else "it ended early"
+                    reason = f"{type(self._failure).__name__}: {self._failure}" if self._failure else "ended early"
                     raise TrainingFailed(
-                        f"the workers of Ray Train are gone: {said}. What they wrote is in Ray's logs."
+                        f"the Ray Train workers are gone: {reason}. Their output is in Ray's logs."
                     ) from self._failure
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
-        told: dict[str, float] = self._asked("update", list(samples), step)
-        return told
+        metrics: dict[str, float] = self._call("update", list(samples), step)
+        return metrics
 
     def weights(self) -> Any:
-        return self._asked("weights")
+        return self._call("weights")
 
     def write(self, directory: Path) -> None:
-        self._asked("write", directory)
+        self._call("write", directory)
 
     def read(self, directory: Path) -> None:
-        self._asked("read", directory)
+        self._call("read", directory)
 
     def save(self, directory: Path) -> None:
-        self._asked("save", directory)
+        self._call("save", directory)
 
     def close(self) -> None:
         if self._thread.is_alive():
-            _got(self._desk.put.remote(None))
+            _wait(self._queue.put.remote(None))
             self._thread.join(timeout=30)
-        ray.kill(self._desk)
+        ray.kill(self._queue)
         self._connection.close()

@@ -1,9 +1,9 @@
-"""RLOO: REINFORCE, with what the other rollouts of the same prompt got as the baseline.
+"""RLOO: REINFORCE, with the mean reward of the prompt's other rollouts as the baseline.
 
 sample    the producer rolls out `group_size` rollouts for each prompt
-judge     each gets a reward, or none at all
+judge     each gets a reward, or none
 advantage reward - mean reward of the others
-loss      the policy gradient, unclipped, against the logprobs that were recorded
+loss      the policy gradient, unclipped, against the recorded logprobs
 """
 
 from collections.abc import Mapping
@@ -22,34 +22,34 @@ if TYPE_CHECKING:
 
 
 class RlooConfig(TrainConfig):
-    """REINFORCE, leave one out."""
+    """REINFORCE leave-one-out."""
 
     type: Literal["rloo"] = "rloo"
     group_size: int = Field(default=8, ge=2)
-    """How many rollouts attempt the same prompt; each has the others for its baseline."""
+    """Rollouts per prompt; the others are the baseline of each."""
 
 
 class RlooAlgorithm(Algorithm):
-    """An episode is one action, and its logprob is the sum of its tokens'."""
+    """Treats an episode as one action, whose logprob is the sum over its tokens."""
 
     length = "constant"
     constant = 1.0
 
-    def advantages(self, rewards: Mapping[int, float], counted: frozenset[int]) -> Mapping[int, float]:
-        found = {}
+    def advantages(self, rewards: Mapping[int, float], baseline: frozenset[int]) -> Mapping[int, float]:
+        advantages = {}
         for trial, reward in rewards.items():
-            others = [rewards[other] for other in sorted(counted) if other != trial]
+            others = [rewards[other] for other in sorted(baseline) if other != trial]
             if others:
-                found[trial] = reward - mean(others)  # exactly: equal rewards are no advantage, not a rounding error
-        return found
+                advantages[trial] = reward - mean(others)  # exact: equal rewards give an advantage of exactly 0
+        return advantages
 
-    def loss(self, said: PolicyOutput, tokens: TokenBatch) -> "tuple[Tensor, dict[str, Tensor]]":
+    def loss(self, policy: PolicyOutput, tokens: TokenBatch) -> "tuple[Tensor, dict[str, Tensor]]":
         # At a ratio of 1 the gradient is that of advantage × logprob.
-        return -(said.logprobs - tokens.old).exp() * tokens.advantages, {}
+        return -(policy.logprobs - tokens.old_logprobs).exp() * tokens.advantages, {}
 
 
 class RlooTrainer(Trainer):
-    """Learns by comparing each rollout with the others of its prompt."""
+    """Trains a policy with RLOO."""
 
     Config: ClassVar[type[AgentConfig]] = RlooConfig
     algorithm: ClassVar[type[Algorithm]] = RlooAlgorithm

@@ -1,6 +1,6 @@
-"""A policy in shards (FSDP): each worker holds a part of every weight, and the whole of a layer only while it runs.
+"""A sharded policy (FSDP): each worker holds a part of every weight, and a full layer only while that runs.
 
-Gradients and what the optimizer remembers lie in the same parts.
+Gradients and optimizer state are sharded in the same way.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,32 +13,32 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def shard(module: nn.Module, layers: Iterable[nn.Module], device: str) -> None:
-    """Leave each worker its part, on its device, to which no more than a layer is moved at a time."""
+    """Keep only this worker's part, on its device; at most one layer at a time is moved there in full."""
     mesh = init_device_mesh(torch.device(device).type, (distributed.get_world_size(),))
-    for one in (*layers, module):
-        # Also the last one: what stayed whole would be out of date once its parts are changed.
-        fully_shard(one, mesh=mesh, reshard_after_forward=True)
+    for part in (*layers, module):
+        # Including the root: parameters left in full would be stale after the shards change.
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)
 
 
-def whole(value: Tensor) -> Tensor:
-    """All of a tensor. Where it lies in shards, every worker must ask for it."""
+def full(value: Tensor) -> Tensor:
+    """The full tensor. If it is sharded, every worker must call this."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All of each tensor. Where they lie in shards, every worker must ask for them, and the first one has them."""
-    found = {}
+def gather(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The full tensors. If they are sharded, every worker must call this; only the first one gets the result."""
+    result = {}
     for name, value in tensors.items():
-        one = whole(value.detach())
+        tensor = full(value.detach())
         if not isinstance(value, DTensor):
-            found[name] = one
+            result[name] = tensor
         elif distributed.get_rank() == 0:
-            found[name] = one.cpu()  # one at a time: all of them may be more than a GPU holds
-    return found
+            result[name] = tensor.cpu()  # one at a time: all of them may exceed a GPU's memory
+    return result
 
 
-def held(value: Tensor, place: Tensor) -> Tensor:
-    """Of a whole tensor, what this worker has at a place."""
-    if not isinstance(place, DTensor):
+def local_part(value: Tensor, target: Tensor) -> Tensor:
+    """This worker's part of a full tensor, sharded like the target."""
+    if not isinstance(target, DTensor):
         return value
-    return distribute_tensor(value.to(place.device), place.device_mesh, place.placements, src_data_rank=None)
+    return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
