@@ -62,7 +62,9 @@ def test_what_was_sampled_otherwise_than_training_reckons_with_is_refused():
     episode = Episode(TASK, (ROOT, node(0, [1, 2]), cold)).judged(Reward(1.0))
     assert build_samples([{7: episode}], [{7: 1.0}], version=0, oldest=None, temperature=0.5)
     for wrong, temperature in ((episode, 1.0), (forked(), 0.5)):
-        with pytest.raises(TrainingFailed, match=r"task 't' was sampled with temperature .* is the policy at temp"):
+        with pytest.raises(
+            TrainingFailed, match=r"task 't' was sampled with temperature .* but the policy is trained at temp"
+        ):
             build_samples([{7: wrong}], [{7: 1.0}], version=0, oldest=None, temperature=temperature)
 
 

@@ -237,7 +237,7 @@ def test_a_training_whose_trials_are_used_up_is_measured_and_says_so(tmp_path):
     made = written(tmp_path, agent=", trials = 8")
     ended = run(tmp_path, made, "--output", "out")
     assert ended.returncode == 0, ended.stderr
-    assert "training ends at step 1 of 3: its trials are used up" in ended.stderr
+    assert "training stopped at step 1 of 3: trial budget exhausted" in ended.stderr
     with ledger(tmp_path) as found:
         assert [step.step for step in steps(found, "train")] == [1]
         assert [step.step for step in steps(found, "eval")] == [0, 1]
@@ -286,7 +286,7 @@ def test_equal_rewards_teach_nothing_and_break_nothing(tmp_path):
     ended = run(tmp_path, made, "--output", "out")
     assert ended.returncode == 0, ended.stderr
     assert statuses(tmp_path) == {"trained": 6}
-    assert "step 3 is skipped: there is nothing to learn from in its 2 groups" in ended.stderr
+    assert "step 3 skipped: there is nothing to learn from its 2 groups" in ended.stderr
 
 
 def test_a_judge_outage_is_waited_for(tmp_path):
@@ -308,14 +308,17 @@ def test_a_judge_outage_is_waited_for(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sampling": ", top_p = 0.9"}, "[run.rollout] loop.sampling.top_p: leaves tokens out"),
-        ({"sampling": ", temperature = 0"}, "[run.rollout] loop.sampling.temperature: 0 tries nothing"),
+        ({"sampling": ", top_p = 0.9"}, "[run.rollout] loop.sampling.top_p: excludes tokens"),
+        (
+            {"sampling": ", temperature = 0"},
+            "[run.rollout] loop.sampling.temperature: with 0 there is nothing to learn",
+        ),
         ({"agent": ", lora = { r = 4 }, layers = 2"}, "`layers` is for training without `lora`"),
-        ({"agent": ", gpus = 1"}, "`gpus` is for `workers` of Ray Train; here, `device` says where to train"),
+        ({"agent": ", gpus = 1"}, "`gpus` is for `workers` of Ray Train; set `device`"),
         ({"agent": ", cpus = 2"}, "`cpus` is for `workers` of Ray Train"),
         ({"agent": ", workers = 2, gpus = 2"}, "gpus"),
         ({"agent": ', workers = 2, device = "cuda"'}, "`device` is for training in this process"),
-        ({"agent": ", shard = true"}, "`shard` divides the model among `workers` of Ray Train: set 2 of them at least"),
+        ({"agent": ", shard = true"}, "`shard` divides the model among `workers` of Ray Train: set at least 2 of them"),
         ({"agent": ", shard = true, workers = 1"}, "`shard` divides the model among `workers`"),
         ({"agent": ', log = ["mlflow"]'}, "pip install mlflow"),
         ({"agent": ", group_sise = 4"}, "group_size"),
