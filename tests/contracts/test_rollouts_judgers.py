@@ -109,7 +109,7 @@ def test_l03_what_config_can_tell_is_told_when_it_is_built(table, said):
         ({"type": "composed", "parts": [EXACT], "merge": f"{HANDLERS}:two"}, "merge", "one argument"),
         ({"type": "ranking", "of": python("unknown")}, "of.function", "lable"),
         ({"type": "ranking", "function": f"{HANDLERS}:two"}, "function", "one argument"),
-        ({"type": "http", "url": "localhost:8000"}, "url", "is no URL"),
+        ({"type": "http", "url": "localhost:8000"}, "url", "is not a URL"),
         ({"type": "command", "command": ["true"], "files": ["nope.py"]}, "files", "'nope.py' does not exist"),
         (
             {"type": "llm", "base_url": "http://x", "model": "m", "rubric": "r", "api_key_env": "NO_SUCH_VARIABLE"},

@@ -185,7 +185,7 @@ def test_any_other_answer_is_no_verdict(answer):
 def test_a_server_that_is_not_there_is_no_verdict():
     (verdict,) = judged({"type": "http", "url": "http://127.0.0.1:1/judge", "retries": 0})
     assert isinstance(verdict, JudgeFailed)
-    assert isinstance(verdict.__cause__, OSError)
+    assert isinstance(verdict.__cause__.__cause__, OSError)
 
 
 # -- commands ---------------------------------------------------------------------------------------------------

@@ -47,10 +47,11 @@ class HttpClient:
         max_mib: int = 64,
         error: type[LoopwrightError] = EngineError,
         unreachable: type[LoopwrightError] | None = None,
+        extra: str = "gateway",
     ) -> None:
         self.url, self._headers, self._read_timeout_s = url.rstrip("/"), dict(headers or {}), read_timeout_s
         self._connections, self._attempts, self._max_mib = connections, attempts, max_mib
-        self._error, self._unreachable = error, unreachable or error
+        self._error, self._unreachable, self._extra = error, unreachable or error, extra
         self._session: ClientSession | None = None
         self._closed = False
         self.failed_connections = 0
@@ -97,14 +98,15 @@ class HttpClient:
 
     @asynccontextmanager
     async def _response(self, method: str, path: str, body: Any, prompt_tokens: int) -> "AsyncIterator[ClientResponse]":
-        from aiohttp import ClientError
-
         url = f"{self.url}{path}"
         try:
             data = None if body is None else orjson.dumps(body)
         except TypeError as error:
             raise self._error(f"the request to {url} is not JSON: {error}") from error
-        response = await self._connect(method, url, data)
+        session = self._open_session()
+        from aiohttp import ClientError
+
+        response = await self._connect(session, method, url, data)
         try:
             if response.status != 200:
                 answer = await response.content.read(self._max_mib << 20)
@@ -119,7 +121,7 @@ class HttpClient:
         finally:
             response.close()  # back to the pool if all of it was read; otherwise the connection is closed
 
-    async def _connect(self, method: str, url: str, data: bytes | None) -> "ClientResponse":
+    async def _connect(self, session: "ClientSession", method: str, url: str, data: bytes | None) -> "ClientResponse":
         """The beginning of an answer. No part of it has arrived by then, so the request can be sent again."""
         from aiohttp import ClientError, ConnectionTimeoutError
 
@@ -127,7 +129,7 @@ class HttpClient:
         while True:
             connection = SimpleNamespace(reused=False)
             try:
-                return await self._open_session().request(
+                return await session.request(
                     method, url, data=data, allow_redirects=False, trace_request_ctx=connection
                 )
             except (ClientError, OSError) as error:
@@ -151,7 +153,7 @@ class HttpClient:
             try:
                 from aiohttp import ClientSession, ClientTimeout, TCPConnector, TraceConfig
             except ModuleNotFoundError as error:
-                raise MissingExtra("an HTTP connection", "gateway") from error
+                raise MissingExtra("an HTTP connection", self._extra) from error
 
             async def mark_reused(_: Any, context: Any, __: Any) -> None:
                 context.trace_request_ctx.reused = True

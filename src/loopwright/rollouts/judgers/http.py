@@ -4,14 +4,16 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import orjson
 from pydantic import Field, model_validator
 
-from loopwright.core.errors import Problem
+from loopwright.core.errors import MissingExtra, Problem
 from loopwright.core.reward import Reward
+from loopwright.engines.http.client import HttpClient, url_problems
 from loopwright.rollouts.judgers.base import (
     BaseJudger,
     BatchJudger,
@@ -23,8 +25,23 @@ from loopwright.rollouts.judgers.base import (
     Payload,
     Verdict,
 )
-from loopwright.rollouts.judgers.client import Client, encoded, problems_with
 from loopwright.rollouts.judgers.verdict_parsing import BadVerdict, as_reward, check_entries, or_failure
+
+_EXTRA = "rollouts"
+
+
+def _open_client(url: str, config: JudgerConfig, headers: Mapping[str, str]) -> HttpClient:
+    """A client without retries and read timeouts, which are the guard's."""
+    connections = config.concurrency
+    return HttpClient(url, headers, connections=connections, attempts=1, max_mib=4, error=JudgeFailed, extra=_EXTRA)
+
+
+def _http_problems(url: str, key: str) -> list[Problem]:
+    problems = url_problems(url, key, "http://localhost:8000/judge")
+    if find_spec("aiohttp") is None:
+        problems.append(Problem("type", str(MissingExtra("judging over HTTP", _EXTRA))))
+    return problems
+
 
 # -- a reward server ----------------------------------------------------------------------------------------------
 
@@ -43,8 +60,13 @@ class HttpJudgerConfig(BatchJudgerConfig):
     headers: Mapping[str, str] = Field(default_factory=dict)
     """HTTP headers of each request."""
 
+    @property
+    def trailing_slash(self) -> str:
+        """What a client drops from the end of the URL."""
+        return self.url[len(self.url.rstrip("/")) :]
+
     def problems(self, scenario_dir: Path) -> list[Problem]:
-        return problems_with(self.url, "url")
+        return _http_problems(self.url, "url")
 
 
 class HttpJudger(Judger):
@@ -60,10 +82,10 @@ class HttpJudger(Judger):
     def __init__(self, config: HttpJudgerConfig, scenario_dir: Path = Path()) -> None:
         super().__init__(config, scenario_dir)
         self.needs = config.needs
-        self._client = Client(config.concurrency, config.headers)
+        self._client = _open_client(config.url, config, config.headers)
 
     async def judge(self, payload: Payload) -> Reward:
-        response = await self._client.post(self.config.url, payload.only(self.needs).as_json())
+        response = await self._client.post_any(self.config.trailing_slash, payload.only(self.needs).as_json())
         return _parse_reward(response, self.config)
 
     async def close(self) -> None:
@@ -79,13 +101,13 @@ class HttpBatchJudger(BatchJudger):
     def __init__(self, config: HttpJudgerConfig, scenario_dir: Path = Path()) -> None:
         super().__init__(config, scenario_dir)
         self.needs = config.needs
-        self._client = Client(config.concurrency, config.headers)
+        self._client = _open_client(config.url, config, config.headers)
 
     async def judge_batch(self, payloads: Sequence[Payload]) -> list[Verdict]:
         # Encoded one by one, so that one that is not JSON, such as half a surrogate pair, does not fail the others.
-        entries = [or_failure(encoded, payload.only(self.needs).as_json()) for payload in payloads]
+        entries = [or_failure(_encode, payload.only(self.needs)) for payload in payloads]
         body = [orjson.Fragment(entry) for entry in entries if not isinstance(entry, JudgeFailed)]
-        response = await self._client.post(self.config.url, body) if body else []
+        response = await self._client.post_any(self.config.trailing_slash, body) if body else []
         rewards = iter(check_entries(response, self.config.label(), len(body)))
         return [
             entry if isinstance(entry, JudgeFailed) else or_failure(_parse_reward, next(rewards), self.config)
@@ -94,6 +116,13 @@ class HttpBatchJudger(BatchJudger):
 
     async def close(self) -> None:
         await self._client.close()
+
+
+def _encode(payload: Payload) -> bytes:
+    try:
+        return orjson.dumps(payload.as_json())
+    except TypeError as error:
+        raise JudgeFailed(f"what the judger needs is not JSON: {error}") from error
 
 
 def _parse_reward(response: Any, config: HttpJudgerConfig) -> Reward:
@@ -152,7 +181,7 @@ class LlmJudgerConfig(JudgerConfig):
         return self
 
     def problems(self, scenario_dir: Path) -> list[Problem]:
-        problems = problems_with(self.base_url, "base_url")
+        problems = _http_problems(self.base_url, "base_url")
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             problems.append(Problem("api_key_env", f"the environment variable {self.api_key_env!r} is not set."))
         return problems
@@ -168,8 +197,7 @@ class LlmJudger(Judger):
         super().__init__(config, scenario_dir)
         self.needs = config.needs
         key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
-        self._url = f"{config.base_url.rstrip('/')}/chat/completions"
-        self._client = Client(config.concurrency, {"Authorization": f"Bearer {key}"} if key else {})
+        self._client = _open_client(config.base_url, config, {"Authorization": f"Bearer {key}"} if key else {})
 
     async def judge(self, payload: Payload) -> Reward:
         config = self.config
@@ -183,7 +211,7 @@ class LlmJudger(Judger):
         }
         if config.max_tokens is not None:
             request["max_tokens"] = config.max_tokens
-        reply = _reply_text(await self._client.post(self._url, request))
+        reply = _reply_text(await self._client.post_any("/chat/completions", request))
         return Reward((parse_score(reply, config.low, config.high) - config.low) / (config.high - config.low))
 
     async def close(self) -> None:
