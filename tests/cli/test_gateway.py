@@ -23,7 +23,7 @@ import pytest
         (["--engine", "scripted", "--set", "gatway.port=0"], "gatway.port"),
         (["--engine", "scripted", "--log-prompts"], "--access-log"),
         (["--engine", "scripted", "--token-file", "none"], "cannot read none"),
-        ([], "--engine NAME, or --relay"),
+        ([], "--engine NAME or --relay"),
         (["--relay"], "workers need a token"),
         (["--engine", "scripted", "--set", "fleet.wait_s=1"], "for several engines, or --relay"),
         (["--engine", "scripted", "-e", "scripted", "--set", "fleet.wait=1"], "wait_s"),
@@ -67,7 +67,7 @@ def test_several_engines_and_a_worker_with_another_token(tmp_path, loopwright):
         door = f"{url.replace('http', 'ws')}/ws/worker"
         done = loopwright("gateway", "worker", "--connect", door, "--engine", "scripted", "--token-file", str(token))
         assert done.returncode == 1
-        assert "start the gateway with --relay" in done.stderr
+        assert "start it with --relay" in done.stderr
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
 
@@ -78,7 +78,7 @@ def test_it_serves_until_it_is_told_to_end(tmp_path):
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert "serving sessions at http://127.0.0.1:" in process.stdout.readline()
         busy = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        assert "another gateway works in gw" in busy.stderr
+        assert "another gateway uses gw" in busy.stderr
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
         assert process.stderr.read() == "loading engine 'scripted'\n"
@@ -103,4 +103,4 @@ def test_the_server_of_an_engine_is_asked_for_its_tokenizer(loopwright, tmp_path
         server.shutdown()
     gone = loopwright("gateway", "serve", "--engine", f"vllm:http://127.0.0.1:{server.server_port}")
     assert "no-such-model" in asked.stderr
-    assert "say which tokenizer" in gone.stderr
+    assert "set the tokenizer" in gone.stderr

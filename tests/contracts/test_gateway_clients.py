@@ -208,8 +208,8 @@ def test_t07_a_call_that_is_given_up_at_once_holds_nothing():
         async with served(Teller("hello")) as gateway:
             live = (await gateway.open(config=SessionConfig(tokens=6))).served
             dialect = ChatCompletions(live.session.engine.tokenizer, live.config.defaults)
-            body, digest = live.read("chat", b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}')
-            call = live.call("chat", dialect.parse(body, {}), digest, retried=False)
+            body, digest = dialect.bodies.read(b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}')
+            call = live.call("chat", dialect.parse(body), digest, is_retry=False)
             call.join()
             call.leave()
             await asyncio.sleep(0.01)

@@ -143,7 +143,7 @@ def test_t05_choices_share_a_quota_or_cost_nothing():
             session = await gateway.open(config=SessionConfig(calls=3))
             async with client_of(session) as client:
                 await chat(client, [user("a")])
-                with pytest.raises(openai.RateLimitError, match="1 of 3 turns are used up, and 3 more"):
+                with pytest.raises(openai.RateLimitError, match="1 of 3 turns are used up; 3 more"):
                     await chat(client, [user("a")], n=3)
                 await chat(client, [user("a")], n=2)
             assert len(session.served.describe()["turns"]) == 3, "what was refused is no turn"
@@ -211,15 +211,15 @@ def test_t05_a_session_that_ended_holds_no_more_than_can_be_asked_for():
                 with pytest.raises(openai.ConflictError, match="complete"):
                     await chat(client, [user("hi"), user("once more")])
             live = done.served
-            assert [len(held) for held in (live._bodies, live._calls, live.session.graph._sent)] == [0, 0, 0]
+            assert [len(held) for held in (live.dialects, live._calls, live.session.graph._recent)] == [0, 0, 0]
             now[0] += 60
             await until(lambda: left.served.status == "expired")
             assert gateway.find("done").episode() == told
             now[0] += 60
-            await until(lambda: not gateway.knows("done"))
+            await until(lambda: "done" not in gateway.sessions)
             now[0] += 1000
             await asyncio.sleep(1.2)
-            assert gateway.knows("left"), "nobody has been told what it recorded"
+            assert "left" in gateway.sessions, "nobody has been told what it recorded"
 
     run(story)
 

@@ -220,10 +220,10 @@ def test_t04_a_call_that_never_had_a_slot_is_in_the_snapshot_and_in_the_store(tm
                     await until(lambda: session.served.running == 1)
                 await session.close()
                 await asyncio.gather(*talks, return_exceptions=True)
-            told = session.served.checked()
+            told = session.served.verify()
             assert [turn["sampled_tokens"] for turn in told["turns"]] == [2, 0]
         async with served(output=tmp_path) as gateway:
-            again = gateway.find("t").checked()
+            again = gateway.find("t").verify()
             assert (again["snapshot"], again["turns"]) == (told["snapshot"], told["turns"])
 
     run(story)
@@ -249,12 +249,12 @@ def test_t04_what_a_full_disk_left_out_is_written_once_there_is_room(tmp_path, f
                     await session.close()
                 else:
                     await chat(client, [user("after")])
-                told = session.served.checked()
+                told = session.served.verify()
                 shutil.copytree(tmp_path, f"{tmp_path}-killed")
         assert told["verdicts"]["broken"] == 0
         assert told["turns"][1]["sampled_tokens"] == (0 if fails == "intent" else 6)
         async with served(output=tmp_path.with_name(f"{tmp_path.name}-killed")) as gateway:
-            again = gateway.find("t").checked()
+            again = gateway.find("t").verify()
             for part in ("snapshot", "turns", "rows", "status"):
                 assert again[part] == told[part]
             assert again["episode"]["nodes"] == told["episode"]["nodes"]
@@ -358,7 +358,7 @@ def test_t04_a_session_that_could_not_be_closed_is_not_open_again(tmp_path):
             await asyncio.sleep(1.2)
             assert [gateway.find(id).status for id in "ce"] == ["complete", "expired"]
             refusing(gateway, False)
-            await until(lambda: not gateway.knows("c") and not gateway.knows("e"))
+            await until(lambda: "c" not in gateway.sessions and "e" not in gateway.sessions)
             assert [gateway.find(id).status for id in "ce"] == ["complete", "expired"]
 
     run(story)
@@ -421,7 +421,7 @@ def test_t05_a_session_is_gone_also_if_whoever_deletes_it_leaves():
                 deleting.cancel()
                 with pytest.raises(openai.ConflictError):
                     await talk
-            await until(lambda: not gateway._sessions)
+            await until(lambda: not gateway.sessions)
 
     run(story)
 

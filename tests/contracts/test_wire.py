@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from loopwright.engines.base import Chunk
-from loopwright.gateway.sessions.snapshot import snapshot_of
+from loopwright.gateway.sessions.served_session import snapshot_of
 from tests.engines.test_http import engine_of
 from tests.engines.test_http import said as said_by
 from tests.engines.wires import served as engines_served
@@ -130,7 +130,7 @@ def test_row_dropped_reasoning(policy, sends_back):
                 assert kinds(session) == ["exact", "forked", "forked"], "never a silent mask"
                 assert "<think>" not in last
                 reason = session.served.session.verdicts[max(session.served.session.verdicts)].reason
-                assert reason == "the reasoning of message 4 is left out"
+                assert reason == "message 4 lacks its reasoning"
             rows = session.episode().rows()
             assert len(rows) == (1 if policy == "preserve" else 3)
             assert sum(sum(row.response_mask) for row in rows) == sum(len(gave) for _, gave, *_ in engine.calls)
@@ -267,7 +267,7 @@ def test_row_lost_call(tmp_path):
             live = gateway.find(session.id)
             shown = live.describe()
             assert (shown["trainable"], shown["verdicts"]["broken"]) == (False, 1)
-            assert "ended before this turn did" in shown["turns"][0]["reason"]
+            assert "stopped before this turn ended" in shown["turns"][0]["reason"]
 
     run(story)
 
@@ -365,12 +365,12 @@ def test_t05_a_frozen_session_is_what_its_snapshot_says(tmp_path):
         with sqlite3.connect(tmp_path / "gateway.db") as store:
             blob = store.execute("SELECT logprobs FROM nodes WHERE finish = 'stop'").fetchone()[0]
         async with served(Teller("yes"), output=tmp_path) as gateway:
-            assert gateway.find(session.id).checked(frozen["snapshot"])["rows"], "after a restart too"
+            assert gateway.find(session.id).verify(frozen["snapshot"])["rows"], "after a restart too"
         with sqlite3.connect(tmp_path / "gateway.db") as store:
             store.execute("UPDATE nodes SET logprobs = ? WHERE finish = 'stop'", (blob[:-8] + bytes(8),))
         async with served(Teller("yes"), output=tmp_path) as gateway:
-            with pytest.raises(PermissionError, match="not what was frozen"):
-                gateway.find(session.id).checked()
+            with pytest.raises(PermissionError, match="differs from what was frozen"):
+                gateway.find(session.id).verify()
 
     run(story)
 

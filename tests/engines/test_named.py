@@ -9,8 +9,8 @@ from loopwright.engines.inprocess import engine as inprocess
 from loopwright.engines.inprocess import smollm2
 from loopwright.engines.inprocess.engine import TransformersConfig
 from loopwright.engines.scripted import ScriptedConfig
-from loopwright.engines.shortcuts import SHORTCUTS, engine_config, engine_of
-from loopwright.testing.gateways import said
+from loopwright.engines.shortcuts import NAMED, engine_config, engine_of
+from loopwright.testing.gateways import chat
 
 
 def test_names_stand_for_configs():
@@ -72,7 +72,7 @@ def test_an_engine_by_its_name_behind_a_gateway():
         engine = loopwright.engine_of("scripted")
         async with loopwright.Gateway(engine) as gateway:
             session = await gateway.open()
-            assert (await said(session))[0] == 200
+            assert (await chat(session))[0] == 200
             assert (await session.close()).turns == 1
         await engine.close()
 

@@ -39,7 +39,7 @@ async def working(gateway, engine, name="w", url=None):
     try:
         yield worker
     finally:
-        worker.end()
+        worker.stop()
         await asyncio.wait([task], timeout=10)
         if task.cancel():
             await asyncio.wait([task])

@@ -5,7 +5,7 @@ from itertools import groupby
 
 import pytest
 from anthropic.lib.streaming._messages import accumulate_event
-from anthropic.types import Message, MessageTokensCount, ModelInfo, RawMessageStreamEvent
+from anthropic.types import Message, ModelInfo, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,11 +13,11 @@ from pydantic import TypeAdapter
 
 from loopwright.engines.base import EngineError
 from loopwright.engines.tokenizer import ByteTokenizer
-from loopwright.gateway.dialects.base import BadRequest, Delta
-from loopwright.gateway.dialects.messages import Messages
+from loopwright.gateway.dialects.fields import BadRequest
+from loopwright.gateway.dialects.messages import Messages, models_response
 from loopwright.gateway.sessions.graph import Graph
-from loopwright.gateway.sessions.session import Turn
 from loopwright.gateway.sessions.template import ChatML
+from loopwright.gateway.sessions.turn import Delta, Turn
 from tests.gateway.wire import DEFAULTS, JSON, heard, read_events
 
 DIALECT = Messages(ByteTokenizer(), DEFAULTS)
@@ -38,7 +38,7 @@ ONE, TWO, NONE = call('{"a": 1}'), call('{"a":  2}'), call("{}")
 
 
 def parse(**body):
-    return DIALECT.parse({**ASKED, **body}, {})
+    return DIALECT.parse({**ASKED, **body})
 
 
 def messages(*said, **body):
@@ -140,13 +140,13 @@ def test_unknown_fields_are_accepted():
 
 def test_what_is_prefilled_is_no_message_but_the_beginning_of_one():
     ask = parse(messages=[*ASKED["messages"], {"role": "assistant", "content": "yes,"}])
-    assert (ask.messages, ask.wish.prefill) == (parse().messages, "yes,")
+    assert (ask.messages, ask.options.prefill) == (parse().messages, "yes,")
     called = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
     thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
     for content, words in (("yes ", "white space"), ([called], "only text"), ([thought, text("yes")], "only text")):
         with pytest.raises(BadRequest, match=words):
             parse(messages=[*ASKED["messages"], {"role": "assistant", "content": content}])
-    with pytest.raises(BadRequest, match="nothing to answer"):
+    with pytest.raises(BadRequest, match="needs a message before it"):
         parse(messages=[{"role": "assistant", "content": "yes"}])
 
 
@@ -199,7 +199,7 @@ def test_input_that_is_nested_too_deeply_is_refused():
 @given(st.dictionaries(st.sampled_from(["messages", "system", "tools", "stop_sequences", "max_tokens", "model"]), JSON))
 def test_any_body_is_read_or_refused(body):
     with suppress(BadRequest):
-        DIALECT.parse(body, {})
+        DIALECT.parse(body)
 
 
 BLOCK = st.fixed_dictionaries(
@@ -217,7 +217,7 @@ BLOCK = st.fixed_dictionaries(
 )
 def test_any_blocks_are_read_or_refused(said):
     with suppress(BadRequest):
-        ask = DIALECT.parse({"messages": said}, {})
+        ask = DIALECT.parse({"messages": said})
         Graph(ChatML(ByteTokenizer())).place(ask.messages, ask.tools)
 
 
@@ -282,7 +282,7 @@ def test_reasoning_ends_with_a_signature():
     ask = parse(stream=True)
     turn = Turn({"role": "assistant", "content": "yes", "reasoning_content": "hm"}, "stop", 1, 5, 7)
     writer = DIALECT.stream(ask, "7")
-    pieces = writer.piece(0, Delta(thought="hm")) + writer.piece(0, Delta("yes"))
+    pieces = writer.delta(0, Delta(reasoning="hm")) + writer.delta(0, Delta("yes"))
     sent = read_events(writer.begin(5) + pieces + writer.end([turn]))
     assert outline(sent)[1:5] == [
         "content_block_start thinking",
@@ -302,19 +302,18 @@ def test_a_failure_in_mid_stream_is_an_error_event():
 
 def test_errors_have_anthropics_shape():
     for kind in ["invalid", "authentication", "not_found", "closed", "quota", "context", "engine", "internal"]:
-        error = DIALECT.error(400, "no", kind=kind, param="x")
+        error = DIALECT.error("no", kind=kind, param="x")
         assert ErrorResponse.model_validate(error).error.message.endswith("no")
-    assert DIALECT.error(413, "no", kind="too_large")["error"]["type"] == "request_too_large"
-    full = DIALECT.error(400, "This model's maximum context length is 8 tokens", kind="context")["error"]["message"]
+    assert DIALECT.error("no", kind="too_large")["error"]["type"] == "request_too_large"
+    full = DIALECT.error("This model's maximum context length is 8 tokens", kind="context")["error"]["message"]
     assert full == "prompt is too long: This model's maximum context length is 8 tokens"
 
 
-def test_counts_and_models_have_anthropics_shape():
-    assert MessageTokensCount.model_validate(DIALECT.counted(7)).input_tokens == 7
-    listed = DIALECT.models(["policy"])
+def test_models_have_anthropics_shape():
+    listed = models_response(["policy"])
     assert ModelInfo.model_validate(listed["data"][0]).id == "policy"
     assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "policy", "policy")
-    assert DIALECT.models([])["data"] == []
+    assert models_response([])["data"] == []
 
 
 def outline(sent):

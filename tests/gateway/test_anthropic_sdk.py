@@ -31,10 +31,10 @@ def test_t02_what_the_policy_said_is_found_again(turns, blocks):
         session, history = Session(Parrot(*said), DEFAULTS, seed="0"), [{"role": "user", "content": "begin"}]
         for number, (_, streamed) in enumerate(turns):
             system = [text(f"x-anthropic-billing-header: cch={number};"), text("Be brief.")]
-            ask = DIALECT.parse({**ASKED, "system": system, "tools": [ADD], "messages": history}, {})
+            ask = DIALECT.parse({**ASKED, "system": system, "tools": [ADD], "messages": history})
             writer, pieces = DIALECT.stream(ask, "7"), []
-            turn = await session.speak(session.draft(ask.messages, ask.tools), pieces.append)
-            sent = writer.begin(1) + b"".join(writer.piece(0, piece) for piece in pieces) + writer.end([turn])
+            turn = await session.sample(session.draft(ask.messages, ask.tools), pieces.append)
+            sent = writer.begin(1) + b"".join(writer.delta(0, piece) for piece in pieces) + writer.end([turn])
             message = (
                 accumulated(read_events(sent)) if streamed else Message.model_validate(DIALECT.render(ask, "7", [turn]))
             )

@@ -141,12 +141,12 @@ def test_an_id_that_the_model_does_not_have_is_named(captured, tmp_path):
 
 
 def test_what_cannot_be_looked_at_is_said(captured, tmp_path):
-    assert "say which it was" in " ".join(audited(captured / "gw").stderr.replace("│", "").split())
-    assert "no model that can be" in " ".join(audited(captured / "gw", "-e", "scripted").stderr.split())
+    assert "set it to tiny" in " ".join(audited(captured / "gw").stderr.replace("│", "").split())
+    assert "not a model for a forward pass" in " ".join(audited(captured / "gw", "-e", "scripted").stderr.split())
     asyncio.run(_nobody_came(tmp_path / "empty"))
     done = audited(tmp_path / "empty", "--engine", "tiny")
     assert done.exit_code == 1
-    assert "nothing was looked at" in done.stdout
+    assert "nothing to audit" in done.stdout
 
 
 async def _nobody_came(output):

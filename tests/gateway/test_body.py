@@ -1,4 +1,4 @@
-"""Bodies: reading only what is new of one gives what reading all of it gives, whatever came before."""
+"""BodyReader: reading only what is new of one gives what reading all of it gives, whatever came before."""
 
 import json
 from hashlib import blake2b
@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopwright.gateway.dialects.base import BadRequest
-from loopwright.gateway.server import body as module
-from loopwright.gateway.server.body import Bodies, parse_object
+from loopwright.gateway.dialects import body as module
+from loopwright.gateway.dialects.body import BodyReader, parse_object
+from loopwright.gateway.dialects.fields import BadRequest
 
 DIALECT = "chat.completions"
 
@@ -54,7 +54,7 @@ fields = st.dictionaries(st.sampled_from(["model", "stop", "tools", "input", "me
 
 @st.composite
 def conversations(draw):
-    """Bodies of which each repeats some of what came before it, in one of several spellings."""
+    """BodyReader of which each repeats some of what came before it, in one of several spellings."""
     separators = draw(st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " :\t")]))
     name, head = draw(st.sampled_from(["messages", "input"])), draw(fields)
     said, found = [], []
@@ -68,7 +68,7 @@ def conversations(draw):
 
 @given(conversations())
 def test_t02_a_body_is_read_as_if_it_were_the_first(found):
-    bodies = Bodies(DIALECT)
+    bodies = BodyReader(DIALECT)
     for body in found:
         try:
             orjson.loads(body)
@@ -81,7 +81,7 @@ def test_t02_a_body_is_read_as_if_it_were_the_first(found):
 
 @given(conversations(), st.data())
 def test_t02_what_is_no_json_is_refused_whatever_came_before(found, data):
-    bodies = Bodies(DIALECT)
+    bodies = BodyReader(DIALECT)
     for body in found:
         place = data.draw(st.integers(0, len(body)))
         broken = (
@@ -95,7 +95,7 @@ def test_t02_what_is_no_json_is_refused_whatever_came_before(found, data):
 
 
 def test_what_was_read_before_is_not_read_again(monkeypatch):
-    bodies, said = Bodies(DIALECT), [user("long " * 1000)]
+    bodies, said = BodyReader(DIALECT), [user("long " * 1000)]
     agrees(bodies, orjson.dumps({"model": "m", "messages": said}))
     read, loads = [], orjson.loads
 
@@ -117,13 +117,13 @@ def test_what_was_read_before_is_not_read_again(monkeypatch):
 
 
 def test_conversations_that_take_turns_are_all_known():
-    bodies = Bodies(DIALECT)
+    bodies = BodyReader(DIALECT)
     said = {name: [user(name)] for name in "abc"}
     for _ in range(3):
         for name in said:
             said[name].append(user(name))
             agrees(bodies, orjson.dumps({"messages": said[name]}))
-    assert [begun.items[0]["content"] for begun in bodies._begun] == ["c", "b", "a"]
+    assert [begun.items[0]["content"] for begun in bodies._prefixes] == ["c", "b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_conversations_that_take_turns_are_all_known():
 )
 def test_t02_equal_bytes_with_another_meaning_are_told_apart(rest):
     """A second list replaces the first one, and a field that is given twice has its last value."""
-    bodies, begun = Bodies(DIALECT), b'{"model":"first","messages":[{"role":"user","content":"}],"}'
+    bodies, begun = BodyReader(DIALECT), b'{"model":"first","messages":[{"role":"user","content":"}],"}'
     agrees(bodies, begun + b"]}")
     agrees(bodies, begun + rest)
     agrees(bodies, begun + b"]}")
@@ -147,24 +147,24 @@ def test_t02_equal_bytes_with_another_meaning_are_told_apart(rest):
 
 @pytest.mark.parametrize("rest", [b",]}", b' {"role":"user"}]}', b",", b"", b"]", b"}]}", b"]}{", b",1,]}", b"]]}"])
 def test_a_rest_that_is_no_json_is_refused(rest):
-    bodies, begun = Bodies(DIALECT), b'{"messages":[{"role":"user"}'
+    bodies, begun = BodyReader(DIALECT), b'{"messages":[{"role":"user"}'
     agrees(bodies, begun + b"]}")
-    with pytest.raises(BadRequest, match="no JSON"):
+    with pytest.raises(BadRequest, match=r"not valid JSON|not a JSON object"):
         bodies.read(begun + rest)
 
 
 @pytest.mark.parametrize("body", [b"[]", b"5", b'"messages"', b"null"])
 def test_a_body_is_an_object(body):
-    with pytest.raises(BadRequest, match="no JSON object"):
-        Bodies(DIALECT).read(body)
+    with pytest.raises(BadRequest, match="not a JSON object"):
+        BodyReader(DIALECT).read(body)
 
 
 def test_a_body_of_strings_that_never_end_is_refused_at_once():
     """Looking for the end from each of their quotes would take hours."""
-    with pytest.raises(BadRequest, match="no JSON"):
-        Bodies(DIALECT).read(b'{"a":"' + b'\\"' * 10**6)
+    with pytest.raises(BadRequest, match=r"not valid JSON|not a JSON object"):
+        BodyReader(DIALECT).read(b'{"a":"' + b'\\"' * 10**6)
 
 
 def test_dialects_have_digests_of_their_own():
     body = b'{"messages":[{}]}'
-    assert Bodies("a").read(body)[1] != Bodies("b").read(body)[1]
+    assert BodyReader("a").read(body)[1] != BodyReader("b").read(body)[1]

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from loopwright.core.task import Task
 from loopwright.engines.base import Chunk, Engine, EngineConfig, Sampling
 from loopwright.engines.tokenizer import ByteTokenizer
-from loopwright.gateway.sessions.calls import HERMES, JSON, LLAMA3, Object
-from loopwright.gateway.sessions.manner import Manner
-from loopwright.gateway.sessions.reader import TurnParser
 from loopwright.gateway.sessions.session import Session
-from loopwright.gateway.sessions.template import ChatML, Llama3, TemplateError, Unframed, template_of
+from loopwright.gateway.sessions.template import ChatML, Llama3, PlainText, TemplateError, template_of
+from loopwright.gateway.sessions.tool_calls import HERMES, JSON, LLAMA3, ObjectScanner
+from loopwright.gateway.sessions.turn_options import TurnOptions
+from loopwright.gateway.sessions.turn_parser import TurnParser
 
 TASK = Task("t", ({"role": "user", "content": "hi"},))
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -139,7 +139,11 @@ def joined(pieces):
         if piece.index is not None:
             call = made.setdefault(piece.index, {"id": piece.id, "name": piece.name, "arguments": ""})
             call["arguments"] += piece.arguments
-    return "".join(p.text for p in pieces), "".join(p.thought for p in pieces), [made[index] for index in sorted(made)]
+    return (
+        "".join(p.text for p in pieces),
+        "".join(p.reasoning for p in pieces),
+        [made[index] for index in sorted(made)],
+    )
 
 
 def parts(message):
@@ -155,46 +159,46 @@ def test_pieces_joined_are_the_message_however_they_come(family, data):
     tokenizer = make()
     ids = encoded(tokenizer, data.draw(speech(grammar))) + [tokenizer.specials[end]] * data.draw(st.booleans())
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
-    manner = Manner(single=data.draw(st.booleans()), calls=data.draw(st.integers(0, 4)) > 0)
-    options = {"call_id": "c", "grammar": grammar, "manner": manner}
-    reader, whole = (TurnParser(tokenizer, {tokenizer.specials[end]}, **options) for _ in range(2))
+    options = TurnOptions(single_tool_call=data.draw(st.booleans()), parse_tool_calls=data.draw(st.integers(0, 4)) > 0)
+    arguments = {"call_id": "c", "grammar": grammar, "options": options}
+    reader, whole = (TurnParser(tokenizer, {tokenizer.specials[end]}, **arguments) for _ in range(2))
     pieces, at, turn = [], 0, 0
     while at < len(ids):
         size = sizes[turn % len(sizes)]
         pieces += reader.feed(ids[at : at + size], [0.0] * len(ids[at : at + size]))
         at, turn = at + size, turn + 1
     pieces += reader.finish()
-    whole.whole(ids)
+    whole.parse(ids)
     assert joined(pieces) == parts(reader.message) == parts(whole.message)
     assert reader.malformed == whole.malformed
     assert [token for piece in pieces for token in piece.ids] == ids, "every token is told once, in order"
     names = [call["name"] for call in joined(pieces)[2]]
-    assert not names or manner.calls
-    assert len(names) <= 1 or not manner.single
+    assert not names or options.parse_tool_calls
+    assert len(names) <= 1 or not options.single_tool_call
 
 
 @settings(max_examples=200, deadline=None)
 @given(ARGUMENTS, SPACE, st.booleans(), st.integers(1, 7))
 def test_json_is_told_as_it_comes_and_never_before_it_is_certain(arguments, indent, ascii_only, size):
     text = json.dumps(arguments, indent=indent, ensure_ascii=ascii_only)
-    scanned, told = Object(), ""
+    scanned, told = ObjectScanner(), ""
     for at in range(0, len(text), size):
-        told += scanned.take(text[at : at + size])
-        assert not scanned.broken
-    assert (told, scanned.ended, scanned.rest) == (text, True, "")
+        told += scanned.scan(text[at : at + size])
+        assert not scanned.invalid
+    assert (told, scanned.complete, scanned.rest) == (text, True, "")
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(alphabet='{}[]":,\\u0dn1-e. truefalsn', max_size=24))
 def test_what_ends_as_an_object_is_one_and_only_that(text):
-    scanned = Object()
-    told = scanned.take("{" + text)
+    scanned = ObjectScanner()
+    told = scanned.scan("{" + text)
     try:
-        read = json.loads(told) if scanned.ended else None
+        read = json.loads(told) if scanned.complete else None
     except ValueError:
         pytest.fail(f"{told!r} is no JSON")
-    assert isinstance(read, dict) == scanned.ended
-    if scanned.broken:
+    assert isinstance(read, dict) == scanned.complete
+    if scanned.invalid:
         with pytest.raises(ValueError):  # noqa: PT011  of whatever kind
             json.loads("{" + text)
 
@@ -231,10 +235,10 @@ def test_t02_any_conversation_of_any_family(family, policy, data):
             pieces = []
             most = data.draw(st.sampled_from([500, 500, 3]))
             draft = session.draft(history, TOOLS, sampling=Sampling(max_tokens=most))
-            turn = await session.speak(draft, pieces.append)
+            turn = await session.sample(draft, pieces.append)
             assert joined(pieces) == parts(turn.message), "a stream, joined, is the whole answer"
             assert [token for piece in pieces for token in piece.ids] == engine.calls[-1][1] == list(turn.ids)
-            assert turn.message == session.said(draft).message
+            assert turn.message == session.result(draft).message
             ids, gave = engine.calls[-1]
             if not fork:
                 assert ids[: len(before)] == before, "what was sampled is sent again as it was"
@@ -329,7 +333,7 @@ def test_without_tools_json_is_an_answer():
 def test_a_template_is_chosen_by_the_special_tokens():
     assert isinstance(template_of("auto", ByteTokenizer()), ChatML)
     assert isinstance(template_of("auto", LlamaBytes()), Llama3)
-    assert isinstance(template_of("auto", PlainBytes()), Unframed)
+    assert isinstance(template_of("auto", PlainBytes()), PlainText)
     assert template_of("json", LlamaBytes()).grammar == JSON
     with pytest.raises(TemplateError, match=r"'llama3' needs the special tokens .*<.eot_id.>.* It has <.im_end.>"):
         template_of("llama3", ByteTokenizer())

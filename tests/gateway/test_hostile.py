@@ -199,7 +199,7 @@ def test_a_gateway_that_ends_tells_those_who_wait(tmp_path):
                 talk = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("a")]))
                 await engine.held.wait()
                 await session.close()
-                with pytest.raises(Exception, match="takes no more calls"):
+                with pytest.raises(Exception, match="accepts no more calls"):
                     await talk
         assert engine.running == 0
         async with served(output=tmp_path) as gateway:

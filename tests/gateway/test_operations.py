@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from loopwright.engines.base import EngineError
-from loopwright.gateway.dialects.openai import MOST_CHOICES
+from loopwright.gateway.dialects.fields import MAX_CHOICES
 from loopwright.gateway.gateway import Gateway
 from loopwright.gateway.server import openapi
 from loopwright.gateway.server.server import Server
@@ -68,7 +68,7 @@ def test_health_is_that_of_engine_and_store(tmp_path, caplog):
 
     run(story)
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("health:")]
-    assert [("gpu-box" in line, "readonly" in line, "well again" in line) for line in said] == [
+    assert [("gpu-box" in line, "readonly" in line, "ok again" in line) for line in said] == [
         (True, False, False),
         (False, True, False),
         (False, False, True),
@@ -112,7 +112,7 @@ def test_metrics_count_what_happened():
             assert now['turns_total{verdict="exact"}'] == 1
             assert now['turns_total{verdict="forked"}'] == 1
             assert (now["engine_errors_total"], now["sessions_open"], now["calls_in_flight"]) == (1, 0, 0)
-            assert now[f"request_seconds_count{{{route}}}"] == now[f'request_seconds_bucket{{{route},le="+Inf"}}'] == 5
+            assert now[f"request_seconds_count{{{route}}}"] == now[f'request_seconds_bucket{{le="+Inf",{route}}}'] == 5
             buckets = [value for name, value in now.items() if name.startswith(f"request_seconds_bucket{{{route}")]
             assert buckets == sorted(buckets)
 
@@ -219,18 +219,18 @@ def test_an_access_log_that_cannot_be_written_is_said_at_once_and_costs_no_answe
 
 def test_every_route_is_described_and_every_description_is_of_a_route():
     async def story():
-        router = Server(Gateway(Teller()))._app.router
+        router = Server(Gateway(Teller()))._runner.app.router
         routes = {(route.method, route.resource.canonical) for route in router.routes()}
-        return routes, openapi.described(router)
+        return routes, openapi.describe_routes(router)
 
     routes, description = run(story)
-    assert not [route for route in routes if openapi.about(*route) is None]
+    assert not [route for route in routes if openapi.find_route(*route) is None]
     assert {(method.upper(), path) for path, each in description["paths"].items() for method in each} == routes
     ours = {tuple(name.split(" ")) for name in openapi._ROUTES} - {("GET", "/ws/worker")}
     assert ours <= routes, "what is described is there"
     assert {"/{id}/" + path for path in openapi._DIALECTS} <= {path for _, path in routes}
     chat = description["paths"]["/{id}/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
-    assert chat["schema"]["properties"]["n"]["maximum"] == MOST_CHOICES
+    assert chat["schema"]["properties"]["n"]["maximum"] == MAX_CHOICES
 
 
 @contextmanager
@@ -346,7 +346,7 @@ def test_a_stream_that_does_not_end_in_time_is_cut_and_what_it_said_is_kept(tmp_
             async with client_of(session) as client:
                 talk = asyncio.create_task(client.chat.completions.create(model="m", messages=[user("a")]))
                 await engine.held.wait()
-        with pytest.raises(Exception, match=r"Connection|takes no more"):
+        with pytest.raises(Exception, match=r"Connection|accepts no more"):
             await talk
         async with served(output=tmp_path) as gateway:
             (turn,) = gateway.find("t").describe()["turns"]

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopwright.engines.tokenizer import ByteTokenizer
-from loopwright.gateway.sessions.pieces import TextDecoder
-from loopwright.gateway.sessions.reader import TurnParser
+from loopwright.gateway.sessions.turn_parser import TextDecoder, TurnParser
 
 END = 257
 TEXT = st.text(alphabet="ab \n<>/€😀\u0301", max_size=8)
@@ -53,7 +52,7 @@ def test_pieces_joined_are_the_message(text, sizes, ends, raw):
     assert [token for piece in pieces for token in piece.ids] == ids, "every token is told once, in order"
     assert [logprob for piece in pieces for logprob in piece.logprobs] == [-float(i) for i in range(len(ids))]
     whole = reader_of(raw=raw)
-    whole.whole(ids)
+    whole.parse(ids)
     assert (whole.message, whole.malformed) == (reader.message, reader.malformed)
 
 
@@ -98,6 +97,6 @@ def test_half_a_character_and_half_a_tag_wait():
 )
 def test_white_space_around_calls_is_none_of_the_text(text, content):
     reader = reader_of()
-    reader.whole(ByteTokenizer().encode(text))
+    reader.parse(ByteTokenizer().encode(text))
     assert reader.message["content"] == content
     assert [json.loads(c["function"]["arguments"]) for c in reader.message.get("tool_calls", ())] in ([{}], [])

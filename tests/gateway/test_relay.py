@@ -79,9 +79,9 @@ def test_a_worker_that_is_told_to_end_ends_its_streams_first():
             stream = asyncio.create_task(said(relay))
             await first.held.wait()
             async with working(gateway, other, "other"):
-                await until(lambda: len(relay.describe()) == 2)
-                worker.end()
-                await until(lambda: relay.describe()[0]["state"] == "leaving")
+                await until(lambda: len(relay.described()) == 2)
+                worker.stop()
+                await until(lambda: relay.described()[0]["state"] == "leaving")
                 assert ids_of(await said(relay)) == [*b"hello", END]
                 assert len(first.calls) == 1, "nothing new"
                 first.go.set()
@@ -96,11 +96,11 @@ def test_who_has_no_token_is_not_let_in_and_gives_up():
     async def story():
         async with relayed() as gateway:
             for token in ("wrong-token-of-the-gateway", "", TOKEN + "x"):
-                with pytest.raises(WorkerRefused, match="does not know this token"):
+                with pytest.raises(WorkerRefused, match="does not accept this token"):
                     await RelayWorker(Teller(), door(gateway), token).run()
             assert gateway.engine.describe() == []
         async with Gateway(Teller(), token=TOKEN) as plain:
-            with pytest.raises(WorkerRefused, match="start the gateway with --relay"):
+            with pytest.raises(WorkerRefused, match="start it with --relay"):
                 await RelayWorker(Teller(), door(plain), TOKEN).run()
 
     run(story)
@@ -175,11 +175,11 @@ ANNOUNCED = {"t": "announce", "protocol": PROTOCOL, "name": "n", "version": 0, "
         ({**ANNOUNCED, "protocol": 99}, "protocol"),
         ({**ANNOUNCED, "name": None}, "name and version"),
         ({**ANNOUNCED, "version": "1"}, "name and version"),
-        ({**ANNOUNCED, "fingerprint": "0"}, "not the one that it has"),
+        ({**ANNOUNCED, "fingerprint": "0"}, "differs from its own"),
         ({**ANNOUNCED, "tokenizer": "other"}, "--tokenizer"),
-        ({**ANNOUNCED, "tokenizer": "other", "tokenizer_json": "{}"}, "cannot be read"),
-        (b"\x80\x04", "no JSON"),
-        (b"[]", "said not what it is"),
+        ({**ANNOUNCED, "tokenizer": "other", "tokenizer_json": "{}"}, "cannot be loaded"),
+        (b"\x80\x04", "not valid JSON"),
+        (b"[]", "has no type"),
     ],
 )
 def test_who_announces_nonsense_is_refused(message, said):
@@ -327,7 +327,7 @@ def test_a_worker_that_comes_late_is_given_the_weights_that_it_missed():
 def test_weights_that_are_no_path_are_refused():
     async def story():
         async with relayed(Teller("hello")) as gateway:
-            with pytest.raises(EngineError, match="by a path"):
+            with pytest.raises(EngineError, match="from a path"):
                 await gateway.update(1, {"w": [1.0]})
             assert ids_of(await said(gateway.engine)) == [*b"hello", END], "it serves what it has"
 

@@ -14,11 +14,11 @@ from pydantic import TypeAdapter
 
 from loopwright.engines.base import EngineError
 from loopwright.engines.tokenizer import ByteTokenizer
-from loopwright.gateway.dialects.base import BadRequest
+from loopwright.gateway.dialects.fields import BadRequest
 from loopwright.gateway.dialects.responses import Responses
 from loopwright.gateway.sessions.graph import Graph
-from loopwright.gateway.sessions.session import Turn
 from loopwright.gateway.sessions.template import ChatML
+from loopwright.gateway.sessions.turn import Turn
 from tests.gateway.wire import DEFAULTS, JSON, heard
 
 DIALECT = Responses(ByteTokenizer(), DEFAULTS)
@@ -36,7 +36,7 @@ ONE, TWO, NONE = call('{"a": 1}'), call('{"a":  2}'), call("{}")
 
 
 def parse(**body):
-    return DIALECT.parse({**ASKED, **body}, {})
+    return DIALECT.parse({**ASKED, **body})
 
 
 def messages(*given, **body):
@@ -131,13 +131,13 @@ def test_unknown_fields_are_accepted():
 REFUSED = [
     ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
     ({"conversation": "conv_1"}, "conversation", "send the whole conversation"),
-    ({"prompt": {"id": "p"}}, "prompt", "no prompt is kept"),
+    ({"prompt": {"id": "p"}}, "prompt", "prompts are not stored"),
     ({"background": True}, "background", "while its client waits"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0", "images are not supp"),
     ({"input": [output("c", [{"type": "input_image"}])]}, "input.0.output.0", "images are not supported"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0", "'input_file' is not"),
-    ({"input": [{"type": "item_reference", "id": "m"}]}, "input.0", "no items are kept"),
-    ({"input": [{"id": "m"}]}, "input.0", "no items are kept"),
+    ({"input": [{"type": "item_reference", "id": "m"}]}, "input.0", "items are not stored"),
+    ({"input": [{"id": "m"}]}, "input.0", "items are not stored"),
     ({"input": [{"type": "computer_call"}]}, "input.0", "'computer_call' is not supported"),
     ({"input": [{"role": "robot", "content": "hi"}]}, "input.0.role", "'robot'"),
     ({"input": [{"role": "user"}]}, "input.0.content", "required"),
@@ -165,7 +165,7 @@ KEYS = ["input", "instructions", "tools", "max_output_tokens", "temperature", "m
 @given(st.dictionaries(st.sampled_from(KEYS), JSON))
 def test_any_body_is_read_or_refused(body):
     with suppress(BadRequest):
-        DIALECT.parse(body, {})
+        DIALECT.parse(body)
 
 
 ITEM = st.fixed_dictionaries(
@@ -180,7 +180,7 @@ ITEM = st.fixed_dictionaries(
 @given(st.lists(ITEM, max_size=3))
 def test_any_items_are_read_or_refused(given):
     with suppress(BadRequest):
-        ask = DIALECT.parse({"input": given}, {})
+        ask = DIALECT.parse({"input": given})
         Graph(ChatML(ByteTokenizer())).place(ask.messages, ask.tools)
 
 
@@ -256,10 +256,10 @@ def test_a_failure_in_mid_stream_is_a_failed_response_and_an_error():
 
 
 def test_errors_have_openais_shape():
-    error = DIALECT.error(400, "no", kind="context", param="input")["error"]
+    error = DIALECT.error("no", kind="context", param="input")["error"]
     code = "context_length_exceeded"
     assert error == {"message": "no", "type": "invalid_request_error", "param": "input", "code": code}
-    assert DIALECT.error(500, "no", kind="unheard of")["error"]["type"] == "server_error"
+    assert DIALECT.error("no", kind="unheard of")["error"]["type"] == "server_error"
 
 
 def accumulated(sent):

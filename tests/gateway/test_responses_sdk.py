@@ -30,10 +30,10 @@ def test_t02_what_the_policy_said_is_found_again(turns, follow):
     async def story():
         session, history = Session(Parrot(*said), DEFAULTS, seed="0"), [user("begin")]
         for _, streamed in turns:
-            ask = DIALECT.parse({**ASKED, "instructions": "Be brief.", "tools": [ADD], "input": history}, {})
+            ask = DIALECT.parse({**ASKED, "instructions": "Be brief.", "tools": [ADD], "input": history})
             writer, pieces = DIALECT.stream(ask, "7"), []
-            turn = await session.speak(session.draft(ask.messages, ask.tools), pieces.append)
-            sent = writer.begin(1) + b"".join(writer.piece(0, piece) for piece in pieces) + writer.end([turn])
+            turn = await session.sample(session.draft(ask.messages, ask.tools), pieces.append)
+            sent = writer.begin(1) + b"".join(writer.delta(0, piece) for piece in pieces) + writer.end([turn])
             rendered = Response.model_validate(DIALECT.render(ask, "7", [turn]))
             response = accumulated(read_events(sent)) if streamed else rendered
             given = [item.to_dict() for item in response.output]
@@ -187,7 +187,7 @@ def test_t01_the_sdk_knows_each_refusal():
             with pytest.raises(openai.BadRequestError, match="This model's maximum context length is") as full:
                 await client.responses.create(**ASKED, stream=True)
             await opened.close()
-            with pytest.raises(openai.ConflictError, match="takes no more calls"):
+            with pytest.raises(openai.ConflictError, match="accepts no more calls"):
                 await client.responses.create(**ASKED)
         return full.value.code
 

@@ -339,9 +339,8 @@ def test_a_message_that_cannot_be_told_is_refused_and_leaves_no_trace(messages, 
      '{"arguments": {"x": 1e999}, "name": "f"}', '{"arguments": ' + '{"x": ' * 5000],
 )  # fmt: skip
 def test_a_call_that_nobody_can_read_is_named_and_stays_text(text):
-    parsed = ChatML(ByteTokenizer()).parse(
-        ByteTokenizer().encode(f'ok <tool_call>{text}</tool_call> <tool_call>{{"name": "g"}}</tool_call>'), call_id="c"
-    )
+    parsed = ChatML(ByteTokenizer()).parser(call_id="c")
+    parsed.parse(ByteTokenizer().encode(f'ok <tool_call>{text}</tool_call> <tool_call>{{"name": "g"}}</tool_call>'))
     assert parsed.malformed == (text.strip(),)
     assert parsed.message["content"] == f"ok <tool_call>{text}</tool_call>"
     assert [call["function"]["name"] for call in parsed.message["tool_calls"]] == ["g"]
@@ -356,7 +355,8 @@ def test_a_call_that_nobody_can_read_is_named_and_stays_text(text):
 def test_arguments_that_nobody_can_read_break_off_where_they_do(arguments, told):
     """They have been told by then, and what was told is never taken back; the rest of them is text."""
     text = f'ok <tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call> <tool_call>{{"name": "g"}}</tool_call>'
-    parsed = ChatML(ByteTokenizer()).parse(ByteTokenizer().encode(text), call_id="c")
+    parsed = ChatML(ByteTokenizer()).parser(call_id="c")
+    parsed.parse(ByteTokenizer().encode(text))
     assert [call["function"]["name"] for call in parsed.message["tool_calls"]] == ["f", "g"]
     assert parsed.message["tool_calls"][0]["function"]["arguments"] == told
     (malformed,) = parsed.malformed
@@ -412,7 +412,7 @@ def test_a_pause_before_the_first_token_and_at_the_last_one():
 @pytest.mark.parametrize("chunks", [[said(97)], []], ids=["with tokens", "with nothing"])
 def test_an_engine_that_ends_without_saying_why_has_failed(chunks):
     async def story(session, engine):
-        with pytest.raises(EngineError, match="without saying why"):
+        with pytest.raises(EngineError, match="without a finish reason"):
             await session.turn([user("a")])
 
     run(story, chunks)
@@ -466,8 +466,8 @@ def test_a_turn_that_is_cancelled_is_kept_and_its_stream_is_closed():
         with pytest.raises(asyncio.CancelledError):
             await turn
         assert engine.closed == 1
-        assert session.cut is not None
-        assert session.cut[0] == "generate"
+        assert session.interrupted is not None
+        assert session.interrupted[0] == "generate"
         node = session.episode(TASK).nodes[-1]
         assert (node.finish, node.sampled) == ("cut", 2)
 

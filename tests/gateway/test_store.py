@@ -8,7 +8,7 @@ import pytest
 from loopwright.core.episode import Node
 from loopwright.core.errors import StorageError
 from loopwright.gateway.sessions.graph import key_of
-from loopwright.gateway.sessions.store import INTENT, NODE, RESULT, DiskStore, node_statement, nodes_of
+from loopwright.gateway.sessions.store import INTENT, NODE, RESULT, DiskStore, load_nodes, node_statement
 from tests.gateway.serving import ADD, run, served, user
 
 
@@ -45,7 +45,7 @@ def test_t04_many_calls_at_once_are_all_written(tmp_path, count):
             await asyncio.gather(*done)
             await asyncio.gather(*(store.write([result(f"s{n:03}", 1, 2.0 + n)]) for n in range(count) if n % 2))
             assert calls_of(store) == [(f"s{n:03}", 1, 1.0, 2.0 + n if n % 2 else None, "exact") for n in range(count)]
-            assert [nodes_of(store, f"s{n:03}") for n in range(count)] == [
+            assert [load_nodes(store.rows, f"s{n:03}") for n in range(count)] == [
                 [(each, key_of(each.message))] for each in nodes
             ]
 
@@ -98,7 +98,7 @@ def test_t04_tools_and_calls_are_found_again_after_a_restart(tmp_path):
         async with served(output=tmp_path) as gateway:
             session = await gateway.open("s")
             await session.served.session.turn(told, [ADD])
-            await session.served.keep()
+            await session.served.save()
             before = len(session.served.session.graph.nodes)
         async with served(output=tmp_path) as gateway:
             session = (await gateway.open("s")).served.session

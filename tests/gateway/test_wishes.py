@@ -378,7 +378,7 @@ def test_what_an_agent_prefills_is_given_and_the_rest_is_answered(stream):
         assert kinds(session) == ["exact", "exact"]
         (row,) = session.episode().rows()
         assert engine.tokenizer.decode(row.response_ids).startswith(" 1}"), "mask 0 for what was given"
-        with pytest.raises(anthropic.BadRequestError, match="prefilled cannot begin with a call"):
+        with pytest.raises(anthropic.BadRequestError, match="with a prefill cannot start with a call"):
             await claude.messages.create(**asked, tools=TOOLS, tool_choice={"type": "any"})
 
     story_of(engine, story)

@@ -84,16 +84,16 @@ def heard(dialect, body, said, *, fail=None):
 
     async def main():
         session = Session(Parrot((said, fail) if fail else said), DEFAULTS, seed="0")
-        ask = dialect.parse({**body, "stream": True}, {})
+        ask = dialect.parse({**body, "stream": True})
         writer, pieces = dialect.stream(ask, "7"), []
         draft = session.draft(ask.messages, ask.tools, sampling=ask.sampling.model_copy(update={"stop": ask.stop}))
         sent = writer.begin(len(draft.prompt))
         try:
-            turn = await session.speak(draft, pieces.append)
+            turn = await session.sample(draft, pieces.append)
         except EngineError as error:
-            sent += b"".join(writer.piece(0, piece) for piece in pieces)
+            sent += b"".join(writer.delta(0, piece) for piece in pieces)
             return read_events(sent + writer.fail(str(error), kind="engine")), None
-        sent += b"".join(writer.piece(0, piece) for piece in pieces) + writer.end([turn])
+        sent += b"".join(writer.delta(0, piece) for piece in pieces) + writer.end([turn])
         return read_events(sent), dialect.render(ask, "7", [turn])
 
     return asyncio.run(main())

@@ -126,7 +126,7 @@ def test_a_full_disk_refuses_calls_keeps_what_there_is_and_is_got_over(tmp_path)
                         await talk(model="m", messages=[user(f"full {number} " + "x" * 200_000)])
                 with pytest.raises(StorageError):
                     await gateway.open("another", SessionConfig(run="x" * 200_000))
-                assert not gateway.knows("another")
+                assert "another" not in gateway.sessions
                 connection.execute("PRAGMA max_page_count = 1073741823")
                 await talk(model="m", messages=[user("after")])
                 async with http.get(f"{gateway.address}/healthz") as answer:
@@ -247,7 +247,7 @@ def test_no_path_leads_from_one_session_to_another(tmp_path, trick):
             assert status in (400, 401, 404, 405) or echoed, said
             for secret in (b"secret", b"what the other asked", other.key.encode(), mine.key.encode(), b"SQLite"):
                 assert secret not in said
-            assert sorted(gateway._sessions) == ["mine", "other"], "nothing is made by asking for it"
+            assert sorted(gateway.sessions) == ["mine", "other"], "nothing is made by asking for it"
             assert {entry.name for entry in tmp_path.iterdir()} <= {
                 "gateway.db", "gateway.db-wal", "gateway.db-shm", "gateway.lock",
             }  # fmt: skip

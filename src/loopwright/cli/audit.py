@@ -1,4 +1,4 @@
-"""`loopwright audit`: whether what was captured is what was sampled."""
+"""`loopwright audit`: check that what was captured is what was sampled."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,115 +35,117 @@ def command(
         ),
     ] = None,
     tolerance: Annotated[
-        float, typer.Option("--tolerance", min=0.0, help="How far the logprob of any token may be off.")
+        float, typer.Option("--tolerance", min=0.0, help="The largest difference of a logprob.")
     ] = 1e-3,
     json: Annotated[bool, typer.Option("--json", help="Write one JSON object per turn, then the summary.")] = False,
 ) -> None:
-    """Compute the logprobs of captured episodes anew, with a forward pass, and show how far they are off.
+    """Recompute the logprobs of captured episodes with a forward pass, and show the differences.
 
-    Ends with 1 if a token is off by more than the tolerance, or if there was nothing to look at.
+    Exits with 1 if a token differs by more than the tolerance, or if there was nothing to audit.
     """
-    from loopwright.gateway.audit import AuditSummary, audit, versions_of
+    from loopwright.gateway.audit import AuditSummary, audit, count_versions
 
-    with _captured(output, run) as (captured, about, kept, scenario):
-        model = _model(engine, about)
-        counts = versions_of(captured)
-        places: dict[int, Path | None] = {0: None, **kept, **_weights(weights or [], counts)}
-        at_hand = {version: place for version, place in places.items() if version in counts}
-        summary = AuditSummary(left_out={v: count for v, count in counts.items() if v not in at_hand})
-        if at_hand:
+    with _open_episodes(output, run) as (source, engine_data, checkpoints, scenario_dir):
+        model = _model(engine, engine_data)
+        counts = count_versions(source)
+        paths: dict[int, Path | None] = {0: None, **checkpoints, **_weights(weights or [], counts)}
+        available = {version: path for version, path in paths.items() if version in counts}
+        summary = AuditSummary(skipped={v: count for v, count in counts.items() if v not in available})
+        if available:
             from loopwright.engines.inprocess.forward import Forward
 
             if not json:
-                typer.echo(f"reading with {model.model!r} in {model.dtype}", err=True)
-            total = sum(counts[version] for version in at_hand)
-            for turns in _shown(audit(captured, Forward(model, scenario), at_hand), total, hidden=json):
+                typer.echo(f"auditing with {model.model!r} in {model.dtype}", err=True)
+            total = sum(counts[version] for version in available)
+            for turns in _with_progress(audit(source, Forward(model, scenario_dir), available), total, hidden=json):
                 for turn in turns:
                     summary.add(turn)
                     if json:
                         emit({"event": "turn", **turn.as_json()})
-    good = summary.within(tolerance)
+    is_good = summary.within(tolerance)
     if json:
-        emit({"event": "result", "good": good, "tolerance": tolerance, **summary.as_json()})
+        emit({"event": "result", "good": is_good, "tolerance": tolerance, **summary.as_json()})
     else:
         _show(summary, tolerance)
-    raise typer.Exit(0 if good else 1)
+    raise typer.Exit(0 if is_good else 1)
 
 
 @contextmanager
-def _captured(
+def _open_episodes(
     output: Path, run: str | None
 ) -> "Iterator[tuple[EpisodeSource, dict[str, Any] | None, dict[int, Path], Path]]":
-    """The episodes, what the run says of its engine, the weights of versions that it kept, and its scenario."""
+    """The episodes, the run's engine configuration, its checkpoints by version, and its scenario's directory."""
     from loopwright.cli.rollout_run import rollout_run
-    from loopwright.gateway.audit import STORE, in_gateway, in_ledger, weights_in
+    from loopwright.gateway.audit import STORE, find_checkpoints, gateway_episodes, ledger_episodes
     from loopwright.ledger.ledger import Ledger
     from loopwright.ledger.steps import steps
 
     if (output / STORE).is_file():
-        with in_gateway(output / STORE) as captured:
-            yield captured, None, {}, Path.cwd()
+        with gateway_episodes(output / STORE) as source:
+            yield source, None, {}, Path.cwd()
         return
     path = rollout_run(output, run)
     with Ledger.read(path) as ledger:
-        about = ledger.state("run")["rollout"]["engine"]
-        scenario = Path(ledger.state("provenance", {}).get("scenario", "")).parent
-        trained = [step.step for step in steps(ledger, "train")]
-    kept, policy = weights_in(path.parent / "checkpoints"), path.parent / "policy"
-    if trained and policy.is_dir():  # written once the last step is done
-        kept[trained[-1]] = policy
-    with in_ledger(path) as captured:
-        yield captured, about, kept, scenario
+        engine_data = ledger.state("run")["rollout"]["engine"]
+        scenario_dir = Path(ledger.state("provenance", {}).get("scenario", "")).parent
+        train_steps = [step.step for step in steps(ledger, "train")]
+    checkpoints, policy = find_checkpoints(path.parent / "checkpoints"), path.parent / "policy"
+    if train_steps and policy.is_dir():  # written after the last step
+        checkpoints[train_steps[-1]] = policy
+    with ledger_episodes(path) as source:
+        yield source, engine_data, checkpoints, scenario_dir
 
 
-def _model(name: str | None, about: "dict[str, Any] | None") -> "TransformersConfig":
-    """The model to read with: the one that is named, or that the run was sampled with."""
+def _model(name: str | None, engine_data: "dict[str, Any] | None") -> "TransformersConfig":
+    """The model for the forward pass: the one with this name, or the run's."""
     from loopwright.engines.inprocess.engine import TransformersConfig
     from loopwright.engines.shortcuts import engine_config
 
     if name is None:
-        if about is not None and about["type"] == "transformers":
-            return TransformersConfig.model_validate(about)
-        why = "a gateway does not keep its model" if about is None else f"engine {about['type']!r} has no model here"
-        raise typer.BadParameter(f"{why}: say which it was, tiny, smollm2 or a directory.", param_hint="--engine")
+        if engine_data is not None and engine_data["type"] == "transformers":
+            return TransformersConfig.model_validate(engine_data)
+        reason = "a gateway does not record its model"
+        if engine_data is not None:
+            reason = f"engine {engine_data['type']!r} has no model here"
+        raise typer.BadParameter(f"{reason}: set it to tiny, smollm2 or a directory.", param_hint="--engine")
     try:
-        found = engine_config(name)
+        config = engine_config(name)
     except ValueError as error:
         if not Path(name).is_dir():
-            raise typer.BadParameter(f"{error} Or give the directory of a model.", param_hint="--engine") from error
-        found = TransformersConfig(model=str(Path(name).absolute()))
-    if not isinstance(found, TransformersConfig):
-        raise typer.BadParameter(f"{name!r} is no model that can be read with.", param_hint="--engine")
-    return found
+            raise typer.BadParameter(f"{error} Or use the directory of a model.", param_hint="--engine") from error
+        config = TransformersConfig(model=str(Path(name).absolute()))
+    if not isinstance(config, TransformersConfig):
+        raise typer.BadParameter(f"{name!r} is not a model for a forward pass.", param_hint="--engine")
+    return config
 
 
-def _weights(given: list[str], counts: dict[int, int]) -> dict[int, Path]:
-    """The checkpoints that are given, by version."""
-    from loopwright.gateway.audit import weights_in
+def _weights(options: list[str], counts: dict[int, int]) -> dict[int, Path]:
+    """The checkpoints of --weights, by version."""
+    from loopwright.gateway.audit import find_checkpoints
 
-    found: dict[int, Path] = {}
-    for text in given:
+    paths: dict[int, Path] = {}
+    for text in options:
         version, equals, name = text.partition("=")
-        place = Path(name if equals else text)
-        if not place.exists():
-            raise typer.BadParameter(f"there is no {place}.", param_hint="--weights")
+        path = Path(name if equals else text)
+        if not path.exists():
+            raise typer.BadParameter(f"{path} does not exist.", param_hint="--weights")
         if equals and version.isdecimal():
-            found[int(version)] = place
-        elif below := weights_in(place):
-            found |= below
+            paths[int(version)] = path
+        elif checkpoints := find_checkpoints(path):
+            paths |= checkpoints
         elif len(counts) == 1:
-            found[next(iter(counts))] = place
+            paths[next(iter(counts))] = path
         else:
             versions = ", ".join(map(str, counts)) or "none"
             raise typer.BadParameter(
-                f"whose weights are in {place}? The episodes are of versions {versions}: write VERSION={place}.",
+                f"which version is {path}? The episodes have versions {versions}: write VERSION={path}.",
                 param_hint="--weights",
             )
-    return found
+    return paths
 
 
-def _shown(found: "Iterator[list[TurnAudit]]", total: int, *, hidden: bool) -> "Iterator[list[TurnAudit]]":
-    """The same, with a bar that grows."""
+def _with_progress(audits: "Iterator[list[TurnAudit]]", total: int, *, hidden: bool) -> "Iterator[list[TurnAudit]]":
+    """The same audits, with a progress bar."""
     import sys
 
     from rich.console import Console
@@ -152,7 +154,7 @@ def _shown(found: "Iterator[list[TurnAudit]]", total: int, *, hidden: bool) -> "
     columns = TextColumn("turns"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), disable=hidden or not sys.stderr.isatty()) as progress:
         task = progress.add_task("", total=total)
-        for turns in found:
+        for turns in audits:
             progress.advance(task, len(turns))
             yield turns
 
@@ -165,25 +167,25 @@ def _show(summary: "AuditSummary", tolerance: float) -> None:
     from loopwright.reports.formatting import number
 
     console = Console(highlight=False, emoji=False)
-    if left_out := summary.left_out:
+    if skipped := summary.skipped:
         console.print(
-            f"{number(sum(left_out.values()))} turns left out: the weights of versions {', '.join(map(str, left_out))} "
-            f"are not at hand (--weights {min(left_out)}=DIR; of a training, see `checkpoint_every` and `keep`)",
+            f"{number(sum(skipped.values()))} turns skipped: no weights for versions {', '.join(map(str, skipped))} "
+            f"(use --weights {min(skipped)}=DIR; for a training run, see `checkpoint_every` and `keep`)",
             markup=False,
             soft_wrap=True,
         )
     if summary.mean is None or summary.largest is None:
-        console.print("nothing was looked at", markup=False)
+        console.print("nothing to audit", markup=False)
         return
     table = Table("episode", "node", "version", "tokens", "mean |Δ|", "largest |Δ|", box=None, padding=(0, 2))
     for turn in summary.worst:
-        values = (turn.node, turn.version, len(turn.off_by), f"{turn.mean:.1e}", f"{turn.largest:.1e}")
+        values = (turn.node, turn.version, len(turn.differences), f"{turn.mean:.1e}", f"{turn.largest:.1e}")
         table.add_row(escape(turn.episode), *map(str, values))
-    console.print("the turns that are off most:")
+    console.print("the turns with the largest differences:")
     console.print(table)
     console.print(
         f"{number(summary.tokens)} tokens of {number(summary.turns)} turns: |Δ logprob| {summary.mean:.1e} on average, "
-        f"{summary.largest:.1e} at most",
+        f"at most {summary.largest:.1e}",
         markup=False,
         soft_wrap=True,
     )

@@ -1,4 +1,4 @@
-"""`loopwright gateway`: put engines on the wire, and capture what agents do with them."""
+"""`loopwright gateway`: serve engines to agents, and capture every turn."""
 
 import os
 from collections.abc import Iterator
@@ -22,50 +22,54 @@ _ENGINE = "scripted, tiny, smollm2, or `kind:address`"
 
 @app.callback()
 def _gateway() -> None:
-    """So that `serve` is a word of its own."""
+    """Makes `serve` a subcommand, even if it were the only one."""
 
 
 @app.command("serve")
 def serve(
     *,
     engine: Annotated[
-        list[str] | None, typer.Option("--engine", "-e", help=f"{_ENGINE}; several of them share the sessions.")
+        list[str] | None, typer.Option("--engine", "-e", help=f"{_ENGINE}; repeat it to share sessions among several.")
     ] = None,
     relay: Annotated[
-        bool, typer.Option("--relay", help="Take the engines that connect with `loopwright gateway worker`.")
+        bool, typer.Option("--relay", help="Use the engines that connect with `loopwright gateway worker`.")
     ] = False,
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", help="A directory, a name on the hub, or `bytes`.")
     ] = None,
     port: Annotated[
         int,
-        typer.Option("--port", "-p", envvar="REMOTE_GATEWAY_PORT", help="Where to listen; 0 for any that is free."),
+        typer.Option("--port", "-p", envvar="REMOTE_GATEWAY_PORT", help="The port to listen at; 0 for any free one."),
     ] = 8400,
     host: Annotated[
-        str, typer.Option("--host", envvar="REMOTE_GATEWAY_HOST", help="By default only this machine is let in.")
+        str,
+        typer.Option(
+            "--host",
+            envvar="REMOTE_GATEWAY_HOST",
+            help="Where to listen; by default only for this machine.",
+        ),
     ] = "127.0.0.1",
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Where sessions are kept; without it they end with the process."),
+        typer.Option("--output", "-o", help="Where sessions are stored; without it they end with the process."),
     ] = None,
-    advertise: Annotated[str | None, typer.Option("--advertise", help="The URL that agents are given.")] = None,
+    advertise: Annotated[str | None, typer.Option("--advertise", help="The URL for agents.")] = None,
     token_file: Annotated[
         Path | None,
-        typer.Option("--token-file", help="Who holds this token may open sessions, read all of them, and be a worker."),
+        typer.Option("--token-file", help="The token to open sessions, read all of them, and connect workers."),
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="Let other machines open sessions without a token.")] = False,
     access_log: Annotated[
-        str | None, typer.Option("--access-log", help="A file for a line of JSON per request; `-` for standard output.")
+        str | None,
+        typer.Option("--access-log", help="A file for one line of JSON per request; `-` for standard output."),
     ] = None,
-    log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Have the access log hold what was said, too.")
-    ] = False,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Include messages in the access log.")] = False,
     settings: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
-            help="NAME=VALUE of the gateway, engine.NAME=VALUE of its engines, or fleet.NAME=VALUE of how several "
-            "engines or workers are kept; VALUE is JSON or text.",
+            help="NAME=VALUE for the gateway, engine.NAME=VALUE for its engines, or fleet.NAME=VALUE for a fleet of "
+            "engines or workers; VALUE is JSON or text.",
         ),
     ] = None,
 ) -> None:
@@ -73,19 +77,19 @@ def serve(
     from loopwright.core.eventloop import run
     from loopwright.gateway.gateway import GatewayConfig
 
-    words: dict[str, Any] = {**_environment(), "host": host, "port": port}
-    told = {"advertise": advertise, "access_log": access_log, "log_prompts": log_prompts or None}
-    words |= {name: value for name, value in told.items() if value is not None}
-    given = _given(settings or [], words)
-    config = checked(GatewayConfig, given["gateway"])
-    config.address(config.port)  # before the engine, which takes its time to load
+    values: dict[str, Any] = {**_environment(), "host": host, "port": port}
+    options = {"advertise": advertise, "access_log": access_log, "log_prompts": log_prompts or None}
+    values |= {name: value for name, value in options.items() if value is not None}
+    tables = _settings_tables(settings or [], values)
+    config = checked(GatewayConfig, tables["gateway"])
+    config.address(config.port)  # before the engine is loaded, which takes a while
     if config.log_prompts and config.access_log is None:
-        raise typer.BadParameter("there is no access log: say where with --access-log.", param_hint="--log-prompts")
+        raise typer.BadParameter("the access log is off; set its file with --access-log.", param_hint="--log-prompts")
     if relay == bool(engine):
-        raise typer.BadParameter("say what serves: --engine NAME, or --relay and not both.", param_hint="--engine")
+        raise typer.BadParameter("use either --engine NAME or --relay.", param_hint="--engine")
     token = _token(token_file, config, relay=relay, public=public)
-    made = _relay(tokenizer, given) if relay else loaded(engine or [], tokenizer, given)
-    raise typer.Exit(128 + run(_serve(made, config, output, token)))
+    served_engine = _relay(tokenizer, tables) if relay else load_engine(engine or [], tokenizer, tables)
+    raise typer.Exit(128 + run(_serve(served_engine, config, output, token)))
 
 
 async def _serve(engine: "Engine", config: "GatewayConfig", output: Path | None, token: str | None) -> int:
@@ -93,18 +97,18 @@ async def _serve(engine: "Engine", config: "GatewayConfig", output: Path | None,
 
     from loopwright.gateway.gateway import Gateway
 
-    ended = signalled()
+    stop_signal = signalled()
     try:
         async with Gateway(engine, config, output=output, token=token) as gateway:
-            # Requests are short-lived data without cycles: looking for some after every 700 of them costs a fifth.
+            # Requests leave no reference cycles, and collecting after every 700 objects costs a fifth of the CPU.
             gc.freeze()
             gc.set_threshold(100_000, 20, 100)
             typer.echo(f"serving sessions at {gateway.address}; open one with POST {gateway.address}/sessions")
             if engine.config.type == "relay":
                 typer.echo(f"workers connect to {gateway.address.replace('http', 'ws', 1)}/ws/worker", err=True)
-            number: int = await ended
-            if calls := gateway.counted()[1]:
-                say(f"ending: {calls} calls have {config.drain_s:g} s to come to their end; once more ends them now")
+            number: int = await stop_signal
+            if calls := gateway.count()[1]:
+                say(f"stopping: {calls} calls have {config.drain_s:g} s to end; a second signal stops them now")
             die_next_time()
             return number
     finally:
@@ -121,26 +125,26 @@ def worker(
         str | None, typer.Option("--tokenizer", help="A directory, a name on the hub, or `bytes`.")
     ] = None,
     name: Annotated[
-        str | None, typer.Option("--name", help="What the gateway calls it; keep it over restarts.")
+        str | None, typer.Option("--name", help="Its name at the gateway; keep it across restarts.")
     ] = None,
-    drain_s: Annotated[float, typer.Option("--drain-s", help="Seconds that streams get to end on Ctrl-C.")] = 30.0,
+    drain_s: Annotated[float, typer.Option("--drain-s", help="Seconds for streams to end after Ctrl-C.")] = 30.0,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="engine.NAME=VALUE of the engine; VALUE is JSON or text.")
+        list[str] | None, typer.Option("--set", help="engine.NAME=VALUE for the engine; VALUE is JSON or text.")
     ] = None,
 ) -> None:
-    """Take an engine to a gateway that runs with --relay, until Ctrl-C; twice ends it at once."""
+    """Serve an engine at a gateway that runs with --relay, until Ctrl-C; twice stops it at once."""
     from urllib.parse import urlsplit
 
     from loopwright.core.eventloop import run
 
     if urlsplit(connect).scheme not in ("ws", "wss") or not urlsplit(connect).hostname:
-        raise typer.BadParameter(f"{connect!r} is no address like ws://gateway:8400/ws/worker.", param_hint="--connect")
+        raise typer.BadParameter(f"{connect!r} is not a URL like ws://gateway:8400/ws/worker.", param_hint="--connect")
     token = token_of(token_file)
-    given = _given(settings or [], {})
-    if given["gateway"] or given["fleet"]:
-        raise typer.BadParameter("a worker has settings of its engine only: engine.NAME=VALUE.", param_hint="--set")
-    made = loaded([engine], tokenizer, given)
-    raise typer.Exit(128 + run(_work(made, connect, token, name, drain_s)))
+    tables = _settings_tables(settings or [], {})
+    if tables["gateway"] or tables["fleet"]:
+        raise typer.BadParameter("a worker has only settings for its engine: engine.NAME=VALUE.", param_hint="--set")
+    served_engine = load_engine([engine], tokenizer, tables)
+    raise typer.Exit(128 + run(_work(served_engine, connect, token, name, drain_s)))
 
 
 async def _work(engine: "Engine", url: str, token: str, name: str | None, drain_s: float) -> int:
@@ -148,57 +152,57 @@ async def _work(engine: "Engine", url: str, token: str, name: str | None, drain_
 
     with _gateway_extra():
         from loopwright.gateway.relay.worker import RelayWorker
-    ended = signalled()
-    made = RelayWorker(engine, url, token, name=name, drain_s=drain_s, say=say)
-    working: asyncio.Future[Any] = asyncio.ensure_future(made.run())
+    stop_signal = signalled()
+    relay_worker = RelayWorker(engine, url, token, name=name, drain_s=drain_s, say=say)
+    work: asyncio.Future[Any] = asyncio.ensure_future(relay_worker.run())
     try:
-        await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
-        if not ended.done():
-            await working  # which says why the gateway does not want it
-        again = signalled()
-        made.end()
-        await asyncio.wait({working, again}, return_when=asyncio.FIRST_COMPLETED)
-        return int(await ended)
+        await asyncio.wait({work, stop_signal}, return_when=asyncio.FIRST_COMPLETED)
+        if not stop_signal.done():
+            await work  # raises why the gateway refused it
+        second_signal = signalled()
+        relay_worker.stop()
+        await asyncio.wait({work, second_signal}, return_when=asyncio.FIRST_COMPLETED)
+        return int(await stop_signal)
     finally:
-        working.cancel()
-        await asyncio.wait([working])
+        work.cancel()
+        await asyncio.wait([work])
         await engine.close()
 
 
-# -- what is served ------------------------------------------------------------------------------------------------
+# -- settings and engines -------------------------------------------------------------------------------------------
 
 
-def _given(settings: list[str], words: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What --set says of the gateway, over its other options, of engines, and of how several are kept."""
-    given: dict[str, dict[str, Any]] = {"gateway": words, "engine": {}, "fleet": {}}
+def _settings_tables(settings: list[str], gateway: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of the gateway, its engines and their fleet: --set overrides the other options."""
+    tables: dict[str, dict[str, Any]] = {"gateway": gateway, "engine": {}, "fleet": {}}
     for text in settings:
         key, value = assignment(text, "--set")
-        of, dot, name = key.partition(".")
-        # A name that nobody knows is left whole: whoever checks it says so.
-        table, name = (of, name) if dot and of in given else ("gateway", key)
-        given[table][name] = value
-    return given
+        prefix, dot, name = key.partition(".")
+        # An unknown prefix stays part of the key, so that validation reports it.
+        table, name = (prefix, name) if dot and prefix in tables else ("gateway", key)
+        tables[table][name] = value
+    return tables
 
 
 def _token(file: Path | None, config: "GatewayConfig", *, relay: bool, public: bool) -> str | None:
-    """The gateway's token, from its file or the environment; without one only this machine is let in."""
-    from loopwright.gateway.settings import LEAST_TOKEN, TOKEN
+    """The gateway's token, from its file or the environment; without one only this machine may connect."""
+    from loopwright.gateway.settings import MIN_TOKEN_LENGTH, TOKEN
 
     token = os.environ.get(TOKEN) or None if file is None else token_of(file)
-    if token is not None and len(token) < LEAST_TOKEN:
-        raise typer.BadParameter(f"{TOKEN} holds no token of {LEAST_TOKEN} characters or more.")
+    if token is not None and len(token) < MIN_TOKEN_LENGTH:
+        raise typer.BadParameter(f"{TOKEN} has fewer than {MIN_TOKEN_LENGTH} characters.")
     if relay and token is None:
-        raise typer.BadParameter("workers need a token: say which with --token-file.", param_hint="--relay")
+        raise typer.BadParameter("workers need a token; set it with --token-file.", param_hint="--relay")
     if config.public and token is None and not public:
         raise typer.BadParameter(
-            f"{config.host} lets other machines in. Say who may open sessions with --token-file, or say --public.",
+            f"{config.host} is open to other machines. Protect it with --token-file, or use --public.",
             param_hint="--host",
         )
     return token
 
 
 def _environment() -> dict[str, Any]:
-    """What the environment says of the gateway; options and --set come over it."""
+    """The gateway's settings in the environment, which options and --set override."""
     from loopwright.gateway.gateway import GatewayConfig
     from loopwright.gateway.settings import GATEWAY, from_environment
 
@@ -208,64 +212,64 @@ def _environment() -> dict[str, Any]:
         raise typer.BadParameter(f"{error}.") from error
 
 
-def loaded(names: list[str], tokenizer: str | None, given: dict[str, dict[str, Any]]) -> "Engine":
-    """The engine of a name; of several, a fleet of them."""
+def load_engine(names: list[str], tokenizer: str | None, tables: dict[str, dict[str, Any]]) -> "Engine":
+    """Load the engine of this name; a fleet for several names."""
     from loopwright.engines.base import engines
     from loopwright.engines.fleet import FleetConfig
 
-    configs = [_engine(name, tokenizer, given["engine"]) for name in names]
-    chosen = configs[0]
+    configs = [_engine_config(name, tokenizer, tables["engine"]) for name in names]
+    config = configs[0]
     if len(configs) > 1:
-        chosen = checked(FleetConfig, {**given["fleet"], "engines": configs})
-    elif given["fleet"]:
+        config = checked(FleetConfig, {**tables["fleet"], "engines": configs})
+    elif tables["fleet"]:
         raise typer.BadParameter("fleet.NAME is for several engines, or --relay.", param_hint="--set")
-    if problems := chosen.problems(Path.cwd()):
+    if problems := config.problems(Path.cwd()):
         raise typer.BadParameter("; ".join(map(str, problems)), param_hint="--engine")
     typer.echo(f"loading {'engine' if len(names) == 1 else 'engines'} {', '.join(map(repr, names))}", err=True)
-    return engines.get(chosen.type)(chosen, Path.cwd())
+    return engines.get(config.type)(config, Path.cwd())
 
 
-def _engine(name: str, tokenizer: str | None, more: dict[str, Any]) -> "EngineConfig":
+def _engine_config(name: str, tokenizer: str | None, more: dict[str, Any]) -> "EngineConfig":
     from loopwright.engines.shortcuts import engine_config
 
     try:
-        chosen = engine_config(name)
+        config = engine_config(name)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--engine") from error
     if tokenizer is not None:
-        if "tokenizer" not in type(chosen).model_fields:
-            raise typer.BadParameter(f"engine {name!r} brings a tokenizer of its own.", param_hint="--tokenizer")
+        if "tokenizer" not in type(config).model_fields:
+            raise typer.BadParameter(f"engine {name!r} has its own tokenizer.", param_hint="--tokenizer")
         more = {"tokenizer": tokenizer, **more}
-    elif "tokenizer" not in more and (field := type(chosen).model_fields.get("tokenizer")) and field.is_required():
-        served = _served_model(getattr(chosen, "url", ""))
-        if served is None:
-            raise typer.BadParameter(f"say which tokenizer the model behind {name!r} has.", param_hint="--tokenizer")
-        more = {"tokenizer": served, **more}
-    return checked(type(chosen), {**chosen.model_dump(exclude_unset=True), **more})
+    elif "tokenizer" not in more and (field := type(config).model_fields.get("tokenizer")) and field.is_required():
+        model = _served_model(getattr(config, "url", ""))
+        if model is None:
+            raise typer.BadParameter(f"set the tokenizer of the model behind {name!r}.", param_hint="--tokenizer")
+        more = {"tokenizer": model, **more}
+    return checked(type(config), {**config.model_dump(exclude_unset=True), **more})
 
 
 def _served_model(url: str) -> str | None:
-    """What a server of OpenAI's kind says that it serves, if it is there: its tokenizer has the same name."""
+    """The model that an OpenAI-compatible server serves, if it responds: its tokenizer has the same name."""
     from contextlib import suppress
     from urllib.request import urlopen
 
     import orjson
 
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-        with urlopen(f"{url.rstrip('/')}/v1/models", timeout=10.0) as answer:  # noqa: S310  the config checks the URL
-            model = orjson.loads(answer.read(2**20))["data"][0]
+        with urlopen(f"{url.rstrip('/')}/v1/models", timeout=10.0) as response:  # noqa: S310  the config checks the URL
+            model = orjson.loads(response.read(2**20))["data"][0]
         return str(model.get("root") or model["id"])
     return None
 
 
-def _relay(tokenizer: str | None, given: dict[str, dict[str, Any]]) -> "Engine":
+def _relay(tokenizer: str | None, tables: dict[str, dict[str, Any]]) -> "Engine":
     from loopwright.engines.named_tokenizer import tokenizer_of
 
     with _gateway_extra():
         from loopwright.gateway.relay.relay import Relay, RelayConfig
-    if given["engine"]:
-        raise typer.BadParameter("engine.NAME is said to the workers.", param_hint="--set")
-    config = checked(RelayConfig, given["fleet"])
+    if tables["engine"]:
+        raise typer.BadParameter("set engine.NAME at the workers.", param_hint="--set")
+    config = checked(RelayConfig, tables["fleet"])
     return Relay(config, None if tokenizer is None else tokenizer_of(tokenizer, Path.cwd()), say=say)
 
 

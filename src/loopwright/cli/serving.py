@@ -27,10 +27,10 @@ def checked(model: type[M], words: dict[str, Any]) -> M:
 
 def token_of(file: Path) -> str:
     """The token that a file holds."""
-    from loopwright.gateway.settings import token_in
+    from loopwright.gateway.settings import read_token
 
     try:
-        return token_in(file)
+        return read_token(file)
     except ValueError as error:
         raise typer.BadParameter(f"{error}.", param_hint="--token-file") from error
 

@@ -107,9 +107,9 @@ def _own_token(file: Path) -> str:
 
 
 def _own_engine(name: str, tokenizer: str | None, more: dict[str, Any]) -> "GatewayHost":
-    from loopwright.cli.gateway import loaded
+    from loopwright.cli.gateway import load_engine
     from loopwright.gateway.gateway import GatewayConfig
     from loopwright.rollouts.remote.gateway_host import EmbeddedGatewayHost
 
-    made = loaded([name], tokenizer, {"engine": more, "fleet": {}})
+    made = load_engine([name], tokenizer, {"engine": more, "fleet": {}})
     return EmbeddedGatewayHost(GatewayConfig(), lambda: made)

@@ -1,1 +1,79 @@
-"""Sessions: an agent's conversation with an engine, recorded token by token; and their server."""
+"""The gateway: sessions of agents with an engine, recorded token by token, and the server for them.
+
+Names are imported when they are first used, so that a session does not import aiohttp.
+"""
+
+from typing import TYPE_CHECKING
+
+from loopwright.core.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from loopwright.gateway.client import CompletedSession, GatewayClient, GatewayLost, RemoteSession
+    from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig, OpenSession
+    from loopwright.gateway.refusal import Refusal
+    from loopwright.gateway.relay.relay import Relay, RelayConfig
+    from loopwright.gateway.relay.worker import RelayWorker, WorkerRefused
+    from loopwright.gateway.sessions.exactness import Exactness, Verdict
+    from loopwright.gateway.sessions.served_session import snapshot_of
+    from loopwright.gateway.sessions.session import BudgetSpent, Session, SessionLimits
+    from loopwright.gateway.sessions.session_config import SessionConfig
+    from loopwright.gateway.sessions.template import ChatTemplate, TemplateError
+    from loopwright.gateway.sessions.turn import Turn
+    from loopwright.gateway.sessions.turn_options import TurnOptions
+
+__all__ = [
+    "AdvertiseError",
+    "BudgetSpent",
+    "ChatTemplate",
+    "CompletedSession",
+    "Exactness",
+    "Gateway",
+    "GatewayClient",
+    "GatewayConfig",
+    "GatewayLost",
+    "OpenSession",
+    "Refusal",
+    "Relay",
+    "RelayConfig",
+    "RelayWorker",
+    "RemoteSession",
+    "Session",
+    "SessionConfig",
+    "SessionLimits",
+    "TemplateError",
+    "Turn",
+    "TurnOptions",
+    "Verdict",
+    "WorkerRefused",
+    "snapshot_of",
+]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "AdvertiseError": "gateway",
+        "BudgetSpent": "sessions.session",
+        "ChatTemplate": "sessions.template",
+        "CompletedSession": "client",
+        "Exactness": "sessions.exactness",
+        "Gateway": "gateway",
+        "GatewayClient": "client",
+        "GatewayConfig": "gateway",
+        "GatewayLost": "client",
+        "OpenSession": "gateway",
+        "Refusal": "refusal",
+        "Relay": "relay.relay",
+        "RelayConfig": "relay.relay",
+        "RelayWorker": "relay.worker",
+        "RemoteSession": "client",
+        "Session": "sessions.session",
+        "SessionConfig": "sessions.session_config",
+        "SessionLimits": "sessions.session",
+        "TemplateError": "sessions.template",
+        "Turn": "sessions.turn",
+        "TurnOptions": "sessions.turn_options",
+        "Verdict": "sessions.exactness",
+        "WorkerRefused": "relay.worker",
+        "snapshot_of": "sessions.served_session",
+    },
+)

@@ -1,8 +1,8 @@
-"""The gateway's client: opens sessions at a gateway elsewhere and brings home their episodes, over one HTTP session.
+"""The gateway's client: opens sessions at a remote gateway and collects their episodes, over one HTTP session.
 
 async with GatewayClient("http://gpu-box:8400", token) as gateway:
     session = await gateway.open("trial-7", SessionConfig(run="r", trial=7))
-    …                                   # an agent is given session.openai_base_url and session.key
+    …                                   # an agent gets session.openai_base_url and session.key
     episode = await session.close()
 """
 
@@ -26,44 +26,43 @@ if TYPE_CHECKING:
     from aiohttp import ClientSession
 
 _TRIES = 4
-_PAUSE_S, _LONGEST_S = 0.25, 2.0
-_SHOWN = 200
-_UPDATE_S = 600.0
-"""Seconds that an update of weights may take."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.25, 2.0
+_MAX_EXCERPT = 200
+_UPDATE_TIMEOUT_S = 600.0
 _PORTS = {"http": 80, "https": 443}
 
 
 class GatewayLost(LoopwrightError, ConnectionError):
-    """A gateway that cannot be reached, or that answers nothing that a gateway would."""
+    """A gateway cannot be reached, or what responds is not a gateway."""
 
 
 def endpoint(url: str, kind: str = "gateway", port: int = 8400) -> tuple[str, int]:
-    """Host and port of a URL; without a port, the one of its scheme. ValueError if it is none."""
+    """Host and port of a URL; without a port, that of its scheme. ValueError if it is not a URL."""
     try:
         parts = urlsplit(url)
         if parts.scheme in _PORTS and parts.hostname:
             return parts.hostname, parts.port or _PORTS[parts.scheme]
     except ValueError:
-        pass  # a port that is no number
-    raise ValueError(f"{url!r} is no URL of a {kind}; write for example 'http://gpu-box:{port}'")
+        pass  # the port is not a number
+    raise ValueError(f"{url!r} is not the URL of a {kind}; write for example 'http://gpu-box:{port}'")
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedSession:
-    """What a session had recorded when it ended."""
+    """What a session had recorded when it was completed."""
 
     episode: Episode
     broken: str
-    """Why a turn of it is broken; empty if none is."""
+    """Why one of its turns is broken; empty if none is."""
     silent_s: float
-    """How long the engine had given no token, to a call that was under way at the end."""
+    """How long the engine had returned no token to a call that was running at the end."""
     restored: bool = False
-    """Whether the gateway was started anew while it was open, so that its agent may have found nobody there."""
+    """Whether the gateway was restarted while it was open, so that its agent may have lost calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteSession:
-    """A session at a gateway elsewhere, for whoever opened it."""
+    """A session at a remote gateway, for its owner."""
 
     client: "GatewayClient" = field(repr=False)
     id: str
@@ -72,37 +71,41 @@ class RemoteSession:
     anthropic_base_url: str
 
     async def describe(self) -> dict[str, Any]:
-        """How it is: status, graph, rows for training, and a verdict per turn."""
-        return await self.client.ask("GET", f"/sessions/{self.id}", key=self.key)
+        """Its status, graph, rows for training, and a verdict per turn."""
+        return await self.client.request("GET", f"/sessions/{self.id}", key=self.key)
 
     async def complete(self, outcome: Outcome = Outcome.OK, reason: str = "") -> CompletedSession:
-        """End the session; all that its opener may want to know. To do it twice changes nothing."""
+        """End the session; returns all that its owner may need. Calling it again changes nothing."""
         body = {"outcome": str(outcome), "reason": reason}
-        data = await self.client.ask("POST", f"/sessions/{self.id}/complete", body, key=self.key, waits=True)
+        path = f"/sessions/{self.id}/complete"
+        data = await self.client.request("POST", path, body, key=self.key, survive_restart=True)
         try:
             broken = next((turn["reason"] for turn in data["turns"] if turn["verdict"] == "broken"), "")
             episode, silent_s = Episode.from_json(data["episode"]), float(data.get("silent_s", 0.0))
             return CompletedSession(episode, broken, silent_s, bool(data.get("restored", False)))
         except (KeyError, TypeError, ValueError) as error:
             raise GatewayLost(
-                f"{self.client.url} answered no session: {error!r}. Is it a Loopwright gateway?"
+                f"{self.client.url} returned no session: {error!r}. Is it a Loopwright gateway?"
             ) from error
 
     async def close(self, outcome: Outcome = Outcome.OK, reason: str = "") -> Episode:
-        """End the session; its episode, yet to be judged."""
+        """End the session; returns its episode, without a reward."""
         return (await self.complete(outcome, reason)).episode
 
     async def delete(self) -> None:
-        """Forget it and all that was recorded of it. To do it twice changes nothing."""
+        """Delete it and everything that was recorded of it. Calling it again changes nothing."""
         try:
-            await self.client.ask("DELETE", f"/sessions/{self.id}", key=self.key)
+            await self.client.request("DELETE", f"/sessions/{self.id}", key=self.key)
         except Refusal as error:
             if error.status != 404:
                 raise
 
 
 class GatewayClient:
-    """A gateway elsewhere. Every request that is made here can be made twice, so those that fail on the way are."""
+    """A remote gateway. Its requests can be repeated safely, so those that fail on the way are."""
+
+    kind = "gateway"
+    """What errors call the server."""
 
     def __init__(
         self,
@@ -114,7 +117,7 @@ class GatewayClient:
         away_s: float = 0.0,
         kind: str = "gateway",
     ) -> None:
-        """`away_s`: how long an unreachable gateway may take to restart. `kind`: the server's name in errors."""
+        """`away_s`: how long a gateway may be unreachable while it restarts."""
         endpoint(url)
         self.url, self._away_s, self.kind = url.rstrip("/"), away_s, kind
         self._token, self._timeout_s, self._connections = token, timeout_s, connections
@@ -122,10 +125,12 @@ class GatewayClient:
         self._closed = False
 
     async def open(self, id: str | None = None, config: SessionConfig | None = None) -> RemoteSession:
-        """A new session; with an id that is known, and the same run and trial, the one that there is."""
+        """Open a session. If the id exists, with the same run and trial, it is that session again."""
         body = {} if config is None else config.model_dump(mode="json", exclude_unset=True)
-        path = "/sessions" if id is None else f"/sessions/{id}"
-        data = await self.ask("POST", path, body, key=self._token, again=id is not None, waits=id is not None)
+        path, repeatable = "/sessions" if id is None else f"/sessions/{id}", id is not None
+        data = await self.request(
+            "POST", path, body, key=self._token, repeatable=repeatable, survive_restart=repeatable
+        )
         try:
             names = ("id", "key", "openai_base_url", "anthropic_base_url")
             return RemoteSession(self, *(str(data[name]) for name in names))
@@ -137,84 +142,87 @@ class GatewayClient:
     async def publish(self, update: WeightUpdate) -> int:
         """Apply a weight update to its engine; returns the version that it is at then."""
         body = {"version": update.version, "paused": update.paused, "weights": update.weights}
-        told = await self.ask("POST", "/weights", body, key=self._token, timeout_s=_UPDATE_S, waits=True)
-        return int(told["version"])
+        data = await self.request(
+            "POST", "/weights", body, key=self._token, timeout_s=_UPDATE_TIMEOUT_S, survive_restart=True
+        )
+        return int(data["version"])
 
     async def check(self) -> None:
-        """GatewayLost if nobody is there."""
-        await self.ask("GET", "/healthz")
+        """GatewayLost if it cannot be reached."""
+        await self.request("GET", "/healthz")
 
-    async def ask(
+    async def request(
         self,
         method: str,
         path: str,
         body: Any = None,
         *,
         key: str | None = None,
-        again: bool = True,
-        waits: bool = False,
+        repeatable: bool = True,
+        survive_restart: bool = False,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """What it answers. Refusal if it will not, GatewayLost if it cannot be asked; whoever `waits` gives it time."""
+        """Send a request; returns the response. Refusal if it is refused, GatewayLost without a response.
+
+        With `survive_restart`, it is repeated for `away_s` seconds while the gateway cannot be reached.
+        """
         try:
             data = None if body is None else orjson.dumps(body)
         except TypeError as error:
-            raise ValueError(f"what a gateway elsewhere is told must be plain data: {error}") from error
+            raise ValueError(f"a request to a remote {self.kind} must be plain data: {error}") from error
         timeout_s = timeout_s or self._timeout_s
-        tries = _TRIES + math.ceil(self._away_s / _LONGEST_S if waits else 0) if again else 1
+        tries = _TRIES + math.ceil(self._away_s / _MAX_PAUSE_S if survive_restart else 0) if repeatable else 1
         for tries_left in reversed(range(tries)):
             try:
                 async with asyncio.timeout(timeout_s):
-                    return await self._asked(method, path, data, key)
+                    return await self._send(method, path, data, key)
             except TimeoutError as error:
-                raise GatewayLost(f"{self.url} gave no answer within {timeout_s:g} s.") from error
-            except OSError as error:  # as aiohttp's own are
+                raise GatewayLost(f"{self.url} did not respond within {timeout_s:g} s.") from error
+            except OSError as error:  # as aiohttp's errors are
                 if isinstance(error, LoopwrightError):
                     raise
                 if not tries_left:
-                    said = str(error) or type(error).__name__
-                    raise GatewayLost(f"cannot reach the {self.kind} at {self.url}: {said}. Is it running?") from error
-            await asyncio.sleep(min(_LONGEST_S, _PAUSE_S * 2 ** (tries - tries_left)))
-        raise GatewayLost(f"cannot reach the {self.kind} at {self.url}.")  # not reached: the last try raises
+                    reason = str(error) or type(error).__name__
+                    raise GatewayLost(
+                        f"cannot reach the {self.kind} at {self.url}: {reason}. Is it running?"
+                    ) from error
+            await asyncio.sleep(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2 ** (tries - tries_left)))
+        raise AssertionError("the last try returns or raises")
 
-    async def _asked(self, method: str, path: str, data: bytes | None, key: str | None) -> dict[str, Any]:
-        from aiohttp import ClientError
-
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        try:
-            async with self._opened().request(
-                method, self.url + path, data=data, headers=headers, allow_redirects=False
-            ) as response:
-                status, answer = response.status, await response.read()
-        except ClientError as error:
-            raise error if isinstance(error, OSError) else ConnectionError(str(error) or repr(error)) from error
-        try:
-            read = orjson.loads(answer)
-            if status == 200 and isinstance(read, dict):
-                return read
-            said = read["error"]
-            raise Refusal(status, str(said.get("code") or said.get("type")), str(said["message"]), retry=False)
-        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
-            shown = answer[:_SHOWN].decode(errors="replace")
-            raise GatewayLost(f"{self.url} answered {status}: {shown} Is it a Loopwright {self.kind}?") from None
-
-    def _opened(self) -> "ClientSession":
+    async def _send(self, method: str, path: str, data: bytes | None, key: str | None) -> dict[str, Any]:
         if self._closed:
-            raise GatewayLost(f"this client of a {self.kind} was closed")
+            raise GatewayLost(f"this client of a {self.kind} is closed")
+        try:
+            from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+        except ModuleNotFoundError as error:
+            raise MissingExtra("a gateway's client", "gateway") from error
         if self._session is None:
-            try:
-                from aiohttp import ClientSession, ClientTimeout, TCPConnector
-            except ModuleNotFoundError as error:
-                raise MissingExtra("a gateway's client", "gateway") from error
             self._session = ClientSession(
                 connector=TCPConnector(limit=self._connections),
                 headers={"content-type": "application/json"},
                 timeout=ClientTimeout(total=None),
             )
-        return self._session
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        try:
+            async with self._session.request(
+                method, self.url + path, data=data, headers=headers, allow_redirects=False
+            ) as response:
+                status, content = response.status, await response.read()
+        except ClientError as error:
+            raise error if isinstance(error, OSError) else ConnectionError(str(error) or repr(error)) from error
+        try:
+            answer = orjson.loads(content)
+            if status == 200 and isinstance(answer, dict):
+                return answer
+            details = answer["error"]
+            kind = str(details.get("code") or details.get("type"))
+            raise Refusal(status, kind, str(details["message"]), retry=False)
+        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+            excerpt = content[:_MAX_EXCERPT].decode(errors="replace")
+            raise GatewayLost(f"{self.url} responded {status}: {excerpt} Is it a Loopwright {self.kind}?") from None
 
     async def close(self) -> None:
-        """Let the connections go."""
+        """Close the connections."""
         self._closed = True
         if self._session is not None:
             session, self._session = self._session, None

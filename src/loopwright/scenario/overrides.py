@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from loopwright.core.errors import did_you_mean
-from loopwright.gateway.settings import GATEWAY, LOOP, from_environment, value_of
+from loopwright.gateway.settings import GATEWAY, LOOP, from_environment, parse_value
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_config import GATEWAY_HOSTS
 from loopwright.scenario.schema import PenaltiesConfig, RunConfig, Scenario, SystemConfig
@@ -45,7 +45,7 @@ def parse_assignments(texts: Sequence[str]) -> dict[str, Any]:
         models = _MODELS.get(table, ())
         model = next((model for model in models if name in model.model_fields), BaseModel)
         try:
-            overrides[key] = value_of(value, model, name)
+            overrides[key] = parse_value(value, model, name)
         except ValueError as error:
             raise ValueError(f"--set {key} {error}") from error
     return overrides

@@ -1,55 +1,35 @@
-"""A dialect: how one API writes what an agent asks and what the policy says. Parse → one internal turn → render.
+"""A dialect: how one API writes requests and responses. Parse → one internal turn → render.
 
-A dialect holds no state and never sees the engine. `ROUTES` says which one serves which path below a session.
+Each session has its own instance of a dialect, which never sees the engine.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from loopwright.core.errors import LoopwrightError
+import orjson
+
 from loopwright.core.task import Message
 from loopwright.engines.base import Sampling
 from loopwright.engines.tokenizer import Tokenizer
-from loopwright.gateway.sessions.calls import Grammar
-from loopwright.gateway.sessions.manner import PLAIN, Manner
-from loopwright.gateway.sessions.pieces import Delta as Delta
-from loopwright.gateway.sessions.template import Tool
-
-if TYPE_CHECKING:
-    from loopwright.gateway.sessions.session import Turn
-    from loopwright.gateway.sessions.wish import Wish
-
-ROUTES = {
-    "v1/chat/completions": "loopwright.gateway.dialects.chat:ChatCompletions",
-    "v1/completions": "loopwright.gateway.dialects.completions:Completions",
-    "v1/responses": "loopwright.gateway.dialects.responses:Responses",
-    "v1/messages": "loopwright.gateway.dialects.messages:Messages",
-    "v1/v1/messages": "loopwright.gateway.dialects.messages:Messages",
-    "messages": "loopwright.gateway.dialects.messages:Messages",
-}
-"""The path below `/{session}` and the dialect there; `count_tokens` below a path is asked of its dialect too."""
-
-
-class BadRequest(LoopwrightError, ValueError):
-    """A request that nobody can answer as it is; `param` names the field to blame."""
-
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
+from loopwright.gateway.dialects.body import BodyReader
+from loopwright.gateway.dialects.fields import openai_error
+from loopwright.gateway.sessions.tool_calls import HERMES, Grammar, Tool
+from loopwright.gateway.sessions.turn import Delta, Turn
+from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """What an agent asks for, whichever dialect it speaks."""
+    """What an agent asks for, in any dialect."""
 
     messages: Sequence[Message]
-    """In OpenAI's chat format. Raw text to go on from is one message with the role `prompt`: a text or ids."""
+    """In OpenAI's chat format. Raw text to continue is one message with the role `prompt`: a text or ids."""
     sampling: Sampling
-    """What was asked for over the session's own; its `stop` is always empty."""
+    """The session's default sampling, overridden by the request; its `stop` is always empty."""
     tools: Sequence[Tool] = ()
-    """As OpenAI describes functions."""
+    """In OpenAI's format."""
     stop: tuple[str, ...] = ()
     n: int = 1
     stream: bool = False
@@ -58,32 +38,28 @@ class TurnRequest:
     include_usage: bool = False
     model: str = ""
     seed: int | None = None
-    wish: "Wish | None" = None
-    """What it wishes of the turn beyond that."""
-
-    def manner(self, grammar: Grammar) -> Manner:
-        """How to open and read the turn."""
-        return PLAIN if self.wish is None else self.wish.manner(grammar)
+    options: TurnOptions = PLAIN
+    """How to prompt and parse the turn."""
 
 
 class StreamWriter(ABC):
-    """Writes one answer as server-sent events."""
+    """Writes one response as server-sent events."""
 
     @abstractmethod
     def begin(self, prompt_tokens: int) -> bytes:
-        """What comes before the first piece."""
+        """What precedes the first delta."""
 
     @abstractmethod
-    def piece(self, choice: int, piece: Delta) -> bytes:
-        """The next piece of a choice; nothing (b"") where there is nothing to show."""
+    def delta(self, choice: int, delta: Delta) -> bytes:
+        """The next delta of a choice; b"" if there is nothing to show."""
 
     @abstractmethod
-    def end(self, turns: Sequence["Turn"]) -> bytes:
-        """What tells that the answer is complete: sent once every turn is committed."""
+    def end(self, turns: Sequence[Turn]) -> bytes:
+        """What completes the response: sent when every turn is committed."""
 
     @abstractmethod
     def fail(self, message: str, *, kind: str) -> bytes:
-        """An error in mid-stream, such that the SDK raises; `kind` is one of those of `Dialect.error`."""
+        """An error in mid-stream, for which the SDK raises; `kind` as in `Dialect.error`."""
 
     def keepalive(self) -> bytes:
         """A comment, which every client skips."""
@@ -91,32 +67,49 @@ class StreamWriter(ABC):
 
 
 class Dialect(ABC):
-    """One API's way of writing. `defaults` is the session's own sampling, over which a request lays what it says."""
+    """One API's requests and responses. `defaults` is the session's default sampling, which a request overrides."""
 
     name: ClassVar[str]
+    conversation_fields: ClassVar[tuple[str, ...]] = ("messages",)
+    """The fields that change from turn to turn; all others are settings."""
 
-    def __init__(self, tokenizer: Tokenizer, defaults: Sampling) -> None:
-        self.tokenizer, self.defaults = tokenizer, defaults
+    def __init__(self, tokenizer: Tokenizer, defaults: Sampling, grammar: Grammar = HERMES) -> None:
+        self.tokenizer, self.defaults, self.grammar = tokenizer, defaults, grammar
+        self.bodies = BodyReader(self.name)
+        self._settings: tuple[bytes, TurnRequest] | None = None
+
+    def parse(self, body: Mapping[str, Any]) -> TurnRequest:
+        """The turn that is asked for. BadRequest if a field is wrong or not supported; unknown fields are ignored."""
+        messages = self.parse_messages(body)
+        settings = {name: value for name, value in body.items() if name not in self.conversation_fields}
+        try:
+            settings_json = orjson.dumps(settings)
+        except orjson.JSONEncodeError:  # nested too deeply, which may be an error in one of the fields
+            return self.parse_settings(settings, messages)
+        # An agent sends the same settings with every request, so they are parsed once.
+        if self._settings is None or self._settings[0] != settings_json:
+            self._settings = settings_json, self.parse_settings(settings, messages)
+        return replace(self._settings[1], messages=messages)
 
     @abstractmethod
-    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
-        """What is asked for; BadRequest if that cannot be told or done. Unknown fields are let through."""
+    def parse_messages(self, body: Mapping[str, Any]) -> Sequence[Message]:
+        """The conversation of a request, in OpenAI's chat format."""
 
     @abstractmethod
-    def render(self, ask: TurnRequest, call_id: str, turns: Sequence["Turn"]) -> dict[str, Any]:
-        """The whole answer; a turn per choice."""
+    def parse_settings(self, body: Mapping[str, Any], messages: Sequence[Message]) -> TurnRequest:
+        """A request with these messages and the settings of the body."""
 
     @abstractmethod
-    def stream(self, ask: TurnRequest, call_id: str) -> StreamWriter:
-        """A writer for the answer as a stream."""
+    def render(self, request: TurnRequest, call_id: str, turns: Sequence[Turn]) -> dict[str, Any]:
+        """The complete response, with one turn per choice."""
 
     @abstractmethod
-    def error(self, status: int, message: str, *, kind: str, param: str | None = None) -> dict[str, Any]:
-        """The body of a refusal, in the shape that this API's SDK knows.
+    def stream(self, request: TurnRequest, call_id: str) -> StreamWriter:
+        """A writer for the response as a stream."""
 
-        `kind` is one of ours: invalid, authentication, not_found, too_large, closed, quota, context, engine, internal.
+    def error(self, message: str, *, kind: str, param: str | None = None) -> dict[str, Any]:
+        """The body of an error, as this API's SDK expects it; by default in OpenAI's format.
+
+        `kind` is one of: invalid, authentication, not_found, too_large, closed, quota, context, engine, internal.
         """
-
-    def counted(self, tokens: int) -> dict[str, Any]:
-        """The answer to `count_tokens`."""
-        return {"input_tokens": tokens}
+        return openai_error(message, kind, param)

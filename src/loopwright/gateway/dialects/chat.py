@@ -1,34 +1,22 @@
-"""OpenAI chat completions, which is also how messages are written within."""
+"""OpenAI chat completions. Their message format is also the one we use internally."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import orjson
 
 from loopwright.core.task import Message
-from loopwright.gateway.dialects.base import BadRequest, Delta, Dialect, StreamWriter, TurnRequest
-from loopwright.gateway.dialects.fields import flag, function, model, objects, refusal, text
-from loopwright.gateway.dialects.openai import (
-    DONE,
-    MOST_CHOICES,
-    content_logprobs,
-    error_body,
-    event,
-    includes_usage,
-    integer,
-    now,
-    sampling_of,
-    stop_of,
-    usage,
-    with_tops,
-)
-from loopwright.gateway.sessions.template import Tool
-from loopwright.gateway.sessions.wish import form, openai_wish
-
-if TYPE_CHECKING:
-    from loopwright.engines.tokenizer import Tokenizer
-    from loopwright.gateway.sessions.session import Turn
+from loopwright.engines.tokenizer import Tokenizer
+from loopwright.gateway.dialects import fields
+from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest
+from loopwright.gateway.dialects.fields import BadRequest
+from loopwright.gateway.sessions.tool_calls import Tool
+from loopwright.gateway.sessions.turn import Delta, Turn
+from loopwright.gateway.sessions.turn_options import TurnOptions, format_instruction
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_PLAIN = ("user", "assistant", "system")
+_PLAIN_ROLES = ("user", "assistant", "system")
 
 
 class ChatCompletions(Dialect):
@@ -36,156 +24,165 @@ class ChatCompletions(Dialect):
 
     name = "chat.completions"
 
-    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
-        messages = [_message(each, index) for index, each in enumerate(objects(body.get("messages"), "messages"))]
+    def parse_messages(self, body: Mapping[str, Any]) -> list[Message]:
+        messages = fields.objects(body.get("messages"), "messages")
         if not messages:
             raise BadRequest("messages: at least one message is required", "messages")
+        return [_message(message, index) for index, message in enumerate(messages)]
+
+    def parse_settings(self, body: Mapping[str, Any], messages: Sequence[Message]) -> TurnRequest:
         if body.get("audio") or body.get("modalities") not in (None, [], ["text"]):
             raise BadRequest("modalities: only text can be sampled", "modalities")
-        tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(objects(body.get("tools"), "tools"))]
-        top = integer(body, "top_logprobs", 0, 20) or 0
+        tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(fields.objects(body.get("tools"), "tools"))]
+        top = fields.integer(body, "top_logprobs", 0, 20) or 0
+        instruction = format_instruction(body.get("response_format"), "response_format")
         return TurnRequest(
             messages,
-            with_tops(sampling_of(self.defaults, body, "max_completion_tokens", "max_tokens"), top),
+            fields.openai_sampling(self.defaults, body, "max_completion_tokens", "max_tokens", top_logprobs=top),
             tools=tools,
-            stop=stop_of(body),
-            n=integer(body, "n", 1, MOST_CHOICES) or 1,
-            stream=flag(body, "stream"),
-            logprobs=flag(body, "logprobs"),
+            stop=fields.openai_stop(body),
+            n=fields.integer(body, "n", 1, fields.MAX_CHOICES) or 1,
+            stream=fields.flag(body, "stream"),
+            logprobs=fields.flag(body, "logprobs"),
             top_logprobs=top,
-            include_usage=includes_usage(body),
-            model=model(body),
-            seed=integer(body, "seed"),
-            wish=openai_wish(body, tools, form(body.get("response_format"), "response_format")),
+            include_usage=fields.includes_usage(body),
+            model=fields.model(body),
+            seed=fields.integer(body, "seed"),
+            options=TurnOptions.from_openai(body, tools, self.grammar, instruction),
         )
 
-    def render(self, ask: TurnRequest, call_id: str, turns: Sequence["Turn"]) -> dict[str, Any]:
-        choices = [
-            {
-                "index": index,
-                "message": {**turn.message, "content": turn.text or (None if turn.calls else ""), "refusal": None},
-                "logprobs": content_logprobs(self.tokenizer, turn.ids, turn.logprobs, ask.top_logprobs, turn.tops)
-                if ask.logprobs
-                else None,
-                "finish_reason": _finish(turn),
-            }
-            for index, turn in enumerate(turns)
-        ]
-        return {**_head(ask, call_id, "chat.completion"), "choices": choices, "usage": usage(turns)}
+    def render(self, request: TurnRequest, call_id: str, turns: Sequence[Turn]) -> dict[str, Any]:
+        choices = []
+        for index, turn in enumerate(turns):
+            text, logprobs = turn.text, None
+            if request.logprobs:
+                top = request.top_logprobs
+                logprobs = fields.content_logprobs(self.tokenizer, turn.ids, turn.logprobs, top, turn.tops)
+            choices.append(
+                {
+                    "index": index,
+                    "message": {**turn.message, "content": text or (None if turn.calls else ""), "refusal": None},
+                    "logprobs": logprobs,
+                    "finish_reason": _finish_reason(turn),
+                }
+            )
+        return {**_head(request, call_id, "chat.completion"), "choices": choices, "usage": fields.usage(turns)}
 
-    def stream(self, ask: TurnRequest, call_id: str) -> StreamWriter:
-        return _Stream(ask, call_id, self.tokenizer)
-
-    def error(self, status: int, message: str, *, kind: str, param: str | None = None) -> dict[str, Any]:
-        return error_body(message, kind, param)
+    def stream(self, request: TurnRequest, call_id: str) -> StreamWriter:
+        return _Stream(request, self.tokenizer, _head(request, call_id, "chat.completion.chunk"))
 
 
-class _Stream(StreamWriter):
-    """A role chunk for each choice, deltas, why each choice ended, and the usage if it was asked for."""
+class CompletionStream(StreamWriter):
+    """What the streams of both OpenAI completion APIs have in common; `head` is part of every chunk."""
 
-    def __init__(self, ask: TurnRequest, call_id: str, tokenizer: "Tokenizer") -> None:
-        self._ask, self._tokenizer = ask, tokenizer
-        self._head = _head(ask, call_id, "chat.completion.chunk")
+    def __init__(self, request: TurnRequest, tokenizer: Tokenizer, head: Mapping[str, Any]) -> None:
+        self._request, self._tokenizer = request, tokenizer
+        self._head = {**head, "usage": None} if request.include_usage else head
+
+    def _event(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> bytes:
+        return b"data: %b\n\n" % orjson.dumps({**self._head, "choices": choices, **more})
+
+    @abstractmethod
+    def last_choice(self, index: int, turn: Turn) -> Mapping[str, Any]:
+        """The choice of the chunk with its finish reason."""
+
+    def end(self, turns: Sequence[Turn]) -> bytes:
+        events = [self._event([self.last_choice(index, turn)]) for index, turn in enumerate(turns)]
+        if self._request.include_usage:
+            events.append(self._event([], usage=fields.usage(turns)))
+        return b"".join([*events, b"data: [DONE]\n\n"])
+
+    def fail(self, message: str, *, kind: str) -> bytes:
+        return b"data: %b\n\n" % orjson.dumps(fields.openai_error(message, kind))
+
+
+class _Stream(CompletionStream):
+    """A role chunk for each choice, deltas, each choice's finish reason, and the usage if requested."""
 
     def begin(self, prompt_tokens: int) -> bytes:
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return b"".join(self._chunk(choice, delta) for choice in range(self._ask.n))
+        return b"".join(self._event([_choice(index, delta)]) for index in range(self._request.n))
 
-    def piece(self, choice: int, piece: Delta) -> bytes:
-        delta: dict[str, Any] = {}
-        if piece.index is not None:
-            called: dict[str, Any] = {"index": piece.index, "function": {"arguments": piece.arguments}}
-            if piece.id:
-                called = {
-                    **called,
-                    "id": piece.id,
-                    "type": "function",
-                    "function": {"name": piece.name, "arguments": ""},
-                }
-            delta = {"tool_calls": [called]}
-        elif piece.text:
-            delta = {"content": piece.text}
-        elif piece.thought:
-            delta = {"reasoning_content": piece.thought}
-        if not delta and not (self._ask.logprobs and piece.ids):
-            return b""
-        return self._chunk(choice, delta, piece)
-
-    def _chunk(
-        self, choice: int, delta: Mapping[str, Any], piece: Delta | None = None, finish: str | None = None
-    ) -> bytes:
+    def delta(self, choice: int, delta: Delta) -> bytes:
+        content: dict[str, Any] = {}
+        if delta.index is not None:
+            call: dict[str, Any] = {"index": delta.index, "function": {"arguments": delta.arguments}}
+            if delta.id:
+                call |= {"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
+            content = {"tool_calls": [call]}
+        elif delta.text:
+            content = {"content": delta.text}
+        elif delta.reasoning:
+            content = {"reasoning_content": delta.reasoning}
         logprobs = None
-        if self._ask.logprobs and piece is not None and piece.ids:
-            logprobs = content_logprobs(self._tokenizer, piece.ids, piece.logprobs, self._ask.top_logprobs, piece.tops)
-        made = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return event({**self._head, "choices": [made], **self._no_usage})
+        if self._request.logprobs and delta.ids:
+            top = self._request.top_logprobs
+            logprobs = fields.content_logprobs(self._tokenizer, delta.ids, delta.logprobs, top, delta.tops)
+        elif not content:
+            return b""
+        return self._event([_choice(choice, content, logprobs=logprobs)])
 
-    @property
-    def _no_usage(self) -> dict[str, Any]:
-        return {"usage": None} if self._ask.include_usage else {}
-
-    def end(self, turns: Sequence["Turn"]) -> bytes:
-        events = [self._chunk(index, {}, finish=_finish(turn)) for index, turn in enumerate(turns)]
-        if self._ask.include_usage:
-            events.append(event({**self._head, "choices": [], "usage": usage(turns)}))
-        return b"".join([*events, DONE])
-
-    def fail(self, message: str, *, kind: str) -> bytes:
-        return event(error_body(message, kind))
+    def last_choice(self, index: int, turn: Turn) -> Mapping[str, Any]:
+        return _choice(index, {}, finish_reason=_finish_reason(turn))
 
 
-def _head(ask: TurnRequest, call_id: str, kind: str) -> dict[str, Any]:
+def _choice(
+    index: int, delta: Mapping[str, Any], *, logprobs: Any = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _head(request: TurnRequest, call_id: str, kind: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{call_id}",
         "object": kind,
-        "created": now(),
-        "model": ask.model,
+        "created": fields.now(),
+        "model": request.model,
         "system_fingerprint": None,
     }
 
 
-def _finish(turn: "Turn") -> str:
+def _finish_reason(turn: Turn) -> str:
     return "length" if turn.finish == "length" else "tool_calls" if turn.calls else "stop"
 
 
 def _message(message: Mapping[str, Any], index: int) -> Message:
-    """A message with what we show of it; text parts may be a list."""
+    """A message with the fields that we use; text parts may be a list."""
     role, content = message.get("role"), message.get("content")
-    plain = role in _PLAIN and type(content) is str
-    if plain and len(message) == 2:
-        return message  # as nearly all are; a long history passes here in every turn
-    thought = message.get("reasoning_content") or message.get("reasoning")
-    if plain and not thought and not message.get("tool_calls"):
+    is_plain = role in _PLAIN_ROLES and type(content) is str
+    if is_plain and len(message) == 2:
+        return message  # as almost all are; a long history passes here in every turn
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if is_plain and not reasoning and not message.get("tool_calls"):
         return {"role": role, "content": content}
     where, role = f"messages.{index}", _ROLES.get(str(role))
     if role is None:
         raise BadRequest(f"{where}.role: expected one of {', '.join(_ROLES)}", f"{where}.role")
-    made: dict[str, Any] = {"role": role, "content": _content(content, f"{where}.content")}
-    if calls := objects(message.get("tool_calls"), f"{where}.tool_calls"):
-        made["tool_calls"] = calls
+    result: dict[str, Any] = {"role": role, "content": _content(content, f"{where}.content")}
+    if calls := fields.objects(message.get("tool_calls"), f"{where}.tool_calls"):
+        result["tool_calls"] = calls
     if message.get("tool_call_id") is not None:
-        made["tool_call_id"] = text(message["tool_call_id"], f"{where}.tool_call_id")
-    if thought and role == "assistant":
-        made["reasoning_content"] = text(thought, f"{where}.reasoning_content")
-    return made
+        result["tool_call_id"] = fields.text(message["tool_call_id"], f"{where}.tool_call_id")
+    if reasoning and role == "assistant":
+        result["reasoning_content"] = fields.text(reasoning, f"{where}.reasoning_content")
+    return result
 
 
 def _content(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    said = []
-    for index, part in enumerate(objects(content, where)):
+    texts = []
+    for index, part in enumerate(fields.objects(content, where)):
         kind = str(part.get("type"))
         if kind not in ("text", "refusal"):
-            raise refusal(kind, f"{where}.{index}")
-        said.append(text(part.get(kind), f"{where}.{index}.{kind}"))
-    return "".join(said)
+            raise fields.unsupported_content(kind, f"{where}.{index}")
+        texts.append(fields.text(part.get(kind), f"{where}.{index}.{kind}"))
+    return "".join(texts)
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> Tool:
-    described = tool.get("function")
-    if tool.get("type", "function") != "function" or not isinstance(described, dict):
-        raise BadRequest(f"{where}: only functions can be called", where)
-    return function(
-        described.get("name"), described.get("description"), described.get("parameters"), f"{where}.function"
-    )
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        raise BadRequest(f"{where}: only functions are supported", where)
+    where = f"{where}.function"
+    return fields.function(function.get("name"), function.get("description"), function.get("parameters"), where)

@@ -1,29 +1,58 @@
-"""Fields of a request and of an answer: each is checked as it is read, so that a refusal names the one to blame."""
+"""Fields of requests and responses. Each is checked where it is read, so that an error names the field."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from pydantic import ValidationError
 
+from loopwright.core.errors import LoopwrightError
 from loopwright.core.task import Message
-from loopwright.engines.base import Sampling
-from loopwright.gateway.dialects.base import BadRequest
-from loopwright.gateway.sessions.template import Tool
+from loopwright.engines.base import Sampling, Tops
+from loopwright.engines.tokenizer import Tokenizer
+from loopwright.gateway.sessions.tool_calls import Tool
 
-_LONGEST = 60
+if TYPE_CHECKING:
+    from loopwright.gateway.sessions.turn import Turn
+
+MAX_CHOICES = 128
+_MAX_REPR = 60
+_OPENAI_ERRORS = {
+    "invalid": ("invalid_request_error", None),
+    "authentication": ("authentication_error", "invalid_api_key"),
+    "not_found": ("invalid_request_error", "not_found"),
+    "too_large": ("invalid_request_error", "request_too_large"),
+    "closed": ("invalid_request_error", "session_closed"),
+    "quota": ("insufficient_quota", "insufficient_quota"),
+    "context": ("invalid_request_error", "context_length_exceeded"),
+    "engine": ("server_error", "engine_error"),
+    "internal": ("server_error", "internal_error"),
+}
+_OPENAI_SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+
+
+class BadRequest(LoopwrightError, ValueError):
+    """A request that cannot be served as it is; `param` names the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+# -- requests -------------------------------------------------------------------------------------------------------
 
 
 def text(value: Any, where: str) -> str:
-    """A text, or the blame on the field."""
+    """A text."""
     if not isinstance(value, str):
-        raise BadRequest(f"{where}: expected a text, got {_shown(value)}", where)
+        raise BadRequest(f"{where}: expected a text, got {_short_repr(value)}", where)
     return value
 
 
-def name(value: Any, where: str) -> str:
+def non_empty_text(value: Any, where: str) -> str:
     """A text that is not empty."""
     if not text(value, where):
         raise BadRequest(f"{where}: must not be empty", where)
@@ -31,22 +60,39 @@ def name(value: Any, where: str) -> str:
 
 
 def objects(value: Any, where: str) -> list[Mapping[str, Any]]:
-    """A list of objects; nothing is an empty one."""
-    found = [] if value is None else value
-    if not isinstance(found, list):
-        raise BadRequest(f"{where}: expected a list, got {_shown(value)}", where)
-    if set(map(type, found)) - {dict}:
-        index, item = next((index, item) for index, item in enumerate(found) if not isinstance(item, dict))
-        raise BadRequest(f"{where}.{index}: expected an object, got {_shown(item)}", f"{where}.{index}")
-    return found
+    """A list of objects; empty if it is missing."""
+    items = [] if value is None else value
+    if not isinstance(items, list):
+        raise BadRequest(f"{where}: expected a list, got {_short_repr(value)}", where)
+    if set(map(type, items)) - {dict}:
+        index, item = next((index, item) for index, item in enumerate(items) if not isinstance(item, dict))
+        raise BadRequest(f"{where}.{index}: expected an object, got {_short_repr(item)}", f"{where}.{index}")
+    return items
 
 
-def flag(body: Mapping[str, Any], where: str) -> bool:
-    """True or false; nothing is false."""
-    value = body.get(where)
+def optional_flag(body: Mapping[str, Any], name: str) -> bool | None:
+    """True or false, or None if it is missing."""
+    value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise BadRequest(f"{where}: expected true or false, got {_shown(value)}", where)
-    return bool(value)
+        raise BadRequest(f"{name}: expected true or false, got {_short_repr(value)}", name)
+    return value
+
+
+def flag(body: Mapping[str, Any], name: str) -> bool:
+    """True or false; false if it is missing."""
+    return bool(optional_flag(body, name))
+
+
+def integer(body: Mapping[str, Any], name: str, minimum: int | None = None, maximum: int | None = None) -> int | None:
+    """An integer within bounds, or None if it is missing."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadRequest(f"{name}: expected an integer", name)
+    if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
+        raise BadRequest(f"{name}: expected {minimum} to {maximum}, got {value}", name)
+    return value
 
 
 def model(body: Mapping[str, Any]) -> str:
@@ -54,61 +100,98 @@ def model(body: Mapping[str, Any]) -> str:
     return text(body.get("model") or "", "model")
 
 
-def sampling(defaults: Sampling, body: Mapping[str, Any], fields: Mapping[str, str]) -> Sampling:
-    """The session's own sampling under what the request says; `fields` are its names for ours."""
-    said = {ours: body[theirs] for theirs, ours in fields.items() if body.get(theirs) is not None}
-    for theirs, ours in fields.items():
-        if isinstance(said.get(ours), bool | str):  # which pydantic would take for numbers
-            raise BadRequest(f"{theirs}: expected a number, got {_shown(said[ours])}", theirs)
+def sampling(defaults: Sampling, body: Mapping[str, Any], names: Mapping[str, str]) -> Sampling:
+    """The session's default sampling, overridden by the request; `names` maps its fields to ours."""
+    values = {ours: body[theirs] for theirs, ours in names.items() if body.get(theirs) is not None}
+    for theirs, ours in names.items():
+        if isinstance(values.get(ours), bool | str):  # which pydantic would accept as numbers
+            raise BadRequest(f"{theirs}: expected a number, got {_short_repr(values[ours])}", theirs)
     try:
-        return _laid(defaults, tuple(said.items()))
+        return _override(defaults, tuple(values.items()))
     except TypeError as error:  # a list or an object
-        wrong = next(theirs for theirs, ours in fields.items() if isinstance(said.get(ours), list | dict))
-        raise BadRequest(f"{wrong}: expected a number, got {_shown(body[wrong])}", wrong) from error
+        wrong = next(theirs for theirs, ours in names.items() if isinstance(values.get(ours), list | dict))
+        raise BadRequest(f"{wrong}: expected a number, got {_short_repr(body[wrong])}", wrong) from error
     except ValidationError as error:
         first = error.errors()[0]
-        where = {ours: theirs for theirs, ours in fields.items()}.get(str(first["loc"][0]), str(first["loc"][0]))
+        where = {ours: theirs for theirs, ours in names.items()}.get(str(first["loc"][0]), str(first["loc"][0]))
         raise BadRequest(f"{where}: {first['msg']}", where) from error
 
 
 @lru_cache(maxsize=256)
-def _laid(defaults: Sampling, said: tuple[tuple[str, Any], ...]) -> Sampling:
-    """One value for all requests that say the same, as those of an agent do: checking it costs more than finding it."""
-    return Sampling.model_validate({**defaults.model_dump(), **dict(said), "stop": ()})
+def _override(defaults: Sampling, values: tuple[tuple[str, Any], ...]) -> Sampling:
+    """Cached, because the requests of an agent mostly set the same values, and validation is slow."""
+    return Sampling.model_validate({**defaults.model_dump(), **dict(values), "stop": ()})
 
 
-def function(called: Any, described: Any, parameters: Any, where: str) -> Tool:
-    """A tool as OpenAI's chat format describes it."""
-    tool: dict[str, Any] = {"name": name(called, f"{where}.name")}
-    if described is not None:
-        tool["description"] = text(described, f"{where}.description")
+def openai_sampling(defaults: Sampling, body: Mapping[str, Any], *limits: str, top_logprobs: int = 0) -> Sampling:
+    """The sampling of an OpenAI request; the first of `limits` that it contains is the number of tokens."""
+    limit = next((name for name in limits if body.get(name) is not None), limits[0])
+    result = sampling(defaults, body, {**_OPENAI_SAMPLING, limit: "max_tokens"})
+    return result.model_copy(update={"top_logprobs": top_logprobs}) if top_logprobs else result
+
+
+def openai_stop(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """The stop strings of an OpenAI request: one, several, or none."""
+    value = body.get("stop")
+    stops = [value] if isinstance(value, str) else value or []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise BadRequest("stop: expected a text or a list of texts", "stop")
+    return tuple(stop for stop in stops if stop)
+
+
+def includes_usage(body: Mapping[str, Any]) -> bool:
+    """Whether an OpenAI stream ends with its usage."""
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise BadRequest("stream_options: expected an object", "stream_options")
+    return bool((options or {}).get("include_usage"))
+
+
+def function(name: Any, description: Any, parameters: Any, where: str) -> Tool:
+    """A tool in OpenAI's chat format."""
+    tool: dict[str, Any] = {"name": non_empty_text(name, f"{where}.name")}
+    if description is not None:
+        tool["description"] = text(description, f"{where}.description")
     tool["parameters"] = {"type": "object", "properties": {}} if parameters is None else parameters
-    written(tool["parameters"], f"{where}.parameters")
+    to_json(tool["parameters"], f"{where}.parameters")
     return {"type": "function", "function": tool}
 
 
-def call(id: Any, called: Any, arguments: str, where: str) -> Message:
-    """A tool call as OpenAI's chat format writes it."""
-    made = {"name": name(called, f"{where}.name"), "arguments": arguments}
-    return {"id": text(id, f"{where}.id"), "type": "function", "function": made}
+def tool_call(id: Any, name: Any, arguments: str, where: str) -> Message:
+    """A tool call in OpenAI's chat format."""
+    function = {"name": non_empty_text(name, f"{where}.name"), "arguments": arguments}
+    return {"id": text(id, f"{where}.id"), "type": "function", "function": function}
 
 
-def written(value: Any, where: str) -> str:
-    """An object as JSON; one that is nested beyond what can be read back is refused."""
+def to_json(value: Any, where: str) -> str:
+    """An object as JSON; one that is too deep to be parsed again is refused."""
     if not isinstance(value, dict):
-        raise BadRequest(f"{where}: expected an object, got {_shown(value)}", where)
+        raise BadRequest(f"{where}: expected an object, got {_short_repr(value)}", where)
     try:
         return orjson.dumps(value).decode()
     except orjson.JSONEncodeError as error:
         if "ecursion" in str(error):
             raise BadRequest(f"{where}: nested too deeply", where) from error
-    return json.dumps(value, ensure_ascii=False)  # which knows integers of more than 64 bits
+    return json.dumps(value, ensure_ascii=False)  # which supports integers of more than 64 bits
 
 
-def refusal(kind: str, where: str) -> BadRequest:
-    """What is told about content that is no text."""
-    noun = "images are" if "image" in kind else f"{kind!r} is"
-    return BadRequest(f"{where}: {noun} not supported: only text can be shown to this model", where)
+def unsupported_content(kind: str, where: str) -> BadRequest:
+    """The error for content that is not text."""
+    subject = "images are" if "image" in kind else f"{kind!r} is"
+    return BadRequest(f"{where}: {subject} not supported: only text can be shown to this model", where)
+
+
+def join_blocks(texts: Sequence[str]) -> str:
+    """Separate blocks of text as one text."""
+    return "\n\n".join(texts)
+
+
+def _short_repr(value: Any) -> str:
+    result = repr(value)
+    return result if len(result) <= _MAX_REPR else f"{result[:_MAX_REPR]}…"
+
+
+# -- responses ------------------------------------------------------------------------------------------------------
 
 
 def event(kind: str, data: Mapping[str, Any]) -> bytes:
@@ -116,11 +199,43 @@ def event(kind: str, data: Mapping[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps(data))
 
 
-def joined(texts: Sequence[str]) -> str:
-    """Blocks of text that somebody wrote apart, as one text."""
-    return "\n\n".join(texts)
+def openai_error(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
+    """An error as OpenAI's SDK expects it."""
+    type_, code = _OPENAI_ERRORS.get(kind, ("server_error", None))
+    return {"error": {"message": message, "type": type_, "param": param, "code": code}}
 
 
-def _shown(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
+def now() -> int:
+    """The time of a response, in seconds since the epoch."""
+    return int(time.time())
+
+
+def usage(turns: Sequence["Turn"]) -> dict[str, Any]:
+    """The tokens of an OpenAI completion; choices share their prompt."""
+    prompt, sampled = turns[0].prompt_tokens, sum(turn.sampled_tokens for turn in turns)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def content_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float], top: int, tops: Tops | None = None
+) -> dict[str, Any]:
+    """`logprobs` of a chat completion: an entry for every sampled token, including the end of the turn.
+
+    If the engine returns no alternatives, `top_logprobs` contains the sampled token.
+    """
+    content = []
+    for index, (token, logprob) in enumerate(zip(tokenizer.pieces(ids), logprobs, strict=True)):
+        entry = _logprob_entry(token, logprob)
+        others = [_logprob_entry(*other) for other in alternatives(tokenizer, tops, index, top)]
+        content.append({**entry, "top_logprobs": (others or [entry]) if top else []})
+    return {"content": content, "refusal": None}
+
+
+def alternatives(tokenizer: Tokenizer, tops: Tops | None, index: int, top: int) -> list[tuple[str, float]]:
+    """The most likely tokens at a position, as text; empty if the engine does not return them."""
+    entries = tops[index][:top] if tops is not None else ()
+    return [(tokenizer.pieces([token])[0], logprob) for token, logprob in entries]
+
+
+def _logprob_entry(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", "replace"))}

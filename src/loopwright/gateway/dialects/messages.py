@@ -1,25 +1,26 @@
-"""Anthropic Messages: content blocks on the wire, OpenAI's chat format within.
+"""Anthropic Messages: content blocks in requests and responses, OpenAI's chat format internally.
 
-A message of tool results becomes one `tool` message each; thinking is kept beside the text. If the last message is the
-assistant's (a prefill), its text is given to the policy as the beginning of the turn; the answer is what follows.
+A message with tool results becomes one `tool` message for each; thinking is kept beside the text. If the last message
+is the assistant's (a prefill), the turn starts with its text, and the response is what follows.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from pydantic_core import from_json
 
-from loopwright.gateway.dialects import blocks, fields
-from loopwright.gateway.dialects.base import BadRequest, Delta, Dialect, StreamWriter, TurnRequest
-from loopwright.gateway.sessions.calls import is_object
-from loopwright.gateway.sessions.template import Tool
-from loopwright.gateway.sessions.wish import Wish, form, wish
-
-if TYPE_CHECKING:
-    from loopwright.gateway.sessions.session import Turn
+from loopwright.core.task import Message
+from loopwright.gateway.dialects import fields
+from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest
+from loopwright.gateway.dialects.fields import BadRequest
+from loopwright.gateway.sessions.tool_calls import Tool, is_json_object
+from loopwright.gateway.sessions.turn import Delta, Turn
+from loopwright.gateway.sessions.turn_options import TurnOptions, format_instruction
 
 _SAMPLING = {"max_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
-_KINDS = {
+_ERROR_TYPES = {
     "invalid": "invalid_request_error",
     "authentication": "authentication_error",
     "not_found": "not_found_error",
@@ -30,80 +31,197 @@ _KINDS = {
     "engine": "overloaded_error",
     "internal": "api_error",
 }
+_SIGNATURE = "loopwright"
+"""SDKs and agents expect a signature after thinking; the gateway does not check it."""
+# Some agents put a number into it that changes with each request, so that no prefix would ever match.
+_NONCE = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE | re.IGNORECASE)
 
 
 class Messages(Dialect):
     """`POST /v1/messages` and `/v1/messages/count_tokens`."""
 
     name = "messages"
+    conversation_fields = ("messages", "system")
 
-    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> TurnRequest:
-        given = fields.objects(body.get("tools"), "tools")
-        tools = [blocks.tool(tool, f"tools.{index}") for index, tool in enumerate(given)]
-        messages = list(blocks.system(body.get("system"), "system"))
+    def parse(self, body: Mapping[str, Any]) -> TurnRequest:
+        request = super().parse(body)
+        *messages, last = request.messages
+        if last["role"] != "assistant":
+            return request
+        if last.get("tool_calls") or last.get("reasoning_content"):
+            raise BadRequest("messages: only text can be prefilled; end with a user message", "messages")
+        prefill = str(last["content"])
+        if prefill != prefill.rstrip():
+            raise BadRequest("messages: a prefill cannot end with white space", "messages")
+        if not messages:
+            raise BadRequest("messages: a prefill needs a message before it", "messages")
+        options = request.options
+        if prefill:
+            if options.prefill and options.parse_tool_calls:
+                raise BadRequest("tool_choice: a turn with a prefill cannot start with a call", "tool_choice")
+            options = replace(options, prefill=prefill, prefill_visible=False)
+        return replace(request, messages=messages, options=options)
+
+    def parse_messages(self, body: Mapping[str, Any]) -> list[Message]:
+        messages = list(_system(body.get("system"), "system"))
         for index, message in enumerate(fields.objects(body.get("messages"), "messages")):
-            messages += blocks.said(message, f"messages.{index}")
+            messages += _messages(message, f"messages.{index}")
         if not messages:
             raise BadRequest("messages: at least one message is required", "messages")
-        prefill = blocks.prefill(messages.pop()) if messages[-1]["role"] == "assistant" else ""
-        if not messages:
-            raise BadRequest("messages: there is nothing to answer before the assistant's message", "messages")
+        return messages
+
+    def parse_settings(self, body: Mapping[str, Any], messages: Sequence[Message]) -> TurnRequest:
+        tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(fields.objects(body.get("tools"), "tools"))]
+        stops = body.get("stop_sequences")
+        if not isinstance(stops, list | None):
+            raise BadRequest("stop_sequences: expected a list of texts", "stop_sequences")
+        choice = body.get("tool_choice")
+        if not isinstance(choice, dict | None):
+            raise BadRequest("tool_choice: expected an object", "tool_choice")
+        choice, output = choice or {}, body.get("output_config")
+        response_format = output.get("format") if isinstance(output, Mapping) else body.get("output_format")
         return TurnRequest(
             messages,
             fields.sampling(self.defaults, body, _SAMPLING),
             tools=tools,
-            stop=blocks.stop(body.get("stop_sequences")),
+            stop=tuple(
+                fields.non_empty_text(stop, f"stop_sequences.{index}") for index, stop in enumerate(stops or ())
+            ),
             stream=fields.flag(body, "stream"),
             model=fields.model(body),
-            wish=_wish(body, tools, prefill),
+            options=TurnOptions.from_tool_choice(
+                choice.get("type"),
+                choice.get("name"),
+                tools,
+                self.grammar,
+                single=choice.get("disable_parallel_tool_use") is True,
+                instruction=format_instruction(response_format, "output_config.format"),
+            ),
         )
 
-    def render(self, ask: TurnRequest, call_id: str, turns: Sequence["Turn"]) -> dict[str, Any]:
+    def render(self, request: TurnRequest, call_id: str, turns: Sequence[Turn]) -> dict[str, Any]:
         (turn,) = turns
-        return {
-            **_opened(ask, call_id, turn.prompt_tokens),
-            "content": list(_blocks(turn)),
-            **_ended(turn),
-            "usage": _usage(turn.prompt_tokens, turn.sampled_tokens),
-        }
+        content: list[dict[str, Any]] = []
+        if turn.reasoning:
+            content.append({"type": "thinking", "thinking": turn.reasoning, "signature": _SIGNATURE})
+        if turn.text:
+            content.append({"type": "text", "text": turn.text})
+        for call in turn.calls:
+            function = call["function"]
+            # Arguments that break off are parsed as far as possible, as the SDK does with streamed ones.
+            arguments = from_json(function["arguments"] or "{}", allow_partial=True)
+            content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
+        usage = _usage(turn.prompt_tokens, turn.sampled_tokens)
+        return {**_head(request, call_id, turn.prompt_tokens), "content": content, **_stop_reason(turn), "usage": usage}
 
-    def stream(self, ask: TurnRequest, call_id: str) -> StreamWriter:
-        return _Stream(ask, call_id)
+    def stream(self, request: TurnRequest, call_id: str) -> StreamWriter:
+        return _Stream(request, call_id)
 
-    def error(self, status: int, message: str, *, kind: str, param: str | None = None) -> dict[str, Any]:
-        return _error(kind, message)
-
-    def models(self, names: Sequence[str]) -> dict[str, Any]:
-        """The answer to `models`, for SDKs that send `anthropic-version`."""
-        since = "1970-01-01T00:00:00Z"
-        data = [
-            {"type": "model", "id": name, "display_name": name, "created_at": since, "lifecycle": "active"}
-            for name in names
-        ]
-        first, last = (names[0], names[-1]) if names else (None, None)
-        return {"data": data, "has_more": False, "first_id": first, "last_id": last}
+    def error(self, message: str, *, kind: str, param: str | None = None) -> dict[str, Any]:
+        return _error(message, kind)
 
 
-def _wish(body: Mapping[str, Any], tools: Sequence[Tool], prefill: str) -> Wish:
-    choice = body.get("tool_choice")
-    if choice is not None and not isinstance(choice, dict):
-        raise BadRequest("tool_choice: expected an object", "tool_choice")
-    choice, output = choice or {}, body.get("output_config")
-    wanted = output.get("format") if isinstance(output, Mapping) else body.get("output_format")
-    single = choice.get("disable_parallel_tool_use") is True
-    more = {"single": single, "prefill": prefill, "form": form(wanted, "output_config.format")}
-    made = wish(choice.get("type"), choice.get("name"), tools, "tool_choice", **more)
-    if prefill and made.tool is not None:
-        raise BadRequest("tool_choice: a turn whose text is prefilled cannot begin with a call", "tool_choice")
-    return made
+# -- requests -------------------------------------------------------------------------------------------------------
 
 
-def _opened(ask: TurnRequest, call_id: str, prompt_tokens: int) -> dict[str, Any]:
+def _system(value: Any, where: str) -> Iterator[Message]:
+    """The system message, if anything is left of it without the nonce."""
+    texts = [_NONCE.sub("", text) for text in _texts(value, where)]
+    if content := fields.join_blocks([text for text in texts if text]):
+        yield {"role": "system", "content": content}
+
+
+def _messages(message: Mapping[str, Any], where: str) -> Iterator[Message]:
+    """A message of a request; tool results in it become separate messages."""
+    role, content = message.get("role"), message.get("content")
+    if content is None:
+        raise BadRequest(f"{where}.content: required", f"{where}.content")
+    match role:
+        case "user":
+            yield from _user(content, f"{where}.content")
+        case "assistant":
+            yield _assistant(content, f"{where}.content")
+        case "system":
+            yield from _system(content, f"{where}.content")
+        case _:
+            raise BadRequest(f"{where}.role: expected 'user' or 'assistant', got {role!r:.60}", f"{where}.role")
+
+
+def _user(content: Any, where: str) -> Iterator[Message]:
+    """Each tool result is a separate message, and so is the text before, between and after them."""
+    if isinstance(content, str):
+        yield {"role": "user", "content": content}
+        return
+    texts: list[str] = []
+    has_results = False
+    for index, block in enumerate(fields.objects(content, where)):
+        at = f"{where}.{index}"
+        if block.get("type") != "tool_result":
+            texts.append(_text(block, at))
+            continue
+        if texts:
+            yield {"role": "user", "content": fields.join_blocks(texts)}
+        texts, has_results = [], True
+        call_id = fields.text(block.get("tool_use_id"), f"{at}.tool_use_id")
+        result = fields.join_blocks(_texts(block.get("content"), f"{at}.content"))
+        yield {"role": "tool", "tool_call_id": call_id, "content": result}
+    if texts or not has_results:
+        yield {"role": "user", "content": fields.join_blocks(texts)}
+
+
+def _assistant(content: Any, where: str) -> Message:
+    if isinstance(content, str):
+        return {"role": "assistant", "content": content}
+    texts, reasoning, calls = [], [], []
+    for index, block in enumerate(fields.objects(content, where)):
+        at = f"{where}.{index}"
+        match block.get("type"):
+            case "tool_use":
+                arguments = fields.to_json(block.get("input") or {}, f"{at}.input")
+                calls.append(fields.tool_call(block.get("id"), block.get("name"), arguments, at))
+            case "thinking":
+                reasoning.append(fields.text(block.get("thinking"), f"{at}.thinking"))
+            case "redacted_thinking":
+                pass  # encrypted, and not from this gateway
+            case _:
+                texts.append(_text(block, at))
+    # As it was sampled: the policy's blocks follow each other without a gap.
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if reasoning:
+        message["reasoning_content"] = "".join(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _texts(content: Any, where: str) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    return [_text(block, f"{where}.{index}") for index, block in enumerate(fields.objects(content, where))]
+
+
+def _text(block: Mapping[str, Any], where: str) -> str:
+    if block.get("type") != "text":
+        raise fields.unsupported_content(str(block.get("type")), where)
+    return fields.text(block.get("text"), f"{where}.text")
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> Tool:
+    if tool.get("type") not in (None, "custom"):
+        kind = str(tool["type"])
+        raise BadRequest(f"{where}: {kind!r} runs on Anthropic's servers; describe it with an input_schema", where)
+    return fields.function(tool.get("name"), tool.get("description"), tool.get("input_schema"), where)
+
+
+# -- responses ------------------------------------------------------------------------------------------------------
+
+
+def _head(request: TurnRequest, call_id: str, prompt_tokens: int) -> dict[str, Any]:
     return {
         "id": f"msg_{call_id}",
         "type": "message",
         "role": "assistant",
-        "model": ask.model,
+        "model": request.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
@@ -120,69 +238,63 @@ def _usage(prompt_tokens: int, sampled_tokens: int) -> dict[str, Any]:
     }
 
 
-def _ended(turn: "Turn") -> dict[str, Any]:
+def _stop_reason(turn: Turn) -> dict[str, Any]:
     if turn.stopped_by is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": turn.stopped_by}
-    called = any(is_object(call["function"]["arguments"]) for call in turn.calls)
-    reason = "max_tokens" if turn.finish == "length" else "tool_use" if called else "end_turn"
+    has_call = any(is_json_object(call["function"]["arguments"]) for call in turn.calls)
+    reason = "max_tokens" if turn.finish == "length" else "tool_use" if has_call else "end_turn"
     return {"stop_reason": reason, "stop_sequence": None}
 
 
-def _blocks(turn: "Turn") -> Iterator[dict[str, Any]]:
-    if turn.thought:
-        yield {"type": "thinking", "thinking": turn.thought, "signature": _SIGNATURE}
-    if turn.text:
-        yield {"type": "text", "text": turn.text}
-    for made in turn.calls:
-        called = made["function"]
-        # Of arguments that break off, what the SDK makes of them when they are streamed: an object as far as they go.
-        given = from_json(called["arguments"] or "{}", allow_partial=True)
-        yield {"type": "tool_use", "id": made["id"], "name": called["name"], "input": given}
-
-
-def _error(kind: str, message: str) -> dict[str, Any]:
+def _error(message: str, kind: str) -> dict[str, Any]:
     if kind == "context":
         message = f"prompt is too long: {message}"  # the words that agents look for
-    return {"type": "error", "error": {"type": _KINDS.get(kind, "api_error"), "message": message}}
+    return {"type": "error", "error": {"type": _ERROR_TYPES.get(kind, "api_error"), "message": message}}
 
 
-_SIGNATURE = "loopwright"
-"""Nobody checks it here, but SDKs and agents expect one at the end of thinking."""
+def models_response(names: Sequence[str]) -> dict[str, Any]:
+    """The response of `models`, for SDKs that send `anthropic-version`."""
+    since = "1970-01-01T00:00:00Z"
+    data = [
+        {"type": "model", "id": name, "display_name": name, "created_at": since, "lifecycle": "active"}
+        for name in names
+    ]
+    first, last = (names[0], names[-1]) if names else (None, None)
+    return {"data": data, "has_more": False, "first_id": first, "last_id": last}
 
 
 class _Stream(StreamWriter):
     """One block after another: each is closed before the next one opens."""
 
-    def __init__(self, ask: TurnRequest, call_id: str) -> None:
-        self._ask, self._call_id = ask, call_id
-        self._open: int | str | None = None  # the tool call or the kind of block that is being written
+    def __init__(self, request: TurnRequest, call_id: str) -> None:
+        self._request, self._call_id = request, call_id
+        self._open: int | str | None = None  # the open block: a tool call's index, or a kind
         self._index = -1
 
     def begin(self, prompt_tokens: int) -> bytes:
-        return _sent({"type": "message_start", "message": _opened(self._ask, self._call_id, prompt_tokens)})
+        return _event({"type": "message_start", "message": _head(self._request, self._call_id, prompt_tokens)})
 
-    def piece(self, choice: int, piece: Delta) -> bytes:
-        if piece.index is not None:
-            started = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
-            events = self._at(piece.index, started)
-            if piece.arguments:
-                events += self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
+    def delta(self, choice: int, delta: Delta) -> bytes:
+        if delta.index is not None:
+            events = self._at(delta.index, {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
+            if delta.arguments:
+                events += self._delta({"type": "input_json_delta", "partial_json": delta.arguments})
             return events
-        if piece.thought:
-            opened = self._at("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            return opened + self._delta({"type": "thinking_delta", "thinking": piece.thought})
-        if not piece.text:
+        if delta.reasoning:
+            events = self._at("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            return events + self._delta({"type": "thinking_delta", "thinking": delta.reasoning})
+        if not delta.text:
             return b""
-        return self._at("text", {"type": "text", "text": ""}) + self._delta({"type": "text_delta", "text": piece.text})
+        return self._at("text", {"type": "text", "text": ""}) + self._delta({"type": "text_delta", "text": delta.text})
 
-    def end(self, turns: Sequence["Turn"]) -> bytes:
+    def end(self, turns: Sequence[Turn]) -> bytes:
         (turn,) = turns
         usage = _usage(turn.prompt_tokens, turn.sampled_tokens)
-        ended = {"type": "message_delta", "delta": _ended(turn), "usage": usage}
-        return self._close() + _sent(ended) + _sent({"type": "message_stop"})
+        last = {"type": "message_delta", "delta": _stop_reason(turn), "usage": usage}
+        return self._close() + _event(last) + _event({"type": "message_stop"})
 
     def fail(self, message: str, *, kind: str) -> bytes:
-        return fields.event("error", _error(kind, message))
+        return _event(_error(message, kind))
 
     def _at(self, place: int | str, block: Mapping[str, Any]) -> bytes:
         """Open a block, unless it is the one that is open."""
@@ -191,20 +303,20 @@ class _Stream(StreamWriter):
         events = self._close()
         self._open = place
         self._index += 1
-        return events + _sent({"type": "content_block_start", "index": self._index, "content_block": block})
+        return events + _event({"type": "content_block_start", "index": self._index, "content_block": block})
 
     def _delta(self, delta: Mapping[str, Any]) -> bytes:
-        return _sent({"type": "content_block_delta", "index": self._index, "delta": delta})
+        return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
 
     def _close(self) -> bytes:
         if self._open is None:
             return b""
-        signed = b""
+        signature = b""
         if self._open == "thinking":
-            signed = self._delta({"type": "signature_delta", "signature": _SIGNATURE})
+            signature = self._delta({"type": "signature_delta", "signature": _SIGNATURE})
         self._open = None
-        return signed + _sent({"type": "content_block_stop", "index": self._index})
+        return signature + _event({"type": "content_block_stop", "index": self._index})
 
 
-def _sent(data: Mapping[str, Any]) -> bytes:
+def _event(data: Mapping[str, Any]) -> bytes:
     return fields.event(data["type"], data)

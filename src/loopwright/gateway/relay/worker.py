@@ -1,4 +1,4 @@
-"""A worker: takes an engine to a gateway that it connects out to, and serves there until it is told to end."""
+"""A worker: connects to a gateway and serves an engine there until it is stopped."""
 
 import asyncio
 import logging
@@ -14,22 +14,24 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWSTimeout, 
 
 from loopwright.core.errors import LoopwrightError
 from loopwright.engines.base import ContextFull, Engine, EngineError, Sampling
-from loopwright.engines.tokenizer import ByteTokenizer, HubTokenizer, fingerprint
-from loopwright.gateway.relay.link import LARGEST_BYTES, PROTOCOL, Link
+from loopwright.engines.fingerprint import fingerprint
+from loopwright.engines.hub_tokenizer import HubTokenizer
+from loopwright.engines.tokenizer import ByteTokenizer
+from loopwright.gateway.relay.link import MAX_MESSAGE_BYTES, PROTOCOL, Link
 
 log = logging.getLogger(__name__)
 _Work = Callable[[Link, dict[str, Any]], Awaitable[None]]
 _HEARTBEAT_S = 5.0
-_FIRST_S, _LONGEST_S = 0.5, 30.0
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
 _CONNECT_S = 20.0
 
 
 class WorkerRefused(LoopwrightError, PermissionError):
-    """The gateway will not have this worker, now or later."""
+    """The gateway does not accept this worker, and trying again is pointless."""
 
 
 class RelayWorker:
-    """Serves one engine to one gateway. A connection that is lost is made anew, a little later each time."""
+    """Serves one engine at one gateway. It reconnects after a lost connection, with a growing delay."""
 
     def __init__(
         self,
@@ -45,57 +47,57 @@ class RelayWorker:
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self._headers, self._say = {"authorization": f"Bearer {token}"}, say
         self._streams: dict[int, asyncio.Task[None]] = {}
-        self._ending = asyncio.Event()
+        self._stopping = asyncio.Event()
         self._fingerprint = ""
 
-    def end(self) -> None:
-        """Take nothing new, finish what is begun, and leave."""
-        self._ending.set()
+    def stop(self) -> None:
+        """Accept no new work, finish what is running, and disconnect."""
+        self._stopping.set()
 
     async def run(self) -> None:
-        """Serve until `end`. WorkerRefused if the gateway does not want it."""
+        """Serve until `stop`. WorkerRefused if the gateway does not accept it."""
         self._fingerprint = await asyncio.to_thread(fingerprint, self.engine.tokenizer)
-        delay_s = _FIRST_S
+        delay_s = _FIRST_DELAY_S
         async with ClientSession(timeout=ClientTimeout(total=None, sock_connect=_CONNECT_S)) as http:
-            while not self._ending.is_set():
+            while not self._stopping.is_set():
                 try:
-                    if await self._connected(http):
-                        delay_s = _FIRST_S
+                    if await self._connect(http):
+                        delay_s = _FIRST_DELAY_S
                     reason = "the connection ended"
                 except WorkerRefused:
                     raise
                 except WSServerHandshakeError as error:
                     if error.status in (401, 403, 404):
-                        raise WorkerRefused(f"{self.url}: {_MEANING[error.status]}") from error
-                    reason = f"it answered {error.status}"
+                        raise WorkerRefused(f"{self.url}: {_REFUSALS[error.status]}") from error
+                    reason = f"it responded {error.status}"
                 except (ClientError, OSError) as error:
                     reason = str(error) or type(error).__name__
-                if self._ending.is_set():
+                if self._stopping.is_set():
                     return
                 wait_s = uniform(delay_s / 2, delay_s)
-                self._say(f"{self.url}: {reason}; trying again in {wait_s:.1f} s")
+                self._say(f"{self.url}: {reason}; reconnecting in {wait_s:.1f} s")
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._ending.wait(), wait_s)
-                delay_s = min(_LONGEST_S, delay_s * 2)
+                    await asyncio.wait_for(self._stopping.wait(), wait_s)
+                delay_s = min(_MAX_DELAY_S, delay_s * 2)
 
-    async def _connected(self, http: ClientSession) -> bool:
-        """One connection, to its end; whether it came to serving."""
+    async def _connect(self, http: ClientSession) -> bool:
+        """Serve over one connection until it ends; whether it was accepted."""
         async with http.ws_connect(
             self.url,
             headers=self._headers,
             heartbeat=_HEARTBEAT_S,
-            max_msg_size=LARGEST_BYTES,
+            max_msg_size=MAX_MESSAGE_BYTES,
             timeout=ClientWSTimeout(ws_close=2.0),
         ) as wire:
             link = Link(wire)
             leaving: asyncio.Task[None] | None = None
             try:
                 async with link.running():
-                    await self._announced(link)
+                    await self._announce(link)
                     self._say(f"serving {self.url} as {self.name}")
                     leaving = asyncio.create_task(self._leave(link, wire))
                     while (message := await link.receive())["t"] != "refused":
-                        self._obey(link, message)
+                        self._handle(link, message)
                     raise self._refusal(message)
             except EngineError as error:
                 if leaving is None:
@@ -108,13 +110,15 @@ class RelayWorker:
                 await asyncio.gather(*ending, return_exceptions=True)
         return leaving is not None
 
-    async def _announced(self, link: Link) -> None:
+    async def _announce(self, link: Link) -> None:
         tokenizer = self.engine.tokenizer
         async with asyncio.timeout(_CONNECT_S):
             hello = await link.receive()
-            told: dict[str, Any] = {"tokenizer": "bytes" if isinstance(tokenizer, ByteTokenizer) else "other"}
+            tokenizer_fields: dict[str, Any] = {
+                "tokenizer": "bytes" if isinstance(tokenizer, ByteTokenizer) else "other"
+            }
             if hello.get("tokenizer") is None and isinstance(tokenizer, HubTokenizer):
-                told["tokenizer_json"] = tokenizer.as_text()
+                tokenizer_fields["tokenizer_json"] = tokenizer.as_text()
             config = self.engine.config
             link.send(
                 "announce",
@@ -123,9 +127,9 @@ class RelayWorker:
                 model=f"{config.type}:{getattr(config, 'model', '')}",
                 version=self.engine.version,
                 fingerprint=self._fingerprint,
-                **told,
+                **tokenizer_fields,
             )
-        async with asyncio.timeout(4 * _CONNECT_S):  # a tokenizer takes its time
+        async with asyncio.timeout(4 * _CONNECT_S):  # a tokenizer is large
             answer = await link.receive()
         if answer["t"] != "welcome":
             raise self._refusal(answer)
@@ -134,18 +138,18 @@ class RelayWorker:
         return WorkerRefused(f"{self.url} refused this worker: {answer.get('reason')}")
 
     async def _leave(self, link: Link, wire: Any) -> None:
-        """Once it is to end: what is begun gets its time, then the connection is closed."""
-        await self._ending.wait()
+        """When it is stopped: let running streams end, then close the connection."""
+        await self._stopping.wait()
         link.send("drain")
         if self._streams:
-            self._say(f"ending {len(self._streams)} streams before leaving")
+            self._say(f"finishing {len(self._streams)} streams before disconnecting")
             await asyncio.wait(list(self._streams.values()), timeout=self.drain_s)
-        await link.flushed()
+        await link.flush()
         await wire.close()
 
-    # -- what the gateway asks for ------------------------------------------------------------------------------
+    # -- messages of the gateway --------------------------------------------------------------------------------
 
-    def _obey(self, link: Link, message: dict[str, Any]) -> None:
+    def _handle(self, link: Link, message: dict[str, Any]) -> None:
         number = message.get("id", 0)
         if message["t"] == "cancel":
             if number in self._streams:
@@ -195,12 +199,12 @@ class RelayWorker:
             case "check":
                 await engine.check()
             case other:
-                raise EngineError(f"this worker does not know {other!r}")
+                raise EngineError(f"unknown message type {other!r}")
         link.send("done", id=message["id"], version=engine.version)
 
 
-_MEANING = {
-    401: "the gateway does not know this token; give the one of its --token-file",
+_REFUSALS = {
+    401: "the gateway does not accept this token; use the one of its --token-file",
     403: "the gateway refuses this token",
-    404: "nothing takes workers there; start the gateway with --relay, and connect to ws://…/ws/worker",
+    404: "the gateway accepts no workers there; start it with --relay, and connect to ws://…/ws/worker",
 }

@@ -1,4 +1,4 @@
-"""The gateway's routes as OpenAPI describes them: which there are says the router, what each does stands here."""
+"""The gateway's OpenAPI description: the router lists the routes, and this module says what each of them does."""
 
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -7,8 +7,8 @@ from typing import Any
 from aiohttp import web
 
 from loopwright.core.outcome import Outcome
-from loopwright.gateway.dialects.base import ROUTES
-from loopwright.gateway.dialects.openai import MOST_CHOICES
+from loopwright.gateway.dialects.fields import MAX_CHOICES
+from loopwright.gateway.server.request_handler import ROUTES
 from loopwright.gateway.sessions.session_config import SessionConfig
 
 Schema = dict[str, Any]
@@ -19,22 +19,22 @@ _COUNT: Schema = {"type": ["integer", "null"], "minimum": 1}
 _OBJECT: Schema = {"type": "object"}
 _LIST: Schema = {"type": "array", "items": _OBJECT}
 _ERRORS = {
-    400: "The request is not as it should be, or longer than the model's context.",
-    401: "No key, or another one than is needed.",
-    404: "There is no such session, or no such route.",
-    405: "The route is there, but not for this method.",
-    409: "The session takes no more calls, or belongs to another trial.",
+    400: "The request is invalid, or longer than the model's context.",
+    401: "The key is missing or wrong.",
+    404: "The session or route does not exist.",
+    405: "The route does not support this method.",
+    409: "The session accepts no more calls, or belongs to another trial.",
     413: "The body is too large.",
     429: "A quota of the session is used up.",
     500: "The turn could not be recorded.",
     503: "The engine failed.",
 }
-_SESSION, _TOKEN, _OPENER, _ANYBODY = "session", "token", "opener", "anybody"
+_SESSION, _TOKEN, _OPTIONAL_TOKEN, _NONE = "session", "token", "optional token", "none"
 _SECURITY: dict[str, list[Schema]] = {
     _SESSION: [{"bearer": []}, {"apiKey": []}],
     _TOKEN: [{"bearer": []}],
-    _OPENER: [{"bearer": []}, {}],
-    _ANYBODY: [],
+    _OPTIONAL_TOKEN: [{"bearer": []}, {}],
+    _NONE: [],
 }
 
 
@@ -44,16 +44,16 @@ def _object(required: str, **properties: Schema) -> Schema:
 
 @dataclass(frozen=True)
 class Route:
-    """What a route does, who may use it, what it takes and what it gives."""
+    """What a route does, the key it needs, and its response and request."""
 
     summary: str
-    who: str
-    gives: Schema
-    takes: Schema | None = None
+    security: str
+    response: Schema
+    request: Schema | None = None
     errors: tuple[int, ...] = ()
-    kind: str = "application/json"
-    more: str | None = None
-    """Another kind of answer: a stream."""
+    content_type: str = "application/json"
+    stream_type: str | None = None
+    """The content type of a streamed response."""
     status: int = 200
     needs_body: bool = True
 
@@ -87,13 +87,13 @@ _DIALECTS: dict[str, Route] = {
             "messages",
             **_SAMPLING,
             messages=_MESSAGES,
-            n={"type": ["integer", "null"], "minimum": 1, "maximum": MOST_CHOICES},
+            n={"type": ["integer", "null"], "minimum": 1, "maximum": MAX_CHOICES},
             stop=_STOP,
             logprobs=_FLAG,
             tools=_LIST,
         ),
         _CALL_ERRORS,
-        more="text/event-stream",
+        stream_type="text/event-stream",
     ),
     "v1/completions": Route(
         "OpenAI's completions",
@@ -101,7 +101,7 @@ _DIALECTS: dict[str, Route] = {
         _CHOICES,
         _object("prompt", **_SAMPLING, prompt={**_TEXT, "minLength": 1}, stop=_STOP),
         _CALL_ERRORS,
-        more="text/event-stream",
+        stream_type="text/event-stream",
     ),
     "v1/responses": Route(
         "OpenAI's Responses",
@@ -109,7 +109,7 @@ _DIALECTS: dict[str, Route] = {
         _object("id object model output usage", output=_LIST),
         _object("input", **_SAMPLING, input={**_TEXT, "minLength": 1}, instructions=_TEXT, max_output_tokens=_COUNT),
         _CALL_ERRORS,
-        more="text/event-stream",
+        stream_type="text/event-stream",
     ),
     "v1/messages": Route(
         "Anthropic's Messages",
@@ -117,71 +117,71 @@ _DIALECTS: dict[str, Route] = {
         _object("id type role content model usage", content=_LIST),
         _object("messages max_tokens", **_SAMPLING, messages=_MESSAGES, system=_TEXT, tools=_LIST),
         _CALL_ERRORS,
-        more="text/event-stream",
+        stream_type="text/event-stream",
     ),
 }
-_SHOWN = _object("id status turns rows verdicts trainable episode", turns=_LIST, rows=_LIST, episode=_OBJECT)
-_OPENED = _object("id key status openai_base_url anthropic_base_url", id=_TEXT, key=_TEXT)
+_DESCRIPTION = _object("id status turns rows verdicts trainable episode", turns=_LIST, rows=_LIST, episode=_OBJECT)
+_OPEN_SESSION = _object("id key status openai_base_url anthropic_base_url", id=_TEXT, key=_TEXT)
 _ENGINES = _object("version", version={"type": "integer"})
 _MODELS = _object("data", data=_LIST)
 
 _ROUTES: dict[str, Route] = {
-    "GET /healthz": Route(
-        "Whether engine and store are well", _ANYBODY, _object("status version failing"), None, (503,)
-    ),
-    "GET /metrics": Route("Metrics for Prometheus", _OPENER, _TEXT, None, (401,), kind="text/plain"),
-    "GET /openapi.json": Route("This description", _ANYBODY, _object("openapi paths")),
+    "GET /healthz": Route("Health of engine and store", _NONE, _object("status version failing"), None, (503,)),
+    "GET /metrics": Route("Metrics for Prometheus", _OPTIONAL_TOKEN, _TEXT, None, (401,), content_type="text/plain"),
+    "GET /openapi.json": Route("This description", _NONE, _object("openapi paths")),
     "POST /sessions": Route(
         "Open a session",
-        _OPENER,
-        _OPENED,
+        _OPTIONAL_TOKEN,
+        _OPEN_SESSION,
         {"$ref": "#/components/schemas/SessionConfig"},
         (400, 401, 403, 413, 503),
         needs_body=False,
     ),
     "POST /sessions/{id}": Route(
-        "Open a session of this id, or find it again",
-        _OPENER,
-        _OPENED,
+        "Open a session with this id, or return it if it exists",
+        _OPTIONAL_TOKEN,
+        _OPEN_SESSION,
         {"$ref": "#/components/schemas/SessionConfig"},
         (400, 401, 403, 409, 413, 503),
         needs_body=False,
     ),
-    "GET /sessions/{id}": Route("A session: graph, rows, verdicts", _SESSION, _SHOWN, None, (401, 404, 409, 503)),
+    "GET /sessions/{id}": Route("A session: graph, rows, verdicts", _SESSION, _DESCRIPTION, None, (401, 404, 409, 503)),
     "POST /sessions/{id}/freeze": Route(
-        "Take no more calls, and give what was recorded an id",
+        "Accept no more calls, and return a snapshot id of the record",
         _SESSION,
         _object("id status snapshot"),
         None,
         (401, 404, 500, 503),
     ),
-    "DELETE /sessions/{id}": Route("Forget a session", _SESSION, _object("id deleted"), None, (401, 404, 500, 503)),
+    "DELETE /sessions/{id}": Route("Delete a session", _SESSION, _object("id deleted"), None, (401, 404, 500, 503)),
     "POST /sessions/{id}/complete": Route(
         "End a session",
         _SESSION,
-        _SHOWN,
-        {"type": "object", "properties": {"outcome": {"enum": [str(each) for each in Outcome]}, "reason": _TEXT}},
+        _DESCRIPTION,
+        {"type": "object", "properties": {"outcome": {"enum": [str(outcome) for outcome in Outcome]}, "reason": _TEXT}},
         (400, 401, 404, 413, 500, 503),
         needs_body=False,
     ),
     "GET /engines": Route("The engines", _TOKEN, _ENGINES, None, (401,)),
     "POST /weights": Route(
-        "Give the engines new weights",
+        "Load new weights into the engines",
         _TOKEN,
         _ENGINES,
         _object("version", version={"type": "integer", "minimum": 0}, paused={"type": "boolean"}, source=_TEXT),
         (400, 401, 413, 503),
     ),
-    "POST /pause": Route("Hold all calls", _TOKEN, _ENGINES, None, (401, 503)),
-    "POST /resume": Route("Let calls go on", _TOKEN, _ENGINES, None, (401, 503)),
-    "GET /ws/worker": Route("Where workers connect, by WebSocket", _TOKEN, {}, None, (400, 401, 403), status=101),
+    "POST /pause": Route("Pause all calls", _TOKEN, _ENGINES, None, (401, 503)),
+    "POST /resume": Route("Continue all calls", _TOKEN, _ENGINES, None, (401, 503)),
+    "GET /ws/worker": Route("WebSocket for workers", _TOKEN, {}, None, (400, 401, 403), status=101),
     "GET /{id}/v1/models": Route("The models", _SESSION, _MODELS, None, (401, 404, 503)),
-    "GET /{id}/v1/models/{model}": Route("A model, of any name", _SESSION, _object("id"), None, (401, 404, 503)),
+    "GET /{id}/v1/models/{model}": Route(
+        "A model; any name is accepted", _SESSION, _object("id"), None, (401, 404, 503)
+    ),
     "GET /{id}/models": Route("The models", _SESSION, _MODELS, None, (401, 404, 503)),
 }
 
 
-def described(router: web.UrlDispatcher) -> Schema:
+def describe_routes(router: web.UrlDispatcher) -> Schema:
     """All routes of a router."""
     paths: dict[str, Schema] = {}
     for route in router.routes():
@@ -207,42 +207,39 @@ def described(router: web.UrlDispatcher) -> Schema:
     }
 
 
-def about(method: str, path: str) -> Route | None:
-    """What is known of a route; None if nobody described it."""
-    if (found := _ROUTES.get(f"{method} {path}")) is not None:
-        return found
+def find_route(method: str, path: str) -> Route | None:
+    """The description of a route; None if it has none."""
+    if (route := _ROUTES.get(f"{method} {path}")) is not None:
+        return route
     below = path.removeprefix("/{id}/")
-    dialect = _DIALECTS.get(_spoken(below.removesuffix("/count_tokens")))
-    if dialect is not None and below.endswith("/count_tokens"):
-        errors = tuple(status for status in dialect.errors if status not in (429, 409))
-        counted = _object("input_tokens", input_tokens={"type": "integer"})
-        return Route(f"How long a prompt is: {dialect.summary}", _SESSION, counted, dialect.takes, errors)
-    return dialect
-
-
-def _spoken(path: str) -> str:
-    """Of the paths at which a dialect is spoken, the one that is described."""
-    return next((each for each in _DIALECTS if ROUTES.get(each) == ROUTES.get(path, "")), "")
+    dialect = ROUTES.get(below.removesuffix("/count_tokens"))
+    # A dialect may be served at several paths, of which one is described.
+    route = next((route for each, route in _DIALECTS.items() if ROUTES[each] is dialect), None)
+    if route is not None and below.endswith("/count_tokens"):
+        errors = tuple(status for status in route.errors if status not in (429, 409))
+        count = _object("input_tokens", input_tokens={"type": "integer"})
+        return Route(f"Count the tokens of a prompt: {route.summary}", _SESSION, count, route.request, errors)
+    return route
 
 
 def _operation(method: str, path: str) -> Schema:
-    route = about(method, path) or Route("", _ANYBODY, {})
-    # Of a stream nothing is said: whether a schema is of all of it or of each event, readers do not agree.
-    given = {route.kind: {"schema": route.gives}} | ({route.more: {}} if route.more else {})
-    answers: Schema = {
-        str(route.status): {"description": "Done.", **({"content": given} if route.status == 200 else {})}
+    route = find_route(method, path) or Route("", _NONE, {})
+    # Streams have no schema: readers do not agree whether it would describe all of it or each event.
+    content = {route.content_type: {"schema": route.response}} | ({route.stream_type: {}} if route.stream_type else {})
+    responses: Schema = {
+        str(route.status): {"description": "Success.", **({"content": content} if route.status == 200 else {})}
     }
     for status in sorted({*route.errors, 405}):
         error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-        answers[str(status)] = {"description": _ERRORS.get(status, "Refused."), "content": error}
+        responses[str(status)] = {"description": _ERRORS.get(status, "Refused."), "content": error}
     if path == "/healthz":
-        answers["503"]["content"] = given
-    operation: Schema = {"summary": route.summary, "responses": answers, "security": _SECURITY[route.who]}
+        responses["503"]["content"] = content
+    operation: Schema = {"summary": route.summary, "responses": responses, "security": _SECURITY[route.security]}
     if names := [part[1:-1] for part in path.split("/") if part.startswith("{")]:
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {**_TEXT, "minLength": 1}} for name in names
         ]
-    if route.takes is not None:
-        body = {"application/json": {"schema": route.takes}}
+    if route.request is not None:
+        body = {"application/json": {"schema": route.request}}
         operation["requestBody"] = {"required": route.needs_body, "content": body}
     return operation

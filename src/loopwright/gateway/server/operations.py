@@ -1,75 +1,128 @@
-"""What whoever runs a gateway looks at: whether it is well, what it has done, and which routes it has."""
+"""Routes for those who operate the gateway: health, metrics, OpenAPI, and control of the engines."""
 
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from loopwright.core.errors import StorageError
 from loopwright.engines.base import EngineError
+from loopwright.engines.fleet import Fleet
+from loopwright.engines.weight_update import WeightUpdate
+from loopwright.gateway.dialects.body import parse_object
 from loopwright.gateway.refusal import Refusal
-from loopwright.gateway.server.access_log import RequestObserver
-from loopwright.gateway.server.openapi import described
+from loopwright.gateway.relay.relay import Relay
+from loopwright.gateway.server.observer import RequestObserver, metrics_response
+from loopwright.gateway.server.openapi import describe_routes
 from loopwright.gateway.server.request_handler import json_response
-from loopwright.gateway.sessions.store import PROBE, written
+from loopwright.gateway.sessions.store import PROBE
 
 if TYPE_CHECKING:
     from loopwright.gateway.gateway import Gateway
 
 log = logging.getLogger(__name__)
-_PATIENCE_S = 5.0
-"""Seconds in which an engine says that it is well."""
+_TIMEOUT_S = 5.0
+"""Seconds in which engine and store have to pass a health check."""
 
 
 class Operations:
-    """The routes of whoever watches the gateway."""
+    """Health and metrics, and what only the owner of the gateway's token may do: pause engines and load weights."""
 
-    def __init__(self, gateway: "Gateway", watch: RequestObserver, admits: Callable[[web.Request], bool]) -> None:
-        self._gateway, self._watch, self._admits = gateway, watch, admits
-        self._ill: tuple[str, ...] = ()
+    def __init__(self, gateway: "Gateway", observer: RequestObserver, is_admin: Callable[[web.Request], bool]) -> None:
+        self._gateway, self._observer, self._is_admin = gateway, observer, is_admin
+        self._failing: tuple[str, ...] = ()
+        self._updates: set[asyncio.Future[int]] = set()
 
     def mount(self, app: web.Application) -> None:
-        """Add the routes."""
-        app.router.add_route("GET", "/healthz", self._health)
-        app.router.add_route("GET", "/metrics", self._metrics)
-        app.router.add_route("GET", "/openapi.json", self._openapi)
+        """Add the routes, and those of a relay for its workers."""
+        add = app.router.add_route
+        add("GET", "/healthz", self._health)
+        add("GET", "/metrics", self._metrics)
+        add("GET", "/openapi.json", self._openapi)
+        add("GET", "/engines", self._engines)
+        add("POST", "/weights", self._weights)
+        add("POST", "/pause", self._pause)
+        add("POST", "/resume", self._resume)
+        if isinstance(self._gateway.engine, Relay):
+            self._gateway.engine.mount(app, self._is_admin)
+
+    async def drain(self, server: web.Server) -> None:
+        """Let a relay's calls end while its workers are still connected."""
+        gateway = self._gateway
+        if isinstance(gateway.engine, Relay):
+            await gateway.engine.drain(server, lambda: gateway.count()[1], gateway.config.drain_s)
 
     async def _health(self, _: web.Request) -> web.StreamResponse:
-        """Anybody may ask, so what exactly is wrong stands in the log only."""
-        problems = {**await self._engine_problem(), **await self._store_problem()}
-        if tuple(problems) != self._ill:
-            self._ill = tuple(problems)
-            log.warning("health: %s", "; ".join(f"{part}: {said}" for part, said in problems.items()) or "well again")
-        told = {"status": "failing" if problems else "ok", "version": self._gateway.engine.version}
-        return json_response({**told, "failing": list(problems)}, 503 if problems else 200)
+        """Anyone may ask, so the details of a problem are only logged."""
+        problems = {}
+        for part, check in (("engine", self._gateway.engine.check), ("store", self._check_store)):
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    await check()
+            except TimeoutError:
+                problems[part] = f"no response within {_TIMEOUT_S:g} s"
+            except (EngineError, StorageError) as error:
+                problems[part] = str(error)
+        if tuple(problems) != self._failing:
+            self._failing = tuple(problems)
+            log.warning("health: %s", "; ".join(f"{part}: {why}" for part, why in problems.items()) or "ok again")
+        status = {"status": "failing" if problems else "ok", "version": self._gateway.engine.version}
+        return json_response({**status, "failing": list(problems)}, 503 if problems else 200)
 
-    async def _engine_problem(self) -> dict[str, str]:
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                await self._gateway.engine.check()
-        except TimeoutError:
-            return {"engine": f"it says nothing for {_PATIENCE_S:g} s"}
-        except EngineError as error:
-            return {"engine": str(error)}
-        return {}
-
-    async def _store_problem(self) -> dict[str, str]:
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                await written(self._gateway.store, PROBE)
-        except TimeoutError:
-            return {"store": f"nothing is written for {_PATIENCE_S:g} s"}
-        except StorageError as error:
-            return {"store": str(error)}
-        return {}
+    async def _check_store(self) -> None:
+        if self._gateway.store is not None:
+            await self._gateway.store.write(PROBE)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        if self._gateway.token is not None and not self._admits(request):
-            raise Refusal(401, "authentication", "the metrics need the gateway's token (--token-file)", retry=False)
-        sessions, calls = self._gateway.counted()
-        return self._watch.exposed(calls, sessions, self._gateway.store.waiting)
+        if self._gateway.token is not None:
+            self._check(request)
+        return metrics_response(self._observer.collect)
 
     async def _openapi(self, request: web.Request) -> web.StreamResponse:
-        return json_response(described(request.app.router))
+        return json_response(describe_routes(request.app.router))
+
+    # -- engines ------------------------------------------------------------------------------------------------
+
+    async def _engines(self, request: web.Request) -> web.StreamResponse:
+        self._check(request)
+        return self._describe_engines()
+
+    async def _weights(self, request: web.Request) -> web.StreamResponse:
+        self._check(request)
+        body = parse_object(await request.read())
+        version, paused = body.get("version"), body.get("paused", False)
+        if type(version) is not int or version < 0 or not isinstance(paused, bool):
+            raise Refusal(400, "invalid", "version: expected an integer; paused: true or false", retry=False)
+        source = body.get("source", body.get("weights"))
+        if not isinstance(source, str | None):
+            raise Refusal(400, "invalid", "source: expected a path, as the engines see it", retry=False)
+        return await self._publish(WeightUpdate(version, paused, source))
+
+    async def _pause(self, request: web.Request) -> web.StreamResponse:
+        self._check(request)
+        return await self._publish(WeightUpdate(self._gateway.engine.version, paused=True))
+
+    async def _resume(self, request: web.Request) -> web.StreamResponse:
+        self._check(request)
+        return await self._publish(WeightUpdate(self._gateway.engine.version))
+
+    def _check(self, request: web.Request) -> None:
+        if not self._is_admin(request):
+            raise Refusal(401, "authentication", "this needs the gateway's token (--token-file)", retry=False)
+
+    async def _publish(self, update: WeightUpdate) -> web.StreamResponse:
+        """An update that has started is completed, even if its client leaves."""
+        work = asyncio.ensure_future(self._gateway.apply_update(update))
+        self._updates.add(work)
+        work.add_done_callback(self._updates.discard)
+        await asyncio.shield(work)
+        return self._describe_engines()
+
+    def _describe_engines(self) -> web.StreamResponse:
+        engine = self._gateway.engine
+        data: dict[str, Any] = {"version": engine.version}
+        if isinstance(engine, Fleet):
+            data["engines"] = engine.described()
+        return json_response(data)

@@ -1,113 +1,234 @@
-"""One request of an agent: parsed, answered by a call, and written as a whole or as a stream."""
+"""Handles requests: finds the session, parses the request, runs a call, and writes its response or stream."""
 
 import asyncio
+import hmac
 import json
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
 
+from loopwright.engines.base import Sampling
 from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest
-from loopwright.gateway.refusal import refusal_of
+from loopwright.gateway.dialects.body import parse_object
+from loopwright.gateway.dialects.chat import ChatCompletions
+from loopwright.gateway.dialects.completions import Completions
+from loopwright.gateway.dialects.messages import Messages, models_response
+from loopwright.gateway.dialects.responses import Responses
+from loopwright.gateway.refusal import Refusal, refusal_of
+from loopwright.gateway.server.observer import CALL, RequestObserver
 from loopwright.gateway.sessions.call import SessionCall
 from loopwright.gateway.sessions.served_session import ServedSession
 
 if TYPE_CHECKING:
-    from loopwright.gateway.gateway import GatewayConfig
+    from loopwright.gateway.gateway import Gateway
 
 log = logging.getLogger(__name__)
-_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+ROUTES: dict[str, type[Dialect]] = {
+    "v1/chat/completions": ChatCompletions,
+    "v1/completions": Completions,
+    "v1/responses": Responses,
+    "v1/messages": Messages,
+    "v1/v1/messages": Messages,
+    "messages": Messages,
+}
+"""The path below `/{session}` and its dialect; the same dialect serves `count_tokens` below that path."""
+_CLIENT_LEFT = 499
+"""The status of a request whose client left before the response."""
+_STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 
-ASKED = web.RequestKey("asked", tuple[TurnRequest, SessionCall])
-"""What a request came to, for whoever watches."""
 
+class RequestHandler:
+    """Handles the requests of agents, and turns errors of any request into responses of its dialect."""
 
-class Answer:
-    """An answer on its way."""
+    def __init__(self, gateway: "Gateway") -> None:
+        self._gateway, self._config = gateway, gateway.config
+        self.observer = RequestObserver(gateway)
+        # For errors outside of sessions, which need no tokenizer. A relay has none before its first worker connects.
+        tokenizer: Any = getattr(gateway.engine, "tokenizer", None)
+        self._sessionless = {path: dialect(tokenizer, Sampling()) for path, dialect in ROUTES.items()}
 
-    def __init__(self, request: web.Request, dialect: Dialect, served: ServedSession, config: "GatewayConfig") -> None:
-        self._request, self._dialect, self._served, self._config = request, dialect, served, config
+    def mount(self, app: web.Application) -> None:
+        """Add the routes of the dialects."""
+        for path in ROUTES:
+            app.router.add_route("POST", f"/{{id}}/{path}", self._turn_handler(path))
+            app.router.add_route("POST", f"/{{id}}/{path}/count_tokens", self._count_handler(path))
 
-    async def give(self) -> web.StreamResponse:
-        """Answer, and end the call with the connection."""
-        request, dialect = self._request, self._dialect
-        body, digest = self._served.read(dialect.name, await request.read())
-        ask = dialect.parse(body, request.headers)
-        call = self._served.call(dialect.name, ask, digest, retried=_is_retry(request))
-        request[ASKED] = ask, call
-        call.join()
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Turn errors into responses, and observe how each request ends."""
+        start, status = time.perf_counter(), _CLIENT_LEFT
         try:
-            if ask.stream:
-                return await self._streamed(ask, call)
-            return json_response(dialect.render(ask, call.id, await call.result()))
+            try:
+                response = await handler(request)
+            except ConnectionResetError:
+                raise
+            except Exception as error:  # noqa: BLE001  each becomes a response
+                response = self._error_response(request, error)
+            status = response.status
+            return response
         finally:
-            call.leave()
+            self.observer.observe(request, status, time.perf_counter() - start)
 
-    async def _streamed(self, ask: TurnRequest, call: SessionCall) -> web.StreamResponse:
-        """Pieces as they are sampled. What fails before the first of them is refused with a status of its own."""
-        writer, watch = self._dialect.stream(ask, call.id), _Watch(self._request, self._config.write_s)
-        response: web.StreamResponse | None = None
+    def _error_response(self, request: web.Request, error: Exception) -> web.StreamResponse:
+        if isinstance(error, web.HTTPRequestEntityTooLarge):
+            message = f"the request is larger than {self._config.body_bytes} bytes"
+            refusal = Refusal(413, "too_large", message, retry=False)
+        elif isinstance(error, web.HTTPException):
+            message = f"{request.method} {request.path[:200]}: {error.reason.lower()}"
+            refusal = Refusal(error.status, "not_found" if error.status == 404 else "invalid", message, retry=False)
+        else:
+            refusal = refusal_of(error)
+            if refusal.status == 500:
+                log.error("%s %s failed", request.method, request.match_info.route.resource, exc_info=error)
+        path = request.path.lstrip("/").partition("/")[2].removesuffix("/count_tokens")
+        if "anthropic-version" in request.headers:
+            path = "v1/messages"
+        dialect = self._sessionless.get(path) or self._sessionless["v1/chat/completions"]
+        body = dialect.error(str(refusal), kind=refusal.kind, param=refusal.param)
+        headers = {} if refusal.retry else {"x-should-retry": "false"}
+        if refusal.status == 405 and (not_allowed := request.match_info.http_exception) is not None:
+            headers["allow"] = not_allowed.headers.get("allow", "")
+        return json_response(body, refusal.status, headers)
+
+    def is_admin(self, request: web.Request) -> bool:
+        """Whether a request has the gateway's token."""
+        token = self._gateway.token
+        return token is not None and hmac.compare_digest(_key(request).encode("utf-8", "replace"), token.encode())
+
+    def session(self, request: web.Request, *, admin: bool = False) -> ServedSession:
+        """The session of a request that has its key, or, with `admin`, the gateway's token."""
+        id = request.match_info["id"]
+        session = self._gateway.sessions.get(id) or self._gateway.find(id)
+        if session.admits(_key(request)) or (admin and self.is_admin(request)):
+            return session
+        raise Refusal(401, "authentication", "the API key is not the one of this session", retry=False)
+
+    def _dialect(self, session: ServedSession, path: str) -> Dialect:
+        tokenizer, template = session.session.engine.tokenizer, session.session.template
+        dialect = session.dialects[path] = ROUTES[path](tokenizer, session.config.defaults, template.grammar)
+        return dialect
+
+    def _turn_handler(self, path: str) -> Handler:
+        async def handle_turn(request: web.Request) -> web.StreamResponse:
+            session = self.session(request)
+            dialect = session.dialects.get(path) or self._dialect(session, path)
+            data = await request.read()
+            if session.status != "open":
+                raise session.refusal()
+            body, digest = dialect.bodies.read(data)
+            turn_request = dialect.parse(body)
+            retries = request.headers.get("x-stainless-retry-count", "0")
+            is_retry = retries.isdecimal() and int(retries[:9]) > 0
+            call = session.call(dialect.name, turn_request, digest, is_retry=is_retry)
+            request[CALL] = turn_request, call
+            call.join()
+            try:
+                if turn_request.stream:
+                    return await self._stream(request, dialect, turn_request, call)
+                return json_response(dialect.render(turn_request, call.id, await call.result()))
+            finally:
+                call.leave()
+
+        return handle_turn
+
+    def _count_handler(self, path: str) -> Handler:
+        async def handle_count(request: web.Request) -> web.StreamResponse:
+            session = self.session(request)
+            dialect = session.dialects.get(path) or self._dialect(session, path)
+            turn_request = dialect.parse(parse_object(await request.read()))
+            tokens = session.session.count(turn_request.messages, turn_request.tools, turn_request.options)
+            return json_response({"input_tokens": tokens})
+
+        return handle_count
+
+    async def _stream(
+        self, request: web.Request, dialect: Dialect, turn_request: TurnRequest, call: SessionCall
+    ) -> web.StreamResponse:
+        """Send deltas as they are sampled. A failure before the first one becomes an error response."""
+        stream = _EventStream(request, dialect.stream(turn_request, call.id), self._config.write_s)
         try:
             async with aclosing(call.follow(self._config.keepalive_s)) as follow:
-                async for news in follow:
-                    data = b"".join(writer.piece(choice, piece) for choice, piece in news)
-                    if response is None:
-                        response = await self._opened(call, writer)
-                    await watch.write(response, data if news else writer.keepalive())
-            response = response or await self._opened(call, writer)
-            await watch.write(response, writer.end(await call.result()))
-        except ConnectionResetError:  # the client has left, or reads no more
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            return response or web.Response()
+                async for deltas in follow:
+                    await stream.open(call)
+                    data = b"".join(stream.writer.delta(choice, delta) for choice, delta in deltas)
+                    await stream.write(data if deltas else stream.writer.keepalive())
+            await stream.open(call)
+            await stream.write(stream.writer.end(await call.result()))
+        except ConnectionResetError:  # the client has left, or no longer reads
+            if request.transport is not None:
+                request.transport.abort()
         except Exception as error:
-            if response is None:
+            if not stream.response.prepared:
                 raise
-            refused = refusal_of(error)
-            if refused.status == 500:
-                log.exception("a stream of session %s failed", self._served.id)
-            await watch.write(response, writer.fail(str(refused), kind=refused.kind))
+            refusal = refusal_of(error)
+            if refusal.status == 500:
+                log.exception("a stream of session %s failed", call.owner.id)
+            await stream.write(stream.writer.fail(str(refusal), kind=refusal.kind))
         finally:
-            watch.end()
-        return response
+            stream.close()
+        return stream.response
 
-    async def _opened(self, call: SessionCall, writer: StreamWriter) -> web.StreamResponse:
-        response = web.StreamResponse(headers=_STREAM)
-        await response.prepare(self._request)
-        await response.write(writer.begin(call.drafts[0].prompt_tokens))
-        return response
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """The models; requests may name any of them, or another one."""
+        self.session(request)
+        name = self._config.model
+        if "anthropic-version" in request.headers:
+            data = models_response([name])
+            return json_response(data if "model" not in request.match_info else data["data"][0])
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "loopwright"}
+        if "model" in request.match_info:
+            return json_response({**model, "id": request.match_info["model"]})
+        return json_response({"object": "list", "data": [model]})
 
 
-class _Watch:
-    """Hangs up on a client that takes too long to read what it was sent. One timer for a stream: it has many pieces."""
+class _EventStream:
+    """Server-sent events for one client; hangs up if it takes too long to read them.
 
-    def __init__(self, request: web.Request, limit_s: float) -> None:
-        self._request, self._limit_s = request, limit_s
+    One timer serves the whole stream, because a stream has many deltas.
+    """
+
+    def __init__(self, request: web.Request, writer: StreamWriter, limit_s: float) -> None:
+        self._request, self.writer, self._limit_s = request, writer, limit_s
+        self.response = web.StreamResponse(headers=_STREAM_HEADERS)
         self._loop = asyncio.get_running_loop()
-        self._since: float | None = None
-        self._timer = self._loop.call_later(limit_s, self._look)
+        self._writing_since: float | None = None
+        self._timer = self._loop.call_later(limit_s, self._check)
 
-    async def write(self, response: web.StreamResponse, data: bytes) -> None:
-        """Send a part of an answer, if there is anything to send."""
+    async def open(self, call: SessionCall) -> None:
+        """Send the headers and the first event, unless that is done."""
+        if not self.response.prepared:
+            await self.response.prepare(self._request)
+            await self.response.write(self.writer.begin(call.drafts[0].prompt_tokens))
+
+    async def write(self, data: bytes) -> None:
+        """Send events, if there are any."""
         if data:
-            self._since = self._loop.time()
+            self._writing_since = self._loop.time()
             try:
-                await response.write(data)
+                await self.response.write(data)
             finally:
-                self._since = None
+                self._writing_since = None
 
-    def _look(self) -> None:
-        left_s = self._limit_s if self._since is None else self._since + self._limit_s - self._loop.time()
+    def _check(self) -> None:
+        since = self._writing_since
+        left_s = self._limit_s if since is None else since + self._limit_s - self._loop.time()
         if left_s > 0:
-            self._timer = self._loop.call_later(left_s, self._look)
+            self._timer = self._loop.call_later(left_s, self._check)
         elif self._request.transport is not None:
             self._request.transport.abort()
 
-    def end(self) -> None:
-        """The stream has come to its end."""
+    def close(self) -> None:
+        """Stop the timer."""
         self._timer.cancel()
 
 
@@ -120,6 +241,7 @@ def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | Non
     return web.Response(body=body, status=status, headers={"content-type": "application/json", **(headers or {})})
 
 
-def _is_retry(request: web.Request) -> bool:
-    count = request.headers.get("x-stainless-retry-count", "0")
-    return count.isdecimal() and int(count[:9]) > 0
+def _key(request: web.Request) -> str:
+    """The key of a request, as either SDK sends it."""
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    return bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")

@@ -1,7 +1,7 @@
-"""A call: one request being answered, apart from the connection it came by. Those who wait for it follow it.
+"""A call: one request that is being answered, independent of the connection it came by.
 
-It is written down before anything is sampled, and done only once what was sampled is committed. When the last follower
-leaves, sampling ends; a retry of the same request follows the same call, which goes on where it was.
+It is stored before anything is sampled, and complete only when what was sampled is committed. Connections follow it;
+when the last one leaves, sampling stops. A retry of the same request joins the same call, which continues where it was.
 """
 
 import asyncio
@@ -10,167 +10,168 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from loopwright.gateway.sessions.draft import Draft
 from loopwright.gateway.sessions.exactness import Exactness
-from loopwright.gateway.sessions.pieces import Delta
 from loopwright.gateway.sessions.store import INTENT, RESULT, Statement, node_statement
+from loopwright.gateway.sessions.turn import Delta, Draft, Turn
 
 if TYPE_CHECKING:
     from loopwright.gateway.sessions.served_session import ServedSession
-    from loopwright.gateway.sessions.session import Turn
 
-Heard = tuple[int, Delta]
-"""A choice, and its next piece."""
+ChoiceDelta = tuple[int, Delta]
+"""The index of a choice, and its next delta."""
 
 
 @dataclass(eq=False)
 class SessionCall:
     """One request and its choices."""
 
-    served: "ServedSession"
+    owner: "ServedSession"
     id: str
     digest: bytes
     dialect: str
     drafts: Sequence[Draft]
     streamed: bool
-    pieces: list[Heard] = field(default_factory=list)
-    turns: list["Turn"] | None = None
-    """What came of it; None until all of it is committed."""
-    counted: int = 0
-    """The tokens of it that are in the metrics, and whether its turns are."""
-    told: bool = False
+    deltas: list[ChoiceDelta] = field(default_factory=list)
+    turns: list[Turn] | None = None
+    """The result; None until all of it is committed."""
+    tokens_counted: int = 0
+    """How many of its tokens the metrics contain."""
+    turns_counted: bool = False
+    """Whether the metrics contain its turns."""
     _task: asyncio.Task[None] | None = None
     _followers: int = 0
-    _waiting: set[asyncio.Future[bool]] = field(default_factory=set)
-    _given_up: bool = False
-    """Whether nobody waits for the task; others than we may cancel it, too, for a moment."""
-    _alone: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the task that is at it: one that was given up may not yet be gone when the next one comes."""
+    _waiters: set[asyncio.Future[bool]] = field(default_factory=set)
+    _abandoned: bool = False
+    """Whether we cancelled the task because nobody follows it; others may cancel it, too."""
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the task at work: an abandoned one may still be running when the next one starts."""
 
     @property
     def idle(self) -> bool:
-        """Whether it is neither answered nor about to be."""
+        """Whether it has no result, and nothing is at work on one."""
         task = self._task
-        return self.turns is None and (task is None or task.done() or self._given_up)
+        return self.turns is None and (task is None or task.done() or self._abandoned)
 
     def join(self) -> None:
-        """Begin to follow; the call runs as long as somebody does."""
+        """Start to follow; the call runs as long as it has followers."""
         self._followers += 1
         if self.idle:
-            self.pieces, self._given_up = [], False
+            self.deltas, self._abandoned = [], False
             self._task = asyncio.create_task(self._run())
-            self._task.add_done_callback(self._ended)
+            self._task.add_done_callback(self._on_done)
 
     def leave(self) -> None:
-        """Follow it no more. An answer that nobody waits for is not sampled to its end."""
+        """Stop following. Without followers, sampling stops."""
         self._followers -= 1
         if self._followers == 0:
             if self.turns is None:
-                self._give_up()
-            self.pieces = []
+                self._abandon()
+            self.deltas = []
 
-    def _give_up(self) -> None:
-        # Once: a second time would cut short what is written last.
-        if self._task is not None and not self._given_up:
-            self._given_up = True
+    def _abandon(self) -> None:
+        # Only once: a second cancellation would interrupt the final write.
+        if self._task is not None and not self._abandoned:
+            self._abandoned = True
             self._task.cancel()
 
     @property
     def error(self) -> BaseException | None:
-        """What it failed with, if it did."""
+        """The exception it failed with, if it did."""
         task = self._task
         return None if task is None or not task.done() or task.cancelled() else task.exception()
 
-    async def end(self) -> None:
-        """Give it up now, whoever follows; done once nothing more is recorded of it."""
-        self._give_up()
-        async with self._alone:
+    async def stop(self) -> None:
+        """Stop sampling now, whatever follows; returns when nothing more will be recorded."""
+        self._abandon()
+        async with self._lock:
             pass
 
-    async def result(self) -> "Sequence[Turn]":
+    async def result(self) -> Sequence[Turn]:
         """The turns, once they are committed."""
         task = self._task
         if self.turns is None and task is not None:
-            while not task.done():
-                await self._news()
-            self._raise(task)
+            await asyncio.wait((task,))  # not `await task`: cancelling one follower must not cancel the call
+            self._raise_failure(task)
         return self.turns or ()
 
-    async def follow(self, patience_s: float) -> AsyncGenerator[list[Heard], None]:
-        """The pieces as they come; an empty list whenever there was none for so long."""
-        if self.turns is not None and not self.pieces:
-            yield [(choice, piece) for choice, draft in enumerate(self.drafts) for piece in self._retold(draft)]
+    async def follow(self, keepalive_s: float) -> AsyncGenerator[list[ChoiceDelta], None]:
+        """The deltas as they are sampled; an empty list after each `keepalive_s` seconds without any."""
+        if self.turns is not None and not self.deltas:
+            session = self.owner.session
+            yield [(choice, delta) for choice, draft in enumerate(self.drafts) for delta in session.deltas(draft)]
             return
-        pieces, shown, task = self.pieces, 0, self._task
+        deltas, count, task = self.deltas, 0, self._task
         while True:
-            if shown < len(pieces):
-                news, shown = pieces[shown:], len(pieces)
-                yield news
+            if count < len(deltas):
+                new, count = deltas[count:], len(deltas)
+                yield new
             elif self.turns is not None or task is None:
                 return
             elif task.done():
-                self._raise(task)
+                self._raise_failure(task)
                 return
-            elif not await self._news(patience_s):
+            elif not await self._wait(keepalive_s):
                 yield []
 
-    async def _news(self, patience_s: float | None = None) -> bool:
-        """Wait for a piece or the end; False if neither came for so long."""
+    async def _wait(self, timeout_s: float) -> bool:
+        """Wait for a delta or the end; False if neither came in time."""
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
-        self._waiting.add(waiter)
-        timer = None if patience_s is None else loop.call_later(patience_s, _tell, waiter, False)
+        self._waiters.add(waiter)
+        timer = loop.call_later(timeout_s, _resolve, waiter, False)
         try:
             return bool(await waiter)
         finally:
-            self._waiting.discard(waiter)
-            if timer is not None:
-                timer.cancel()
+            self._waiters.discard(waiter)
+            timer.cancel()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            _resolve(waiter, True)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            task.exception()  # whoever follows is told; that nobody does is no error of its own
-        if task is self._task:  # here, as one that is given up at once never begins
+            task.exception()  # raised to followers; without any, asyncio must not log it as never retrieved
+        if task is self._task:  # here, because a task that is cancelled at once never starts
             for draft in self.drafts:
-                self.served.session.release(draft)
+                self.owner.session.release(draft)
         self._wake()
 
-    def _raise(self, task: asyncio.Task[None]) -> None:
+    def _raise_failure(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
-            raise self.served.refusal()
+            raise self.owner.refusal()
         if (error := task.exception()) is not None:
             raise error
-
-    def _retold(self, draft: Draft) -> list[Delta]:
-        return self.served.session.retold(draft)
 
     # -- sampling -----------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        served = self.served
-        async with self._alone, served.slot(self):
-            served.session.resume(self.drafts)
-            served.unsure.add(self)
-            turns = await self._recorded()
-        self.turns = turns
+        owner = self.owner
+        async with self._lock, owner.slot(self):
+            owner.session.resume(self.drafts)
+            if owner.store is None:
+                self.turns = await self._sample()
+            else:
+                self.turns = await self._sample_durably()
         self._wake()
 
-    async def _recorded(self) -> list["Turn"]:
-        """Sample, with the intent on disk before and the result after it."""
-        served, intended = self.served, False
+    async def _sample_durably(self) -> list[Turn]:
+        """Sample, with the intent stored before and the result after it."""
+        owner, has_intent = self.owner, False
+        owner.unsaved.add(self)
         try:
-            await served.keep(self._intents())
-            intended = True
-            return await self._speak()
+            await owner.save(self._intents())
+            has_intent = True
+            return await self._sample()
         finally:
-            # Whatever was sampled is kept, also when nobody waits any more.
-            await served.keep(self._results() if intended else self.rows())
-            served.unsure.discard(self)
+            # What was sampled is stored, even if nobody follows any more.
+            await owner.save(self._results() if has_intent else self.statements())
+            owner.unsaved.discard(self)
 
-    async def _speak(self) -> list["Turn"]:
+    async def _sample(self) -> list[Turn]:
         if len(self.drafts) == 1:
-            return [await self._turn(0, self.drafts[0])]
-        tasks = [asyncio.ensure_future(self._turn(choice, draft)) for choice, draft in enumerate(self.drafts)]
+            return [await self._sample_choice(0, self.drafts[0])]
+        tasks = [asyncio.ensure_future(self._sample_choice(index, draft)) for index, draft in enumerate(self.drafts)]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -178,48 +179,47 @@ class SessionCall:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _turn(self, choice: int, draft: Draft) -> "Turn":
-        session, heard = self.served.session, partial(self._heard, choice) if self.streamed else None
-        if not session.ended(draft):
-            return await session.speak(draft, heard)
-        if heard is not None:  # it came to its end before the call was given up
-            for piece in session.retold(draft):
-                heard(piece)
-        return session.said(draft)
+    async def _sample_choice(self, choice: int, draft: Draft) -> Turn:
+        session, on_delta = self.owner.session, partial(self._add_delta, choice) if self.streamed else None
+        if not session.is_done(draft):
+            return await session.sample(draft, on_delta)
+        if on_delta is not None:  # it was finished before the call was abandoned
+            for delta in session.deltas(draft):
+                on_delta(delta)
+        return session.result(draft)
 
-    def _heard(self, choice: int, piece: Delta) -> None:
-        self.pieces.append((choice, piece))
+    def _add_delta(self, choice: int, delta: Delta) -> None:
+        self.deltas.append((choice, delta))
         self._wake()
 
-    def _wake(self) -> None:
-        for waiter in self._waiting:
-            _tell(waiter, True)
+    # -- the store ----------------------------------------------------------------------------------------------
 
-    def rows(self) -> list[Statement]:
-        """All that is to be stored of it, as it is now."""
+    def statements(self) -> list[Statement]:
+        """All that has to be stored, in its current state."""
         return [*self._intents(), *self._results()]
 
     def _intents(self) -> list[Statement]:
-        served, now = self.served, self.served.clock()
+        owner, now = self.owner, self.owner.clock()
         statements: list[Statement] = []
         for choice, draft in enumerate(self.drafts):
             verdict = draft.verdict
-            values = (served.id, draft.node, self.id, choice, self.digest, self.dialect)
-            more = (draft.sampling.model_dump_json(), draft.seed, now, verdict.kind, verdict.reason, verdict.token)
-            statements.append((INTENT, (*values, *more, draft.manner.written)))
+            call = (owner.id, draft.node, self.id, choice, self.digest, self.dialect)
+            prompt = (draft.sampling.model_dump_json(), draft.seed, now, verdict.kind, verdict.reason, verdict.token)
+            statements.append((INTENT, (*call, *prompt, draft.options.as_json())))
         return statements
 
     def _results(self) -> list[Statement]:
-        served, now = self.served, self.served.clock()
+        owner, now = self.owner, self.owner.clock()
+        graph, verdicts = owner.session.graph, owner.session.verdicts
         statements: list[Statement] = []
         for draft in self.drafts:
-            node, verdict = served.session.graph.nodes[draft.node], served.session.verdicts[draft.node]
-            statements.append(node_statement(served.id, draft.node, node, served.session.graph.keys.get(draft.node)))
+            number, verdict = draft.node, verdicts[draft.node]
+            statements.append(node_statement(owner.id, number, graph.nodes[number], graph.keys.get(number)))
             failure = (verdict.reason, verdict.token) if verdict.kind == Exactness.BROKEN else (None, None)
-            statements.append((RESULT, (now, *failure, served.id, draft.node)))
+            statements.append((RESULT, (now, *failure, owner.id, number)))
         return statements
 
 
-def _tell(waiter: asyncio.Future[bool], news: bool) -> None:
+def _resolve(waiter: asyncio.Future[bool], value: bool) -> None:
     if not waiter.done():
-        waiter.set_result(news)
+        waiter.set_result(value)

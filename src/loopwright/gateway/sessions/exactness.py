@@ -1,4 +1,4 @@
-"""Verdicts: how each turn's prompt relates to what was sampled before it."""
+"""Exactness: how each turn's prompt relates to what was sampled before it."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,18 +8,18 @@ class Exactness(StrEnum):
     """From best to worst."""
 
     EXACT = "exact"
-    """All that was said before is in the prompt as it was sampled."""
+    """The prompt contains everything that was sampled before, token by token."""
     BRIDGED = "bridged"
-    """So it is, but tokens that nobody sampled were added where a turn had been cut off."""
+    """As exact, but with tokens that were not sampled, such as the missing end of a turn that was cut off."""
     FORKED = "forked"
-    """The conversation goes on otherwise than before: a branch of its own, exact in itself."""
+    """The conversation differs from what was recorded: a separate branch, exact in itself."""
     BROKEN = "broken"
-    """What was sampled is not known in full; nothing of the episode may be trained on."""
+    """Some of what was sampled is unknown; the episode must not be trained on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A turn's verdict; `token` is the first place of the prompt, or of prompt and turn, where it parts."""
+    """The exactness of one turn; `token` is the first position, in prompt or turn, where it differs."""
 
     kind: Exactness = Exactness.EXACT
     reason: str = ""

@@ -1,11 +1,11 @@
-"""The message graph of a session: finds messages that are known, renders those that are not, and tells what parts."""
+"""The message graph of a session: finds messages that it has, renders and adds new ones, and says where they differ."""
 
 import json
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import orjson
 from pydantic_core import from_json
@@ -13,216 +13,194 @@ from pydantic_core import from_json
 from loopwright.core.episode import ROOT, Node
 from loopwright.core.task import Message
 from loopwright.gateway.sessions.exactness import Exactness, Verdict
-from loopwright.gateway.sessions.manner import PLAIN, Manner
-from loopwright.gateway.sessions.template import ChatTemplate, Tool, calls_of, text_of
+from loopwright.gateway.sessions.template import ChatTemplate, calls_of, text_of
+from loopwright.gateway.sessions.tool_calls import Tool
+from loopwright.gateway.sessions.turn import Ids
+from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
 
-Ids: TypeAlias = "array[int]"
-"""All ids of a conversation, which are copied in every turn: as plain numbers, whose copy costs next to nothing."""
 Key = tuple[str, str, str, str]
-"""What a message is known by: role, text, calls (and tools, for the first one of a conversation) and reasoning."""
+"""What identifies a message: role, text, calls (and tools, for the first message of a conversation) and reasoning."""
 
-_SENT = 4
-"""Conversations of a session that are recalled as they were sent."""
-_EXACT = 2**53
+_MAX_RECENT = 4
+"""Conversations of a session that are remembered exactly as they were sent."""
+_MAX_EXACT_INT = 2**53
 _ANY = "\0"
-"""The reasoning of a message that was sent without: it may have had any."""
+"""The reasoning of a message that was sent without any: it matches every reasoning."""
 RAW = "prompt"
-"""The role of raw text to go on from, which no chat template touches."""
+"""The role of raw text to continue, to which no chat template is applied."""
 
 
 class Graph:
     """Nodes, and which messages lead from one to another.
 
-    A conversation that begins or goes on otherwise is a branch of its own; what branches share is kept once. With
-    `forks`, what the policy thought before the user last spoke is left out, as many families' templates do: from there
-    on that is a branch, too. Otherwise it stays as it was sampled.
+    A conversation that differs from what was recorded is a separate branch; what branches share is stored once. With
+    `forks`, reasoning from before the last user message is removed from the prompt, as many families' templates do;
+    that too starts a branch. Otherwise reasoning stays as it was sampled.
     """
 
     def __init__(self, template: ChatTemplate, *, forks: bool = False) -> None:
         self._forks = forks
         self.nodes: list[Node] = [ROOT]
         self.keys: dict[int, Key] = {}
-        """How the message of a node is found again; turns that were given up are not."""
+        """How the message of a node is found again; interrupted turns have no key."""
         self._template = template
-        self._children: dict[tuple[int, Key], list[int]] = {}
-        self._tools: tuple[Sequence[Tool], str] = ((), "")
-        self._first: dict[int, list[int]] = {}
-        self._latest: tuple[int, Ids] = (0, ids_of())
-        self._sent: list[tuple[list[Message], list[Tool], list[int]]] = []
+        self._by_key: dict[tuple[int, Key], list[int]] = {}
+        self._tools_json: tuple[Sequence[Tool], str] = ((), "")
+        self._children: dict[int, list[int]] = {}
+        self._latest: tuple[int, Ids] = (0, array("q"))
+        self._recent: list[tuple[list[Message], list[Tool], list[int]]] = []
 
     def place(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, Verdict]:
-        """The node of the last message; those that are not known yet are rendered and added."""
+        """The node of the last message; messages that are not in the graph yet are rendered and added."""
         if messages[0].get("role") == RAW:
-            return self._placed(messages[0]["content"])
+            return self._place_raw(messages[0]["content"])
         if self._forks:
-            messages = _forgotten(messages)
-        sent, nodes = self._recalled(messages, tools)
-        # Plain data of our own, whatever their sender does to them later.
-        more = [copied(message) for message in messages[len(sent) :]]
+            messages = _without_old_reasoning(messages)
+        messages, tools = list(messages), list(tools)
+        prefix, nodes = self._take_recent(messages, tools)
+        more = [copy_message(message) for message in messages[len(prefix) :]]
         keys = [key_of(message) for message in more]
-        if tools and not sent:
+        if tools and not prefix:
             # The first message is rendered with the tools: with other tools it is another message.
-            role, text, calls, thought = keys[0]
-            keys[0] = role, text, calls + self._written(tools), thought
-        nodes, known = self._known(nodes, keys)
-        node = found = nodes[-1]
-        others = list(self._first.get(node, ()))
-        thoughtless = known < len(keys) and keys[known][3] == "" and (node, (*keys[known][:3], _ANY)) in self._children
-        for message, key in zip(more[known:], keys[known:], strict=True):
-            first = node == 0
-            written = self._template.render(message, first=first, tools=tools if first else ())
-            ids = (*self.closing(node), *written)
-            node = self.add(Node(node, message, ids, (0.0,) * len(ids)), key)
-        known += len(sent)
-        # Python takes 1, 1.0 and true for equal, which as arguments of a call they are not.
+            role, text, calls, reasoning = keys[0]
+            if tools != self._tools_json[0]:
+                self._tools_json = tools, json.dumps(tools, sort_keys=True)
+            keys[0] = role, text, calls + self._tools_json[1], reasoning
+        count = 0
+        for key in keys:
+            # A policy may sample the same message twice; all candidates are followed.
+            candidates = [child for node in nodes for child in self._by_key.get((node, key), ())]
+            if not candidates:
+                break
+            nodes, count = candidates, count + 1
+        node = last = nodes[-1]
+        siblings = list(self._children.get(node, ()))
+        lacks_reasoning = count < len(keys) and not keys[count][3] and (node, (*keys[count][:3], _ANY)) in self._by_key
+        for message, key in zip(more[count:], keys[count:], strict=True):
+            ids = self._template.render(message, first=node == 0, tools=() if node else tools)
+            ids = [*self.closing(node), *ids]
+            node = self.add(Node(node, message, tuple(ids), (0.0,) * len(ids)), key)
+        count += len(prefix)
+        # Python considers 1, 1.0 and true equal; as arguments of a call they differ, unless they are still JSON text.
         if all(isinstance(call["function"].get("arguments"), str) for m in more for call in m.get("tool_calls") or ()):
-            self._sent.insert(0, ([*sent, *more], list(tools), [node] if known < len(messages) else nodes))
-            del self._sent[_SENT:]
-        verdict = self._verdict(found, others, node, known, len(messages))
-        if thoughtless:
-            verdict = replace(verdict, reason=f"the reasoning of message {known + 1} is left out")
+            self._recent.insert(0, ([*prefix, *more], tools, [node] if count < len(messages) else nodes))
+            del self._recent[_MAX_RECENT:]
+        verdict = self._compare(last, siblings, node, count if count < len(messages) else None)
+        if lacks_reasoning:
+            verdict = replace(verdict, reason=f"message {count + 1} lacks its reasoning")
         return node, verdict
 
-    def _placed(self, content: str | list[int]) -> tuple[int, Verdict]:
-        """The node of raw text, which goes on from what is known as far as the ids are the same."""
-        ids = self._template.plain(content)
-        node = begun = 0
-        while (child := self._raw_child(node, ids, begun)) is not None:
-            node, begun = child, begun + len(self.nodes[child].ids)
-        rest = tuple(ids[begun:])
-        if not rest and self.nodes[node].finish is None:
-            return node, Verdict()
-        others = list(self._first.get(node, ()))
-        shared = max((_shared(rest, self.nodes[other].ids) for other in others), default=0)
-        forked = Verdict(Exactness.FORKED, "the text goes on otherwise than before", begun + shared)
-        message = {"role": RAW, "content": rest if begun else content}
-        return self.add(Node(node, copied(message), rest, (0.0,) * len(rest))), forked if others else Verdict()
-
-    def _raw_child(self, node: int, ids: list[int], begun: int) -> int | None:
-        """The longest node after this one with which the ids go on; turns that were given up are passed over."""
-        best = None
-        for child in self._first.get(node, ()):
-            found = self.nodes[child]
-            raw = found.message.get("role") == RAW or (found.finish in ("stop", "length") and node)
-            if raw and found.ids and list(found.ids) == ids[begun : begun + len(found.ids)]:
-                best = child if best is None or len(found.ids) >= len(self.nodes[best].ids) else best
-        return best
-
-    def _recalled(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[Message], list[int]]:
-        """The messages that were sent just like these before, and where they lead: a turn costs what is new."""
-        messages = list(messages)
-        for index, (sent, with_tools, nodes) in enumerate(self._sent):
-            if len(sent) <= len(messages) and messages[: len(sent)] == sent and list(tools) == with_tools:
-                del self._sent[index]
+    def _take_recent(self, messages: list[Message], tools: list[Tool]) -> tuple[list[Message], list[int]]:
+        """The longest prefix that was sent in this form before, and its nodes: a turn costs only what is new in it."""
+        for index, (sent, sent_tools, nodes) in enumerate(self._recent):
+            if len(sent) <= len(messages) and messages[: len(sent)] == sent and tools == sent_tools:
+                del self._recent[index]
                 return sent, nodes
         return [], [0]
 
-    def _written(self, tools: Sequence[Tool]) -> str:
-        if tools != self._tools[0]:
-            self._tools = tools, json.dumps(tools, sort_keys=True)
-        return self._tools[1]
+    def _place_raw(self, content: str | list[int]) -> tuple[int, Verdict]:
+        """The node of raw text, which continues the graph as far as the ids are equal."""
+        ids = self._template.plain(content)
+        node = start = 0
+        while (child := self._raw_child(node, ids, start)) is not None:
+            node, start = child, start + len(self.nodes[child].ids)
+        rest = tuple(ids[start:])
+        if not rest and self.nodes[node].finish is None:
+            return node, Verdict()
+        verdict = Verdict()
+        if siblings := self._children.get(node, ()):
+            shared = max(_common_prefix(rest, self.nodes[sibling].ids) for sibling in siblings)
+            verdict = Verdict(Exactness.FORKED, "the text differs from what was recorded", start + shared)
+        message = {"role": RAW, "content": rest if start else content}
+        return self.add(Node(node, copy_message(message), rest, (0.0,) * len(rest))), verdict
+
+    def _raw_child(self, node: int, ids: list[int], start: int) -> int | None:
+        """The longest child whose ids continue here; interrupted turns are skipped."""
+        best = None
+        for number in self._children.get(node, ()):
+            child = self.nodes[number]
+            is_raw = child.message.get("role") == RAW or (child.finish in ("stop", "length") and node)
+            if is_raw and child.ids and list(child.ids) == ids[start : start + len(child.ids)]:
+                best = number if best is None or len(child.ids) >= len(self.nodes[best].ids) else best
+        return best
 
     def add(self, node: Node, key: Key | None = None) -> int:
-        """A new node's number."""
+        """Add a node; its number."""
         number = len(self.nodes)
         self.nodes.append(node)
-        self._first.setdefault(node.parent or 0, []).append(number)
+        self._children.setdefault(node.parent or 0, []).append(number)
         if key is not None:
-            self.know(number, key)
+            self.index(number, key)
         return number
 
-    def know(self, number: int, key: Key | None = None) -> None:
-        """Let a node be found by its message from now on."""
+    def index(self, number: int, key: Key | None = None) -> None:
+        """Make a node findable by its message."""
         node = self.nodes[number]
-        role, text, calls, thought = key_of(node.message) if key is None else key
-        self.keys[number] = key = role, text, calls, "" if thought == _ANY else thought
+        role, text, calls, reasoning = key_of(node.message) if key is None else key
+        self.keys[number] = key = role, text, calls, "" if reasoning == _ANY else reasoning
         parent = node.parent or 0
-        self._children.setdefault((parent, key), []).append(number)
+        self._by_key.setdefault((parent, key), []).append(number)
         if role == "assistant":
-            self._children.setdefault((parent, (role, text, calls, _ANY)), []).append(number)
+            self._by_key.setdefault((parent, (role, text, calls, _ANY)), []).append(number)
 
-    def let_go(self) -> None:
-        """Keep the nodes alone, and nothing that helps to find them and to add more."""
-        self.keys, self._children, self._first, self._tools = {}, {}, {}, ((), "")
-        self._latest, self._sent = (0, ids_of()), []
+    def release(self) -> None:
+        """Keep only the nodes, and free what is needed to find them and to add more."""
+        self.keys, self._by_key, self._children, self._tools_json = {}, {}, {}, ((), "")
+        self._latest, self._recent = (0, array("q")), []
 
     def closing(self, number: int) -> list[int]:
         """The ids between a node and the message after it."""
         node = self.nodes[number]
         return [] if node.finish is None else self._template.closing(node.ids[len(node.ids) - node.sampled :])
 
-    def opening(self, number: int, manner: Manner = PLAIN) -> tuple[int, ...]:
-        """The ids between a node and what the policy says after it."""
+    def opening(self, number: int, options: TurnOptions = PLAIN) -> tuple[int, ...]:
+        """The ids between a node and what the policy samples after it."""
         if self.nodes[number].message.get("role") == RAW:
             return ()
-        return (*self.closing(number), *self._template.opening(manner))
+        return (*self.closing(number), *self._template.opening(options))
 
     def ids(self, number: int) -> Ids:
-        """All ids up to the end of this node; to be copied, not kept. Costs what is new since the latest call."""
-        path, (latest, known) = [], self._latest
+        """All ids up to the end of this node; copy them to keep them. Costs what is new since the latest call."""
+        path, (latest, ids) = [], self._latest
         node = number
         while node and node != latest:
             path.append(node)
             node = self.nodes[node].parent or 0
-        more = ids_of()
+        more = array("q")
         for each in path[::-1]:
             more.extend(self.nodes[each].ids)
-        if self.nodes[number].finish is not None:  # a turn under way may yet grow; a given message never does
-            return known + more if node == latest else more
+        if self.nodes[number].finish is not None:  # a running turn may still grow; a given message never does
+            return ids + more if node == latest else more
         if node == latest:
-            known += more
+            ids += more
         else:
-            known = more
-        self._latest = number, known
-        return known
+            ids = more
+        self._latest = number, ids
+        return ids
 
-    def _known(self, nodes: list[int], keys: Sequence[Key]) -> tuple[list[int], int]:
-        """The nodes that these messages lead to, from those before them, as far as they are known, and how many are.
-
-        A policy may say the same twice: then the one of them from which the conversation went on, else the latest.
-        """
-        for count, key in enumerate(keys):
-            found = [child for node in nodes for child in self._children.get((node, key), ())]
-            if not found:
-                return nodes, count
-            nodes = found
-        return nodes, len(keys)
-
-    def _verdict(self, found: int, others: Sequence[int], node: int, known: int, count: int) -> Verdict:
-        """How messages go on after the last known one, `found`, from which `others` went on before."""
-        if known < count and others:
-            new = self._child(found, node)
-            shared = max(_shared(self.nodes[new].ids, self.nodes[other].ids) for other in others)
-            said = f"message {known + 1} goes on otherwise than before" if found else "it begins another conversation"
-            return Verdict(Exactness.FORKED, said, len(self.ids(found)) + shared)
-        closing = self.closing(found)
+    def _compare(self, last: int, siblings: Sequence[int], node: int, new: int | None) -> Verdict:
+        """The verdict on messages after the node `last`, whose children were `siblings`; `new` is the first new one."""
+        if new is not None and siblings:
+            while (parent := self.nodes[node].parent or 0) != last:
+                node = parent
+            shared = max(_common_prefix(self.nodes[node].ids, self.nodes[sibling].ids) for sibling in siblings)
+            reason = f"message {new + 1} differs from what was recorded" if last else "another conversation starts"
+            return Verdict(Exactness.FORKED, reason, len(self.ids(last)) + shared)
+        closing = self.closing(last)
         if closing and closing[0] == self._template.end_id:
-            return Verdict(
-                Exactness.BRIDGED, f"the end of node {found} was not sampled, but added", len(self.ids(found))
-            )
+            return Verdict(Exactness.BRIDGED, f"the end of node {last} was added, not sampled", len(self.ids(last)))
         return Verdict()
 
-    def _child(self, above: int, node: int) -> int:
-        while (parent := self.nodes[node].parent or 0) != above:
-            node = parent
-        return node
 
-
-def ids_of(ids: Iterable[int] = ()) -> Ids:
-    """Ids, to be added to."""
-    return array("q", ids)
-
-
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many ids two messages begin with in common."""
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return index
     return min(len(one), len(other))
 
 
-def copied(message: Message) -> dict[str, Any]:
-    """A message as plain data of our own, whatever its sender does to it later."""
+def copy_message(message: Message) -> dict[str, Any]:
+    """A message as our own plain data, which its sender cannot change later."""
     try:
         copy: dict[str, Any] = orjson.loads(orjson.dumps(message))
     except orjson.JSONEncodeError as error:
@@ -230,8 +208,8 @@ def copied(message: Message) -> dict[str, Any]:
     return copy
 
 
-def _forgotten(messages: Sequence[Message]) -> list[Message]:
-    """The messages, with what the policy thought before the user last spoke marked as left out."""
+def _without_old_reasoning(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with the reasoning from before the last user message marked as removed."""
     last = max((index for index, message in enumerate(messages) if message.get("role") == "user"), default=0)
     return [
         {**message, "reasoning_content": ""} if index < last and message.get("role") == "assistant" else message
@@ -240,40 +218,38 @@ def _forgotten(messages: Sequence[Message]) -> list[Message]:
 
 
 def key_of(message: Mapping[str, Any]) -> Key:
-    """Equal for messages that say the same, whatever the white space and key order of their arguments.
-
-    Every message of a conversation comes by here in every turn: what is plain text is not written anew.
-    """
+    """Equal for messages with the same meaning, whatever the white space and key order of their arguments."""
     role = message.get("role")
     if not isinstance(role, str):
         raise ValueError("a message needs a role")
     text = text_of(message)
     calls = ""
     if message.get("tool_calls"):
-        calls = json.dumps([(name, _same(_read(found))) for name, found in calls_of(message)], sort_keys=True)
+        pairs = [(name, _normalize(_parse(arguments))) for name, arguments in calls_of(message)]
+        calls = json.dumps(pairs, sort_keys=True)
     if role != "assistant":
         return role, text, calls, ""
-    # Agents trim what the policy said before they send it back; its tokens are kept as they were.
-    thought = message.get("reasoning_content")
-    return role, text.strip(), calls, _ANY if thought is None else str(thought)
+    # Agents trim a message before they send it back; its tokens stay as they were sampled.
+    reasoning = message.get("reasoning_content")
+    return role, text.strip(), calls, _ANY if reasoning is None else str(reasoning)
 
 
-def _read(arguments: Any) -> Any:
-    """Arguments that break off as far as they go: so clients read them that want an object at any price."""
+def _parse(arguments: Any) -> Any:
+    """Arguments that break off are parsed as far as possible, as clients do that need an object in any case."""
     if isinstance(arguments, str):
         with suppress(ValueError):
             return from_json(arguments, allow_partial=True)
     return arguments
 
 
-def _same(value: Any) -> Any:
-    """Numbers as every client writes them back: 1.0 is 1, and integers that no double can hold are rounded to one."""
+def _normalize(value: Any) -> Any:
+    """Numbers as every client sends them back: 1.0 is 1, and integers beyond a double's precision are rounded."""
     if isinstance(value, dict):
-        return {key: _same(item) for key, item in value.items()}
+        return {key: _normalize(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_same(item) for item in value]
+        return [_normalize(item) for item in value]
     if isinstance(value, int | float) and not isinstance(value, bool):
         with suppress(OverflowError):
             value = float(value)
-            return int(value) if value.is_integer() and abs(value) <= _EXACT else value
+            return int(value) if value.is_integer() and abs(value) <= _MAX_EXACT_INT else value
     return value

@@ -1,13 +1,16 @@
-"""A live session: a session with a key, config, calls under way, and a place in the store."""
+"""A served session: a session with a key, a configuration, running calls, and a place in the store."""
 
 import asyncio
 import hmac
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from hashlib import blake2b
 from itertools import count
 from typing import Any
+
+import orjson
 
 from loopwright.core.episode import Episode
 from loopwright.core.errors import StorageError
@@ -15,34 +18,52 @@ from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Engine, Reasoning, Sampling
 from loopwright.gateway.dialects.base import Dialect, TurnRequest
 from loopwright.gateway.refusal import Refusal
-from loopwright.gateway.server.body import Bodies
 from loopwright.gateway.sessions.call import SessionCall
-from loopwright.gateway.sessions.draft import Draft
 from loopwright.gateway.sessions.exactness import Exactness, Verdict
-from loopwright.gateway.sessions.manner import Manner
 from loopwright.gateway.sessions.session import Session, SessionLimits
 from loopwright.gateway.sessions.session_config import SessionConfig
-from loopwright.gateway.sessions.snapshot import snapshot_of
-from loopwright.gateway.sessions.store import GAP, Statement, Store, forgotten, node_statement, nodes_of
+from loopwright.gateway.sessions.store import (
+    GAP,
+    SESSION,
+    DiskStore,
+    Statement,
+    delete_statements,
+    load_nodes,
+    node_statement,
+)
 from loopwright.gateway.sessions.template import ChatTemplate
+from loopwright.gateway.sessions.turn import Draft
+from loopwright.gateway.sessions.turn_options import TurnOptions
 
-_REMEMBERED = 64
-"""Calls of a session that a retry can still find."""
-_RETRIED = 8
-"""The same after a restart."""
-_WAITING = 256
+_MAX_CALLS = 64
+"""Calls of a session that a retry can find."""
+_MAX_RESTORED_CALLS = 8
+"""The same after a restart of the gateway."""
+_MAX_WAITING = 256
 """Calls that may wait for a slot."""
-_SESSION = "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-_LOST = "the gateway ended before this turn did: what was sampled is not known"
+_LOST = Verdict(Exactness.BROKEN, "the gateway stopped before this turn ended: what was sampled is unknown")
+
+
+def snapshot_of(data: Mapping[str, Any]) -> str:
+    """The snapshot id of a session, from the response of `GET /sessions/{id}`.
+
+    It covers the graph (messages, ids, logprobs, versions) and the verdicts, but no durations. Anyone can verify it:
+
+        data = httpx.get(f"{url}/sessions/{id}", headers=…).json()
+        assert snapshot_of(data) == data["snapshot"]
+    """
+    turns = [{name: turn[name] for name in ("node", "verdict", "reason", "token")} for turn in data["turns"]]
+    content = {"nodes": data["episode"]["nodes"], "turns": turns}
+    return blake2b(orjson.dumps(content, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
 
 
 class ServedSession:
-    """One agent's session on the wire. `status` is `open`, `frozen`, `complete`, or `expired`."""
+    """One agent's session at the gateway. `status` is `open`, `frozen`, `complete`, `expired` or `deleted`."""
 
     def __init__(
         self,
         engine: Engine,
-        store: Store,
+        store: DiskStore | None,
         clock: Callable[[], float],
         id: str,
         config: SessionConfig,
@@ -54,12 +75,11 @@ class ServedSession:
     ) -> None:
         self.id, self.config, self.store, self.clock = id, config, store, clock
         self.key = key or f"sk-{secrets.token_urlsafe(24)}"
-        limits = SessionLimits(config.calls, config.tokens)
         self.session = Session(
             engine,
             config.defaults,
             seed=config.seed or id,
-            limits=limits,
+            limits=SessionLimits(config.calls, config.tokens),
             template=template,
             reasoning=reasoning,
             thinks=thinks,
@@ -69,88 +89,76 @@ class ServedSession:
         self.opened_at = self._used_at = clock()
         self.closed_at: float | None = None
         self.silent_s = 0.0
-        """How long the engine had given no token, to a call that was under way when the session was closed."""
+        """How long the engine had returned no token to a call that was running when the session was closed."""
         self.restored = False
-        """Whether the gateway was started anew while it was open."""
+        """Whether the gateway was restarted while it was open."""
         self._calls: OrderedDict[bytes, SessionCall] = OrderedDict()
-        # Random once per process and session: asking the kernel for every call costs more than it is worth.
-        self._mark, self._numbers = secrets.token_hex(8), count(1)
+        # Random once per process and session: to ask the kernel for every call costs too much.
+        self._call_prefix, self._call_numbers = secrets.token_hex(8), count(1)
         self._running: set[SessionCall] = set()
-        self.unsure: set[SessionCall] = set()
-        """Calls of which the store may not have all that is known here."""
-        self._dialects: dict[int, str] = {}
-        self._bodies: dict[str, Bodies] = {}
+        self.unsaved: set[SessionCall] = set()
+        """Calls of which the store may lack something."""
+        self._dialect_names: dict[int, str] = {}
         self._pinned: tuple[Sampling | None, tuple[str, ...], Sampling] = (None, (), config.defaults)
-        self.voices: dict[str, Dialect] = {}
-        """The dialects that it is spoken to in, by path."""
-        self._saved, self._kept = 1, ""
+        self.dialects: dict[str, Dialect] = {}
+        """The dialects that its agent uses, by path."""
+        self._saved_nodes, self._saved_status = 1, ""
         self._settling: asyncio.Task[None] | None = None
         self._slots = None if config.concurrency is None else asyncio.Semaphore(config.concurrency)
         self._waiting = 0
 
     def admits(self, key: str) -> bool:
-        """Whether this is its key; takes as long for a wrong one, however much of it is right."""
+        """Whether this is its key, compared in constant time."""
         return hmac.compare_digest(key.encode("utf-8", "replace"), self.key.encode())
 
     # -- calls --------------------------------------------------------------------------------------------------
 
-    def read(self, dialect: str, body: bytes) -> tuple[dict[str, Any], bytes]:
-        """What a request says, and its digest."""
-        if self.status != "open":
-            raise self.refusal()
-        bodies = self._bodies.get(dialect)
-        if bodies is None:
-            bodies = self._bodies[dialect] = Bodies(dialect)
-        return bodies.read(body)
-
-    def call(self, dialect: str, ask: TurnRequest, digest: bytes, *, retried: bool) -> SessionCall:
-        """The call that a request stands for: an SDK's retry is the one that it retries."""
-        found = self._calls.get(digest) if retried else None
-        if found is not None and not found.idle:
-            return found
+    def call(self, dialect: str, request: TurnRequest, digest: bytes, *, is_retry: bool) -> SessionCall:
+        """The call for a request; an SDK's retry gets the call that it retries."""
+        call = self._calls.get(digest) if is_retry else None
+        if call is not None and not call.idle:
+            return call
         now = self.clock()
         if self.config.time_s is not None and now - self.opened_at >= self.config.time_s:
-            raise Refusal.spent(f"its {self.config.time_s:g} s are over")
-        if self._waiting >= _WAITING:
-            raise Refusal(429, "quota", f"{self._waiting} calls of this session wait already")
+            raise Refusal.out_of_quota(f"its {self.config.time_s:g} s are over")
+        if self._waiting >= _MAX_WAITING:
+            raise Refusal(429, "quota", f"{self._waiting} calls of this session are waiting already")
         self._used_at = now
-        if found is not None:
-            return found
-        call = self._new(dialect, ask, digest)
-        self.unsure.add(call)
-        self._remember(call)
-        return call
-
-    def _new(self, dialect: str, ask: TurnRequest, digest: bytes) -> SessionCall:
-        sampling = self._sampling(ask)
+        if call is not None:
+            return call
+        requested, stop, sampling = self._pinned  # mostly the same as in the call before
+        if request.sampling is not requested or request.stop != stop:
+            sampling = self.config.pin(request.sampling, request.stop)
+            self._pinned = request.sampling, request.stop, sampling
         drafts: list[Draft] = []
-        manner = ask.manner(self.session.template.grammar)
-        for choice in range(ask.n):
-            seed = None if ask.seed is None else f"{ask.seed}:{choice}"
+        for choice in range(request.n):
             draft = self.session.draft(
-                ask.messages, ask.tools, sampling=sampling, seed=seed, manner=manner, of=ask.n - choice
+                request.messages,
+                request.tools,
+                sampling=sampling,
+                seed=None if request.seed is None else f"{request.seed}:{choice}",
+                options=request.options,
+                choices=request.n - choice,
             )
             drafts.append(draft)
             draft.verdict = self.session.verdicts[draft.node] = drafts[0].verdict  # choices share their prompt
-        return SessionCall(self, f"{self._mark}{next(self._numbers):x}", digest, dialect, drafts, ask.stream)
+        call_id = f"{self._call_prefix}{next(self._call_numbers):x}"
+        call = SessionCall(self, call_id, digest, dialect, drafts, request.stream)
+        if self.store is not None:
+            self.unsaved.add(call)
+        self._add_call(call)
+        return call
 
-    def _sampling(self, ask: TurnRequest) -> Sampling:
-        """How a call is sampled; mostly as the one before it."""
-        asked, stop, pinned = self._pinned
-        if ask.sampling is not asked or ask.stop != stop:
-            pinned = self.config.pinned(ask.sampling, ask.stop)
-            self._pinned = ask.sampling, ask.stop, pinned
-        return pinned
-
-    def _remember(self, call: SessionCall) -> None:
+    def _add_call(self, call: SessionCall) -> None:
         self._calls[call.digest] = call
-        self._dialects.update({draft.node: call.dialect for draft in call.drafts})
-        while len(self._calls) > _REMEMBERED:
+        for draft in call.drafts:
+            self._dialect_names[draft.node] = call.dialect
+        while len(self._calls) > _MAX_CALLS:
             self._calls.popitem(last=False)
 
     @asynccontextmanager
     async def slot(self, call: SessionCall) -> AsyncIterator[None]:
-        """A place among the calls that are answered at once."""
+        """A place among the calls that run at the same time."""
         self._running.add(call)
         try:
             if self.status != "open":  # closed between the request and now
@@ -173,133 +181,122 @@ class ServedSession:
 
     @property
     def running(self) -> int:
-        """How many calls are under way."""
+        """How many calls are running."""
         return len(self._running)
 
     # -- the store ----------------------------------------------------------------------------------------------
 
-    async def keep(self, statements: Sequence[Statement] = ()) -> None:
-        """Write this down, and with it all else that the store is not known to have. StorageError if it cannot be."""
-        graph, since = self.session.graph, self._saved
-        self._saved = len(graph.nodes)
-        others = self.unsure - self._running  # those under way write themselves down
+    async def save(self, statements: Sequence[Statement] = ()) -> None:
+        """Store these statements and everything else that the store may lack. StorageError if that fails."""
+        if self.store is None:
+            return
+        graph, since = self.session.graph, self._saved_nodes
+        self._saved_nodes = len(graph.nodes)
+        others = self.unsaved - self._running  # running calls save themselves
         rows = [
             node_statement(self.id, number, graph.nodes[number], graph.keys.get(number))
-            for number in range(since, self._saved)
+            for number in range(since, self._saved_nodes)
         ]
         try:
-            await self.store.write([*rows, *(row for call in others for row in call.rows()), *statements])
+            await self.store.write([*rows, *(row for call in others for row in call.statements()), *statements])
         except BaseException:
-            self._saved = min(self._saved, since)
+            self._saved_nodes = min(self._saved_nodes, since)
             raise
-        self.unsure -= others - self._running
+        self.unsaved -= others - self._running
 
-    async def settled(self) -> None:
-        """Done once the store has the session as it is: one task does that for all who wait, whoever leaves."""
-        while self._kept != self.status:
+    async def settle(self) -> None:
+        """Return once the store has the session's current status. One task writes it for all who wait."""
+        while self._saved_status != self.status:
             if self._settling is None or self._settling.done():
-                self._settling = asyncio.create_task(self._settle())
-                self._settling.add_done_callback(_heed)
+                self._settling = asyncio.create_task(self._write_status())
+                self._settling.add_done_callback(_retrieve_exception)
             await asyncio.shield(self._settling)
 
     @property
-    def untold(self) -> bool:
-        """Whether it has ended, the store could not be told, and nobody tries to."""
-        tried = self._settling is None or self._settling.done()
-        return tried and self.status != "open" and self._kept != self.status
+    def needs_settling(self) -> bool:
+        """Whether it has ended, the store does not know it, and nothing is about to write it."""
+        is_idle = self._settling is None or self._settling.done()
+        return is_idle and self.status != "open" and self._saved_status != self.status
 
-    async def _settle(self) -> None:
+    async def _write_status(self) -> None:
         status = self.status
         if self._running and status != "open":
-            await self.rest()
+            await self.stop_calls()
             self.silent_s = self.session.silent_s()
         if status == "deleted":
-            await self.store.write(forgotten(self.id))
+            if self.store is not None:
+                await self.store.write(delete_statements(self.id))
         else:
             if status != "open":
                 self.snapshot = self.snapshot or snapshot_of(self.describe())
             config = self.config.model_dump_json(exclude_unset=True)
             state = (self.opened_at, status, self.closed_at, str(self.outcome), self.reason, self.snapshot)
-            await self.keep([(_SESSION, (self.id, self.key, config, *state))])
-        self._kept = status
-        if status != "open":
-            self._let_go()
+            await self.save([(SESSION, (self.id, self.key, config, *state))])
+        self._saved_status = status
+        if status != "open":  # it takes no more calls: free what only they need
+            self._calls.clear()
+            self.dialects.clear()
+            self.unsaved.clear()
+            self.session.graph.release()
 
-    def _let_go(self) -> None:
-        """Keep no more than what can be asked for: it takes no more calls."""
-        self._calls.clear()
-        self._bodies.clear()
-        self.voices.clear()
-        self.unsure.clear()
-        self.session.graph.let_go()
-
-    # -- its life -----------------------------------------------------------------------------------------------
+    # -- lifecycle ----------------------------------------------------------------------------------------------
 
     def refusal(self) -> Refusal:
-        """What a call is told that this session does not take, or that was ended with it."""
+        """The refusal of a call that this session does not accept, or that was stopped with it."""
         return Refusal.closed(self.id, "closing" if self.status == "open" else self.status)
 
-    def expires(self) -> bool:
-        """Whether its time is up."""
+    def is_expired(self) -> bool:
+        """Whether it was idle for longer than its `ttl_s`."""
         return self.status == "open" and not self._running and self.clock() - self._used_at >= self.config.ttl_s
 
-    def ended_s(self) -> float:
-        """Seconds since it ended, and the store knows that; 0 before."""
-        return 0.0 if self.closed_at is None or self._kept != self.status else self.clock() - self.closed_at
+    def seconds_since_end(self) -> float:
+        """Seconds since it ended, if the store knows that; 0 before."""
+        return 0.0 if self.closed_at is None or self._saved_status != self.status else self.clock() - self.closed_at
 
     async def close(self, status: str = "complete", outcome: Outcome = Outcome.OK, reason: str = "") -> Episode:
-        """End it: calls under way are given up, and what was recorded changes no more.
+        """End it: running calls are stopped, and the record is final.
 
-        Who closes it again waits for the same; if that failed, it is tried again.
+        Closing it again waits for the same write, or tries it again if it failed.
         """
         if self.status in ("open", "frozen"):
-            reason = reason.encode("utf-8", "replace").decode()  # what no store can write would never be closed
+            reason = reason.encode("utf-8", "replace").decode()  # or the store could never write it
             self.status, self.outcome, self.reason, self.closed_at = status, outcome, reason, self.clock()
-        await self.settled()
+        await self.settle()
         return self.episode()
 
     async def freeze(self) -> None:
-        """Take no more calls, and give what was recorded an id; how it went is told later, by closing it."""
+        """Accept no more calls, and give the record a snapshot id; the outcome follows when it is closed."""
         if self.status == "open":
             self.status, self.closed_at = "frozen", self.clock()
-        await self.settled()
+        await self.settle()
 
     async def delete(self) -> None:
-        """End it, and have the store forget it."""
+        """End it, and delete it from the store."""
         self.status, self.outcome, self.reason, self.closed_at = "deleted", Outcome.ABORTED, "deleted", self.clock()
-        await self.settled()
+        await self.settle()
 
-    async def leave(self) -> None:
-        """Leave it to the next gateway, as this one ends: calls under way are given up."""
-        await self.rest()
-        with suppress(StorageError):  # whoever was to have it written down was told
+    async def detach(self) -> None:
+        """Leave it to the next gateway, as this one ends: running calls are stopped."""
+        await self.stop_calls()
+        with suppress(StorageError):  # already raised to the callers that waited for the write
             if self.status != "open":
-                await self.settled()
-            elif self.unsure:
-                await self.keep()
+                await self.settle()
+            elif self.unsaved:
+                await self.save()
 
-    def checked(self, snapshot: str | None = None) -> dict[str, Any]:
-        """The session for whoever opened it; refused if it is not what was frozen, or not that snapshot."""
-        shown = self.describe()
-        if snapshot is not None and snapshot != self.snapshot:
-            told = f"is at snapshot {self.snapshot}" if self.snapshot else "is not frozen: it has no snapshot yet"
-            raise Refusal(409, "closed", f"session {self.id!r} {told}", param="snapshot", retry=False)
-        if self.snapshot and snapshot_of(shown) != self.snapshot:
-            told = "what is stored is not what was frozen; its store is damaged, or was changed"
-            raise Refusal(409, "internal", f"session {self.id!r}: {told}", retry=False)
-        return shown
+    async def stop_calls(self) -> None:
+        """Stop all running calls."""
+        await asyncio.gather(*(call.stop() for call in list(self._running)))
 
-    async def rest(self) -> None:
-        """Give up calls under way."""
-        await asyncio.gather(*(call.end() for call in list(self._running)))
+    # -- what was recorded --------------------------------------------------------------------------------------
 
     def episode(self) -> Episode:
-        """Everything that was recorded, yet to be judged."""
+        """Everything that was recorded, without a reward."""
         return self.session.episode(self.config.task_of(self.id), self.outcome, reason=self.reason)
 
     def describe(self) -> dict[str, Any]:
-        """The session for whoever opened it: the graph, rows for training, and a verdict per turn."""
-        episode, verdicts = self.episode(), self.session.verdicts
+        """The session for its owner: the graph, rows for training, and a verdict per turn."""
+        episode, verdicts, nodes = self.episode(), self.session.verdicts, self.session.graph.nodes
         counts = {str(kind): sum(verdict.kind == kind for verdict in verdicts.values()) for kind in Exactness}
         running = len(self._running)
         return {
@@ -313,7 +310,18 @@ class ServedSession:
             "restored": self.restored,
             "trainable": not counts[Exactness.BROKEN] and not running and episode.sampled > 0,
             "verdicts": counts,
-            "turns": [self._told(number, verdict) for number, verdict in sorted(verdicts.items())],
+            "turns": [
+                {
+                    "node": number,
+                    "dialect": self._dialect_names.get(number, ""),
+                    "verdict": verdict.kind,
+                    "reason": verdict.reason,
+                    "token": verdict.token,
+                    "finish": nodes[number].finish,
+                    "sampled_tokens": nodes[number].sampled,
+                }
+                for number, verdict in sorted(verdicts.items())
+            ],
             "rows": [
                 {
                     "prompt_ids": row.prompt_ids,
@@ -327,60 +335,59 @@ class ServedSession:
             "episode": episode.as_json(),
         }
 
-    def _told(self, number: int, verdict: Verdict) -> dict[str, Any]:
-        node = self.session.graph.nodes[number]
-        return {
-            "node": number,
-            "dialect": self._dialects.get(number, ""),
-            "verdict": verdict.kind,
-            "reason": verdict.reason,
-            "token": verdict.token,
-            "finish": node.finish,
-            "sampled_tokens": node.sampled,
-        }
+    def verify(self, snapshot: str | None = None) -> dict[str, Any]:
+        """Describe it; refused if it is not what was frozen, or does not have the requested snapshot."""
+        data = self.describe()
+        if snapshot is not None and snapshot != self.snapshot:
+            state = f"is at snapshot {self.snapshot}" if self.snapshot else "is not frozen: it has no snapshot yet"
+            raise Refusal(409, "closed", f"session {self.id!r} {state}", param="snapshot", retry=False)
+        if self.snapshot and snapshot_of(data) != self.snapshot:
+            reason = "the stored record differs from what was frozen; the store is damaged, or was changed"
+            raise Refusal(409, "internal", f"session {self.id!r}: {reason}", retry=False)
+        return data
 
     # -- recovery -----------------------------------------------------------------------------------------------
 
-    def restore(self, row: tuple[Any, ...]) -> None:
-        """Take up what the store has of it. A turn that had not come to its end is broken, unless it is retried."""
+    def restore(self, row: tuple[Any, ...], store: DiskStore) -> None:
+        """Restore it from the store. An unfinished turn is broken, unless it is retried."""
         self.opened_at, self.status, self.closed_at, outcome, self.reason, self.snapshot = row
-        self.outcome, self.restored, self._kept = Outcome(outcome), self.status == "open", self.status
+        self.outcome, self.restored, self._saved_status = Outcome(outcome), self.status == "open", self.status
         query = (
             "SELECT node, call, choice, digest, dialect, sampling, seed, manner, ended_at, verdict, reason, token, "
             "failure, failed_at FROM calls WHERE session = ? ORDER BY begun_at, choice"
         )
-        rows = self.store.rows(query, (self.id,))
+        rows = store.rows(query, (self.id,))
         prompts, verdicts = {}, {}
         for node, *_, ended_at, kind, reason, token, failure, failed_at in rows:
             prompts[node] = verdicts[node] = Verdict(Exactness(kind), reason, token)
             if ended_at is None:
-                verdicts[node] = Verdict(Exactness.BROKEN, _LOST, None)
+                verdicts[node] = _LOST
             elif failure is not None:
                 verdicts[node] = Verdict(Exactness.BROKEN, failure, failed_at)
-        nodes, lost = nodes_of(self.store, self.id), set[int | None]()
-        for number, (found, _) in enumerate(nodes, 1):
-            if found is GAP or found.parent in lost:
-                lost.add(number)
-        verdicts |= {node: Verdict(Exactness.BROKEN, _LOST, None) for node in verdicts if node in lost}
+        nodes, lost_nodes = load_nodes(store.rows, self.id), set[int | None]()
+        for number, (stored, _) in enumerate(nodes, 1):
+            if stored is GAP or stored.parent in lost_nodes:
+                lost_nodes.add(number)
+        verdicts |= {node: _LOST for node in verdicts if node in lost_nodes}
         self.session.restore(nodes, verdicts)
-        self._saved = len(self.session.graph.nodes)
+        self._saved_nodes = len(self.session.graph.nodes)
         calls: dict[str, list[Any]] = {}
         for each in rows:
-            self._dialects[each[0]] = each[4]
-            if each[0] not in lost:
+            self._dialect_names[each[0]] = each[4]
+            if each[0] not in lost_nodes:
                 calls.setdefault(each[1], []).append(each)
-        for id, parts in list(calls.items())[-_RETRIED:]:
+        for id, choices in list(calls.items())[-_MAX_RESTORED_CALLS:]:
             drafts = []
-            for node, _, _, _, _, sampling, seed, manner, *_ in parts:
-                read, how = Sampling.model_validate_json(sampling), Manner.model_validate_json(manner)
-                drafts.append(self.session.redraft(node, read, seed, prompts[node], how))
-            call = SessionCall(self, id, parts[0][3], parts[0][4], drafts, True)
-            if all(map(self.session.ended, drafts)):
-                call.turns = [self.session.said(draft) for draft in drafts]
-            self._remember(call)
+            for node, _, _, _, _, sampling_json, seed, options_json, *_ in choices:
+                sampling, options = Sampling.model_validate_json(sampling_json), TurnOptions.from_json(options_json)
+                drafts.append(self.session.restore_draft(node, sampling, seed, prompts[node], options))
+            call = SessionCall(self, id, choices[0][3], choices[0][4], drafts, True)
+            if all(map(self.session.is_done, drafts)):
+                call.turns = [self.session.result(draft) for draft in drafts]
+            self._add_call(call)
 
 
-def _heed(task: asyncio.Task[None]) -> None:
-    """Those who wait are told how it went; that nobody does is no error of its own."""
+def _retrieve_exception(task: asyncio.Task[None]) -> None:
+    """Raised to those who wait; without any, asyncio must not log it as never retrieved."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""Terms: what whoever opens a session says about it, and holds its agent to."""
+"""The configuration of a session: what its owner says about it, and the limits its agent has to observe."""
 
 import re
 import secrets
@@ -11,50 +11,50 @@ from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_OURS = re.compile(r"s-[0-9a-f]{16}")
-_TAKEN = {"sessions", "healthz", "metrics", "v1", "ws", "openapi.json", "engines", "weights", "pause", "resume"}
+_GENERATED_ID = re.compile(r"s-[0-9a-f]{16}")
+_RESERVED = {"sessions", "healthz", "metrics", "v1", "ws", "openapi.json", "engines", "weights", "pause", "resume"}
 
 
 def is_id(text: str) -> bool:
-    """Whether a session can be called so: it is part of a path, and of nobody else's."""
-    return _ID.fullmatch(text) is not None and text not in _TAKEN
+    """Whether this can be a session's id: it is the first part of a path, and must not clash with other routes."""
+    return _ID.fullmatch(text) is not None and text not in _RESERVED
 
 
 def new_id() -> str:
-    """An id for a session whose opener says none."""
+    """An id for a session that is opened without one."""
     return f"s-{secrets.token_hex(8)}"
 
 
-def is_ours(id: str) -> bool:
-    """Whether we chose this id. Agents see it in their URL, and nobody has to open such a session twice."""
-    return _OURS.fullmatch(id) is not None
+def is_generated(id: str) -> bool:
+    """Whether the gateway generated this id. Agents see it in their URL; its owner has no reason to open it again."""
+    return _GENERATED_ID.fullmatch(id) is not None
 
 
 class SessionConfig(Config):
-    """The terms of a session."""
+    """The configuration of a session."""
 
     run: str = ""
     """The run that it belongs to."""
     trial: int | str | None = None
     """The trial that it belongs to."""
     sampling: Sampling = Sampling()
-    """What is given here is pinned: requests cannot change it; they may ask for fewer tokens."""
+    """What is set here is pinned: requests cannot change it, except that they may ask for fewer tokens."""
     max_tokens: int = Field(default=4096, ge=1)
-    """Tokens of a turn where neither the opener nor the request says how many."""
+    """Tokens of a turn if neither `sampling` nor the request says how many."""
     seed: str | None = None
-    """What turns are sampled with; the session's id where it is not given."""
+    """The seed of its turns; the session's id by default."""
     calls: int | None = Field(default=None, ge=0)
     """How many turns may be sampled."""
     tokens: int | None = Field(default=None, ge=0)
     """How many tokens may be sampled, over all turns."""
     time_s: float | None = Field(default=None, gt=0)
-    """Seconds from its opening in which calls are taken."""
+    """Seconds after opening in which calls are accepted."""
     concurrency: int | None = Field(default=None, ge=1)
-    """How many calls are answered at once; others wait."""
+    """How many calls run at the same time; others wait."""
     ttl_s: float = Field(default=3600.0, gt=0)
     """Seconds without a call after which it expires."""
     task: dict[str, Any] | None = None
-    """The task that the agent was given, for the episode: id, messages, label, data_source."""
+    """The agent's task, for the episode: id, messages, label, data_source."""
 
     @field_validator("task")
     @classmethod
@@ -73,15 +73,14 @@ class SessionConfig(Config):
 
     @property
     def defaults(self) -> Sampling:
-        """What a request is sampled with where it says nothing."""
-        given = self.sampling.model_fields_set
-        return (
-            self.sampling if "max_tokens" in given else self.sampling.model_copy(update={"max_tokens": self.max_tokens})
-        )
+        """The sampling of a request that sets nothing itself."""
+        if "max_tokens" in self.sampling.model_fields_set:
+            return self.sampling
+        return self.sampling.model_copy(update={"max_tokens": self.max_tokens})
 
-    def pinned(self, asked: Sampling, stop: tuple[str, ...]) -> Sampling:
-        """What a request is sampled with: what it asks for, under what is pinned."""
+    def pin(self, requested: Sampling, stop: tuple[str, ...]) -> Sampling:
+        """The sampling of a request: what it asks for, except what is pinned."""
         pins = {name: getattr(self.sampling, name) for name in self.sampling.model_fields_set}
         if "max_tokens" in pins:
-            pins["max_tokens"] = min(pins["max_tokens"], asked.max_tokens)
-        return asked.model_copy(update={**pins, "stop": (*pins.get("stop", ()), *stop)})
+            pins["max_tokens"] = min(pins["max_tokens"], requested.max_tokens)
+        return requested.model_copy(update={**pins, "stop": (*pins.get("stop", ()), *stop)})

@@ -1,6 +1,6 @@
-"""The store: sessions, their nodes and their calls, on disk before anybody is told.
+"""The store: sessions, their nodes and their calls, on disk before a client sees them.
 
-One thread writes; whatever waits for it is committed together, off the event loop. It is a SQLite file, like a ledger.
+One thread writes, off the event loop; all waiting writes are committed together. It is a SQLite file, like a ledger.
 """
 
 import asyncio
@@ -11,11 +11,11 @@ import queue
 import struct
 import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
@@ -42,7 +42,7 @@ CREATE TABLE calls (
     PRIMARY KEY (session, node)
 ) STRICT;
 """
-# Where a turn failed, that once took the place of what its prompt was worth.
+# Format 2 stored a turn's failure in place of its prompt's verdict.
 _FROM_2 = """
 ALTER TABLE calls ADD COLUMN failure TEXT;
 ALTER TABLE calls ADD COLUMN failed_at INTEGER;
@@ -50,84 +50,45 @@ UPDATE calls SET failure = reason, failed_at = token, verdict = 'exact', reason 
 WHERE verdict = 'broken';
 """
 
-# Each with one row; `_grouped` makes one statement of several rows.
+# Each for one row; `_group` merges several rows into one statement.
 NODE = "INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 INTENT = "INSERT OR REPLACE INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, ?, ?, ?, ?, NULL, NULL)"
 RESULT = (
-    "UPDATE calls SET ended_at = told.column1, failure = told.column2, failed_at = told.column3 "
-    "FROM (VALUES (?, ?, ?, ?, ?)) AS told WHERE session = told.column4 AND node = told.column5"
+    "UPDATE calls SET ended_at = result.column1, failure = result.column2, failed_at = result.column3 "
+    "FROM (VALUES (?, ?, ?, ?, ?)) AS result WHERE session = result.column4 AND node = result.column5"
 )
-_ROWS = 32
-"""The most rows of a statement."""
+SESSION = "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_MAX_ROWS = 32
+"""Rows of one statement."""
 
 Statement = tuple[str, tuple[Any, ...]]
+Query = Callable[[str, tuple[Any, ...]], list[Any]]
+"""Runs a query; returns its rows."""
 
 PROBE: Sequence[Statement] = (
     ("INSERT INTO sessions VALUES ('/', '', '', 0.0, '', NULL, '', '', '')", ()),
     ("DELETE FROM sessions WHERE id = '/'", ()),
 )
-"""What changes nothing, and is written all the same: whether it can be is the question."""
-
-
-class Source(Protocol):
-    """Where sessions are read from."""
-
-    def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
-        """What a query gives."""
-        ...
-
-
-class Store(Source, Protocol):
-    """Where sessions are kept."""
-
-    def write(self, statements: Sequence[Statement]) -> asyncio.Future[None]:
-        """Write all of it or nothing, whoever still waits; done once it is safe. StorageError if it cannot be."""
-        ...
-
-    def close(self) -> None:
-        """Write what waits, and let go."""
-        ...
-
-    @property
-    def waiting(self) -> int:
-        """How many writes wait."""
-        ...
-
-
-class NoStore:
-    """Keeps nothing: sessions live as long as the gateway."""
-
-    def write(self, statements: Sequence[Statement]) -> asyncio.Future[None]:
-        done = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        return done
-
-    def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
-        return []
-
-    def close(self) -> None: ...
-
-    waiting = 0
+"""Changes nothing, but shows whether the store can be written."""
 
 
 class DiskStore:
-    """A file in the output directory, which only its owner can read: it holds the keys of the sessions."""
+    """A file in the output directory. It contains the keys of the sessions, so only its owner can read it."""
 
     def __init__(self, output: Path) -> None:
         self.path = output / "gateway.db"
         with storage(output):
             output.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(output)
+            self._lock = _lock(output)
             os.close(os.open(self.path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         with explained(self.path):
             self._connection = connect(self.path, "NORMAL")
-            # Moving the log into the file waits for the disk, and all calls with it: so rather seldom (16 MB).
+            # A checkpoint waits for the disk, and all calls wait for the checkpoint: so they are rare (16 MB).
             self._connection.execute("PRAGMA wal_autocheckpoint = 4096")
             (version,) = self._connection.execute("PRAGMA user_version").fetchone()
-            if version == 0:
-                self._make(_SCHEMA)
-            elif version == 2:
-                self._make(_FROM_2)
+            if version in (0, 2):
+                tables = _FROM_2 if version else _SCHEMA
+                self._connection.executescript(f"BEGIN IMMEDIATE; {tables} PRAGMA user_version = {VERSION}; COMMIT;")
             elif version != VERSION:
                 raise LedgerError(
                     f"{self.path} has format {version}, and this Loopwright reads {VERSION}. Choose another --output."
@@ -138,25 +99,29 @@ class DiskStore:
         self._thread = threading.Thread(target=self._work, name="gateway-store", daemon=True)
         self._thread.start()
 
-    def _make(self, tables: str) -> None:
-        self._connection.executescript(f"BEGIN IMMEDIATE; {tables} PRAGMA user_version = {VERSION}; COMMIT;")
-
     def write(self, statements: Sequence[Statement]) -> asyncio.Future[None]:
+        """Write all statements or none; done once they are committed. StorageError if they cannot be.
+
+        Cancelling the future does not cancel the write.
+        """
         done = self._loop.create_future()
         self._queue.put((statements, done))
         return done
 
     def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
+        """The rows of a query."""
         return self._transaction.rows(query, values)
 
     def close(self) -> None:
+        """Write what is in the queue, and close the file."""
         self._queue.put(None)
         self._thread.join()
         self._connection.close()
         os.close(self._lock)
 
     @property
-    def waiting(self) -> int:
+    def queue_length(self) -> int:
+        """How many writes are waiting."""
         return self._queue.qsize()
 
     def _work(self) -> None:
@@ -167,79 +132,74 @@ class DiskStore:
                 batch.append(self._queue.get())
             more = None not in batch
             jobs = [job for job in batch if job is not None]
-            failed: Exception | None = None
+            failure: Exception | None = None
             try:
                 with self._transaction as connection:
-                    for query, values in _grouped([each for statements, _ in jobs for each in statements]):
+                    for query, values in _group([each for statements, _ in jobs for each in statements]):
                         connection.execute(query, values)
-            except Exception as error:  # noqa: BLE001  whoever waits is told
-                failed = error
-            # Once for all of them: waking the event loop costs more than telling one of them.
-            self._loop.call_soon_threadsafe(_settle, [done for _, done in jobs], failed)
+            except Exception as error:  # noqa: BLE001  raised to those who await the writes
+                failure = error
+            # Once for all of them: waking the event loop costs more than resolving a future.
+            self._loop.call_soon_threadsafe(_resolve, [done for _, done in jobs], failure)
 
 
-def _settle(waiting: Sequence[asyncio.Future[None]], failed: Exception | None) -> None:
-    for done in waiting:
-        if done.done():  # nobody waits any more
+def _resolve(futures: Sequence[asyncio.Future[None]], failure: Exception | None) -> None:
+    for future in futures:
+        if future.done():  # no longer awaited
             continue
-        if failed is None:
-            done.set_result(None)
+        if failure is None:
+            future.set_result(None)
         else:
-            done.set_exception(failed)
-            done.exception()  # asyncio is not to complain if nobody asks
+            future.set_exception(failure)
+            future.exception()  # so that asyncio does not log it as never retrieved
 
 
-def _grouped(statements: Sequence[Statement]) -> Iterable[Statement]:
-    """Statements of many rows each; but one by one where the order between queries counts.
+def _group(statements: Sequence[Statement]) -> Iterable[Statement]:
+    """Merge rows into fewer statements, unless the order between queries matters.
 
-    After every statement the thread has to wait for its turn to run Python, which costs more than writing the row.
+    After each statement the thread waits for the interpreter lock, which costs more than writing a row.
     """
     groups: dict[str, list[tuple[Any, ...]]] = {query: [] for query in (NODE, INTENT, RESULT)}
-    ended = set()
+    results = set()
     for query, values in statements:
-        # A call that was given up, and has begun again, has not ended.
-        if query not in groups or (query is INTENT and values[:2] in ended):
+        # The intent of a call that starts again must follow the result of its first run.
+        if query not in groups or (query is INTENT and values[:2] in results):
             return statements
         if query is RESULT:
-            ended.add(values[3:])
+            results.add(values[3:])
         groups[query].append(values)
-    return [made for query, rows in groups.items() for made in _merged(query, rows)]
+    return [merged for query, rows in groups.items() for merged in _merge(query, rows)]
 
 
-def _merged(query: str, rows: Sequence[tuple[Any, ...]]) -> Iterable[Statement]:
-    """Powers of two of them at once: few statements, which SQLite keeps prepared."""
-    begun = 0
-    while left := len(rows) - begun:
-        count = min(_ROWS, 1 << (left.bit_length() - 1))
-        yield _query(query, count), tuple(chain.from_iterable(rows[begun : begun + count]))
-        begun += count
+def _merge(query: str, rows: Sequence[tuple[Any, ...]]) -> Iterable[Statement]:
+    """Powers of two rows at a time: few different statements, which SQLite keeps prepared."""
+    start = 0
+    while left := len(rows) - start:
+        count = min(_MAX_ROWS, 1 << (left.bit_length() - 1))
+        yield _query(query, count), tuple(chain.from_iterable(rows[start : start + count]))
+        start += count
 
 
 @cache
 def _query(query: str, count: int) -> str:
-    begun = query.index("(?")
-    row = query[begun : query.index(")", begun) + 1]
+    start = query.index("(?")
+    row = query[start : query.index(")", start) + 1]
     return query.replace(row, ", ".join([row] * count))
 
 
-def forgotten(session: str) -> list[Statement]:
-    """How all that is known of a session is deleted."""
+def delete_statements(session: str) -> list[Statement]:
+    """Statements that delete everything about a session."""
     tables = (("sessions", "id"), ("nodes", "session"), ("calls", "session"))
     return [(f"DELETE FROM {table} WHERE {column} = ?", (session,)) for table, column in tables]
 
 
-async def written(store: Store, statements: Sequence[Statement]) -> None:
-    """Wait until it is safe. Being cancelled meanwhile does not undo it."""
-    await store.write(statements)
-
-
-def _locked(output: Path) -> int:
+def _lock(output: Path) -> int:
     lock = os.open(output / "gateway.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(lock)
-        raise OutputBusy(f"another gateway works in {output}. End it, or choose another --output.") from error
+        raise OutputBusy(f"another gateway uses {output}. Stop it, or choose another --output.") from error
     return lock
 
 
@@ -247,7 +207,7 @@ def _locked(output: Path) -> int:
 
 
 def node_statement(session: str, number: int, node: Node, key: Key | None) -> Statement:
-    """How a node is written; one that has grown is written anew. A key that its message tells is left empty."""
+    """Write a node, or replace it after it has grown. A key that follows from the message is stored empty."""
     return NODE, (
         session,
         number,
@@ -262,30 +222,27 @@ def node_statement(session: str, number: int, node: Node, key: Key | None) -> St
 
 
 GAP = Node(0, {"role": "lost", "content": ""})
-"""A node that could not be written, where later ones could."""
+"""Stands for a node that could not be written, where later ones could."""
 
 
-def nodes_of(store: Source, session: str) -> list[tuple[Node, Key | None]]:
+def load_nodes(query: Query, session: str) -> list[tuple[Node, Key | None]]:
     """The nodes of a session below the root, in order, and the keys of those that can be found again."""
-    query = (
+    rows = query(
         "SELECT number, parent, key, message, ids, logprobs, spans, finish, sampling FROM nodes LEFT JOIN calls "
-        "ON calls.session = nodes.session AND node = number WHERE nodes.session = ? ORDER BY number"
+        "ON calls.session = nodes.session AND node = number WHERE nodes.session = ? ORDER BY number",
+        (session,),
     )
-    found: list[tuple[Node, Key | None]] = []
-    for number, *row in store.rows(query, (session,)):
-        found += [(GAP, None)] * (number - 1 - len(found))
-        found.append(_node(row))
-    return found
-
-
-def _node(row: Iterable[Any]) -> tuple[Node, Key | None]:
-    parent, key, text, ids, logprobs, spans, finish, sampling = row
-    message, read = orjson.loads(text), tuple(Span(*span) for span in orjson.loads(spans))
-    reshapes = {} if sampling is None else Sampling.model_validate_json(sampling).reshapes
-    node = Node(parent, message, _numbers("q", ids), _numbers("d", logprobs), read, finish, reshapes)
-    if key is None:
-        return node, None
-    return node, tuple(json.loads(key)) if key else key_of(message)
+    nodes: list[tuple[Node, Key | None]] = []
+    for number, parent, key, message_json, ids, logprobs, spans_json, finish, sampling in rows:
+        nodes += [(GAP, None)] * (number - 1 - len(nodes))
+        message, spans = orjson.loads(message_json), tuple(Span(*span) for span in orjson.loads(spans_json))
+        reshapes = {} if sampling is None else Sampling.model_validate_json(sampling).reshapes
+        node = Node(parent, message, _numbers("q", ids), _numbers("d", logprobs), spans, finish, reshapes)
+        stored_key: Key | None = None
+        if key is not None:
+            stored_key = tuple(json.loads(key)) if key else key_of(message)
+        nodes.append((node, stored_key))
+    return nodes
 
 
 def _numbers(kind: str, data: bytes) -> tuple[Any, ...]:

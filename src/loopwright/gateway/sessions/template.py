@@ -1,26 +1,22 @@
-"""Chat templates: messages to ids, a message at a time, and sampled ids back to a message.
+"""Chat templates: messages to ids, one message at a time, and sampled ids back to a message.
 
-A family frames messages in its own special tokens and writes tool calls by its own grammar. `auto` takes the family of
-which the tokenizer has the special tokens. Reasoning is written as `<think>…</think>` by all of them.
+A model family frames messages in its special tokens and writes tool calls in its own grammar. `auto` selects the family
+whose special tokens the tokenizer has. All of them write reasoning as `<think>…</think>`.
 """
 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.task import Message
 from loopwright.engines.tokenizer import Tokenizer
-from loopwright.gateway.sessions.calls import HERMES, JSON, LLAMA3, Grammar, is_object
-from loopwright.gateway.sessions.manner import PLAIN, Manner
-from loopwright.gateway.sessions.reader import THINK, THOUGHT, TurnParser
-
-Tool = Mapping[str, Any]
-"""A tool as OpenAI describes it: {"type": "function", "function": {"name", "description", "parameters"}}."""
+from loopwright.gateway.sessions.tool_calls import HERMES, JSON, LLAMA3, Grammar, Tool, is_json_object
+from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
+from loopwright.gateway.sessions.turn_parser import END_THINK, THINK, TurnParser
 
 _TOOLS = """# Tools
 
@@ -40,183 +36,146 @@ _HOW = {
     JSON: """To call a function, answer with a JSON object of its name and arguments and nothing else:
 {"name": "…", "arguments": {…}}""",
 }
-_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
+_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
 
 
 class TemplateError(LoopwrightError, ValueError):
-    """A tokenizer that lacks the special tokens of a template."""
+    """The tokenizer lacks special tokens of the template."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
-    """A sampled message, and the calls in it that nobody can read."""
+class ChatTemplate(ABC):
+    """How a model family writes conversations: special tokens around each message, which a subclass defines.
 
-    message: Message
-    malformed: tuple[str, ...] = ()
-
-
-class ChatTemplate(Protocol):
-    """How a family of models writes conversations. Ids of later messages never change those of earlier ones."""
-
-    end_id: int
-    grammar: Grammar
-
-    def render(self, message: Message, *, first: bool, tools: Sequence[Tool]) -> list[int]:
-        """The ids that a message adds; the first one of a conversation also carries the tools."""
-        ...
-
-    def opening(self, manner: Manner = PLAIN) -> list[int]:
-        """The ids after which the policy speaks."""
-        ...
-
-    def closing(self, sampled: Sequence[int]) -> list[int]:
-        """The ids that follow a sampled message, its missing end included where it was cut off."""
-        ...
-
-    def plain(self, text: str | Sequence[int]) -> list[int]:
-        """The ids of raw text, or of ids: neither role nor end."""
-        ...
-
-    def reader(
-        self, *, call_id: str, stop: Sequence[str] = (), raw: bool = False, manner: Manner = PLAIN
-    ) -> TurnParser:
-        """What reads the message that sampled ids stand for."""
-        ...
-
-
-class Framed(ABC):
-    """A template that puts special tokens around each message. A family says which."""
+    Ids of later messages never change those of earlier ones.
+    """
 
     name = ""
-    needs: tuple[str, ...] = ()
-    """The special tokens without which it cannot be written."""
-    ends: tuple[str, ...] = ()
-    """Those that end a turn; the first one is added where it is missing."""
-    begins = ""
-    """The one that stands once, before everything else."""
-    roles: Mapping[str, str] = {}
-    """The family's words for roles, where they are its own."""
+    required_tokens: tuple[str, ...] = ()
+    end_tokens: tuple[str, ...] = ()
+    """Special tokens that end a turn; the first one is added where it is missing."""
+    start_token = ""
+    """The special token that precedes the whole conversation."""
+    role_names: Mapping[str, str] = {}
+    """The family's names for roles, where they differ from OpenAI's."""
+    default_grammar = HERMES
+    separator = ""
+    """Text after the end of each message."""
 
     def __init__(self, tokenizer: Tokenizer, grammar: Grammar | None = None) -> None:
         specials = tokenizer.specials
-        if missing := [name for name in self.needs if name not in specials]:
+        if missing := [name for name in self.required_tokens if name not in specials]:
             raise TemplateError(
                 f"template {self.name!r} needs the special tokens {', '.join(missing)}, which this tokenizer lacks. "
                 f"It has {', '.join(sorted(specials)[:20]) or 'none'}; choose another template, or `auto`."
             )
         self._encode, self._tokenizer = tokenizer.encode, tokenizer
-        self.grammar = grammar or self.own
-        ends = [specials[name] for name in self.ends if name in specials]
+        self.grammar = grammar or self.default_grammar
+        ends = [specials[name] for name in self.end_tokens if name in specials]
         self.end_id, self._ends = ends[0], frozenset(ends)
-        self._begin = [specials[self.begins]] if self.begins in specials else []
-        self._after = self._encode(self.after) if self.after else []
-        begun, lead = self._open("assistant")
-        self._opened = [*begun, *self._encode(lead)]
-
-    own = HERMES
-    after = ""
-    """Text after the end of each message."""
+        self._start = [specials[self.start_token]] if self.start_token in specials else []
+        self._separator = self._encode(self.separator) if self.separator else []
+        self._headers: dict[str, tuple[list[int], str]] = {}
+        header, lead = self._header("assistant")
+        self._turn_header = [*header, *self._encode(lead)]
 
     @abstractmethod
-    def _open(self, role: str) -> tuple[list[int], str]:
-        """The ids before a message, and the text before its own: both texts are tokenised as one."""
+    def _header(self, role: str) -> tuple[list[int], str]:
+        """The ids before a message, and the text before its own text: both texts are tokenised together."""
 
     def render(self, message: Message, *, first: bool, tools: Sequence[Tool]) -> list[int]:
-        ids = list(self._begin) if first else []
+        """The ids that a message adds; the first message of a conversation also carries the tools."""
+        ids = list(self._start) if first else []
         if first and tools:
-            listed = "\n".join(orjson.dumps(tool).decode() for tool in tools)
-            described = _TOOLS.format(tools=listed, how=_HOW[self.grammar])
+            tools_json = "\n".join(orjson.dumps(tool).decode() for tool in tools)
+            description = _TOOLS.format(tools=tools_json, how=_HOW[self.grammar])
             if message["role"] == "system":
-                message = {**message, "content": f"{text_of(message)}\n\n{described}"}
+                message = {**message, "content": f"{text_of(message)}\n\n{description}"}
             else:
-                ids += self._wrapped("system", described)
-        return ids + self._wrapped(str(message["role"]), self._written(message))
-
-    def _wrapped(self, role: str, text: str) -> list[int]:
-        begun, lead = self._open(self.roles.get(role, role))
-        return [*begun, *self._encode(lead + text), self.end_id, *self._after]
-
-    def _written(self, message: Message) -> str:
+                ids += self._frame("system", description)
         text = text_of(message)
-        if thought := message.get("reasoning_content"):
-            text = f"{THINK}\n{thought}\n{THOUGHT}\n\n{text}"
-        for index, (name, arguments) in enumerate(calls_of(message)):
-            gap = "\n" if self.grammar.close or (text and not index) else "; " if index else ""
-            text += gap + self.grammar.written(name, arguments)
-        return text
+        if reasoning := message.get("reasoning_content"):
+            text = f"{THINK}\n{reasoning}\n{END_THINK}\n\n{text}"
+        if message.get("tool_calls"):
+            for index, (name, arguments) in enumerate(calls_of(message)):
+                gap = "\n" if self.grammar.close or (text and not index) else "; " if index else ""
+                text += gap + self.grammar.write(name, arguments)
+        return ids + self._frame(str(message["role"]), text)
 
-    def opening(self, manner: Manner = PLAIN) -> list[int]:
-        ids = self._wrapped("system", manner.note) if manner.note else []
-        return [*ids, *self._opened, *(self._encode(manner.given) if manner.given else ())]
+    def _frame(self, role: str, text: str) -> list[int]:
+        if (header := self._headers.get(role)) is None:
+            header = self._headers[role] = self._header(self.role_names.get(role, role))
+        return [*header[0], *self._encode(header[1] + text), self.end_id, *self._separator]
+
+    def opening(self, options: TurnOptions = PLAIN) -> list[int]:
+        """The ids before what the policy samples."""
+        ids = self._frame("system", options.instruction) if options.instruction else []
+        return [*ids, *self._turn_header, *(self._encode(options.prefill) if options.prefill else ())]
 
     def closing(self, sampled: Sequence[int]) -> list[int]:
-        return [*([] if sampled and sampled[-1] in self._ends else [self.end_id]), *self._after]
+        """The ids after a sampled message, including its end where it was cut off."""
+        return [*([] if sampled and sampled[-1] in self._ends else [self.end_id]), *self._separator]
 
     def plain(self, text: str | Sequence[int]) -> list[int]:
-        return [*self._begin, *self._encode(text)] if isinstance(text, str) else list(text)
+        """The ids of raw text, or of ids: without role and end."""
+        return [*self._start, *self._encode(text)] if isinstance(text, str) else list(text)
 
-    def parse(self, ids: Sequence[int], *, call_id: str, stop: Sequence[str] = ()) -> Parsed:
-        """The message that sampled ids stand for."""
-        reader = self.reader(call_id=call_id, stop=stop)
-        reader.whole(ids)
-        return Parsed(reader.message, reader.malformed)
-
-    def reader(
-        self, *, call_id: str, stop: Sequence[str] = (), raw: bool = False, manner: Manner = PLAIN
+    def parser(
+        self, *, call_id: str, stop: Sequence[str] = (), raw: bool = False, options: TurnOptions = PLAIN
     ) -> TurnParser:
+        """A parser for one sampled message."""
         return TurnParser(
-            self._tokenizer, self._ends, call_id=call_id, stop=stop, raw=raw, grammar=self.grammar, manner=manner
+            self._tokenizer, self._ends, call_id=call_id, stop=stop, raw=raw, grammar=self.grammar, options=options
         )
 
 
-class ChatML(Framed):
+class ChatML(ChatTemplate):
     """`<|im_start|>role … <|im_end|>`, as Qwen and SmolLM2 write it."""
 
-    name, needs, ends = "chatml", ("<|im_start|>", "<|im_end|>"), ("<|im_end|>",)
-    after = "\n"
+    name, required_tokens, end_tokens = "chatml", ("<|im_start|>", "<|im_end|>"), ("<|im_end|>",)
+    separator = "\n"
 
-    def _open(self, role: str) -> tuple[list[int], str]:
+    def _header(self, role: str) -> tuple[list[int], str]:
         return [self._tokenizer.specials["<|im_start|>"]], f"{role}\n"
 
 
-class Llama3(Framed):
-    """`<|start_header_id|>role<|end_header_id|> … <|eot_id|>`; what tools say has the role `ipython`."""
+class Llama3(ChatTemplate):
+    """`<|start_header_id|>role<|end_header_id|> … <|eot_id|>`; tool results have the role `ipython`."""
 
-    name, needs = "llama3", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-    ends, begins = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"), "<|begin_of_text|>"
-    own, roles = LLAMA3, {"tool": "ipython"}
+    name, required_tokens = "llama3", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    end_tokens, start_token = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"), "<|begin_of_text|>"
+    default_grammar, role_names = LLAMA3, {"tool": "ipython"}
 
-    def _open(self, role: str) -> tuple[list[int], str]:
+    def _header(self, role: str) -> tuple[list[int], str]:
         specials = self._tokenizer.specials
         return [specials["<|start_header_id|>"], *self._encode(role), specials["<|end_header_id|>"]], "\n\n"
 
 
-class Unframed(Framed):
-    """`### role` as plain text, for tokenizers that know of no roles; only the end of a message is a special token."""
+class PlainText(ChatTemplate):
+    """`### role` as plain text, for tokenizers without role tokens; only the end of a message is a special token."""
 
-    name, own, after = "json", JSON, "\n"
+    name, default_grammar, separator = "json", JSON, "\n"
 
     def __init__(self, tokenizer: Tokenizer, grammar: Grammar | None = None) -> None:
-        self.ends = tuple(name for name in _ENDS if name in tokenizer.specials)
-        self.needs = self.ends or _ENDS[:1]
-        self.begins = next((name for name in ("<s>", "<bos>") if name in tokenizer.specials), "")
+        self.end_tokens = tuple(name for name in _END_TOKENS if name in tokenizer.specials)
+        self.required_tokens = self.end_tokens or _END_TOKENS[:1]
+        self.start_token = next((name for name in ("<s>", "<bos>") if name in tokenizer.specials), "")
         super().__init__(tokenizer, grammar)
 
-    def _open(self, role: str) -> tuple[list[int], str]:
+    def _header(self, role: str) -> tuple[list[int], str]:
         return [], f"### {role}\n"
 
 
 def template_of(name: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of this name; TemplateError if the tokenizer cannot write it.
+    """The template of this name; TemplateError if the tokenizer lacks its special tokens.
 
-    `json` frames messages as the tokenizer's family does, and has calls without marks.
+    `json` frames messages as the tokenizer's family does, and writes calls without marks.
     """
     for family in (ChatML, Llama3):
         if name == family.name:
             return family(tokenizer)
-        if name in ("auto", "json") and all(each in tokenizer.specials for each in family.needs):
+        if name in ("auto", "json") and all(token in tokenizer.specials for token in family.required_tokens):
             return family(tokenizer, JSON if name == "json" else None)
-    return Unframed(tokenizer)
+    return PlainText(tokenizer)
 
 
 def text_of(message: Message) -> str:
@@ -227,19 +186,19 @@ def text_of(message: Message) -> str:
     parts = list(content) if isinstance(content, Sequence) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
     if None in texts:
-        raise ValueError("only text can be shown to this model; a message holds something else")
+        raise ValueError("only text is supported; a message contains something else")
     return "".join(str(text) for text in texts)
 
 
 def calls_of(message: Message) -> list[tuple[str, Any]]:
-    """Name and arguments of each tool call of a message; arguments that are JSON are read."""
-    found = []
+    """Name and arguments of each tool call of a message; arguments that are JSON are parsed."""
+    calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError("a tool call needs a `function` with its `name` and `arguments`")
         arguments = function.get("arguments") or {}
-        if isinstance(arguments, str) and is_object(arguments):
+        if isinstance(arguments, str) and is_json_object(arguments):
             arguments = json.loads(arguments)
-        found.append((function["name"], arguments))
-    return found
+        calls.append((function["name"], arguments))
+    return calls

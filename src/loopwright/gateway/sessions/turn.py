@@ -1,16 +1,45 @@
-"""A turn: one call of a session, and what came of it."""
+"""A turn of the policy: the draft while it is sampled, the deltas that a stream shows, and the result."""
 
+import math
+from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
+from loopwright.core.episode import Node, Span
 from loopwright.core.task import Message
-from loopwright.engines.base import Tops
+from loopwright.engines.base import Chunk, EngineError, Sampling, Tops
+from loopwright.gateway.sessions.exactness import Verdict
+from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
+
+Ids: TypeAlias = "array[int]"
+"""All ids of a conversation. They are copied in every turn, and copying an array of machine integers is cheap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a stream adds: text, reasoning, or more of the tool call `index`. `id` and `name` come first, once.
+
+    A delta may be empty except for its tokens, such as the end of a turn.
+    """
+
+    text: str = ""
+    index: int | None = None
+    """The tool call that this belongs to; None for text."""
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+    reasoning: str = ""
+    ids: tuple[int, ...] = ()
+    """The tokens that it stands for. The deltas of a turn together contain all of its tokens, in order."""
+    logprobs: tuple[float, ...] = ()
+    tops: Tops | None = None
+    """The most likely tokens at each position, if the engine was asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy said, as a message and as tokens."""
+    """What the policy sampled, as a message and as tokens."""
 
     message: Message
     finish: str
@@ -18,16 +47,16 @@ class Turn:
     prompt_tokens: int
     sampled_tokens: int
     malformed: tuple[str, ...] = ()
-    """Tool calls in it that nobody can read."""
+    """Tool calls in it that cannot be parsed."""
     ids: tuple[int, ...] = ()
-    """The tokens that were sampled, the end included, and their logprobs."""
+    """The tokens that were sampled, including the end of the turn, and their logprobs."""
     logprobs: tuple[float, ...] = ()
     stopped_by: str | None = None
     """The stop string that ended it."""
     tops: Tops | None = None
-    """What else was likely at each token, where the engine was asked."""
-    unshown: tuple[int, int] = (0, 0)
-    """Characters of reasoning and of text that the client gave itself."""
+    """The most likely tokens at each position, if the engine was asked for them."""
+    hidden: tuple[int, int] = (0, 0)
+    """Characters of reasoning and of text that the client wrote itself."""
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
@@ -36,10 +65,75 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """The text of the message, without what the client gave itself."""
-        return str(self.message["content"] or "")[self.unshown[1] :]
+        """The text of the message, without what the client wrote itself."""
+        return str(self.message["content"] or "")[self.hidden[1] :]
 
     @property
-    def thought(self) -> str:
-        """The reasoning of the message, likewise."""
-        return str(self.message.get("reasoning_content") or "")[self.unshown[0] :]
+    def reasoning(self) -> str:
+        """The reasoning of the message, without what the client wrote itself."""
+        return str(self.message.get("reasoning_content") or "")[self.hidden[0] :]
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    """A turn with a place in the graph, and what was sampled of it so far. An interrupted draft can be continued."""
+
+    node: int
+    parent: int
+    prompt: Ids
+    """Released when the turn is finished."""
+    prompt_tokens: int
+    opening: tuple[int, ...]
+    """The end of the prompt, which belongs to this turn's node."""
+    sampling: Sampling
+    seed: str
+    verdict: Verdict = Verdict()  # noqa: RUF009  frozen
+    """The exactness of its prompt, which is the turn's if sampling succeeds."""
+    options: TurnOptions = PLAIN
+    reserved: int = 0
+    """Tokens of the session's budget that are reserved for it."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[tuple[tuple[int, float], ...]] | None = None
+    """The most likely tokens at each position; not stored."""
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> int:
+        """How many more tokens it may have."""
+        return self.sampling.max_tokens - len(self.ids)
+
+    def add(self, chunk: Chunk, count: int) -> None:
+        """Append the first tokens of a chunk; a span grows while the version stays the same."""
+        start = len(self.opening) + len(self.ids)
+        stop = start + count
+        if self.spans and self.spans[-1].version == chunk.version:
+            start = self.spans.pop().start
+        if start < stop:
+            self.spans.append(Span(start, stop, chunk.version))
+        if chunk.tops is not None or self.tops is not None:
+            self.tops = [*(self.tops or [()] * len(self.ids)), *(chunk.tops or [()] * count)[:count]]
+        self.ids += chunk.ids[:count]
+        self.logprobs += chunk.logprobs[:count]
+
+    def as_node(self, message: Message, finish: str) -> Node:
+        """The node that records it."""
+        logprobs = (*[0.0] * len(self.opening), *self.logprobs)
+        ids = (*self.opening, *self.ids)
+        return Node(self.parent, message, ids, logprobs, tuple(self.spans), finish, self.sampling.reshapes)
+
+
+def check_chunk(chunk: Chunk) -> None:
+    """EngineError unless each token has a finite logprob: one too few would shift all that follow."""
+    if len(chunk.ids) != len(chunk.logprobs):
+        raise EngineError(f"the engine returned {len(chunk.ids)} ids but {len(chunk.logprobs)} logprobs")
+    if chunk.tops is not None and len(chunk.tops) != len(chunk.ids):
+        raise EngineError(f"the engine returned {len(chunk.ids)} ids but {len(chunk.tops)} lists of alternatives")
+    try:
+        if math.isfinite(sum(chunk.logprobs)):  # faster than to check each of them
+            return
+    except TypeError:
+        pass
+    for logprob in chunk.logprobs:
+        if not isinstance(logprob, float | int) or not math.isfinite(logprob):
+            raise EngineError(f"the engine returned {logprob} as a logprob")

@@ -15,7 +15,8 @@ from loopwright.core.episode import Episode
 from loopwright.core.errors import Problem
 from loopwright.core.imports import import_function
 from loopwright.core.task import Message, Task
-from loopwright.gateway.sessions.session import Session, Turn
+from loopwright.gateway.sessions.session import Session
+from loopwright.gateway.sessions.turn import Turn
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, describe_error, out_of_tokens
 from loopwright.rollouts.pools.base import contain_failures
 from loopwright.rollouts.threads import Threads, TooManyHangingCalls

@@ -98,7 +98,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 def _late(session: Session, task: Task, deadline_s: float, at: float) -> Episode:
     """Whose fault a deadline is: a policy's that was still talking or had tools at work, an engine's, or the loop's."""
     reason = f"not done within {deadline_s:g} s"
-    name, begun, ended = session.cut or ("", 0.0, 0.0)
+    name, begun, ended = session.interrupted or ("", 0.0, 0.0)
     if not name or ended < at - _TOLERANCE_S:
         return session.episode(task, Outcome.TIMEOUT, fault=Fault.WORKLOAD, reason=f"{reason}; the loop hangs")
     if name != "generate":

@@ -10,14 +10,15 @@ from typing import Any, Self
 
 import orjson
 from aiohttp import web
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from pydantic import Field, ValidationError, field_validator
 
 from loopwright.core.config import Config, explain, size_bytes
 from loopwright.execution.sandbox import SandboxError
+from loopwright.gateway.dialects.body import parse_object
 from loopwright.gateway.gateway import AdvertiseError, is_loopback
 from loopwright.gateway.refusal import Refusal, refusal_of
-from loopwright.gateway.server.body import parse_object
-from loopwright.gateway.server.metrics import CONTENT_TYPE, family
+from loopwright.gateway.server.observer import metrics_response
 from loopwright.gateway.server.request_handler import json_response
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_host import GatewayHost
@@ -150,21 +151,17 @@ class TrialServer:
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         counts = {**dict.fromkeys(STATUSES, 0), **self.queue.counts()}
-        lines = (
-            *family(
-                "loopwright_trials",
-                "gauge",
-                "Trials by status, until they are deleted.",
-                [("", {"status": status}, count) for status, count in counts.items()],
-            ),
-            *family(
-                "loopwright_trials_ended_total",
-                "counter",
-                "Trials that ended since the server started, by outcome.",
-                [("", {"outcome": outcome}, count) for outcome, count in sorted(self.runner.outcomes.items())],
-            ),
+        trials = GaugeMetricFamily("loopwright_trials", "Trials by status, while they are stored.", labels=["status"])
+        for status, count in counts.items():
+            trials.add_metric([status], count)
+        outcomes = CounterMetricFamily(
+            "loopwright_trials_ended",
+            "Trials that ended since the server was started, by outcome.",
+            labels=["outcome"],
         )
-        return web.Response(body="\n".join([*lines, ""]).encode(), headers={"content-type": CONTENT_TYPE})
+        for outcome, count in sorted(self.runner.outcomes.items()):
+            outcomes.add_metric([outcome], count)
+        return metrics_response(lambda: (trials, outcomes))
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
         body = parse_object(await request.read())

@@ -1,21 +1,26 @@
-"""How families write tool calls, and a reader of calls that come a few characters at a time.
+"""Tool calls: how model families write them, and a scanner for calls that arrive a few characters at a time.
 
-A call is a JSON object with a name and arguments. Arguments are told as they are sampled, and what was told must
-stay true: only text with which a JSON object can go on is told, and numbers, words and escapes once they are whole.
+A call is a JSON object with a name and arguments. Arguments are streamed while they are sampled, and text that was sent
+cannot be taken back. The scanner therefore releases only text that a valid JSON object can continue; numbers, words and
+escapes wait until they are complete. It is written by hand because JSON libraries parse complete documents only.
 """
 
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+Tool = Mapping[str, Any]
+"""A tool as OpenAI describes it: {"type": "function", "function": {"name", "description", "parameters"}}."""
+
 _ARGUMENTS = ("arguments", "parameters")
-_DEEPEST = 64
-"""Arguments that are nested deeper than this are none: clients differ in what they can read."""
-_LONGEST = 4000
-"""Characters of a number; longer ones are none."""
-_LONGEST_NAME = 512
+_MAX_DEPTH = 64
+"""Arguments that are nested deeper are malformed: clients differ in how deep they can parse."""
+_MAX_NUMBER = 4000
+"""Characters of a number; longer ones are malformed."""
+_MAX_NAME = 512
 _SPACE = re.compile(r"[ \t\n\r]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _SCALAR = re.compile(r"[-+.\w]*")
@@ -24,30 +29,30 @@ _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 _ESCAPE = re.compile(
     r'\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})'
 )
-_HALF = re.compile(r"\\(?:u[0-9a-fA-F]{0,4}|u[dD][89abAB][0-9a-fA-F]{2}\\(?:u[0-9a-fA-F]{0,4})?)?")
-"""What may yet become an escape: half a surrogate pair is no text."""
+_PARTIAL_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,4}|u[dD][89abAB][0-9a-fA-F]{2}\\(?:u[0-9a-fA-F]{0,4})?)?")
+"""What may still become an escape. Half a surrogate pair is not valid text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """How a family marks its calls."""
+    """How a model family marks its calls."""
 
     open: str = ""
-    """What stands before a call; empty where calls are never marked."""
+    """The mark before a call; empty if the family has none."""
     close: str = ""
-    """What stands after a call; empty where it ends with its object."""
+    """The mark after a call; empty if a call ends with its object."""
     bare: bool = False
-    """Whether a message may begin with the object of a call, unmarked."""
+    """Whether a message may start with the object of a call, without a mark."""
     arguments: str = "arguments"
-    """What the family calls them; either name is read."""
+    """The family's key for arguments; the parser accepts either key."""
 
     def opening(self, name: str | None) -> str:
-        """The text after which only a call can follow: of this function, or of any."""
-        begun = f'{self.open}{chr(10) if self.close else ""}{{"name": '
-        return f'{begun}"' if name is None else f'{begun}{json.dumps(name)}, "{self.arguments}": '
+        """The text that only a call can follow: a call of this function, or of any function."""
+        text = f'{self.open}{chr(10) if self.close else ""}{{"name": '
+        return f'{text}"' if name is None else f'{text}{json.dumps(name)}, "{self.arguments}": '
 
-    def written(self, name: str, arguments: Any) -> str:
-        """A call as a given message has it."""
+    def write(self, name: str, arguments: Any) -> str:
+        """A call as it appears in a message."""
         body = json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
         return f"{self.open}\n{body}\n{self.close}" if self.close else f"{self.open}{body}"
 
@@ -55,33 +60,33 @@ class Grammar:
 HERMES = Grammar("<tool_call>", "</tool_call>")
 """Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
 LLAMA3 = Grammar("<|python_tag|>", bare=True, arguments="parameters")
-"""Llama 3: `<|python_tag|>{"name": …, "parameters": {…}}`, or the object alone; several with `;` between them."""
+"""Llama 3: `<|python_tag|>{"name": …, "parameters": {…}}`, or the object alone; `;` separates several calls."""
 JSON = Grammar(bare=True)
-"""No marks: a message that begins with `{"name": …, "arguments": {…}}`."""
+"""No marks: a message that starts with `{"name": …, "arguments": {…}}`."""
 
 
-class Broken(Exception):
-    """The text is no JSON object."""
+class _InvalidJsonError(Exception):
+    """The text is not a JSON object."""
 
 
-class Object:
-    """A JSON object that comes a few characters at a time."""
+class ObjectScanner:
+    """Scans a JSON object that arrives a few characters at a time."""
 
     def __init__(self) -> None:
         self._stack: list[str] = []
         self._expected = "value"
-        self._pending = ""  # what cannot be told before more of it is there
-        self.ended = self.broken = False
+        self._pending = ""  # cannot be released before more of it arrives
+        self.complete = self.invalid = False
         self.rest = ""
-        """What is left over once it has ended or broken."""
+        """Text after the end of the object, or from where it is invalid."""
 
     @property
     def depth(self) -> int:
-        """Objects and lists that are open."""
+        """How many objects and lists are open."""
         return len(self._stack)
 
-    def take(self, text: str, depth: int = 0) -> str:
-        """The text of it that is certain by now, up to where it closes to this depth; `rest` is what lies beyond."""
+    def scan(self, text: str, depth: int = 0) -> str:
+        """Add text; return what is certain by now, up to where the object closes to this depth."""
         text, at = self._pending + text, 0
         self._pending = self.rest = ""
         try:
@@ -92,15 +97,15 @@ class Object:
                     break
                 at = end
                 if self.depth <= depth and text[at - 1] in "}]":
-                    self.ended = not self._stack
+                    self.complete = not self._stack
                     self.rest = text[at:]
                     break
-        except Broken:
-            self.broken, self.rest = True, text[at:]
+        except _InvalidJsonError:
+            self.invalid, self.rest = True, text[at:]
         return text[:at]
 
     def _next(self, text: str, at: int) -> int | None:
-        """Where the next bit ends; None if there must be more of it first."""
+        """Where the next element ends; None if more text must arrive first."""
         if self._expected in ("key text", "value text"):
             return self._in_string(text, at)
         character = text[at]
@@ -109,7 +114,8 @@ class Object:
         if character == '"' and self._expected in ("key", "key or end", "value", "value or end"):
             self._expected = "key text" if "key" in self._expected else "value text"
             return at + 1
-        if character in "}]" and self._closes(character):
+        may_close = self._expected in ("more", "key or end", "value or end")
+        if may_close and self._stack and character == self._stack[-1]:
             self._stack.pop()
             self._expected = "more"
             return at + 1
@@ -120,19 +126,14 @@ class Object:
             self._expected = "value"
             return at + 1
         if self._expected not in ("value", "value or end") or not (self._stack or character == "{"):
-            raise Broken
+            raise _InvalidJsonError
         if character in "{[":
-            if self.depth == _DEEPEST:
-                raise Broken
+            if self.depth == _MAX_DEPTH:
+                raise _InvalidJsonError
             self._stack.append("}" if character == "{" else "]")
             self._expected = "key or end" if character == "{" else "value or end"
             return at + 1
         return self._scalar(text, at)
-
-    def _closes(self, character: str) -> bool:
-        if not self._stack or character != self._stack[-1]:
-            return False
-        return self._expected in ("more", "key or end", "value or end")
 
     def _in_string(self, text: str, at: int) -> int | None:
         if (end := _end(_PLAIN, text, at)) > at:
@@ -141,22 +142,22 @@ class Object:
             self._expected = "colon" if self._expected == "key text" else "more"
             return at + 1
         if text[at] != "\\":
-            raise Broken
+            raise _InvalidJsonError
         if match := _ESCAPE.match(text, at):
             return match.end()
-        if _HALF.fullmatch(text, at):
+        if _PARTIAL_ESCAPE.fullmatch(text, at):
             return None
-        raise Broken
+        raise _InvalidJsonError
 
     def _scalar(self, text: str, at: int) -> int | None:
         end = _end(_SCALAR, text, at)
         word = text[at:end]
-        if len(word) > _LONGEST or not word:
-            raise Broken
+        if len(word) > _MAX_NUMBER or not word:
+            raise _InvalidJsonError
         if end == len(text):
             return None
         if word not in ("true", "false", "null") and not (_NUMBER.fullmatch(word) and math.isfinite(float(word))):
-            raise Broken
+            raise _InvalidJsonError
         self._expected = "more"
         return end
 
@@ -167,17 +168,17 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """The beginning of a call: its name, and where its arguments begin."""
+class CallHead:
+    """The start of a call: its name, and where its arguments start."""
 
     name: str
     at: int
 
 
-def head(text: str) -> Head | bool:
-    """The beginning of a call, once it is there; True as long as it may yet come, False if this is another object.
+def find_head(text: str) -> CallHead | bool:
+    """The start of a call; True while it may still arrive, False if the object is not a call.
 
-    A call whose arguments stand before its name is told once it is whole, which is True too.
+    Also True for a call whose arguments precede its name: it can be parsed only once it is complete.
     """
     at, name = _end(_SPACE, text, 0), None
     if at == len(text):
@@ -201,13 +202,13 @@ def head(text: str) -> Head | bool:
         if key[1:-1] in _ARGUMENTS:
             if text[at] != "{":
                 return False
-            return Head(name, at) if name is not None else True
+            return CallHead(name, at) if name is not None else True
         if key not in ('"name"', '"type"', '"id"'):
             return False
         value = _string(text, at)
         if isinstance(value, bool):
             return value
-        if key == '"name"' and (name := _text(value)) is None:
+        if key == '"name"' and (name := _decode(value)) is None:
             return False
         at = _end(_SPACE, text, at + len(value))
         if at == len(text):
@@ -218,42 +219,45 @@ def head(text: str) -> Head | bool:
 
 
 def _string(text: str, at: int) -> str | bool:
-    """The string that stands here; True if it may yet end, False if none begins here."""
+    """The string that starts here; True if its end may still arrive, False if no string starts here."""
     if at == len(text):
         return True
     if match := _STRING.match(text, at):
-        return match[0] if len(match[0]) <= _LONGEST_NAME else False
-    rest = text[at : at + _LONGEST_NAME]
-    return rest[0] == '"' and len(rest) < _LONGEST_NAME and not any(character < " " for character in rest)
+        return match[0] if len(match[0]) <= _MAX_NAME else False
+    rest = text[at : at + _MAX_NAME]
+    return rest[0] == '"' and len(rest) < _MAX_NAME and not any(character < " " for character in rest)
 
 
-def _text(string: str) -> str | None:
+def _decode(string: str) -> str | None:
     try:
-        read = str(json.loads(string))
-        read.encode()  # half a surrogate pair is no text
+        name = str(json.loads(string))
+        name.encode()  # half a surrogate pair is not valid text
     except ValueError:
         return None
-    return read
+    return name
 
 
-def whole(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call, if this is one. Not by orjson, which rounds integers of more than 64 bits."""
+def parse_call(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a complete call; None if the text is not a call.
+
+    Not with orjson, which rounds integers of more than 64 bits.
+    """
     try:
-        read = json.loads(text)
-        if not isinstance(read, dict) or not isinstance(read.get("name"), str):
+        call = json.loads(text)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return None
-        arguments: Any = next((read[key] for key in _ARGUMENTS if key in read), {})
+        arguments: Any = next((call[key] for key in _ARGUMENTS if key in call), {})
         if not isinstance(arguments, dict):
             return None
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        (read["name"] + written).encode()
+        arguments_json = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        (call["name"] + arguments_json).encode()
     except (ValueError, RecursionError):
         return None
-    return (read["name"], written) if is_object(written) else None
+    return (call["name"], arguments_json) if is_json_object(arguments_json) else None
 
 
-def is_object(text: str) -> bool:
-    """Whether this is a JSON object that everybody can read: neither too deep nor beyond all numbers."""
-    scanned = Object()
-    scanned.take(text.strip())
-    return scanned.ended and not scanned.rest
+def is_json_object(text: str) -> bool:
+    """Whether this is a JSON object that every client can parse: not too deep, and with finite numbers."""
+    scanner = ObjectScanner()
+    scanner.scan(text.strip())
+    return scanner.complete and not scanner.rest
