@@ -28,7 +28,7 @@ from loopwright.rollouts.remote.gateway_host import (
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
 from loopwright.testing import GatewayContract
-from loopwright.testing.gateways import said
+from loopwright.testing.gateways import chat
 from tests.gateway import relaying
 from tests.gateway.relaying import relayed
 from tests.gateway.serving import Teller, until
@@ -66,7 +66,7 @@ class ScriptedContract(GatewayContract):
 
 
 class TestT11Embedded(ScriptedContract):
-    def make_home(self, home):
+    def make_host(self, home):
         return build_gateway_host(EmbeddedGatewayConfig(), SCRIPTED, home, "r")
 
 
@@ -81,7 +81,7 @@ class TestT11External(ScriptedContract):
             self.url = gateway.address
             yield
 
-    def make_home(self, home):
+    def make_host(self, home):
         return ExternalGatewayHost(GatewayAccess(self.url, self.token))
 
     def test_a_wrong_token_is_found_before_anything_starts(self, tmp_path):
@@ -123,7 +123,7 @@ class TestT11Ray(ScriptedContract):
     def _connect(self, on_ray):
         self.runner, self.host = on_ray
 
-    def make_home(self, home):
+    def make_host(self, home):
         return self.host
 
     def use(self, home, body):
@@ -131,7 +131,7 @@ class TestT11Ray(ScriptedContract):
 
 
 def test_t11_an_embedded_gateway_hands_its_episode_over_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(GatewayClient, "ask", None)  # the run makes no HTTP request to its own gateway
+    monkeypatch.setattr(GatewayClient, "request", None)  # the run makes no HTTP request to its own gateway
     episode = run_agent(tmp_path, "chat()")
     assert (episode.outcome, episode.turns, episode.answer) == (Outcome.OK, 1, "an answer")
     assert Episode.from_json(episode.as_json()) == episode, "equal to an episode that was sent over HTTP"
@@ -150,7 +150,7 @@ def test_t11_a_gateway_actor_that_dies_is_replaced(tmp_path):
                 while (after := await host.access()).url == before.url:
                     await asyncio.sleep(0.1)
             session = await host.open("after")
-            assert (await said(session))[0] == 200
+            assert (await chat(session))[0] == 200
             assert (await session.close()).oldest_version == 4, "it got the latest update"
             assert after.token == before.token
         finally:
@@ -167,9 +167,9 @@ def test_t11_an_engine_actor_that_dies_is_replaced_and_gets_the_latest_weights(t
         try:
             await host.publish(WeightUpdate(4))
             session = await host.open("s", SessionConfig(sampling=Sampling(max_tokens=4)))
-            assert (await said(session))[0] == 200
+            assert (await chat(session))[0] == 200
             ray.kill(host._engines._router.backends[0].actor)
-            assert (await said(session, "still there?"))[0] == 200, "the call waits for the replacement"
+            assert (await chat(session, "still there?"))[0] == 200, "the call waits for the replacement"
             episode = await session.close()
             assert [span.version for node in episode.nodes for span in node.spans] == [4, 4]
         finally:
@@ -204,7 +204,7 @@ def test_t11_a_runs_gateway_releases_sessions_that_have_ended():
             ended, other = await gateway.open("ended"), await gateway.open("open")
             await ended.close()
             now = 100.0
-            await until(lambda: list(gateway._sessions) == [other.id])
+            await until(lambda: list(gateway.sessions) == [other.id])
 
     asyncio.run(main())
 
@@ -223,7 +223,7 @@ def test_t12_one_http_session_is_reused_and_closed(tmp_path):
             assert setup.worker._clients == {await setup.host.access(): client}
             assert client._session is session
         assert session.closed
-        with pytest.raises(GatewayLost, match="was closed"):
+        with pytest.raises(GatewayLost, match="is closed"):
             await client.open()
 
     asyncio.run(main())

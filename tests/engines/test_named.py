@@ -9,7 +9,7 @@ from loopwright.engines.inprocess import engine as inprocess
 from loopwright.engines.inprocess import smollm2
 from loopwright.engines.inprocess.engine import TransformersConfig
 from loopwright.engines.scripted import ScriptedConfig
-from loopwright.engines.shortcuts import NAMED, engine_config, engine_of
+from loopwright.engines.shortcuts import SHORTCUTS, engine_config, engine_of
 from loopwright.testing.gateways import chat
 
 

@@ -79,9 +79,9 @@ def test_a_worker_that_is_told_to_end_ends_its_streams_first():
             stream = asyncio.create_task(said(relay))
             await first.held.wait()
             async with working(gateway, other, "other"):
-                await until(lambda: len(relay.described()) == 2)
+                await until(lambda: len(relay.describe()) == 2)
                 worker.stop()
-                await until(lambda: relay.described()[0]["state"] == "leaving")
+                await until(lambda: relay.describe()[0]["state"] == "leaving")
                 assert ids_of(await said(relay)) == [*b"hello", END]
                 assert len(first.calls) == 1, "nothing new"
                 first.go.set()

@@ -104,9 +104,6 @@ class RemoteSession:
 class GatewayClient:
     """A remote gateway. Its requests can be repeated safely, so those that fail on the way are."""
 
-    kind = "gateway"
-    """What errors call the server."""
-
     def __init__(
         self,
         url: str,

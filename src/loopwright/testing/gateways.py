@@ -44,7 +44,7 @@ async def post(url: str, body: Mapping[str, Any], key: str) -> tuple[int, bytes]
 
 
 async def chat(
-    session: RemoteSession, text: str = "hello", *, key: str | None = None, **more: Any
+    session: AgentSession, text: str = "hello", *, key: str | None = None, **more: Any
 ) -> tuple[int, dict[str, Any]]:
     """Send a chat request in a session; returns the status and body of the response."""
     body = {"messages": [{"role": "user", "content": text}], **more}
@@ -63,14 +63,14 @@ async def stream(url: str, body: Mapping[str, Any], key: str) -> list[dict[str, 
 _WITH_LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
 
 
-async def _logprobs(session: RemoteSession, text: str) -> list[dict[str, Any]]:
+async def _logprobs(session: AgentSession, text: str) -> list[dict[str, Any]]:
     """The logprobs of a response."""
     _, response = await chat(session, text, **_WITH_LOGPROBS)
     entries: list[dict[str, Any]] = response["choices"][0]["logprobs"]["content"]
     return entries
 
 
-async def _streamed_logprobs(session: RemoteSession, text: str) -> list[dict[str, Any]]:
+async def _streamed_logprobs(session: AgentSession, text: str) -> list[dict[str, Any]]:
     """The logprobs of a streamed response."""
     body = {"messages": [{"role": "user", "content": text}], **_WITH_LOGPROBS}
     chunks = await stream(f"{session.openai_base_url}/chat/completions", body, session.key)
@@ -78,7 +78,7 @@ async def _streamed_logprobs(session: RemoteSession, text: str) -> list[dict[str
     return [entry for logprobs in parts for entry in logprobs["content"]]
 
 
-async def _anthropic_text(session: RemoteSession, text: str) -> str:
+async def _anthropic_text(session: AgentSession, text: str) -> str:
     """The text of a response that is streamed in Anthropic's dialect."""
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 6}
     events = await stream(f"{session.anthropic_base_url}/v1/messages", body, session.key)

@@ -63,7 +63,7 @@ class RemoteSetup:
 
     @property
     def sessions(self):
-        return list(self.host._gateway._sessions.values())
+        return list(self.host._gateway.sessions.values())
 
     @property
     def directory(self) -> Path:

@@ -146,7 +146,7 @@ def test_a01_a_gateway_that_restarts_without_its_sessions_loses_their_trials_onl
         async with open_setup(tmp_path, command=program(tmp_path, agent), deadline_s=60.0, concurrency=9) as setup:
             rolls = [asyncio.ensure_future(setup.roll(trial=number)) for number in range(9)]
             await until(lambda: sum(session.episode().turns for session in setup.sessions) == 9, 60)
-            setup.host._gateway._sessions.clear()
+            setup.host._gateway.sessions.clear()
             (tmp_path / "go").touch()
             for episode in await asyncio.gather(*rolls):
                 assert (episode.outcome, episode.fault) == (Outcome.LOST, Fault.INFRA)

@@ -14,8 +14,7 @@ from pydantic import Field
 
 from loopwright.engines.base import Chunk, ContextFull, Engine, EngineConfig, EngineError, Sampling, Tops
 from loopwright.engines.fleet import Fleet, FleetSettings
-from loopwright.engines.hub_tokenizer import HubTokenizer
-from loopwright.engines.tokenizer import ByteTokenizer, Tokenizer
+from loopwright.engines.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer, fingerprint
 from loopwright.gateway.relay.link import MAX_MESSAGE_BYTES, PROTOCOL, Link
 
 log = logging.getLogger(__name__)
@@ -317,6 +316,6 @@ def _tokenizer(announcement: dict[str, Any]) -> Tokenizer:
     if not isinstance(text := announcement.get("tokenizer_json"), str):
         raise EngineError("it cannot send its tokenizer: start the gateway with --tokenizer")
     try:
-        return HubTokenizer.of_text(text)
+        return HubTokenizer.from_text(text)
     except Exception as error:  # the library defines no error types
         raise EngineError(f"its tokenizer cannot be loaded: {error}") from error

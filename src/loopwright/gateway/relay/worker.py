@@ -14,9 +14,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWSTimeout, 
 
 from loopwright.core.errors import LoopwrightError
 from loopwright.engines.base import ContextFull, Engine, EngineError, Sampling
-from loopwright.engines.fingerprint import fingerprint
-from loopwright.engines.hub_tokenizer import HubTokenizer
-from loopwright.engines.tokenizer import ByteTokenizer
+from loopwright.engines.tokenizer import ByteTokenizer, HubTokenizer, fingerprint
 from loopwright.gateway.relay.link import MAX_MESSAGE_BYTES, PROTOCOL, Link
 
 log = logging.getLogger(__name__)

@@ -124,5 +124,5 @@ class Operations:
         engine = self._gateway.engine
         data: dict[str, Any] = {"version": engine.version}
         if isinstance(engine, Fleet):
-            data["engines"] = engine.described()
+            data["engines"] = engine.describe()
         return json_response(data)

@@ -121,10 +121,10 @@ class RequestHandler:
     def _turn_handler(self, path: str) -> Handler:
         async def handle_turn(request: web.Request) -> web.StreamResponse:
             session = self.session(request)
-            dialect = session.dialects.get(path) or self._dialect(session, path)
             data = await request.read()
             if session.status != "open":
                 raise session.refusal()
+            dialect = session.dialects.get(path) or self._dialect(session, path)
             body, digest = dialect.bodies.read(data)
             turn_request = dialect.parse(body)
             retries = request.headers.get("x-stainless-retry-count", "0")

@@ -215,35 +215,9 @@ class RemoteConfig(LoopConfig):
         return "" if harbor_task.has_tests else f"{harbor_task.path} has no tests/test.sh"
 
 
-def server_token(file: str | None, home: Path) -> str | None:
-    """The trial server's token; ValueError if the file holds none."""
-    return os.environ.get(SERVER_TOKEN) or None if file is None else read_token(home / Path(file).expanduser())
-
-
-def _refusals(config: RemoteConfig, home: Path) -> list[str]:
-    """Why the function cannot be an agent."""
-    try:
-        function = import_function(config.function or "", home)
-    except (ImportError, ValueError) as error:
-        return [str(error)]
-    if not inspect.iscoroutinefunction(function):
-        return ["is no async function; write `async def`"]
-    parameters = inspect.signature(function).parameters
-    takes = {name for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    anything = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    needs = {name for name in takes if parameters[name].default is inspect.Parameter.empty}
-    known = [*GIVEN, *config.args]
-    found = [f"asks for {name!r}, which nobody gives it. {did_you_mean(name, known)[:-1]}" for name in needs - {*known}]
-    found += [] if anything else [f"does not take {name!r} of `args`" for name in sorted(config.args.keys() - takes)]
-    return sorted(found)
-
-
-def taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a function takes of what it could be given."""
-    parameters = inspect.signature(function).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-        return dict(given)
-    return {name: value for name, value in given.items() if name in parameters}
+def server_token(file: str | None, scenario_dir: Path) -> str | None:
+    """The trial server's token; ValueError if the file does not contain one."""
+    return os.environ.get(SERVER_TOKEN) or None if file is None else read_token(scenario_dir / Path(file).expanduser())
 
 
 class RemoteLoop(Loop):

@@ -11,7 +11,7 @@ from loopwright.core.errors import Problem
 from loopwright.engines.base import EngineConfig
 from loopwright.gateway.client import endpoint
 from loopwright.gateway.gateway import AdvertiseError, GatewayConfig
-from loopwright.gateway.settings import TOKEN, token_in
+from loopwright.gateway.settings import TOKEN, read_token
 from loopwright.rollouts.pools.resources import ResourceRequest
 
 EXTERNAL_ENGINE = EngineConfig(type="external")
@@ -88,7 +88,7 @@ class ExternalGatewayConfig(Config):
         """The token; ValueError if the file does not contain one."""
         if self.token_file is None:
             return os.environ.get(self.token_env) or None
-        return token_in(scenario_dir / Path(self.token_file).expanduser())
+        return read_token(scenario_dir / Path(self.token_file).expanduser())
 
     def problems(self, scenario_dir: Path) -> list[Problem]:
         """Configuration errors, found before anything starts."""

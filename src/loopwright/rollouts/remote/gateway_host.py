@@ -17,9 +17,13 @@ from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig, i
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.sessions.exactness import Exactness
 from loopwright.gateway.sessions.session_config import SessionConfig
-from loopwright.gateway.settings import TOKEN, read_token
-from loopwright.rollouts.pools.resources import ResourceRequest
-from loopwright.rollouts.remote.access import GatewayAccess
+from loopwright.gateway.settings import TOKEN
+from loopwright.rollouts.remote.gateway_config import (
+    EmbeddedGatewayConfig,
+    ExternalGatewayConfig,
+    GatewayHostConfig,
+    TrialServerGatewayConfig,
+)
 
 _RESTART_S = 120.0
 """Seconds that an external gateway may take to restart."""
@@ -117,119 +121,6 @@ class GatewayHost(ABC):
         if self._client is not None:
             client, self._client = self._client, None
             await client.close()
-
-
-class EmbeddedGatewayConfig(GatewayConfig):
-    """A gateway in the run's own process."""
-
-    type: Literal["embedded"] = "embedded"
-
-    def problems(self, home: Path) -> list[Problem]:
-        """What is wrong with it; found before anything starts."""
-        return _address_of(self)
-
-    def resource_requests(self) -> list[ResourceRequest]:
-        """What it asks of a Ray cluster."""
-        return []
-
-
-class RayGatewayConfig(GatewayConfig):
-    """A gateway in an actor of the Ray cluster, with its engines in actors beside it."""
-
-    type: Literal["ray"] = "ray"
-    cpus: float = Field(default=1.0, gt=0)
-    """CPUs of the gateway's actor."""
-    engines: int = Field(default=1, ge=1)
-    """How many actors have an engine in them."""
-    engine_cpus: float = Field(default=1.0, gt=0)
-    """CPUs of each of them."""
-    engine_memory: int | None = Field(default=None, gt=0)
-    """Memory of each of them, for example "8GiB"."""
-
-    @field_validator("engine_memory", mode="before")
-    @classmethod
-    def _bytes(cls, value: Any) -> Any:
-        return size_bytes(value)
-
-    def problems(self, home: Path) -> list[Problem]:
-        """What is wrong with it; all addresses are fine, since an actor knows the address of its node."""
-        everywhere = self.host in ("0.0.0.0", "::") and self.advertise is None and self.advertise_host is None  # noqa: S104
-        return [] if everywhere else _address_of(self)
-
-    def resource_requests(self) -> list[ResourceRequest]:
-        """What it asks of a Ray cluster."""
-        return [
-            ResourceRequest("gateway", 1, self.cpus),
-            ResourceRequest("engine", self.engines, self.engine_cpus, self.engine_memory),
-        ]
-
-
-class ExternalGatewayConfig(Config):
-    """A gateway that somebody else started, with `loopwright gateway serve`; its engines are its own."""
-
-    type: Literal["external"] = "external"
-    url: str
-    """Where it is, for example "http://gpu-box:8400"; without a port, the one of its scheme."""
-    token_file: str | None = None
-    """A file with the token that opens sessions there, relative to the scenario."""
-    token_env: str = TOKEN
-    """Without a file: the environment variable that holds the token."""
-
-    @field_validator("url")
-    @classmethod
-    def _is_url(cls, url: str) -> str:
-        endpoint(url)
-        return url
-
-    def token(self, home: Path) -> str | None:
-        """The token; ValueError if the file holds none."""
-        if self.token_file is None:
-            return os.environ.get(self.token_env) or None
-        return read_token(home / Path(self.token_file).expanduser())
-
-    def problems(self, home: Path) -> list[Problem]:
-        """What is wrong with it; found before anything starts."""
-        try:
-            self.token(home)
-        except ValueError as error:
-            return [Problem("token_file", f"{error}.")]
-        return []
-
-    def resource_requests(self) -> list[ResourceRequest]:
-        """What it asks of a Ray cluster."""
-        return []
-
-
-class TrialServerGatewayConfig(Config):
-    """The trial server's own gateway and engine (`loopwright trials serve --engine NAME`)."""
-
-    type: Literal["server"] = "server"
-
-    def problems(self, home: Path) -> list[Problem]:
-        """Nothing: it is the trial server's to have one."""
-        return []
-
-    def resource_requests(self) -> list[ResourceRequest]:
-        """What it asks of a Ray cluster."""
-        return []
-
-
-GatewayHostConfig = EmbeddedGatewayConfig | RayGatewayConfig | ExternalGatewayConfig | TrialServerGatewayConfig
-GATEWAY_HOSTS: dict[str, type[GatewayHostConfig]] = {
-    "embedded": EmbeddedGatewayConfig,
-    "ray": RayGatewayConfig,
-    "external": ExternalGatewayConfig,
-    "server": TrialServerGatewayConfig,
-}
-
-
-def _address_of(config: GatewayConfig) -> list[Problem]:
-    try:
-        config.address(config.port)
-    except AdvertiseError as error:
-        key, _, said = str(error).partition(": ")
-        return [Problem(key, said)]
-    return []
 
 
 def check_reachable(url: str) -> None:

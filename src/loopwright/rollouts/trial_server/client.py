@@ -62,7 +62,7 @@ class TrialServerClient:
     ) -> dict[str, Any]:
         """The server's answer. Refusal if it refuses, TrialServerLost if it is unreachable or not a trial server."""
         try:
-            told = await self.request(method, path, body, key=self._token, timeout_s=wait_s + _ANSWER_S)
+            answer = await self._http.request(method, path, body, key=self._token, timeout_s=wait_s + _ANSWER_S)
         except GatewayLost as error:
             raise TrialServerLost(str(error)) from error
         if expect not in answer:
