@@ -51,9 +51,9 @@ async def verified(path: Path, home: Path, work=lambda workspace: None, sandbox=
     executor, said = LocalExecutor(), []
     try:
         async with (sandbox or NoSandbox()).open(
-            home / "workspace", mount_at=prepared.workdir, hide=prepared.hide
+            home / "workspace", mount_at=prepared.layout.workdir, hide=prepared.hide
         ) as instance:
-            for step in prepared.steps:
+            for step in prepared.task.steps:
                 stage(prepared, step, home / "workspace")
                 work(home / "workspace")
                 if agent:

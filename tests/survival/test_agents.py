@@ -1,6 +1,6 @@
-"""Agents of other people, run for real against a gateway: every turn of theirs is captured.
+"""Third-party agents that run against a gateway: every turn is recorded.
 
-`make test-agents` puts them into virtual environments of their own.
+`make test-agents` installs them into separate virtual environments.
 """
 
 import json
@@ -35,20 +35,20 @@ STEPS = [
 ]
 
 def policy(prompt, random):
-    """Forgets to call a tool at first, and then solves the task in the format that mini expects."""
+    """First answers without a tool call, and then solves the task in the format that mini expects."""
     if "calc.py" not in prompt:
-        said, command = STEPS[-1]
+        text, command = STEPS[-1]
     elif "Tool call error" not in prompt:
         return "I would add the numbers."
     else:
-        said, command = STEPS[prompt.count("<|im_start|>tool")]
+        text, command = STEPS[prompt.count("<|im_start|>tool")]
     call = json.dumps({"name": "bash", "arguments": {"command": command}})
-    return f"{said}\\n<tool_call>\\n{call}\\n</tool_call>"
+    return f"{text}\\n<tool_call>\\n{call}\\n</tool_call>"
 '''
 
 
-def mini(home, session, *words):
-    """mini-swe-agent at work, knowing nothing of us but a URL and a key."""
+def run_mini(home, session, *arguments):
+    """Run mini-swe-agent, which gets only a URL and a key."""
     env = {
         **{name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ},
         "HOME": str(home),
@@ -58,25 +58,25 @@ def mini(home, session, *words):
         "OPENAI_BASE_URL": session["openai_base_url"],
         "OPENAI_API_KEY": session["key"],
     }
-    command = [MINI, "-m", "openai/any", "-t", "fix add in calc.py", "-y", "--exit-immediately", *words]
+    command = [MINI, "-m", "openai/any", "-t", "fix add in calc.py", "-y", "--exit-immediately", *arguments]
     (home / "project").mkdir(exist_ok=True)
     return subprocess.run(
         command, cwd=home / "project", env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=800
     )
 
 
-def exact(told):
-    """That each row is as long as it says, and that every sampled token is in exactly one of them."""
-    for row in told["rows"]:
+def check_exact(record):
+    """Check that the parts of each row have equal lengths, and that every sampled token is in exactly one row."""
+    for row in record["rows"]:
         parts = ("response_ids", "response_mask", "logprobs", "versions")
         assert len({len(row[part]) for part in parts}) == 1
-    sampled = sum(stop - start for node in told["episode"]["nodes"] for start, stop, _ in node["spans"])
+    sampled = sum(stop - start for node in record["episode"]["nodes"] for start, stop, _ in node["spans"])
     assert (
-        sum(sum(row["response_mask"]) for row in told["rows"])
+        sum(sum(row["response_mask"]) for row in record["rows"])
         == sampled
-        == sum(turn["sampled_tokens"] for turn in told["turns"])
+        == sum(turn["sampled_tokens"] for turn in record["turns"])
     )
-    assert told["trainable"]
+    assert record["trainable"]
 
 
 def test_mini_swe_agent_edits_a_file(tmp_path):
@@ -86,35 +86,35 @@ def test_mini_swe_agent_edits_a_file(tmp_path):
     words = ("--engine", "scripted", "--set", "engine.script=parts:policy", "--set", "engine.slip=0")
     with serving(tmp_path, *words, "--port", 0, "--output", "gw") as gateway:
         session = gateway.open("mini")
-        done = mini(tmp_path, session)
-        assert done.returncode == 0, done.stdout + done.stderr
-        told = gateway.shown(session)
+        process = run_mini(tmp_path, session)
+        assert process.returncode == 0, process.stdout + process.stderr
+        record = gateway.shown(session)
     assert "return a + b" in (tmp_path / "project" / "calc.py").read_text()
-    assert "23" in told["episode"]["nodes"][-2]["message"]["content"], "what its commands said is in the episode"
-    # It drops a turn that it cannot use: a branch of its own, and exported; all that follow it go on exactly.
-    assert [turn["verdict"] for turn in told["turns"]] == ["exact", "forked", "exact", "exact", "exact"]
-    assert told["turns"][1]["reason"]
-    assert [turn["finish"] for turn in told["turns"]] == ["stop"] * 5
-    assert len(told["rows"]) == 2
-    exact(told)
+    assert "23" in record["episode"]["nodes"][-2]["message"]["content"], "the output of its commands is in the episode"
+    # It drops a turn that it cannot use, which becomes a branch; all later turns continue exactly.
+    assert [turn["verdict"] for turn in record["turns"]] == ["exact", "forked", "exact", "exact", "exact"]
+    assert record["turns"][1]["reason"]
+    assert [turn["finish"] for turn in record["turns"]] == ["stop"] * 5
+    assert len(record["rows"]) == 2
+    check_exact(record)
 
 
 def test_mini_swe_agent_with_a_real_model(tmp_path):
     with serving(tmp_path, "--engine", "smollm2", "--port", 0, "--output", "gw") as gateway:
         session = gateway.open("mini", sampling={"max_tokens": 16, "temperature": 0.7})
         limits = ("-c", "agent.step_limit=3", "-c", "agent.max_consecutive_format_errors=0")
-        done = mini(tmp_path, session, "-c", "mini.yaml", *limits)
-        assert "LimitsExceeded" in done.stdout + done.stderr, done.stdout + done.stderr
-        told = gateway.shown(session)
-    assert len(told["turns"]) == 3
-    # The model cannot use tools, so mini drops what it says; each turn is exact, or it is said why it is not.
-    assert told["verdicts"]["broken"] == 0
-    assert all(turn["reason"] for turn in told["turns"] if turn["verdict"] != "exact")
-    exact(told)
+        process = run_mini(tmp_path, session, "-c", "mini.yaml", *limits)
+        assert "LimitsExceeded" in process.stdout + process.stderr, process.stdout + process.stderr
+        record = gateway.shown(session)
+    assert len(record["turns"]) == 3
+    # The model cannot use tools, so mini drops its answers; each turn is exact or has a reason.
+    assert record["verdicts"]["broken"] == 0
+    assert all(turn["reason"] for turn in record["turns"] if turn["verdict"] != "exact")
+    check_exact(record)
     command = [COMMAND[0], "audit", "gw", "--engine", "smollm2"]
-    audited = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    print(audited.stdout, file=sys.stderr)
-    assert audited.returncode == 0, audited.stdout + audited.stderr
+    audit = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    print(audit.stdout, file=sys.stderr)
+    assert audit.returncode == 0, audit.stdout + audit.stderr
 
 
 # -- as the agent of a run ------------------------------------------------------------------------------------------
@@ -141,23 +141,23 @@ def episodes_of(home, **parts):
     """The episodes of a run, by task and in the order of their trials."""
     (home / "study.toml").write_text(SCENARIO.format(**{"env": "{}", **parts}))
     command = [COMMAND[0], "run", "study.toml", "--output", "out"]
-    done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {}
+    process = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=800)
+    assert process.returncode == 0, process.stdout + process.stderr
+    episodes = {}
     with Ledger.read(home / "out" / "work" / "ledger.db") as ledger:
         assert [trial.number for trial in ledger.trials()] == [1, 2, 3, 4]
         for rollout in rollouts(ledger):
-            found.setdefault(rollout.episode.task.id, []).append(rollout.episode)
-    for episode in (episode for several in found.values() for episode in several):
+            episodes.setdefault(rollout.episode.task.id, []).append(rollout.episode)
+    for episode in (episode for several in episodes.values() for episode in several):
         assert (episode.outcome, episode.fault) == (Outcome.OK, None), (episode.reason, episode.evidence)
         assert episode.trainable
         assert sum(sum(row.response_mask) for row in episode.rows()) == episode.sampled > 0
         assert {row.reward for row in episode.rows()} == {episode.reward.value}
-    return found
+    return episodes
 
 
 def test_mini_swe_agent_is_the_agent_of_a_run(tmp_path):
-    """Two tasks with tests: one that the policy solves, and one of which it only says that it is solved."""
+    """Two tasks with tests: the policy solves one, and only claims to have solved the other."""
     (tmp_path / "parts.py").write_text(POLICY)
     for name in ("calc", "other"):
         right = f"python3 -c 'import {name}; print(int({name}.add(20, 3) == 23))'"
@@ -165,17 +165,17 @@ def test_mini_swe_agent_is_the_agent_of_a_run(tmp_path):
         files = {f"environment__{name}.py": "def add(a, b):\n    return a - b\n"}
         write(tmp_path / "tasks" / name, instruction=f"fix add in {name}.py", test=test, **files)
     path = f"{MINI.parent}:{os.environ['PATH']}"
-    found = episodes_of(
+    episodes = episodes_of(
         tmp_path,
         tasks='{ type = "harbor", path = "tasks" }',
         command='["mini", "-m", "openai/policy", "-t", "{instruction}", "-y", "--exit-immediately"]',
         env=f'{{ MSWEA_COST_TRACKING = "ignore_errors", MSWEA_CONFIGURED = "true", PATH = "{path}" }}',
         judger='{ type = "verifier" }',
     )
-    # What it says without a tool its agent drops: a branch of its own.
-    seen = {name: [(e.reward.value, e.turns, len(e.rows())) for e in several] for name, several in found.items()}
-    assert seen == {"calc": [(1.0, 5, 2)] * 2, "other": [(0.0, 1, 1)] * 2}
-    assert "23" in json.dumps(found["calc"][0].messages()), "what its commands said is in the episode"
+    # The agent drops an answer without a tool call, which becomes a branch.
+    summary = {name: [(e.reward.value, e.turns, len(e.rows())) for e in several] for name, several in episodes.items()}
+    assert summary == {"calc": [(1.0, 5, 2)] * 2, "other": [(0.0, 1, 1)] * 2}
+    assert "23" in json.dumps(episodes["calc"][0].messages()), "the output of its commands is in the episode"
 
 
 SHOP = '''
@@ -185,16 +185,16 @@ import re
 ITEMS = ("tea", "cake")
 
 def policy(prompt, random):
-    """Hands over if it is told to, then asks for all prices at once, and adds them up."""
+    """Hands over if instructed, then requests all prices at once, and adds them up."""
     if "You hand over" in prompt:
-        return called("transfer_to_cashier")
-    wanted = [item for item in ITEMS if item in prompt.partition("<|im_start|>user")[2].partition("<|im_end|>")[0]]
+        return tool_call("transfer_to_cashier")
+    items = [item for item in ITEMS if item in prompt.partition("<|im_start|>user")[2].partition("<|im_end|>")[0]]
     prices = re.findall(r"<\\|im_start\\|>tool\\n(\\d+)", prompt)
     if not prices:
-        return "I look it up.\\n" + "\\n".join(called("price", item=item) for item in wanted)
-    return f"That is {sum(map(int, prices))}, for all of what you wanted: " + " and ".join(wanted) + "."
+        return "I look it up.\\n" + "\\n".join(tool_call("price", item=item) for item in items)
+    return f"That is {sum(map(int, prices))}, for everything you items: " + " and ".join(items) + "."
 
-def called(name, **arguments):
+def tool_call(name, **arguments):
     return "<tool_call>\\n" + json.dumps({"name": name, "arguments": arguments}) + "\\n</tool_call>"
 
 def judge(answer, label):
@@ -206,21 +206,21 @@ def judge(answer, label):
     ("app", "turns", "rows"), [("langgraph_app", 2, 1), ("agents_sdk_app", 3, 2)], ids=["langgraph", "agents_sdk"]
 )
 def test_an_app_with_tools_is_the_agent_of_a_run(tmp_path, app, turns, rows):
-    """LangGraph, in chat completions; and OpenAI's Agents SDK, in Responses, whose second agent begins a branch."""
+    """LangGraph with chat completions, and OpenAI's Agents SDK with Responses, whose second agent starts a branch."""
     (tmp_path / "parts.py").write_text(SHOP)
     tasks = [("both", "What do tea and cake cost?", 7), ("wrong", "What does the cake cost?", 5)]
     lines = [json.dumps({"id": id, "prompt": prompt, "label": label}) for id, prompt, label in tasks]
     (tmp_path / "tasks.jsonl").write_text("\n".join(lines))
-    found = episodes_of(
+    episodes = episodes_of(
         tmp_path,
         tasks='{ type = "jsonl", path = "tasks.jsonl" }',
         command=json.dumps([str(APPS), str(Path(__file__).parent / "apps" / f"{app}.py"), "{instruction}"]),
         judger='{ type = "python", function = "parts:judge" }',
     )
-    seen = {name: [(e.reward.value, e.turns, len(e.rows())) for e in several] for name, several in found.items()}
-    assert seen == {"both": [(1.0, turns, rows)] * 2, "wrong": [(0.0, turns, rows)] * 2}
-    heard, pieces = found["both"][0].evidence["agent"]["stdout"].splitlines()
-    assert heard == "I look it up." + found["both"][0].answer
+    summary = {name: [(e.reward.value, e.turns, len(e.rows())) for e in several] for name, several in episodes.items()}
+    assert summary == {"both": [(1.0, turns, rows)] * 2, "wrong": [(0.0, turns, rows)] * 2}
+    text, pieces = episodes["both"][0].evidence["agent"]["stdout"].splitlines()
+    assert text == "I look it up." + episodes["both"][0].answer
     assert int(pieces.split()[0]) > 1, "it was streamed"
-    results = [message for message in found["both"][0].messages() if message["role"] == "tool"]
+    results = [message for message in episodes["both"][0].messages() if message["role"] == "tool"]
     assert [message["content"] for message in results][-2:] == ["3", "4"], "two calls in one turn, both answered"

@@ -1,4 +1,4 @@
-"""Training on agents that misbehave behind the gateway: it ends, learns from what was sampled, and says what broke."""
+"""Training on agents that misbehave: it finishes, learns only from sampled tokens, and reports what failed."""
 
 import json
 import sqlite3
@@ -48,89 +48,92 @@ TRIAL = "trial = int(os.environ['LOOPWRIGHT_TRIAL_NUMBER'])\n"
 
 
 def campaign(home: Path, agent_program: str, agent: str = GRPO, **parts: str) -> Campaign:
-    """A training on agents that do this, with the number of their `trial` at hand."""
+    """A training whose agents run this code, in which `trial` is the trial number."""
     home.mkdir(exist_ok=True)
     (home / "letters.py").write_text(LETTERS)
-    told = {
+    row = {
         "tasks": '{ type = "python", function = "letters:tasks" }',
         "judger": '{ type = "python", function = "letters:judge" }',
         "produce": 'type = "sync"',
         **parts,
     }
     command = json.dumps(program(home, TRIAL + agent_program))
-    return Campaign(home, SCENARIO.format(agent=agent, command=command, **told))
+    return Campaign(home, SCENARIO.format(agent=agent, command=command, **row))
 
 
-def trained(made: Campaign):
-    """What each step was learned from: its numbers, and the rollouts of its groups.
+def training_record(training: Campaign):
+    """The numbers of each training step, and all rollouts.
 
-    Checks what has to hold whatever agents do: each step counts the very tokens that the policy before it sampled in
-    rollouts with a reward, and no others. A rollout that is left alone in its group is compared with nothing.
+    Checks what must hold whatever agents do: each step counts exactly the tokens that the previous policy sampled in
+    rollouts with a reward. A rollout without others in its group is not trained on.
     """
-    connection = sqlite3.connect(made.ledger)
+    connection = sqlite3.connect(training.ledger)
     groups = dict(connection.execute("SELECT grp, step FROM groups WHERE status = 'trained'"))
     connection.close()
-    with Ledger.read(made.ledger) as ledger:
+    with Ledger.read(training.ledger) as ledger:
         numbers = {step.step: step.numbers for step in steps(ledger, "train")}
-        found = list(rollouts(ledger))
-    tokens, scored = Counter[int](), Counter(one.episode.group for one in found if one.episode.reward is not None)
-    for rollout in found:
+        all_rollouts = list(rollouts(ledger))
+    tokens, scored = (
+        Counter[int](),
+        Counter(one.episode.group for one in all_rollouts if one.episode.reward is not None),
+    )
+    for rollout in all_rollouts:
         episode = rollout.episode
         assert episode.trainable <= (episode.reward is not None and episode.sampled > 0)
         assert (episode.reward is None) == (episode.fault not in (None, Fault.POLICY))
         if (step := groups.get(episode.group)) is not None and episode.trainable and scored[episode.group] > 1:
             tokens[step] += episode.sampled
             assert {span.version for node in episode.nodes for span in node.spans} == {step - 1}
-    assert {step: told["tokens"] for step, told in numbers.items()} == {step: tokens[step] for step in numbers}
-    return numbers, found
+    assert {step: row["tokens"] for step, row in numbers.items()} == {step: tokens[step] for step in numbers}
+    return numbers, all_rollouts
 
 
-def policy(made: Campaign):
-    return load_file(made.output / "work" / "policy" / "model.safetensors")
+def policy(training: Campaign):
+    return load_file(training.output / "work" / "policy" / "model.safetensors")
 
 
 @pytest.mark.parametrize("agent", [pytest.param(GRPO, marks=pytest.mark.slow), PPO], ids=["grpo", "ppo"])
 def test_a01_agents_that_never_call_the_model_teach_it_nothing(tmp_path, agent):
-    made = campaign(tmp_path, "print('42')", agent)
-    ended = made.call()
-    assert ended.code == 0, ended.err
-    numbers, found = trained(made)
+    training = campaign(tmp_path, "print('42')", agent)
+    result = training.call()
+    assert result.code == 0, result.err
+    numbers, all_rollouts = training_record(training)
     assert list(numbers) == [1, 2, 3, 4]
-    assert ended.err.count("is skipped") == 4
-    assert {rollout.episode.reason for rollout in found} == {"the agent never called the model"}
-    assert len(found) == (24 if agent == GRPO else 8), "none was run_agent again"
+    assert result.err.count("is skipped") == 4
+    assert {rollout.episode.reason for rollout in all_rollouts} == {"the agent never called the model"}
+    assert len(all_rollouts) == (24 if agent == GRPO else 8), "none was repeated"
     before = tiny(attention="sdpa").state_dict()
-    assert all(weight.equal(before[name]) for name, weight in policy(made).items())
+    assert all(weight.equal(before[name]) for name, weight in policy(training).items())
 
 
 @pytest.mark.slow
-def test_a01_agents_that_call_now_and_then_are_learned_from_when_they_do(tmp_path):
-    made = campaign(tmp_path, "if trial % 2:\n    chat()")
-    ended = made.call()
-    assert ended.code == 0, ended.err
-    numbers, found = trained(made)
+def test_a01_only_rollouts_with_calls_are_trained_on(tmp_path):
+    training = campaign(tmp_path, "if trial % 2:\n    chat()")
+    result = training.call()
+    assert result.code == 0, result.err
+    numbers, all_rollouts = training_record(training)
     assert list(numbers) == [1, 2, 3, 4]
-    for rollout in found:
+    for rollout in all_rollouts:
         called = rollout.number % 2 == 1
         assert (rollout.episode.turns, rollout.episode.trainable) == (called, called)
         assert rollout.episode.in_baseline
 
 
-GHOST = """
+DAEMON = """
 if len(sys.argv) > 1:
     agent = f"/proc/{sys.argv[1]}"
     while os.path.exists(agent):
         time.sleep(0.01)
     for _ in range(20):
         try:
-            chat("boo")
-            said = 200
+            chat("again")
+            status = 200
         except urllib.error.HTTPError as error:
-            said = error.code
+            status = error.code
         except OSError:
-            break  # training is over, and the gateway with it
-        with open(os.environ["LOOPWRIGHT_HOME"] + "/ghosts", "a") as log:
-            log.write(f"{trial} {said}\\n")
+            break  # training has ended, and the gateway with it
+        with open(os.environ["LOOPWRIGHT_HOME"] + "/daemons", "a") as log:
+            log.write(f"{trial} {status}\\n")
         time.sleep(0.1)
     sys.exit()
 chat()
@@ -144,23 +147,23 @@ os.wait()
 """
 
 
-def test_t05_an_agents_daemon_that_goes_on_calling_is_refused_and_not_learned_from(tmp_path):
-    """It leaves its session and its environment behind, so that nobody finds it, and calls when its agent is gone."""
-    made = campaign(tmp_path, GHOST)
-    ended = made.call()
-    assert ended.code == 0, ended.err
+def test_t05_calls_of_an_agents_daemon_are_refused_and_not_trained_on(tmp_path):
+    """It leaves its process session and environment, so that nobody finds it, and calls after its agent has ended."""
+    training = campaign(tmp_path, DAEMON)
+    result = training.call()
+    assert result.code == 0, result.err
     wait_for(lambda: not running(str(tmp_path / "agent.py")))
-    numbers, found = trained(made)
+    numbers, all_rollouts = training_record(training)
     assert list(numbers) == [1, 2, 3, 4]
-    assert len(found) == 24
-    calls = [line.split() for line in (tmp_path / "ghosts").read_text().splitlines()]
+    assert len(all_rollouts) == 24
+    calls = [line.split() for line in (tmp_path / "daemons").read_text().splitlines()]
     refused = Counter[str]()
-    for trial, said in calls:
-        assert said != "200" or not refused[trial], "a session that is closed stays closed"
-        refused[trial] += said != "200"
-    assert len(refused) > 12, "daemons did call"
+    for trial, status in calls:
+        assert status != "200" or not refused[trial], "a closed session stays closed"
+        refused[trial] += status != "200"
+    assert len(refused) > 12, "the daemons called"
     assert sum(refused.values()) > 24
-    assert {rollout.episode.outcome for rollout in found} == {Outcome.OK}
+    assert {rollout.episode.outcome for rollout in all_rollouts} == {Outcome.OK}
 
 
 KILLED = """
@@ -178,23 +181,23 @@ chat()
 """
 
 
-def test_a01_an_agent_killed_in_mid_call_is_a_named_fault_and_training_goes_on(tmp_path):
-    made = campaign(tmp_path, KILLED)
-    ended = made.call()
-    assert ended.code == 0, ended.err
-    numbers, found = trained(made)
+def test_a01_an_agent_killed_during_a_call_is_a_fault_and_training_continues(tmp_path):
+    training = campaign(tmp_path, KILLED)
+    result = training.call()
+    assert result.code == 0, result.err
+    numbers, all_rollouts = training_record(training)
     assert list(numbers) == [1, 2, 3, 4]
-    killed = [rollout.episode for rollout in found if rollout.number % 4 == 1]
-    assert len(killed) >= 6
-    for episode in killed:
-        # Over what it was told, or before it was told anything: that decides whose fault it is.
+    killed_episodes = [rollout.episode for rollout in all_rollouts if rollout.number % 4 == 1]
+    assert len(killed_episodes) >= 6
+    for episode in killed_episodes:
+        # The fault depends on whether it had got an answer before.
         fault = Fault.POLICY if episode.turns else Fault.WORKLOAD
         assert episode.fault is fault, episode.reason
         assert "SIGKILL" in episode.reason
-    assert {r.episode.outcome for r in found if r.number % 4 != 1} == {Outcome.OK}
-    lost = sum(episode.fault is Fault.WORKLOAD for episode in killed)
-    assert len(found) == 24 + lost
-    assert (max(told["fault_rate"] for told in numbers.values()) > 0) == (lost > 0)
+    assert {r.episode.outcome for r in all_rollouts if r.number % 4 != 1} == {Outcome.OK}
+    lost = sum(episode.fault is Fault.WORKLOAD for episode in killed_episodes)
+    assert len(all_rollouts) == 24 + lost
+    assert (max(row["fault_rate"] for row in numbers.values()) > 0) == (lost > 0)
 
 
 CHANGER = """
@@ -210,40 +213,40 @@ SCORE = 'echo $(( $(wc -c < said) % 2 )) > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"
 
 
 def harbor(home: Path, changed: str) -> Campaign:
-    """A training on three tasks, of which the eighth agent changes some."""
+    """A training on three tasks, some of which the eighth agent changes."""
     for name in ("one", "two", "three"):
         write(home / "tasks" / name, instruction=f"Do {name}.", test=SCORE)
     tasks, judger = '{ type = "harbor", path = "tasks" }', '{ type = "verifier" }'
     return campaign(home, CHANGER.replace("{names}", changed), tasks=tasks, judger=judger)
 
 
-def test_a02_a_task_that_changes_during_training_is_left_out_from_then_on(tmp_path):
-    made = harbor(tmp_path, '["two"]')
-    ended = made.call()
-    assert ended.code == 0, ended.err
-    numbers, found = trained(made)
+def test_a02_a_task_that_changes_during_training_is_skipped_afterwards(tmp_path):
+    training = harbor(tmp_path, '["two"]')
+    result = training.call()
+    assert result.code == 0, result.err
+    numbers, all_rollouts = training_record(training)
     assert list(numbers) == [1, 2, 3, 4]
-    broken = [rollout for rollout in found if rollout.episode.fault is Fault.WORKLOAD]
+    broken = [rollout for rollout in all_rollouts if rollout.episode.fault is Fault.WORKLOAD]
     assert {rollout.episode.task.id.split("/")[-1] for rollout in broken} == {"two"}
     assert all("has changed" in rollout.episode.reason for rollout in broken)
-    later = [rollout for rollout in found if rollout.number > 12 and rollout not in broken]
+    later = [rollout for rollout in all_rollouts if rollout.number > 12 and rollout not in broken]
     assert all(not rollout.episode.task.id.endswith("two") for rollout in later)
-    assert sum(told["failed"] for told in numbers.values()) >= 1
-    assert max(told["fault_rate"] for told in numbers.values()) > 0.5, "groups that failed altogether count"
+    assert sum(row["failed"] for row in numbers.values()) >= 1
+    assert max(row["fault_rate"] for row in numbers.values()) > 0.5, "groups that failed completely count"
 
 
 @pytest.mark.slow
-def test_a02_where_all_tasks_change_training_ends_says_so_and_can_be_resumed(tmp_path):
-    made = harbor(tmp_path, '["one", "two", "three"]')
-    ended = made.call()
-    assert ended.code == 1
-    assert "gave nothing to train on" in ended.err
-    assert "has changed since its tasks were loaded" in ended.err
-    numbers, _ = trained(made)
+def test_a02_training_fails_if_all_tasks_change_and_can_be_resumed(tmp_path):
+    training = harbor(tmp_path, '["one", "two", "three"]')
+    result = training.call()
+    assert result.code == 1
+    assert "gave nothing to train on" in result.err
+    assert "has changed since its tasks were loaded" in result.err
+    numbers, _ = training_record(training)
     assert 1 <= len(numbers) < 4
     for name in ("one", "two", "three"):
         (tmp_path / "tasks" / name / "instruction.md").write_text(f"Do {name}.")
-    resumed = made.call("resume")
-    assert resumed.code == 0, resumed.err
-    numbers, _ = trained(made)
+    resume = training.call("resume")
+    assert resume.code == 0, resume.err
+    numbers, _ = training_record(training)
     assert list(numbers) == [1, 2, 3, 4]

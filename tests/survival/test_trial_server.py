@@ -1,4 +1,4 @@
-"""Training whose agents run at a trial server: the server is killed in mid-step, and it shows nowhere but in time."""
+"""Training whose agents run at a trial server that is killed during a step: it only takes longer."""
 
 import json
 import re
@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from loopwright.core.outcome import Outcome
-from tests.contracts.test_trials import Server
+from tests.rollouts.trial_server.serving import TrialServerProcess
 from tests.survival.campaign import Campaign, end_of, wait_for
-from tests.survival.test_training_agents import LETTERS, trained
+from tests.survival.test_training_agents import LETTERS, training_record
 
 SCENARIO = """
 name = "survivor"
@@ -35,7 +35,7 @@ sampling = {{ max_tokens = 6 }}
 AGENT = """
 trial = os.environ["LOOPWRIGHT_TRIAL_NUMBER"]
 chat()
-with open("{home}/begun", "a") as file:
+with open("{home}/starts", "a") as file:
     file.write(trial + " ")
 while int(trial) > 8 and not os.path.exists("{home}/go"):
     time.sleep(0.01)
@@ -44,50 +44,52 @@ while int(trial) > 8 and not os.path.exists("{home}/go"):
 
 def campaign(home, server):
     command = json.dumps(server.loop(AGENT.replace("{home}", str(server.home)))["command"])
-    made = Campaign(home, SCENARIO.format(server=server, command=command))
+    training = Campaign(home, SCENARIO.format(server=server, command=command))
     (home / "letters.py").write_text(LETTERS)
-    return made
+    return training
 
 
-def begun(server):
-    """How often each trial's agent has called the policy."""
-    file = server.home / "begun"
+def count_starts(server):
+    """How often the agent of each trial has called the policy."""
+    file = server.home / "starts"
     return Counter(map(int, file.read_text().split() if file.exists() else ()))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a04_a_training_whose_trial_server_is_killed_in_mid_step_trains_on_the_same_trials(tmp_path):
-    """Given four agents in the second step that have talked to the policy and are at work when their server dies."""
-    homes = {name: tmp_path / name for name in ("calm", "stormy", "calm-run", "stormy-run")}
+def test_a04_a_training_whose_trial_server_is_killed_during_a_step_trains_on_the_same_trials(tmp_path):
+    """Four agents of the second step have called the policy and are working when their server is killed."""
+    homes = {name: tmp_path / name for name in ("undisturbed", "interrupted", "undisturbed-run", "interrupted-run")}
     for home in homes.values():
         home.mkdir()
-    (homes["calm"] / "go").touch()
-    server = Server(homes["calm"], "-j", "4")
-    calm = campaign(homes["calm-run"], server)
-    assert calm.call().code == 0
+    (homes["undisturbed"] / "go").touch()
+    server = TrialServerProcess(homes["undisturbed"], "-j", "4")
+    undisturbed = campaign(homes["undisturbed-run"], server)
+    assert undisturbed.call().code == 0
     server.end()
 
-    server = Server(homes["stormy"], "-j", "4")
-    stormy = campaign(homes["stormy-run"], server)
-    process = stormy.start()
-    wait_for(lambda: sum(begun(server).values()) == 12 or process.poll() is not None)
+    server = TrialServerProcess(homes["interrupted"], "-j", "4")
+    interrupted = campaign(homes["interrupted-run"], server)
+    process = interrupted.start()
+    wait_for(lambda: sum(count_starts(server).values()) == 12 or process.poll() is not None)
     server.kill()
-    server = Server(homes["stormy"], "-j", "4", "--port", re.search(r":(\d+)$", server.address)[1])
-    (homes["stormy"] / "go").touch()
-    ended = end_of(process)
-    told = server.ask("GET", "/trials", key=server.token)
+    server = TrialServerProcess(homes["interrupted"], "-j", "4", "--port", re.search(r":(\d+)$", server.address)[1])
+    (homes["interrupted"] / "go").touch()
+    result = end_of(process)
+    listing = server.ask("GET", "/trials", key=server.token)
     server.end()
 
-    assert ended.code == 0, ended.err
-    numbers, found = trained(stormy)
+    assert result.code == 0, result.err
+    numbers, all_rollouts = training_record(interrupted)
     assert list(numbers) == [1, 2, 3]
-    assert stormy.result() == calm.result(), "the same trials, with the same rewards"
-    assert [trial.outcome for trial in stormy.trials()] == [Outcome.OK] * 18
-    assert {rollout.episode.turns for rollout in found} == {1}, "what an agent said before the kill is not counted"
-    assert told["counts"] == {"ended": 18}
-    assert {trial["id"] for trial in told["trials"]} == {rollout.episode.evidence["server"]["id"] for rollout in found}
-    twice = {number for number, times in begun(server).items() if times == 2}
-    assert len(twice) == 4, "those that were at work"
-    assert begun(server) == Counter(range(1, 19)) + Counter(twice)
-    assert Counter(trial["attempts"] for trial in told["trials"]) == {1: 14, 2: 4}
+    assert interrupted.result() == undisturbed.result(), "the same trials, with the same rewards"
+    assert [trial.outcome for trial in interrupted.trials()] == [Outcome.OK] * 18
+    assert {rollout.episode.turns for rollout in all_rollouts} == {1}, "turns before the kill are not counted"
+    assert listing["counts"] == {"ended": 18}
+    assert {trial["id"] for trial in listing["trials"]} == {
+        rollout.episode.evidence["server"]["id"] for rollout in all_rollouts
+    }
+    repeated = {number for number, times in count_starts(server).items() if times == 2}
+    assert len(repeated) == 4, "those that were working"
+    assert count_starts(server) == Counter(range(1, 19)) + Counter(repeated)
+    assert Counter(trial["attempts"] for trial in listing["trials"]) == {1: 14, 2: 4}

@@ -18,21 +18,28 @@ EXTERNAL_ENGINE = EngineConfig(type="external")
 """The engine of a gateway that somebody else runs; nothing is known about it."""
 
 
-class EmbeddedGatewayConfig(GatewayConfig):
-    """A gateway in the process of the run."""
-
-    type: Literal["embedded"] = "embedded"
+class _HostConfig(Config):
+    """What every kind of gateway can be asked."""
 
     def problems(self, scenario_dir: Path) -> list[Problem]:
         """Configuration errors, found before anything starts."""
-        return _address_problems(self)
+        return []
 
     def resource_requests(self) -> list[ResourceRequest]:
         """What it requests from a Ray cluster."""
         return []
 
 
-class RayGatewayConfig(GatewayConfig):
+class EmbeddedGatewayConfig(_HostConfig, GatewayConfig):
+    """A gateway in the process of the run."""
+
+    type: Literal["embedded"] = "embedded"
+
+    def problems(self, scenario_dir: Path) -> list[Problem]:
+        return _address_problems(self)
+
+
+class RayGatewayConfig(_HostConfig, GatewayConfig):
     """A gateway in an actor of the Ray cluster, with its engines in further actors."""
 
     type: Literal["ray"] = "ray"
@@ -56,18 +63,16 @@ class RayGatewayConfig(GatewayConfig):
         return self.host in ("0.0.0.0", "::") and self.advertise is None and self.advertise_host is None  # noqa: S104
 
     def problems(self, scenario_dir: Path) -> list[Problem]:
-        """Configuration errors, found before anything starts."""
         return [] if self.needs_node_address else _address_problems(self)
 
     def resource_requests(self) -> list[ResourceRequest]:
-        """What it requests from a Ray cluster."""
         return [
             ResourceRequest("gateway", 1, self.cpus),
             ResourceRequest("engine", self.engines, self.engine_cpus, self.engine_memory),
         ]
 
 
-class ExternalGatewayConfig(Config):
+class ExternalGatewayConfig(_HostConfig):
     """A gateway that was started elsewhere with `loopwright gateway serve`, and has its own engines."""
 
     type: Literal["external"] = "external"
@@ -91,30 +96,17 @@ class ExternalGatewayConfig(Config):
         return read_token(scenario_dir / Path(self.token_file).expanduser())
 
     def problems(self, scenario_dir: Path) -> list[Problem]:
-        """Configuration errors, found before anything starts."""
         try:
             self.token(scenario_dir)
         except ValueError as error:
             return [Problem("token_file", f"{error}.")]
         return []
 
-    def resource_requests(self) -> list[ResourceRequest]:
-        """What it requests from a Ray cluster."""
-        return []
 
-
-class TrialServerGatewayConfig(Config):
+class TrialServerGatewayConfig(_HostConfig):
     """The trial server's own gateway and engine (`loopwright trials serve --engine NAME`)."""
 
     type: Literal["server"] = "server"
-
-    def problems(self, scenario_dir: Path) -> list[Problem]:
-        """Always empty: the trial server configures its gateway."""
-        return []
-
-    def resource_requests(self) -> list[ResourceRequest]:
-        """What it requests from a Ray cluster."""
-        return []
 
 
 GatewayHostConfig = EmbeddedGatewayConfig | RayGatewayConfig | ExternalGatewayConfig | TrialServerGatewayConfig

@@ -11,15 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from loopwright.engines.base import (
-    Chunk,
-    Engine,
-    EngineAway,
-    EngineConfig,
-    EngineError,
-    Sampling,
-    engines,
-)
+from loopwright.engines.base import Chunk, Engine, EngineAway, EngineConfig, EngineError, Sampling, engines
 from loopwright.engines.fleet import Fleet, FleetSettings
 from loopwright.engines.tokenizer import Tokenizer
 from loopwright.engines.weight_update import WeightUpdate
@@ -44,19 +36,10 @@ class EngineWorker(StreamingWorker):
 
     async def handle(self, request: tuple[str, tuple[Any, ...]]) -> Any:
         method, args = request
-        engine = self._engine
-        match method:
-            case "about":
-                return engine.tokenizer, engine.version
-            case "pause":
-                await engine.pause()
-            case "resume":
-                await engine.resume()
-            case "load":
-                await engine.load_weights(*args)
-            case "check":
-                await engine.check()
-        return engine.version
+        if method == "about":
+            return self._engine.tokenizer, self._engine.version
+        await getattr(self._engine, method)(*args)
+        return self._engine.version
 
     async def stream(self, request: tuple[Sequence[int], Sampling, str]) -> AsyncGenerator[Chunk, None]:
         ids, sampling, seed = request
@@ -129,7 +112,7 @@ class ActorEngine(Engine):
         await self._call("resume")
 
     async def load_weights(self, source: Any, version: int) -> None:
-        self.version = await self._call("load", source, version)
+        self.version = await self._call("load_weights", source, version)
 
     async def check(self) -> None:
         self.version = await self._call("check")

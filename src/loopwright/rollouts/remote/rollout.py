@@ -155,7 +155,7 @@ class RemoteRollout:
             return prepare(request.task, workspace, context.locator, run_tests=context.run_tests)
 
         prepared = await asyncio.to_thread(prepare_workspace)
-        mount_at, hide = (None, ()) if prepared is None else (prepared.workdir, prepared.hide)
+        mount_at, hide = (None, ()) if prepared is None else (prepared.layout.workdir, prepared.hide)
         sandbox: SandboxInstance = await stack.enter_async_context(
             context.sandbox.open(workspace, allowed_urls=(self._session.openai_base_url,), mount_at=mount_at, hide=hide)
         )
@@ -175,8 +175,8 @@ class RemoteRollout:
         self, job: AgentJob, prepared: PreparedTask | None
     ) -> tuple[AgentExit | None, list[VerifierReport]]:
         """The agent and then the tests, for each step of the task: the agent's last exit, and the test reports."""
-        tested = self._context.run_tests and prepared is not None and prepared.tested
-        steps: tuple[TaskStep | None, ...] = (None,) if prepared is None else prepared.steps
+        tested = self._context.run_tests and prepared is not None and prepared.task.has_tests
+        steps: tuple[TaskStep | None, ...] = (None,) if prepared is None else prepared.task.steps
         reports = list[VerifierReport]()
         for number, step in enumerate(steps):
             if step is not None and prepared is not None:

@@ -58,21 +58,6 @@ class PreparedTask:
     """Variables of the tests only, by the name of their step."""
 
     @property
-    def steps(self) -> tuple[TaskStep, ...]:
-        """The steps of the task, in order."""
-        return self.task.steps
-
-    @property
-    def tested(self) -> bool:
-        """Whether there are tests to run."""
-        return self.task.has_tests
-
-    @property
-    def workdir(self) -> str:
-        """The path of the workspace in sandboxes that have their own paths."""
-        return self.layout.workdir
-
-    @property
     def hide(self) -> tuple[Path, ...]:
         """What the agent must not see: tests and solution."""
         return (self.task.path.resolve(),)
@@ -225,9 +210,9 @@ async def solve(
 
 def combine_reports(prepared: PreparedTask, reports: Sequence[VerifierReport]) -> VerifierReport:
     """One report for all steps, by Harbor's rules: the mean over the steps that were started, or the last one's."""
-    if len(prepared.steps) == 1:
+    if len(prepared.task.steps) == 1:
         return reports[0]
-    steps = {step.name: report for step, report in zip(prepared.steps, reports, strict=False)}
+    steps = {step.name: report for step, report in zip(prepared.task.steps, reports, strict=False)}
     if broken := {name: report for name, report in steps.items() if "error" in report}:
         name, first = next(iter(broken.items()))
         stopped = {"stopped": True} if all(report.get("stopped") for report in broken.values()) else {}

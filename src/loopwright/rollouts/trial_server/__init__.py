@@ -1,1 +1,29 @@
-"""Trials for trainers elsewhere: a server that queues and runs them, and the loop that has them run there."""
+"""Trial servers: queue and run trials for runs on other machines."""
+
+from typing import TYPE_CHECKING
+
+from loopwright.core.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from loopwright.rollouts.trial_server.client import TrialServerClient, TrialServerLost
+    from loopwright.rollouts.trial_server.server import TrialServer, TrialServerConfig
+    from loopwright.rollouts.trial_server.submission import Submission
+
+__all__ = [
+    "Submission",
+    "TrialServer",
+    "TrialServerClient",
+    "TrialServerConfig",
+    "TrialServerLost",
+]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "Submission": "submission",
+        "TrialServer": "server",
+        "TrialServerClient": "client",
+        "TrialServerConfig": "server",
+        "TrialServerLost": "client",
+    },
+)

@@ -83,11 +83,11 @@ async def _verify_state(
     task = Task(directory.id, (), extra={"local_task_path": str(directory.path)})
     try:
         prepared = await asyncio.to_thread(prepare, task, workspace, TaskLocator(root))
-        if prepared is None or not prepared.tested:
+        if prepared is None or not prepared.task.has_tests:
             return {"error": "it has no tests/test.sh"}
-        async with sandbox.open(workspace, mount_at=prepared.workdir, hide=prepared.hide) as instance:
+        async with sandbox.open(workspace, mount_at=prepared.layout.workdir, hide=prepared.hide) as instance:
             reports: list[VerifierReport] = []
-            for step in prepared.steps:
+            for step in prepared.task.steps:
                 await asyncio.to_thread(stage, prepared, step, workspace)
                 if solve_first and (problem := await solve(prepared, step, instance, executor, root, marker=marker)):
                     return {"error": problem}
