@@ -13,7 +13,7 @@ import pytest
 from loopwright.core.outcome import Fault
 from tests.survival.campaign import COMMAND, Campaign, end_of, wait_for
 from tests.survival.serving import Gateway
-from tests.survival.test_training_agents import LETTERS, trained
+from tests.survival.test_training_agents import LETTERS, training_record
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SCENARIO = """
@@ -145,7 +145,7 @@ def ends_well(made):
     """All steps are trained, each on what its own policy said, token by token. What the ledger has, what was said."""
     ended = end_of(made.training)
     assert ended.code == 0, ended.err
-    numbers, found = trained(made.campaign)
+    numbers, found = training_record(made.campaign)
     assert list(numbers) == [1, 2, 3, 4]
     assert made.campaign.numbers() == list(range(1, len(found) + 1))
     assert sum(rollout.episode.trainable for rollout in found) == 24
