@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import stable_baselines3
-from tests.envs.worlds import wait_until
+from tests.envs.helpers import wait_until
 
 from loopwright.core.errors import ScenarioError
 from loopwright.ledger.ledger import Ledger

@@ -89,7 +89,7 @@ def test_a_live_budget_must_allow_one_rollout(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", ["gymnasium:CartPole-v1", "tests.envs.worlds:Line", "rl_late:make", "rl_late:Ordinary"]
+    "path", ["gymnasium:CartPole-v1", "tests.envs.helpers:LineServer", "rl_late:make", "rl_late:Ordinary"]
 )
 def test_an_unsupported_action_space_is_rejected_at_load_time(tmp_path, path):
     (tmp_path / "rl_late.py").write_text(LATE)
@@ -101,9 +101,9 @@ LATE = """
 from gymnasium import Env, spaces
 
 def make():
-    from tests.envs.worlds import Line
+    from tests.envs.helpers import LineServer
 
-    return Line()
+    return LineServer()
 
 class Ordinary(Env):
     def __init__(self):

@@ -14,9 +14,8 @@ from tests.agents.rl.scenarios import (
     train,
     train_and_interrupt,
 )
+from tests.envs.helpers import LineServer, live_env
 from tests.envs.live.peers import served
-from tests.envs.worlds import Line
-from tests.envs.worlds import live as live_env
 
 from loopwright.agents.rl.agent import PpoConfig
 from loopwright.agents.rl.learner import LearnerContext
@@ -34,7 +33,9 @@ def test_a_live_run_trains_and_acts(tmp_path):
 
 
 def test_an_unsupported_action_space_at_an_address_fails_the_run(tmp_path, caplog):
-    with served(Line, f"unix://{tmp_path}/s") as server:  # the spaces at an address are known only after connecting
+    with served(
+        LineServer, f"unix://{tmp_path}/s"
+    ) as server:  # the spaces at an address are known only after connecting
         assert train(tmp_path, at_address(server.address)) == 1
     assert "'sac' supports the action spaces Box; the server has a Discrete" in caplog.text
     assert "Traceback" not in caplog.text
@@ -57,7 +58,7 @@ def test_an_unreachable_server_fails_the_run_and_the_next_run_starts(tmp_path, c
     assert message in state(tmp_path, "failure")
     assert message in unescape((tmp_path / "out" / "report.html").read_text())
     assert state(tmp_path, "run")["live"]
-    with served(Line, f"unix://{tmp_path}/nowhere"):
+    with served(LineServer, f"unix://{tmp_path}/nowhere"):
         assert resume(tmp_path) == 0
     assert state(tmp_path, "failure") is None
     assert len(numbers(tmp_path)) == 20
@@ -66,9 +67,9 @@ def test_an_unreachable_server_fails_the_run_and_the_next_run_starts(tmp_path, c
 
 
 RESETS = """
-from tests.envs.worlds import Line
+from tests.envs.helpers import LineServer
 
-class Failing(Line):
+class Failing(LineServer):
     def reset(self, **options):
         if self.steps == 25:
             self.steps += 100
@@ -94,9 +95,9 @@ def test_a_server_that_raises_in_reset_uses_up_no_number(tmp_path, caplog, error
 
 
 SERVER = """
-from tests.envs.worlds import Line
+from tests.envs.helpers import LineServer
 
-class Dying(Line):
+class Dying(LineServer):
     def step(self, action):
         if self.steps == 40:
             raise RuntimeError("the simulator is gone")
@@ -120,9 +121,9 @@ def test_a_server_that_dies_is_lost_and_the_run_resumes(tmp_path, caplog):
 
 HANGS = """
 import time
-from tests.envs.worlds import Line
+from tests.envs.helpers import LineServer
 
-class Hanging(Line):
+class Hanging(LineServer):
     def step(self, action):
         if self.steps == 40:
             time.sleep(600)

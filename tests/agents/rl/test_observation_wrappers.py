@@ -4,8 +4,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from tests.envs.worlds import Shown
-from tests.envs.worlds import live as live_env
+from tests.envs.helpers import SampleServer, live_env
 
 from loopwright.agents.rl.observation_wrappers import flatten_codec, wrap_for_library
 from loopwright.core.errors import LoopwrightError
@@ -49,7 +48,7 @@ def test_an_observation_that_cannot_be_flattened_is_an_error():
 
 def test_the_flattened_observation_includes_the_regime(tmp_path):
     shown = spaces.Tuple((BOX, TWO))
-    env = LiveAdapter(live_env(tmp_path, Shown(shown), drawn={"speed": [1, 2, 3]}))
+    env = LiveAdapter(live_env(tmp_path, SampleServer(shown), drawn={"speed": [1, 2, 3]}))
     flat = wrap_for_library(env, "sb3")
     observation, info = flat.reset()
     assert observation.shape == (3 + 2 + 2,)  # in gymnasium's order: "context" before "observation"

@@ -10,11 +10,11 @@ from loopwright.agents.rl.policy import PolicyError, act
 SERVERS = """
 import numpy as np
 from gymnasium import spaces
-from tests.envs.worlds import Line, Shown
+from tests.envs.helpers import LineServer, SampleServer
 
 BOX, TWO = spaces.Box(-np.inf, 1, (2,), np.float32), spaces.Discrete(2)
 
-class Guess(Line):
+class Guess(LineServer):
     '''The right action is the drawn side, which the observation does not contain.'''
     observation_space, action_space = spaces.Box(0, 1, (1,), np.float32), TWO
 
@@ -26,11 +26,11 @@ class Guess(Line):
         seen, _, over, _, _ = super().step(action)
         return seen, float(action == self.side), over, False, {}
 
-    def _seen(self):
+    def _observation(self):
         return np.zeros(1, np.float32)
 
 def shows(space):
-    return lambda: Shown(space, TWO)
+    return lambda: SampleServer(space, TWO)
 
 Index = shows(spaces.Discrete(3))
 Later = shows(spaces.Discrete(3, start=5))

@@ -58,9 +58,9 @@ def test_r05_rllib_observes_the_regime_of_a_live_run(tmp_path):
 BOXED = """
 import numpy as np
 from gymnasium import spaces
-from tests.envs.worlds import Line
+from tests.envs.helpers import LineServer
 
-class Boxed(Line):
+class Boxed(LineServer):
     observation_space = spaces.Box(-100, 100, (2,), np.float32)
     action_space = spaces.Box(3.0, 5.0, (2,), np.float32)
 

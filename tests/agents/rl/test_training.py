@@ -25,7 +25,7 @@ from tests.agents.rl.scenarios import (
     updates,
     write_scenario,
 )
-from tests.envs.worlds import wait_until, world
+from tests.envs.helpers import search_env, wait_until
 
 from loopwright.agents.rl.agent import PpoConfig
 from loopwright.agents.rl.learner import LearnerContext
@@ -198,14 +198,14 @@ def best_when(x, wind):
 @pytest.fixture
 def driver(tmp_path):
     """A driver of a new run, with an earlier run that tried every action under both winds."""
-    earlier = world(tmp_path / "earlier", REGIMES, best_when, env_params={"wind": {}})
+    earlier = search_env(tmp_path / "earlier", REGIMES, best_when, env_params={"wind": {}})
     past = Driver(earlier, "flat")
     for wind in (0, 1):
         for x in (1, 2, 3, 4):
             past.measure({"x": x}, {"wind": wind}, {})
     past.close()
     earlier.book.ledger.close()
-    env = world(tmp_path / "now", REGIMES, best_when, env_params={"wind": {}})
+    env = search_env(tmp_path / "now", REGIMES, best_when, env_params={"wind": {}})
     env.workload.site = SimpleNamespace(scenario_dir=tmp_path)
     driver = Driver(env, "flat")
     yield driver

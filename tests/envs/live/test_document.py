@@ -41,7 +41,7 @@ def test_every_message_has_an_example():
     assert f"{MAX_FRAME_BYTES:,}" in PAGE
 
 
-def test_the_client_says_what_the_document_says(tmp_path, monkeypatch):
+def test_the_client_sends_what_the_document_says(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "version", lambda _: "")
     said = []
     sendall = socket.socket.sendall
@@ -73,7 +73,7 @@ def test_the_client_says_what_the_document_says(tmp_path, monkeypatch):
     ]
 
 
-def test_the_server_answers_as_the_document_says(tmp_path):
+def test_the_server_responds_as_the_document_says(tmp_path):
     with served(Walker, f"unix://{tmp_path}/s") as server, raw(server.address) as client:
         client.send({"type": "hello", "version": 1, "name": "demo", "later": "unknown keys are ignored"})
         greeting = client.receive()

@@ -78,11 +78,11 @@ def found(home: Path, name: str, **args):
     return probe_spaces(f"probed_{home.name}:{name}", args, home)
 
 
-def test_what_a_class_shows_is_read_without_making_it(home):
+def test_declared_spaces_are_read_without_creating_the_server(home):
     assert found(home, "Shows").action_space == spaces.Discrete(3)
 
 
-def test_a_server_is_made_once_elsewhere_and_closed(home):
+def test_a_server_is_created_once_in_another_process_and_closed(home):
     for _ in range(2):
         told = found(home, "Sets", n=5)
     assert (told.observation_space, told.action_space) == (spaces.Box(-1, 1, (2,)), spaces.Discrete(5))
@@ -91,7 +91,7 @@ def test_a_server_is_made_once_elsewhere_and_closed(home):
     assert (home / "closed").exists()
 
 
-def test_a_constructor_may_replace_what_a_class_shows(home):
+def test_a_constructor_may_replace_the_declared_spaces(home):
     assert found(home, "Replaces").action_space == spaces.Discrete(9)
 
 
@@ -108,7 +108,7 @@ def test_a_factory_is_called(home):
         ("Nothing", "is not a GymServer: it has no observation_space, action_space"),
     ],
 )
-def test_one_that_cannot_be_made_is_a_problem(home, name, said):
+def test_a_server_that_cannot_be_created_is_a_problem(home, name, said):
     assert said in found(home, name).problem
     problems = LiveConfig(env_class=f"probed_{home.name}:{name}").problems(home, ())
     assert [one.key for one in problems] == ["env_class"]
@@ -116,7 +116,7 @@ def test_one_that_cannot_be_made_is_a_problem(home, name, said):
 
 
 @pytest.mark.parametrize("name", ["Dies", "Sleeps"])
-def test_one_that_gives_no_answer_is_left_for_the_run(home, name, monkeypatch):
+def test_a_probe_without_a_response_leaves_the_spaces_unknown(home, name, monkeypatch):
     monkeypatch.setattr(probe, "_TIMEOUT_S", 3.0)
     assert found(home, name) == probe.ServerSpaces()
 
@@ -131,18 +131,18 @@ def test_one_that_gives_no_answer_is_left_for_the_run(home, name, monkeypatch):
         ("http://host:80", "is not an address"),
     ],
 )
-def test_an_address_that_nobody_can_be_at_is_a_problem(tmp_path, address, said):
+def test_an_impossible_address_is_a_problem(tmp_path, address, said):
     (problem,) = LiveConfig(address=address).problems(tmp_path, ())
     assert problem.key == "address"
     assert said in problem.message
 
 
 @pytest.mark.parametrize("address", ["tcp://localhost:7000", "tcp://[::1]:7000", "unix:///run/sim.sock"])
-def test_other_addresses_are_none(tmp_path, address):
+def test_a_usable_address_is_no_problem(tmp_path, address):
     assert LiveConfig(address=address, args={"speed": [1, 2]}).problems(tmp_path, ["speed"]) == []
 
 
-def test_a_fixed_argument_belongs_where_the_server_is_made(tmp_path):
+def test_a_fixed_argument_of_a_remote_server_is_a_problem(tmp_path):
     config = LiveConfig(address="tcp://localhost:7000", args={"n": 3, "speed": [1, 2]})
     (problem,) = config.problems(tmp_path, ["speed"])
     assert problem.key == "args.n"

@@ -92,14 +92,14 @@ def test_serve_env_passes_json_and_text_and_finds_modules_here(tmp_path):
         ),
     ],
 )
-def test_serve_env_refuses_what_it_cannot_do(tmp_path, words, complaint):
+def test_serve_env_rejects_invalid_arguments(tmp_path, words, complaint):
     ended = subprocess.run(serve_env(*words), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
     assert complaint in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_a_server_killed_in_mid_step_is_lost_and_found_again(tmp_path):
+def test_a_server_killed_during_a_step_is_lost_and_reconnected(tmp_path):
     (tmp_path / "simulator.py").write_text(SIMULATOR)
     marker, address = tmp_path / "marker", f"unix://{tmp_path}/s"
     command = serve_env("simulator:Slow", "--address", address, "--arg", f"marker={marker}")
@@ -125,7 +125,7 @@ def test_a_server_killed_in_mid_step_is_lost_and_found_again(tmp_path):
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_a_server_in_another_language_written_from_the_document(tmp_path, kind):
+def test_a_server_in_another_language_is_stepped(tmp_path, kind):
     wanted = f"unix://{tmp_path}/s" if kind == "unix" else "tcp://127.0.0.1:0"
     with running(["node", str(NODE_SERVER), wanted], tmp_path) as (_, address):
         server = RemoteServer(address, validate=True)

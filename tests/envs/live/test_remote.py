@@ -19,7 +19,7 @@ def address(request, tmp_path):
     return f"unix://{tmp_path}/s" if request.param == "unix" else "tcp://127.0.0.1:0"
 
 
-def test_an_environment_behind_a_socket_is_the_same_environment(address):
+def test_a_remote_environment_behaves_like_a_local_one(address):
     here = make_server("gymnasium:CartPole-v1", {}, "")
     with served(lambda: make_server("gymnasium:CartPole-v1", {}, ""), address) as server:
         there = RemoteServer(server.address, validate=True)
@@ -59,7 +59,7 @@ class Everything(Walker):
         return action, np.float32(0.5), np.bool_(True), False, {}
 
 
-def test_all_kinds_of_spaces_and_info_go_both_ways(tmp_path):
+def test_all_spaces_and_info_survive_both_directions(tmp_path):
     with served(Everything, f"unix://{tmp_path}/s") as server:
         there = RemoteServer(server.address, validate=True)
         observation, info = there.reset(seed=1, options={"level": 3, "mask": np.array([True, False])})
@@ -86,7 +86,7 @@ class Large(Walker):
         return np.full((512, 1024, 3), self.left, np.uint8)
 
 
-def test_a_large_observation_arrives_whole(address):
+def test_a_large_observation_arrives_complete(address):
     with served(Large, address) as server:
         there = RemoteServer(server.address)
         assert (there.reset()[0] == 5).all()
@@ -105,7 +105,7 @@ class Raises(Walker):
         return super().step(action)
 
 
-def test_an_environment_that_fails_is_told_and_the_connection_stays(tmp_path):
+def test_an_error_of_the_environment_keeps_the_connection(tmp_path):
     with served(Raises, f"unix://{tmp_path}/s") as server:
         there = RemoteServer(server.address)
         there.reset()
@@ -121,7 +121,7 @@ def test_an_environment_that_fails_is_told_and_the_connection_stays(tmp_path):
         there.close()
 
 
-def test_an_environment_that_cannot_be_made_is_an_error_of_the_server(tmp_path):
+def test_an_environment_that_cannot_be_created_is_a_server_error(tmp_path):
     def make():
         raise OSError("no such robot")
 
@@ -157,7 +157,7 @@ def nested(depth):
         ({"info": {"a": {"nd": "x", "shape": [], "data": b""}}}, "sent info: unknown dtype 'x'"),
     ],
 )
-def test_a_bad_answer_names_its_field_and_the_connection_stays(tmp_path, changes, words):
+def test_an_unusable_response_names_its_field_and_keeps_the_connection(tmp_path, changes, words):
     with scripted(tmp_path / "s", welcome(), result(**changes), result(reward=2)) as address:
         server = RemoteServer(address, validate=True)
         with pytest.raises(ServerError, match=words):
@@ -179,7 +179,7 @@ def test_a_bad_answer_names_its_field_and_the_connection_stays(tmp_path, changes
         (None, "the connection broke during 'step'"),
     ],
 )
-def test_a_peer_that_talks_nonsense_is_lost(tmp_path, answer, words):
+def test_a_peer_that_violates_the_protocol_is_lost(tmp_path, answer, words):
     with scripted(tmp_path / "s", welcome(), answer) as address:
         server = RemoteServer(address)
         with pytest.raises(ServerLost, match=words) as error:
@@ -202,12 +202,12 @@ def test_a_peer_that_talks_nonsense_is_lost(tmp_path, answer, words):
         (welcome(action_space=...), ServerError, "action_space: unknown space type None"),
     ],
 )
-def test_a_greeting_that_cannot_be_used_says_why(tmp_path, answer, kind, words):
+def test_an_unusable_welcome_is_an_error_with_the_reason(tmp_path, answer, kind, words):
     with scripted(tmp_path / "s", answer) as address, pytest.raises(kind, match=words):
         RemoteServer(address)
 
 
-def test_a_client_of_another_version_is_told_so(tmp_path):
+def test_a_client_of_another_version_gets_an_error(tmp_path):
     with served(Walker, f"unix://{tmp_path}/s") as server, raw(server.address) as client:
         client.send({"type": "hello", "version": 99, "name": "from the future"})
         answer = client.receive()
@@ -219,7 +219,7 @@ def test_a_client_of_another_version_is_told_so(tmp_path):
 # Slow, hanging, dead.
 
 
-def test_a_slow_step_gives_signs_of_life_and_then_its_answer(tmp_path):
+def test_a_slow_step_sends_heartbeats_and_then_its_result(tmp_path):
     gate = Gate()
     with served(lambda: gate, f"unix://{tmp_path}/s") as server, raw(server.address) as client:
         client.send({"type": "hello", "version": 1, "name": "test", "heartbeat_s": 0.05})
@@ -237,7 +237,7 @@ def test_a_slow_step_gives_signs_of_life_and_then_its_answer(tmp_path):
         assert answer["type"] == "result"
 
 
-def test_signs_of_life_are_skipped(tmp_path):
+def test_heartbeats_are_skipped(tmp_path):
     pongs = frame({"type": "pong"}) * 3
     with scripted(tmp_path / "s", pongs + frame(welcome()), pongs + frame(result())) as address:
         server = RemoteServer(address)
@@ -245,7 +245,7 @@ def test_signs_of_life_are_skipped(tmp_path):
         server.close()
 
 
-def test_a_server_that_hangs_is_lost_at_the_deadline_though_it_lives(tmp_path):
+def test_a_server_that_hangs_is_lost_at_the_deadline_despite_heartbeats(tmp_path):
     gate = Gate()
     with served(lambda: gate, f"unix://{tmp_path}/s") as server:
         there = RemoteServer(server.address, timeout_s=1, heartbeat_s=0.6)
@@ -255,32 +255,32 @@ def test_a_server_that_hangs_is_lost_at_the_deadline_though_it_lives(tmp_path):
         gate.go_on.set()
 
 
-def test_a_server_that_falls_silent_is_lost_before_the_deadline(tmp_path):
+def test_a_server_without_heartbeats_is_lost_before_the_deadline(tmp_path):
     with scripted(tmp_path / "s", welcome(heartbeat_s=0.05), frame({"type": "pong"})) as address:
         server = RemoteServer(address, timeout_s=60)
         with pytest.raises(ServerLost, match=r"no heartbeat for 0.15 s during 'step'"):
             server.step(1)
 
 
-def test_half_an_answer_is_no_answer(tmp_path):
+def test_an_incomplete_response_is_lost_at_the_deadline(tmp_path):
     with scripted(tmp_path / "s", welcome(), frame(result())[:20]) as address:
         server = RemoteServer(address, timeout_s=1)
         with pytest.raises(ServerLost, match="no response to 'step' within"):
             server.step(1)
 
 
-def test_a_peer_that_never_greets_is_lost(tmp_path):
+def test_a_peer_that_sends_no_welcome_is_lost(tmp_path):
     with scripted(tmp_path / "s") as address, pytest.raises(ServerLost, match=r"no response to 'hello' within 0.2 s"):
         RemoteServer(address, timeout_s=0.2)
 
 
 @pytest.mark.parametrize("where", ["unix://{}/nobody", "tcp://127.0.0.1:1"])
-def test_nobody_there_is_lost_after_some_patience(tmp_path, where):
+def test_an_unreachable_server_is_lost_after_the_connect_timeout(tmp_path, where):
     with pytest.raises(ServerLost, match="cannot connect"):
         RemoteServer(where.format(tmp_path), connect_timeout_s=0.1)
 
 
-def test_an_interrupted_call_leaves_no_answer_behind_for_the_next_one(tmp_path, monkeypatch):
+def test_an_interrupted_call_leaves_no_response_for_the_next_one(tmp_path, monkeypatch):
     with served(Walker, f"unix://{tmp_path}/s") as server:
         there = RemoteServer(server.address)
         there.reset()
@@ -300,7 +300,7 @@ def test_an_interrupted_call_leaves_no_answer_behind_for_the_next_one(tmp_path, 
 # Coming back.
 
 
-def test_a_server_that_restarts_is_found_again_by_reset(tmp_path):
+def test_reset_reconnects_to_a_restarted_server(tmp_path):
     address = f"unix://{tmp_path}/s"
     with served(Walker, address):
         there = RemoteServer(address)
@@ -317,7 +317,7 @@ def test_a_server_that_restarts_is_found_again_by_reset(tmp_path):
         there.close()
 
 
-def test_reset_waits_for_a_server_that_is_on_its_way(tmp_path):
+def test_reset_waits_for_a_server_that_is_starting(tmp_path):
     address, done = f"unix://{tmp_path}/s", threading.Event()
     with served(Walker, address):
         there = RemoteServer(address, connect_timeout_s=30)
@@ -335,7 +335,7 @@ def test_reset_waits_for_a_server_that_is_on_its_way(tmp_path):
     thread.join()
 
 
-def test_a_server_that_comes_back_with_other_spaces_is_refused(tmp_path):
+def test_a_restarted_server_with_other_spaces_is_lost(tmp_path):
     address = f"unix://{tmp_path}/s"
     with served(Walker, address):
         there = RemoteServer(address)
@@ -343,7 +343,7 @@ def test_a_server_that_comes_back_with_other_spaces_is_refused(tmp_path):
         there.reset()
 
 
-def test_a_failed_reset_of_a_new_connection_is_not_tried_for_ever(tmp_path):
+def test_a_reset_that_fails_on_a_new_connection_is_not_retried(tmp_path):
     with scripted(tmp_path / "s", welcome(), None) as address:
         there = RemoteServer(address, timeout_s=1, connect_timeout_s=0.1)
         with pytest.raises(ServerLost):

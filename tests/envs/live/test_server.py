@@ -47,7 +47,7 @@ def home(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_g08_an_object_is_taken_as_it_is(home):
+def test_g08_an_object_is_used_as_it_is(home):
     walker = Walker()
     assert make_server(walker, {"start": 3}, home) is walker
     env = gymnasium.make("CartPole-v1")
@@ -56,23 +56,23 @@ def test_g08_an_object_is_taken_as_it_is(home):
 
 
 @pytest.mark.parametrize("path", ["live_home:Walker", "live_home.Walker", "live_home:make", "live_home:Box.Inner"])
-def test_g08_a_class_or_factory_by_path_gets_the_arguments_that_it_takes(home, path):
+def test_g08_a_class_or_factory_gets_the_arguments_that_it_accepts(home, path):
     assert check_server_class(path, home) is None
     assert make_server(path, {"start": 2.0, "colour": "red"}, home).start == 2.0
 
 
-def test_g08_one_that_takes_any_keyword_gets_them_all(home):
+def test_g08_a_factory_with_kwargs_gets_all_arguments(home):
     assert make_server("live_home:Greedy", {"start": 2.0, "colour": "red"}, home).options == {
         "start": 2.0,
         "colour": "red",
     }
 
 
-def test_g08_a_class_handed_over_is_called(home):
+def test_g08_a_class_object_is_instantiated(home):
     assert make_server(Walker, {"start": 4.0}, home).start == 4.0
 
 
-def test_g08_any_registered_environment_can_be_named(home):
+def test_g08_a_registered_environment_is_made_by_gymnasium(home):
     assert check_server_class("gymnasium:CartPole-v1", home) is None
     server = make_server("gymnasium:CartPole-v1", {"max_episode_steps": 3}, home)
     assert server.spec.max_episode_steps == 3
@@ -103,12 +103,12 @@ def test_g11_a_bad_class_fails_with_the_reason(home, path, words):
     assert re.search(words, reason), reason
 
 
-def test_g11_what_was_made_must_be_a_server(home):
+def test_g11_the_created_object_must_be_a_server(home):
     with pytest.raises(ServerError, match="'dict' is not a GymServer: it has no observation_space, action_space"):
         make_server({}, {}, home)
 
 
-def test_g07_without_the_extra_the_package_imports_and_says_what_to_install(home):
+def test_g07_without_the_extra_the_error_says_what_to_install(home):
     code = """
 import sys
 sys.modules["gymnasium"] = sys.modules["msgpack"] = None
@@ -129,7 +129,7 @@ except ImportError as error:
     ]
 
 
-def test_the_errors_are_the_standard_types_that_they_refine():
+def test_the_errors_extend_standard_exceptions():
     assert issubclass(ServerLost, LoopwrightError)
     assert issubclass(ServerLost, ConnectionError)
     assert issubclass(ServerError, LoopwrightError)

@@ -95,7 +95,7 @@ def same(one, other):
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(any_space, st.integers(0, 2**31))
-def test_every_space_and_its_samples_come_back_as_they_were(space, seed):
+def test_spaces_and_samples_survive_a_round_trip(space, seed):
     found = decode_space(travel({"type": "x", "space": encode_space(space)})["space"], "space")
     assert found == space
     if isinstance(space, spaces.Dict):
@@ -109,11 +109,11 @@ def test_every_space_and_its_samples_come_back_as_they_were(space, seed):
 
 @settings(deadline=None)
 @given(hnp.arrays(st.sampled_from((*INTEGERS, "float16", "float32", "float64", "bool")), SHAPES))
-def test_arrays_are_exact_to_the_bit_whatever_is_in_them(array):
+def test_arrays_survive_a_round_trip_bit_by_bit(array):
     assert same(array, decode_arrays(travel({"type": "x", "info": {"deep": [array]}})["info"], "info")["deep"][0])
 
 
-def test_a_big_endian_or_strided_array_travels_as_any_other():
+def test_big_endian_and_strided_arrays_survive_a_round_trip():
     array = np.arange(12, dtype=">f4").reshape(3, 4)[:, ::2]
     arrived = decode_arrays(travel({"type": "x", "array": array})["array"], "info")
     assert arrived.dtype == np.float32
@@ -127,7 +127,7 @@ def test_an_unbounded_integer_box_stays_unbounded():
     assert not found.bounded_below.any()
 
 
-def test_plain_lists_are_taken_as_numbers_of_the_declared_type():
+def test_lists_are_converted_to_the_declared_type():
     read = reader(spaces.Box(0, 1, (2, 2), np.float32))
     assert same(np.array([[0, 1], [0.5, 1]], np.float32), read([[0, 1], [0.5, 1]], "obs"))
     assert same(np.array(3.0, np.float32), reader(spaces.Box(0, 5, (), np.float32))(3, "obs"))
@@ -155,7 +155,7 @@ def test_plain_lists_are_taken_as_numbers_of_the_declared_type():
         (spaces.Dict(a=spaces.Discrete(2)), {"a": "x"}, r"obs\['a'\]: expected an integer, got 'x'"),
     ],
 )
-def test_what_cannot_be_read_is_named(space, value, words):
+def test_an_unreadable_sample_is_an_error_that_names_the_field(space, value, words):
     with pytest.raises(WireError, match=words):
         reader(space)(value, "obs")
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_read_is_named(space, value, words):
         (spaces.Tuple([spaces.Discrete(1)]), (), "obs: expected a tuple of 1"),
     ],
 )
-def test_what_does_not_fit_its_space_is_named(space, value, words):
+def test_a_sample_outside_its_space_is_reported_with_the_field(space, value, words):
     reason = checker(space)(value)
     assert reason is not None
     assert re.match(words, reason), reason
@@ -205,24 +205,24 @@ def test_what_does_not_fit_its_space_is_named(space, value, words):
         {"type": "Text", "max_length": -1, "charset": "ab"},
     ],
 )
-def test_a_space_that_makes_no_sense_is_refused_with_its_name(value):
+def test_an_invalid_space_is_an_error_that_names_the_field(value):
     with pytest.raises(WireError, match=r"^observation_space"):
         decode_space(value, "observation_space")
 
 
 @pytest.mark.parametrize("space", [spaces.Sequence(spaces.Discrete(2)), spaces.Dict({1: spaces.Discrete(2)})])
-def test_a_space_that_has_no_form_on_the_wire_says_so(space):
+def test_an_unsupported_space_is_an_error(space):
     with pytest.raises(WireError):
         encode_space(space)
 
 
 @given(st.binary(max_size=200))
-def test_garbage_is_a_wire_error_and_nothing_else(data):
+def test_random_bytes_raise_only_wire_errors(data):
     with suppress(WireError):
         assert "type" in unpack(data)
 
 
-def test_a_frame_has_a_greatest_size():
+def test_a_frame_has_a_maximum_size():
     with pytest.raises(WireError, match="a frame of 67,108,865 bytes"):
         body_bytes((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
     with pytest.raises(Unsendable, match="67,108,864 are allowed"):
@@ -230,7 +230,7 @@ def test_a_frame_has_a_greatest_size():
 
 
 @pytest.mark.parametrize("value", [object(), 2**70, np.zeros(2, complex), {1, 2}])
-def test_what_cannot_be_sent_is_said_or_for_info_described(value):
+def test_unsendable_values_are_an_error_and_in_info_replaced_by_their_repr(value):
     with pytest.raises(Unsendable):
         frame({"type": "x", "value": value})
     assert isinstance(travel({"type": "x", "info": make_sendable({"deep": [value]})})["info"]["deep"][0], str)

@@ -1,4 +1,4 @@
-"""Small worlds for adapters: a workload that calls a function in this process, and servers that do not behave."""
+"""Small environments for tests: a workload that calls a function, and live servers that follow a script."""
 
 import asyncio
 import math
@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from loopwright.core.outcome import Outcome
 from loopwright.core.reward import Identity, Objectives, Penalties
-from loopwright.core.trial import Result
+from loopwright.core.trial import Result, Trial
 from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.ledger.ledger import Ledger
@@ -22,25 +22,25 @@ from loopwright.spaces.space import Draws, EnvParamConfig, Space
 from loopwright.workloads.base import Job, Workload
 
 
-class Called(Workload):
-    """Calls a function of the arguments; it gives a number, metrics, or a result."""
+class CountingWorkload(Workload):
+    """Calls a function of the arguments, which returns a number, metrics or a Result. Counts concurrent calls."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.calls, self.most, self._flying = function, list[dict[str, Any]](), 0, 0
+        self.function, self.calls, self.max_in_flight, self._in_flight = function, list[dict[str, Any]](), 0, 0
 
     async def run(self, job: Job) -> Result:
         self.calls.append(dict(job.arguments))
-        self._flying += 1
-        self.most = max(self.most, self._flying)
+        self._in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self._in_flight)
         await asyncio.sleep(0)
-        self._flying -= 1
+        self._in_flight -= 1
         value = self.function(**job.arguments)
         if isinstance(value, Result):
             return value
         return Result(Outcome.OK, value if isinstance(value, dict) else {"y": float(value)})
 
 
-def book_in(directory: Path, name: str = "run", **options: Any) -> TrialBook:
+def trial_book(directory: Path, name: str = "run", **options: Any) -> TrialBook:
     folder = directory / name
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "ledger.db"
@@ -49,7 +49,7 @@ def book_in(directory: Path, name: str = "run", **options: Any) -> TrialBook:
     return TrialBook(name, folder, ledger, **options)
 
 
-def world(
+def search_env(
     directory: Path,
     arguments: Mapping[str, Any],
     function: Callable[..., Any] = lambda **_: 1.0,
@@ -62,13 +62,13 @@ def world(
     count_cached: bool = True,
     **rules: Any,
 ) -> SearchEnv:
-    """A trial environment over a function; arguments as they are written in TOML."""
-    configs = {name: EnvParamConfig(**how) for name, how in (env_params or {}).items()}
+    """A search environment over a function; arguments as in TOML."""
+    configs = {name: EnvParamConfig(**config) for name, config in (env_params or {}).items()}
     space = Space({name: parameter(value) for name, value in arguments.items()}, constraints, frozenset(configs))
     return kind(
-        book_in(directory, budget=budget, count_cached=count_cached),
+        trial_book(directory, budget=budget, count_cached=count_cached),
         space=space,
-        workload=Called(function),
+        workload=CountingWorkload(function),
         draws=Draws(0, space.parameters, configs),
         objectives=Objectives((Identity(metrics=("y",)),)),
         metric_names=metrics,
@@ -76,8 +76,8 @@ def world(
     )
 
 
-class Line:
-    """Walks along a line for five steps; `script` may replace what a step gives, by its number."""
+class LineServer:
+    """Walks along a line for five steps. `script` replaces the result of a step, by its number."""
 
     observation_space = spaces.Box(-100, 100, (2,), np.float32)
     action_space = spaces.Discrete(3)
@@ -88,7 +88,7 @@ class Line:
     def reset(self, *, seed=None, options=None):
         self.resets.append(options)
         self.position, self.left = 0.0, 5
-        return self._seen(), {}
+        return self._observation(), {}
 
     def step(self, action):
         self.steps += 1
@@ -99,17 +99,17 @@ class Line:
             raise scripted
         if scripted is not None:
             return scripted
-        return self._seen(), float(self.position), self.left == 0, False, {}
+        return self._observation(), float(self.position), self.left == 0, False, {}
 
     def close(self):
         self.closed += 1
 
-    def _seen(self):
+    def _observation(self):
         return np.array([self.position, self.left], np.float32)
 
 
-class Shown(Line):
-    """A line that shows samples of any space, and takes actions of any other."""
+class SampleServer(LineServer):
+    """Returns samples of any observation space, and accepts actions of any action space."""
 
     def __init__(self, observation_space: Any, action_space: Any = None) -> None:
         super().__init__()
@@ -119,13 +119,13 @@ class Shown(Line):
 
     def step(self, action):
         self.left -= 1
-        return self._seen(), 0.0, self.left == 0, False, {}
+        return self._observation(), 0.0, self.left == 0, False, {}
 
-    def _seen(self):
+    def _observation(self):
         return self.observation_space.sample()
 
 
-def live(
+def live_env(
     directory: Path,
     server: Any = None,
     *,
@@ -136,38 +136,55 @@ def live(
     budget: int | None = None,
     penalties: Penalties | None = None,
 ):
-    """A live environment over an object of this process."""
+    """A live environment over a server in this process."""
     parameters = {name: parameter(list(values)) for name, values in (drawn or {}).items()}
     configs = {name: EnvParamConfig(encoding=(encodings or {}).get(name, "categorical")) for name in parameters}
     draws = Draws(0, parameters, configs)
     how: dict[str, Any] = {"draws": draws, "record": record, "timeout_s": timeout_s}
-    return LiveEnv(book_in(directory, budget=budget), server=server or Line(), penalties=penalties, **how)
+    return LiveEnv(trial_book(directory, budget=budget), server=server or LineServer(), penalties=penalties, **how)
 
 
-BAD_ANSWERS = {
+BAD_STEPS = {
     "NaN": (np.array([math.nan, 0], np.float32), 0.0, False, False, {}),
     "infinity": (np.array([math.inf, 0], np.float32), 0.0, False, False, {}),
     "shape": (np.zeros(3, np.float32), 0.0, False, False, {}),
     "dtype": (np.zeros(2, np.float64), 0.0, False, False, {}),
-    "no array": ([0.0, 0.0], 0.0, False, False, {}),
+    "not an array": ([0.0, 0.0], 0.0, False, False, {}),
     "NaN reward": (np.zeros(2, np.float32), math.nan, False, False, {}),
     "text reward": (np.zeros(2, np.float32), "much", False, False, {}),
-    "no reward": (np.zeros(2, np.float32), None, False, False, {}),
+    "missing reward": (np.zeros(2, np.float32), None, False, False, {}),
     "four values": (np.zeros(2, np.float32), 0.0, False, {}),
-    "nothing": 5,
+    "not a tuple": 5,
     "reward as text": (np.zeros(2, np.float32), "1.0", False, False, {}),
     "reward in a list": (np.zeros(2, np.float32), np.array([1.0]), False, False, {}),
-    "true as reward": (np.zeros(2, np.float32), True, False, False, {}),
-    "endless reward": (np.zeros(2, np.float32), 10**400, False, False, {}),
+    "bool as reward": (np.zeros(2, np.float32), True, False, False, {}),
+    "overflowing reward": (np.zeros(2, np.float32), 10**400, False, False, {}),
     "text as flag": (np.zeros(2, np.float32), 0.0, "no", False, {}),
-    "no flag": (np.zeros(2, np.float32), 0.0, False, None, {}),
+    "missing flag": (np.zeros(2, np.float32), 0.0, False, None, {}),
     "number as flag": (np.zeros(2, np.float32), 0.0, 0, False, {}),
-    "no info": (np.zeros(2, np.float32), 0.0, False, False, None),
+    "missing info": (np.zeros(2, np.float32), 0.0, False, False, None),
 }
 
 
-def wait_until(condition: Callable[[], bool], patience_s: float = 30.0) -> None:
-    until = time.monotonic() + patience_s
+def play(env: LiveEnv, steps: int, action: Any = 2) -> list[Any]:
+    """Take steps, and reset where an episode ends. Returns the results of the steps."""
+    results: list[Any] = []
+    is_over = True
+    for _ in range(steps):
+        if is_over:
+            env.start_episode()
+        results.append(env.step_now(action))
+        is_over = results[-1][2] or results[-1][3]
+    return results
+
+
+def rows(env: LiveEnv) -> list[Trial]:
+    env.flush()
+    return list(env.book.ledger.trials())
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < until, "it did not come to pass"
+        assert time.monotonic() < deadline_s, "the condition was not met in time"
         time.sleep(0.02)

@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from tests.envs.worlds import Called, live, world
+from tests.envs.helpers import CountingWorkload, live_env, search_env
 
 from loopwright.core.errors import InvalidAction
 from loopwright.core.outcome import Outcome
@@ -26,7 +26,7 @@ def product(x, wind="calm", name="n"):
 
 @pytest.fixture
 def adapter(tmp_path):
-    env = GymnasiumAdapter(world(tmp_path, ARGUMENTS, product, env_params={"wind": {}}), view="dict")
+    env = GymnasiumAdapter(search_env(tmp_path, ARGUMENTS, product, env_params={"wind": {}}), view="dict")
     yield env
     env.close()
     env.inner.book.ledger.close()
@@ -40,8 +40,8 @@ def rewards(env, *actions):
     return [env.step_raw({"x": x})[1] for x in actions]
 
 
-def test_a_failure_is_told_as_less_than_the_worst_reward_so_far(tmp_path):
-    env = GymnasiumAdapter(world(tmp_path, {"x": [1, 2, 3]}, failing))
+def test_a_failure_gets_less_than_the_worst_reward_so_far(tmp_path):
+    env = GymnasiumAdapter(search_env(tmp_path, {"x": [1, 2, 3]}, failing))
     first, _, after = rewards(env, 2, 1, 2)
     assert first < 0
     assert after < -40
@@ -50,28 +50,28 @@ def test_a_failure_is_told_as_less_than_the_worst_reward_so_far(tmp_path):
 
 
 def test_the_worst_reward_is_remembered_over_a_resume(tmp_path):
-    env = GymnasiumAdapter(world(tmp_path, {"x": [1, 2, 3]}, failing))
+    env = GymnasiumAdapter(search_env(tmp_path, {"x": [1, 2, 3]}, failing))
     rewards(env, 1)
     env.close()
     env.inner.book.ledger.close()
-    again = GymnasiumAdapter(world(tmp_path, {"x": [1, 2, 3]}, failing))
+    again = GymnasiumAdapter(search_env(tmp_path, {"x": [1, 2, 3]}, failing))
     assert rewards(again, 2)[0] < -40
     again.close()
 
 
 @pytest.mark.parametrize("worst", [-1e8, -1e30])
-def test_less_is_less_in_float32_too(tmp_path, worst):
+def test_the_reward_of_a_failure_is_lower_in_float32_too(tmp_path, worst):
     answers = {1: worst, 2: Result(Outcome.TIMEOUT)}
-    env = GymnasiumAdapter(world(tmp_path, {"x": [1, 2]}, lambda x: answers[x]))
-    told = rewards(env, 1, 2)
-    assert np.float32(told[1]) < np.float32(told[0])
+    env = GymnasiumAdapter(search_env(tmp_path, {"x": [1, 2]}, lambda x: answers[x]))
+    rewards_received = rewards(env, 1, 2)
+    assert np.float32(rewards_received[1]) < np.float32(rewards_received[0])
     env.close()
 
 
-def test_a_penalty_that_is_set_is_told(tmp_path):
+def test_the_learner_receives_the_configured_penalty(tmp_path):
     answers = {1: 5.0, 2: Result(Outcome.CRASHED), 3: 1.0}
     env = GymnasiumAdapter(
-        world(
+        search_env(
             tmp_path,
             {"x": [1, 2, 3]},
             lambda x: answers[x],
@@ -83,8 +83,8 @@ def test_a_penalty_that_is_set_is_told(tmp_path):
     env.close()
 
 
-def test_a_constraint_that_is_not_met_gives_an_observation_of_the_declared_shape(tmp_path):
-    env = GymnasiumAdapter(world(tmp_path, {"x": [1, 2]}, lambda x: x, constraints=("x < 2",), metrics=("y", "z")))
+def test_an_infeasible_trial_returns_an_observation_of_the_declared_shape(tmp_path):
+    env = GymnasiumAdapter(search_env(tmp_path, {"x": [1, 2]}, lambda x: x, constraints=("x < 2",), metrics=("y", "z")))
     seen, _, terminated, _, info = env.step_raw({"x": 2})
     assert env.observation_space.contains(seen)
     assert (terminated, info["outcome"]) == (True, "infeasible")
@@ -107,7 +107,7 @@ def test_step_raw_takes_exactly_the_tunable_and_the_fixed(adapter, values, words
     assert adapter.inner.book.step == 0
 
 
-def test_native_values_and_numbers_are_one_trial(adapter):
+def test_native_values_and_encoded_numbers_are_the_same_action(adapter):
     adapter.reset()
     adapter.step_raw({"x": 2, "name": "n"})
     adapter.step(adapter.encode_action({"x": 2}))
@@ -116,7 +116,7 @@ def test_native_values_and_numbers_are_one_trial(adapter):
     assert adapter.decode_action({"x": 1}) == {"x": 2}
 
 
-def test_a_bad_action_costs_neither_a_number_nor_a_draw(adapter):
+def test_an_invalid_action_uses_up_neither_a_number_nor_a_draw(adapter):
     before, _ = adapter.reset()
     with pytest.raises(ValueError, match="index 9"):
         adapter.step({"x": 9})
@@ -125,7 +125,7 @@ def test_a_bad_action_costs_neither_a_number_nor_a_draw(adapter):
     assert before["context"] == after["context"]
 
 
-def test_an_environment_with_leaves_of_its_own_is_taken_by_duck_typing(tmp_path):
+def test_an_environment_may_describe_its_own_observations(tmp_path):
     class Windy(SearchEnv):
         def structured_observation_descriptors(self):
             return {"speed": ObsLeafDescriptor.box(2), "side": ObsLeafDescriptor.discrete(2)}
@@ -133,21 +133,21 @@ def test_an_environment_with_leaves_of_its_own_is_taken_by_duck_typing(tmp_path)
         def encode_observation(self, regime):
             return {"speed": [1.0, 2.0], "side": int(regime.get("wind") == "storm")}
 
-    env = GymnasiumAdapter(world(tmp_path, ARGUMENTS, product, env_params={"wind": {}}, kind=Windy), view="dict")
+    env = GymnasiumAdapter(search_env(tmp_path, ARGUMENTS, product, env_params={"wind": {}}, kind=Windy), view="dict")
     seen, info = env.reset()
     assert env.observation_space["context"]["side"] == spaces.Discrete(2)
     assert seen["context"]["side"] == (info["env_params"]["wind"] == "storm")
     env.close()
 
 
-def test_a_closed_environment_says_so(adapter):
+def test_a_closed_environment_cannot_be_used(adapter):
     adapter.reset()
     adapter.close()
     with pytest.raises(InvalidAction, match="the environment is closed: make another one"):
         adapter.step(adapter.action_space.sample())
 
 
-def test_closing_twice_is_closing_once(adapter):
+def test_closing_twice_is_allowed(adapter):
     adapter.close()
     adapter.close()
 
@@ -157,7 +157,7 @@ def test_closing_twice_is_closing_once(adapter):
 
 @pytest.fixture
 def vector(tmp_path):
-    env = VectorAdapter(world(tmp_path, ARGUMENTS, product, env_params={"wind": {}}), 3, view="flat")
+    env = VectorAdapter(search_env(tmp_path, ARGUMENTS, product, env_params={"wind": {}}), 3, view="flat")
     yield env
     env.close()
     env.inner.book.ledger.close()
@@ -166,11 +166,11 @@ def vector(tmp_path):
 def test_several_slots_are_in_flight_together(vector):
     vector.reset(seed=1)
     vector.step(np.array([[0], [1], [2]]))
-    assert vector.inner.workload.most == 3
+    assert vector.inner.workload.max_in_flight == 3
     assert [trial.number for trial in vector.inner.book.ledger.trials()] == [1, 2, 3]
 
 
-def test_a_vector_is_gymnasiums_kind_of_vector(vector):
+def test_a_vector_is_a_gymnasium_vector_env(vector):
     assert isinstance(vector, gymnasium.vector.VectorEnv)
     assert vector.metadata["autoreset_mode"] is gymnasium.vector.AutoresetMode.SAME_STEP
     seen, infos = vector.reset(seed=5)
@@ -178,9 +178,9 @@ def test_a_vector_is_gymnasiums_kind_of_vector(vector):
     assert vector.np_random_seed == 5
     assert set(infos) >= {"env_params", "trial"}
     for _ in range(4):
-        seen, told, terminated, truncated, infos = vector.step(vector.action_space.sample())
+        seen, rewards_received, terminated, truncated, infos = vector.step(vector.action_space.sample())
         assert vector.observation_space.contains(seen)
-        assert told.shape == terminated.shape == truncated.shape == (3,)
+        assert rewards_received.shape == terminated.shape == truncated.shape == (3,)
         assert terminated.all()
         assert not truncated.any()
         assert all(vector.single_observation_space.contains(one) for one in infos["final_obs"])
@@ -188,17 +188,17 @@ def test_a_vector_is_gymnasiums_kind_of_vector(vector):
     assert list(infos["final_info"]["trial"]) == [10, 11, 12]
 
 
-def test_each_slot_acts_under_the_regime_that_it_was_shown(vector):
+def test_each_slot_runs_under_the_regime_that_it_observed(vector):
     seen, _ = vector.reset()
     for _ in range(10):
         shown = [row.argmax() for row in seen["context"]]
-        seen, told, _, _, infos = vector.step(np.array([[0], [1], [2]]))
+        seen, rewards_received, _, _, infos = vector.step(np.array([[0], [1], [2]]))
         ran = [infos["env_params"]["wind"][slot] for slot in range(3)]
         assert ran == [("calm", "storm")[index] for index in shown]
-        assert list(told) == [product(x, wind) for x, wind in zip((1, 2, 3), ran, strict=True)]
+        assert list(rewards_received) == [product(x, wind) for x, wind in zip((1, 2, 3), ran, strict=True)]
 
 
-def test_resetting_a_vector_again_burns_no_draw(vector):
+def test_repeated_resets_of_a_vector_use_up_no_draw(vector):
     first, _ = vector.reset()
     for _ in range(5):
         again, _ = vector.reset()
@@ -209,12 +209,12 @@ def test_resetting_a_vector_again_burns_no_draw(vector):
     assert sorted(trial.draw for trial in vector.inner.book.ledger.trials()) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_vector_needs_a_slot(tmp_path):
+def test_a_vector_needs_at_least_one_slot(tmp_path):
     with pytest.raises(ValueError, match="at least one slot, not 0"):
-        VectorAdapter(world(tmp_path, ARGUMENTS), 0)
+        VectorAdapter(search_env(tmp_path, ARGUMENTS), 0)
 
 
-def test_the_wrappers_of_gymnasium_take_it(vector):
+def test_gymnasium_wrappers_accept_a_vector(vector):
     recorded = gymnasium.wrappers.vector.RecordEpisodeStatistics(vector)
     recorded.reset()
     *_, infos = recorded.step(np.array([[0], [1], [2]]))
@@ -224,15 +224,15 @@ def test_the_wrappers_of_gymnasium_take_it(vector):
 # -- stopping and going on ----------------------------------------------------------------------------------------
 
 
-class Slow(Called):
+class Slow(CountingWorkload):
     async def run(self, job):
         self.calls.append(dict(job.arguments))
         await asyncio.sleep(3600 if job.arguments["x"] == 3 else 0)
         return await super().run(job)
 
 
-def test_a_stop_aborts_what_is_in_flight_and_it_is_run_again_under_its_number(tmp_path):
-    env = world(tmp_path, ARGUMENTS, product, env_params={"wind": {}})
+def test_a_stop_aborts_running_trials_which_resume_under_their_numbers(tmp_path):
+    env = search_env(tmp_path, ARGUMENTS, product, env_params={"wind": {}})
     env.workload = Slow(product)
     driver = Driver(env, "flat")
     driver._loop.call_later(0.1, env.book.stop)
@@ -245,7 +245,7 @@ def test_a_stop_aborts_what_is_in_flight_and_it_is_run_again_under_its_number(tm
     assert (one.outcome, two.outcome) == (Outcome.OK, Outcome.ABORTED)
     env.book.ledger.close()
 
-    again = world(tmp_path, ARGUMENTS, product, env_params={"wind": {}})
+    again = search_env(tmp_path, ARGUMENTS, product, env_params={"wind": {}})
     driver = Driver(again, "flat")
     (_, redone) = again.book.ledger.trials()
     assert (redone.number, redone.draw, redone.regime, redone.outcome) == (2, two.draw, two.regime, Outcome.OK)
@@ -253,8 +253,8 @@ def test_a_stop_aborts_what_is_in_flight_and_it_is_run_again_under_its_number(tm
     driver.close()
 
 
-def test_a_bug_in_one_slot_leaves_no_other_in_flight(tmp_path):
-    env = world(tmp_path, ARGUMENTS, lambda x, **_: 1 / 0)
+def test_an_exception_in_one_slot_cancels_the_others(tmp_path):
+    env = search_env(tmp_path, ARGUMENTS, lambda x, **_: 1 / 0)
     env.workload = Slow(lambda x, **_: 1 / 0)
     driver = Driver(env, "flat")
     with pytest.raises(ZeroDivisionError):
@@ -267,7 +267,7 @@ def test_a_bug_in_one_slot_leaves_no_other_in_flight(tmp_path):
 
 
 def test_a_live_adapter_has_the_spaces_of_its_server(tmp_path):
-    env = LiveAdapter(live(tmp_path))
+    env = LiveAdapter(live_env(tmp_path))
     assert env.unwrapped is env
     assert env.action_space == spaces.Discrete(3)
     env.reset(seed=3)

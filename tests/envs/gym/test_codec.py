@@ -65,7 +65,7 @@ def same(one, other, space: Space) -> bool:
 
 
 @given(space=made_spaces(), view=st.sampled_from(["dict", "flat"]), n=st.integers(0, 1000))
-def test_g03_decoding_what_was_encoded_gives_the_same_values(space, view, n):
+def test_g03_decoding_inverts_encoding(space, view, n):
     codec = ActionCodec(space, view)
     action = space.sample(seed=1, n=n)
     encoded = codec.encode(action)
@@ -74,7 +74,7 @@ def test_g03_decoding_what_was_encoded_gives_the_same_values(space, view, n):
 
 
 @given(space=made_spaces(finite=True), n=st.integers(0, 1000))
-def test_g03_a_numbered_point_is_that_point(space, n):
+def test_g03_the_index_of_a_point_decodes_to_that_point(space, n):
     codec = ActionCodec(space, "discrete")
     action = space.sample(seed=1, n=n)
     encoded = codec.encode(action)
@@ -101,7 +101,7 @@ def test_g03_whole_numbers_are_rounded_and_clamped_at_decode(jitter, value):
 
 
 @pytest.mark.parametrize("view", ["dict", "flat"])
-def test_g03_neighbours_in_a_wide_range_of_integers_stay_apart(view):
+def test_g03_neighbouring_integers_of_a_wide_range_stay_distinct(view):
     codec = ActionCodec(Space({"n": Range(low=0, high=2**40, dtype="int")}), view)
     for value in (0, 2**24 + 1, 2**40 - 1, 2**40):
         assert codec.decode(codec.encode({"n": value})) == {"n": value}
@@ -117,7 +117,7 @@ def test_g02_spaces_by_view():
     assert ActionCodec(mixed, "flat").gym_space == spaces.Box(-1, 1, (2,), np.float32)
 
 
-def test_g02_a_constant_behind_a_condition_leaves_lists_discrete():
+def test_g02_a_conditional_constant_leaves_lists_discrete():
     space = Space({"a": parameter([0, 1]), "c": parameter({"value": 7, "when": "a == 1"})})
     codec = ActionCodec(space, "flat")
     assert codec.gym_space == spaces.MultiDiscrete([2, 1])
@@ -125,7 +125,7 @@ def test_g02_a_constant_behind_a_condition_leaves_lists_discrete():
     assert codec.decode([0, 0]) == {"a": 0}
 
 
-def test_a_continuum_cannot_be_numbered():
+def test_a_range_without_points_has_no_discrete_view():
     with pytest.raises(ValueError, match=r"r: view 'discrete' needs a list of values or `points`"):
         ActionCodec(Space({"a": parameter([1, 2]), "r": Range(low=0, high=1)}), "discrete")
     assert ActionCodec(Space({"r": Range(low=0, high=1, points=3)}), "discrete").decode(1) == {"r": 0.5}
@@ -150,7 +150,7 @@ SPACE = Space({"a": parameter([10, 20]), "r": Range(low=0, high=1)})
         ([0, 0.5], "an action is a dict with the keys a, r"),
     ],
 )
-def test_g04_what_does_not_fit_is_named(action, words):
+def test_g04_an_invalid_action_names_the_parameter(action, words):
     with pytest.raises(ValueError, match=words):
         ActionCodec(SPACE, "dict").decode(action)
 
@@ -163,7 +163,7 @@ def test_g04_what_does_not_fit_is_named(action, words):
         ({"a": 10, "r": 2}, "r: 2"),
     ],
 )
-def test_g04_no_candidate_is_encoded_that_is_none(values, words):
+def test_g04_an_unknown_candidate_cannot_be_encoded(values, words):
     for view in ("dict", "flat"):
         with pytest.raises(ValueError, match=words):
             ActionCodec(SPACE, view).encode(values)
@@ -179,13 +179,13 @@ def test_g04_no_candidate_is_encoded_that_is_none(values, words):
         ({"a": [1, 2], "b": {"low": 0, "high": 1}}, ["x", 0], "is not a number"),
     ],
 )
-def test_g04_a_row_of_numbers_is_checked_too(arguments, action, words):
+def test_g04_a_flat_action_is_checked_too(arguments, action, words):
     space = Space({name: parameter(value) for name, value in arguments.items()})
     with pytest.raises(ValueError, match=words):
         ActionCodec(space, "flat").decode(action)
 
 
-def test_g04_a_point_that_is_none_is_named():
+def test_g04_an_unknown_point_is_an_error():
     codec = ActionCodec(Space({"r": Range(low=0, high=1, points=3)}), "discrete")
     with pytest.raises(InvalidAction, match=r"point 3 is outside 0\.\.2"):
         codec.decode(3)
@@ -200,7 +200,7 @@ def test_g04_a_point_that_is_none_is_named():
     metrics=st.dictionaries(st.sampled_from("abc"), st.one_of(st.none(), st.floats(allow_nan=True)), max_size=3),
     names=st.lists(st.sampled_from("abc"), unique=True),
 )
-def test_g05_metrics_are_a_box_with_a_slot_each_and_at_least_one(metrics, names):
+def test_g05_metrics_are_a_box_with_at_least_one_number(metrics, names):
     codec = ObservationCodec(names, None, flat=True)
     seen = codec.encode(Observation(metrics, {}))
     assert codec.gym_space == spaces.Box(-np.inf, np.inf, (max(1, len(names)),), np.float32)
@@ -252,12 +252,12 @@ LEAVES = {"wind": ObsLeafDescriptor.box(2), "side": ObsLeafDescriptor.discrete(3
         ({"wind": [1, 2], "side": 1.5}, r"side: .*got 1\.5"),
     ],
 )
-def test_g05_encoded_leaves_must_be_as_declared(values, words):
+def test_g05_encoded_leaves_must_match_their_descriptors(values, words):
     with pytest.raises(ValueError, match=words):
         ObservationCodec((), Structured(LEAVES, values), flat=False).encode(Observation({}, {}))
 
 
-def test_g05_leaves_of_ones_own():
+def test_g05_custom_leaves_are_encoded():
     codec = ObservationCodec((), Structured(LEAVES, {"wind": [1, 2], "side": 2}), flat=False)
     seen = codec.encode(Observation({}, {}))
     assert codec.gym_space.contains(seen)
