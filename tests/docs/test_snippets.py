@@ -1,10 +1,12 @@
 """Every snippet in README.md and docs/ works: Python runs, scenarios load, commands and flags exist.
 
-The blocks of a page run in order, in one directory that starts with the files of `tests/docs/files/<page>/`. A block
-that cannot run in a test says why in a comment above it: `<!-- test: compile, needs a vLLM server -->` (`parse` for
-TOML).
+The blocks of a page run in order, in one directory that starts with the files of `tests/docs/files/common/` and
+`tests/docs/files/<page>/`. A block that cannot run in a test says why in a comment above it:
+`<!-- test: compile, needs a vLLM server -->`, or `parse` for TOML.
 """
 
+import ast
+import asyncio
 import re
 import shlex
 import shutil
@@ -44,9 +46,9 @@ def snippets(page: Path) -> list[Snippet]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=lambda page: page.stem)
 def test_every_snippet_works(page, tmp_path, monkeypatch):
-    files = Path(__file__).parent / "files" / page.stem
-    if files.is_dir():
-        shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    for name in ("common", page.stem):
+        if (files := Path(__file__).parent / "files" / name).is_dir():
+            shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     namespace: dict[str, object] = {"__name__": f"docs_{page.stem}"}
@@ -54,9 +56,12 @@ def test_every_snippet_works(page, tmp_path, monkeypatch):
         place = f"{page.name}:{snippet.line}"
         match snippet.language:
             case "python":
-                code = compile("\n" * snippet.line + snippet.text, str(page), "exec")
+                source, flags = "\n" * (snippet.line - 1) + snippet.text, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+                code = compile(source, str(page), "exec", flags)
                 if snippet.rule is None:
-                    exec(code, namespace)
+                    result = eval(code, namespace)
+                    if asyncio.iscoroutine(result):
+                        asyncio.run(result)
             case "toml":
                 check_scenario(snippet, tmp_path, place)
             case "sh" | "bash":
