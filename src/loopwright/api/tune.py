@@ -17,7 +17,7 @@ from loopwright.reports.export import replacing
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import LoadedScenario, load
 from loopwright.scenario.signals import Signals
-from loopwright.workloads.in_process import FunctionWorkload
+from loopwright.workloads.in_process import InProcessWorkload
 
 
 def log(low: float, high: float) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _workload(
         raise ValueError("timeout_s needs a function that can be imported or pickled; this one runs in this process")
     workload = type(
         "InProcessFunction",
-        (FunctionWorkload,),
+        (InProcessWorkload,),
         {"version": code_digest(function), "call": lambda _, arguments: function(**arguments)},
     )
     return {"type": register(name, workload)}

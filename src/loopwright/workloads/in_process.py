@@ -42,10 +42,10 @@ class ExternalWorkload(Workload):
         return result
 
 
-class FunctionWorkload(Workload):
+class InProcessWorkload(Workload):
     """Calls a function in a thread of this process. It cannot be killed, so it has no timeout.
 
-    class Train(FunctionWorkload):
+    class Train(InProcessWorkload):
         version = "1"
 
         def call(self, arguments: Mapping[str, Any]) -> Any:

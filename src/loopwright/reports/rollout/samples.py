@@ -25,7 +25,7 @@ class SampleMessage:
 
 
 @dataclass(frozen=True)
-class Sample:
+class EpisodeSample:
     """An episode to read: its result and its conversation."""
 
     title: str
@@ -36,7 +36,7 @@ class Sample:
     css: str = ""
 
 
-def samples(ledger: Ledger, tokenizer: Tokenizer | None) -> list[Sample]:
+def samples(ledger: Ledger, tokenizer: Tokenizer | None) -> list[EpisodeSample]:
     """The worst, the median and the best rollout, and the latest one without a reward."""
     rows = ledger.transaction.rows
     scored = rows("SELECT count(reward) FROM trials")[0][0]
@@ -55,7 +55,7 @@ def samples(ledger: Ledger, tokenizer: Tokenizer | None) -> list[Sample]:
 
 def sample(
     title: str, rollout: Rollout, tokenizer: Tokenizer | None, *, note: str = "", css: str = "", most: int = _TOKENS
-) -> Sample:
+) -> EpisodeSample:
     """A rollout to read, with at most `most` of its sampled tokens."""
     episode = rollout.episode
     facts = [note] if note else []
@@ -64,7 +64,7 @@ def sample(
     facts += [short(episode.reason)] if episode.reason else []
     facts += [] if episode.task.label is None else [f"label {short(exact(episode.task.label), 120)}"]
     tokens = f"{number(episode.sampled)} tokens in {counted(episode.turns, 'turn')}"
-    return Sample(
+    return EpisodeSample(
         title=title.capitalize(),
         reward="no reward" if episode.reward is None else f"reward {number(episode.reward.value)}",
         summary=f"trial {rollout.number} · {short(episode.task.id, 80)} · {tokens}",

@@ -8,7 +8,7 @@ from loopwright.engines.tokenizer import Tokenizer
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import Rollout, rollouts
 from loopwright.reports.formatting import number
-from loopwright.reports.rollout.samples import Sample, sample
+from loopwright.reports.rollout.samples import EpisodeSample, sample
 from loopwright.reports.training.digest import Pair, TrainingDigest, signed
 
 _TOKENS = 1200
@@ -23,7 +23,7 @@ class SampleGroup:
 
     title: str
     note: str
-    samples: tuple[Sample, ...]
+    samples: tuple[EpisodeSample, ...]
 
 
 def before_after(ledger: Ledger, digest: TrainingDigest, tokenizer: Tokenizer | None) -> list[SampleGroup]:
