@@ -16,7 +16,7 @@ from loopwright.execution.sandbox.cgroup import Cgroup
 from loopwright.execution.sandbox.docker import _machine, remove_stale_containers
 from loopwright.execution.sandbox.files import read_inside, remove, size_bytes
 from loopwright.execution.sandbox.network_proxy import NetworkProxy
-from loopwright.testing import SandboxContract, WallsContract
+from loopwright.testing import IsolationContract, SandboxContract
 from loopwright.testing.sandboxes import SandboxHarness
 
 NO_BOUNDS = Bounds()
@@ -33,7 +33,7 @@ class TestNone(SandboxContract):
         return sandbox_of("none", bounds)
 
 
-class TestBubblewrap(WallsContract):
+class TestBubblewrap(IsolationContract):
     def make_sandbox(self, bounds=NO_BOUNDS):
         return sandbox_of("bwrap", bounds)
 

@@ -1,8 +1,8 @@
-"""Contract suites and fakes that authors of plug-ins subclass."""
+"""Contract suites and fakes for plug-in authors."""
 
 import pytest
 
-# Before they are imported: a suite's failures then show both sides of a comparison, as those of any test file do.
+# Before their import, so that failed assertions show both sides of a comparison, as in any test file.
 pytest.register_assert_rewrite(
     *(
         f"{__name__}.{suite}"
@@ -28,7 +28,7 @@ from loopwright.testing.gateways import GatewayContract  # noqa: E402
 from loopwright.testing.judgers import JudgerContract  # noqa: E402
 from loopwright.testing.loops import LoopContract  # noqa: E402
 from loopwright.testing.pools import PoolContract  # noqa: E402
-from loopwright.testing.sandboxes import SandboxContract, WallsContract  # noqa: E402
+from loopwright.testing.sandboxes import IsolationContract, SandboxContract  # noqa: E402
 from loopwright.testing.workloads import FunctionWorkload, WorkloadContract  # noqa: E402
 
 __all__ = [
@@ -37,11 +37,11 @@ __all__ = [
     "ExecutorContract",
     "FunctionWorkload",
     "GatewayContract",
+    "IsolationContract",
     "JudgerContract",
     "LoopContract",
     "PoolContract",
     "SandboxContract",
-    "WallsContract",
     "WorkloadContract",
     "simulate",
 ]

@@ -1,12 +1,12 @@
-"""What every executor promises, as tests.
+"""The contract of every executor, as tests.
 
-    class TestMine(ExecutorContract):
+    class TestMyExecutor(ExecutorContract):
         def make_executor(self, parallel: int = 2, output_bytes: int = 1 << 20) -> Executor:
-            return Mine(parallel=parallel, output_bytes=output_bytes)
+            return MyExecutor(parallel=parallel, output_bytes=output_bytes)
 
-Commands are small shell scripts, so that the suite also runs where the executor's machines have no Python.
+Commands are small shell scripts, so that the suite also works on machines without Python.
 """
-# ruff: noqa: S101  These are tests, wherever they stand.
+# ruff: noqa: S101  These are tests, although they are part of the package.
 
 import asyncio
 import os
@@ -45,25 +45,25 @@ def command(directory: Path, script: str, *, timeout_s: float | None = _DEADLINE
 
 
 def alive(pid: int) -> bool:
-    """Whether a process exists and is more than a zombie."""
+    """Whether a process exists and is not a zombie."""
     process = read(pid)
     return process is not None and not process.zombie
 
 
 def written_pid(path: Path) -> int:
-    """The process id that a script writes into `path`, sooner or later."""
-    until_s = time.monotonic() + _DEADLINE_S
+    """The process id that a script writes to `path`; waits for it."""
+    deadline_s = time.monotonic() + _DEADLINE_S
     while not (text := path.read_text() if path.exists() else "").endswith("\n"):
-        assert time.monotonic() < until_s, f"{path} was not written"
+        assert time.monotonic() < deadline_s, f"{path} was not written"
         time.sleep(0.005)
     return int(text)
 
 
 async def appears(path: Path) -> None:
     """Wait for a script to write `path`."""
-    until_s = time.monotonic() + _DEADLINE_S
+    deadline_s = time.monotonic() + _DEADLINE_S
     while not path.exists() or not path.read_text().endswith("\n"):  # noqa: ASYNC240  Test code.
-        assert time.monotonic() < until_s, f"{path} was not written"
+        assert time.monotonic() < deadline_s, f"{path} was not written"
         await asyncio.sleep(0.005)
 
 
@@ -72,38 +72,38 @@ def ignore(pid: int, start_ticks: int) -> None:
 
 
 class ExecutorContract(ABC):
-    """Subclass it, name the subclass `Test…`, and give it an executor."""
+    """Subclass it as `Test…` and implement `make_executor`."""
 
     @abstractmethod
     def make_executor(self, parallel: int = 2, output_bytes: int = _LIMIT_BYTES) -> Executor:
-        """An executor whose time between SIGTERM and SIGKILL is short, for the tests' sake."""
+        """An executor with a short time between SIGTERM and SIGKILL."""
 
     def use(
-        self, story: Callable[[Executor], Awaitable[T]], *, parallel: int = 2, output_bytes: int = _LIMIT_BYTES
+        self, body: Callable[[Executor], Awaitable[T]], *, parallel: int = 2, output_bytes: int = _LIMIT_BYTES
     ) -> T:
-        """Run `story` with an executor in an event loop, and close it."""
+        """Run `body` with an executor in an event loop, and close the executor."""
 
         async def main() -> T:
             executor = self.make_executor(parallel, output_bytes)
             try:
-                return await asyncio.wait_for(story(executor), _DEADLINE_S)
+                return await asyncio.wait_for(body(executor), _DEADLINE_S)
             finally:
                 await executor.close()
 
         return asyncio.run(main())
 
     def run(self, command: Command, on_start: OnStart = ignore, *, output_bytes: int = _LIMIT_BYTES) -> Completion:
-        """Run one command to its end."""
+        """Run one command until it ends."""
         return self.use(lambda executor: executor.run(command, on_start), output_bytes=output_bytes)
 
-    def test_a_good_end_has_exit_code_zero_and_usage(self, tmp_path: Path) -> None:
-        """Given a command that succeeds, the completion says so and what it used."""
+    def test_success_has_exit_code_zero_and_usage(self, tmp_path: Path) -> None:
+        """Given a command that succeeds, the completion has its exit code and usage."""
         done = self.run(command(tmp_path, "exit 0"))
         assert (done.exit_code, done.signal, done.timed_out) == (0, None, False)
         assert done.usage.wall_s > 0
 
     def test_peak_memory_is_exact_or_unknown(self, tmp_path: Path) -> None:
-        """Given a process larger than ours, its peak is told; of a smaller one nothing is made up."""
+        """Given a process larger than ours, its peak is reported; that of a smaller one is unknown."""
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         large = self.run(command(tmp_path, f"exec head -c {2 * own} /dev/zero | tail -c {2 * own} >/dev/null"))
         assert large.usage.max_rss_bytes is not None
@@ -111,13 +111,13 @@ class ExecutorContract(ABC):
         assert self.run(command(tmp_path, "exit 0")).usage.max_rss_bytes is None
 
     @pytest.mark.parametrize("code", [1, 3, 255])
-    def test_exit_codes_arrive(self, tmp_path: Path, code: int) -> None:
-        """A failing command is no exception: its code is data."""
+    def test_exit_codes_are_reported(self, tmp_path: Path, code: int) -> None:
+        """A failing command does not raise: its exit code is data."""
         assert self.run(command(tmp_path, f"exit {code}")).exit_code == code
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-    def test_an_end_by_signal_has_no_exit_code(self, tmp_path: Path, number: int) -> None:
-        """A signal is not an exit code of 128 and something."""
+    def test_a_signal_is_not_an_exit_code(self, tmp_path: Path, number: int) -> None:
+        """It is not reported as 128 plus its number."""
         done = self.run(command(tmp_path, f"kill -{int(number)} $$"))
         assert (done.exit_code, done.signal, done.timed_out) == (None, number, False)
 
@@ -132,113 +132,113 @@ class ExecutorContract(ABC):
         assert (done.exit_code, done.signal) == (None, number)
 
     def test_output_goes_to_its_files(self, tmp_path: Path) -> None:
-        """Both streams are kept apart, and counted."""
+        """Both streams are separate, and their bytes are counted."""
         done = self.run(command(tmp_path, "echo result; echo trouble >&2"))
         assert (tmp_path / "stdout").read_text() == "result\n"
         assert (tmp_path / "stderr").read_text() == "trouble\n"
         assert (done.stdout_bytes, done.stderr_bytes) == (7, 8)
 
     def test_a_silent_command_has_empty_files(self, tmp_path: Path) -> None:
-        """The files are always there."""
+        """The files always exist."""
         self.run(command(tmp_path, "true"))
         assert (tmp_path / "stdout").read_bytes() == (tmp_path / "stderr").read_bytes() == b""
 
-    def test_bytes_are_kept_as_they_are(self, tmp_path: Path) -> None:
-        """Output that is no UTF-8 is nobody's business here."""
+    def test_bytes_are_unchanged(self, tmp_path: Path) -> None:
+        """Output need not be UTF-8."""
         self.run(command(tmp_path, r"printf '\377\000\376\n'"))
         assert (tmp_path / "stdout").read_bytes() == b"\xff\x00\xfe\n"
 
     def test_long_output_keeps_its_beginning_and_its_end(self, tmp_path: Path) -> None:
-        """The middle is left out of the file, but counted."""
+        """The middle is omitted from the file, but counted."""
         script = "echo first; head -c 300000 /dev/zero; echo; echo last"
         done = self.run(command(tmp_path, script), output_bytes=1000)
         data = (tmp_path / "stdout").read_bytes()
         assert done.stdout_bytes == 6 + 300000 + 1 + 5
         assert data.startswith(b"first\n")
         assert data.endswith(b"\nlast\n")
-        left_out = int(data.partition(b"[loopwright: ")[2].partition(b" ")[0])
-        marker = b"\n[loopwright: %d bytes left out]\n" % left_out
-        assert len(data) - len(marker) + left_out == done.stdout_bytes
+        omitted = int(data.partition(b"[loopwright: ")[2].partition(b" ")[0])
+        marker = b"\n[loopwright: %d bytes left out]\n" % omitted
+        assert len(data) - len(marker) + omitted == done.stdout_bytes
 
     def test_directory_and_environment_are_the_commands_own(self, tmp_path: Path) -> None:
-        """Nothing of our own environment leaks into a trial."""
-        given = command(tmp_path, 'pwd; echo "$KNOB"; echo "${HOME-none}"')
-        self.run(replace(given, environment={**given.environment, "KNOB": "a b"}))
+        """Our own environment does not leak into a trial."""
+        base = command(tmp_path, 'pwd; echo "$KNOB"; echo "${HOME-none}"')
+        self.run(replace(base, environment={**base.environment, "KNOB": "a b"}))
         assert (tmp_path / "stdout").read_text() == f"{tmp_path.resolve()}\na b\nnone\n"
 
     def test_input_is_empty(self, tmp_path: Path) -> None:
-        """A command that reads its input does not hang."""
+        """A command that reads standard input does not hang."""
         assert self.run(command(tmp_path, "cat; echo over")).stdout_bytes == 5
 
-    def test_started_comes_first(self, tmp_path: Path) -> None:
-        """The process is recorded before it is known to have ended, with the start time that tells it from others."""
-        seen: list[tuple[int, int]] = []
-        self.run(command(tmp_path, "echo $$"), lambda pid, ticks: seen.append((pid, ticks)))
-        [(pid, ticks)] = seen
+    def test_on_start_comes_first(self, tmp_path: Path) -> None:
+        """The process is recorded before its end, with the start time that identifies it."""
+        calls: list[tuple[int, int]] = []
+        self.run(command(tmp_path, "echo $$"), lambda pid, ticks: calls.append((pid, ticks)))
+        [(pid, ticks)] = calls
         assert (tmp_path / "stdout").read_text() == f"{pid}\n"
         assert ticks > 0
 
-    def test_a_started_that_raises_ends_the_process(self, tmp_path: Path) -> None:
-        """What cannot be recorded must not run."""
-        seen: list[int] = []
+    def test_an_on_start_that_raises_ends_the_process(self, tmp_path: Path) -> None:
+        """A process that cannot be recorded must not run."""
+        process: list[int] = []
 
         def refuse(pid: int, start_ticks: int) -> None:
-            seen[:] = pid, start_ticks
+            process[:] = pid, start_ticks
             raise OSError("the ledger is gone")
 
         with pytest.raises(OSError, match="ledger"):
             self.run(command(tmp_path, "sleep 100"), refuse)
-        assert not alive(seen[0])
+        assert not alive(process[0])
 
     def test_a_timeout_ends_the_command(self, tmp_path: Path) -> None:
-        """It is told apart from an end by signal."""
+        """It is reported separately from a signal."""
         done = self.run(command(tmp_path, "echo begun; sleep 100", timeout_s=0.3))
         assert done.timed_out
         assert (tmp_path / "stdout").read_text() == "begun\n"
 
     def test_a_timeout_lets_the_command_clean_up(self, tmp_path: Path) -> None:
-        """SIGTERM comes first."""
+        """SIGTERM is sent first."""
         script = "trap 'echo tidy; exit 7' TERM; sleep 100 & wait"
         done = self.run(command(tmp_path, script, timeout_s=0.3))
         assert (done.timed_out, done.exit_code) == (True, 7)
         assert (tmp_path / "stdout").read_text() == "tidy\n"
 
-    def test_ignoring_sigterm_does_not_help(self, tmp_path: Path) -> None:
-        """SIGKILL comes second."""
+    def test_a_command_that_ignores_sigterm_is_killed(self, tmp_path: Path) -> None:
+        """SIGKILL follows after the grace period."""
         done = self.run(command(tmp_path, "trap '' TERM; while :; do sleep 0.1; done", timeout_s=0.3))
         assert (done.timed_out, done.signal) == (True, signal.SIGKILL)
 
-    @pytest.mark.parametrize("timeout_s", [0.5, _DEADLINE_S], ids=["timeout", "good end"])
+    @pytest.mark.parametrize("timeout_s", [0.5, _DEADLINE_S], ids=["timeout", "success"])
     def test_daemons_end_with_their_trial(self, tmp_path: Path, timeout_s: float) -> None:
-        """What left session and group is ended too, after a timeout as after a good end."""
+        """Processes that left the session and the group are ended too, after a timeout and after success."""
         stay = "sleep 100" if timeout_s < 1 else "while [ ! -s daemon ]; do sleep 0.01; done"
         script = f"(setsid sh -c 'echo $$ > daemon; exec sleep 100' >/dev/null 2>&1 &) ; {stay}"
         self.run(command(tmp_path, script, timeout_s=timeout_s))
         assert not alive(written_pid(tmp_path / "daemon"))
 
-    def test_a_daemon_that_holds_the_output_open_is_not_waited_for(self, tmp_path: Path) -> None:
-        """The end of the command is the end of the trial, not the end of its pipes."""
+    def test_a_daemon_with_open_output_is_not_awaited(self, tmp_path: Path) -> None:
+        """The trial ends with its command, not when its pipes are closed."""
         done = self.run(command(tmp_path, "setsid sleep 100 & echo done"))
         assert done.exit_code == 0
         assert (tmp_path / "stdout").read_text() == "done\n"
 
     def test_cancelling_ends_the_tree(self, tmp_path: Path) -> None:
-        """The cancellation is passed on once nothing runs any more."""
+        """The cancellation is raised once nothing is running."""
 
-        async def story(executor: Executor) -> None:
+        async def body(executor: Executor) -> None:
             run = asyncio.ensure_future(executor.run(command(tmp_path, "sleep 100 & echo $! > child; wait"), ignore))
             await appears(tmp_path / "child")
             run.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await run
 
-        self.use(story)
+        self.use(body)
         assert not alive(written_pid(tmp_path / "child"))
 
-    def test_cancelling_twice_changes_nothing(self, tmp_path: Path) -> None:
-        """The second cancellation does not cut short the ending of the tree."""
+    def test_a_second_cancellation_changes_nothing(self, tmp_path: Path) -> None:
+        """It does not interrupt the ending of the tree."""
 
-        async def story(executor: Executor) -> None:
+        async def body(executor: Executor) -> None:
             script = "trap '' TERM; echo $$ > child; while :; do sleep 0.1; done"
             run = asyncio.ensure_future(executor.run(command(tmp_path, script), ignore))
             await appears(tmp_path / "child")
@@ -249,65 +249,69 @@ class ExecutorContract(ABC):
                 await run
             assert not alive(written_pid(tmp_path / "child"))
 
-        self.use(story)
+        self.use(body)
 
-    def test_kill_all_ends_everything_in_flight(self, tmp_path: Path) -> None:
-        """At once, and each run completes."""
+    def test_kill_all_ends_all_running_commands(self, tmp_path: Path) -> None:
+        """Immediately, and each run completes."""
 
-        async def story(executor: Executor) -> list[Completion]:
-            places = [tmp_path / name for name in "ab"]
-            for place in places:
-                place.mkdir()
+        async def body(executor: Executor) -> list[Completion]:
+            directories = [tmp_path / name for name in "ab"]
+            for directory in directories:
+                directory.mkdir()
             runs = [
-                asyncio.ensure_future(executor.run(command(place, "trap '' TERM; echo $$ > pid; sleep 100"), ignore))
-                for place in places
+                asyncio.ensure_future(
+                    executor.run(command(directory, "trap '' TERM; echo $$ > pid; sleep 100"), ignore)
+                )
+                for directory in directories
             ]
-            for place in places:
-                await appears(place / "pid")
+            for directory in directories:
+                await appears(directory / "pid")
             executor.kill_all()
             return await asyncio.gather(*runs)
 
-        assert [done.signal for done in self.use(story)] == [signal.SIGKILL] * 2
+        assert [done.signal for done in self.use(body)] == [signal.SIGKILL] * 2
 
-    def test_parallel_runs_do_not_meet(self, tmp_path: Path) -> None:
-        """Each has its own output and its own end; one that ends does not take its neighbours along."""
+    def test_parallel_runs_do_not_interfere(self, tmp_path: Path) -> None:
+        """Each has its own output and its own end."""
 
-        async def story(executor: Executor) -> list[Completion]:
+        async def body(executor: Executor) -> list[Completion]:
             def nth(number: int) -> Command:
-                place = tmp_path / str(number)
-                place.mkdir()
-                return command(place, f"sleep 0.0{number}; echo {number}; exit {number}")
+                directory = tmp_path / str(number)
+                directory.mkdir()
+                return command(directory, f"sleep 0.0{number}; echo {number}; exit {number}")
 
             return await asyncio.gather(*(executor.run(nth(number), ignore) for number in range(9)))
 
-        assert [done.exit_code for done in self.use(story, parallel=3)] == list(range(9))
+        assert [done.exit_code for done in self.use(body, parallel=3)] == list(range(9))
         assert [(tmp_path / str(number) / "stdout").read_text() for number in range(9)] == [f"{n}\n" for n in range(9)]
 
     def test_no_more_than_parallel_run_at_a_time(self, tmp_path: Path) -> None:
-        """The others wait for their turn."""
+        """The others wait."""
         script = "mkdir ../lock || exit 9; sleep 0.05; rmdir ../lock"
 
-        async def story(executor: Executor) -> list[Completion]:
-            places = [tmp_path / str(number) for number in range(4)]
-            for place in places:
-                place.mkdir()
-            return await asyncio.gather(*(executor.run(command(place, script), ignore) for place in places))
+        async def body(executor: Executor) -> list[Completion]:
+            directories = [tmp_path / str(number) for number in range(4)]
+            for directory in directories:
+                directory.mkdir()
+            return await asyncio.gather(
+                *(executor.run(command(directory, script), ignore) for directory in directories)
+            )
 
-        assert [done.exit_code for done in self.use(story, parallel=1)] == [0] * 4
+        assert [done.exit_code for done in self.use(body, parallel=1)] == [0] * 4
 
-    def test_a_command_that_is_not_there_is_a_launch_error(self, tmp_path: Path) -> None:
-        """The message names it, and the executor goes on working."""
+    def test_a_missing_command_is_a_launch_error(self, tmp_path: Path) -> None:
+        """The message names it, and the executor keeps working."""
 
-        async def story(executor: Executor) -> Completion:
+        async def body(executor: Executor) -> Completion:
             with pytest.raises(LaunchError, match="no-such-program") as caught:
                 await executor.run(replace(command(tmp_path, ""), argv=("no-such-program",)), ignore)
             assert not caught.value.infra
             return await executor.run(command(tmp_path, "true"), ignore)
 
-        assert self.use(story, parallel=1).exit_code == 0
+        assert self.use(body, parallel=1).exit_code == 0
 
     def test_a_file_that_is_not_executable_is_a_launch_error(self, tmp_path: Path) -> None:
-        """The message says what to do."""
+        """The message names the fix."""
         (tmp_path / "bench").write_text("#!/bin/sh\n")
         (tmp_path / "bench").chmod(0o644)
         with pytest.raises(LaunchError, match="chmod"):

@@ -1,10 +1,10 @@
-"""What every sandbox promises, as tests, and what one with walls promises besides: escapes are tried.
+"""The contract of every sandbox, as tests, and that of an isolating one, which tries to escape from it.
 
-class TestMine(WallsContract):
+class TestMySandbox(IsolationContract):
     def make_sandbox(self, bounds: Bounds = Bounds()) -> Sandbox:
-        return Mine(bounds)
+        return MySandbox(bounds)
 """
-# ruff: noqa: S101, S104, S108, PTH  These are tests, wherever they stand.
+# ruff: noqa: S101, S104, S108, PTH  These are tests, although they are part of the package.
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ _number = iter(range(1, 1 << 30))
 
 
 class SandboxHarness:
-    """A workspace and what lies beside it, and a way to run scripts in a sandbox over it."""
+    """A workspace, files outside it, and methods to run scripts in a sandbox."""
 
     def __init__(self, root: Path, sandbox: Sandbox) -> None:
         self.root, self.sandbox = root, sandbox
@@ -61,7 +61,7 @@ class SandboxHarness:
         )
 
     def python(self, script: str, *arguments: str, timeout_s: float = _DEADLINE_S) -> Command:
-        """A Python script as a command, by our own interpreter, which sandboxes show."""
+        """A Python script as a command, for our own interpreter, which is visible in sandboxes."""
         argv = (sys.executable, "-IS", "-c", textwrap.dedent(script), *arguments)
         return replace(self.command("", timeout_s=timeout_s), argv=argv)
 
@@ -70,12 +70,12 @@ class SandboxHarness:
         instance: SandboxInstance,
         command: Command,
         mounts: Mapping[str, Path] = NO_MOUNTS,
-        fixed: Mapping[str, Path] = NO_MOUNTS,
+        read_only: Mapping[str, Path] = NO_MOUNTS,
     ) -> Completion:
-        """Run one command in a sandbox that is open."""
+        """Run one command in an open sandbox."""
         executor = LocalExecutor(output_bytes=MIB, grace_s=2.0)
         try:
-            done = await executor.run(instance.wrap(command, mounts, fixed), ignore)
+            done = await executor.run(instance.wrap(command, mounts, read_only), ignore)
             assert not instance.setup_failed(done), self.stderr
             return done
         finally:
@@ -95,24 +95,24 @@ class SandboxHarness:
         return asyncio.run(asyncio.wait_for(main(), _DEADLINE_S))
 
     def output_of(self, command: Command) -> str:
-        """Run one command to a good end; what it printed."""
+        """Run one command that must succeed; its output."""
         [done] = self.run_all(command)
         assert (done.exit_code, done.signal) == (0, None), self.stderr
         return self.stdout
 
     @property
     def stdout(self) -> str:
-        """What the last command printed."""
+        """The standard output of the last command."""
         return (self.output / "stdout").read_text(errors="replace")
 
     @property
     def stderr(self) -> str:
-        """What the last command complained about."""
+        """The standard error of the last command."""
         return (self.output / "stderr").read_text(errors="replace")
 
 
 class SandboxContract(ABC):
-    """Subclass it, name the subclass `Test…`, and give it a sandbox."""
+    """Subclass it as `Test…` and implement `make_sandbox`."""
 
     @abstractmethod
     def make_sandbox(self, bounds: Bounds = Bounds()) -> Sandbox:  # noqa: B008  frozen
@@ -120,63 +120,65 @@ class SandboxContract(ABC):
 
     @pytest.fixture
     def harness(self, tmp_path: Path) -> Iterator[SandboxHarness]:
-        """A workspace, and a sandbox without bounds."""
+        """A harness with a sandbox without bounds."""
         yield SandboxHarness(tmp_path, self.make_sandbox())
         remove(tmp_path)
 
-    def bounded(self, harness: SandboxHarness, bounds: Bounds) -> None:
+    def set_bounds(self, harness: SandboxHarness, bounds: Bounds) -> None:
         """Give the harness a sandbox with these bounds."""
         harness.sandbox = self.make_sandbox(bounds)
 
-    def test_it_can_be_had_here(self) -> None:
-        """Otherwise it would say why."""
+    def test_it_is_available(self) -> None:
+        """Otherwise `check` raises."""
         self.make_sandbox().check()
 
     @pytest.mark.parametrize("code", [0, 1, 3, 255])
     def test_exit_codes_are_the_commands_own(self, harness: SandboxHarness, code: int) -> None:
-        """Nothing in between adds to them."""
+        """The sandbox does not change them."""
         [done] = harness.run_all(harness.command(f"exit {code}"))
         assert (done.exit_code, done.signal, done.timed_out) == (code, None, False)
         assert harness.stdout == harness.stderr == ""
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGINT])
-    def test_an_end_by_signal_is_reported_as_one(self, harness: SandboxHarness, number: int) -> None:
-        """It is no exit code of 128 and something."""
+    def test_a_signal_is_not_an_exit_code(self, harness: SandboxHarness, number: int) -> None:
+        """It is not reported as 128 plus its number."""
         [done] = harness.run_all(harness.command(f"kill -{int(number)} $$"))
         assert (done.exit_code, done.signal) == (None, number)
 
-    def test_it_works_in_the_workspace(self, harness: SandboxHarness) -> None:
-        """What it writes there is ours to read, and there for the next command."""
+    def test_commands_work_in_the_workspace(self, harness: SandboxHarness) -> None:
+        """What they write there is readable for us and for the next command."""
         first, second = harness.run_all(harness.command("echo done > result"), harness.command("cat result"))
         assert (first.exit_code, second.exit_code, harness.stdout) == (0, 0, "done\n")
         assert (harness.workspace / "result").read_text() == "done\n"
 
-    def test_the_environment_is_what_was_given(self, harness: SandboxHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Nothing of our own is inherited."""
+    def test_the_environment_is_the_commands_own(
+        self, harness: SandboxHarness, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Our own environment is not inherited."""
         monkeypatch.setenv("API_TOKEN", "secret")
         command = harness.command('echo "${API_TOKEN-nothing} $KNOB"; env')
-        said = harness.output_of(replace(command, environment={**command.environment, "KNOB": "a b"}))
-        assert said.startswith("nothing a b\n")
-        assert "secret" not in said
+        output = harness.output_of(replace(command, environment={**command.environment, "KNOB": "a b"}))
+        assert output.startswith("nothing a b\n")
+        assert "secret" not in output
 
     def test_a_timeout_lets_the_command_clean_up_and_ends_all(self, harness: SandboxHarness) -> None:
-        """SIGTERM reaches it, as it would without a sandbox."""
+        """It gets SIGTERM, as without a sandbox."""
         [done] = harness.run_all(harness.command("trap 'echo tidy; exit 7' TERM; sleep 100 & wait", timeout_s=1))
         assert (done.timed_out, done.exit_code, harness.stdout) == (True, 7, "tidy\n")
 
-    def test_ignoring_sigterm_does_not_help(self, harness: SandboxHarness) -> None:
-        """SIGKILL follows."""
+    def test_a_command_that_ignores_sigterm_is_killed(self, harness: SandboxHarness) -> None:
+        """SIGKILL follows after the grace period."""
         [done] = harness.run_all(harness.command("trap '' TERM; while :; do sleep 0.1; done", timeout_s=1))
         assert (done.timed_out, done.signal) == (True, signal.SIGKILL)
 
-    def test_endless_output_is_cut(self, harness: SandboxHarness) -> None:
+    def test_endless_output_is_capped(self, harness: SandboxHarness) -> None:
         """The file stays small, and the command ends at its deadline."""
         [done] = harness.run_all(harness.command("exec yes", timeout_s=0.5))
         assert done.timed_out
         assert len(harness.stdout) < 2 * MIB
 
-    def test_a_url_that_may_be_reached_answers(self, harness: SandboxHarness) -> None:
-        """By the name that the instance gives it, and with all that is sent, both ways."""
+    def test_an_allowed_url_responds(self, harness: SandboxHarness) -> None:
+        """At the URL that the sandbox returns, with all data in both directions."""
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write((await reader.read())[::-1])
@@ -202,28 +204,28 @@ class SandboxContract(ABC):
         assert harness.stdout == "True\n", harness.stderr
 
 
-class WallsContract(SandboxContract):
-    """For a sandbox that keeps strangers in."""
+class IsolationContract(SandboxContract):
+    """For a sandbox that isolates untrusted code."""
 
-    def test_the_ledger_and_the_home_cannot_be_seen(self, harness: SandboxHarness) -> None:
-        """Neither by their paths nor through the processes' own roots."""
+    def test_the_ledger_and_the_home_are_invisible(self, harness: SandboxHarness) -> None:
+        """By their paths and through /proc."""
         home = pwd.getpwuid(os.getuid()).pw_dir
         ledger = str(harness.output / "ledger")
         script = (
             'cat "$1" /proc/1/root"$1" /proc/self/root"$1"; ls -A "$2" "$2/.ssh"; cat /etc/shadow /etc/gshadow; true'
         )
-        said = harness.output_of(harness.command(script, ledger, home))
-        assert "precious" not in said
-        assert "root:*" not in said
-        assert "root:x" not in said
-        # Where our own interpreter lives in the home, the way to it is there, and nothing beside it.
-        way = {part for prefix in (sys.prefix, sys.base_prefix) for part in Path(prefix).parts}
-        seen = {line for line in said.splitlines() if line}
-        assert not (seen & {path.name for path in Path(home).glob("*")}) - way
-        assert ".ssh" not in seen
+        output = harness.output_of(harness.command(script, ledger, home))
+        assert "precious" not in output
+        assert "root:*" not in output
+        assert "root:x" not in output
+        # If our interpreter is in the home directory, the directories on its path are visible, and nothing else.
+        allowed = {part for prefix in (sys.prefix, sys.base_prefix) for part in Path(prefix).parts}
+        names = {line for line in output.splitlines() if line}
+        assert not (names & {path.name for path in Path(home).glob("*")}) - allowed
+        assert ".ssh" not in names
 
     def test_nothing_can_be_written_outside(self, harness: SandboxHarness) -> None:
-        """Its writes elsewhere fail, or go where nobody else sees them."""
+        """Writes elsewhere fail, or are private to the sandbox."""
         name = f"escaped-{os.getpid()}-{next(_number)}"
         targets = [harness.output, *map(Path, ("/usr", "/etc", "/tmp", "/var/tmp", "/run", "/dev", "/"))]
         script = 'for target; do mkdir -p "$target"; echo out > "$target/$NAME"; done; exit 0'
@@ -232,8 +234,8 @@ class WallsContract(SandboxContract):
         assert [target for target in targets if (target / name).exists()] == []
         assert (harness.output / "ledger").read_text() == "precious"
 
-    def test_processes_outside_can_neither_be_seen_nor_signalled(self, harness: SandboxHarness) -> None:
-        """Ours is not even listed; killing all processes kills those of the instance."""
+    def test_processes_outside_are_invisible(self, harness: SandboxHarness) -> None:
+        """They are not listed and cannot be signalled; killing all processes kills those of the sandbox."""
         script = """
         import os, signal, sys
         ours = int(sys.argv[1])
@@ -251,8 +253,8 @@ class WallsContract(SandboxContract):
         assert harness.stdout.splitlines() == ["[]", "nobody", "nobody"]
         assert alive(bystander)
 
-    def test_no_other_address_can_be_reached(self, harness: SandboxHarness) -> None:
-        """Neither another port of this machine, nor the internet, nor a socket without a file."""
+    def test_no_other_address_is_reachable(self, harness: SandboxHarness) -> None:
+        """Neither another port of this machine, nor the internet, nor an abstract Unix socket."""
         with socket.socket() as port, socket.socket(socket.AF_UNIX) as abstract:
             port.bind(("0.0.0.0", 0))
             port.listen()
@@ -277,11 +279,11 @@ class WallsContract(SandboxContract):
                     except OSError as error:
                         print("no")
             """
-            said = harness.output_of(harness.python(script, str(port.getsockname()[1]), name[1:]))
-        assert said == "no\n" * 5
+            output = harness.output_of(harness.python(script, str(port.getsockname()[1]), name[1:]))
+        assert output == "no\n" * 5
 
-    def test_no_powers_can_be_had(self, harness: SandboxHarness) -> None:
-        """No mounts, no namespaces, no devices, no programs that run as somebody else, no settings of the kernel."""
+    def test_no_privileges_can_be_gained(self, harness: SandboxHarness) -> None:
+        """No mounts, namespaces, devices, setuid programs or kernel settings."""
         script = """
         import ctypes, os
         libc = ctypes.CDLL(None, use_errno=True)
@@ -301,25 +303,25 @@ class WallsContract(SandboxContract):
                 print("no")
         """
         command = replace(harness.python(script), argv=(sys.executable, "-I", "-c", textwrap.dedent(script)))
-        said = harness.output_of(command).splitlines()
-        assert said == ["-1 -1 -1", "[-1, -1, -1, -1]", "no device", str([""] * 5), "True", *["no"] * 3]
+        output = harness.output_of(command).splitlines()
+        assert output == ["-1 -1 -1", "[-1, -1, -1, -1]", "no device", str([""] * 5), "True", *["no"] * 3]
 
-    def test_the_given_environment_is_for_the_inside_alone(self, harness: SandboxHarness) -> None:
-        """Else a task could make our own tools load its code; nor do secrets stand on a command line."""
+    def test_the_commands_environment_is_for_the_inside_only(self, harness: SandboxHarness) -> None:
+        """Otherwise a task could make our tools load its code; and secrets are not on a command line."""
 
         async def main() -> Command:
             async with harness.sandbox.open(harness.workspace) as instance:
                 command = harness.command("true")
-                given = {**command.environment, "LD_PRELOAD": "/workspace/evil.so", "SESSION_KEY": "sk-123"}
-                return instance.wrap(replace(command, environment=given))
+                environment = {**command.environment, "LD_PRELOAD": "/workspace/evil.so", "SESSION_KEY": "sk-123"}
+                return instance.wrap(replace(command, environment=environment))
 
         command = asyncio.run(main())
         assert "LD_PRELOAD" not in command.environment
         assert not [word for word in command.argv if "sk-123" in word]
 
-    @pytest.mark.parametrize("timeout_s", [1.0, _DEADLINE_S], ids=["timeout", "good end"])
+    @pytest.mark.parametrize("timeout_s", [1.0, _DEADLINE_S], ids=["timeout", "success"])
     def test_daemons_end_with_their_command(self, harness: SandboxHarness, timeout_s: float) -> None:
-        """Forked twice, in a session of its own, without anything of its environment: gone when the run returns."""
+        """Forked twice, in a new session, with an empty environment: gone when the run returns."""
         wait = "sleep 100" if timeout_s < 2 else "while [ ! -e beat ]; do sleep 0.01; done"
         daemon = "while :; do touch beat; sleep 0.02; done"
         script = f"(env -i setsid sh -c 'sh -c \"{daemon}\" & ' >/dev/null 2>&1 &); {wait}"
@@ -330,41 +332,41 @@ class WallsContract(SandboxContract):
         asyncio.run(asyncio.sleep(0.1))
         assert not (harness.workspace / "beat").exists()
 
-    def test_a_fork_bomb_goes_off_inside(self, harness: SandboxHarness) -> None:
-        """It runs into its bound, or is ended for it; either way it is over long before its deadline.
+    def test_a_fork_bomb_is_contained(self, harness: SandboxHarness) -> None:
+        """It is stopped by the bound on processes, long before its deadline.
 
-        It grows evenly, not by doubling: where nothing but a look at the processes bounds them, others work here too.
+        It grows linearly, not exponentially: where only the monitor enforces the bound, other tests run here too.
         """
-        self.bounded(harness, Bounds(processes=40))
+        self.set_bounds(harness, Bounds(processes=40))
         [done] = harness.run_all(harness.command("while :; do sleep 50 & done"))
         assert not done.timed_out
         assert (harness.exceeded_limit or "").startswith("processes") or "fork" in harness.stderr.lower()
 
-    def test_memory_is_bounded_for_one_process(self, harness: SandboxHarness) -> None:
-        """It is not given more."""
-        self.bounded(harness, Bounds(memory_bytes=200 * MIB))
+    def test_memory_is_bounded_per_process(self, harness: SandboxHarness) -> None:
+        """The kernel refuses more."""
+        self.set_bounds(harness, Bounds(memory_bytes=200 * MIB))
         harness.run_all(harness.python("x = bytearray(400 << 20); print(len(x))"))
         assert harness.stdout == ""
         assert "MemoryError" in harness.stderr or (harness.exceeded_limit or "").startswith("memory")
 
-    def test_memory_is_bounded_for_all_together(self, harness: SandboxHarness) -> None:
-        """Each by itself would be small enough."""
-        self.bounded(harness, Bounds(memory_bytes=200 * MIB))
+    def test_memory_is_bounded_in_total(self, harness: SandboxHarness) -> None:
+        """Each process alone is below the bound."""
+        self.set_bounds(harness, Bounds(memory_bytes=200 * MIB))
         [done] = harness.run_all(
             harness.python("import os, time; os.fork(); os.fork(); x = b'x' * (80 << 20); time.sleep(50)")
         )
         assert (done.signal, (harness.exceeded_limit or "")[:7]) == (signal.SIGKILL, "memory:")
 
-    def test_cpu_time_is_bounded_for_all_together(self, harness: SandboxHarness) -> None:
-        """Each by itself would be short enough."""
-        self.bounded(harness, Bounds(cpu_s=1))
+    def test_cpu_time_is_bounded_in_total(self, harness: SandboxHarness) -> None:
+        """Each process alone is below the bound."""
+        self.set_bounds(harness, Bounds(cpu_s=1))
         [done] = harness.run_all(harness.python("import os; os.fork(); os.fork()\nwhile True: pass"))
         assert done.signal is not None
         assert not done.timed_out
 
-    def test_the_disk_is_bounded(self, harness: SandboxHarness) -> None:
-        """In the workspace, in its home, and wherever else it may write; in one file and in many."""
-        self.bounded(harness, Bounds(disk_bytes=8 * MIB))
+    def test_disk_usage_is_bounded(self, harness: SandboxHarness) -> None:
+        """In the workspace, in the home, and in every other writable directory; in one file and in many."""
+        self.set_bounds(harness, Bounds(disk_bytes=8 * MIB))
         for target in (".", "$HOME", "/tmp", "/dev/shm"):
             script = f"i=0; while :; do i=$((i+1)); head -c 1000000 /dev/zero > {target}/fill-$i || exit; done"
             [done] = harness.run_all(harness.command(script))
@@ -374,31 +376,31 @@ class WallsContract(SandboxContract):
         harness.run_all(harness.command("head -c 100000000 /dev/zero > one"))
         assert (harness.workspace / "one").stat().st_size <= 8 * MIB
 
-    def test_a_directory_that_hides_its_size_is_no_way_around(self, harness: SandboxHarness) -> None:
-        """Root can look into it; others take it for too much."""
-        self.bounded(harness, Bounds(disk_bytes=8 * MIB))
+    def test_an_unreadable_directory_does_not_evade_the_disk_bound(self, harness: SandboxHarness) -> None:
+        """Root can read it; for other users it counts as too large."""
+        self.set_bounds(harness, Bounds(disk_bytes=8 * MIB))
         fill = "mkdir trap; chmod 0300 trap; i=0; while :; do i=$((i+1)); head -c 1000000 /dev/zero > trap/$i; done"
         [done] = harness.run_all(harness.command(fill))
         assert (done.signal, (harness.exceeded_limit or "")[:5]) == (signal.SIGKILL, "disk:")
 
-    def test_rooms_do_not_meet(self, harness: SandboxHarness) -> None:
-        """What one leaves outside its workspace the next does not find; two commands of one instance do."""
+    def test_instances_are_separate(self, harness: SandboxHarness) -> None:
+        """Files outside the workspace are shared by commands of one instance only."""
         leave = harness.command("echo hi > /tmp/note; echo hi > ~/note; echo hi > /dev/shm/note")
         harness.run_all(leave, harness.command("cat /tmp/note ~/note /dev/shm/note"))
         assert harness.stdout == "hi\n" * 3
         harness.run_all(harness.command("ls /tmp/note ~/note /dev/shm/note"))
         assert harness.stdout == ""
 
-    def test_nothing_is_left_of_a_room(self, harness: SandboxHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Also if it forbids everybody to look into what it left."""
+    def test_nothing_is_left_of_an_instance(self, harness: SandboxHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Even if its files have no permissions."""
         scratch = harness.root / "scratch"
         scratch.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(scratch))
         harness.run_all(harness.command("mkdir -p /tmp/a/b ~/c && touch /tmp/a/b/d && chmod 000 /tmp/a/b /tmp/a ~/c"))
         assert list(scratch.iterdir()) == []
 
-    def test_the_workspace_goes_by_the_name_it_is_given(self, harness: SandboxHarness) -> None:
-        """A task that speaks of /app finds it."""
+    def test_the_workspace_is_mounted_at_its_path(self, harness: SandboxHarness) -> None:
+        """A task may expect it at /app."""
         harness.mount_at = "/app"
         (harness.workspace / "sub").mkdir()
         command = replace(harness.command("pwd; echo here > ../file"), directory=harness.workspace / "sub")
@@ -406,7 +408,7 @@ class WallsContract(SandboxContract):
         assert (harness.workspace / "file").read_text() == "here\n"
 
     def test_mounts_are_for_one_command(self, harness: SandboxHarness) -> None:
-        """The agent does not see the tests, and the tests can write their verdict, but not to themselves."""
+        """The agent does not see the tests; the tests can write their verdict, but not change themselves."""
         tests, logs = harness.root / "tests", harness.root / "logs"
         tests.mkdir()
         logs.mkdir()
@@ -422,33 +424,33 @@ class WallsContract(SandboxContract):
         asyncio.run(main())
         assert (logs / "reward.txt").read_text() == "42\n"
 
-    def test_what_is_hidden_is_empty(self, harness: SandboxHarness) -> None:
-        """Also where the directory around it can be seen."""
-        seen = Path(os.__file__).parent / "json"
-        for hidden in (seen, Path("/usr/share/doc"), harness.output):
+    def test_hidden_directories_are_empty(self, harness: SandboxHarness) -> None:
+        """Also below a visible directory."""
+        visible = Path(os.__file__).parent / "json"
+        for hidden in (visible, Path("/usr/share/doc"), harness.output):
             harness.hide = (hidden,)
             assert harness.output_of(harness.command('ls "$1/"; exit 0', str(hidden))) == "", hidden
         harness.hide = ()
-        assert "decoder.py" in harness.output_of(harness.command('ls "$1/"', str(seen)))
+        assert "decoder.py" in harness.output_of(harness.command('ls "$1/"', str(visible)))
 
-    def test_links_left_behind_do_not_lead_the_next_command_out(self, harness: SandboxHarness) -> None:
-        """A mount goes to its own path, even if the agent put a link there that leads elsewhere."""
+    def test_links_do_not_redirect_later_mounts(self, harness: SandboxHarness) -> None:
+        """A mount appears at its own path, even if the agent put a link there."""
         victim = harness.root / "victim"
         victim.mkdir()
         target = f"../../../../../../../oldroot{victim}"
 
         async def main() -> None:
             async with harness.sandbox.open(harness.workspace) as instance:
-                await harness.run(instance, harness.command('ln -s "$1" /tmp/door; ln -s "$1" ~/door', target))
-                mounts = {"/tmp/door/in": harness.output, f"{pwd.getpwuid(os.getuid()).pw_dir}/door/in": harness.output}
-                await harness.run(instance, harness.command("cat /tmp/door/in/ledger"), mounts)
+                await harness.run(instance, harness.command('ln -s "$1" /tmp/link; ln -s "$1" ~/link', target))
+                mounts = {"/tmp/link/in": harness.output, f"{pwd.getpwuid(os.getuid()).pw_dir}/link/in": harness.output}
+                await harness.run(instance, harness.command("cat /tmp/link/in/ledger"), mounts)
                 assert harness.stdout == "precious"
 
         asyncio.run(main())
         assert list(victim.iterdir()) == []
 
-    def test_a_way_that_was_closed_is_opened_for_the_next_command(self, harness: SandboxHarness) -> None:
-        """An agent that forbids everybody its own directories does not keep the tests out."""
+    def test_permissions_do_not_block_later_mounts(self, harness: SandboxHarness) -> None:
+        """An agent that removes all permissions does not keep the tests from running."""
 
         async def main() -> None:
             async with harness.sandbox.open(harness.workspace) as instance:
@@ -460,8 +462,8 @@ class WallsContract(SandboxContract):
 
         asyncio.run(main())
 
-    def test_a_link_over_a_system_directory_does_not_lead_out_either(self, harness: SandboxHarness) -> None:
-        """Where the instance may change its system, and the workspace is in it."""
+    def test_a_link_in_a_system_directory_does_not_redirect_a_mount(self, harness: SandboxHarness) -> None:
+        """Where commands can write to /usr."""
         if not os.access("/usr", os.W_OK):
             harness.mount_at = "/usr/src/app-of-loopwright"
             with pytest.raises(SandboxError, match="read-only"):
@@ -469,11 +471,11 @@ class WallsContract(SandboxContract):
             return
         victim = harness.root / "victim"
         victim.mkdir()
-        lead = 'cd /; rm -rf /usr/new; mkdir -p /usr/other; ln -s "$1" /usr/new; exit 0'
+        relink = 'cd /; rm -rf /usr/new; mkdir -p /usr/other; ln -s "$1" /usr/new; exit 0'
 
         async def main() -> None:
             async with harness.sandbox.open(harness.workspace) as instance:
-                await harness.run(instance, harness.command(lead, f"../../../oldroot{victim}"))
+                await harness.run(instance, harness.command(relink, f"../../../oldroot{victim}"))
                 with pytest.raises(SandboxError, match="by a link"):
                     instance.wrap(harness.command("true"), {"/usr/new/logs": harness.output})
 

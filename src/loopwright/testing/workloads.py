@@ -1,12 +1,12 @@
-"""What every workload promises, as tests, and a workload in process for testing everything else.
+"""The contract of every workload, as tests, and an in-process workload for testing everything else.
 
-    class TestMine(WorkloadContract):
-        def make_workload(self, site: Site, story: Story, **settings: Any) -> Workload:
-            return Mine(MineConfig(script=SCRIPTS[story], **settings), site)
+    class TestMyWorkload(WorkloadContract):
+        def make_workload(self, site: Site, behaviour: Behaviour, **settings: Any) -> Workload:
+            return MyWorkload(MyConfig(script=SCRIPTS[behaviour], **settings), site)
 
-The stories are what a trial does; each gets one argument, `value`, a string.
+A behaviour is what a trial does; each gets one argument, `value`, a string.
 """
-# ruff: noqa: S101  These are tests, wherever they stand.
+# ruff: noqa: S101  These are tests, although they are part of the package.
 
 import asyncio
 import inspect
@@ -21,15 +21,16 @@ import pytest
 
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Result
+from loopwright.execution.base import OnStart
 from loopwright.execution.local.processes import start_ticks
 from loopwright.testing.executors import alive, appears, ignore, written_pid
 from loopwright.workloads.base import Job, Site, Workload, WorkloadConfig
 
 T = TypeVar("T")
-Story = Literal["measure", "crash", "hang", "forget"]
-"""`measure`: write `value` as it came into the file `seen` of the working directory, as UTF-8, and give the metric
-`length`, its number of characters. `crash`: fail. `hang`: write the process id and a newline into the file `pid` of the
-working directory, then never end. `forget`: end well, without the metric `length`."""
+Behaviour = Literal["measure", "crash", "hang", "forget"]
+"""`measure`: write `value` unchanged to the file `seen` in the working directory, as UTF-8, and return the metric
+`length`, its number of characters. `crash`: fail. `hang`: write the process id and a newline to the file `pid` in the
+working directory, then never end. `forget`: succeed without the metric `length`."""
 _DEADLINE_S = 60.0
 
 HOSTILE = (
@@ -55,7 +56,7 @@ HOSTILE = (
     "ünï©ode ✓ 🦔",
     "",
 )
-"""Values that a shell, a template or a careless split would mistake for something else."""
+"""Values that a shell, a template or a careless split would misinterpret."""
 
 
 class FunctionWorkload(Workload):
@@ -63,7 +64,7 @@ class FunctionWorkload(Workload):
 
         FunctionWorkload(lambda x: {"y": x * x}, site)
 
-    The function gives metrics, or a Result, or raises, which is a crash; it may be asynchronous.
+    The function returns metrics or a Result, or raises, which is a crash; it may be asynchronous.
     """
 
     def __init__(self, function: Callable[..., Any], site: Site) -> None:
@@ -72,48 +73,48 @@ class FunctionWorkload(Workload):
 
     async def run(self, job: Job) -> Result:
         try:
-            given = self.function(**job.arguments)
-            if inspect.isawaitable(given):
-                given = await given
-        except Exception as error:  # noqa: BLE001  Whatever a test's function raises is its trial's crash.
+            value = self.function(**job.arguments)
+            if inspect.isawaitable(value):
+                value = await value
+        except Exception as error:  # noqa: BLE001  Any exception is a crash of the trial.
             return Result(Outcome.CRASHED, reason=repr(error))
-        return given if isinstance(given, Result) else Result(Outcome.OK, given)
+        return value if isinstance(value, Result) else Result(Outcome.OK, value)
 
 
 class WorkloadContract(ABC):
-    """Subclass it, name the subclass `Test…`, and give it a workload for each story."""
+    """Subclass it as `Test…` and implement `make_workload`."""
 
     @abstractmethod
     def make_workload(
-        self, site: Site, story: Story, *, timeout_s: float | None = None, files: tuple[str, ...] = ()
+        self, site: Site, behaviour: Behaviour, *, timeout_s: float | None = None, files: tuple[str, ...] = ()
     ) -> Workload:
-        """A workload whose trials do what `story` says, and which requires the metric `length`."""
+        """A workload whose trials behave as requested, and which requires the metric `length`."""
 
     @pytest.fixture
     def site(self, tmp_path: Path) -> Site:
-        """A scenario's directory, a run's directory, and little patience with what does not end."""
-        home = tmp_path / "home"
-        home.mkdir()
-        return Site(scenario_dir=home, directory=tmp_path / "run", parallel=2, grace_s=0.1)
+        """Directories of a scenario and a run, and a short grace period."""
+        scenario_dir = tmp_path / "scenario"
+        scenario_dir.mkdir()
+        return Site(scenario_dir=scenario_dir, directory=tmp_path / "run", parallel=2, grace_s=0.1)
 
-    def use(self, workload: Workload, story: Callable[[Workload], Awaitable[T]]) -> T:
-        """Run `story` with a workload in an event loop, and close it."""
+    def use(self, workload: Workload, body: Callable[[Workload], Awaitable[T]]) -> T:
+        """Run `body` with an open workload in an event loop."""
 
         async def main() -> T:
             workload.open()
             try:
-                return await asyncio.wait_for(story(workload), _DEADLINE_S)
+                return await asyncio.wait_for(body(workload), _DEADLINE_S)
             finally:
                 await workload.close()
 
         return asyncio.run(main())
 
     def run(self, workload: Workload, value: str = "abc") -> Result:
-        """Run one job to its end."""
+        """Run one trial until it ends."""
         return self.use(workload, lambda workload: workload.run(job(workload.site, value)))
 
     def test_a_good_trial_is_ok_with_its_metrics_and_usage(self, site: Site) -> None:
-        """Given a trial that succeeds, the result says so, what was measured and what it used."""
+        """Given a trial that succeeds, the result has its metrics and its usage."""
         result = self.run(self.make_workload(site, "measure"))
         assert (result.outcome, result.fault, dict(result.metrics)) == (Outcome.OK, None, {"length": 3})
         assert result.usage["wall_s"] > 0
@@ -124,98 +125,98 @@ class WorkloadContract(ABC):
         assert (result.outcome, result.fault, dict(result.metrics)) == (Outcome.CRASHED, Fault.WORKLOAD, {})
         assert result.reason
 
-    def test_a_metric_that_is_not_there_is_named(self, site: Site) -> None:
-        """Ending well is not enough."""
+    def test_a_missing_metric_is_named(self, site: Site) -> None:
+        """Exiting successfully is not enough."""
         result = self.run(self.make_workload(site, "forget"))
         assert (result.outcome, result.fault) == (Outcome.METRIC_MISSING, Fault.WORKLOAD)
         assert "length" in result.reason
 
-    def test_a_trial_that_takes_too_long_is_ended(self, site: Site) -> None:
-        """After the time-out its process is gone and the outcome says why."""
-        known: list[int] = []
-        hanging = job(site, on_start=lambda pid, _: known.append(pid))
+    def test_a_timeout_ends_the_trial(self, site: Site) -> None:
+        """After the timeout its process is gone, and the outcome says why."""
+        pids: list[int] = []
+        hanging = job(site, on_start=lambda pid, _: pids.append(pid))
         workload = self.make_workload(site, "hang", timeout_s=0.3)
         result = self.use(workload, lambda workload: workload.run(hanging))
         assert (result.outcome, result.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
-        assert known
-        assert not any(map(alive, known))
+        assert pids
+        assert not any(map(alive, pids))
 
     def test_cancelling_ends_the_process(self, site: Site) -> None:
-        """A trial that is aborted leaves nothing running, and the workload goes on working."""
+        """An aborted trial leaves nothing running."""
 
-        async def story(workload: Workload) -> None:
-            flight = asyncio.ensure_future(workload.run(job(site)))
+        async def body(workload: Workload) -> None:
+            trial = asyncio.ensure_future(workload.run(job(site)))
             await appears(directory(site) / "pid")
-            flight.cancel()
+            trial.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await flight
+                await trial
             assert not alive(written_pid(directory(site) / "pid"))
 
-        self.use(self.make_workload(site, "hang"), story)
+        self.use(self.make_workload(site, "hang"), body)
 
     def test_killing_ends_the_process(self, site: Site) -> None:
-        """`kill` is for a second signal: at once, and from outside of the event loop's tasks."""
+        """`kill` is for a second signal: it acts immediately, outside the tasks of the event loop."""
 
-        async def story(workload: Workload) -> Result:
-            flight = asyncio.ensure_future(workload.run(job(site)))
+        async def body(workload: Workload) -> Result:
+            trial = asyncio.ensure_future(workload.run(job(site)))
             await appears(directory(site) / "pid")
             workload.kill()
-            return await flight
+            return await trial
 
-        assert self.use(self.make_workload(site, "hang"), story).outcome is Outcome.CRASHED
+        assert self.use(self.make_workload(site, "hang"), body).outcome is Outcome.CRASHED
         assert not alive(written_pid(directory(site) / "pid"))
 
-    def test_the_process_is_made_known_before_it_can_be_orphaned(self, site: Site) -> None:
-        """`started` gets a process id and its start time, by which a resumed run recognises it."""
-        known: list[tuple[int, int]] = []
+    def test_the_process_is_recorded_before_it_can_be_orphaned(self, site: Site) -> None:
+        """`on_start` gets the process id and start time by which a resumed run recognises the process."""
+        processes: list[tuple[int, int]] = []
 
         def record(pid: int, ticks: int) -> None:
             assert start_ticks(pid) == ticks
-            known.append((pid, ticks))
+            processes.append((pid, ticks))
 
         workload = self.make_workload(site, "measure")
         self.use(workload, lambda workload: workload.run(job(site, on_start=record)))
-        assert known
-        assert os.getpid() not in [pid for pid, _ in known]
+        assert processes
+        assert os.getpid() not in [pid for pid, _ in processes]
 
     @pytest.mark.parametrize("value", HOSTILE, ids=repr)
-    def test_a_value_stays_a_value(self, site: Site, value: str) -> None:
-        """Whatever it holds, it arrives as it is, and nothing of it is ever run."""
+    def test_values_are_passed_unchanged(self, site: Site, value: str) -> None:
+        """Whatever a value contains, none of it is executed."""
         assert self.run(self.make_workload(site, "measure"), value).outcome is Outcome.OK
         assert (directory(site) / "seen").read_bytes().decode() == value
         assert not list(site.scenario_dir.parent.rglob("*broken*"))
 
-    def test_each_trial_has_a_directory_of_its_own(self, site: Site) -> None:
-        """Trials in flight at the same time do not meet."""
+    def test_each_trial_has_its_own_directory(self, site: Site) -> None:
+        """Concurrent trials do not interfere."""
 
-        async def story(workload: Workload) -> list[Result]:
+        async def body(workload: Workload) -> list[Result]:
             return await asyncio.gather(*(workload.run(job(site, "x" * number, number)) for number in (1, 2, 3)))
 
-        results = self.use(self.make_workload(site, "measure"), story)
+        results = self.use(self.make_workload(site, "measure"), body)
         assert [result.metrics["length"] for result in results] == [1, 2, 3]
         assert [(directory(site, number) / "seen").read_text() for number in (1, 2, 3)] == ["x", "xx", "xxx"]
 
     def test_the_directory_keeps_the_parameters(self, site: Site) -> None:
-        """What was asked is there for whoever looks for it later."""
+        """They are in parameters.json."""
         self.run(self.make_workload(site, "measure"), "abc")
         assert json.loads((directory(site) / "parameters.json").read_bytes())["arguments"] == {"value": "abc"}
 
-    def test_inputs_stand_in_the_directory(self, site: Site) -> None:
-        """Files of the scenario are found under their own relative names."""
+    def test_input_files_are_in_the_directory(self, site: Site) -> None:
+        """They have the same relative paths as in the scenario."""
         (site.scenario_dir / "data").mkdir()
         (site.scenario_dir / "data" / "in.txt").write_text("input")
         assert self.run(self.make_workload(site, "measure", files=("data/in.txt",))).outcome is Outcome.OK
         assert (directory(site) / "data" / "in.txt").read_text() == "input"
 
-    def test_a_changed_input_is_another_question(self, site: Site) -> None:
-        """The fingerprint covers the contents of the inputs."""
+    def test_a_changed_input_file_changes_the_fingerprint(self, site: Site) -> None:
+        """Results for other contents must not be reused."""
         (site.scenario_dir / "in.txt").write_text("one")
         one, same = (self.make_workload(site, "measure", files=("in.txt",)).fingerprint() for _ in range(2))
         (site.scenario_dir / "in.txt").write_text("two")
         assert one == same != self.make_workload(site, "measure", files=("in.txt",)).fingerprint()
 
     def test_another_attempt_starts_in_a_clean_directory(self, site: Site) -> None:
-        """What an interrupted attempt left is moved aside, neither mixed in nor lost."""
+        """The files of an interrupted attempt are kept elsewhere."""
         directory(site).mkdir(parents=True)
         (directory(site) / "half-written").write_text("…")
         assert self.run(self.make_workload(site, "measure")).outcome is Outcome.OK
@@ -224,11 +225,11 @@ class WorkloadContract(ABC):
 
 
 def directory(site: Site, number: int = 1) -> Path:
-    """Where a trial of the suite keeps its output."""
+    """The directory of a trial."""
     return site.directory / "trials" / str(number)
 
 
-def job(site: Site, value: str = "abc", number: int = 1, on_start: Callable[[int, int], None] = ignore) -> Job:
+def job(site: Site, value: str = "abc", number: int = 1, on_start: OnStart = ignore) -> Job:
     """A trial with one argument."""
     arguments: Mapping[str, Any] = {"value": value}
     return Job(
