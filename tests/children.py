@@ -1,8 +1,8 @@
-"""The processes that this one has begun and not yet buried: Ray's too, where an earlier test has started it."""
+"""The child processes of this process, including those of a Ray that an earlier test started."""
 
 from pathlib import Path
 
 
 def children() -> set[int]:
     lists = Path("/proc/self/task").glob("*/children")
-    return {int(pid) for found in lists for pid in found.read_text().split()}
+    return {int(pid) for path in lists for pid in path.read_text().split()}

@@ -1,4 +1,4 @@
-"""A disk that is quickly full."""
+"""Fixtures of the execution tests."""
 
 import os
 import subprocess

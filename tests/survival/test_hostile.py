@@ -1,4 +1,4 @@
-"""Commands that misbehave, through the whole command line: each ends in the right outcome, and nothing stays behind."""
+"""Commands that misbehave, run by the command line: each gets the right outcome, and nothing is left behind."""
 
 import contextlib
 import time
@@ -9,7 +9,7 @@ import pytest
 from loopwright.core.outcome import Fault, Outcome
 from tests.survival.campaign import SCENARIO, Campaign, processes
 
-# What is ended replaces its shell: one that outlives its child by a moment would write "Terminated".
+# `exec`, since a shell whose child is ended would print "Terminated".
 WORK = r"""#!/bin/sh
 case "$1" in
   ignores-sigterm) trap '' TERM; exec sleep 1000 ;;
@@ -61,16 +61,16 @@ def scenario(names, *, timeout_s):
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory):
     campaign = Campaign(tmp_path_factory.mktemp("hostile"), scenario(OUTCOMES, timeout_s=1), work=WORK)
-    ended = campaign.call()
-    assert (ended.code, ended.err) == (0, "")
+    result = campaign.call()
+    assert (result.code, result.err) == (0, "")
     return campaign
 
 
-@pytest.mark.parametrize("how", OUTCOMES)
-def test_a_hostile_command_gets_the_outcome_it_deserves(campaign, how):
-    (trial,) = [trial for trial in campaign.trials() if trial.action["a"] == how]
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_a_hostile_command_gets_the_right_outcome(campaign, name):
+    (trial,) = [trial for trial in campaign.trials() if trial.action["a"] == name]
 
-    assert (trial.outcome, trial.reason) == OUTCOMES[how]
+    assert (trial.outcome, trial.reason) == OUTCOMES[name]
     assert trial.fault is (None if trial.outcome is Outcome.OK else Fault.WORKLOAD)
 
 
@@ -79,7 +79,7 @@ def test_no_hostile_command_leaves_anything_running(campaign):
     assert [command for _, command in processes() if " sleep 100" in command and str(campaign.output) in command] == []
 
 
-def test_what_hostile_commands_printed_is_kept_as_it_was(campaign):
+def test_output_that_is_not_utf8_is_unchanged(campaign):
     (trial,) = [trial for trial in campaign.trials() if trial.action["a"] == "bad-utf8"]
 
     folder = campaign.output / "work" / "trials" / str(trial.number)
@@ -87,11 +87,11 @@ def test_what_hostile_commands_printed_is_kept_as_it_was(campaign):
     assert (campaign.output / "report.html").read_text()
 
 
-def test_a_gigabyte_of_output_is_held_neither_in_memory_nor_on_disk(tmp_path):
+def test_a_gigabyte_of_output_uses_neither_memory_nor_disk(tmp_path):
     campaign = Campaign(tmp_path, scenario(["gigabyte", "silent"], timeout_s=100), work=WORK)
     process = campaign.start(stdout=None, stderr=None)
 
-    # Asked again and again, for it is gone with the process; rusage would count the memory of whoever started it.
+    # Polled, since it is gone with the process; rusage would include the memory of the parent.
     peak_kb = 0
     while process.poll() is None:
         with contextlib.suppress(OSError, StopIteration):
@@ -106,10 +106,10 @@ def test_a_gigabyte_of_output_is_held_neither_in_memory_nor_on_disk(tmp_path):
     assert (first.outcome, first.metrics) == (Outcome.OK, {"y": 1, "z": 2})
 
 
-def test_a_command_that_removes_its_own_directory_costs_its_own_trial_only(tmp_path):
+def test_a_command_that_deletes_its_directory_affects_only_its_own_trial(tmp_path):
     campaign = Campaign(tmp_path, scenario(["clears-away", "daemon"], timeout_s=10), work=WORK)
 
-    ended = campaign.call()
+    result = campaign.call()
 
-    assert "Traceback" not in ended.err
+    assert "Traceback" not in result.err
     assert [trial.outcome for trial in campaign.trials()] == [Outcome.METRIC_MISSING, Outcome.OK]

@@ -1,4 +1,4 @@
-"""A judge's command does not outlive whoever asked for its verdict, however that one ends."""
+"""A judger's command does not outlive the process that started it, however that process ends."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ judger = { type = "command", command = ["PYTHON", "-IS", "judge.py"], files = ["
 [run.engine]
 type = "scripted"
 """
-# Hangs until somebody puts up a sign, with a child that left for a session of its own.
+# Hangs until the file `go` exists, with a child in another session.
 JUDGE = """
 import os, pathlib, subprocess, time
 home = pathlib.Path(os.environ["LOOPWRIGHT_HOME"])
@@ -33,11 +33,11 @@ if not (home / "go").exists():
 
 
 def test_s13_a_killed_driver_leaves_no_judge_running(tmp_path):
-    made = Campaign(tmp_path, SCENARIO.replace("PYTHON", sys.executable))
+    campaign = Campaign(tmp_path, SCENARIO.replace("PYTHON", sys.executable))
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "?", "label": "yes"}\n')
     (tmp_path / "judge.py").write_text(JUDGE)
-    driver = made.start()
-    wait_for(lambda: len(list(tmp_path.glob("*.cwd"))) == 4)  # as many as the judger runs at a time
+    driver = campaign.start()
+    wait_for(lambda: len(list(tmp_path.glob("*.cwd"))) == 4)  # the judger's concurrency
     judges = {int(path.stem): written_pid(path) for path in tmp_path.glob("*.child")}
     scratch = [path.read_text().strip() for path in tmp_path.glob("*.cwd")]
     assert all(map(alive, [*judges, *judges.values()]))
@@ -45,11 +45,11 @@ def test_s13_a_killed_driver_leaves_no_judge_running(tmp_path):
     driver.send_signal(signal.SIGKILL)
     end_of(driver)
 
-    # Nobody has to resume the run for this.
+    # Without resuming the run.
     wait_for(lambda: not any(map(alive, [*judges, *judges.values()])))
     wait_for(lambda: not any(map(os.path.exists, scratch)))
     (tmp_path / "go").touch()
-    ended = made.call("resume")
-    assert ended.code == 0, ended.err
-    with Ledger.read(made.ledger) as ledger:
+    result = campaign.call("resume")
+    assert result.code == 0, result.err
+    with Ledger.read(campaign.ledger) as ledger:
         assert [trial.reward.value for trial in ledger.trials()] == [1.0] * 4

@@ -1,4 +1,4 @@
-"""What `random` proposes never depends on which trial ends first, or a resumed run could not repeat it."""
+"""The proposals of `random` do not depend on the order in which trials end, so that a resumed run repeats them."""
 
 from random import Random
 from types import SimpleNamespace
@@ -15,20 +15,20 @@ TRIALS, PARALLEL = 60, 3
 
 
 def proposals(timing, seed, good):
-    """The points proposed when trials end in some random order, and all but the first few points fail."""
+    """The points proposed when trials end in random order, and all but the first few points fail."""
     space = Space({"b": parameter(list(range(40)))}, (), frozenset())
     agent = RandomSearch(SimpleNamespace(space=space), RandomConfig(trials=TRIALS, seed=seed), parallel=PARALLEL)
-    ends, flights, proposed = Random(timing), [], []
+    random, running, points = Random(timing), [], []
     while True:
-        while len(flights) < PARALLEL and len(proposed) < TRIALS:
+        while len(running) < PARALLEL and len(points) < TRIALS:
             action = agent.select_action(Observation({}, {}))
             if action is None:
                 break
-            proposed.append(action["b"])
-            flights.append((len(proposed), action))
-        if not flights:
-            return proposed
-        group, action = flights.pop(ends.randrange(len(flights)))
+            points.append(action["b"])
+            running.append((len(points), action))
+        if not running:
+            return points
+        group, action = running.pop(random.randrange(len(running)))
         outcome = Outcome.OK if action["b"] < good else Outcome.CRASHED
         agent.update_policy(SimpleNamespace(group=group, action=action, regime={}, outcome=outcome))
 

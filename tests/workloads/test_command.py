@@ -1,21 +1,26 @@
-"""The command workload: its set-up, its success rule, its metrics, and what is found wrong before it runs."""
+"""The command workload: its setup, its success rule, its metrics, and problems detected before it runs."""
 
 import asyncio
+import os
+import sys
 
 import pytest
+from tests.workloads.behaviours import BEHAVIOURS
 
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Result
+from loopwright.testing import WorkloadContract
 from loopwright.workloads.base import Job, Site
 from loopwright.workloads.command import CommandConfig, CommandWorkload
 
+SCRIPT = f"{BEHAVIOURS}\nimport sys\nprint(globals()[sys.argv[1]](sys.argv[2]))\n"
 Y = {"y": {"regex": "y=([0-9.]+)"}}
 
 
 @pytest.fixture
 def site(tmp_path):
-    (tmp_path / "home").mkdir()
-    return Site(scenario_dir=tmp_path / "home", directory=tmp_path / "run", parallel=2, grace_s=0.1)
+    (tmp_path / "scenario").mkdir()
+    return Site(scenario_dir=tmp_path / "scenario", directory=tmp_path / "run", parallel=2, grace_s=0.1)
 
 
 def run(site: Site, config: CommandConfig, *arguments: dict) -> list[Result]:
@@ -24,8 +29,10 @@ def run(site: Site, config: CommandConfig, *arguments: dict) -> list[Result]:
     async def main() -> list[Result]:
         workload = CommandWorkload(config, site)
         jobs = [
-            Job(n, site.directory / "trials" / str(n), given, b"{}", f"test.{n}", lambda pid, ticks: None)
-            for n, given in enumerate(arguments, 1)
+            Job(
+                n, site.directory / "trials" / str(n), values, b"{}", f"test-{os.getpid()}.{n}", lambda pid, ticks: None
+            )
+            for n, values in enumerate(arguments, 1)
         ]
         try:
             return await asyncio.gather(*map(workload.run, jobs))
@@ -35,8 +42,19 @@ def run(site: Site, config: CommandConfig, *arguments: dict) -> list[Result]:
     return asyncio.run(main())
 
 
-class TestTheSetUp:
-    def test_runs_once_per_distinct_set_of_the_arguments_that_it_names(self, site):
+class TestContract(WorkloadContract):
+    def make_workload(self, site, behaviour, **settings):
+        (site.scenario_dir / "script.py").write_text(SCRIPT)
+        config = CommandConfig(
+            command=(sys.executable, str(site.scenario_dir / "script.py"), behaviour, "{value}"),
+            metrics={"length": {"regex": "'length': ([0-9]+)"}},
+            **settings,
+        )
+        return CommandWorkload(config, site)
+
+
+class TestSetup:
+    def test_runs_once_per_distinct_set_of_its_arguments(self, site):
         (site.scenario_dir / "in.txt").write_text("")
         config = CommandConfig(
             files=("in.txt",),
@@ -48,7 +66,7 @@ class TestTheSetUp:
         assert [result.metrics["y"] for result in results] == [1, 1, 1, 2, 2, 2]
         assert len(list(site.directory.glob("built.*"))) == 2
 
-    def test_shares_folders_with_the_inputs(self, site):
+    def test_shares_directories_with_the_input_files(self, site):
         (site.scenario_dir / "src" / "deep").mkdir(parents=True)
         (site.scenario_dir / "src" / "deep" / "in").write_text("y=4")
         config = CommandConfig(
@@ -60,31 +78,31 @@ class TestTheSetUp:
         (result,) = run(site, config, {})
         assert (result.outcome, result.metrics) == (Outcome.OK, {"y": 4}), result.reason
 
-    def test_that_fails_fails_the_trials_that_need_it(self, site):
+    def test_failure_fails_the_trials_that_need_it(self, site):
         config = CommandConfig(setup="sh -c 'echo no such flag >&2; exit {a}'", command="echo y=1", metrics=Y)
         good, bad, worse = run(site, config, {"a": 0}, {"a": 1}, {"a": 1})
         assert (good.outcome, bad.outcome, worse.outcome) == (Outcome.OK, Outcome.CRASHED, Outcome.CRASHED)
         assert "exit code 1" in bad.reason
         assert "no such flag" in bad.reason
 
-    def test_that_hangs_is_ended(self, site):
+    def test_timeout_ends_it(self, site):
         config = CommandConfig(setup="sleep 1000", setup_timeout_s=0.1, command="echo y=1", metrics=Y)
         assert run(site, config, {})[0].outcome is Outcome.TIMEOUT
 
-    def test_whose_products_are_named_like_a_trials_own_files_keeps_them_to_itself(self, site):
+    def test_products_do_not_replace_a_trials_own_files(self, site):
         config = CommandConfig(setup="touch stdout stderr parameters.json x", command="echo y=1", metrics=Y)
         assert run(site, config, {})[0].outcome is Outcome.OK
         assert (site.directory / "trials" / "1" / "x").is_symlink()
         assert not (site.directory / "trials" / "1" / "stdout").is_symlink()
 
-    def test_that_was_interrupted_is_made_anew(self, site):
+    def test_an_interrupted_setup_is_repeated(self, site):
         config = CommandConfig(setup="sh -c 'ls; touch half'", command="echo y=1", metrics=Y)
         run(site, config, {})
-        (made,) = (site.directory / "setup").iterdir()
-        (made / ".done").unlink()
-        (made / "left").touch()
+        (directory,) = (site.directory / "setup").iterdir()
+        (directory / ".done").unlink()
+        (directory / "left").touch()
         run(site, config, {})
-        assert "left" not in (made / "setup.stdout").read_text()
+        assert "left" not in (directory / "setup.stdout").read_text()
 
 
 class TestSuccess:
@@ -98,27 +116,27 @@ class TestSuccess:
             ({}, "sh -c 'kill -SEGV $$'", Outcome.CRASHED),
         ],
     )
-    def test_is_an_exit_code_and_what_was_printed(self, site, success, command, outcome):
+    def test_depends_on_exit_code_and_output(self, site, success, command, outcome):
         config = CommandConfig(command=command, metrics=Y, success=success)
         assert run(site, config, {})[0].outcome is outcome
 
-    def test_the_reason_says_how_it_ended_and_what_it_complained_about(self, site):
+    def test_the_reason_has_the_exit_code_and_the_last_line_of_stderr(self, site):
         config = CommandConfig(command="sh -c 'echo first >&2; echo out of memory >&2; exit 7'")
         assert run(site, config, {})[0].reason == "exit code 7; stderr ends with: out of memory"
 
 
-def test_environment_variables_are_dimensions_too(site):
+def test_environment_variables_are_searched_too(site):
     config = CommandConfig(command="sh -c 'echo y=$N$FIXED'", env={"N": [1, 2], "FIXED": 5}, metrics=Y)
     results = run(site, config, {"N": 1, "FIXED": 5}, {"N": 2, "FIXED": 5})
     assert [result.metrics["y"] for result in results] == [15.0, 25.0]
 
 
-def test_what_a_trial_used_can_be_a_metric(site):
+def test_resource_usage_can_be_a_metric(site):
     config = CommandConfig(command="true", metrics={"wall": {"resource": "wall_s"}})
     assert run(site, config, {})[0].metrics["wall"] > 0
 
 
-def test_every_metric_that_is_missing_is_named(site):
+def test_all_missing_metrics_are_named(site):
     config = CommandConfig(command="echo y=1", metrics={**Y, "z": {"regex": "z=(.)"}, "w": {"file": "w", "json": "/w"}})
     (result,) = run(site, config, {})
     assert (result.outcome, dict(result.metrics)) == (Outcome.METRIC_MISSING, {})
@@ -126,31 +144,31 @@ def test_every_metric_that_is_missing_is_named(site):
     assert "w: the command did not write w" in result.reason
 
 
-def test_a_program_that_vanished_is_a_crash_with_a_reason(site):
+def test_a_missing_program_is_a_crash_with_a_reason(site):
     (result,) = run(site, CommandConfig(command="./gone"), {})
     assert result.outcome is Outcome.CRASHED
     assert "gone" in result.reason
 
 
-class TestTheFingerprint:
-    def of(self, site: Site, **settings) -> str:
+class TestFingerprint:
+    def fingerprint(self, site: Site, **settings) -> str:
         return CommandWorkload(CommandConfig(**{"command": "echo {a}", **settings}), site).fingerprint()
 
-    def test_covers_what_is_run_and_how_it_is_read(self, site):
+    def test_covers_the_command_and_its_metrics(self, site):
         (site.scenario_dir / "in").write_text("1")
-        ways = [{}, {"command": "echo -n {a}"}, {"setup": "true"}, {"metrics": Y}, {"files": ["in"]}]
-        ways.append({"success": {"regex": "x"}})
-        assert len({self.of(site, **way) for way in ways}) == len(ways)
+        variants = [{}, {"command": "echo -n {a}"}, {"setup": "true"}, {"metrics": Y}, {"files": ["in"]}]
+        variants.append({"success": {"regex": "x"}})
+        assert len({self.fingerprint(site, **variant) for variant in variants}) == len(variants)
 
-    def test_does_not_cover_the_values_that_are_searched_or_how_long_it_may_take(self, site):
-        assert self.of(site) == self.of(site, args={"a": [1, 2]}, timeout_s=5, constraints=["a > 1"])
+    def test_does_not_cover_searched_values_and_the_timeout(self, site):
+        assert self.fingerprint(site) == self.fingerprint(site, args={"a": [1, 2]}, timeout_s=5, constraints=["a > 1"])
 
     def test_covers_all_files_of_a_directory(self, site):
         (site.scenario_dir / "data" / "deep").mkdir(parents=True)
         (site.scenario_dir / "data" / "deep" / "x").write_text("1")
-        before = self.of(site, files=["data"])
+        before = self.fingerprint(site, files=["data"])
         (site.scenario_dir / "data" / "deep" / "x").write_text("2")
-        assert self.of(site, files=["data"]) != before
+        assert self.fingerprint(site, files=["data"]) != before
 
 
 @pytest.mark.parametrize(
@@ -179,13 +197,13 @@ class TestTheFingerprint:
         ),
     ],
 )
-def test_what_is_found_before_anything_runs(site, settings, key, words):
+def test_problems_are_detected_before_anything_runs(site, settings, key, words):
     (site.scenario_dir / "here").touch()
     (site.scenario_dir / "stdout").touch()
     problems = CommandConfig(**{"args": {"a": [1, 2]}, **settings}).problems(site.scenario_dir)
     assert [problem.key for problem in problems if words in problem.message] == [key], problems
 
 
-def test_a_rule_for_success_that_is_no_pattern_is_named():
+def test_an_invalid_success_pattern_is_refused():
     with pytest.raises(ValueError, match=r"'\(' is not a regular expression"):
         CommandConfig(command="true", success={"regex": "("})

@@ -1,4 +1,4 @@
-"""Metrics: numbers read from what a command printed or wrote, or from what it used."""
+"""Metrics: numbers from a command's output, from a file it wrote, or from its resource usage."""
 
 import json
 
@@ -41,7 +41,7 @@ def test_a_number_in_a_file(read):
     assert read({"file": "log", "regex": "x=(.*)"}, log="x=4") == 4.0
 
 
-def test_what_a_trial_used(read):
+def test_resource_usage(read):
     assert read({"resource": "wall_s"}, usage={"wall_s": 0.5}) == 0.5
 
 
@@ -66,7 +66,7 @@ def test_what_a_trial_used(read):
         ({"file": "gone", "json": "/y"}, "{}", "the command did not write gone"),
     ],
 )
-def test_a_number_that_is_not_there_is_explained(read, metric, stdout, words):
+def test_a_missing_number_is_explained(read, metric, stdout, words):
     with pytest.raises(MetricMissing) as raised:
         read(metric, stdout)
     assert words in str(raised.value)
@@ -86,7 +86,7 @@ def test_a_number_that_is_not_there_is_explained(read, metric, stdout, words):
         ({"json": "/x", "file": "../x"}, "must be relative"),
     ],
 )
-def test_what_is_wrong_is_found_when_it_is_configured(metric, words):
+def test_invalid_settings_are_refused(metric, words):
     with pytest.raises(ValidationError) as raised:
         MetricConfig.model_validate(metric)
     assert words in str(raised.value)

@@ -1,11 +1,14 @@
-"""The Python workload: what a callable may return, and what is found wrong before it is called."""
+"""The Python workload: return values, and problems detected before the function is called."""
 
 import asyncio
+import os
 
 import pytest
+from tests.workloads.behaviours import BEHAVIOURS
 
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Result
+from loopwright.testing import WorkloadContract
 from loopwright.workloads.base import Job, Site
 from loopwright.workloads.python import PythonConfig, PythonWorkload
 
@@ -30,23 +33,31 @@ not_callable = 5
 
 @pytest.fixture
 def site(tmp_path):
-    home = tmp_path / "home"
-    home.mkdir()
-    (home / "callables_of_test.py").write_text(MODULE)
-    return Site(scenario_dir=home, directory=tmp_path / "run", grace_s=0.1)
+    scenario_dir = tmp_path / "scenario"
+    scenario_dir.mkdir()
+    (scenario_dir / "workload_functions.py").write_text(MODULE)
+    return Site(scenario_dir=scenario_dir, directory=tmp_path / "run", grace_s=0.1)
 
 
 def run(site: Site, name: str, arguments=None, **settings) -> Result:
     async def main() -> Result:
-        config = PythonConfig(function=f"callables_of_test:{name}", **settings)
+        config = PythonConfig(function=f"workload_functions:{name}", **settings)
         workload = PythonWorkload(config, site)
-        job = Job(1, site.directory / "trials" / "1", arguments or {}, b"{}", "test.1", lambda pid, ticks: None)
+        job = Job(
+            1, site.directory / "trials" / "1", arguments or {}, b"{}", f"test-{os.getpid()}.1", lambda pid, ticks: None
+        )
         try:
             return await workload.run(job)
         finally:
             await workload.close()
 
     return asyncio.run(main())
+
+
+class TestContract(WorkloadContract):
+    def make_workload(self, site, behaviour, **settings):
+        (site.scenario_dir / "behaviours.py").write_text(BEHAVIOURS)
+        return PythonWorkload(PythonConfig(function=f"behaviours:{behaviour}", metrics=("length",), **settings), site)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +76,7 @@ def run(site: Site, name: str, arguments=None, **settings) -> Result:
         ("gone", Outcome.CRASHED, "gone"),
     ],
 )
-def test_what_a_callable_did_is_the_outcome(site, name, outcome, words):
+def test_the_outcome_of_a_call(site, name, outcome, words):
     result = run(site, name, metrics=("y",))
     assert result.outcome is outcome
     assert words in result.reason
@@ -76,25 +87,25 @@ def test_environment_variables_are_not_arguments(site):
     assert dict(result.metrics) == {"y": 7.0}
 
 
-def test_a_changed_source_is_another_question(site):
+def test_a_changed_source_changes_the_fingerprint(site):
     def fingerprint() -> str:
-        return PythonWorkload(PythonConfig(function="callables_of_test:good"), site).fingerprint()
+        return PythonWorkload(PythonConfig(function="workload_functions:good"), site).fingerprint()
 
     before = fingerprint()
-    (site.scenario_dir / "callables_of_test.py").write_text(MODULE + "\n# changed")
+    (site.scenario_dir / "workload_functions.py").write_text(MODULE + "\n# changed")
     assert fingerprint() != before
 
 
 @pytest.mark.parametrize(
     ("function", "args", "key", "words"),
     [
-        ("callables_of_test:good", {"z": 1}, "args.z", "takes no argument 'z'"),
-        ("callables_of_test:needs", {"x": 1}, "args", "requires the argument 'z'"),
-        ("callables_of_test:gone", {}, "function", "has no 'gone'"),
-        ("callables_of_test:not_callable", {}, "function", "not a callable"),
+        ("workload_functions:good", {"z": 1}, "args.z", "takes no argument 'z'"),
+        ("workload_functions:needs", {"x": 1}, "args", "requires the argument 'z'"),
+        ("workload_functions:gone", {}, "function", "has no 'gone'"),
+        ("workload_functions:not_callable", {}, "function", "not a callable"),
         ("no_such_module:f", {}, "function", "no_such_module"),
     ],
 )
-def test_what_is_found_before_anything_runs(site, function, args, key, words):
+def test_problems_are_detected_before_anything_runs(site, function, args, key, words):
     problems = PythonConfig(function=function, args=args).problems(site.scenario_dir)
     assert [problem.key for problem in problems if words in problem.message] == [key], problems

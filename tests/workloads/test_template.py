@@ -1,4 +1,4 @@
-"""Command templates: split into words once, so that a value stays inside its word."""
+"""Command templates: split into words before values are inserted, so that a value stays within its word."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from loopwright.workloads.template import CommandTemplate, as_text
 
 
 @given(st.text())
-def test_a_value_stays_one_word_whatever_it_holds(value):
+def test_a_value_stays_within_its_word(value):
     assert CommandTemplate("run --name={a} {a} 'x {a}'").words({"a": value}) == [
         "run",
         f"--name={value}",
@@ -35,12 +35,12 @@ def test_words_of_a_value_are_split_like_a_shell_would(words):
         (("echo", "two words {a}"), ["echo", "two words 1"]),
     ],
 )
-def test_places(text, words):
+def test_placeholders(text, words):
     assert CommandTemplate(text).words({"a": 1}) == words
 
 
 @pytest.mark.parametrize("text", ["", "   ", "echo 'open", "echo x{a:words}", "echo {a:word}", ()])
-def test_what_is_no_template(text):
+def test_invalid_templates_are_refused(text):
     with pytest.raises(ValueError, match=r".+"):
         CommandTemplate(text)
 
@@ -53,23 +53,23 @@ def test_a_value_as_text(value, text):
     assert as_text(value) == text
 
 
-def test_what_a_template_names():
+def test_the_names_of_a_template():
     assert CommandTemplate("run {a} --b={b} {c:words} {{d}}").names == {"a", "b", "c"}
 
 
-def test_the_program_is_known_unless_an_argument_decides_it():
+def test_the_program_is_known_unless_it_contains_a_placeholder():
     assert CommandTemplate("./bench {a}").program == "./bench"
     assert CommandTemplate("./bench-{a}").program is None
 
 
-def test_an_option_that_an_absent_value_would_leave_alone():
+def test_an_option_before_an_argument_is_found():
     template = CommandTemplate("run --depth {depth} --width={width} {more}")
     assert template.option_before("depth") == "--depth"
     assert template.option_before("width") is None
     assert template.option_before("more") is None
 
 
-def test_a_value_that_no_command_line_can_hold():
+def test_values_that_a_command_line_cannot_contain():
     template = CommandTemplate("run {a} {opt:words}")
     assert "NUL" in template.problem_with("a", "x\0y")
     assert "cannot be split into words" in template.problem_with("opt", "an open 'quote")

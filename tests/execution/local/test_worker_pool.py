@@ -1,4 +1,4 @@
-"""Python workers: fast when all is well, and a clear result when it is not."""
+"""Python workers: values, errors, timeouts and deaths of workers, output, and leftovers."""
 
 import asyncio
 import math
@@ -13,7 +13,6 @@ from tests.children import children
 
 from loopwright.core.errors import StorageError
 from loopwright.execution.base import CallResult, FunctionCall
-from loopwright.execution.local.callables import inspect_callable
 from loopwright.execution.local.worker_pool import WorkerPool
 from loopwright.testing.executors import alive, appears, ignore, written_pid
 
@@ -104,11 +103,11 @@ def make(code, tmp_path):
     return make
 
 
-def using(story, **options):
+def use(body, **options):
     async def main():
         pool = WorkerPool(**{"size": 2, "grace_s": 0.3, **options})
         try:
-            return await asyncio.wait_for(story(pool), 60)
+            return await asyncio.wait_for(body(pool), 60)
         finally:
             await pool.close()
 
@@ -116,57 +115,57 @@ def using(story, **options):
 
 
 def run(*calls: FunctionCall, **options) -> list[CallResult]:
-    """The calls one after the other."""
+    """The results of calls, one after another."""
 
-    async def story(pool):
+    async def body(pool):
         return [await pool.call(call, ignore) for call in calls]
 
-    return using(story, **options)
+    return use(body, **options)
 
 
-def test_a_value_comes_back_with_usage_and_files(make):
+def test_a_value_is_returned(make):
     call = make("square", x=7)
-    [returned] = run(call)
-    assert returned.value == {"y": 49}
-    assert (returned.error, returned.timed_out, returned.worker_exit) == (None, False, None)
-    assert [entry.name for entry in call.directory.iterdir()] == ["parameters.json"], "it printed nothing"
+    [result] = run(call)
+    assert result.value == {"y": 49}
+    assert (result.error, result.timed_out, result.worker_exit) == (None, False, None)
+    assert [entry.name for entry in call.directory.iterdir()] == ["parameters.json"], "no files for empty output"
     assert (call.directory / "parameters.json").read_bytes() == b'{"x": 1}'
 
 
-def test_a_worker_is_kept(make):
+def test_a_worker_is_reused(make):
     first, second = run(*(make("pid", number, environment={"PLACE": ""}) for number in (1, 2)), size=1)
     assert first.value == second.value
 
 
 def test_another_environment_means_another_worker(make):
-    returned = run(
+    results = run(
         *(make("environment", n, environment={"PLACE": "", "THREADS": f"{n % 2}"}) for n in range(1, 5)), size=1
     )
-    assert [each.value for each in returned] == [{"threads": float(n % 2)} for n in range(1, 5)]
+    assert [each.value for each in results] == [{"threads": float(n % 2)} for n in range(1, 5)]
 
 
-def test_started_is_told_the_worker(make):
-    seen = []
+def test_on_start_gets_the_worker(make):
+    starts = []
 
-    async def story(pool):
-        return await pool.call(make("pid"), lambda pid, ticks: seen.append((pid, ticks)))
+    async def body(pool):
+        return await pool.call(make("pid"), lambda pid, ticks: starts.append((pid, ticks)))
 
-    assert using(story).value == {"pid": seen[0][0]}
-    assert seen[0][1] > 0
+    assert use(body).value == {"pid": starts[0][0]}
+    assert starts[0][1] > 0
 
 
-def test_a_started_that_raises_ends_the_worker(make):
+def test_an_on_start_that_raises_ends_the_worker(make):
     def refuse(pid, ticks):
         refuse.pid = pid
         raise OSError("the ledger is gone")
 
-    async def story(pool):
+    async def body(pool):
         with pytest.raises(OSError, match="ledger"):
             await pool.call(make("square", x=1), refuse)
         assert not alive(refuse.pid)
         return await pool.call(make("square", x=2), ignore)
 
-    assert using(story).value == {"y": 4}
+    assert use(body).value == {"y": 4}
 
 
 def test_the_call_runs_in_the_trials_directory(make):
@@ -178,17 +177,17 @@ def test_output_belongs_to_its_trial(make):
         make("say", number, environment={"PLACE": ""}, text=f"out {number}", error=f"err {number}")
         for number in range(5)
     ]
-    for call, returned in zip(calls, run(*calls, size=1), strict=True):
+    for call, result in zip(calls, run(*calls, size=1), strict=True):
         number = call.directory.name
         assert (call.directory / "stdout").read_text() == f"out {number}\n"
         assert (call.directory / "stderr").read_text() == f"err {number}"
-        assert (returned.stdout_bytes, returned.stderr_bytes) == (6, 5)
+        assert (result.stdout_bytes, result.stderr_bytes) == (6, 5)
 
 
-def test_a_flood_is_capped(make):
+def test_heavy_output_is_capped(make):
     call = make("flood", count=100)
-    [returned] = run(call, output_bytes=1 << 20)
-    assert returned.stdout_bytes == 100_000_005
+    [result] = run(call, output_bytes=1 << 20)
+    assert result.stdout_bytes == 100_000_005
     assert (call.directory / "stdout").stat().st_size < 2 << 20
     assert (call.directory / "stdout").read_bytes().endswith(b"xlast\n")
 
@@ -230,13 +229,13 @@ def test_an_exception_is_an_error_with_its_traceback(make, name, arguments, text
         ("long", "(str)"),
     ],
 )
-def test_a_return_that_is_no_dict_of_numbers_is_an_error(make, kind, text):
-    [returned] = run(make("give", kind=kind))
-    assert returned.value is None
-    assert text in returned.error
+def test_a_return_value_other_than_a_dict_of_numbers_is_an_error(make, kind, text):
+    [result] = run(make("give", kind=kind))
+    assert result.value is None
+    assert text in result.error
 
 
-def test_numbers_of_all_sorts_come_back(make):
+def test_numbers_of_all_types_are_returned(make):
     plain, infinite, big, flag = run(
         *(make("give", environment={"PLACE": ""}, kind=kind) for kind in ("numpy", "infinite", "big", "bool")), size=1
     )
@@ -251,7 +250,7 @@ def test_numbers_of_all_sorts_come_back(make):
     ("name", "arguments", "worker_exit"),
     [("vanish", {"code": 3}, "exit code 3"), ("crash", {}, "signal 11 (SIGSEGV)"), ("dies:f", {}, "exit code 4")],
 )
-def test_a_worker_that_dies_is_told_and_replaced(make, name, arguments, worker_exit):
+def test_a_worker_that_dies_is_reported_and_replaced(make, name, arguments, worker_exit):
     call, after = (
         make(name, 1, environment={"PLACE": ""}, **arguments),
         make("square", 2, environment={"PLACE": ""}, x=2),
@@ -264,15 +263,15 @@ def test_a_worker_that_dies_is_told_and_replaced(make, name, arguments, worker_e
 
 @pytest.mark.parametrize("name", ["hang", "stubborn"])
 def test_a_timeout_kills_the_worker(make, name):
-    seen = []
+    starts = []
 
-    async def story(pool):
-        timed_out = await pool.call(make(name, timeout_s=0.3), lambda pid, ticks: seen.append(pid))
+    async def body(pool):
+        timed_out = await pool.call(make(name, timeout_s=0.3), lambda pid, ticks: starts.append(pid))
         return timed_out, await pool.call(make("square", 2, x=2), ignore)
 
-    timed_out, good = using(story, size=1)
+    timed_out, good = use(body, size=1)
     assert (timed_out.timed_out, timed_out.worker_exit, timed_out.value) == (True, None, None)
-    assert not alive(seen[0])
+    assert not alive(starts[0])
     assert good.value == {"y": 4}
 
 
@@ -283,7 +282,7 @@ def test_importing_does_not_count_against_the_timeout(make):
 def test_cancelling_kills_the_worker(make):
     call = make("hang")
 
-    async def story(pool):
+    async def body(pool):
         task = asyncio.ensure_future(pool.call(call, ignore))
         await appears(call.directory / "pid")
         task.cancel()
@@ -292,39 +291,39 @@ def test_cancelling_kills_the_worker(make):
         assert not alive(written_pid(call.directory / "pid"))
         return await pool.call(make("square", 2, x=2), ignore)
 
-    assert using(story, size=1).value == {"y": 4}
+    assert use(body, size=1).value == {"y": 4}
 
 
-def test_kill_all_ends_the_calls_in_flight(make):
+def test_kill_all_ends_running_calls(make):
     call = make("hang")
 
-    async def story(pool):
+    async def body(pool):
         task = asyncio.ensure_future(pool.call(call, ignore))
         await appears(call.directory / "pid")
         pool.kill_all()
         return await task
 
-    assert using(story).worker_exit == "signal 9 (SIGKILL)"
+    assert use(body).worker_exit == "signal 9 (SIGKILL)"
 
 
-def test_a_callable_that_forks_answers_once(make):
+def test_a_callable_that_forks_responds_once(make):
     calls = [make(name, n, environment={"PLACE": ""}) for n, name in enumerate(["pid", "fork", "fork", "pid"])]
-    returned = run(*calls, size=1)
-    assert all(each.value is not None for each in returned)
+    results = run(*calls, size=1)
+    assert all(each.value is not None for each in results)
 
 
 @pytest.mark.parametrize("name", ["fork_and_stay", "daemon"])
-def test_what_a_callable_leaves_running_is_ended(make, name):
+def test_processes_left_by_a_callable_are_ended(make, name):
     first, second = run(*(make(each, n, environment={"PLACE": ""}) for n, each in enumerate([name, "pid"])), size=1)
     assert not alive(first.value["pid"])
     assert second.value != first.value
 
 
 @pytest.mark.parametrize("name", ["close_output", "redirect_output"])
-def test_a_callable_that_loses_its_output_spoils_only_its_own_worker(make, name):
-    after = make("say", 2, environment={"PLACE": ""}, text="heard")
+def test_a_callable_that_closes_its_output_does_not_affect_other_calls(make, name):
+    after = make("say", 2, environment={"PLACE": ""}, text="printed")
     run(make(name, 1, environment={"PLACE": ""}), after, size=1)
-    assert (after.directory / "stdout").read_text() == "heard\n"
+    assert (after.directory / "stdout").read_text() == "printed\n"
 
 
 def test_async_callables_are_awaited(make):
@@ -335,15 +334,15 @@ def test_attributes_of_classes_can_be_called(make):
     assert run(make("tasks:Tool.use", a=1, b=2))[0].value == {"n": 2}
 
 
-def test_large_arguments_pass(make):
+def test_arguments_may_be_large(make):
     assert run(make("tasks:Tool.use", text="x" * 5_000_000))[0].value == {"n": 1}
 
 
-def test_a_memory_limit_is_an_error_of_the_callable(make):
+def test_exceeding_the_memory_limit_is_an_error(make):
     assert "MemoryError" in run(make("greedy"), memory_bytes=300 << 20)[0].error
 
 
-def test_a_directory_that_cannot_be_made_is_a_storage_error(make, tmp_path):
+def test_a_directory_that_cannot_be_created_is_a_storage_error(make, tmp_path):
     (tmp_path / "trials").write_text("a file")
     with pytest.raises(StorageError, match="trials"):
         run(make("square", x=1))
@@ -355,17 +354,17 @@ def test_a_full_disk_is_a_storage_error(make, small_disk):
         run(call)
 
 
-def test_a_callable_may_keep_threads(make):
+def test_a_callable_may_leave_threads(make):
     first, second = run(*(make("thread", n, environment={"PLACE": ""}) for n in (1, 2)), size=1)
     assert first.value == second.value
 
 
-def test_parallel_calls_do_not_meet(make):
-    async def story(pool):
+def test_parallel_calls_do_not_interfere(make):
+    async def body(pool):
         calls = [make("square", n, environment={"PLACE": ""}, x=n) for n in range(200)]
         return await asyncio.gather(*(pool.call(call, ignore) for call in calls))
 
-    assert [returned.value["y"] for returned in using(story)] == [n * n for n in range(200)]
+    assert [result.value["y"] for result in use(body)] == [n * n for n in range(200)]
 
 
 def test_a_pool_outlives_an_event_loop(make):
@@ -389,40 +388,8 @@ def test_nothing_leaks(make):
     assert (len(list(Path("/proc/self/fd").iterdir())), children()) == before
 
 
-def test_a_worker_imports_nothing_of_ours():
+def test_a_worker_does_not_import_loopwright():
     main = Path(sys.modules["loopwright.execution"].__file__).parent / "local" / "worker_main.py"
     program = f"import sys, runpy; runpy.run_path({str(main)!r}); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert not {"loopwright", "pydantic", "rich", "optuna", "numpy", "asyncio"} & set(loaded)
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("tasks", "is not of the form"),
-        ("nowhere:f", "No module named 'nowhere'"),
-        ("broken:f", "no_such_module_at_all"),
-        ("tasks:squar", "has no 'squar'. It has:"),
-        ("tasks:number", "is a int, not a callable"),
-        ("dies:f", "ended the process: exit code 4"),
-    ],
-)
-def test_check_says_what_is_wrong(code, name, problem):
-    assert problem in inspect_callable(name, (code,), dict(os.environ)).problem
-
-
-def test_check_has_a_deadline(code):
-    assert "longer than 0.5 s" in inspect_callable("slow:f", (code,), dict(os.environ), deadline_s=0.5).problem
-
-
-def test_check_tells_which_arguments_are_taken(code):
-    signature = inspect_callable("tasks:say", (code,), dict(os.environ))
-    assert (signature.problem, signature.accepts, signature.requires, signature.accepts_any) == (
-        None,
-        ("text", "error"),
-        ("text",),
-        False,
-    )
-    assert signature.unknown(["text", "x"]) == ["x"]
-    assert signature.missing(["error"]) == ["text"]
-    assert inspect_callable("tasks:Tool.use", (code,), dict(os.environ)).unknown(["x"]) == []

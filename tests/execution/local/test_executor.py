@@ -1,4 +1,4 @@
-"""The local executor: the contract of all executors, and what a hostile command can do to a machine."""
+"""The local executor: the contract of all executors, and hostile commands."""
 
 import asyncio
 import os
@@ -49,7 +49,7 @@ class TestLocalExecutor(ExecutorContract):
         return LocalExecutor(parallel, output_bytes=output_bytes, grace_s=0.5)
 
 
-def test_a_gigabyte_of_output_costs_no_memory(tmp_path):
+def test_a_gigabyte_of_output_uses_no_memory(tmp_path):
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     [done] = run(LocalExecutor(output_bytes=1 << 20), command(tmp_path, "head -c 1000000000 /dev/zero; echo last"))
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
@@ -60,7 +60,7 @@ def test_a_gigabyte_of_output_costs_no_memory(tmp_path):
     assert grown_kib < 16 * 1024
 
 
-def test_a_flood_does_not_starve_its_neighbour(tmp_path):
+def test_heavy_output_does_not_starve_another_command(tmp_path):
     flood, calm = tmp_path / "flood", tmp_path / "calm"
     flood.mkdir()
     calm.mkdir()
@@ -74,22 +74,22 @@ def test_a_flood_does_not_starve_its_neighbour(tmp_path):
     assert done[1].stdout_bytes == 10
 
 
-@pytest.mark.parametrize(("stay_s", "timeout_s"), [("100", 1.0), ("0", 60.0)], ids=["timeout", "good end"])
-def test_a_double_forked_daemon_is_found(tmp_path, stay_s, timeout_s):
+@pytest.mark.parametrize(("stay_s", "timeout_s"), [("100", 1.0), ("0", 60.0)], ids=["timeout", "success"])
+def test_a_double_forked_daemon_is_ended(tmp_path, stay_s, timeout_s):
     argv = (sys.executable, "-S", "-c", DAEMON, stay_s)
     [done] = run(LocalExecutor(grace_s=0.2), replace(command(tmp_path, "", timeout_s=timeout_s), argv=argv))
     assert done.timed_out is (timeout_s < 60)
     assert not alive(written_pid(tmp_path / "daemon"))
 
 
-def test_a_trial_that_ends_spares_the_daemons_of_another(tmp_path):
+def test_the_end_of_a_trial_does_not_affect_the_daemons_of_another(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
-    first = replace(command(one, "(setsid sleep 0.3 &); echo > ../up; sleep 0.2"), marker="trial.1")
+    first = replace(command(one, "(setsid sleep 0.3 &); echo > ../up; sleep 0.2"), marker=f"trial-{os.getpid()}.1")
     second = replace(
         command(two, "(setsid sh -c 'sleep 0.5; echo > lived' &); while [ ! -e lived ]; do sleep 0.02; done"),
-        marker="trial.12",
+        marker=f"trial-{os.getpid()}.12",
     )
     assert [done.exit_code for done in run(LocalExecutor(2), first, second)] == [0, 0]
     assert (two / "lived").exists()
@@ -109,26 +109,27 @@ from pathlib import Path
 from loopwright.execution.local.executor import LocalExecutor
 from loopwright.testing.executors import command
 
-place = Path(sys.argv[1])
+directory = Path(sys.argv[1])
 script = "(setsid sh -c 'echo $$ > daemon; exec sleep 100' &); sleep 100"
-record = lambda pid, ticks: (place / "record").write_text(f"{pid} {ticks}")
-asyncio.run(LocalExecutor().run(replace(command(place, script), marker="killed-run:1"), record))
+record = lambda pid, ticks: (directory / "record").write_text(f"{pid} {ticks}")
+asyncio.run(LocalExecutor().run(replace(command(directory, script), marker=f"{sys.argv[2]}:1"), record))
 """
 
 
-def test_s13_what_a_killed_loopwright_left_is_ended(tmp_path):
-    parent = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path])
+def test_s13_leftovers_of_a_killed_loopwright_are_ended(tmp_path):
+    marker = f"killed-run-{os.getpid()}"
+    parent = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path, marker])
     daemon = written_pid(tmp_path / "daemon")
     parent.kill()
     parent.wait()
     pid, ticks = map(int, (tmp_path / "record").read_text().split())
     assert alive(pid)
-    assert end_leftovers([(pid, ticks)], "killed-run") >= 2
+    assert end_leftovers([(pid, ticks)], marker) >= 2
     assert not alive(pid)
     assert not alive(daemon)
 
 
-def test_output_that_cannot_be_opened_starts_nothing(tmp_path):
+def test_nothing_starts_if_its_output_cannot_be_opened(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="stdout"):
         run(LocalExecutor(), replace(command(tmp_path, "echo > ran"), stdout=tmp_path / "file" / "stdout"))
@@ -148,7 +149,7 @@ def test_nothing_leaks_over_many_runs(tmp_path):
     before = open_fds(), children()
     for _ in range(4):
         batch()
-    assert open_fds() <= before[0]  # what other tests left open may be closed meanwhile
+    assert open_fds() <= before[0]  # files left open by other tests may be closed meanwhile
     assert children() == before[1]
 
 
@@ -159,30 +160,18 @@ def test_an_executor_outlives_an_event_loop(tmp_path):
         assert [each.exit_code for each in done] == [0, 0]
 
 
-def test_pinned_trials_have_cores_of_their_own(tmp_path):
-    places = [tmp_path / name for name in "ab"]
-    for place in places:
-        place.mkdir()
+def test_pinned_trials_have_separate_cores(tmp_path):
+    directories = [tmp_path / name for name in "ab"]
+    for directory in directories:
+        directory.mkdir()
     ours = os.sched_getaffinity(0)
     run(
         LocalExecutor(2, pin_cpus=True),
-        *(command(place, "grep Cpus_allowed_list /proc/self/status; sleep 0.3") for place in places),
+        *(command(directory, "grep Cpus_allowed_list /proc/self/status; sleep 0.3") for directory in directories),
     )
-    lists = [(place / "stdout").read_text().split()[1] for place in places]
+    lists = [(directory / "stdout").read_text().split()[1] for directory in directories]
     assert len(set(lists)) == min(2, len(ours))
     assert os.sched_getaffinity(0) == ours
-
-
-@pytest.mark.parametrize(
-    ("cores", "count", "expected"),
-    [
-        ([0, 1, 2, 3], 2, [{0, 1}, {2, 3}]),
-        ([0, 2, 5], 2, [{0}, {2}]),
-        ([4], 2, [{4}, {4}]),
-    ],
-)
-def test_core_sets_are_equal_and_disjoint_while_there_are_enough(cores, count, expected):
-    assert core_sets(cores, count) == expected
 
 
 def test_a_memory_limit_stops_a_greedy_command(tmp_path):
@@ -202,42 +191,42 @@ def test_a_memory_limit_stops_a_greedy_command(tmp_path):
         (("./missing",), "not found"),
     ],
 )
-def test_what_cannot_be_started_is_explained(tmp_path, argv, message):
+def test_launch_errors_are_explained(tmp_path, argv, message):
     (tmp_path / "text").write_text("no program")
     (tmp_path / "text").chmod(0o755)
     with pytest.raises(LaunchError, match=message):
         run(LocalExecutor(), replace(command(tmp_path, ""), argv=argv))
 
 
-def test_no_room_for_a_process_is_the_machines_fault(tmp_path):
+def test_running_out_of_file_descriptors_is_an_infrastructure_fault(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     async def attempt(spare: int) -> int | bool | None:
-        held = []
+        fds = []
         try:
             while open_fds() < 128 - spare:
-                held.append(os.open(os.devnull, os.O_RDONLY))
+                fds.append(os.open(os.devnull, os.O_RDONLY))
             done = await LocalExecutor().run(command(tmp_path, "true"), ignore)
             return done.exit_code
         except LaunchError as error:
             return error.infra
         finally:
-            for fd in held:
+            for fd in fds:
                 os.close(fd)
 
     run(LocalExecutor(), command(tmp_path, "true"))
     before = open_fds()
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
     try:
-        # Whichever of the files, pipes and pidfds is the first that does not fit.
-        started = [asyncio.run(attempt(spare)) for spare in range(16)]
+        # Each of the files, pipes and pidfds in turn is the first that cannot be opened.
+        results = [asyncio.run(attempt(spare)) for spare in range(16)]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert set(map(repr, started)) == {"True", "0"}
+    assert set(map(repr, results)) == {"True", "0"}
     assert open_fds() == before
 
 
 def test_a_loopwright_inside_a_trial_keeps_the_outer_marker(tmp_path):
-    given = command(tmp_path, 'echo "$LOOPWRIGHT_TRIAL"')
-    run(LocalExecutor(), replace(given, environment={**given.environment, "LOOPWRIGHT_TRIAL": ":outer"}, marker="in"))
+    base = command(tmp_path, 'echo "$LOOPWRIGHT_TRIAL"')
+    run(LocalExecutor(), replace(base, environment={**base.environment, "LOOPWRIGHT_TRIAL": ":outer"}, marker="in"))
     assert (tmp_path / "stdout").read_text() == ":outer:in\n"

@@ -1,4 +1,4 @@
-"""The process table: who belongs to a trial, and what `resume` may end."""
+"""The process table: which processes belong to a trial, and which ones `resume` may end."""
 
 import os
 import signal
@@ -19,6 +19,9 @@ from loopwright.execution.local.processes import (
 )
 from loopwright.testing.executors import alive, written_pid
 
+RUN = f"{os.getpid()}-"
+"""Makes markers unique, since other test runs may be active on this machine."""
+
 
 @contextmanager
 def process(*argv, marker="", session=True, cwd=None):
@@ -34,24 +37,24 @@ def process(*argv, marker="", session=True, cwd=None):
         child.wait()
 
 
-def test_start_ticks_name_a_process():
+def test_start_ticks_identify_a_process():
     with process("sleep", "100") as child:
         assert start_ticks(child.pid) == start_ticks(child.pid) > 0
         pid = child.pid
     assert start_ticks(pid) is None
 
 
-def test_a_name_with_brackets_and_spaces_is_read(tmp_path):
+def test_a_program_name_may_contain_parentheses_and_spaces(tmp_path):
     odd = tmp_path / "a) Z 1 (b"
     odd.symlink_to("/bin/sleep")
     with process(str(odd), "100") as child:
-        found = read(child.pid)
-        assert found is not None
-        assert (found.parent, found.session, found.zombie) == (os.getpid(), child.pid, False)
+        entry = read(child.pid)
+        assert entry is not None
+        assert (entry.parent, entry.session, entry.zombie) == (os.getpid(), child.pid, False)
 
 
 @pytest.mark.parametrize(
-    ("marker", "wanted", "prefix", "expected"),
+    ("marker", "pattern", "prefix", "expected"),
     [
         ("run.1", "run.1", False, True),
         ("run.12", "run.1", False, False),
@@ -61,59 +64,62 @@ def test_a_name_with_brackets_and_spaces_is_read(tmp_path):
         ("other", "run", True, False),
     ],
 )
-def test_markers_are_compared_whole_unless_a_prefix_is_meant(marker, wanted, prefix, expected):
+def test_markers_are_compared_as_a_whole_or_by_prefix(marker, pattern, prefix, expected):
     with process("sleep", "100", marker=marker) as child:
-        assert has_marker(child.pid, wanted, prefix=prefix) is expected
+        assert has_marker(child.pid, pattern, prefix=prefix) is expected
 
 
 def test_descendants_are_found_by_session_marker_and_parent(tmp_path):
     script = "sleep 100 & echo $! > a; env -i setsid sleep 100 & echo $! > b; wait"
     with (
-        process("sh", "-c", script, marker="m.1", cwd=tmp_path) as root,
-        process("sleep", "100", marker="m.2") as other,
+        process("sh", "-c", script, marker=f"{RUN}m.1", cwd=tmp_path) as root,
+        process("sleep", "100", marker=f"{RUN}m.2") as other,
     ):
         members = {root.pid, written_pid(tmp_path / "a"), written_pid(tmp_path / "b")}
-        assert {found.pid for found in descendants([root.pid], ["m.1"])} == members
+        assert {process.pid for process in descendants([root.pid], [f"{RUN}m.1"])} == members
         assert other.pid not in members
         for pid in members - {root.pid}:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_we_never_find_ourselves():
-    assert os.getpid() not in {found.pid for found in descendants([os.getpid(), os.getppid(), os.getsid(0)], [])}
+def test_our_own_process_is_excluded():
+    assert os.getpid() not in {process.pid for process in descendants([os.getpid(), os.getppid(), os.getsid(0)], [])}
 
 
-def test_leftovers_end_with_their_whole_tree(tmp_path):
+def test_leftovers_are_ended_with_their_whole_tree(tmp_path):
     script = "setsid sleep 100 & echo $! > a; sleep 100 & echo $! > b; wait"
-    with process("sh", "-c", script, marker="run-7:3", cwd=tmp_path) as root:
+    with process("sh", "-c", script, marker=f"{RUN}run-7:3", cwd=tmp_path) as root:
         pids = [root.pid, written_pid(tmp_path / "a"), written_pid(tmp_path / "b")]
-        assert end_leftovers([(root.pid, start_ticks(root.pid))], "run-7") == 3
+        assert end_leftovers([(root.pid, start_ticks(root.pid))], f"{RUN}run-7") == 3
         assert not any(map(alive, pids))
 
 
 def test_leftovers_are_found_by_marker_alone():
-    with process("sleep", "100", marker="run-8:3") as child, process("sleep", "100", marker="run-9:1") as other:
-        assert end_leftovers([], "run-8") == 1
+    with (
+        process("sleep", "100", marker=f"{RUN}run-8:3") as child,
+        process("sleep", "100", marker=f"{RUN}run-9:1") as other,
+    ):
+        assert end_leftovers([], f"{RUN}run-8") == 1
         assert not alive(child.pid)
         assert alive(other.pid)
 
 
 def test_s13_a_recycled_pid_is_not_touched():
     with process("sleep", "100") as child:
-        assert end_leftovers([(child.pid, start_ticks(child.pid) - 1)], "run-10") == 0
+        assert end_leftovers([(child.pid, start_ticks(child.pid) - 1)], f"{RUN}run-10") == 0
         assert alive(child.pid)
 
 
-def test_an_empty_marker_means_nobody():
-    with process("sleep", "100", marker="run-11") as child:
+def test_an_empty_marker_matches_nothing():
+    with process("sleep", "100", marker=f"{RUN}run-11") as child:
         assert end_leftovers([(1 << 22, 5)], "") == 0
         assert alive(child.pid)
 
 
-def test_a_process_that_keeps_forking_is_ended_too(tmp_path):
+def test_a_process_that_keeps_forking_is_ended(tmp_path):
     script = "echo $$ > pid; while :; do setsid sh -c 'sleep 0.2; :' & sleep 0.005; done"
-    with process("sh", "-c", script, marker="run-12:1", cwd=tmp_path) as root:
+    with process("sh", "-c", script, marker=f"{RUN}run-12:1", cwd=tmp_path) as root:
         written_pid(tmp_path / "pid")
         time.sleep(0.1)
-        assert end_leftovers([(root.pid, start_ticks(root.pid))], "run-12") > 1
-        assert descendants([], ["run-12:1"]) == []
+        assert end_leftovers([(root.pid, start_ticks(root.pid))], f"{RUN}run-12") > 1
+        assert descendants([], [f"{RUN}run-12:1"]) == []

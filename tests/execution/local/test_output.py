@@ -1,4 +1,4 @@
-"""Capped output: nothing is lost below the cap, and above it only the middle."""
+"""Capped output: complete below the cap; above it, only the middle is omitted."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from loopwright.execution.local.output import TAIL_BYTES, CappedFile
 
 
-def kept(path, limit_bytes: int, chunks: list[bytes]) -> bytes:
+def write(path, limit_bytes: int, chunks: list[bytes]) -> bytes:
     file = CappedFile(str(path), limit_bytes)
     file.open()
     for chunk in chunks:
@@ -20,14 +20,14 @@ def kept(path, limit_bytes: int, chunks: list[bytes]) -> bytes:
     limit_bytes=st.integers(0, 300_000),
     sizes=st.lists(st.one_of(st.integers(1, 100), st.integers(1, 100_000)), max_size=8),
 )
-def test_beginning_and_end_are_kept_and_the_rest_is_counted(tmp_path_factory, limit_bytes, sizes):
+def test_beginning_and_end_are_written_and_the_rest_is_counted(tmp_path_factory, limit_bytes, sizes):
     path = tmp_path_factory.mktemp("output") / "stdout"
     chunks = [bytes([index]) * size for index, size in enumerate(sizes)]
     data = b"".join(chunks)
-    left_out = max(0, len(data) - limit_bytes - TAIL_BYTES)
-    if left_out:
-        marker = b"\n[loopwright: %d bytes left out]\n" % left_out
+    omitted = max(0, len(data) - limit_bytes - TAIL_BYTES)
+    if omitted:
+        marker = b"\n[loopwright: %d bytes left out]\n" % omitted
         expected = data[:limit_bytes] + marker + data[-TAIL_BYTES:]
     else:
         expected = data
-    assert kept(path, limit_bytes, chunks) == expected
+    assert write(path, limit_bytes, chunks) == expected

@@ -1,4 +1,4 @@
-"""A Docker without Docker: its daemon runs commands as they are, and they outlive the `docker` that asked for them."""
+"""A fake Docker: its daemon runs commands unchanged, and they outlive the `docker` client that started them."""
 
 import json
 import os
@@ -21,66 +21,66 @@ sys.exit(int(daemon.recv(16) or b"125"))
 
 
 class FakeDocker:
-    """The daemon, as threads of the test. Containers see the paths of this machine; their environment is their own."""
+    """The daemon, as threads of the test. Containers see the file system of this machine, but not its environment."""
 
     def __init__(self, home):
         (home / "client.py").write_text(CLIENT)
         tool = home / "docker"
         tool.write_text(f'#!/bin/sh\nexec {sys.executable} -I {home}/client.py {home}/daemon "$@"\n')
         tool.chmod(0o755)
-        self.asked = []
+        self.requests = []
         self.containers = {}
         """By name: labels, and the process."""
-        self._door = socket.socket(socket.AF_UNIX)
-        self._door.bind(str(home / "daemon"))
-        self._door.listen()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(home / "daemon"))
+        self._listener.listen()
         threading.Thread(target=self._serve, daemon=True).start()
 
     def running(self):
         return [name for name, (_, process) in self.containers.items() if process.poll() is None]
 
-    def leave(self, name, **labels):
-        """A container that runs, and whose client is gone."""
+    def start_orphan(self, name, **labels):
+        """Start a container whose client is gone."""
         self.containers[name] = (labels, subprocess.Popen(["sleep", "1000"], start_new_session=True))
 
     def close(self):
-        self._door.shutdown(socket.SHUT_RDWR)
-        self._door.close()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
         self._remove(list(self.containers))
 
     def _serve(self):
         while True:
             try:
-                client, _ = self._door.accept()
+                client, _ = self._listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._answer, args=(client,), daemon=True).start()
+            threading.Thread(target=self._handle, args=(client,), daemon=True).start()
 
-    def _answer(self, client):
+    def _handle(self, client):
         words, files, _, _ = socket.recv_fds(client, 1 << 16, 2)
         while not words.endswith(b"\n"):
             words += client.recv(1 << 16)
         words = json.loads(words)
-        self.asked.append(words)
+        self.requests.append(words)
         try:
             code = getattr(self, f"_{words[0]}", lambda *_: 0)(words[1:], *files)
         finally:
             for file in files:
                 os.close(file)
-        with suppress(OSError):  # it was killed; its container went on
+        with suppress(OSError):  # the client was killed; its container continues
             client.sendall(str(code).encode())
         client.close()
 
     def _run(self, words, stdout, stderr):
         options, argv = words[: words.index(IMAGE)], words[words.index(IMAGE) + 1 :]
         mounts = [dict(part.partition("=")[::2] for part in word.split(",")) for word in options if "--mount=" in word]
-        places = {mount["target"]: mount["source"] for mount in mounts}
+        sources = {mount["target"]: mount["source"] for mount in mounts}
         environment, workdir = {}, None
         if "--env-file" in options:
             lines = Path(options[options.index("--env-file") + 1]).read_text().splitlines()
             environment = dict(line.split("=", 1) for line in lines)
-            workdir = places[options[options.index("--workdir") + 1]]
-        argv = [sys.executable if word == "python3" else places.get(word, word) for word in argv]
+            workdir = sources[options[options.index("--workdir") + 1]]
+        argv = [sys.executable if word == "python3" else sources.get(word, word) for word in argv]
         if "--detach" in options:
             stdout = stderr = subprocess.DEVNULL
         process = subprocess.Popen(
@@ -98,11 +98,11 @@ class FakeDocker:
         return code if code >= 0 else 128 - code
 
     def _ps(self, words, stdout, stderr):
-        kind, _, wanted = words[words.index("--filter") + 1].partition("=")
+        kind, _, value = words[words.index("--filter") + 1].partition("=")
         for name, (labels, process) in list(self.containers.items()):
-            if kind == "label" and wanted in [f"{key}={value}" for key, value in labels.items()]:
+            if kind == "label" and value in [f"{key}={text}" for key, text in labels.items()]:
                 os.write(stdout, f"{name} {labels['loopwright.owner']}\n".encode())
-            elif kind == "name" and wanted == f"^{name}$" and process.poll() is None:
+            elif kind == "name" and value == f"^{name}$" and process.poll() is None:
                 os.write(stdout, f"{name}\n".encode())
         return 0
 
@@ -111,7 +111,13 @@ class FakeDocker:
 
     def _remove(self, names):
         for _, process in filter(None, (self.containers.pop(name, None) for name in names)):
-            with suppress(ProcessLookupError):  # it has ended by itself
+            with suppress(ProcessLookupError):  # already ended
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return 0
+
+
+def write_script(path, script):
+    """A program that is this shell script."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)

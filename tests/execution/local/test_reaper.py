@@ -1,4 +1,4 @@
-"""The reaper: what a killed process left running is ended, and what it left lying about is deleted."""
+"""The reaper: the processes that a killed process left are ended, and its directory is deleted."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 from loopwright.execution.local.reaper import Reaper
 from loopwright.testing.executors import alive
 
-# Starts a command that has a daemon of its own, which left its session; both carry the marker.
+# Starts two daemons with the marker, each in a new session, and fills the directory.
 DRIVER = """
 import os, subprocess, sys, time
 from loopwright.execution.local.reaper import Reaper
@@ -33,10 +33,10 @@ time.sleep(1000)
 """
 
 
-def until(condition, within_s=30.0):
-    end = time.monotonic() + within_s
+def wait_until(condition, timeout_s=30.0):
+    end_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end
+        assert time.monotonic() < end_s
         time.sleep(0.01)
 
 
@@ -49,36 +49,36 @@ def test_a_killed_process_leaves_neither_processes_nor_files(number):
         assert all(map(alive, pids))
         assert (directory / "file").exists()
         driver.send_signal(number)
-    until(lambda: not any(map(alive, pids)) and not directory.exists())
+    wait_until(lambda: not any(map(alive, pids)) and not directory.exists())
 
 
-def test_what_is_closed_leaves_nothing_either():
+def test_close_leaves_nothing_either():
     reaper = Reaper("test")
     reaper.start()
     directory, pid = reaper.directory, _children()[-1]
-    reaper.start()  # it is there already
+    reaper.start()  # already running
     assert _children()[-1] == pid
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not alive(pid))
-    reaper.start()  # another takes its place
+    wait_until(lambda: not alive(pid))
+    reaper.start()  # starts a new process
     other = _children()[-1]
     assert other != pid
-    deep(directory)
+    nest_directories(directory)
     reaper.close()
     reaper.close()
     assert not alive(other)
     assert not directory.exists()
 
 
-def deep(place):
-    """Directories in one another, more than a function could go down by calling itself."""
-    place = os.open(place, os.O_RDONLY)
+def nest_directories(path):
+    """Create directories nested deeper than Python's recursion limit."""
+    directory = os.open(path, os.O_RDONLY)
     for _ in range(1500):
-        os.mkdir("d", dir_fd=place)
-        inner = os.open("d", os.O_RDONLY, dir_fd=place)
-        os.close(place)
-        place = inner
-    os.close(place)
+        os.mkdir("d", dir_fd=directory)
+        inner = os.open("d", os.O_RDONLY, dir_fd=directory)
+        os.close(directory)
+        directory = inner
+    os.close(directory)
 
 
 def _children():

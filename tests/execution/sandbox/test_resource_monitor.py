@@ -1,4 +1,4 @@
-"""The watch goes on whatever happens: a disk that takes long to measure and a look that fails blind it for nobody."""
+"""The resource monitor keeps working when a disk takes long to measure, and when a measurement fails."""
 
 import asyncio
 import threading
@@ -10,51 +10,51 @@ from loopwright.execution.sandbox import resource_monitor as monitor
 from loopwright.execution.sandbox.resource_monitor import MonitoredSandbox, ResourceMonitor, ResourceUsage
 
 SLOW, GREEDY = 1, 2
-"""Network namespaces, as far as this file goes."""
+"""Network namespaces."""
 
 
 @pytest.fixture
-def ended(monkeypatch):
-    """Rooms in which something runs; those whose processes are ended are listed."""
-    found = []
+def killed(monkeypatch):
+    """The sandboxes whose processes were killed."""
+    killed = []
     monkeypatch.setattr(
         monitor, "usage_by_net", lambda: {SLOW: ResourceUsage([1]), GREEDY: ResourceUsage([2], memory_bytes=1000)}
     )
-    monkeypatch.setattr(monitor, "kill", lambda net, _pids: found.append(net))
-    return found
+    monkeypatch.setattr(monitor, "kill", lambda net, _pids: killed.append(net))
+    return killed
 
 
-async def watched(ended, *rooms, count=1):
-    """ResourceMonitor these rooms until so many were ended."""
-    looking = ResourceMonitor()
-    for room in rooms:
-        looking.add(room)
+async def supervise(killed, *sandboxes, count=1):
+    """Supervise these sandboxes until `count` of them were killed."""
+    resource_monitor = ResourceMonitor()
+    for sandbox in sandboxes:
+        resource_monitor.add(sandbox)
     try:
         async with asyncio.timeout(10):
-            while len(ended) < count:
+            while len(killed) < count:
                 await asyncio.sleep(0.02)
     finally:
-        for room in rooms:
-            await looking.remove(room)
+        for sandbox in sandboxes:
+            await resource_monitor.remove(sandbox)
 
 
-def test_a_disk_that_takes_long_to_measure_blinds_nobody(ended, monkeypatch, tmp_path):
-    """Given a room with files without end, then the memory of another is bounded all the same."""
+def test_a_slow_disk_does_not_delay_other_sandboxes(killed, monkeypatch, tmp_path):
+    """Given a sandbox with endless files, the memory bound of another one is enforced."""
     measured = threading.Event()
     monkeypatch.setattr(monitor, "size_bytes", lambda *_: measured.wait(30) and 0)
     slow = MonitoredSandbox(SLOW, Bounds(disk_bytes=1), (tmp_path,), lambda _: None)
     reasons = []
     greedy = MonitoredSandbox(GREEDY, Bounds(memory_bytes=10), (), reasons.append)
     try:
-        asyncio.run(watched(ended, slow, greedy))
+        asyncio.run(supervise(killed, slow, greedy))
     finally:
         measured.set()
-    assert GREEDY in ended
+    assert GREEDY in killed
     assert reasons[0].startswith("memory")
 
 
-def test_a_look_that_fails_is_not_the_last(ended, monkeypatch, tmp_path, caplog):
-    """Given a machine that fails for a moment, then bounds hold again after it; the log says what was wrong."""
+def test_a_failed_measurement_is_repeated(killed, monkeypatch, tmp_path, caplog):
+    """Given a machine that fails for a moment, bounds are enforced again afterwards, and the error is logged."""
     failures = iter([OSError("no memory")])
     measures = iter([FileNotFoundError("du")])
 
@@ -72,14 +72,14 @@ def test_a_look_that_fails_is_not_the_last(ended, monkeypatch, tmp_path, caplog)
     monkeypatch.setattr(monitor, "usage_by_net", usage)
     monkeypatch.setattr(monitor, "size_bytes", size_bytes)
     reasons = []
-    room = MonitoredSandbox(GREEDY, Bounds(memory_bytes=10, disk_bytes=10), (tmp_path,), reasons.append)
-    asyncio.run(watched(ended, room, count=4))
+    sandbox = MonitoredSandbox(GREEDY, Bounds(memory_bytes=10, disk_bytes=10), (tmp_path,), reasons.append)
+    asyncio.run(supervise(killed, sandbox, count=4))
     assert {reason.partition(":")[0] for reason in reasons} == {"memory", "disk"}
     assert "no memory" in caplog.text
     assert "du" in caplog.text
 
 
-def test_what_cannot_be_measured_in_time_is_too_much(monkeypatch, tmp_path):
+def test_a_disk_that_cannot_be_measured_in_time_is_too_large(monkeypatch, tmp_path):
     monkeypatch.setattr("loopwright.execution.sandbox.files._MEASURE_TIMEOUT_S", 1e-6)
-    room = MonitoredSandbox(SLOW, Bounds(disk_bytes=10**9), (tmp_path,), lambda _: None)
-    assert "cannot be measured" in room.exceeded_disk()
+    sandbox = MonitoredSandbox(SLOW, Bounds(disk_bytes=10**9), (tmp_path,), lambda _: None)
+    assert "cannot be measured" in sandbox.exceeded_disk()
