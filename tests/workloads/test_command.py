@@ -10,6 +10,7 @@ from tests.workloads.behaviours import BEHAVIOURS
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Result
 from loopwright.testing import WorkloadContract
+from loopwright.testing.executors import ignore
 from loopwright.workloads.base import Job, Site
 from loopwright.workloads.command import CommandConfig, CommandWorkload
 
