@@ -30,9 +30,7 @@ def run(site: Site, config: CommandConfig, *arguments: dict) -> list[Result]:
     async def main() -> list[Result]:
         workload = CommandWorkload(config, site)
         jobs = [
-            Job(
-                n, site.directory / "trials" / str(n), values, b"{}", f"test-{os.getpid()}.{n}", lambda pid, ticks: None
-            )
+            Job(n, site.directory / "trials" / str(n), values, b"{}", f"test-{os.getpid()}.{n}", ignore)
             for n, values in enumerate(arguments, 1)
         ]
         try:

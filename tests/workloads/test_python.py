@@ -44,9 +44,7 @@ def run(site: Site, name: str, arguments=None, **settings) -> Result:
     async def main() -> Result:
         config = PythonConfig(function=f"workload_functions:{name}", **settings)
         workload = PythonWorkload(config, site)
-        job = Job(
-            1, site.directory / "trials" / "1", arguments or {}, b"{}", f"test-{os.getpid()}.1", lambda pid, ticks: None
-        )
+        job = Job(1, site.directory / "trials" / "1", arguments or {}, b"{}", f"test-{os.getpid()}.1", ignore)
         try:
             return await workload.run(job)
         finally:

@@ -230,3 +230,15 @@ def test_a_loopwright_inside_a_trial_keeps_the_outer_marker(tmp_path):
     base = command(tmp_path, 'echo "$LOOPWRIGHT_TRIAL"')
     run(LocalExecutor(), replace(base, environment={**base.environment, "LOOPWRIGHT_TRIAL": ":outer"}, marker="in"))
     assert (tmp_path / "stdout").read_text() == ":outer:in\n"
+
+
+@pytest.mark.parametrize(
+    ("cores", "count", "expected"),
+    [
+        ([0, 1, 2, 3], 2, [{0, 1}, {2, 3}]),
+        ([0, 2, 5], 2, [{0}, {2}]),
+        ([4], 2, [{4}, {4}]),
+    ],
+)
+def test_core_sets_are_equal_and_disjoint_if_possible(cores, count, expected):
+    assert core_sets(cores, count) == expected
