@@ -103,7 +103,7 @@ def test_its_room_has_no_powers_and_shows_nothing_that_is_not_named(environment)
 
 
 def test_its_output_is_bounded(environment, monkeypatch):
-    monkeypatch.setattr(f"{NAME}._MOST_OUTPUT", 1000)
+    monkeypatch.setattr(f"{NAME}._MAX_OUTPUT", 1000)
     assert len(done(environment, "head -c 1000000 /dev/zero | tr '\\0' x")) == 1000
     with pytest.raises(TimeoutError):
         done(environment, "sleep 100", timeout_sec=0.2)

@@ -280,7 +280,7 @@ def test_tasks_that_trl_could_not_tell_apart_are_refused(tmp_path):
     file = scenario(tmp_path)
     rows = [{"id": name, "prompt": "Say it.", "label": name} for name in "ab"]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match="'a' and 'b' have the same prompt but other labels"):
+    with pytest.raises(ValueError, match="'a' and 'b' have the same prompt but different labels"):
         TrlRollouts(file).__enter__()
 
 
@@ -293,5 +293,5 @@ def test_a_second_process_has_a_record_and_seeds_of_its_own(tmp_path, monkeypatc
             answers.append(rollouts(prompts, trainer_of(rollouts, tmp_path))["completion_ids"])
     assert answers[0] != answers[1]
     assert recorded(tmp_path / "out").keys() == recorded(tmp_path / "out" / "rank-1").keys() == {1, 2, 3, 4}
-    with pytest.raises(ValueError, match="name a new output"):
+    with pytest.raises(ValueError, match="use a new output"):
         TrlRollouts(scenario(tmp_path), output=tmp_path / "out")

@@ -190,7 +190,7 @@ def test_what_is_longer_than_verl_takes_is_cut_and_counted(tmp_path):
 def test_without_a_reward_there_is_an_error_and_no_zero(tmp_path):
     from loopwright.integrations.branch import NoReward
 
-    with pytest.raises(NoReward, match=r"no reward after 3 tries.*no verdict"):
+    with pytest.raises(NoReward, match=r"no reward after 3 attempts.*no verdict"):
         rolled(tmp_path, "x", judge="broken")
 
 

@@ -1,4 +1,4 @@
-"""One row of an episode, for trainers that take one answer per prompt."""
+"""One row of an episode, for trainers that accept one answer per prompt."""
 
 from typing import Literal
 
@@ -6,26 +6,26 @@ from loopwright.core.episode import Episode, Row
 from loopwright.core.errors import LoopwrightError
 
 Branches = Literal["refuse", "main"]
-"""What becomes of a rollout with several rows: an error, or its row with the most sampled tokens, and the rest counted
-as left out."""
+"""How to treat a rollout with several rows: raise an error, or use the row with the most sampled tokens and count the
+rest as left out."""
 
 
 class SeveralRows(LoopwrightError, ValueError):
-    """A rollout has more rows than the trainer can be given."""
+    """A rollout has more rows than the trainer accepts."""
 
 
 class NoReward(LoopwrightError, RuntimeError):
-    """A rollout stays without a reward, and the trainer has no word for that."""
+    """A rollout has no reward, which the trainer cannot represent."""
 
 
 def one_row(episode: Episode, branches: Branches) -> tuple[Row | None, int]:
-    """The row that a trainer is given, and how many sampled tokens are in others; no row where nothing was sampled."""
+    """The row for the trainer, and the number of sampled tokens in other rows; None if nothing was sampled."""
     rows = episode.rows()
     if len(rows) > 1 and branches == "refuse":
         raise SeveralRows(
             f"the rollout of task {episode.task.id!r} has {len(rows)} branches (it retried, compacted its history or "
-            'had sub-agents), but this trainer takes one answer per prompt. Say branches="main" to train on the branch '
-            "with the most sampled tokens and leave the others out, or train with `loopwright run`, which takes all."
+            'had sub-agents), but this trainer accepts one answer per prompt. Set branches="main" to train only on the '
+            "branch with the most sampled tokens, or train with `loopwright run`, which uses all branches."
         )
     main = max(rows, key=lambda row: sum(row.response_mask), default=None)
     return main, sum(sum(row.response_mask) for row in rows if row is not main)

@@ -1,9 +1,9 @@
-"""A Harbor environment on this machine: bubblewrap instead of Docker, for tasks that need no image of their own.
+"""A Harbor environment on this machine: bubblewrap instead of Docker, for tasks without an image.
 
     harbor run --path tasks/ --agent oracle --env loopwright.integrations.harbor_env:LocalEnvironment
 
-It runs inside Harbor's own interpreter (Python 3.12 or newer) and imports nothing of ours. What an agent leaves is read
-and written from inside its room, so that its links lead nowhere else; nothing bounds the CPU, memory and disk it uses.
+It runs in Harbor's interpreter (Python 3.12 or newer) and imports nothing else from Loopwright. Files are copied from
+inside the sandbox, so that an agent's symlinks cannot point outside. CPU, memory and disk are not limited.
 """
 
 import asyncio
@@ -23,24 +23,24 @@ _ETC = (
     *("passwd", "group", "nsswitch.conf", "hosts", "resolv.conf", "localtime", "mime.types", "alternatives"),
     *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ssl/certs", "ssl/openssl.cnf", "ca-certificates", "bash.bashrc"),
 )
-"""What is taken over from this machine."""
-_WALLS = (
+"""The files of this machine that are visible in the sandbox."""
+_ISOLATION = (
     *("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--cap-drop", "ALL"),
     *("--die-with-parent", "--new-session"),
 )
-_HERE = "/.loopwright"
-"""Where what is copied lies, for as long as that takes."""
-_MOST_OUTPUT = 8 << 20
-_UPLOAD_FILE = f'mkdir -p -- "${{1%/*}}" && cp -pT --remove-destination {_HERE} "$1"'
-_UPLOAD_DIR = f'mkdir -p -- "$1" && tar -C {_HERE} -c . | tar -C "$1" -xp --no-same-owner'
-_DOWNLOAD_FILE = f'[ -f "$1" ] && [ ! -L "$1" ] && cp -pT -- "$1" "{_HERE}/$2"'
-_DOWNLOAD_DIR = f'cd -- "$1" && find . -type f -exec cp -p --parents -t {_HERE} {{}} +'
+_MOUNT = "/.loopwright"
+"""Where the source or target of a copy is mounted."""
+_MAX_OUTPUT = 8 << 20
+_UPLOAD_FILE = f'mkdir -p -- "${{1%/*}}" && cp -pT --remove-destination {_MOUNT} "$1"'
+_UPLOAD_DIR = f'mkdir -p -- "$1" && tar -C {_MOUNT} -c . | tar -C "$1" -xp --no-same-owner'
+_DOWNLOAD_FILE = f'[ -f "$1" ] && [ ! -L "$1" ] && cp -pT -- "$1" "{_MOUNT}/$2"'
+_DOWNLOAD_DIR = f'cd -- "$1" && find . -type f -exec cp -p --parents -t {_MOUNT} {{}} +'
 _WORKDIR = "/app"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]
-    """A bare root with this machine's programs to read, and directories of its own for everything that is written."""
+    """An empty root with this machine's programs, read-only, and private directories for everything that is written."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="loopwright-harbor-"))
@@ -61,9 +61,9 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]
             raise ValueError(f"{self.environment_dir / 'Dockerfile'} needs an environment that can build images")
 
     async def start(self, force_build: bool) -> None:
-        self.logger.debug(f"nothing is built here (force_build={force_build}): the programs are this machine's")
-        for place in (self._workdir, "/tmp", "/root", "/logs", "/tests", "/solution"):  # noqa: S108  These are inside.
-            (self._root / place.strip("/")).mkdir(parents=True, exist_ok=True)
+        self.logger.debug(f"nothing to build (force_build={force_build}): programs come from this machine")
+        for directory in (self._workdir, "/tmp", "/root", "/logs", "/tests", "/solution"):  # noqa: S108  inside the sandbox
+            (self._root / directory.strip("/")).mkdir(parents=True, exist_ok=True)
         await self.ensure_dirs(self._mount_targets(writable_only=True))
         await self._upload_environment_dir_after_start()
 
@@ -72,10 +72,10 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]
             await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
-        await self._copy(_UPLOAD_FILE, "--ro-bind", Path(source_path), self._made(target_path))
+        await self._copy(_UPLOAD_FILE, "--ro-bind", Path(source_path), self._prepare(target_path))
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        await self._copy(_UPLOAD_DIR, "--ro-bind", Path(source_dir), self._made(target_dir))
+        await self._copy(_UPLOAD_DIR, "--ro-bind", Path(source_dir), self._prepare(target_dir))
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         target = Path(target_path)
@@ -93,9 +93,9 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]
         user: str | int | None = None,
     ) -> ExecResult:
         if self._resolve_user(user) not in (None, "root", 0):
-            raise ValueError(f"there is one user in here, and it is not {user!r}")
-        given = {"PATH": _PATH, "HOME": "/root", "LANG": "C.UTF-8", **(self._merge_env(env) or {})}
-        return await self._run([*self._bwrap(cwd or self._workdir), "bash", "-c", command], given, timeout_sec)
+            raise ValueError(f"the sandbox has only the user root, not {user!r}")
+        variables = {"PATH": _PATH, "HOME": "/root", "LANG": "C.UTF-8", **(self._merge_env(env) or {})}
+        return await self._run([*self._bwrap(cwd or self._workdir), "bash", "-c", command], variables, timeout_sec)
 
     async def _run(self, argv: list[str], env: dict[str, str], timeout_s: float | None = None) -> ExecResult:
         pipe = asyncio.subprocess.PIPE
@@ -107,21 +107,21 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]
                 stdout, stderr = await asyncio.gather(*map(_read, filter(None, (process.stdout, process.stderr))))
                 await process.wait()
         except BaseException:
-            # Its first process holds the room: with that one all others end.
+            # All processes of the sandbox end with its first one.
             os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
             raise
         return ExecResult(stdout=stdout, stderr=stderr, return_code=process.returncode or 0)
 
     async def _copy(self, script: str, bind: str, outside: Path, *words: str) -> None:
-        """Copy from inside the room, where links lead to what is there and to `outside` alone."""
+        """Copy inside the sandbox, where symlinks reach only the sandbox and `outside`."""
         argv = [*self._bwrap("/", bind, outside), "bash", "-c", script, "copy", *words]
-        done = await self._run(argv, {"PATH": _PATH})
-        if done.return_code:
-            raise OSError(f"{' '.join(words)} cannot be copied: {done.stderr.strip()}")
+        result = await self._run(argv, {"PATH": _PATH})
+        if result.return_code:
+            raise OSError(f"{' '.join(words)} cannot be copied: {result.stderr.strip()}")
 
-    def _made(self, path: str) -> str:
-        """A path inside, in a directory of the room's own."""
+    def _prepare(self, path: str) -> str:
+        """A path inside, whose top directory exists in the sandbox."""
         inside = _inside(path)
         (self._root / inside.parts[1]).mkdir(exist_ok=True)
         return str(inside)
@@ -131,7 +131,7 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]
         return str(self.task_env_config.workdir or _WORKDIR)
 
     def _bwrap(self, cwd: str, bind: str = "", outside: Path = Path()) -> Iterator[str]:
-        yield from ("bwrap", *_WALLS, "--tmpfs", "/")
+        yield from ("bwrap", *_ISOLATION, "--tmpfs", "/")
         if self._network_disabled:
             yield "--unshare-net"
         own = {entry.name for entry in self._root.iterdir()}
@@ -145,14 +145,14 @@ class LocalEnvironment(BaseEnvironment):  # type: ignore[misc]
         for name in sorted(own):
             yield from ("--bind", str(self._root / name), f"/{name}")
         if bind:
-            yield from (bind, str(outside.absolute()), _HERE)
+            yield from (bind, str(outside.absolute()), _MOUNT)
         yield from ("--proc", "/proc", "--dev", "/dev", "--chdir", cwd)
 
 
 def _inside(path: str) -> PurePosixPath:
     inside = PurePosixPath("/") / path
     if ".." in inside.parts or len(inside.parts) == 1:
-        raise ValueError(f"{path!r} leaves its place")
+        raise ValueError(f"{path!r} is not a path inside the sandbox")
     return inside
 
 
@@ -162,8 +162,8 @@ def _directory(path: Path) -> Path:
 
 
 async def _read(stream: asyncio.StreamReader) -> str:
-    """All of it, and the beginning as text."""
-    kept = bytearray()
+    """Read all of it; returns the beginning as text."""
+    output = bytearray()
     while part := await stream.read(1 << 16):
-        kept += part[: _MOST_OUTPUT - len(kept)]
-    return kept.decode(errors="replace")
+        output += part[: _MAX_OUTPUT - len(output)]
+    return output.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Our remote agents for verl: its agent loop `loopwright_remote` runs a scenario's loop and judger on verl's servers.
+"""Remote agents for verl: the agent loop `loopwright_remote` runs a scenario's loop and judger on verl's servers.
 
     # agents.yaml; actor_rollout_ref.rollout.agent: {agent_loop_config_path: agents.yaml,
     #                                                default_agent_loop: loopwright_remote}
@@ -6,10 +6,10 @@
       _target_: loopwright.integrations.verl.RemoteAgentLoop
       scenario: study.toml
 
-Agents talk to a gateway in verl's worker process, which asks verl's servers for tokens. The run's `[run.engine]` only
-says how conversations are written (`template`, `reasoning`). verl has no word for a rollout without a reward: one that
-stays without, after three tries, is an error. Written and tested with verl 0.9.1, on a CPU, with a server of our own
-in the place of vLLM's or SGLang's; training itself needs a GPU and was not tried.
+Agents call a gateway in verl's worker process, which samples from verl's servers. The run's `[run.engine]` only sets
+how conversations are written (`template`, `reasoning`). verl cannot represent a rollout without a reward: after three
+attempts it is an error. Tested with verl 0.9.1 on a CPU, with a fake server instead of vLLM's or SGLang's; training
+itself needs a GPU and was not tested.
 """
 
 import asyncio
@@ -49,14 +49,14 @@ from loopwright.scenario.make import select_run
 from loopwright.scenario.schema import RunConfig
 
 SCENARIO = "LOOPWRIGHT_SCENARIO"
-"""The variable that names the scenario where the agent loop's own config does not."""
-_TRIES, _GRACE_S = 3, 10.0
+"""The environment variable that names the scenario if the agent loop's config does not."""
+_ATTEMPTS, _GRACE_S = 3, 10.0
 _COLUMNS = ("instance_id", "local_task_path", "task_hash", "data_source", "id")
-"""What a task keeps of verl's columns, beside `extra_info`."""
+"""The columns of verl's dataset that a task keeps, besides `extra_info`."""
 
 
 class VerlEngine(Engine):
-    """verl's servers as an engine: a turn is one call. They get new weights, and pause, by verl's own means."""
+    """verl's servers as an engine: a turn is one call. verl itself pauses them and updates their weights."""
 
     def __init__(self, servers: Any, tokenizer: Any, config: EngineConfig) -> None:
         super().__init__(config, Path())
@@ -65,10 +65,10 @@ class VerlEngine(Engine):
         self._stops = stop_ids(self.tokenizer, tokenizer.eos_token_id)
 
     def for_session(self, key: str) -> Self:
-        """With a request id of its own, by which verl sends all its turns to one server."""
-        one = copy.copy(self)
-        one._session = f"{key}-{uuid4().hex}"
-        return one
+        """A copy with its own request id, by which verl routes all turns of a session to one server."""
+        view = copy.copy(self)
+        view._session = f"{key}-{uuid4().hex}"
+        return view
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
         params = {
@@ -82,29 +82,23 @@ class VerlEngine(Engine):
             "logprobs": True,
         }
         try:
-            said = await self._servers.generate(self._session, prompt_ids=list(ids), sampling_params=params)
+            answer = await self._servers.generate(self._session, prompt_ids=list(ids), sampling_params=params)
         except Exception as error:  # whatever Ray or a server raises
             raise EngineError(f"verl's servers failed: {type(error).__name__}: {error}") from error
-        tokens, logprobs = tuple(said.token_ids), tuple(said.log_probs or ())
+        tokens, logprobs = tuple(answer.token_ids), tuple(answer.log_probs or ())
         if len(tokens) != len(logprobs):
-            raise EngineError(f"verl's servers gave {len(logprobs)} logprobs for {len(tokens)} tokens")
-        version = int(said.extra_fields.get("global_steps") or 0)
-        yield Chunk(tokens, logprobs, version, self._finish(tokens, said.stop_reason))
-
-    def _finish(self, tokens: Sequence[int], reason: str | None) -> Finish:
-        if reason in ("aborted", "abort"):
-            return "abort"
-        return "stop" if tokens and tokens[-1] in self._stops else "length"
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
+            raise EngineError(f"verl's servers sent {len(logprobs)} logprobs for {len(tokens)} tokens")
+        version = int(answer.extra_fields.get("global_steps") or 0)
+        finish: Finish = "stop" if tokens and tokens[-1] in self._stops else "length"
+        if answer.stop_reason in ("aborted", "abort"):
+            finish = "abort"
+        yield Chunk(tokens, logprobs, version, finish)
 
 
-class Works:
+class VerlRollouts:
     """What all rollouts of one worker process share: the gateway, the agents' worker, the judger."""
 
-    def __init__(self, config: RunConfig, home: Path, servers: Any, tokenizer: Any) -> None:
+    def __init__(self, config: RunConfig, scenario_dir: Path, servers: Any, tokenizer: Any) -> None:
         rollout, engine = config.rollout, config.engine
         if rollout is None or engine is None or not isinstance(rollout.loop, RemoteConfig):
             raise ValueError(f'run {config.name!r} has no loop = {{ type = "remote", ... }}')
@@ -112,40 +106,38 @@ class Works:
         if not isinstance(gateway, EmbeddedGatewayConfig):
             raise ValueError("[run.gateway] must be \"embedded\" here: its engine is verl's, in verl's worker process")
         if rollout.loop.workers:
-            raise ValueError("`workers` of the loop must be 0 here: verl has workers of its own (rollout.agent)")
+            raise ValueError("`workers` of the loop must be 0 here: verl has its own workers (rollout.agent)")
         self.config = rollout.loop
         passed_env = {name: os.environ[name] for name in self.config.pass_env if name in os.environ}
         run_tests = "verifier" in rollout.judger.required_evidence()
-        said = EngineConfig(type="verl", template=engine.template, reasoning=engine.reasoning)
-        host = EmbeddedGatewayHost(gateway, lambda: VerlEngine(servers, tokenizer, said))
+        engine_config = EngineConfig(type="verl", template=engine.template, reasoning=engine.reasoning)
+        host = EmbeddedGatewayHost(gateway, lambda: VerlEngine(servers, tokenizer, engine_config))
         build = partial(
             RemoteWorker,
             self.config,
-            home,
+            scenario_dir,
             run=config.name,
             passed_env=passed_env,
             run_tests=run_tests,
             sessions=host.local_sessions(),
         )
         self._pool: Pool = GatewayPool(host, LocalPool(build))
-        self._verdicts: JudgerClient = build_judger_client(rollout.judger, home)
+        self._judger: JudgerClient = build_judger_client(rollout.judger, scenario_dir)
         self._slots = asyncio.Semaphore(self.config.concurrency)
 
     async def start(self) -> Self:
-        """Open the gateway, and have agents and judger ready."""
-        await self._verdicts.start()
-        if self._verdicts.compares:
-            await self._verdicts.close()
-            raise ValueError(
-                "a judger that compares rollouts with one another cannot be used here: verl runs them apart"
-            )
+        """Start the gateway, the agents' worker and the judger."""
+        await self._judger.start()
+        if self._judger.compares:
+            await self._judger.close()
+            raise ValueError("a judger that compares rollouts cannot be used here: verl runs them separately")
         await self._pool.start()
         return self
 
     async def roll(self, task: Task, sampling: Sampling) -> Episode:
-        """A judged episode. What the policy could not cause is tried again; NoReward if it stays."""
+        """A judged episode. Faults of others than the policy are retried; NoReward if they persist."""
         reason = ""
-        for _ in range(_TRIES):
+        for _ in range(_ATTEMPTS):
             try:
                 async with self._slots:
                     request = RolloutRequest(task, uuid4().hex, sampling)
@@ -159,37 +151,39 @@ class Works:
                 reason = episode.reason
                 continue
             try:
-                return episode.judged(await self._verdicts.judge(episode))
+                return episode.judged(await self._judger.judge(episode))
             except JudgeFailed as error:
                 reason = str(error)
-        raise NoReward(f"the rollout of task {task.id!r} has no reward after {_TRIES} tries. The last: {reason}")
+        raise NoReward(f"the rollout of task {task.id!r} has no reward after {_ATTEMPTS} attempts: {reason}")
 
     async def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
         try:
             await self._pool.close()
         finally:
-            await self._verdicts.close()
+            await self._judger.close()
 
 
 _Key = tuple[str, str | None, int]
-_works: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, asyncio.Task[Works]]]" = WeakKeyDictionary()
-"""verl makes an agent loop for every rollout; what they share is made once for each event loop."""
+_shared_rollouts: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Key, asyncio.Task[VerlRollouts]]]" = (
+    WeakKeyDictionary()
+)
+"""verl creates an agent loop per rollout; what they share is created once per event loop."""
 
 
 async def close() -> None:
-    """Close what the rollouts of this event loop share. Its agents end with the process in any case."""
-    for opened in _works.pop(asyncio.get_running_loop(), {}).values():
-        await (await opened).close()
+    """Close what the rollouts of this event loop share. Agents also end with the process."""
+    for starting in _shared_rollouts.pop(asyncio.get_running_loop(), {}).values():
+        await (await starting).close()
 
 
 @register("loopwright_remote")
 class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]
-    """Runs somebody else's agent for one row of verl's dataset.
+    """Runs a remote agent for one row of verl's dataset.
 
-    `branches` says what becomes of a rollout with several branches, of which verl can be given one: "refuse" is an
-    error; "main" takes the one with the most sampled tokens, and counts the others' in `extra_fields["left_out"]`, as
-    it does those beyond `response_length`.
+    verl accepts one branch per rollout. With several, `branches = "refuse"` raises an error, and "main" uses the one
+    with the most sampled tokens. `extra_fields["left_out"]` counts the tokens of the others, and those beyond
+    `response_length`.
     """
 
     def __init__(
@@ -199,43 +193,44 @@ class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]
         self._scenario, self._name, self._branches = scenario or os.environ.get(SCENARIO), name, branches
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        """verl's entry: one rollout."""
-        works = await self._shared()
+        """One rollout; called by verl."""
+        rollouts = await self._rollouts()
         update = {
             "temperature": float(sampling_params.get("temperature", 1.0)),
             "top_p": float(sampling_params.get("top_p", 1.0)),
             "top_k": max(0, int(sampling_params.get("top_k", -1))),
         }
-        episode = await works.roll(_task(row), works.config.sampling.model_copy(update=update))
+        episode = await rollouts.roll(_task(row), rollouts.config.sampling.model_copy(update=update))
         return self._output(episode)
 
-    async def _shared(self) -> Works:
+    async def _rollouts(self) -> VerlRollouts:
         if not self._scenario:
-            raise ValueError(f"name the scenario: `scenario: study.toml` in verl's agent loop config, or {SCENARIO}")
+            raise ValueError(f"no scenario: set `scenario: study.toml` in verl's agent loop config, or {SCENARIO}")
         loop = asyncio.get_running_loop()
-        known, key = _works.setdefault(loop, {}), (self._scenario, self._name, id(self.server_manager))
-        if key not in known:
+        shared, key = _shared_rollouts.setdefault(loop, {}), (self._scenario, self._name, id(self.server_manager))
+        if key not in shared:
             loaded = load(Path(self._scenario))
-            works = Works(select_run(loaded, self._name), loaded.directory, self.server_manager, self.tokenizer)
-            known[key] = loop.create_task(works.start())
-        return await asyncio.shield(known[key])
+            run = select_run(loaded, self._name)
+            rollouts = VerlRollouts(run, loaded.directory, self.server_manager, self.tokenizer)
+            shared[key] = loop.create_task(rollouts.start())
+        return await asyncio.shield(shared[key])
 
     def _output(self, episode: Episode) -> AgentLoopOutput:
         row, left_out = one_row(episode, self._branches)
-        if row is None:  # the agent never asked the policy: a masked token stands for what it would have said
-            fields = _silent(episode, self.tokenizer.eos_token_id)
+        if row is None:  # the agent never called the policy: use a masked token
+            fields = _masked_fields(episode, self.tokenizer.eos_token_id)
         else:
             fields = episode.as_verl()[episode.rows().index(row)]
-        longest, most = self.rollout_config.prompt_length, self.rollout_config.response_length
-        if len(fields["prompt_ids"]) > longest:
+        max_prompt, max_response = self.rollout_config.prompt_length, self.rollout_config.response_length
+        if len(fields["prompt_ids"]) > max_prompt:
             raise ValueError(
-                f"the prompt of task {episode.task.id!r} has {len(fields['prompt_ids'])} tokens, and cut to "
-                f"rollout.prompt_length = {longest} it would not be what was answered. Raise prompt_length."
+                f"the prompt of task {episode.task.id!r} has {len(fields['prompt_ids'])} tokens; truncated "
+                f"to rollout.prompt_length = {max_prompt}, it would not match its answer. Raise prompt_length."
             )
-        left_out += sum(fields["response_mask"][most:])
+        left_out += sum(fields["response_mask"][max_response:])
         for name in ("response_ids", "response_mask", "response_logprobs"):
-            fields[name] = fields[name][:most]
-        versions = fields["extra_fields"]["versions"][:most]
+            fields[name] = fields[name][:max_response]
+        versions = fields["extra_fields"]["versions"][:max_response]
         steps = [version for version in versions if version >= 0]
         more = {
             "versions": versions,
@@ -248,7 +243,7 @@ class RemoteAgentLoop(AgentLoopBase):  # type: ignore[misc]
         return AgentLoopOutput(**{**fields, "extra_fields": {**fields["extra_fields"], **more}})
 
 
-def _silent(episode: Episode, token: int) -> dict[str, Any]:
+def _masked_fields(episode: Episode, token: int) -> dict[str, Any]:
     return {
         "prompt_ids": [token],
         "response_ids": [token],
@@ -262,8 +257,8 @@ def _silent(episode: Episode, token: int) -> dict[str, Any]:
 
 def _task(row: Mapping[str, Any]) -> Task:
     """The task of a row of verl's dataset."""
-    told = dict(row.get("extra_info") or {}) | {name: row[name] for name in _COLUMNS if row.get(name) is not None}
+    facts = dict(row.get("extra_info") or {}) | {name: row[name] for name in _COLUMNS if row.get(name) is not None}
     label = (row.get("reward_model") or {}).get("ground_truth")
-    plain = {**told, "prompt": [dict(message) for message in row["raw_prompt"]], "label": label}
+    plain = {**facts, "prompt": [dict(message) for message in row["raw_prompt"]], "label": label}
     plain = orjson.loads(orjson.dumps(plain, option=orjson.OPT_SERIALIZE_NUMPY))
-    return Task.of(plain, id=str(told.get("instance_id", row.get("index", told.get("index", "")))))
+    return Task.of(plain, id=str(facts.get("instance_id", row.get("index", facts.get("index", "")))))
