@@ -121,7 +121,7 @@ def test_what_is_logged_stands_above_the_curves(tmp_path):
     os.close(theirs)
     screen = read_all(ours)
     assert process.wait(timeout=60) == 0, screen
-    assert re.findall(r"(\x1b\[2K|\n)WARNING: step (\d) is skipped", screen) == [("\x1b[2K", f"{n}") for n in (1, 2, 3)]
+    assert re.findall(r"(\x1b\[2K|\n)WARNING: step (\d) skipped", screen) == [("\x1b[2K", f"{n}") for n in (1, 2, 3)]
 
 
 def test_steps_are_exported_in_three_formats(trained):
