@@ -20,7 +20,7 @@ import orjson
 from benchmarks.hops import Hop, hop, litellm
 from benchmarks.load import Place, conversation, crowd, talk
 from benchmarks.measure import Ratio
-from loopwright.core.eventloop import run as run_loop
+from loopwright.core.runtime import run as run_loop
 
 TURNS, FIRST_BYTES, DELTA_BYTES = 21, 20_000, 200
 """The first request of a conversation is not measured; those after it have 30 kB on average."""

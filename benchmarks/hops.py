@@ -26,7 +26,7 @@ from aiohttp import web
 
 from benchmarks.load import SAID
 from loopwright.cli.gateway import app
-from loopwright.core.eventloop import run
+from loopwright.core.runtime import run
 from loopwright.engines.base import Chunk, Engine, EngineConfig, Sampling, engines
 from loopwright.engines.shortcuts import SHORTCUTS
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.measure import Ratio, best_of
 from loopwright.core.episode import ROOT, Episode, Node, Span
-from loopwright.core.eventloop import run as run_loop
+from loopwright.core.runtime import run as run_loop
 from loopwright.core.task import Task
 from loopwright.core.trial import Trial
 from loopwright.engines.base import Engine, Sampling

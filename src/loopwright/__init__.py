@@ -10,7 +10,7 @@ Names are imported when they are first used, so `import loopwright` costs nothin
 
 from typing import TYPE_CHECKING
 
-from loopwright.core.lazy import lazy_exports
+from loopwright.core.imports import lazy_exports
 
 if TYPE_CHECKING:
     from loopwright.agents.search.base import Env, SearchAgent

@@ -279,7 +279,7 @@ def test_steps_that_changed_nothing_are_said(training, tmp_path):
 
 def test_a_failed_run_shows_why(training, tmp_path):
     training.train(1)
-    training.ledger.set_state("failure", "3 steps in a row had a loss that is no finite number")
+    training.ledger.set_state("failure", "3 steps in a row had a loss that is not finite")
     training.ledger.set_state("finished", True)
     text = body(page(tmp_path))
     assert "chip bad" in text

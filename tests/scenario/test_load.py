@@ -62,7 +62,7 @@ def test_a_good_scenario_is_loaded_whole(loaded):
         ({"reward": 'reward = { type = "identiti" }'}, "[[run]] reward type", "Did you mean 'identity'?"),
         ({"reward": 'reward = { type = "identity", metrics = ["yy"] }'}, "[[run]] reward", "Did you mean 'y'?"),
         ({"reward": 'reward = { type = "identity", metrics = [] }'}, "[[run]] reward metrics", "at least 1"),
-        ({"reward": 'reward = { type = "expression", expression = "y." }'}, "[[run]] reward", "is no expression"),
+        ({"reward": 'reward = { type = "expression", expression = "y." }'}, "[[run]] reward", "is not an expression"),
         (
             {
                 "agent": 'agent = { type = "cmaes", trials = 4 }',
@@ -97,7 +97,7 @@ def test_a_good_scenario_is_loaded_whole(loaded):
         (
             {"workload": W + Y + "command = 'echo {x}'\nconstraints = ['x <']"},
             "[run.workload] constraints",
-            "no expression",
+            "not an expression",
         ),
         (args("x = []"), "[run.workload] args", "x: an empty list has nothing to choose from"),
         (args("x = [1]"), "[run.workload] args", "there is nothing to search"),
@@ -109,7 +109,7 @@ def test_a_good_scenario_is_loaded_whole(loaded):
             "[run.workload] args.z",
             "neither command nor setup contains",
         ),
-        (args("x = [1, 2]\nz = 2026-01-01"), "[run.workload] args", "is no number, string, boolean, list or table"),
+        (args("x = [1, 2]\nz = 2026-01-01"), "[run.workload] args", "is not a number, string, boolean, list or table"),
         (args("x = [1, nan]"), "[run.workload] args", "nan is not a finite number"),
         (args("x = { values = [1, 2], when = 'x == 1' }"), "[run.workload] args", "goes round in a circle"),
         (

@@ -154,7 +154,7 @@ class TestWriting:
             ({"low": 0, "high": math.inf}, "high: input should be a finite number"),
             ({"low": 0, "high": 1, "points": 1}, "points: input should be greater than or equal to 2"),
             ({"low": 0, "high": 1, "hihg": 1}, "unknown key 'hihg'. Known: when, otherwise, low, high"),
-            ({"values": [1, 2], "when": "x +"}, "is no expression"),
+            ({"values": [1, 2], "when": "x +"}, "is not an expression"),
             ({"values": [1, 2], "when": "x.y"}, "uses Attribute"),
             (math.nan, "not a finite number"),
             (2**70, "64 bits"),

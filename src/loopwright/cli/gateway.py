@@ -74,7 +74,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve sessions until Ctrl-C. POST /sessions opens one; its agent gets the base URL and the key."""
-    from loopwright.core.eventloop import run
+    from loopwright.core.runtime import run
     from loopwright.gateway.gateway import GatewayConfig
 
     values: dict[str, Any] = {**_environment(), "host": host, "port": port}
@@ -135,7 +135,7 @@ def worker(
     """Serve an engine at a gateway that runs with --relay, until Ctrl-C; twice stops it at once."""
     from urllib.parse import urlsplit
 
-    from loopwright.core.eventloop import run
+    from loopwright.core.runtime import run
 
     if urlsplit(connect).scheme not in ("ws", "wss") or not urlsplit(connect).hostname:
         raise typer.BadParameter(f"{connect!r} is not a URL like ws://gateway:8400/ws/worker.", param_hint="--connect")

@@ -40,7 +40,7 @@ def signalled() -> "asyncio.Future[Any]":
     import asyncio
     import signal
 
-    from loopwright.core.signals import is_ignored
+    from loopwright.core.runtime import is_ignored
 
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[Any] = loop.create_future()

@@ -52,7 +52,7 @@ def serve(
 ) -> None:
     """Run trials until Ctrl-C, for runs with `loop = { type = "remote", server = "http://…" }`."""
     from loopwright.core.errors import MissingExtra
-    from loopwright.core.eventloop import run
+    from loopwright.core.runtime import run
 
     try:
         from loopwright.rollouts.trial_server.server import TrialServerConfig

@@ -1,4 +1,4 @@
-"""Canonical values: 5, 5.0 and numpy's 5 are one value, so that equal questions get equal keys."""
+"""Canonical values: 5, 5.0 and numpy's 5 are one value, so that equal actions get equal keys."""
 
 import math
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ import orjson
 from loopwright.core.errors import InvalidAction
 
 _EXACT = 2**53
-"""Beyond this a float no longer tells neighbouring integers apart."""
+"""Beyond this, floats cannot represent every integer."""
 
 
 def canonical(value: Any) -> Any:
-    """The one JSON value that stands for `value`, or InvalidAction if there is none."""
+    """The one JSON value for `value`, or InvalidAction if JSON cannot hold it."""
     kind = type(value)
     # The types that actions are made of, first: this runs several times per trial.
     if kind is float:
@@ -47,7 +47,7 @@ def canonical(value: Any) -> Any:
             return [canonical(item) for item in value]
         case _ if hasattr(value, "tolist"):  # numpy's scalars and arrays, without importing numpy
             return canonical(value.tolist())
-    raise InvalidAction(f"{value!r} of type {type(value).__name__} is no number, string, boolean, list or table")
+    raise InvalidAction(f"{value!r} of type {type(value).__name__} is not a number, string, boolean, list or table")
 
 
 def _text(value: str) -> str:
@@ -56,7 +56,7 @@ def _text(value: str) -> str:
             value.encode()
         except UnicodeEncodeError as error:
             raise InvalidAction(f"{value!r} is not valid Unicode") from error
-    # Not `value` itself: numpy's strings and enumerations are strings too, of types of their own.
+    # Not `value` itself: numpy's strings and enumerations are subclasses of str.
     return str.__str__(value)
 
 

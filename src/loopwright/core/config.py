@@ -26,20 +26,20 @@ FUNCTION = r"^[\w.]+:[\w.]+$"
 
 
 class Explained(ValueError):
-    """Everything that is wrong within one field, so that each thing is told at its own place."""
+    """All problems within one field, each with its own key."""
 
-    def __init__(self, found: Iterable[tuple[str, str]]) -> None:
-        self.found = tuple(found)
-        super().__init__("; ".join(f"{key}: {message}" if key else message for key, message in self.found))
+    def __init__(self, problems: Iterable[tuple[str, str]]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(f"{key}: {message}" if key else message for key, message in self.problems))
 
 
 def size_bytes(text: Any) -> Any:
-    """`"2GiB"` as a number of bytes; anything else is left to the type's own check."""
+    """`"2GiB"` as a number of bytes; any other type is returned as it is."""
     if not isinstance(text, str):
         return text
     match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"{text!r} is no size; write for example '512MiB' or '2GiB'")
+        raise ValueError(f"{text!r} is not a size; write for example '512MiB' or '2GiB'")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -50,34 +50,34 @@ class Config(BaseModel):
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[str, str]]:
-    """(key, message) of each thing that is wrong, in words for the person who wrote the file."""
+    """(key, message) of each problem, worded for the person who wrote the file."""
     for detail in error.errors():
         place = [part for part in detail["loc"] if not _is_tag(part)]
-        where, facts, given = _joined(place), detail.get("ctx", {}), detail["input"]
+        where, facts, value = _joined(place), detail.get("ctx", {}), detail["input"]
         match detail["type"]:
             case "extra_forbidden":
                 key = str(place[-1])
-                known = _keys(model, [str(part) for part in place[:-1]])
-                yield _joined(place[:-1]), f"unknown key {key!r}. {did_you_mean(key, known)}"
+                keys = _keys(model, [str(part) for part in place[:-1]])
+                yield _joined(place[:-1]), f"unknown key {key!r}. {did_you_mean(key, keys)}"
             case "missing":
                 yield where, f"is missing{_example(model, place)}"
             case "value_error" if isinstance(facts.get("error"), Explained):
-                for key, message in facts["error"].found:
+                for key, message in facts["error"].problems:
                     yield (f"{where}.{key}" if where and key else where or key), message
             case "too_short":
                 yield where, f"must have at least {facts['min_length']} of them, not {facts['actual_length']}"
             case "string_pattern_mismatch" if facts["pattern"] == FUNCTION:
-                yield where, f"write it as module:function, not {given!r}"
+                yield where, f"write it as module:function, not {value!r}"
             case "model_type":
-                yield where, f"must be a table, not {given!r}"
+                yield where, f"must be a table, not {value!r}"
             case kind:
                 message = detail["msg"].removeprefix("Value error, ")
-                shown = "" if isinstance(given, (dict, list)) or kind == "value_error" else f", not {given!r}"
-                yield where, f"{message[0].lower()}{message[1:]}{shown}"
+                suffix = "" if isinstance(value, (dict, list)) or kind == "value_error" else f", not {value!r}"
+                yield where, f"{message[0].lower()}{message[1:]}{suffix}"
 
 
 def _joined(place: Sequence[Any]) -> str:
-    """A place as people write it: `parts[1].weight`."""
+    """A location as written in a scenario: `parts[1].weight`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
     return text.removeprefix(".")
 
@@ -95,14 +95,14 @@ def _is_tag(part: Any) -> bool:
 
 
 def _keys(model: type[BaseModel], place: list[str]) -> list[str]:
-    """The keys that are known at a place inside a model, as far as its annotations tell."""
+    """The keys that a model has at a place inside it, as far as its annotations tell."""
     for name in place:
         field = model.model_fields.get(name)
         inner = field.annotation if field is not None else None
         candidates = [inner, *getattr(inner, "__args__", ())]
-        found = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
-        if found is not None:
-            model = found
+        nested = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        if nested is not None:
+            model = nested
         elif field is None:
-            continue  # a name of the user's, such as a metric's
+            continue  # a name that the user chose, such as a metric's
     return [field.alias or name for name, field in model.model_fields.items()]

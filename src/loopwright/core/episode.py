@@ -1,8 +1,8 @@
 """An episode of a rollout: the message graph, in which each node holds only the tokens that it added.
 
-A branch is a path from the root to a leaf; its ids, joined, are exactly what the engine was given and gave. Agents that
-retry, compact their history or start sub-agents make several branches; what they share is stored once, and every
-sampled token is exported once.
+A branch is a path from the root to a leaf; its ids, joined, are exactly the engine's input and output. Agents that
+retry, compact their history or start sub-agents make several branches; shared nodes are stored once, and every sampled
+token is exported once.
 """
 
 import math
@@ -32,7 +32,7 @@ class Span:
 class Node:
     """One message and its own tokens: the delta to its parent.
 
-    `logprobs` has a number for every token, 0 for those that nobody sampled; `spans` say which were.
+    `logprobs` has a number for every token, 0 for those that were not sampled; `spans` lists the sampled ones.
     """
 
     parent: int | None
@@ -41,17 +41,17 @@ class Node:
     logprobs: tuple[float, ...] = ()
     spans: tuple[Span, ...] = ()
     finish: str | None = None
-    """Why the sampling of this message ended: `stop`, `length`, or `cut` where it was given up before its end; None for
-    a message that was given."""
+    """Why the sampling of this message ended: `stop`, `length`, or `cut` if it was given up before its end; None for an
+    input message."""
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """What reshaped the distribution that it was sampled from, such as `temperature`; empty where nothing did."""
+    """The settings that reshaped the sampling distribution, such as `temperature`; empty if none did."""
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.logprobs):
             raise ValueError(f"a node has {len(self.ids)} ids but {len(self.logprobs)} logprobs")
         # A sum is finite only if all of it is, and takes a fraction of the time.
         if not math.isfinite(sum(self.logprobs)) and not all(map(math.isfinite, self.logprobs)):
-            raise ValueError("a node has a logprob that is no finite number")
+            raise ValueError("a node has a logprob that is not finite")
         end = 0
         for span in self.spans:
             if not end <= span.start < span.stop <= len(self.ids):
@@ -65,11 +65,11 @@ class Node:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The policy version of each token; -1 for those that nobody sampled."""
+        """The policy version of each token; -1 for those that were not sampled."""
         return self._marked(-1, lambda span: span.version)
 
-    def _marked(self, given: int, mark: Callable[[Span], int]) -> tuple[int, ...]:
-        marks = [given] * len(self.ids)
+    def _marked(self, default: int, mark: Callable[[Span], int]) -> tuple[int, ...]:
+        marks = [default] * len(self.ids)
         for span in self.spans:
             marks[span.start : span.stop] = [mark(span)] * (span.stop - span.start)
         return tuple(marks)
@@ -103,15 +103,15 @@ class Attempt:
 
 
 ROOT = Node(None, {})
-"""Where every conversation of an episode begins: no message, no tokens."""
+"""The first node of every episode: no message, no tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What became of one task, from start to end.
+    """One attempt at a task, from start to end.
 
-    `trainable` (may it enter the gradient?) and `in_baseline` (does it count in its group's mean?) are facts of their
-    own: a stale sample leaves the first, an outage both, and neither can be had without a reward.
+    `trainable` (may it enter the gradient?) and `in_baseline` (does it count in its group's mean?) are independent: a
+    stale sample loses the first, an outage both, and neither is possible without a reward.
     """
 
     task: Task
@@ -125,7 +125,7 @@ class Episode:
     group: int = 0
     attempts: tuple[Attempt, ...] = ()
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    """What the loop saw and a judger may ask for, as plain data: an agent's exit code, what the task's tests said."""
+    """Plain data from the loop that a judger may need, such as an agent's exit code or the output of its tests."""
 
     def __post_init__(self) -> None:
         roots = [index for index, node in enumerate(self.nodes) if node.parent is None]
@@ -139,10 +139,10 @@ class Episode:
         if self.reward is None and (self.trainable or self.in_baseline):
             raise ValueError("an episode without a reward can neither be trained on nor count in a baseline")
 
-    # -- what became of it --------------------------------------------------------------------------------------
+    # -- reward and failure --------------------------------------------------------------------------------------
 
     def judged(self, reward: Reward) -> Self:
-        """With its reward. What the policy did or caused is trained on and counts; what it could not cause, neither."""
+        """With its reward. It is trained on and counts in the baseline unless something else than the policy failed."""
         counts = self.fault in (None, Fault.POLICY)
         return replace(self, reward=reward, trainable=counts and self.sampled > 0, in_baseline=counts)
 
@@ -191,7 +191,7 @@ class Episode:
         return tuple(reversed(path))
 
     def messages(self) -> list[Message]:
-        """The conversation that was worked on last."""
+        """The conversation of the last sampled message."""
         last = max((i for i, node in enumerate(self.nodes) if node.spans), default=len(self.nodes) - 1)
         return [self.nodes[index].message for index in self.path(last)]
 
@@ -206,10 +206,10 @@ class Episode:
     # -- for training -------------------------------------------------------------------------------------------
 
     def rows(self, oldest: int | None = None) -> list[Row]:
-        """A row per branch. A sampled token that several branches share is trained on in the first of them only.
+        """A row per branch. A sampled token that several branches share is trained on in the first one only.
 
-        Tokens that a version before `oldest` sampled are part of the response, but are not trained on; a row in which
-        there is nothing to train on is left out.
+        Tokens sampled by a version before `oldest` are part of the response, but are not trained on; a row without any
+        token to train on is omitted.
         """
         exported: set[int] = set()
         rows = []

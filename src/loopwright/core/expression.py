@@ -44,10 +44,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "round": round,
     "sqrt": math.sqrt,
 }
-_LONGEST = 1000
-_DEEPEST = 100
-_LARGEST = 1e6
-"""Bounds that no honest expression reaches: `9**9**9` must not hang a campaign."""
+_MAX_LENGTH = 1000
+_MAX_DEPTH = 100
+_MAX_OPERAND = 1e6
+"""Bounds that no real expression reaches: `9**9**9` must not hang a campaign."""
 
 
 class Expression:
@@ -66,7 +66,7 @@ class Expression:
         )
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        """The value. Raises ArithmeticError, ValueError or TypeError where the arithmetic has none."""
+        """The value. Raises ArithmeticError, ValueError or TypeError if there is none."""
         return _evaluate(self._tree, values)
 
     def __repr__(self) -> str:
@@ -75,24 +75,21 @@ class Expression:
 
 @lru_cache(maxsize=1024)
 def _parse(text: str) -> ast.expr:
-    if len(text) > _LONGEST:
-        raise ValueError(f"an expression of {len(text)} characters is too long (at most {_LONGEST})")
+    if len(text) > _MAX_LENGTH:
+        raise ValueError(f"an expression of {len(text)} characters is too long (at most {_MAX_LENGTH})")
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{text!r} is no expression: {getattr(error, 'msg', error)}") from error
+        raise ValueError(f"{text!r} is not an expression: {getattr(error, 'msg', error)}") from error
     for node in ast.walk(tree):
         _allow(node, text)
-    if _depth(tree) > _DEEPEST:
-        raise ValueError(f"{text!r} is nested too deeply (at most {_DEEPEST} levels)")
-    return tree
-
-
-def _depth(tree: ast.AST) -> int:
-    level, depth = [tree], 0
+    level: list[ast.AST] = [tree]
+    depth = 0
     while level := [child for node in level for child in ast.iter_child_nodes(node)]:
         depth += 1
-    return depth
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"{text!r} is nested too deeply (at most {_MAX_DEPTH} levels)")
+    return tree
 
 
 def _allow(node: ast.AST, text: str) -> None:
@@ -146,13 +143,11 @@ def _binary(op: ast.operator, left: Any, right: Any) -> Any:
     numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
     if not numbers:
         raise TypeError(f"arithmetic needs numbers, not {left!r} and {right!r}")
-    if isinstance(op, ast.Pow) and (abs(left) > _LARGEST or abs(right) > _LARGEST or abs(right) * _bits(left) > 1024):
+    if isinstance(op, ast.Pow) and (
+        abs(left) > _MAX_OPERAND or abs(right) > _MAX_OPERAND or abs(right) * int(abs(left)).bit_length() > 1024
+    ):
         raise OverflowError(f"{left!r} ** {right!r} is too large")
     return _BINARY[type(op)](left, right)
-
-
-def _bits(value: float) -> int:
-    return int(abs(value)).bit_length()
 
 
 def _compare(left: Any, ops: list[ast.cmpop], comparators: list[ast.expr], values: Mapping[str, Any]) -> bool:

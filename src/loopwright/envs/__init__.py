@@ -5,7 +5,7 @@ Names are imported when they are first used, so that a search does not import gy
 
 from typing import TYPE_CHECKING
 
-from loopwright.core.lazy import lazy_exports
+from loopwright.core.imports import lazy_exports
 
 if TYPE_CHECKING:
     from loopwright.envs.gym.adapter import GymnasiumAdapter, LiveAdapter, VectorAdapter

@@ -5,7 +5,7 @@ Names are imported when they are first used, so that a session does not import a
 
 from typing import TYPE_CHECKING
 
-from loopwright.core.lazy import lazy_exports
+from loopwright.core.imports import lazy_exports
 
 if TYPE_CHECKING:
     from loopwright.gateway.client import CompletedSession, GatewayClient, GatewayLost, RemoteSession

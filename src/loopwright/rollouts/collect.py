@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import sentence
-from loopwright.core.eventloop import run
+from loopwright.core.runtime import run
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.pools.base import PoolDown
 from loopwright.rollouts.pools.resources import ResourcesError

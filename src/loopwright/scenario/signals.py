@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from loopwright.core.signals import is_ignored
+from loopwright.core.runtime import is_ignored
 from loopwright.ledger.trial_book import TrialBook
 
 

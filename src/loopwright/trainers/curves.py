@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from loopwright.core.lazy import lazy_module
+from loopwright.core.imports import lazy_module
 
 log = logging.getLogger(__name__)
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}

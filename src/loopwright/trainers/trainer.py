@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from loopwright.core.agent import Agent
 from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, sentence
-from loopwright.core.eventloop import run
+from loopwright.core.runtime import run
 from loopwright.engines.weight_update import WeightUpdate
 from loopwright.ledger.steps import Kind, Step, Steps
 from loopwright.rollouts.config import RolloutConfig

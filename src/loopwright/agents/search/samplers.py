@@ -19,7 +19,7 @@ from loopwright.agents.search.warm_start import warm_trials
 from loopwright.core.agent import AgentConfig
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import MissingExtra, Problem
-from loopwright.core.lazy import lazy_module
+from loopwright.core.imports import lazy_module
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Action, Feedback, Observation, Proposal
 from loopwright.envs.search import SearchEnv

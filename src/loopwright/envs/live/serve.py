@@ -18,7 +18,7 @@ from importlib.metadata import version
 from types import FrameType
 from typing import Any
 
-from loopwright.core.signals import is_ignored
+from loopwright.core.runtime import is_ignored
 from loopwright.envs.live.address import Address
 from loopwright.envs.live.channel import Channel
 from loopwright.envs.live.samples import Reader, reader

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from loopwright.core.errors import LaunchError, StorageError
-from loopwright.core.signals import shield_children
+from loopwright.core.runtime import shield_children
 from loopwright.execution.base import Usage
 from loopwright.execution.local import processes
 from loopwright.execution.local.processes import Process

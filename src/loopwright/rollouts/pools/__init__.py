@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from loopwright.core.lazy import lazy_exports
+from loopwright.core.imports import lazy_exports
 from loopwright.rollouts.pools.base import Pool, PoolDown, StreamingWorker, Worker, WorkerLost
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.pools.resources import PlacementConfig, ResourcesError

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from loopwright.core.lazy import lazy_exports
+from loopwright.core.imports import lazy_exports
 
 if TYPE_CHECKING:
     from loopwright.rollouts.remote.config import RemoteConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from loopwright.core.lazy import lazy_module
+from loopwright.core.imports import lazy_module
 from loopwright.rollouts.tasks.harbor.task import walk_tree
 
 _FORMAT = 1

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import loopwright.envs
-from loopwright.core.lazy import lazy_exports
+from loopwright.core.imports import lazy_exports
 
 
 def test_every_exported_name_is_importable():

@@ -5,7 +5,7 @@ import sys
 
 CHILD = """
 import os, signal, subprocess, sys
-from loopwright.core.signals import is_ignored, shield_children
+from loopwright.core.runtime import is_ignored, shield_children
 
 print(is_ignored(signal.SIGINT), is_ignored(signal.SIGTERM))
 shield_children()
@@ -23,7 +23,7 @@ def test_an_ignored_signal_stays_ignored_and_children_get_the_default():
 
 def test_a_handler_of_the_program_is_left_alone():
     program = (
-        "import signal; from loopwright.core.signals import shield_children; "
+        "import signal; from loopwright.core.runtime import shield_children; "
         "signal.signal(signal.SIGTERM, print); shield_children(); print(signal.getsignal(signal.SIGTERM) is print)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
