@@ -57,7 +57,7 @@ class MetricConfig(Config):
         return self
 
     def read(self, directory: Path, stdout: Path, usage: Mapping[str, float]) -> float:
-        """The value; raises MetricMissing if there is none."""
+        """The value; raises MetricMissing if it cannot be read."""
         if self.resource is not None:
             if self.resource not in usage:
                 raise MetricMissing(f"{self.resource} is unknown, since it is below that of Loopwright's own process")

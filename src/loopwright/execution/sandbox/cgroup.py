@@ -42,7 +42,7 @@ class Cgroup:
 
     @property
     def join_file(self) -> str:
-        """The file that a process writes its id to in order to join; empty if there is no group."""
+        """The file that a process writes its id to in order to join; empty without a group."""
         return str(self._path / "cgroup.procs") if self._path else ""
 
     async def close(self) -> None:

@@ -21,7 +21,7 @@ _ENVIRONMENT = {"PATH": os.defpath, "LC_ALL": "C"}
 
 
 def read_inside(root: Path, name: str, limit_bytes: int) -> bytes:
-    """The beginning of a file below `root`; FileNotFoundError if there is no regular file of this name.
+    """The beginning of a file below `root`; FileNotFoundError unless a regular file has this name.
 
     Links are not followed: what they point to inside the sandbox is something else outside.
     """
