@@ -55,19 +55,20 @@ def test_a01_an_agent_is_started_with_its_base_urls_and_its_episode_is_returned(
     assert (episode.outcome, episode.fault, episode.turns, episode.answer) == (Outcome.OK, None, 1, "an answer")
     assert episode.task == TASK
     assert episode.evidence["agent"]["exit_code"] == 0
-    seen = json.loads(episode.evidence["agent"]["stdout"])
-    assert seen["said"] == "an answer"
-    url, key = seen["OPENAI_BASE_URL"], seen["OPENAI_API_KEY"]
-    assert seen["argv"][1:] == ["What is it?", "t", seen["cwd"], url, key, "{}"]
-    assert (seen["OPENAI_API_BASE"], seen["ANTHROPIC_API_KEY"]) == (url, key)
-    assert seen["ANTHROPIC_BASE_URL"] == url.removesuffix("/v1")
-    assert (seen["LOOPWRIGHT_TRIAL_NUMBER"], seen["LOOPWRIGHT_WORKSPACE"], seen["MORE"]) == ("1", seen["cwd"], "1")
-    assert seen["LOOPWRIGHT_SESSION"] in url
-    assert "PYTEST_CURRENT_TEST" not in seen, "little of our own environment"
+    output = json.loads(episode.evidence["agent"]["stdout"])
+    assert output["said"] == "an answer"
+    url, key = output["OPENAI_BASE_URL"], output["OPENAI_API_KEY"]
+    assert output["argv"][1:] == ["What is it?", "t", output["cwd"], url, key, "{}"]
+    assert (output["OPENAI_API_BASE"], output["ANTHROPIC_API_KEY"]) == (url, key)
+    assert output["ANTHROPIC_BASE_URL"] == url.removesuffix("/v1")
+    assert (output["LOOPWRIGHT_TRIAL_NUMBER"], output["MORE"]) == ("1", "1")
+    assert output["LOOPWRIGHT_WORKSPACE"] == output["cwd"]
+    assert output["LOOPWRIGHT_SESSION"] in url
+    assert "PYTEST_CURRENT_TEST" not in output, "little of our own environment"
     phases = episode.attempts[-1].phases_s
     assert set(phases) == {"boot", "agent", "generate", "collect", "teardown"}
     assert phases["agent"] >= phases["generate"]
-    assert "secret label" not in json.dumps(seen)
+    assert "secret label" not in json.dumps(output)
 
 
 def test_a01_an_agent_that_hangs_after_a_call_is_truncated_and_scored(tmp_path):
@@ -167,9 +168,9 @@ def test_a01_a_call_after_the_end_is_refused(tmp_path):
 
 
 def test_a01_an_engine_that_fails_or_stalls_is_not_the_policys_fault(tmp_path):
-    lost = run_agent(tmp_path, "chat()", Teller(fail_at=2))
-    assert (lost.outcome, lost.fault) == (Outcome.LOST, Fault.INFRA)
-    assert "out of memory" in lost.reason
+    failed = run_agent(tmp_path, "chat()", Teller(fail_at=2))
+    assert (failed.outcome, failed.fault) == (Outcome.LOST, Fault.INFRA)
+    assert "out of memory" in failed.reason
     stalled = run_agent(tmp_path, "chat()", Teller(hold_at=2), deadline_s=2.0)
     assert (stalled.outcome, stalled.fault) == (Outcome.LOST, Fault.INFRA)
     assert "the engine sent no token" in stalled.reason
@@ -177,8 +178,8 @@ def test_a01_an_engine_that_fails_or_stalls_is_not_the_policys_fault(tmp_path):
 
 def test_a01_limits_and_sampling_are_set_by_the_loop(tmp_path):
     engine = Teller("a long answer")
-    cut = run_agent(tmp_path, "chat()", engine, max_tokens=3)
-    assert (cut.outcome, cut.fault, cut.sampled) == (Outcome.TRUNCATED, Fault.POLICY, 3)
+    truncated = run_agent(tmp_path, "chat()", engine, max_tokens=3)
+    assert (truncated.outcome, truncated.fault, truncated.sampled) == (Outcome.TRUNCATED, Fault.POLICY, 3)
     limited = run_agent(tmp_path, "[chat(str(n)) for n in range(3)]", engine, max_turns=2)
     assert (limited.outcome, limited.fault, limited.turns) == (Outcome.TRUNCATED, Fault.POLICY, 2)
     assert "turn limit of 2 reached" in limited.reason
@@ -287,10 +288,10 @@ def test_a01_agents_cannot_read_what_they_are_judged_by(tmp_path):
     task = harbor(tmp_path, "true")
     (tmp_path / "agents").mkdir()
     tasks = [{"type": "harbor", "path": "task"}]
-    for name, told in {".": "all of", "task": "the tasks of 'task'", "task/tests": "the tasks of 'task'"}.items():
+    for name, message in {".": "all of", "task": "the tasks of 'task'", "task/tests": "the tasks of 'task'"}.items():
         loop = {"type": "remote", "command": ["true"], "sandbox": "bwrap", "readable": [name]}
         config = RolloutConfig(tasks=tasks, loop=loop, judger={"type": "verifier"})
-        assert [problem for problem in config.problems(tmp_path) if told in problem.message], name
+        assert [problem for problem in config.problems(tmp_path) if message in problem.message], name
     loop["readable"] = ["agents"]
     config = RolloutConfig(tasks=tasks, loop=loop, judger={"type": "verifier"})
     assert config.problems(tmp_path) == []

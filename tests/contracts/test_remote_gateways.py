@@ -201,8 +201,8 @@ def test_t11_a_runs_gateway_releases_sessions_that_have_ended():
     async def main():
         now = 0.0
         async with Gateway(Teller(), clock=lambda: now, forgets=True) as gateway:
-            ended, other = await gateway.open("ended"), await gateway.open("open")
-            await ended.close()
+            first, other = await gateway.open("ended"), await gateway.open("open")
+            await first.close()
             now = 100.0
             await until(lambda: list(gateway.sessions) == [other.id])
 

@@ -99,7 +99,7 @@ def test_a01_agents_that_never_call_the_model_teach_it_nothing(tmp_path, agent):
     assert result.code == 0, result.err
     numbers, all_rollouts = training_record(training)
     assert list(numbers) == [1, 2, 3, 4]
-    assert result.err.count("is skipped") == 4
+    assert result.err.count(" skipped: ") == 4
     assert {rollout.episode.reason for rollout in all_rollouts} == {"the agent never called the model"}
     assert len(all_rollouts) == (24 if agent == GRPO else 8), "none was repeated"
     before = tiny(attention="sdpa").state_dict()

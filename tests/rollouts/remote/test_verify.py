@@ -58,7 +58,7 @@ def test_reward_json_is_named_numbers_and_comes_first(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("named", "number", "rewards"),
+    ("json_text", "number", "rewards"),
     [
         ('{"reward": 1}', "0", {"reward": 0.0}),
         ('{"reward": 0}', "1", {"reward": 0.0}),
@@ -67,9 +67,9 @@ def test_reward_json_is_named_numbers_and_comes_first(tmp_path):
         ('{"reward": 0}', "one", {"reward": 0.0}),
     ],
 )
-def test_the_lower_of_two_rewards_counts_and_a_broken_one_does_not(tmp_path, named, number, rewards):
+def test_the_lower_of_two_rewards_counts_and_a_broken_one_does_not(tmp_path, json_text, number, rewards):
     """The agent may have written one of them; it must not raise its reward or remove it."""
-    report = run_tests(tmp_path, f"""{REWARD} '{named}'; echo {number} > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt" """)
+    report = run_tests(tmp_path, f"""{REWARD} '{json_text}'; echo {number} > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt" """)
     assert report["rewards"] == rewards
 
 

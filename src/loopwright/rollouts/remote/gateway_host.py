@@ -40,7 +40,7 @@ class GatewayAccess:
 
 
 class AgentSession(Protocol):
-    """A session that was opened for an agent, as its opener sees it."""
+    """A session as its opener sees it; `RemoteSession` explains the methods."""
 
     @property
     def id(self) -> str: ...
@@ -51,17 +51,10 @@ class AgentSession(Protocol):
     @property
     def anthropic_base_url(self) -> str: ...
 
-    async def describe(self) -> dict[str, Any]:
-        """Status, graph, training rows, and the exactness of each turn."""
-
-    async def complete(self, outcome: Outcome = Outcome.OK, reason: str = "") -> CompletedSession:
-        """End the session and return what it recorded. Repeating this changes nothing."""
-
-    async def close(self, outcome: Outcome = Outcome.OK, reason: str = "") -> Episode:
-        """End the session and return its episode, which is not judged yet."""
-
-    async def delete(self) -> None:
-        """Delete the session and its recording. Repeating this changes nothing."""
+    async def describe(self) -> dict[str, Any]: ...
+    async def complete(self, outcome: Outcome = Outcome.OK, reason: str = "") -> CompletedSession: ...
+    async def close(self, outcome: Outcome = Outcome.OK, reason: str = "") -> Episode: ...
+    async def delete(self) -> None: ...
 
 
 class SessionOpener(Protocol):

@@ -5,17 +5,11 @@ from typing import TYPE_CHECKING
 from loopwright.core.imports import lazy_exports
 
 if TYPE_CHECKING:
-    from loopwright.rollouts.trial_server.client import TrialServerClient, TrialServerLost
+    from loopwright.rollouts.trial_server.client import TrialServerClient
     from loopwright.rollouts.trial_server.server import TrialServer, TrialServerConfig
     from loopwright.rollouts.trial_server.submission import Submission
 
-__all__ = [
-    "Submission",
-    "TrialServer",
-    "TrialServerClient",
-    "TrialServerConfig",
-    "TrialServerLost",
-]
+__all__ = ["Submission", "TrialServer", "TrialServerClient", "TrialServerConfig"]
 
 __getattr__ = lazy_exports(
     __name__,
@@ -24,6 +18,5 @@ __getattr__ = lazy_exports(
         "TrialServer": "server",
         "TrialServerClient": "client",
         "TrialServerConfig": "server",
-        "TrialServerLost": "client",
     },
 )
