@@ -9,8 +9,8 @@ import pytest
 
 from loopwright.gateway.dialects.chat import ChatCompletions
 from loopwright.gateway.sessions.session_config import SessionConfig
-from tests.gateway.asking import chat, streamed, text_of
-from tests.gateway.serving import Teller, client_of, run, served, until, user
+from tests.gateway.clients import chat, streamed, text_of
+from tests.gateway.harness import Teller, client_of, run, served, until, user
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -12,9 +12,9 @@ import openai
 import pytest
 
 from loopwright.engines.tokenizer import ByteTokenizer
-from tests.gateway.asking import COUNTED, chat, followed, serving, slow_engine, spans_of, streamed, text_of
-from tests.gateway.relaying import TOKEN, door, relayed, working
-from tests.gateway.serving import Teller, client_of, run, until, user
+from tests.gateway.clients import COUNTED, chat, followed, serving, slow_engine, spans_of, streamed, text_of
+from tests.gateway.harness import Teller, client_of, run, until, user
+from tests.gateway.relay.harness import TOKEN, door, relayed, working
 
 
 def worker_process(gateway, tmp_path, name, **engine):

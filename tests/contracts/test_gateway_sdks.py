@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from loopwright.engines.base import ContextFull
-from tests.gateway.asking import chat, followed, streamed, text_of
-from tests.gateway.serving import ADD, Teller, call, claude_of, client_of, run, served, user
+from tests.gateway.clients import chat, followed, streamed, text_of
+from tests.gateway.harness import ADD, Teller, call, claude_of, client_of, run, served, user
 
 
 def test_t01_chat_completions_whole_and_streamed():

@@ -10,8 +10,8 @@ import pytest
 from loopwright.engines.base import Sampling
 from loopwright.gateway.gateway import AdvertiseError, GatewayConfig
 from loopwright.gateway.sessions.session_config import SessionConfig
-from tests.gateway.asking import asked, chat, streamed, text_of
-from tests.gateway.serving import Teller, client_of, run, served, until, user
+from tests.gateway.clients import asked, chat, streamed, text_of
+from tests.gateway.harness import Teller, client_of, run, served, until, user
 
 
 def test_t05_the_life_of_a_session():

@@ -14,8 +14,8 @@ from loopwright.engines.base import Sampling
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.gateway.sessions.store import DiskStore
-from tests.gateway.asking import asked, chat, exact, followed, serving, streamed, text_of
-from tests.gateway.serving import Teller, client_of, run, served, until, user
+from tests.gateway.clients import asked, chat, exact, followed, serving, streamed, text_of
+from tests.gateway.harness import Teller, client_of, run, served, until, user
 
 
 def test_t04_the_intent_is_stored_before_the_engine_is_asked(tmp_path):

@@ -3,8 +3,8 @@
 import asyncio
 import json
 
-from tests.gateway.asking import chat, exact
-from tests.gateway.serving import ADD, END, Teller, call, client_of, run, served, user
+from tests.gateway.clients import chat, exact
+from tests.gateway.harness import ADD, END, Teller, call, client_of, run, served, user
 
 
 def test_t02_t03_a_conversation_is_spliced_and_exported_once():

@@ -9,9 +9,9 @@ import pytest
 
 from loopwright.engines.base import EngineError
 from loopwright.engines.fleet import Fleet, FleetSettings
-from tests.gateway.asking import COUNTED, chat, slow_engine, spans_of
-from tests.gateway.relaying import TOKEN
-from tests.gateway.serving import Teller, client_of, run, served, user
+from tests.gateway.clients import COUNTED, chat, slow_engine, spans_of
+from tests.gateway.harness import Teller, client_of, run, served, user
+from tests.gateway.relay.harness import TOKEN
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -29,7 +29,7 @@ from loopwright.rollouts.remote.gateway_host import (
     GatewayAccess,
 )
 from loopwright.rollouts.remote.worker import RemoteRequest
-from tests.gateway.serving import Teller, until
+from tests.gateway.harness import Teller, until
 from tests.rollouts.pools.ray_cluster import cluster  # noqa: F401
 from tests.rollouts.remote.agents import (
     CHAT,

@@ -29,9 +29,8 @@ from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
 from loopwright.testing import GatewayContract
 from loopwright.testing.gateways import chat
-from tests.gateway import relaying
-from tests.gateway.relaying import relayed
-from tests.gateway.serving import Teller, until
+from tests.gateway.harness import Teller, until
+from tests.gateway.relay.harness import TOKEN, relayed
 from tests.rollouts.pools.ray_cluster import cluster  # noqa: F401
 from tests.rollouts.remote.agents import (
     ENGINE,
@@ -102,7 +101,7 @@ class TestT11Relay(TestT11External):
     @asynccontextmanager
     async def around(self, home):
         async with relayed(self.make_engine(home), output=home / "gw") as gateway:
-            self.url, self.token = gateway.address, relaying.TOKEN
+            self.url, self.token = gateway.address, TOKEN
             yield
 
 

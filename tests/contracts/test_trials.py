@@ -162,9 +162,9 @@ def test_a04_metrics_count_trials_by_status_and_outcome(tmp_path):
             lines = response.read().decode().splitlines()
     counts = {"queued": 1, "running": 1, "cancelling": 0, "ended": 2, "cancelled": 0, "lost": 0}
     assert [line for line in lines if not line.startswith("#")] == [
-        *(f'loopwright_trials{{status="{status}"}} {count}' for status, count in counts.items()),
-        'loopwright_trials_ended_total{outcome="ok"} 1',
-        'loopwright_trials_ended_total{outcome="truncated"} 1',
+        *(f'loopwright_trials{{status="{status}"}} {count}.0' for status, count in counts.items()),
+        'loopwright_trials_ended_total{outcome="ok"} 1.0',
+        'loopwright_trials_ended_total{outcome="truncated"} 1.0',
     ]
 
 
@@ -194,7 +194,7 @@ def test_a04_other_machines_can_connect_only_with_a_token_file(tmp_path):
         ({"loop": {"command": ["x", "{nothing}"]}}, "unknown placeholder {nothing}"),
         ({"loop": {"command": ["x"], "sandbox": "castle"}}, "sandbox"),
         ({"task": {"id": "t"}}, "a task needs `prompt`"),
-        ({"gateway": {"url": "nowhere"}}, "no URL"),
+        ({"gateway": {"url": "nowhere"}}, "not the URL"),
         ({"more": 1}, "unknown key 'more'"),
         ({"key": ""}, "Idempotency-Key"),
         ({"loop": {"command": ["x"], "pass_env": ["HOME"]}}, "loop.pass_env: concerns the run's own machine"),

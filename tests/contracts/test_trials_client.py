@@ -23,7 +23,7 @@ from loopwright.rollouts.remote.worker import RemoteRequest
 from loopwright.rollouts.trial_server.client import TrialServerClient, TrialServerLost, TrialServerWorker
 from loopwright.scenario.load import load
 from tests.contracts.harness import campaign, trials
-from tests.gateway.serving import until
+from tests.gateway.harness import until
 from tests.rollouts.remote.agents import TASK, running
 from tests.rollouts.trial_server.serving import ENGINE_ARGS, TrialServerProcess, held_agent, serve
 from tests.survival.campaign import Campaign, end_of, wait_for

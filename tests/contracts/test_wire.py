@@ -17,8 +17,8 @@ from loopwright.gateway.sessions.served_session import snapshot_of
 from tests.engines.test_http import engine_of
 from tests.engines.test_http import said as said_by
 from tests.engines.wires import served as engines_served
-from tests.gateway.serving import ADD, END, Teller, call, claude_of, client_of, run, served, user
-from tests.gateway.test_families import Player
+from tests.gateway.harness import ADD, END, Teller, call, claude_of, client_of, run, served, user
+from tests.gateway.sessions.test_template import Player
 
 ROWS = {
     "text re-tokenised at the next turn gives other ids": "retokenised",

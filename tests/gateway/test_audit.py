@@ -19,7 +19,7 @@ from loopwright.engines.inprocess.forward import difference
 from loopwright.engines.inprocess.models import tiny
 from loopwright.gateway.gateway import Gateway
 from loopwright.gateway.sessions.session_config import SessionConfig
-from tests.gateway.serving import Teller, client_of, user
+from tests.gateway.harness import Teller, client_of, user
 
 SAMPLINGS = [
     {},

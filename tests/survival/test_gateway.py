@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from loopwright.core.errors import StorageError
 from loopwright.gateway.sessions.session_config import SessionConfig
-from tests.gateway.serving import Teller, client_of, run, served, until, user
+from tests.gateway.harness import Teller, client_of, run, served, until, user
 from tests.survival.serving import serving
 
 SLOWLY = ("--engine", "scripted", "--set", "engine.token_s=0.0005", "--port", 0, "--output", "gw")

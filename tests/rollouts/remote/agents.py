@@ -15,7 +15,7 @@ from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_host import EmbeddedGatewayHost
 from loopwright.rollouts.remote.gateway_pool import GatewayPool
 from loopwright.rollouts.remote.worker import RemoteWorker
-from tests.gateway.serving import Teller, until
+from tests.gateway.harness import Teller, until
 
 TASK = Task("t", ({"role": "user", "content": "What is it?"},), "secret label")
 CHAT = """

@@ -15,7 +15,7 @@ from loopwright.rollouts.remote.agent import AgentExit
 from loopwright.rollouts.remote.blame import TimeLimit, assign_blame
 from loopwright.rollouts.remote.gateway_host import GatewayAccess, GatewayHost
 from loopwright.rollouts.remote.gateway_pool import GatewayPool
-from tests.gateway.serving import served, until
+from tests.gateway.harness import served, until
 from tests.rollouts.remote.agents import TASK, open_setup, program
 
 REQUEST = RolloutRequest(TASK, "0", trial=1)

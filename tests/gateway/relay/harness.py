@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from loopwright.gateway.gateway import Gateway, GatewayConfig
 from loopwright.gateway.relay.relay import Relay, RelayConfig
 from loopwright.gateway.relay.worker import RelayWorker
-from tests.gateway.serving import until
+from tests.gateway.harness import until
 
 TOKEN = "a-token-of-the-gateway"
 

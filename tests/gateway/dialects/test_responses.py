@@ -19,7 +19,7 @@ from loopwright.gateway.dialects.responses import Responses
 from loopwright.gateway.sessions.graph import Graph
 from loopwright.gateway.sessions.template import ChatML
 from loopwright.gateway.sessions.turn import Turn
-from tests.gateway.wire import DEFAULTS, JSON, heard
+from tests.gateway.dialects.harness import DEFAULTS, JSON, heard
 
 DIALECT = Responses(ByteTokenizer(), DEFAULTS)
 EVENT = TypeAdapter(ResponseStreamEvent)

@@ -11,8 +11,8 @@ from openai.types.responses import Response
 
 from loopwright.engines.base import ContextFull, EngineError
 from loopwright.gateway.sessions.session import Session
-from tests.gateway.test_responses import ADD, ASKED, DIALECT, ONE, TWO, accumulated, call, output, user
-from tests.gateway.wire import DEFAULTS, Parrot, exact, read_events, run
+from tests.gateway.dialects.harness import DEFAULTS, Parrot, exact, read_events, run
+from tests.gateway.dialects.test_responses import ADD, ASKED, DIALECT, ONE, TWO, accumulated, call, output, user
 
 # -- any conversation -------------------------------------------------------------------------------------------------
 

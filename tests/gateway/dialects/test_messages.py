@@ -18,7 +18,7 @@ from loopwright.gateway.dialects.messages import Messages, models_response
 from loopwright.gateway.sessions.graph import Graph
 from loopwright.gateway.sessions.template import ChatML
 from loopwright.gateway.sessions.turn import Delta, Turn
-from tests.gateway.wire import DEFAULTS, JSON, heard, read_events
+from tests.gateway.dialects.harness import DEFAULTS, JSON, heard, read_events
 
 DIALECT = Messages(ByteTokenizer(), DEFAULTS)
 EVENT = TypeAdapter(RawMessageStreamEvent)

@@ -9,7 +9,7 @@ from loopwright.core.episode import Node
 from loopwright.core.errors import StorageError
 from loopwright.gateway.sessions.graph import key_of
 from loopwright.gateway.sessions.store import INTENT, NODE, RESULT, DiskStore, load_nodes, node_statement
-from tests.gateway.serving import ADD, run, served, user
+from tests.gateway.harness import ADD, run, served, user
 
 
 @contextmanager

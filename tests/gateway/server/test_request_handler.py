@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loopwright.gateway.sessions.session_config import SessionConfig
-from tests.gateway.serving import ADD, Teller, client_of, run, served, until, user
+from tests.gateway.harness import ADD, Teller, client_of, run, served, until, user
 
 PATHS = ["v1/chat/completions", "v1/completions", "v1/responses", "v1/messages", "v1/messages/count_tokens"]
 SCALAR = st.one_of(

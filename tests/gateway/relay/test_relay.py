@@ -18,8 +18,8 @@ from loopwright.gateway.relay.link import PROTOCOL
 from loopwright.gateway.relay.relay import Relay, RelayConfig
 from loopwright.gateway.relay.worker import RelayWorker, WorkerRefused
 from loopwright.testing import EngineContract
-from tests.gateway.relaying import TOKEN, door, relayed, working
-from tests.gateway.serving import END, Teller, client_of, run, until, user
+from tests.gateway.harness import END, Teller, client_of, run, until, user
+from tests.gateway.relay.harness import TOKEN, door, relayed, working
 
 
 async def said(engine, text="hi", most=64):

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
-from tests.gateway.serving import ADD, Teller, call, claude_of, client_of, run, served, user
+from tests.gateway.harness import ADD, Teller, call, claude_of, client_of, run, served, user
 
 MUL = {"type": "function", "function": {"name": "mul", "parameters": {"type": "object", "properties": {}}}}
 SHAPE = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

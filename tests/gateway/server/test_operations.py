@@ -16,7 +16,7 @@ from loopwright.gateway.gateway import Gateway
 from loopwright.gateway.server import openapi
 from loopwright.gateway.server.server import Server
 from loopwright.gateway.sessions.session_config import SessionConfig
-from tests.gateway.serving import Teller, client_of, run, served, until, user
+from tests.gateway.harness import Teller, client_of, run, served, until, user
 
 TOKEN = "a token of the opener"
 AUTH = {"authorization": f"Bearer {TOKEN}"}

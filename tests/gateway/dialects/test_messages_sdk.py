@@ -11,8 +11,20 @@ from hypothesis import strategies as st
 
 from loopwright.engines.base import ContextFull, EngineError
 from loopwright.gateway.sessions.session import Session
-from tests.gateway.test_anthropic import ADD, ASKED, DIALECT, IMAGE, ONE, TWO, accumulated, call, result, text, user
-from tests.gateway.wire import DEFAULTS, Parrot, exact, read_events, run
+from tests.gateway.dialects.harness import DEFAULTS, Parrot, exact, read_events, run
+from tests.gateway.dialects.test_messages import (
+    ADD,
+    ASKED,
+    DIALECT,
+    IMAGE,
+    ONE,
+    TWO,
+    accumulated,
+    call,
+    result,
+    text,
+    user,
+)
 
 # -- any conversation -------------------------------------------------------------------------------------------------
 
