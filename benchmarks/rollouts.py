@@ -26,13 +26,13 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.buffer import Buffer, MemoryBuffer
 from loopwright.rollouts.build import build_judger_client
+from loopwright.rollouts.config import ProduceConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.judgers import parse_judger
 from loopwright.rollouts.judgers.base import Payload
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, SingleTurn
 from loopwright.rollouts.loops.worker import LoopWorker
 from loopwright.rollouts.pools.local import LocalPool
-from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.producer import Producer
 from loopwright.rollouts.tasks.mix import TaskMix
 
@@ -80,7 +80,7 @@ async def produce(
         TrialBook("benchmark", directory, ledger),
         tasks=TaskMix({"t": TASKS}, {"t": 1.0}, 0),
         loop=LocalPool(lambda: worker),
-        judge=build_judger_client(parse_judger(judger), HOME),
+        judger=build_judger_client(parse_judger(judger), HOME),
         buffer=Groups(ledger),
         produce=ProduceConfig(**how),
         concurrency=batch * GROUP_SIZE,

@@ -13,11 +13,10 @@ from loopwright.core.registry import Registry
 from loopwright.core.reward import rewards
 from loopwright.engines.base import Sampling, engines
 from loopwright.envs.live.config import LiveConfig
-from loopwright.rollouts.config import RolloutConfig
+from loopwright.rollouts.config import ProduceConfig, RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.judgers.base import judgers
 from loopwright.rollouts.loops.base import loops
-from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.remote.config import BoundsConfig
 from loopwright.rollouts.remote.gateway_config import GATEWAY_HOSTS
 from loopwright.rollouts.tasks.sources import task_sources

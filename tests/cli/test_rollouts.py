@@ -361,7 +361,7 @@ def test_a_judged_again_run_still_resumes_and_reports(copied):
         ("type = 'pythn'\n", "Did you mean 'python'?"),
         ("type = 'python'\nfunction = 'parts:absent'\n", "absent"),
         ("[[judger]]\ntype = 'length'\n[[judger]]\ntype = 'length'\n", "without a rule for combining"),
-        ("type = \n", "is no TOML"),
+        ("type = \n", "is not TOML"),
     ],
 )
 def test_a_wrong_judger_is_2_and_explained(finished, tmp_path, text, said):

@@ -12,12 +12,12 @@ from loopwright.core.task import Task
 from loopwright.ledger.groups import Groups
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.trial_book import TrialBook
+from loopwright.rollouts.config import ProduceConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.loops.worker import RolloutRequest, WeightUpdate
 from loopwright.rollouts.pools.base import Worker
 from loopwright.rollouts.pools.local import LocalPool
-from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.producer import Producer
 from loopwright.rollouts.tasks.mix import TaskMix
 
@@ -99,7 +99,7 @@ class World:
             TrialBook("r", directory, self.ledger, budget=budget),
             tasks=TaskMix(sources, weights or dict.fromkeys(sources, 1.0), seed, held_out),
             loop=LocalPool(lambda: self.worker),
-            judge=self.judge,
+            judger=self.judge,
             buffer=Groups(self.ledger),
             produce=ProduceConfig(**produce),
             concurrency=concurrency,

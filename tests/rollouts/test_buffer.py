@@ -58,7 +58,7 @@ def test_l09_what_a_step_was_trained_on_can_be_found_again_when_its_checkpoint_i
     buffer.take(2, 1)
     buffer.take(1, 2)
     buffer.settle(2)
-    assert [buffer.taken(step) for step in (1, 2, 3)] == [[1, 2], [3], []]
+    assert [buffer.groups_of_step(step) for step in (1, 2, 3)] == [[1, 2], [3], []]
 
 
 def test_l08_what_is_too_old_expires_and_is_owed_until_it_is_tried_again(buffer):
@@ -66,10 +66,10 @@ def test_l08_what_is_too_old_expires_and_is_owed_until_it_is_tried_again(buffer)
     buffer.ready(1, 0)
     buffer.ready(2, 2)
     assert buffer.expire(1) == [1]
-    assert buffer.owed() == [1]
+    assert buffer.expired() == [1]
     buffer.open(3, "t", [Trial(3, {}, "", 3)], again=1)
-    assert buffer.owed() == []
-    assert buffer.drawn() == {"t": 2}, "a prompt that is tried again was drawn once"
+    assert buffer.expired() == []
+    assert buffer.draws() == {"t": 2}, "a prompt that is tried again was drawn once"
     assert buffer.waiting == 1
 
 
@@ -116,7 +116,7 @@ class BothAgree(RuleBasedStateMachine):
     @rule(source=st.sampled_from("ab"))
     def open(self, source):
         self.number += 1
-        owed = self.both(lambda b: b.owed())
+        owed = self.both(lambda b: b.expired())
         again = owed[0] if owed else None
         for buffer in self.buffers:
             buffer.open(self.number, source, [Trial(self.number, {}, "", self.number)], again=again)
@@ -152,8 +152,8 @@ class BothAgree(RuleBasedStateMachine):
 
     @invariant()
     def same(self):
-        self.both(lambda b: (b.waiting, b.unfinished(), b.owed(), b.drawn(), b.counts()))
-        self.both(lambda b: [b.taken(step) for step in range(self.step + 3)])
+        self.both(lambda b: (b.waiting, b.unfinished(), b.expired(), b.draws(), b.counts()))
+        self.both(lambda b: [b.groups_of_step(step) for step in range(self.step + 3)])
 
     def teardown(self):
         self.ledger.close()

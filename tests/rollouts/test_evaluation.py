@@ -71,7 +71,7 @@ def test_a_judger_that_compares_does_not_wait_for_what_stays_lost(tmp_path):
 
     async def main():
         async with World(tmp_path, roll, compares=True, held_out={"h": tasks(1, "h")}) as world, asyncio.timeout(100):
-            (group,) = world.env.examine(0, 3)
+            (group,) = world.env.open_evaluation(0, 3)
             await world.env.roll_all([group])
             assert sorted(e.reward.value for e in group.episodes.values()) == [0, 1]
             assert group.trials == 9
@@ -83,10 +83,10 @@ def test_what_an_evaluation_lost_is_made_again_and_never_trained_on(tmp_path):
     async def main():
         world = World(tmp_path, losing(2), compares=True, held_out={"h": tasks(2, "h")})
         async with world, asyncio.timeout(100):
-            groups = world.env.examine(7, 3)
+            groups = world.env.open_evaluation(7, 3)
             await world.env.roll_all(groups)
             assert [len(group.episodes) for group in groups] == [3, 3]
-            again = world.env.examine(7, 3)
+            again = world.env.open_evaluation(7, 3)
             assert [group.number for group in again] == [group.number for group in groups]
             await world.env.roll_all(again)
             seen = list(rollouts(world.ledger))
@@ -112,7 +112,7 @@ def test_a_rollout_of_an_evaluation_that_raises_ends_the_others(tmp_path):
     async def main():
         async with World(tmp_path, roll, held_out={"h": tasks(3, "h")}) as world:
             with pytest.raises(KeyError, match="a bug"):
-                await world.env.roll_all(world.env.examine(0, 1))
+                await world.env.roll_all(world.env.open_evaluation(0, 1))
             assert sorted(ended) == ["h/0", "h/2"]
 
     simulate(main())
@@ -121,7 +121,7 @@ def test_a_rollout_of_an_evaluation_that_raises_ends_the_others(tmp_path):
 def test_the_trials_of_an_evaluation_are_found_by_an_index(tmp_path):
     async def main():
         async with World(tmp_path, instantly, held_out={"h": tasks(1, "h")}) as world:
-            world.env.examine(0, 1)
+            world.env.open_evaluation(0, 1)
             query = f"EXPLAIN QUERY PLAN SELECT DISTINCT grp FROM trials WHERE {EVALUATED} = ?"
             (plan,) = world.ledger.transaction.rows(query, (0,))
             assert "SEARCH trials USING" in plan[3]
@@ -134,7 +134,7 @@ def test_evaluations_use_up_no_budget_and_are_made_whole_when_there_is_none_left
     async def main():
         for again in (False, True):
             async with World(tmp_path, losing(1), budget=4, held_out={"h": tasks(2, "h")}) as world:
-                groups = world.env.examine(0, 3)
+                groups = world.env.open_evaluation(0, 3)
                 await world.env.roll_all(groups)
                 assert [len(group.episodes) for group in groups] == [3, 3]
                 assert world.env.book.has_budget(4) != again, "also when they were made by an earlier process"

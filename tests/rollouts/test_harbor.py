@@ -269,7 +269,7 @@ def rollout(**parts):
 def test_a_loop_that_runs_no_tests_is_refused(tmp_path):
     write(tmp_path / "set/a")
     (problem,) = rollout(loop={"type": "single_turn"}).problems(tmp_path)
-    assert "verifier, which loop type 'single_turn' does not bring home" in problem.message
+    assert "verifier, which loop type 'single_turn' does not record" in problem.message
 
 
 def test_tasks_without_tests_are_refused(tmp_path):

@@ -183,7 +183,7 @@ def test_where_nearly_all_groups_are_left_out_a_batch_has_what_there_is(tmp_path
             assert discarded.trials == 29 * 4 + 12, "of a group that fails all samples are tried three times"
             assert discarded.rewards == [0.5] * 29 * 4
             assert "2 groups instead of 3" in caplog.text
-            assert "1 failed (the last one: no verdict on this one) and 29 had equal rewards" in caplog.text
+            assert "1 failed (the last: no verdict on this one) and 29 had equal rewards" in caplog.text
             with pytest.raises(ProductionFailed, match="10 had equal rewards"):
                 await world.producer.batch(1, 2)
 
@@ -357,7 +357,7 @@ def test_l09_a_crash_at_any_moment_loses_no_prompt_and_trains_none_twice(tmp_pat
     counts = world.env.buffer.counts()
     assert counts.get("open", 0) == counts.get("ready", 0) == counts.get("taken", 0) == 0
     assert counts["trained"] == len(trained)
-    drawn = world.env.buffer.drawn()["t"]
+    drawn = world.env.buffer.draws()["t"]
     assert drawn == counts["trained"] + counts.get("failed", 0), "every prompt that was drawn is accounted for"
     world.ledger.close()
 
@@ -442,7 +442,7 @@ def test_an_episode_that_cannot_be_stored_costs_its_own_sample(tmp_path):
             (lost,) = rollouts(world.ledger, [1])
         assert sorted(group.episodes) == [2, 3, 4, 5]
         assert (lost.episode.outcome, lost.episode.fault) == (Outcome.CRASHED, Fault.WORKLOAD)
-        assert "cannot be written down" in lost.episode.reason
+        assert "cannot be serialized" in lost.episode.reason
         assert lost.episode.reward is None
 
     simulate(main())

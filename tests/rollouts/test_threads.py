@@ -18,7 +18,7 @@ def gate():
 
 def run(story, *, most=2):
     async def main():
-        pool = Threads("test-threads", most=most)
+        pool = Threads("test-threads", max_threads=most)
         try:
             return await asyncio.wait_for(story(pool), 20)
         finally:

@@ -57,8 +57,8 @@ async def hang(task, session):
 
 def test_l02_what_a_request_says_of_sampling_lies_over_what_the_loop_says():
     loop = Sampling(temperature=0.7, max_tokens=3, stop=("!",))
-    assert RolloutRequest(TASK, "0").over(loop) == loop
-    told = RolloutRequest(TASK, "0", Sampling(temperature=0)).over(loop)
+    assert RolloutRequest(TASK, "0").merge_sampling(loop) == loop
+    told = RolloutRequest(TASK, "0", Sampling(temperature=0)).merge_sampling(loop)
     assert told == Sampling(temperature=0, max_tokens=3, stop=("!",))
     assert told.model_fields_set == {"temperature", "max_tokens", "stop"}
 
@@ -74,7 +74,7 @@ class TestDeadlines:
     def test_a_policy_that_is_still_talking_is_truncated(self):
         episode, seconds = rolled(talk, engine={"replies": ("x" * 250,), "token_s": 1.0}, deadline_s=100)
         assert (episode.outcome, episode.fault) == (Outcome.TRUNCATED, Fault.POLICY)
-        assert "still talking" in episode.reason
+        assert "still sampling" in episode.reason
         assert seconds == pytest.approx(100)
         assert episode.sampled == 96, "six chunks of sixteen"
 
@@ -172,7 +172,7 @@ def test_a_loop_that_returns_something_else_has_crashed():
 
     episode, _ = rolled(run)
     assert episode.outcome is Outcome.CRASHED
-    assert episode.reason == "TypeError: FunctionLoop.run gave a str instead of an Episode"
+    assert episode.reason == "TypeError: FunctionLoop.run returned a str instead of an Episode"
 
 
 @pytest.mark.parametrize(

@@ -155,9 +155,9 @@ class TrlRollouts:
             await self.env.publish(WeightUpdate(version, weights=weights))
         env = self.env
         if eval_step is None:
-            groups = [env.begin(prompt, count) for prompt, count in prompts]
+            groups = [env.open_group(prompt, count) for prompt, count in prompts]
         else:
-            groups = [env.examined(prompt, eval_step, count) for prompt, count in prompts]
+            groups = [env.open_evaluation_group(prompt, eval_step, count) for prompt, count in prompts]
         await env.roll_all(groups)
         for group in groups if eval_step is None else ():
             self._close(group, version)
@@ -193,7 +193,7 @@ class TrlRollouts:
 
         model = trainer.accelerator.unwrap_model(trainer.model)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        if self._source.near:
+        if self._source.in_process:
             return weights_of(base)
         # Alternate between two directories: an engine may still be reading the last one.
         directory = self.env.book.directory / "weights" / str((self._published + 1) % 2)

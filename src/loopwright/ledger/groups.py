@@ -93,7 +93,7 @@ class Groups:
         self._ready -= len(expired)
         return sorted(expired)
 
-    def taken(self, step: int) -> list[int]:
+    def groups_of_step(self, step: int) -> list[int]:
         """The groups that were taken for this step, trained on or not: what its replay is made from."""
         query = "SELECT grp FROM groups WHERE status IN ('taken', 'trained') AND step = ? ORDER BY grp"
         rows = self._rows(query, (step,))
@@ -116,7 +116,7 @@ class Groups:
         """The groups that were in production when the run stopped."""
         return [group for (group,) in self._rows("SELECT grp FROM groups WHERE status = 'open' ORDER BY grp")]
 
-    def owed(self) -> list[int]:
+    def expired(self) -> list[int]:
         """The groups that expired and whose prompts were not tried again yet."""
         rows = self._rows(
             "SELECT grp FROM groups WHERE status = 'expired' "
@@ -129,7 +129,7 @@ class Groups:
         """How many are ready."""
         return self._ready
 
-    def drawn(self) -> dict[str, int]:
+    def draws(self) -> dict[str, int]:
         """How many prompts were drawn from each source, for the sampler to go on from."""
         return dict(self._rows("SELECT source, count(*) FROM groups WHERE again IS NULL GROUP BY source"))
 

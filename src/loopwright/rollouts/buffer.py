@@ -1,4 +1,4 @@
-"""The replay buffer: groups between production and training, oldest version first."""
+"""The replay buffer: groups between production and training, oldest policy version first."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from loopwright.core.trial import Trial
 
 
 class Buffer(Protocol):
-    """What production needs of a buffer; `core.groups.Groups` keeps one in the ledger, where it survives a crash."""
+    """What the producer needs of a buffer. `ledger.groups.Groups` is one in the ledger, which survives a crash."""
 
     @property
     def waiting(self) -> int:
@@ -16,11 +16,11 @@ class Buffer(Protocol):
         ...
 
     def open(self, group: int, source: str, trials: Sequence[Trial], *, again: int | None = None) -> None:
-        """A new group goes into production; `again` is the expired one whose prompt it tries once more."""
+        """Add a group that goes into production; `again` is the expired group whose prompt it attempts again."""
         ...
 
     def ready(self, group: int, version: int) -> None:
-        """The group can be trained on; `version` is the oldest that sampled any of it."""
+        """The group can be trained on; `version` is the oldest policy version that sampled any of it."""
         ...
 
     def close(self, group: int, status: str) -> None:
@@ -32,40 +32,40 @@ class Buffer(Protocol):
         ...
 
     def expire(self, before: int) -> list[int]:
-        """End the ready groups of which something is older than version `before`."""
+        """Remove and return the ready groups whose version is older than `before`."""
         ...
 
-    def taken(self, step: int) -> list[int]:
-        """What was taken for this step, trained on or not: what its replay is made from."""
+    def groups_of_step(self, step: int) -> list[int]:
+        """The groups that were taken for this step, trained on or not, to replay it."""
         ...
 
     def settle(self, step: int) -> None:
-        """What was taken for this step or an earlier one counts as trained."""
+        """Mark what was taken for this step or an earlier one as trained."""
         ...
 
     def restore(self, step: int) -> None:
-        """Training goes on after this step: what was taken for later ones is ready again."""
+        """Training continues after this step: what was taken for later ones is ready again."""
         ...
 
     def unfinished(self) -> list[int]:
         """The groups in production."""
         ...
 
-    def owed(self) -> list[int]:
-        """The groups that expired and whose prompts were not tried again yet."""
+    def expired(self) -> list[int]:
+        """The groups that expired and whose prompts were not attempted again yet."""
         ...
 
-    def drawn(self) -> dict[str, int]:
+    def draws(self) -> dict[str, int]:
         """How many prompts were drawn from each source."""
         ...
 
     def counts(self) -> dict[str, int]:
-        """How many groups there are of each status."""
+        """The number of groups by status."""
         ...
 
 
 class MemoryBuffer:
-    """A buffer that ends with its process. There are few versions at a time, so each has a queue of its own."""
+    """A buffer in memory. There are few versions at a time, so each has its own queue."""
 
     def __init__(self) -> None:
         self._open: dict[int, None] = {}
@@ -73,9 +73,9 @@ class MemoryBuffer:
         self._waiting = 0
         self._taken: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self._trained: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        self._owed: list[int] = []
-        self._drawn: Counter[str] = Counter()
-        self._ended: Counter[str] = Counter()
+        self._expired: list[int] = []
+        self._draws: Counter[str] = Counter()
+        self._closed: Counter[str] = Counter()
 
     @property
     def waiting(self) -> int:
@@ -84,33 +84,33 @@ class MemoryBuffer:
     def open(self, group: int, source: str, trials: Sequence[Trial], *, again: int | None = None) -> None:
         self._open[group] = None
         if again is None:
-            self._drawn[source] += 1
+            self._draws[source] += 1
         else:
-            self._owed.remove(again)
+            self._expired.remove(again)
 
     def ready(self, group: int, version: int) -> None:
-        self._end(group)
+        self._close(group)
         self._put(group, version)
 
     def close(self, group: int, status: str) -> None:
-        self._end(group)
-        self._ended[status] += 1
+        self._close(group)
+        self._closed[status] += 1
 
-    def _end(self, group: int) -> None:
+    def _close(self, group: int) -> None:
         if group not in self._open:
             raise ValueError(f"group {group} is not open")
         del self._open[group]
 
     def take(self, most: int, step: int) -> list[int]:
-        taken = [self._oldest() for _ in range(min(most, self._waiting))]
-        self._taken[step] += taken
-        return sorted(group for _, group in taken)
+        groups = [self._pop_oldest() for _ in range(min(most, self._waiting))]
+        self._taken[step] += groups
+        return sorted(group for _, group in groups)
 
     def _put(self, group: int, version: int) -> None:
         self._ready[version].append(group)
         self._waiting += 1
 
-    def _oldest(self) -> tuple[int, int]:
+    def _pop_oldest(self) -> tuple[int, int]:
         version = min(self._ready)
         group = self._ready[version].popleft()
         if not self._ready[version]:
@@ -123,16 +123,16 @@ class MemoryBuffer:
         for version in [version for version in self._ready if version < before]:
             expired += self._ready.pop(version)
         self._waiting -= len(expired)
-        self._ended["expired"] += len(expired)
-        self._owed += expired
+        self._closed["expired"] += len(expired)
+        self._expired += expired
         return sorted(expired)
 
-    def taken(self, step: int) -> list[int]:
+    def groups_of_step(self, step: int) -> list[int]:
         return sorted(group for _, group in (*self._taken.get(step, ()), *self._trained.get(step, ())))
 
     def settle(self, step: int) -> None:
-        for done in [taken for taken in self._taken if taken <= step]:
-            self._trained[done] += self._taken.pop(done)
+        for earlier in [taken_step for taken_step in self._taken if taken_step <= step]:
+            self._trained[earlier] += self._taken.pop(earlier)
 
     def restore(self, step: int) -> None:
         self.settle(step)
@@ -144,13 +144,13 @@ class MemoryBuffer:
     def unfinished(self) -> list[int]:
         return sorted(self._open)
 
-    def owed(self) -> list[int]:
-        return sorted(self._owed)
+    def expired(self) -> list[int]:
+        return sorted(self._expired)
 
-    def drawn(self) -> dict[str, int]:
-        return dict(self._drawn)
+    def draws(self) -> dict[str, int]:
+        return dict(self._draws)
 
     def counts(self) -> dict[str, int]:
         taken, trained = (sum(map(len, groups.values())) for groups in (self._taken, self._trained))
-        now = {"open": len(self._open), "ready": self._waiting, "taken": taken, "trained": trained, **self._ended}
-        return {status: count for status, count in now.items() if count}
+        counts = {"open": len(self._open), "ready": self._waiting, "taken": taken, "trained": trained, **self._closed}
+        return {status: count for status, count in counts.items() if count}

@@ -1,4 +1,4 @@
-"""Putting a rollout environment together: which pools there are, and where their workers live."""
+"""Builds a rollout environment: its pools of loop workers and judgers, in this process or on Ray."""
 
 import os
 import re
@@ -31,22 +31,22 @@ from loopwright.rollouts.remote.worker import RemoteWorker
 from loopwright.rollouts.tasks.mix import TaskMix
 from loopwright.workloads.base import fingerprint_of
 
-_PLACEMENT = {
+_NOT_FINGERPRINTED = {
     *("workers", "cpus", "memory", "concurrency", "timeout_s", "retries", "pause_s", "breaker", "cooldown_s"),
     *("server", "token_file", "queue_s", "artifacts"),
 }
-"""What changes where and how fast things run, and not what comes out."""
+"""Settings that change where and how fast rollouts run, but not their results."""
 
 
-def fingerprint(config: RolloutConfig, engine: EngineConfig, tasks: TaskMix, home: Path) -> str:
-    """Changes with whatever makes rollouts incomparable: tasks, loop, judger, engine, and the code that they name."""
+def fingerprint(config: RolloutConfig, engine: EngineConfig, tasks: TaskMix, scenario_dir: Path) -> str:
+    """Changes with everything that makes rollouts incomparable: tasks, loop, judger, engine, and the code they name."""
     parts = {
-        "loop": config.loop.model_dump(mode="json", exclude=_PLACEMENT),
-        "judger": config.judger.model_dump(mode="json", exclude=_PLACEMENT),
+        "loop": config.loop.model_dump(mode="json", exclude=_NOT_FINGERPRINTED),
+        "judger": config.judger.model_dump(mode="json", exclude=_NOT_FINGERPRINTED),
         "engine": engine.model_dump(mode="json"),
     }
     text = orjson.dumps([parts, tasks.fingerprint()]).decode()
-    modules = {home / f"{found.replace('.', '/')}.py" for found in re.findall(r'"([\w.]+):[\w.]+"', text)}
+    modules = {scenario_dir / f"{module.replace('.', '/')}.py" for module in re.findall(r'"([\w.]+):[\w.]+"', text)}
     return fingerprint_of(text, *sorted(module for module in modules if module.is_file()))
 
 
@@ -56,26 +56,28 @@ def rollout_env(
     engine: EngineConfig,
     tasks: TaskMix,
     *,
-    home: Path,
+    scenario_dir: Path,
     seed: int,
     gateway: GatewayHostConfig | None = None,
     evaluation: EvalConfig | None = None,
 ) -> RolloutEnv:
-    """The environment of a rollout run."""
+    """Build the environment of a rollout run."""
     loop = config.loop
     gateway = (gateway or EmbeddedGatewayConfig()) if isinstance(loop, RemoteConfig) else None
-    here = not loop.workers if gateway is None else isinstance(gateway, EmbeddedGatewayConfig)
+    in_process = not loop.workers if gateway is None else isinstance(gateway, EmbeddedGatewayConfig)
     return RolloutEnv(
         book,
         tasks=tasks,
-        loop=_loop(book, config, engine, gateway, home),
-        judge=build_judger_client(config.judger, home),
+        loop=_build_loop(book, config, engine, gateway, scenario_dir),
+        judger=build_judger_client(config.judger, scenario_dir),
         buffer=Groups(book.ledger),
         produce=config.produce,
         seed=seed,
         concurrency=loop.concurrency,
         deadline_s=loop.deadline_s + (loop.queue_s if isinstance(loop, RemoteConfig) and loop.server else 0.0),
-        source=PolicySource(engine, loop.sampling, home, near=engine.type == "transformers" and here),
+        source=PolicySource(
+            engine, loop.sampling, scenario_dir, in_process=engine.type == "transformers" and in_process
+        ),
         evaluation=evaluation,
         cluster=partial(
             _cluster, [*config.resource_requests(), *(gateway.resource_requests() if gateway is not None else ())]
@@ -83,30 +85,34 @@ def rollout_env(
     )
 
 
-def _loop(
-    book: TrialBook, config: RolloutConfig, engine: EngineConfig, gateway: GatewayHostConfig | None, home: Path
+def _build_loop(
+    book: TrialBook, config: RolloutConfig, engine: EngineConfig, gateway: GatewayHostConfig | None, scenario_dir: Path
 ) -> Pool:
-    """The loop's workers: each with an engine, or all of them with a gateway that has one."""
+    """The loop's workers, each with its own engine, or all with a gateway that has one."""
     loop = config.loop
     if isinstance(loop, RemoteConfig) and gateway is not None:
         # Read here, where the run was started: workers on other machines do not have these variables.
         passed_env = {name: os.environ[name] for name in loop.pass_env if name in os.environ}
         run_tests = "verifier" in config.judger.required_evidence()
-        host = build_gateway_host(gateway, engine, home, book.name)
+        host = build_gateway_host(gateway, engine, scenario_dir, book.name)
         if loop.server is not None:
-            return _trial_server_loop(loop, loop.server, host, book, home, passed_env=passed_env, run_tests=run_tests)
+            return _trial_server_loop(
+                loop, loop.server, host, book, scenario_dir, passed_env=passed_env, run_tests=run_tests
+            )
         build: WorkerFactory = partial(
             RemoteWorker,
             loop,
-            home,
+            scenario_dir,
             run=book.name,
             passed_env=passed_env,
             run_tests=run_tests,
             sessions=None if loop.workers else host.local_sessions(),
         )
-        workers = build_pool("loop", build, loop, home, most=loop.concurrency)
+        workers = build_pool("loop", build, loop, scenario_dir, capacity=loop.concurrency)
         return GatewayPool(host, workers, _check_reachable if loop.workers else None)
-    return build_pool("loop", partial(LoopWorker.build, loop, engine, home), loop, home, most=loop.concurrency)
+    return build_pool(
+        "loop", partial(LoopWorker.build, loop, engine, scenario_dir), loop, scenario_dir, capacity=loop.concurrency
+    )
 
 
 def _trial_server_loop(
@@ -114,15 +120,15 @@ def _trial_server_loop(
     url: str,
     host: GatewayHost,
     book: TrialBook,
-    home: Path,
+    scenario_dir: Path,
     *,
     passed_env: Mapping[str, str],
     run_tests: bool,
 ) -> Pool:
-    """A loop whose agents run at a trial server."""
+    """A loop whose agents run on a trial server."""
     from loopwright.rollouts.trial_server.client import TrialServerClient, TrialServerWorker
 
-    client = TrialServerClient(url, server_token(loop.token_file, home), connections=2 * loop.concurrency)
+    client = TrialServerClient(url, server_token(loop.token_file, scenario_dir), connections=2 * loop.concurrency)
     run_id = str(book.ledger.state("id"))  # the same after a resume, so that no trial runs twice
     build = partial(
         TrialServerWorker, client, loop, run=book.name, run_id=run_id, passed_env=passed_env, run_tests=run_tests
@@ -136,7 +142,7 @@ async def _check_reachable(url: str) -> None:
 
 @contextmanager
 def _cluster(requests: Sequence[ResourceRequest]) -> Iterator[None]:
-    """Ray, where a pool is on it, once it is clear that all pools fit: together, and before any is launched."""
+    """Connect to Ray if a pool needs it, after checking that all pools fit together, before any is launched."""
     if not requests:
         yield
         return
@@ -147,15 +153,14 @@ def _cluster(requests: Sequence[ResourceRequest]) -> Iterator[None]:
         yield
 
 
-def build_judger_client(config: JudgerConfig, home: Path) -> JudgerClient:
-    """A judger, wherever it lives."""
-    return JudgerClient(
-        build_pool("judger", partial(JudgeWorker.build, config, home), config, home, most=config.capacity()), config
-    )
+def build_judger_client(config: JudgerConfig, scenario_dir: Path) -> JudgerClient:
+    """The client of a judger, in this process or on Ray."""
+    build = partial(JudgeWorker.build, config, scenario_dir)
+    return JudgerClient(build_pool("judger", build, config, scenario_dir, capacity=config.capacity()), config)
 
 
-def build_pool(name: str, build: WorkerFactory, config: Any, home: Path, *, most: int) -> Pool:
-    """`workers = 0`: in this process; otherwise on Ray, where `most` is what one worker may be given at a time."""
+def build_pool(name: str, build: WorkerFactory, config: Any, scenario_dir: Path, *, capacity: int) -> Pool:
+    """`workers = 0`: in this process; otherwise on Ray, with up to `capacity` calls per worker at a time."""
     if config.workers == 0:
         return LocalPool(build, name=name)
     try:
@@ -168,7 +173,7 @@ def build_pool(name: str, build: WorkerFactory, config: Any, home: Path, *, most
         cpus=config.cpus,
         memory_bytes=config.memory,
         name=name,
-        import_dir=home,
-        # Calls queue with whoever makes them, where their deadlines do not run, and not in the pool.
-        max_concurrency=max(1000, most),
+        import_dir=scenario_dir,
+        # Calls queue in the caller, where no deadline runs, and not in the pool.
+        max_concurrency=max(1000, capacity),
     )

@@ -1,4 +1,4 @@
-"""The collect agent: produces rollouts and records them; it trains nothing."""
+"""The collect agent: produces and records rollouts, without training."""
 
 import asyncio
 import logging
@@ -19,46 +19,46 @@ log = logging.getLogger(__name__)
 
 
 class CollectConfig(AgentConfig):
-    """Rollouts for later: to look at, to judge again, to train on elsewhere."""
+    """Collects rollouts to inspect, to judge again, or to train on elsewhere."""
 
     type: Literal["collect"] = "collect"
     trials: int = Field(ge=1)
-    """How many rollouts are made; those that make up for lost ones count."""
+    """How many rollouts are made, including replacements for lost ones."""
     group_size: int = Field(default=8, ge=1)
     """How many rollouts attempt the same prompt."""
     batch: int | None = Field(default=None, ge=1)
-    """How many groups make a batch; without it, as many as fill the loop's concurrency."""
+    """How many groups are in a batch; without it, as many as fill the loop's concurrency."""
 
     @model_validator(mode="after")
-    def _has_room(self) -> Self:
+    def _check_trials(self) -> Self:
         if self.trials < self.group_size:
             raise ValueError(f"`trials` ({self.trials}) must be at least `group_size` ({self.group_size})")
         return self
 
 
 class Collect(Agent):
-    """Takes one batch after another until its trials are used up."""
+    """Takes one batch after another until the trial budget is exhausted."""
 
     Config: ClassVar[type[AgentConfig]] = CollectConfig
     env: RolloutEnv
     config: CollectConfig
 
     def run(self) -> int:
-        """Collect; 1 if not one group could be used, or if there is nothing left to make them with."""
+        """Collect rollouts; returns 1 if no group could be used, or if a pool is down."""
         try:
             counts = run(self._collect())
         except (PoolDown, ResourcesError, ProductionFailed) as error:
-            log.error("%s Then go on with `loopwright resume`: nothing that was recorded is lost.", sentence(error))
+            log.error("%s Then continue with `loopwright resume`; no recorded rollout is lost.", sentence(error))
             self.env.book.ledger.set_state("failure", str(error))
             return 1
         return 0 if counts.get("trained") or self.env.book.stopping else 1
 
     async def _collect(self) -> dict[str, int]:
         loop = asyncio.get_running_loop()
-        work = asyncio.ensure_future(self._batches())
-        self.env.book.when_stopped(lambda: loop.call_soon_threadsafe(work.cancel))
+        batches = asyncio.ensure_future(self._batches())
+        self.env.book.when_stopped(lambda: loop.call_soon_threadsafe(batches.cancel))
         try:
-            await work
+            await batches
         except asyncio.CancelledError:
             if not self.env.book.stopping:
                 raise
@@ -75,7 +75,7 @@ class Collect(Agent):
                 producer.restore(step)
                 while await producer.batch(size, step + 1):
                     step += 1
-                    # Nothing is trained, so a batch that was taken is a batch that is done.
+                    # Without training, a batch is finished when it is taken.
                     self.env.book.ledger.set_state("step", step)
                     self.env.buffer.settle(step)
             finally:

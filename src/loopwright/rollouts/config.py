@@ -1,8 +1,8 @@
-"""What `[run.rollout]` holds: tasks, a loop that attempts them, a judger, and how production goes."""
+"""The `[run.rollout]` table: tasks, a loop that attempts them, a judger, and how groups are produced."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
@@ -12,10 +12,28 @@ from loopwright.core.tagged_config import config_parser
 from loopwright.rollouts.judgers.base import AnyJudger, JudgerConfig
 from loopwright.rollouts.loops.base import LoopConfig, loops
 from loopwright.rollouts.pools.resources import ResourceRequest
-from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.tasks.sources import Sources, TasksConfig, source_problems
 
 _AnyLoop = Annotated[SerializeAsAny[LoopConfig], BeforeValidator(config_parser(loops))]
+
+
+class ProduceConfig(Config):
+    """How groups of rollouts are produced."""
+
+    type: Literal["sync", "async"] = "sync"
+    """`sync`: one batch at a time; `async`: continuously, with more groups in flight than a batch needs."""
+    over_sample: float = Field(default=0.25, ge=0)
+    """Asynchronous only: how many more groups than a batch has are in flight, as a share of the batch."""
+    max_staleness: int = Field(default=1, ge=0)
+    """How many versions old a group may be when it is trained on; older prompts are attempted again."""
+    staleness: Literal["group", "token"] = "group"
+    """`group`: a group with one token that is too old expires; `token`: only if all its tokens are too old."""
+    partial: bool = True
+    """Whether a rollout continues after a weight update, in the middle of a turn; otherwise it starts again."""
+    filter: Literal["none", "equal_rewards"] = "none"
+    """`equal_rewards` leaves out groups whose rewards are all equal, since nothing can be learned from them."""
+    drain_s: float = Field(default=30.0, ge=0)
+    """Seconds that running rollouts get to finish before they are cancelled, when production is drained."""
 
 
 class RolloutConfig(Config):
@@ -31,43 +49,50 @@ class RolloutConfig(Config):
     """How groups of rollouts are produced."""
 
     def resource_requests(self) -> list[ResourceRequest]:
-        """What its pools ask of a Ray cluster; nothing if they are in this process."""
+        """The resources that its pools need on a Ray cluster; empty if they are in this process."""
         parts: dict[str, LoopConfig | JudgerConfig] = {"loop": self.loop, "judger": self.judger}
         return [
             ResourceRequest(name, part.workers, part.cpus, part.memory) for name, part in parts.items() if part.workers
         ]
 
-    def problems(self, home: Path, held_out: Sequence[TasksConfig] = ()) -> list[Problem]:
-        """What is wrong with it, for its own tasks and those that are held out; found before anything starts."""
-        every = (*self.tasks, *held_out)
-        found = source_problems(self.tasks, home)
-        found += [Problem(f"loop.{p.key}", p.message) for p in self.loop.problems(home)]
-        found += [Problem(f"judger.{p.key}", p.message) for p in self.judger.problems(home)]
-        found += self._shown(every, home)
-        return found or self._unjudged(every, home) or self._untested(every, home)
+    def problems(self, scenario_dir: Path, held_out: Sequence[TasksConfig] = ()) -> list[Problem]:
+        """What is wrong with it, for its own tasks and the held-out ones; checked before anything starts."""
+        sources = (*self.tasks, *held_out)
+        problems = source_problems(self.tasks, scenario_dir)
+        problems += [Problem(f"loop.{p.key}", p.message) for p in self.loop.problems(scenario_dir)]
+        problems += [Problem(f"judger.{p.key}", p.message) for p in self.judger.problems(scenario_dir)]
+        problems += self._exposed_sources(sources, scenario_dir)
+        return (
+            problems or self._routing_problems(sources, scenario_dir) or self._evidence_problems(sources, scenario_dir)
+        )
 
-    def _shown(self, sources: Sequence[TasksConfig], home: Path) -> list[Problem]:
-        """Sources that an agent could read for itself: labels, tests and solutions."""
-        files = [(source.label(), getattr(source, "path", None)) for source in sources]
-        shown = [name for name, path in files if path is not None and self.loop.exposes(home / path, home)]
-        said = "would be shown to agents, with what they are judged by. Name the agent's own directory only."
-        return [Problem("loop.readable", f"the tasks of {name!r} {said}") for name in shown]
+    def _exposed_sources(self, sources: Sequence[TasksConfig], scenario_dir: Path) -> list[Problem]:
+        """Sources that an agent could read: labels, tests and solutions."""
+        paths = [(source.label(), getattr(source, "path", None)) for source in sources]
+        exposed = [name for name, path in paths if path and self.loop.exposes(scenario_dir / path, scenario_dir)]
+        return [
+            Problem(
+                "loop.readable",
+                f"agents could read the tasks of {name!r}, with labels and tests. Name only the agent's own directory.",
+            )
+            for name in exposed
+        ]
 
-    def _untested(self, sources: Sequence[TasksConfig], home: Path) -> list[Problem]:
-        """Where the judger goes by what the loop brings home: a loop that does not, and tasks that it cannot judge."""
-        wanted = self.judger.required_evidence()
-        if missing := wanted - set(self.loop.evidence):
-            said = f"goes by {', '.join(sorted(missing))}, which loop type {self.loop.type!r} does not bring home"
-            return [Problem("judger", f'{said}; use loop = {{ type = "remote", ... }}.')]
-        tasks = [task for source in sources for task in source.load(home)] if wanted else []
-        lacks = ((task.id, self.judger.task_problem(task) or self.loop.task_problem(task, home)) for task in tasks)
-        lacking = [f"task {name} cannot be judged: {lack}" for name, lack in lacks if lack]
-        more = f"; and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        return [Problem("judger", f"{lacking[0]}{more}.")] if lacking else []
-
-    def _unjudged(self, sources: Sequence[TasksConfig], home: Path) -> list[Problem]:
-        """The tasks that the judger has no rule for; they are read again only if there can be any."""
+    def _routing_problems(self, sources: Sequence[TasksConfig], scenario_dir: Path) -> list[Problem]:
+        """The data sources that the judger has no route for. Tasks are only loaded if there can be any."""
         if not self.judger.routing_problems([""]):
             return []
-        data_sources = {task.data_source: None for source in sources for task in source.load(home)}
+        data_sources = {task.data_source: None for source in sources for task in source.load(scenario_dir)}
         return [Problem(f"judger.{p.key}", p.message) for p in self.judger.routing_problems(data_sources)]
+
+    def _evidence_problems(self, sources: Sequence[TasksConfig], scenario_dir: Path) -> list[Problem]:
+        """A loop that does not record the evidence that the judger requires, or tasks without it."""
+        required = self.judger.required_evidence()
+        if missing := required - set(self.loop.evidence):
+            needs = f"needs {', '.join(sorted(missing))}, which loop type {self.loop.type!r} does not record"
+            return [Problem("judger", f'{needs}; use loop = {{ type = "remote", ... }}.')]
+        tasks = [task for source in sources for task in source.load(scenario_dir)] if required else []
+        problems = ((t.id, self.judger.task_problem(t) or self.loop.task_problem(t, scenario_dir)) for t in tasks)
+        messages = [f"task {name} cannot be judged: {problem}" for name, problem in problems if problem]
+        more = f"; and {len(messages) - 1} more" if len(messages) > 1 else ""
+        return [Problem("judger", f"{messages[0]}{more}.")] if messages else []

@@ -1,4 +1,4 @@
-"""The rollout environment: the action is a task, the answer an episode, judged and in the ledger."""
+"""The rollout environment: runs tasks through an agent loop, judges the episodes, and records them in the ledger."""
 
 import asyncio
 import logging
@@ -12,46 +12,51 @@ from pathlib import Path
 from loopwright.core.episode import Attempt, Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import JudgedReward, Objectives
-from loopwright.core.task import Task
 from loopwright.core.trial import Action, Result, Trial
 from loopwright.engines.base import EngineConfig, Sampling
 from loopwright.ledger.rollouts import EVALUATED
 from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.buffer import Buffer
+from loopwright.rollouts.config import ProduceConfig
 from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.group import EpisodeJudge, Group, GroupJudging
 from loopwright.rollouts.judgers import JudgerDown
 from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.loops.worker import RolloutRequest, WeightUpdate
 from loopwright.rollouts.pools.base import Pool, PoolDown, SerializationError, WorkerLost
-from loopwright.rollouts.produce import ProduceConfig
 from loopwright.rollouts.tasks.mix import Prompt, TaskMix
 
 log = logging.getLogger(__name__)
 _GRACE_S = 10.0
-_MOST_HOLDS = 3
-"""How often a rollout waits for a judger that is down, where nothing is said."""
-_MOST_TRIALS = 3
+_MAX_JUDGER_WAITS = 3
+"""How often a rollout waits for a judger that is down, unless `wait_for_judger` is set."""
+_MAX_TRIALS_FACTOR = 3
 """How many trials a group may use, as a multiple of its size."""
-_EXAMINED = f"CREATE INDEX IF NOT EXISTS trials_examined ON trials ({EVALUATED}, grp) WHERE {EVALUATED} IS NOT NULL"
+_EVALUATION_INDEX = (
+    f"CREATE INDEX IF NOT EXISTS trials_examined ON trials ({EVALUATED}, grp) WHERE {EVALUATED} IS NOT NULL"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicySource:
-    """Where a run's tokens come from: what a trainer must know of it."""
+    """The engine that samples for a run, as far as a trainer must know it."""
 
     engine: EngineConfig
     sampling: Sampling
-    home: Path
+    scenario_dir: Path
     """The directory that paths are relative to."""
-    near: bool
-    """Whether the engine is in this process, so that weights need not go by way of a file."""
+    in_process: bool
+    """Whether the engine is in this process, so that weights can be handed over in memory."""
 
 
 class RolloutEnv:
-    """Runs a task through an agent loop, judges the episode, records both.
+    """Runs a task through an agent loop, judges the episode and records it.
 
-    What the policy did or caused is scored. What it could not cause is tried once more, and otherwise has no reward.
+        async with env.running():
+            group = env.open_group(prompt, size=8)
+            await env.roll_all([group])
+
+    What the policy did or caused is scored. Other failures are attempted once more, and then have no reward.
     """
 
     metric_names = ("tokens", "turns")
@@ -63,9 +68,9 @@ class RolloutEnv:
         *,
         tasks: TaskMix,
         loop: Pool,
-        judge: EpisodeJudge,
+        judger: EpisodeJudge,
         buffer: Buffer,
-        produce: ProduceConfig,
+        produce: ProduceConfig | None = None,
         seed: int = 0,
         concurrency: int = 64,
         deadline_s: float = 600.0,
@@ -73,170 +78,176 @@ class RolloutEnv:
         evaluation: EvalConfig | None = None,
         cluster: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.book, self.tasks, self.loop, self.judge, self.buffer = book, tasks, loop, judge, buffer
-        self.produce, self.concurrency = produce, concurrency
+        self.book, self.tasks, self.loop, self.judger, self.buffer = book, tasks, loop, judger, buffer
+        self.produce, self.concurrency = produce or ProduceConfig(), concurrency
         self.source, self.evaluation = source, evaluation
-        self.waits_for_judge = False
-        """Whether rollouts wait until a judger that is down is back, instead of being given up some time."""
+        self.wait_for_judger = False
+        """Whether rollouts wait for a judger that is down until it is back, instead of failing after some time."""
         self._seed, self._deadline_s, self._cluster = seed, deadline_s, cluster
         self._slots = asyncio.Semaphore(concurrency)
         ((evaluations,),) = book.ledger.transaction.rows(f"SELECT count({EVALUATED}) FROM trials")
         book.uncounted += evaluations  # the budget is for training
 
-    # -- numbering ----------------------------------------------------------------------------------------------
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["RolloutEnv"]:
+        """Start the judger and the loop's workers, and stop them at the end."""
+        with self._cluster():
+            try:
+                await self.judger.start()
+                await self.loop.start()
+                yield self
+            finally:
+                await self.loop.close()
+                await self.judger.close()
 
-    def begin(self, prompt: Prompt, size: int, *, again: int | None = None) -> Group:
-        """Open a group: its trials are numbered and in the ledger when this returns."""
+    async def publish(self, update: WeightUpdate) -> None:
+        """Send a weight update to the engines that sample for this run, or to their gateway."""
+        await self.loop.publish(update)
+
+    # -- groups -------------------------------------------------------------------------------------------------
+
+    def open_group(self, prompt: Prompt, size: int, *, again: int | None = None) -> Group:
+        """Start a group. Its trials are numbered and in the ledger when this returns.
+
+        `again` is the number of an expired group whose prompt is attempted again.
+        """
         number = self.book.new_group()
         trials = [self._new_trial(prompt.action, number, repeat) for repeat in range(size)]
         self.buffer.open(number, prompt.source, trials, again=again)
-        return self.group(number, prompt, size, trials)
+        return self._group(number, prompt, size, trials)
 
-    def group(self, number: int, prompt: Prompt, size: int, trials: Sequence[Trial]) -> Group:
-        """A group with these trials, of which some may have ended."""
+    def load_group(self, number: int, size: int) -> Group:
+        """A group as recorded in the ledger."""
+        trials = self.book.ledger.group(number)
+        return self._group(number, self.tasks.find(trials[0].action), size, trials)
+
+    def refill(self, group: Group) -> list[Trial]:
+        """Add trials for those that a group has lost, up to a limit, and return them."""
+        trials: list[Trial] = []
+        unlimited = "evaluated" in group.action
+        while (
+            group.missing and group.trials < _MAX_TRIALS_FACTOR * group.size and (unlimited or self.book.has_budget())
+        ):
+            if self.book.stopping:
+                return trials
+            trial = self._new_trial(group.action, group.number, group.trials)
+            self.book.reserve([trial], hold=False)
+            group.trials += 1
+            group.in_flight[trial.number] = trial
+            trials.append(trial)
+        if group.judging is not None:
+            group.judging.judge_if_complete()  # what was lost for good is no longer waited for
+        return trials
+
+    def open_evaluation(self, step: int, samples: int) -> list[Group]:
+        """The groups of the evaluation after this step, including what an earlier process did of it."""
+        ledger = self.book.ledger
+        with ledger.transaction as connection:
+            connection.execute(_EVALUATION_INDEX)  # not for every run: most have no evaluation
+        rows = ledger.transaction.rows(f"SELECT DISTINCT grp FROM trials WHERE {EVALUATED} = ?", (step,))
+        trials_by_prompt: dict[tuple[str, int], list[Trial]] = {}
+        for (number,) in rows:
+            trials = ledger.group(number)
+            trials_by_prompt[trials[0].action["source"], trials[0].action["index"]] = trials
+        groups = []
+        for prompt in self.tasks.held_out():
+            if earlier := trials_by_prompt.get((prompt.source, prompt.index)):
+                groups.append(self._group(earlier[0].group, prompt, samples, earlier))
+            else:
+                groups.append(self.open_evaluation_group(prompt, step, samples))
+        ledger.flush()
+        return groups
+
+    def open_evaluation_group(self, prompt: Prompt, step: int, samples: int) -> Group:
+        """A group of an evaluation: it is never trained on."""
+        number = self.book.new_group()
+        action = {**prompt.action, "evaluated": step}
+        trials = [self._new_trial(action, number, repeat) for repeat in range(samples)]
+        self.book.reserve(trials)
+        return self._group(number, prompt, samples, trials)
+
+    def _group(self, number: int, prompt: Prompt, size: int, trials: Sequence[Trial]) -> Group:
         group = Group(number, prompt, size, trials=len(trials), action=trials[0].action)
-        group.bench = GroupJudging(self.judge, group) if self.judge.compares else None
+        group.judging = GroupJudging(self.judger, group) if self.judger.compares else None
         for trial in trials:
             if trial.unfinished:
-                group.flying[trial.number] = trial
-            elif episode := self._stored(trial.number):
-                self._keep(group, trial.number, episode)
+                group.in_flight[trial.number] = trial
+            elif (data := self.book.ledger.payload(trial.number, "rollout")) is not None:
+                group.add(trial.number, Episode.from_bytes(data))
         return group
-
-    def recorded(self, number: int, size: int) -> Group:
-        """A group as the ledger has it."""
-        trials = self.book.ledger.group(number)
-        return self.group(number, self.tasks.find(trials[0].action), size, trials)
-
-    def _stored(self, number: int) -> Episode | None:
-        data = self.book.ledger.payload(number, "rollout")
-        return None if data is None else Episode.from_bytes(data)
-
-    def _keep(self, group: Group, number: int, episode: Episode) -> None:
-        if episode.fault in (None, Fault.POLICY):
-            group.episodes[number] = episode
-        else:
-            group.lost = episode.reason
-
-    def refilled(self, group: Group) -> list[Trial]:
-        """New trials for those that a group has lost; one that always breaks is given up some time."""
-        more: list[Trial] = []
-        free = "evaluated" in group.action
-        while group.missing and group.trials < _MOST_TRIALS * group.size and (free or self.book.has_budget()):
-            if self.book.stopping:
-                return more
-            more.append(self._refill(group))
-        if group.bench is not None:
-            group.bench.check()  # who waits there waits for those alone that still come
-        return more
-
-    def _refill(self, group: Group) -> Trial:
-        more = self._new_trial(group.action, group.number, group.trials)
-        self.book.reserve([more], hold=False)
-        group.trials += 1
-        group.flying[more.number] = more
-        return more
 
     def _new_trial(self, action: Action, group: int, repeat: int) -> Trial:
         self.book.uncounted += "evaluated" in action
         return self.book.new_trial(action, group=group, repeat=repeat)
 
-    def examine(self, step: int, samples: int) -> list[Group]:
-        """The groups of an evaluation after this step, with what an earlier process has of it."""
-        known = self._examined(step)
-        groups = []
-        for prompt in self.tasks.held_out():
-            trials = known.get((prompt.source, prompt.index))
-            if trials is None:
-                groups.append(self.examined(prompt, step, samples))
-            else:
-                groups.append(self.group(trials[0].group, prompt, samples, trials))
-        self.book.ledger.flush()
-        return groups
-
-    def examined(self, prompt: Prompt, step: int, samples: int) -> Group:
-        """A group of an evaluation: nothing in it is trained on."""
-        number = self.book.new_group()
-        action = {**prompt.action, "evaluated": step}
-        trials = [self._new_trial(action, number, repeat) for repeat in range(samples)]
-        self.book.reserve(trials)
-        return self.group(number, prompt, samples, trials)
-
-    def _examined(self, step: int) -> dict[tuple[str, int], list[Trial]]:
-        with self.book.ledger.transaction as connection:
-            connection.execute(_EXAMINED)  # not for every run: most have no evaluation
-        rows = self.book.ledger.transaction.rows(f"SELECT DISTINCT grp FROM trials WHERE {EVALUATED} = ?", (step,))
-        groups = [self.book.ledger.group(number) for (number,) in rows]
-        return {(trials[0].action["source"], trials[0].action["index"]): trials for trials in groups}
-
     # -- one rollout --------------------------------------------------------------------------------------------
 
     async def roll_all(self, groups: Sequence[Group]) -> None:
-        """Roll what has not ended of these groups, and what makes up for the lost. If one raises, all are over."""
+        """Finish these groups, including replacements for lost trials. If a rollout raises, all are cancelled."""
 
         async def roll(group: Group, trial: Trial) -> None:
-            for more in await self.roll(group, trial):
-                tasks.create_task(roll(group, more))
+            await self.roll(group, trial)
+            for replacement in self.refill(group):
+                tasks.create_task(roll(group, replacement))
 
         try:
             async with asyncio.TaskGroup() as tasks:
                 for group in groups:
-                    for trial in [*group.flying.values(), *self.refilled(group)]:
+                    for trial in [*group.in_flight.values(), *self.refill(group)]:
                         tasks.create_task(roll(group, trial))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         self.book.ledger.flush()
 
-    async def roll(self, group: Group, trial: Trial) -> list[Trial]:
-        """Run a trial of a group to its end; its episode is then in the group, if it counts.
-
-        Gives the trials that are now to be rolled for what was lost.
-        """
+    async def roll(self, group: Group, trial: Trial) -> Episode:
+        """Run a trial of a group and record it; its episode is then in the group, if it counts."""
         self.book.observers.before(trial)
         try:
-            episode, data = await self._episode(trial, group.bench)
+            episode, data = await self._episode(trial, group.judging)
         except asyncio.CancelledError:
             self.book.commit(trial, Result(Outcome.ABORTED, reason="the run was stopped"))
             raise
         self.book.commit(trial, _result(episode, data))
-        del group.flying[trial.number]
-        self._keep(group, trial.number, episode)
-        return self.refilled(group)
+        del group.in_flight[trial.number]
+        group.add(trial.number, episode)
+        return episode
 
-    async def _episode(self, trial: Trial, bench: GroupJudging | None) -> tuple[Episode, bytes]:
+    async def _episode(self, trial: Trial, judging: GroupJudging | None) -> tuple[Episode, bytes]:
         """The judged episode of a trial, and its bytes for the ledger."""
         task, clock = self.tasks.find(trial.action).task, asyncio.get_running_loop().time
         earlier: tuple[Attempt, ...] = ()
-        examined = "evaluated" in trial.action
-        sampling = self.evaluation.sampling if examined and self.evaluation is not None else None
-        waiting = clock()
+        is_evaluation = "evaluated" in trial.action
+        sampling = self.evaluation.sampling if is_evaluation and self.evaluation is not None else None
+        queued_s = clock()
         async with self._slots:
             while True:
-                begun, at = clock(), time.time()
+                started_s, started_at = clock(), time.time()
                 seed = f"{self._seed}:{trial.number}:{len(earlier)}"
                 episode = await self._attempt(RolloutRequest(task, seed, sampling, trial.number))
-                phases = {"queue": begun - waiting, "loop": clock() - begun}
+                phases = {"queue": started_s - queued_s, "loop": clock() - started_s}
                 if episode.attempts:
                     phases |= episode.attempts[-1].phases_s
                 if episode.fault in (None, Fault.POLICY) or earlier:
                     break
-                # What the policy could not cause gets a second try, elsewhere where there is an elsewhere.
-                earlier = (Attempt(at, phases, episode.outcome, episode.reason),)
-                waiting = clock()
+                # What the policy did not cause is attempted once more, on another worker if there is one.
+                earlier = (Attempt(started_at, phases, episode.outcome, episode.reason),)
+                queued_s = clock()
         if episode.fault in (None, Fault.POLICY):
-            begun = clock()
-            episode = await self._judged(trial, episode, bench)
-            phases["judge"] = clock() - begun
-        attempts = (*earlier, Attempt(at, phases, episode.outcome, episode.reason))
+            started_s = clock()
+            episode = await self._judge(trial, episode, judging)
+            phases["judge"] = clock() - started_s
+        attempts = (*earlier, Attempt(started_at, phases, episode.outcome, episode.reason))
         episode = replace(episode, group=trial.group, attempts=attempts)
-        if examined:  # whoever trains on it would no longer know how good the policy is
+        if is_evaluation:  # a policy that is trained on it could no longer be measured by it
             episode = replace(episode, trainable=False, in_baseline=False)
         try:
-            data = episode.to_bytes()
-        except TypeError as error:  # a loop of the user's own may put anything into its episode
-            episode = _unwritten(task, trial.group, earlier, at, f"its episode cannot be written down: {error}")
-            data = episode.to_bytes()
-        return episode, data
+            return episode, episode.to_bytes()
+        except TypeError as error:  # a user's loop may put anything into its episode
+            reason = f"the episode cannot be serialized: {error}"
+            attempts = (*earlier, Attempt(started_at, {}, Outcome.CRASHED, reason))
+            episode = Episode(task, group=trial.group, attempts=attempts)
+            episode = episode.failed(Outcome.CRASHED, Fault.WORKLOAD, reason)
+            return episode, episode.to_bytes()
 
     async def _attempt(self, request: RolloutRequest) -> Episode:
         try:
@@ -248,24 +259,20 @@ class RolloutEnv:
         except WorkerLost as error:
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, str(error))
         except TimeoutError:
-            reason = f"the loop was not back {_GRACE_S:g} s after its deadline of {self._deadline_s:g} s"
+            reason = f"the loop did not return within {_GRACE_S:g} s after its deadline of {self._deadline_s:g} s"
             return Episode(request.task).failed(Outcome.TIMEOUT, Fault.WORKLOAD, reason)
         return episode
 
-    async def publish(self, update: WeightUpdate) -> None:
-        """Send a weight update to what samples for this run: the loops' engines, or their gateway's."""
-        await self.loop.publish(update)
-
-    async def _judged(self, trial: Trial, episode: Episode, bench: GroupJudging | None) -> Episode:
-        for holds in count():
+    async def _judge(self, trial: Trial, episode: Episode, judging: GroupJudging | None) -> Episode:
+        for waits in count():
             try:
-                reward = await (self.judge.judge(episode) if bench is None else bench.reward(episode))
+                reward = await (self.judger.judge(episode) if judging is None else judging.reward(episode))
                 return episode.judged(reward)
             except JudgerDown as error:
-                if self.waits_for_judge or holds < _MOST_HOLDS:
-                    # The judger rests; rolling out anew would cost more than waiting for it.
-                    if holds == _MOST_HOLDS:
-                        log.warning("trial %d waits for its judger, however long: %s", trial.number, error)
+                if self.wait_for_judger or waits < _MAX_JUDGER_WAITS:
+                    # Waiting for the judger costs less than another rollout.
+                    if waits == _MAX_JUDGER_WAITS:
+                        log.warning("trial %d waits until its judger is back: %s", trial.number, error)
                     await asyncio.sleep(error.retry_in_s)
                     continue
                 reason = str(error)
@@ -273,24 +280,6 @@ class RolloutEnv:
                 reason = str(error)
             break
         return episode.failed(Outcome.JUDGE_FAILED, Fault.JUDGE, reason)
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator["RolloutEnv"]:
-        """Start the judger and the loop's workers; both stop at the end."""
-        with self._cluster():
-            try:
-                await self.judge.start()
-                await self.loop.start()
-                yield self
-            finally:
-                await self.loop.close()
-                await self.judge.close()
-
-
-def _unwritten(task: Task, group: int, earlier: tuple[Attempt, ...], at: float, reason: str) -> Episode:
-    """What takes the place of an episode that cannot be stored."""
-    attempts = (*earlier, Attempt(at, {}, Outcome.CRASHED, reason))
-    return Episode(task, group=group, attempts=attempts).failed(Outcome.CRASHED, Fault.WORKLOAD, reason)
 
 
 def _result(episode: Episode, data: bytes) -> Result:

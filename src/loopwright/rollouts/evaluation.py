@@ -1,4 +1,4 @@
-"""Evaluation: how the policy does at tasks that it is not trained on, with intervals that say how sure that is."""
+"""Evaluation: the policy's performance on held-out tasks, with confidence intervals."""
 
 from collections.abc import Sequence
 from math import comb
@@ -16,22 +16,22 @@ from loopwright.rollouts.tasks.sources import Sources, source_problems
 
 
 class EvalConfig(Config):
-    """Tasks that the policy is measured at, and never trained on."""
+    """Held-out tasks, on which the policy is evaluated and never trained."""
 
     tasks: Sources = Field(examples=['{ type = "jsonl", path = "held-out.jsonl" }'])
-    """Where they come from, one source or a list, each chosen by `type`."""
+    """Where the tasks come from, one source or a list, each chosen by `type`."""
     every: int = Field(default=10, ge=1)
-    """Steps of training between two evaluations; there is one before the first and one after the last, too."""
+    """Training steps between two evaluations; there is also one before the first step and one after the last."""
     samples: int = Field(default=1, ge=1)
-    """How many rollouts attempt each task; pass@k is told for k up to this."""
+    """How many rollouts attempt each task; pass@k is reported for k up to this."""
     sampling: Sampling | None = None
-    """How the policy is sampled; what is not said here is as in training."""
+    """How the policy is sampled; settings that are missing here are as in training."""
     solved: float = 1.0
-    """The reward from which on a task counts as solved."""
+    """The smallest reward with which a task counts as solved."""
 
-    def problems(self, home: Path) -> list[Problem]:
-        """What is wrong with it; found before anything starts."""
-        return source_problems(self.tasks, home)
+    def problems(self, scenario_dir: Path) -> list[Problem]:
+        """What is wrong with this config; checked before anything starts."""
+        return source_problems(self.tasks, scenario_dir)
 
     def due(self, step: int, last: int) -> bool:
         """Whether there is an evaluation after this step."""
@@ -39,24 +39,26 @@ class EvalConfig(Config):
 
 
 def summary(by_task: Sequence[Sequence[float]], config: EvalConfig, *, seed: str) -> dict[str, Any]:
-    """Mean reward and pass@k over tasks, from the rewards at each, with the bounds of their 95 % intervals."""
+    """Mean reward and pass@k over tasks, from the rewards of each task, with the bounds of their 95 % intervals."""
     scored = [rewards for rewards in by_task if rewards]
-    told: dict[str, Any] = {
+    results: dict[str, Any] = {
         "tasks": len(by_task),
         "rollouts": sum(map(len, scored)),
         "faults": len(by_task) * config.samples - sum(map(len, scored)),
     }
     if not scored:
-        return told
-    told["reward"], told["reward_low"], told["reward_high"] = interval([fmean(rewards) for rewards in scored], seed)
+        return results
+    results["reward"], results["reward_low"], results["reward_high"] = interval(
+        [fmean(rewards) for rewards in scored], seed
+    )
     for k in dict.fromkeys((1, *(2**n for n in range(1, 16) if 2**n < config.samples), config.samples)):
-        chances = [_pass(rewards, k, config.solved) for rewards in scored if len(rewards) >= k]
-        if chances:
-            told[f"pass@{k}"], told[f"pass@{k}_low"], told[f"pass@{k}_high"] = interval(chances, seed)
-    return told
+        estimates = [_pass_at_k(rewards, k, config.solved) for rewards in scored if len(rewards) >= k]
+        if estimates:
+            results[f"pass@{k}"], results[f"pass@{k}_low"], results[f"pass@{k}_high"] = interval(estimates, seed)
+    return results
 
 
-def _pass(rewards: Sequence[float], k: int, solved: float) -> float:
-    """The chance that one of k rollouts solves the task, without bias, from all that there are."""
-    wrong = sum(reward < solved for reward in rewards)
-    return 1.0 - comb(wrong, k) / comb(len(rewards), k)
+def _pass_at_k(rewards: Sequence[float], k: int, solved: float) -> float:
+    """An unbiased estimate of the probability that one of k rollouts solves the task."""
+    failures = sum(reward < solved for reward in rewards)
+    return 1.0 - comb(failures, k) / comb(len(rewards), k)

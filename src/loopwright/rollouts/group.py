@@ -1,4 +1,4 @@
-"""A group: a prompt and the rollouts that attempt it, which are compared with one another."""
+"""A group: a prompt and the rollouts that attempt it, and how a whole group is judged."""
 
 import asyncio
 from collections import Counter
@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Protocol
 
 from loopwright.core.episode import Episode
+from loopwright.core.outcome import Fault
 from loopwright.core.reward import Reward
 from loopwright.core.trial import Action, Trial
 from loopwright.rollouts.judgers.base import JudgeFailed
@@ -15,7 +16,7 @@ from loopwright.rollouts.tasks.mix import Prompt
 
 
 class EpisodeJudge(Protocol):
-    """How episodes are judged, near or far."""
+    """What scores episodes; a JudgerClient is one."""
 
     @property
     def compares(self) -> bool:
@@ -23,7 +24,7 @@ class EpisodeJudge(Protocol):
         ...
 
     async def start(self) -> None:
-        """Have its workers ready."""
+        """Start its workers."""
         ...
 
     async def judge(self, episode: Episode) -> Reward:
@@ -31,112 +32,121 @@ class EpisodeJudge(Protocol):
         ...
 
     async def judge_group(self, episodes: Sequence[Episode]) -> Sequence[Reward | JudgeFailed]:
-        """The rewards of a whole group, each a verdict or the reason why there is none."""
+        """A reward or a failure for each episode of a group."""
         ...
 
     async def close(self) -> None:
-        """End its workers."""
+        """Stop its workers."""
         ...
 
 
 @dataclass
 class Group:
-    """A prompt under way: what has ended and counts, and what has not."""
+    """A prompt in production: the episodes that count, and the trials that are not finished."""
 
     number: int
     prompt: Prompt
     size: int
     episodes: dict[int, Episode] = field(default_factory=dict)
-    """By trial number: those that count, the policy's own failures included."""
-    flying: dict[int, Trial] = field(default_factory=dict)
-    """Trials that have not ended."""
+    """By trial number: those that count, including the policy's own failures."""
+    in_flight: dict[int, Trial] = field(default_factory=dict)
+    """Trials that are not finished, by number."""
     trials: int = 0
-    """How many were numbered, refills included."""
+    """How many trials it has used, including replacements."""
     action: Action = field(default_factory=dict)
-    """What the ledger has its trials under."""
-    lost: str = ""
-    """Why the last sample that does not count was lost."""
-    bench: "GroupJudging | None" = None
+    """The recorded action of its trials."""
+    last_failure: str = ""
+    """Why the last trial that does not count was lost."""
+    judging: "GroupJudging | None" = None
+    """Judges the group as a whole; None if its episodes are judged one by one."""
 
     @property
     def missing(self) -> int:
-        """How many more rollouts it takes."""
-        return self.size - len(self.episodes) - len(self.flying)
+        """How many more rollouts it needs."""
+        return self.size - len(self.episodes) - len(self.in_flight)
 
     @property
     def baseline(self) -> float | None:
-        """The mean reward of those that count: one per rollout, into however many rows it falls."""
+        """The mean reward of the episodes that count: one each, however many rows they have."""
         rewards = [e.reward.value for e in self.episodes.values() if e.in_baseline and e.reward is not None]
         return fmean(rewards) if rewards else None
 
-    def version(self, now: int = 0, *, newest: bool = False) -> int:
-        """The oldest version of the policy, or the newest, that sampled any of it; `now` if none did."""
-        spans = [span.version for e in self.episodes.values() for node in e.nodes for span in node.spans]
-        return (max if newest else min)(spans, default=now)
+    def add(self, trial: int, episode: Episode) -> None:
+        """Add a finished episode. One that failed through no fault of the policy does not count."""
+        if episode.fault in (None, Fault.POLICY):
+            self.episodes[trial] = episode
+        else:
+            self.last_failure = episode.reason
+
+    def version(self, default: int = 0, *, newest: bool = False) -> int:
+        """The oldest (or newest) version of the policy that sampled any token of it; `default` without tokens."""
+        versions = [span.version for e in self.episodes.values() for node in e.nodes for span in node.spans]
+        return (max if newest else min)(versions, default=default)
 
 
 @dataclass
 class DiscardedGroups:
-    """What was produced since the batch before and is in none: `filtered` groups, and those that `failed`."""
+    """Groups that were produced since the last batch and are in no batch: `filtered` or `failed`."""
 
     groups: Counter[str] = field(default_factory=Counter)
-    """How many, by what became of them."""
+    """How many, by status."""
     trials: int = 0
     rewards: list[float] = field(default_factory=list)
-    """Of the rollouts among them that count."""
-    why: str = ""
-    """Why the last sample was lost, if any was."""
+    """The rewards of their episodes that count."""
+    last_failure: str = ""
+    """Why the last lost trial failed."""
 
     def add(self, group: Group, status: str) -> None:
-        """One more group."""
+        """Count a group."""
         self.groups[status] += 1
         self.trials += group.trials
         self.rewards += [e.reward.value for e in group.episodes.values() if e.reward is not None]
-        self.why = group.lost or self.why
+        self.last_failure = group.last_failure or self.last_failure
 
     def __str__(self) -> str:
         failed, filtered = self.groups["failed"], self.groups["filtered"]
-        said = [f"{failed} failed" + (f" (the last one: {self.why})" if self.why else "")] if failed else []
-        return " and ".join(said + ([f"{filtered} had equal rewards"] if filtered else []))
+        parts = [f"{failed} failed" + (f" (the last: {self.last_failure})" if self.last_failure else "")]
+        parts = (parts if failed else []) + ([f"{filtered} had equal rewards"] if filtered else [])
+        return " and ".join(parts)
 
 
 class GroupJudging:
-    """Where the episodes of a group wait until all have come that are compared with one another."""
+    """Collects the episodes of a group until all have arrived, and judges them together."""
 
-    def __init__(self, judge: EpisodeJudge, group: Group) -> None:
-        self._judge, self._group = judge, group
+    def __init__(self, judger: EpisodeJudge, group: Group) -> None:
+        self._judger, self._group = judger, group
         self._waiting: list[tuple[Episode, asyncio.Future[Reward]]] = []
-        self._judging: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     async def reward(self, episode: Episode) -> Reward:
         """The reward of this episode among the others of its group, or JudgeFailed."""
-        seat: tuple[Episode, asyncio.Future[Reward]] = episode, asyncio.get_running_loop().create_future()
-        self._waiting.append(seat)
-        self.check()
+        entry: tuple[Episode, asyncio.Future[Reward]] = episode, asyncio.get_running_loop().create_future()
+        self._waiting.append(entry)
+        self.judge_if_complete()
         try:
-            return await seat[1]
+            return await entry[1]
         finally:
-            if seat in self._waiting:
-                self._waiting.remove(seat)
+            if entry in self._waiting:
+                self._waiting.remove(entry)
 
-    def check(self) -> None:
-        """Judge, if nobody is missing any more."""
-        if self._waiting and len(self._waiting) >= len(self._group.flying):
+    def judge_if_complete(self) -> None:
+        """Start judging if every unfinished trial of the group has delivered its episode."""
+        if self._waiting and len(self._waiting) >= len(self._group.in_flight):
             waiting, self._waiting = self._waiting, []
-            self._judging = asyncio.create_task(self._compare(waiting))
+            self._task = asyncio.create_task(self._judge(waiting))
 
-    async def _compare(self, waiting: Sequence[tuple[Episode, "asyncio.Future[Reward]"]]) -> None:
-        # Those that were judged before a crash are shown again, so that the others are compared with all.
+    async def _judge(self, waiting: Sequence[tuple[Episode, "asyncio.Future[Reward]"]]) -> None:
+        # Episodes that were judged before a crash are included, so that the others are compared with all.
         episodes = [*(episode for episode, _ in waiting), *self._group.episodes.values()]
         verdicts: Sequence[Reward | BaseException]
         try:
-            verdicts = await self._judge.judge_group(episodes)
-        except BaseException as error:  # noqa: BLE001  it reaches everyone who waits
+            verdicts = await self._judger.judge_group(episodes)
+        except BaseException as error:  # noqa: BLE001  raised to everyone who waits
             verdicts = [error] * len(episodes)
-        for (_, seat), verdict in zip(waiting, verdicts, strict=False):
-            if seat.done():
+        for (_, future), verdict in zip(waiting, verdicts, strict=False):
+            if future.done():
                 continue
             if isinstance(verdict, BaseException):
-                seat.set_exception(verdict)
+                future.set_exception(verdict)
             else:
-                seat.set_result(verdict)
+                future.set_result(verdict)

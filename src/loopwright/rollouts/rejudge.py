@@ -1,6 +1,6 @@
-"""Judging again: stored episodes get the verdicts of another judger, and what that changes is told.
+"""Rejudging: another judger scores the stored episodes, and the changes are summarised.
 
-Nothing is run again and no reward is overwritten. Where the new judger fails there is no verdict, which is not a zero.
+Nothing is run again and no reward is overwritten. If the new judger fails there is no verdict, which is not a zero.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ _TINY = 1e-9
 
 
 def read_judger(file: Path) -> JudgerConfig:
-    """The judger in a TOML file: its top level, or its `[judger]` table. A ScenarioError says all that is wrong."""
+    """The judger in a TOML file: its top level, or its `[judger]` table. A ScenarioError lists everything wrong."""
     try:
         raw = tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
         raise ScenarioError(file, [Problem("", f"cannot be read: {error.strerror}. Give a TOML file.")]) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ScenarioError(file, [Problem("", f"is no TOML: {error}.")]) from error
+        raise ScenarioError(file, [Problem("", f"is not TOML: {error}.")]) from error
     key = "judger" if "judger" in raw else ""
     look_for_types(raw, file.absolute().parent)
     try:
@@ -48,7 +48,7 @@ def read_judger(file: Path) -> JudgerConfig:
 
 @dataclass(frozen=True)
 class Change:
-    """One episode before and after; no number where a judger gave none."""
+    """The rewards of one episode before and after; None if a judger gave none."""
 
     trial: int
     group: int
@@ -59,7 +59,7 @@ class Change:
 
     @property
     def difference(self) -> float | None:
-        """How far the reward moved, where there are two."""
+        """The change of the reward, if there are two."""
         return None if self.before is None or self.after is None else self.after.value - self.before.value
 
     def as_json(self) -> dict[str, Any]:
@@ -72,11 +72,11 @@ class Change:
 
 @dataclass
 class Changes:
-    """What a new judger changes, told group by group; its size does not grow with the episodes."""
+    """A summary of what a new judger changes. Its size does not grow with the number of episodes."""
 
     episodes: int = 0
     skipped: int = 0
-    """Nothing to judge there: the rollout itself was lost."""
+    """Episodes that cannot be judged, because the rollout itself was lost."""
     both: int = 0
     sum_before: float = 0.0
     sum_after: float = 0.0
@@ -88,11 +88,11 @@ class Changes:
     groups: int = 0
     pairs: int = 0
     flipped_pairs: int = 0
-    """Pairs of one group whose order is now the other way round."""
+    """Pairs of one group whose order is reversed."""
     flipped_signs: int = 0
-    """Episodes that were above their group's mean and are now below it, or the other way round."""
+    """Episodes that moved from above their group's mean to below it, or vice versa."""
     new_best: int = 0
-    """Groups in which no episode that was best is best any more."""
+    """Groups in which none of the best episodes is best any more."""
     parts: dict[str, float] = field(default_factory=dict)
     """Sum of each part of the new rewards, over the episodes that both judgers scored."""
     reasons: dict[str, int] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Changes:
 
     @property
     def changed(self) -> int:
-        """How many rewards moved."""
+        """How many rewards changed."""
         return self.up + self.down
 
     @property
@@ -110,16 +110,16 @@ class Changes:
 
     @property
     def part_means(self) -> dict[str, float]:
-        """What each part adds to the mean after."""
+        """The contribution of each part to the mean after."""
         return {name: total / self.both for name, total in self.parts.items()}
 
     @property
     def largest(self) -> list[Change]:
-        """The rewards that moved furthest."""
+        """The largest changes."""
         return [change for *_, change in sorted(self._largest, reverse=True)]
 
     def add(self, group: Sequence[Change]) -> None:
-        """One more group."""
+        """Count the changes of a group."""
         self.groups += 1
         for change in group:
             self._count(change)
@@ -128,7 +128,7 @@ class Changes:
 
     def _count(self, change: Change) -> None:
         self.episodes += 1
-        moved = change.difference
+        difference = change.difference
         if change.after is None:
             self.still_failed += change.before is None
             self.newly_failed += change.before is not None
@@ -136,17 +136,17 @@ class Changes:
                 self.reasons[change.reason] = self.reasons.get(change.reason, 0) + 1
             return
         self.newly_scored += change.before is None
-        if change.before is None or moved is None:
+        if change.before is None or difference is None:
             return
         self.both += 1
         self.sum_before += change.before.value
         self.sum_after += change.after.value
         for name, value in change.after.parts.items():
             self.parts[name] = self.parts.get(name, 0.0) + value
-        self.up += moved > _TINY
-        self.down += moved < -_TINY
-        if abs(moved) > _TINY:
-            heapq.heappush(self._largest, (abs(moved), -change.trial, change))
+        self.up += difference > _TINY
+        self.down += difference < -_TINY
+        if abs(difference) > _TINY:
+            heapq.heappush(self._largest, (abs(difference), -change.trial, change))
             if len(self._largest) > _LARGEST:
                 heapq.heappop(self._largest)
 
@@ -158,8 +158,8 @@ class Changes:
             self.flipped_pairs += _sign(before - other_before) * _sign(after - other_after) < 0
         means = [fsum(column) / len(scored) for column in zip(*scored, strict=True)]
         self.flipped_signs += sum(_sign(b - means[0]) * _sign(a - means[1]) < 0 for b, a in scored)
-        was, now = (_best(column) for column in zip(*scored, strict=True))
-        self.new_best += not was & now
+        best_before, best_after = (_best(column) for column in zip(*scored, strict=True))
+        self.new_best += not best_before & best_after
 
     def as_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -176,53 +176,52 @@ class Changes:
         }
 
 
-async def rejudge(ledger: Ledger, config: JudgerConfig, home: Path) -> AsyncGenerator[tuple[list[Change], int]]:
-    """The verdicts of a judger on the stored episodes, group by group, each with how many could not be judged."""
-    judge = build_judger_client(config, home)
+async def rejudge(ledger: Ledger, config: JudgerConfig, scenario_dir: Path) -> AsyncGenerator[tuple[list[Change], int]]:
+    """The changes of the stored episodes, group by group, each with the number of episodes that cannot be judged."""
+    client = build_judger_client(config, scenario_dir)
     # As many groups at a time as keep the judger busy, however small they are.
-    most = 2 * config.capacity() * max(1, config.workers)
-    flying: set[asyncio.Task[tuple[list[Change], int]]] = set()
+    max_episodes = 2 * config.capacity() * max(1, config.workers)
+    running: set[asyncio.Task[tuple[list[Change], int]]] = set()
     try:
-        await judge.start()
+        await client.start()
         for group in groups_of(ledger):
-            flying.add(asyncio.create_task(_judged(judge, group)))
-            if len(flying) * len(group) >= most:
-                done, flying = await asyncio.wait(flying, return_when=asyncio.FIRST_COMPLETED)
-                for ended in done:
-                    yield await ended
-        for rest in asyncio.as_completed(list(flying)):
-            yield await rest
+            running.add(asyncio.create_task(_judge(client, group)))
+            if len(running) * len(group) >= max_episodes:
+                finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in finished:
+                    yield await task
+        for last in asyncio.as_completed(list(running)):
+            yield await last
     finally:
-        for task in flying:
+        for task in running:
             task.cancel()
-        await asyncio.gather(*flying, return_exceptions=True)
-        await judge.close()
+        await asyncio.gather(*running, return_exceptions=True)
+        await client.close()
 
 
-async def _judged(judge: EpisodeJudge, group: Sequence[Rollout]) -> tuple[list[Change], int]:
-    able = [rollout for rollout in group if rollout.judgeable]
-    verdicts = await judge.judge_group([rollout.episode for rollout in able]) if able else []
-    found = [_change(rollout, verdict) for rollout, verdict in zip(able, verdicts, strict=True)]
-    return found, len(group) - len(able)
+async def _judge(client: EpisodeJudge, group: Sequence[Rollout]) -> tuple[list[Change], int]:
+    rollouts = [rollout for rollout in group if rollout.judgeable]
+    verdicts = await client.judge_group([rollout.episode for rollout in rollouts]) if rollouts else []
+    changes = [_change(rollout, verdict) for rollout, verdict in zip(rollouts, verdicts, strict=True)]
+    return changes, len(group) - len(rollouts)
 
 
 def _change(rollout: Rollout, verdict: Reward | JudgeFailed) -> Change:
     episode = rollout.episode
-    failed = isinstance(verdict, JudgeFailed)
     return Change(
         trial=rollout.number,
         group=episode.group,
         task=episode.task.id,
         before=episode.reward,
         after=None if isinstance(verdict, JudgeFailed) else verdict,
-        reason=str(verdict) if failed else "",
+        reason=str(verdict) if isinstance(verdict, JudgeFailed) else "",
     )
 
 
 def describe(config: JudgerConfig, file: Path, changes: Changes | None) -> Mapping[str, Any]:
-    """What is written down of a judging: which judger it was, and what it changed; nothing yet if it is not done."""
-    told = None if changes is None else changes.as_json()
-    return {"file": str(file), "judger": config.model_dump(mode="json"), "changes": told}
+    """The record of a rejudging: the judger and its changes, which are None until it is finished."""
+    summary = None if changes is None else changes.as_json()
+    return {"file": str(file), "judger": config.model_dump(mode="json"), "changes": summary}
 
 
 def _sign(value: float) -> int:
@@ -230,5 +229,5 @@ def _sign(value: float) -> int:
 
 
 def _best(values: Iterable[float]) -> set[int]:
-    listed = list(values)
-    return {place for place, value in enumerate(listed) if value >= max(listed) - _TINY}
+    values = list(values)
+    return {index for index, value in enumerate(values) if value >= max(values) - _TINY}

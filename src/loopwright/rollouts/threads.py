@@ -1,4 +1,4 @@
-"""Threads for synchronous functions of the user's: off the event loop, and left behind when they never return."""
+"""Threads for users' synchronous functions: off the event loop, and abandoned if they never return."""
 
 import asyncio
 import threading
@@ -10,17 +10,17 @@ from typing import Any
 from loopwright.core.errors import LoopwrightError
 
 MAX_HANGING_CALLS = 512
-"""How many calls that never return may be left behind before nothing more is called."""
+"""How many calls may hang before no more are made."""
 
 
 class TooManyHangingCalls(LoopwrightError, RuntimeError):
-    """So many calls never returned that no more are made."""
+    """So many calls hang that no more are made."""
 
 
 class _Call:
-    """A call on its way to a thread and back."""
+    """A call that a thread runs for the event loop."""
 
-    begun = ended = left = False
+    is_started = is_finished = is_abandoned = False
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.work = work
@@ -34,34 +34,34 @@ class _Call:
             self.result.set_result(value)
         elif isinstance(error, Exception) and not isinstance(error, StopIteration):
             self.result.set_exception(error)
-        else:  # what would end the event loop, or means something else to it
+        else:  # it would end the event loop, or has another meaning there
             failure = RuntimeError(f"the call raised {error!r}")
             failure.__cause__ = error
             self.result.set_exception(failure)
 
 
 class Threads:
-    """Runs calls in daemon threads, so that one that hangs neither holds up the others nor the end of the process.
+    """Runs calls in daemon threads, so that a hanging call blocks neither the others nor the end of the process.
 
-    A call that is cancelled or too late cannot be stopped, but its thread no longer counts: another takes its place.
+    A call that is cancelled cannot be stopped, but its thread no longer counts towards the limit.
     """
 
-    def __init__(self, name: str, *, most: int = 64) -> None:
-        self._name, self._most = name, most
+    def __init__(self, name: str, *, max_threads: int = 64) -> None:
+        self._name, self._max_threads = name, max_threads
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._alive = self._idle = self._waiting = self._left = 0
+        self._alive = self._idle = self._waiting = self._hanging = 0
         self._closed = False
 
     async def run(self, work: Callable[[], Any]) -> Any:
-        """What the call returns or raises; an exit that it asks for is an exception like any other."""
+        """What the call returns or raises; a SystemExit inside is an exception like any other."""
         call = _Call(work)
         with self._lock:
             if self._closed:
-                raise RuntimeError(f"the threads of {self._name} are closed")
-            if self._left >= MAX_HANGING_CALLS:
+                raise RuntimeError(f"the threads {self._name!r} are closed")
+            if self._hanging >= MAX_HANGING_CALLS:
                 raise TooManyHangingCalls(
-                    f"{self._left} calls never returned, so no more are made. Find out where they hang."
+                    f"{self._hanging} calls never returned, so no more are made. Check where they hang."
                 )
             self._waiting += 1
             self._calls.put(call)
@@ -69,10 +69,10 @@ class Threads:
         try:
             return await call.result
         finally:
-            self._leave(call)
+            self._abandon(call)
 
     def close(self) -> None:
-        """Let idle threads go; those at work are left to themselves."""
+        """End idle threads; running calls are not interrupted."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -80,16 +80,16 @@ class Threads:
                     self._calls.put(None)
 
     def _grow(self) -> None:
-        if self._waiting > self._idle and self._alive < self._most:
+        if self._waiting > self._idle and self._alive < self._max_threads:
             self._alive += 1
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
 
-    def _leave(self, call: _Call) -> None:
-        """Nobody waits for this call any more: unless it has ended, its thread loses its place."""
+    def _abandon(self, call: _Call) -> None:
+        """Nobody waits for this call any more: unless it has finished, its thread no longer counts."""
         with self._lock:
-            if call.begun and not call.ended:
-                call.left = True
-                self._left += 1
+            if call.is_started and not call.is_finished:
+                call.is_abandoned = True
+                self._hanging += 1
                 self._alive -= 1
                 self._grow()
 
@@ -105,16 +105,16 @@ class Threads:
                 self._waiting -= 1
                 if call.result.cancelled():
                     continue
-                call.begun = True
+                call.is_started = True
             value, error = None, None
             try:
                 value = call.work()
-            except BaseException as raised:  # noqa: BLE001  it is handed to whoever waits
-                error = raised
+            except BaseException as exception:  # noqa: BLE001  raised to the caller
+                error = exception
             with self._lock:
-                call.ended = True
-                self._left -= call.left
+                call.is_finished = True
+                self._hanging -= call.is_abandoned
             with suppress(RuntimeError):  # the event loop may be gone by now
                 call.loop.call_soon_threadsafe(call.settle, value, error)
-            if call.left:
+            if call.is_abandoned:
                 return

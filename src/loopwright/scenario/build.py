@@ -113,7 +113,7 @@ def build_env(
             config.rollout,
             config.engine,
             tasks,
-            home=loaded.directory,
+            scenario_dir=loaded.directory,
             seed=agent.seed,
             gateway=config.gateway,
             evaluation=config.eval,

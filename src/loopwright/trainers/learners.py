@@ -89,7 +89,7 @@ def build_learner(config: TrainConfig, algorithm: type[Algorithm], env: RolloutE
 
         directory = env.book.directory.absolute()
         return RayLearner(settings, directory, workers=config.workers, cpus=config.cpus, gpus=config.gpus)
-    return LocalLearner(settings, env.book.directory, near=source_of(env).near)
+    return LocalLearner(settings, env.book.directory, near=source_of(env).in_process)
 
 
 def learner_settings(config: TrainConfig, algorithm: type[Algorithm], env: RolloutEnv) -> LearnerSettings:
@@ -99,12 +99,12 @@ def learner_settings(config: TrainConfig, algorithm: type[Algorithm], env: Rollo
     model = config.model or engine.policy
     if model is None:
         raise TrainingFailed(f"the model of engine {engine.type!r} is unknown: set `model` of the agent.")
-    engine_device: str = getattr(engine, "device", "cpu") if source.near else "cpu"
+    engine_device: str = getattr(engine, "device", "cpu") if source.in_process else "cpu"
     return LearnerSettings(
         config=config,
         algorithm=algorithm,
         model=model,
-        scenario_dir=source.home,
+        scenario_dir=source.scenario_dir,
         model_seed=getattr(engine, "seed", 0),
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,

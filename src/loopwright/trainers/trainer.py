@@ -131,7 +131,7 @@ class _Training:
 
     async def _train(self, learner: "RunLearner") -> None:
         config, produce = self.config, self.env.produce
-        self.env.waits_for_judge = True  # an outage of the judger must cost time, not rollouts
+        self.env.wait_for_judger = True  # an outage of the judger must cost time, not rollouts
         if getattr(config, "dynamic_sampling", False):
             produce = produce.model_copy(update={"filter": "equal_rewards"})
         producer = Producer(self.env, produce, group_size=config.group_size)
@@ -255,7 +255,7 @@ class _Training:
         ):
             return
         self._evaluated_step = step
-        groups = self.env.examine(step, config.samples)
+        groups = self.env.open_evaluation(step, config.samples)
         await self.env.roll_all(groups)
         rewards = [[e.reward.value for e in group.episodes.values() if e.reward is not None] for group in groups]
         numbers = summary(rewards, config, seed=f"{self.config.seed}:{step}")
@@ -282,9 +282,9 @@ class _Training:
             step = checkpoint.step
         self.steps.forget(step)
         first = step
-        while numbers := self.env.buffer.taken(step + 1):
+        while numbers := self.env.buffer.groups_of_step(step + 1):
             step += 1
-            groups = [self.env.recorded(number, self.config.group_size) for number in numbers]
+            groups = [self.env.load_group(number, self.config.group_size) for number in numbers]
             self._record(step, await self._learn(learner, groups, step))
         if step > first:
             await self._checkpoint(learner, step)

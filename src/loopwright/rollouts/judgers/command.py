@@ -81,7 +81,7 @@ class CommandJudger(Judger):
     def __init__(self, config: CommandJudgerConfig, scenario_dir: Path = Path()) -> None:
         super().__init__(config, scenario_dir)
         self.needs = config.needs
-        self._threads = Threads("loopwright-scratch", most=config.concurrency)
+        self._threads = Threads("loopwright-scratch", max_threads=config.concurrency)
         self._executor = LocalExecutor(
             parallel=config.concurrency, memory_bytes=config.memory_limit, output_bytes=_MAX_BYTES
         )

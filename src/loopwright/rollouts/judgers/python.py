@@ -36,7 +36,7 @@ class UserFunction:
         self._function, self._name = function, getattr(function, "__name__", type(function).__name__)
         call = getattr(function, "__call__", None)  # noqa: B004  it may be an object with an asynchronous __call__
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-        self._threads = Threads("loopwright-judge", most=threads)
+        self._threads = Threads("loopwright-judge", max_threads=threads)
 
     @classmethod
     def load(cls, path: str, scenario_dir: Path, *, threads: int = 1) -> "UserFunction":

@@ -17,50 +17,52 @@ from loopwright.rollouts.pools.resources import PlacementConfig
 
 
 class LoopConfig(PlacementConfig):
-    """What every agent loop can be told."""
+    """The keys that every agent loop has."""
 
     evidence: ClassVar[tuple[str, ...]] = ()
-    """What its episodes hold for judgers, by name."""
+    """The names of the evidence that its episodes contain for judgers."""
     type: str
     sampling: Sampling = Sampling()
     """How the policy is sampled."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Seconds for one rollout, from its start to its episode."""
     max_turns: int | None = Field(default=None, ge=1)
-    """How many turns the policy has; a rollout that wants more is `truncated`, and is scored as it stands."""
+    """How many turns the policy has; a rollout that needs more is `truncated` and scored as it is."""
     max_tokens: int | None = Field(default=None, ge=1)
     """How many tokens it may sample over all turns."""
     concurrency: int = Field(default=64, ge=1)
     """How many rollouts are in flight at a time, over all workers."""
 
     def limits(self) -> SessionLimits:
-        """What a session of this loop may use."""
+        """The limits of a session of this loop."""
         return SessionLimits(self.max_turns, self.max_tokens)
 
-    def problems(self, home: Path) -> list[Problem]:
-        """What is wrong with it; found before anything starts."""
+    def problems(self, scenario_dir: Path) -> list[Problem]:
+        """What is wrong with this config; checked before anything starts."""
         return []
 
-    def task_problem(self, task: Task, home: Path) -> str:
-        """What a task lacks for this loop to bring evidence home; nothing if it can. Asked where a judger needs it."""
+    def task_problem(self, task: Task, scenario_dir: Path) -> str:
+        """Why this loop cannot record evidence for a task; empty if it can. Only used if a judger requires evidence."""
         return ""
 
-    def exposes(self, path: Path, home: Path) -> bool:
-        """Whether an agent could read, in its sandbox, what is at this path or a part of it."""
+    def exposes(self, path: Path, scenario_dir: Path) -> bool:
+        """Whether an agent could read this path, or a part of it, in its sandbox."""
         return False
 
 
 class Loop:
-    """How one task becomes one episode: a config of its own, chosen by its `type`."""
+    """What all loops share: their configuration. Subclass `AgentLoop`."""
 
     Config: ClassVar[type[LoopConfig]] = LoopConfig
 
-    def __init__(self, config: Any, home: Path) -> None:
-        self.config, self.home = config, home
+    def __init__(self, config: Any = None, scenario_dir: Path = Path()) -> None:
+        if config is None:
+            config = LoopConfig(type=type(self).__name__) if self.Config is LoopConfig else self.Config()  # type: ignore[call-arg]
+        self.config, self.scenario_dir = config, scenario_dir
 
 
 class AgentLoop(Loop, ABC):
-    """Drives a policy through a task. One loop serves many rollouts at a time: what belongs to one stays in `run`.
+    """Drives a policy through a task. One loop runs many rollouts at a time, so the state of each stays in `run`.
 
     class Twice(AgentLoop):
         async def run(self, task: Task, session: Session) -> Episode:
@@ -69,7 +71,7 @@ class AgentLoop(Loop, ABC):
             await session.turn([*task.messages, first.message, again])
             return session.episode(task)
 
-    An exception costs this rollout and no other; it is tried once more elsewhere.
+    An exception fails only this rollout, which is attempted once more.
     """
 
     @abstractmethod
@@ -77,35 +79,35 @@ class AgentLoop(Loop, ABC):
         """Attempt the task."""
 
     async def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
 
 
 class SingleTurnConfig(LoopConfig):
-    """The task's messages in, one answer out."""
+    """One turn: the task's messages in, one answer out."""
 
     type: Literal["single_turn"] = "single_turn"
 
 
 class SingleTurn(AgentLoop):
-    """Asks once."""
+    """Samples one turn."""
 
     Config: ClassVar[type[LoopConfig]] = SingleTurnConfig
 
     async def run(self, task: Task, session: Session) -> Episode:
         turn = await session.turn(task.messages)
-        return out_of_tokens(task, session) if turn.finish == "length" else session.episode(task)
+        return truncated_episode(task, session) if turn.finish == "length" else session.episode(task)
 
 
-def out_of_tokens(task: Task, session: Session) -> Episode:
-    """The episode of a policy that did not come to an end within its tokens; it is scored as it stands."""
+def truncated_episode(task: Task, session: Session) -> Episode:
+    """The episode of a policy that did not finish a turn within its token limit; it is scored as it is."""
     return session.episode(task, Outcome.TRUNCATED, reason="a turn ran out of tokens")
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception of the user's own in a line, whatever its `__str__` does."""
+    """A user's exception in one line, whatever its `__str__` does."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001  what it would have said is lost, but nothing else
+    except Exception:  # noqa: BLE001  only its text is lost
         return type(error).__name__
 
 
@@ -115,9 +117,9 @@ loops.add_lazily("tools", "loopwright.rollouts.loops.tools:ToolLoop")
 loops.add_lazily("remote", "loopwright.rollouts.remote.config:RemoteLoop")
 
 
-def agent_loop(config: LoopConfig, home: Path) -> AgentLoop:
-    """The loop that a config describes, if it is one that drives a session of ours."""
-    made = loops.get(config.type)(config, home)
-    if not isinstance(made, AgentLoop):
-        raise TypeError(f"agent loop {config.type!r} works through a gateway; it has no session of ours to drive")
-    return made
+def agent_loop(config: LoopConfig, scenario_dir: Path) -> AgentLoop:
+    """The agent loop of a config; TypeError if it works through a gateway instead of a session."""
+    loop = loops.get(config.type)(config, scenario_dir)
+    if not isinstance(loop, AgentLoop):
+        raise TypeError(f"agent loop {config.type!r} works through a gateway; it cannot drive a session")
+    return loop

@@ -1,4 +1,4 @@
-"""The loop worker: an agent loop with its engine. Whatever goes wrong in a rollout becomes part of its episode."""
+"""The loop worker: an agent loop with its engine. Failures of a rollout are recorded in its episode."""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,41 +17,41 @@ from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, agent_loop, de
 from loopwright.rollouts.pools.base import Worker, contain_failures
 
 STALLED_S = 30.0
-"""An engine that gave no token for so long, or for half of a shorter deadline, has stalled."""
+"""An engine that samples no token for this long, or for half of a shorter deadline, has stalled."""
 _TOLERANCE_S = 0.001
-"""Event loops let timers go off a little early."""
+"""Timers of event loops may fire slightly early."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One rollout to be made. The same seed gives the same samples."""
+    """A request for one rollout. The same seed gives the same samples."""
 
     task: Task
     seed: str
     sampling: Sampling | None = None
     trial: int | None = None
-    """The trial that it is an attempt at."""
+    """The number of the trial that it is an attempt of."""
 
-    def over(self, sampling: Sampling) -> Sampling:
-        """How it is sampled: what it says of its own, and for the rest as its loop does."""
+    def merge_sampling(self, default: Sampling) -> Sampling:
+        """The loop's sampling, overridden by what the request sets."""
         own = self.sampling
-        return sampling if own is None else sampling.model_copy(update=own.model_dump(include=own.model_fields_set))
+        return default if own is None else default.model_copy(update=own.model_dump(include=own.model_fields_set))
 
 
 class LoopWorker(Worker):
-    """Answers a request with an episode, and never with an exception of the loop's."""
+    """Runs a rollout and returns its episode; exceptions of the loop become failed episodes."""
 
     def __init__(self, loop: AgentLoop, engine: Engine) -> None:
         self._loop, self._engine = loop, engine
 
     @classmethod
-    def build(cls, loop: LoopConfig, engine: EngineConfig, home: Path) -> "LoopWorker":
-        """Make both from their configuration, where the worker lives."""
-        return cls(agent_loop(loop, home), engines.get(engine.type)(engine, home))
+    def build(cls, loop: LoopConfig, engine: EngineConfig, scenario_dir: Path) -> "LoopWorker":
+        """Build the loop and the engine from their configs, in the process where they run."""
+        return cls(agent_loop(loop, scenario_dir), engines.get(engine.type)(engine, scenario_dir))
 
     async def handle(self, request: RolloutRequest) -> Episode:
         config = self._loop.config
-        engine, sampling = self._engine.for_session(request.seed), request.over(config.sampling)
+        engine, sampling = self._engine.for_session(request.seed), request.merge_sampling(config.sampling)
         session = Session(engine, sampling, seed=request.seed, limits=config.limits())
         deadline = asyncio.timeout(config.deadline_s)
         try:
@@ -59,13 +59,13 @@ class LoopWorker(Worker):
                 episode: Any = await contain_failures(self._loop.run(request.task, session))
             if not isinstance(episode, Episode):
                 kind = type(episode).__name__
-                raise TypeError(f"{type(self._loop).__name__}.run gave a {kind} instead of an Episode")
-            if episode.reward is not None:  # the judger's to give: a loop's own must not outlive a fault
+                raise TypeError(f"{type(self._loop).__name__}.run returned a {kind} instead of an Episode")
+            if episode.reward is not None:  # only judgers give rewards: a loop's own must not survive a fault
                 return replace(episode, reward=None, trainable=False, in_baseline=False)
             return episode
-        except Exception as error:  # noqa: BLE001  a loop of the user's own may raise anything
+        except Exception as error:  # noqa: BLE001  a user's loop may raise anything
             if isinstance(error, TimeoutError) and deadline.expired():
-                return _late(session, request.task, config.deadline_s, deadline.when() or 0.0)
+                return _timed_out(session, request.task, config.deadline_s, deadline.when() or 0.0)
             for cause in _causes(error):
                 if isinstance(cause, BudgetSpent | ContextFull):
                     return session.episode(request.task, Outcome.TRUNCATED, reason=str(cause))
@@ -84,26 +84,26 @@ class LoopWorker(Worker):
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception and those that it was raised from, which may be itself; of a group, all of them."""
-    seen, waiting = set[int](), [error]
-    while waiting:
-        if id(cause := waiting.pop()) in seen:
+    """An exception and its causes, including those inside exception groups; chains may be circular."""
+    visited, pending = set[int](), [error]
+    while pending:
+        if id(cause := pending.pop()) in visited:
             continue
-        seen.add(id(cause))
+        visited.add(id(cause))
         yield cause
         inner = cause.exceptions if isinstance(cause, BaseExceptionGroup) else ()
-        waiting += [each for each in (cause.__cause__, *reversed(inner)) if each is not None]
+        pending += [each for each in (cause.__cause__, *reversed(inner)) if each is not None]
 
 
-def _late(session: Session, task: Task, deadline_s: float, at: float) -> Episode:
-    """Whose fault a deadline is: a policy's that was still talking or had tools at work, an engine's, or the loop's."""
-    reason = f"not done within {deadline_s:g} s"
-    name, begun, ended = session.interrupted or ("", 0.0, 0.0)
-    if not name or ended < at - _TOLERANCE_S:
+def _timed_out(session: Session, task: Task, deadline_s: float, deadline: float) -> Episode:
+    """The episode of a rollout that missed its deadline through the policy or its tools, the engine, or the loop."""
+    reason = f"not finished within {deadline_s:g} s"
+    phase, start, end = session.interrupted or ("", 0.0, 0.0)
+    if not phase or end < deadline - _TOLERANCE_S:
         return session.episode(task, Outcome.TIMEOUT, fault=Fault.WORKLOAD, reason=f"{reason}; the loop hangs")
-    if name != "generate":
-        return session.episode(task, Outcome.TRUNCATED, reason=f"{reason}; it waited for {name}")
+    if phase != "generate":
+        return session.episode(task, Outcome.TRUNCATED, reason=f"{reason}; it waited for {phase}")
     last = session.last_token_at
-    if last is None or ended - max(last, begun) >= min(STALLED_S, deadline_s / 2):
-        return session.episode(task, Outcome.LOST, reason=f"{reason}; the engine gave no token")
-    return session.episode(task, Outcome.TRUNCATED, reason=f"{reason}; the policy was still talking")
+    if last is None or end - max(last, start) >= min(STALLED_S, deadline_s / 2):
+        return session.episode(task, Outcome.LOST, reason=f"{reason}; the engine sampled no token")
+    return session.episode(task, Outcome.TRUNCATED, reason=f"{reason}; the policy was still sampling")

@@ -134,7 +134,7 @@ class RemoteRollout:
         # A new id for each attempt: after a crash, the session of the last attempt may still exist, with turns in it.
         id = f"trial-{'x' if request.trial is None else request.trial}-{secrets.token_hex(6)}"
         # What an agent cannot change: how tokens are drawn, and what the configuration sets.
-        sampling = request.over(config.sampling)
+        sampling = request.merge_sampling(config.sampling)
         fixed = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         fixed |= sampling.model_dump(include=sampling.model_fields_set)
         session_config = SessionConfig(  # without the task: everyone with the session's key could read its label
