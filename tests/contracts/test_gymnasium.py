@@ -125,8 +125,8 @@ def test_g01_a_live_environment_with_a_regime_passes_both_checkers(tmp_path, vie
 )
 def test_g01_observations_of_any_space_pass_together_with_the_regime(tmp_path_factory, data, view, encoding):
     nested = data.draw(st.booleans())
-    shown = data.draw(nested_spaces if nested else st.one_of(plain_spaces, named_spaces))
-    inner = live_env(tmp_path_factory.mktemp("any"), SampleServer(shown), drawn=SPEEDS, encodings={"speed": encoding})
+    space = data.draw(nested_spaces if nested else st.one_of(plain_spaces, named_spaces))
+    inner = live_env(tmp_path_factory.mktemp("any"), SampleServer(space), drawn=SPEEDS, encodings={"speed": encoding})
     env = LiveAdapter(inner, view=view)
     check(env, skip_close_check=True)
     if view == "flat":
@@ -146,10 +146,10 @@ def test_g01_unwrapped_is_the_adapter(study):
 
 def test_g01_a_vector_returns_elements_of_its_spaces(study):
     env = VectorAdapter(study, 2, view="dict")
-    seen, _ = env.reset(seed=1)
-    assert seen in env.observation_space
-    seen, rewards, terminated, _, _ = env.step(env.action_space.sample())
-    assert seen in env.observation_space
+    observation, _ = env.reset(seed=1)
+    assert observation in env.observation_space
+    observation, rewards, terminated, _, _ = env.step(env.action_space.sample())
+    assert observation in env.observation_space
     assert rewards.dtype == np.float64
     assert terminated.dtype == bool
     env.close()
@@ -215,10 +215,10 @@ def test_g04_an_invalid_action_is_a_value_error_that_names_the_parameter(study):
 def test_g05_the_context_has_a_leaf_for_each_drawn_parameter(study):
     env = GymnasiumAdapter(study, view="dict")
     assert env.observation_space["observation"] == spaces.Box(-np.inf, np.inf, (1,), np.float32)
-    seen, info = env.reset()
-    assert seen["context"]["drop"] == pytest.approx(info["env_params"]["drop"])
-    assert seen["context"]["size"] == pytest.approx(np.log(info["env_params"]["size"]))
-    assert ["x", "y"][seen["context"]["kind"]] == info["env_params"]["kind"]
+    observation, info = env.reset()
+    assert observation["context"]["drop"] == pytest.approx(info["env_params"]["drop"])
+    assert observation["context"]["size"] == pytest.approx(np.log(info["env_params"]["size"]))
+    assert ["x", "y"][observation["context"]["kind"]] == info["env_params"]["kind"]
     env.close()
 
 
@@ -230,29 +230,29 @@ def test_g05_live_and_batch_observations_have_the_same_context(tmp_path):
         other = GymnasiumAdapter(search_env(tmp_path / f"{view} batch", ARGUMENTS, score, env_params=DRAWN), view=view)
         assert one.observation_space["observation"] == LineServer.observation_space
         assert one.observation_space["context"] == other.observation_space["context"]
-        (seen, told), (beside, known) = one.reset(), other.reset()
-        assert told["env_params"] == known["env_params"]  # both draw with the seed 0
-        assert str(seen["context"]) == str(beside["context"])
+        (live_observation, live_info), (batch_observation, batch_info) = one.reset(), other.reset()
+        assert live_info["env_params"] == batch_info["env_params"]  # both draw with the seed 0
+        assert str(live_observation["context"]) == str(batch_observation["context"])
         one.close()
         other.close()
 
 
 def test_g05_the_parts_of_a_servers_observation_keep_their_order(tmp_path):
-    shown = spaces.Dict([("b", spaces.Discrete(2)), ("a", spaces.Box(0, 1, (2,)))])
-    env = LiveAdapter(live_env(tmp_path, SampleServer(shown), drawn=SPEEDS))
+    space = spaces.Dict([("b", spaces.Discrete(2)), ("a", spaces.Box(0, 1, (2,)))])
+    env = LiveAdapter(live_env(tmp_path, SampleServer(space), drawn=SPEEDS))
     assert list(env.observation_space.spaces) == ["b", "a", "context"]
-    seen, _ = env.reset()
-    assert seen in env.observation_space
-    assert list(seen) == ["b", "a", "context"]
+    observation, _ = env.reset()
+    assert observation in env.observation_space
+    assert list(observation) == ["b", "a", "context"]
     env.close()
 
 
 @pytest.mark.parametrize(
     ("encoding", "values", "words"),
     [
-        ("scalar", '["a", "b"]', "candidates that are no numbers; encoding = 'scalar'"),
+        ("scalar", '["a", "b"]', "candidates that are not numbers; encoding = 'scalar'"),
         ("log", "[0, 1]", "has the candidate 0; encoding = 'log' needs numbers above 0"),
-        ("log", "[true, false]", "no numbers"),
+        ("log", "[true, false]", "not numbers"),
         ("bent", "[1, 2]", "encoding"),
     ],
 )

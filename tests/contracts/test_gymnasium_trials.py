@@ -96,70 +96,70 @@ def test_r05_the_regime_reaches_info_ledger_and_workload(study):
 
 def test_r07_an_observation_shows_the_regime_that_the_next_trial_runs_under(study):
     env = GymnasiumAdapter(study, view="dict")
-    seen, _ = env.reset()
+    observation, _ = env.reset()
     env.action_space.seed(0)
     for n in range(20):
-        shown = seen["context"]
+        context = observation["context"]
         if n % 3 == 0:
             env.reset()  # in between, as some libraries do
-        seen, *_, info = env.step(env.action_space.sample())
-        assert shown["drop"] == pytest.approx(info["env_params"]["drop"])
-        assert ["x", "y"][shown["kind"]] == info["env_params"]["kind"]
+        observation, *_, info = env.step(env.action_space.sample())
+        assert context["drop"] == pytest.approx(info["env_params"]["drop"])
+        assert ["x", "y"][context["kind"]] == info["env_params"]["kind"]
     env.close()
 
 
 @pytest.mark.parametrize("record", ["steps", "episodes"])
 def test_r05_a_live_regime_reaches_server_ledger_info_and_context(tmp_path, record):
     env = LiveAdapter(live_env(tmp_path, drawn=SPEEDS, encodings={"speed": "scalar"}, record=record), view="dict")
-    known = []
+    regimes = []
     for _ in range(6):
-        seen, info = env.reset()
+        observation, info = env.reset()
         over = False
         while not over:
-            assert seen["context"]["speed"] == pytest.approx(info["env_params"]["speed"])
-            assert SPEEDS["wind"][seen["context"]["wind"]] == info["env_params"]["wind"]
+            assert observation["context"]["speed"] == pytest.approx(info["env_params"]["speed"])
+            assert SPEEDS["wind"][observation["context"]["wind"]] == info["env_params"]["wind"]
             assert env.inner.server.resets[-1]["env_params"] == info["env_params"]
-            seen, _, over, _, info = env.step(1)
-        known.append(info["env_params"])
+            observation, _, over, _, info = env.step(1)
+        regimes.append(info["env_params"])
     env.close()
-    assert [one["regime"] for one in env.inner.book.ledger.episodes()] == known
-    assert len({str(regime) for regime in known}) > 1
+    assert [one["regime"] for one in env.inner.book.ledger.episodes()] == regimes
+    assert len({str(regime) for regime in regimes}) > 1
     rows = [row.regime for row in env.inner.book.ledger.trials()]
-    assert rows == [regime for regime in known for _ in range(5 if record == "steps" else 1)]
+    assert rows == [regime for regime in regimes for _ in range(5 if record == "steps" else 1)]
 
 
 def test_r05_a_failed_step_still_returns_its_regime(tmp_path):
     env = LiveAdapter(live_env(tmp_path, LineServer({2: 5}), drawn=SPEEDS))
     first, _ = env.reset()
     env.step(1)
-    seen, _, _, truncated, info = env.step(1)
+    observation, _, _, truncated, info = env.step(1)
     assert (truncated, info["outcome"]) == (True, "metric_missing")
-    assert seen in env.observation_space
-    np.testing.assert_array_equal(seen["context"], first["context"])
+    assert observation in env.observation_space
+    np.testing.assert_array_equal(observation["context"], first["context"])
     env.close()
 
 
 def test_r05_writing_into_an_observation_changes_no_other(tmp_path):
     env = LiveAdapter(live_env(tmp_path, drawn=SPEEDS))
     first, _ = env.reset()
-    kept = first["context"].copy()
+    original = first["context"].copy()
     first["context"][:] = 7
-    np.testing.assert_array_equal(env.step(1)[0]["context"], kept)
+    np.testing.assert_array_equal(env.step(1)[0]["context"], original)
     env.close()
 
 
 def test_r07_the_last_observation_of_a_live_episode_has_its_own_regime_and_reset_the_next_one(tmp_path):
     env = LiveAdapter(live_env(tmp_path, drawn={"speed": list(range(50))}, encodings={"speed": "scalar"}))
-    shown = []
+    speeds = []
     for _ in range(8):
-        first, told = env.reset()
+        first, reset_info = env.reset()
         again, _ = env.reset()  # as some libraries do
-        seen = [first, again, *(env.step(1)[0] for _ in range(5))]
-        assert {float(one["context"][0]) for one in seen} == {float(told["env_params"]["speed"])}
-        shown.append(told["env_params"]["speed"])
+        observations = [first, again, *(env.step(1)[0] for _ in range(5))]
+        assert {float(one["context"][0]) for one in observations} == {float(reset_info["env_params"]["speed"])}
+        speeds.append(reset_info["env_params"]["speed"])
     env.close()
-    assert [one["regime"]["speed"] for one in env.inner.book.ledger.episodes()] == shown
-    assert len(set(shown)) > 4
+    assert [one["regime"]["speed"] for one in env.inner.book.ledger.episodes()] == speeds
+    assert len(set(speeds)) > 4
 
 
 @pytest.mark.parametrize("view", ["dict", "flat"])
@@ -167,9 +167,9 @@ def test_r07_make_shows_the_regime_of_a_live_run(tmp_path, view):
     path = write_scenario(tmp_path, live_scenario(more=DRAWN_SPEED + '\nencoding = "scalar"'))
     env = loopwright.make(path, view=view)
     for _ in range(3):
-        seen, info = env.reset()
-        shown = seen["context"]["speed"] if view == "dict" else seen["context"]
-        assert shown == pytest.approx(info["env_params"]["speed"])
+        observation, info = env.reset()
+        speed = observation["context"]["speed"] if view == "dict" else observation["context"]
+        assert speed == pytest.approx(info["env_params"]["speed"])
         assert env.step(1)[4]["env_params"] == info["env_params"]
     env.close()
 
@@ -177,7 +177,7 @@ def test_r07_make_shows_the_regime_of_a_live_run(tmp_path, view):
 def test_r07_a_live_reset_returns_the_regime_of_the_following_steps(tmp_path):
     env = LiveAdapter(live_env(tmp_path, drawn={"speed": [1, 2, 3]}))
     for _ in range(6):
-        _, told = env.reset()
+        _, reset_info = env.reset()
         for _ in range(2):
-            assert env.step(1)[4]["env_params"] == told["env_params"]
+            assert env.step(1)[4]["env_params"] == reset_info["env_params"]
     env.close()

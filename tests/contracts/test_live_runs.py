@@ -49,10 +49,10 @@ def test_g07_without_gymnasium_the_package_imports_and_names_the_extra(tmp_path)
         [sys.executable, "-c", textwrap.dedent(WITHOUT), str(path)], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    named, made, *refusal = done.stdout.splitlines()
-    assert "GymnasiumAdapter needs an extra that is not installed. Run: pip install 'loopwright[rl]'" in named
-    assert "loopwright.make needs an extra" in made
-    assert "[run.agent] library: agent 'ppo' needs an extra" in " ".join(refusal)
+    adapter_error, make_error, *load_error_lines = done.stdout.splitlines()
+    assert "GymnasiumAdapter needs an extra that is not installed. Run: pip install 'loopwright[rl]'" in adapter_error
+    assert "loopwright.make needs an extra" in make_error
+    assert "[run.agent] library: agent 'ppo' needs an extra" in " ".join(load_error_lines)
 
 
 @pytest.mark.parametrize("path", ["toy:Server", "toy.Server"])
@@ -126,7 +126,7 @@ def test_g10_numbers_rise_across_episodes_and_files_are_in_the_runs_directory(tm
     text = live_scenario(more=f'record = "{record}"\n{DRAWN_SPEED}')
     assert dispatch(load(write_scenario(tmp_path, text)), tmp_path / "out") == 0
     with loopwright.Ledger.read(tmp_path / "out" / "p" / "ledger.db") as ledger:
-        found, episodes = list(ledger.trials()), list(ledger.episodes())
+        trials, episodes = list(ledger.trials()), list(ledger.episodes())
     assert [(one["first"], one["last"]) for one in episodes] == [(1, 5), (6, 10), (11, 15), (16, 20), (21, 23)]
     assert len({one["regime"]["speed"] for one in episodes}) == 2
     with (tmp_path / "out" / "p" / "trajectory.csv").open() as file:
@@ -135,7 +135,7 @@ def test_g10_numbers_rise_across_episodes_and_files_are_in_the_runs_directory(tm
         drawn = list(csv.DictReader(file))
     numbers = list(range(1, 24)) if record == "steps" else [5, 10, 15, 20, 23]
     assert [int(row["trial"]) for row in trajectory] == [int(row["trial"]) for row in drawn] == numbers
-    assert [row.number for row in found] == numbers
+    assert [row.number for row in trials] == numbers
     if record == "episodes":
         assert [json.loads(row["observation"])["first"] for row in trajectory] == [1, 6, 11, 16, 21]
 

@@ -15,7 +15,7 @@ from tests.agents.rl.scenarios import (
     train_and_interrupt,
 )
 from tests.envs.helpers import LineServer, live_env
-from tests.envs.live.peers import served
+from tests.envs.live.peers import serving
 
 from loopwright.agents.rl.agent import PpoConfig
 from loopwright.agents.rl.learner import LearnerContext
@@ -33,7 +33,7 @@ def test_a_live_run_trains_and_acts(tmp_path):
 
 
 def test_an_unsupported_action_space_at_an_address_fails_the_run(tmp_path, caplog):
-    with served(
+    with serving(
         LineServer, f"unix://{tmp_path}/s"
     ) as server:  # the spaces at an address are known only after connecting
         assert train(tmp_path, at_address(server.address)) == 1
@@ -58,7 +58,7 @@ def test_an_unreachable_server_fails_the_run_and_the_next_run_starts(tmp_path, c
     assert message in state(tmp_path, "failure")
     assert message in unescape((tmp_path / "out" / "report.html").read_text())
     assert state(tmp_path, "run")["live"]
-    with served(LineServer, f"unix://{tmp_path}/nowhere"):
+    with serving(LineServer, f"unix://{tmp_path}/nowhere"):
         assert resume(tmp_path) == 0
     assert state(tmp_path, "failure") is None
     assert len(numbers(tmp_path)) == 20

@@ -47,8 +47,8 @@ def test_an_observation_that_cannot_be_flattened_is_an_error():
 
 
 def test_the_flattened_observation_includes_the_regime(tmp_path):
-    shown = spaces.Tuple((BOX, TWO))
-    env = LiveAdapter(live_env(tmp_path, SampleServer(shown), drawn={"speed": [1, 2, 3]}))
+    space = spaces.Tuple((BOX, TWO))
+    env = LiveAdapter(live_env(tmp_path, SampleServer(space), drawn={"speed": [1, 2, 3]}))
     flat = wrap_for_library(env, "sb3")
     observation, info = flat.reset()
     assert observation.shape == (3 + 2 + 2,)  # in gymnasium's order: "context" before "observation"

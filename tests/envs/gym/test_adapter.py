@@ -85,8 +85,8 @@ def test_the_learner_receives_the_configured_penalty(tmp_path):
 
 def test_an_infeasible_trial_returns_an_observation_of_the_declared_shape(tmp_path):
     env = GymnasiumAdapter(search_env(tmp_path, {"x": [1, 2]}, lambda x: x, constraints=("x < 2",), metrics=("y", "z")))
-    seen, _, terminated, _, info = env.step_raw({"x": 2})
-    assert env.observation_space.contains(seen)
+    observation, _, terminated, _, info = env.step_raw({"x": 2})
+    assert env.observation_space.contains(observation)
     assert (terminated, info["outcome"]) == (True, "infeasible")
     env.close()
 
@@ -134,9 +134,9 @@ def test_an_environment_may_describe_its_own_observations(tmp_path):
             return {"speed": [1.0, 2.0], "side": int(regime.get("wind") == "storm")}
 
     env = GymnasiumAdapter(search_env(tmp_path, ARGUMENTS, product, env_params={"wind": {}}, kind=Windy), view="dict")
-    seen, info = env.reset()
+    observation, info = env.reset()
     assert env.observation_space["context"]["side"] == spaces.Discrete(2)
-    assert seen["context"]["side"] == (info["env_params"]["wind"] == "storm")
+    assert observation["context"]["side"] == (info["env_params"]["wind"] == "storm")
     env.close()
 
 
@@ -173,13 +173,13 @@ def test_several_slots_are_in_flight_together(vector):
 def test_a_vector_is_a_gymnasium_vector_env(vector):
     assert isinstance(vector, gymnasium.vector.VectorEnv)
     assert vector.metadata["autoreset_mode"] is gymnasium.vector.AutoresetMode.SAME_STEP
-    seen, infos = vector.reset(seed=5)
-    assert vector.observation_space.contains(seen)
+    observation, infos = vector.reset(seed=5)
+    assert vector.observation_space.contains(observation)
     assert vector.np_random_seed == 5
     assert set(infos) >= {"env_params", "trial"}
     for _ in range(4):
-        seen, rewards_received, terminated, truncated, infos = vector.step(vector.action_space.sample())
-        assert vector.observation_space.contains(seen)
+        observation, rewards_received, terminated, truncated, infos = vector.step(vector.action_space.sample())
+        assert vector.observation_space.contains(observation)
         assert rewards_received.shape == terminated.shape == truncated.shape == (3,)
         assert terminated.all()
         assert not truncated.any()
@@ -189,12 +189,12 @@ def test_a_vector_is_a_gymnasium_vector_env(vector):
 
 
 def test_each_slot_runs_under_the_regime_that_it_observed(vector):
-    seen, _ = vector.reset()
+    observation, _ = vector.reset()
     for _ in range(10):
-        shown = [row.argmax() for row in seen["context"]]
-        seen, rewards_received, _, _, infos = vector.step(np.array([[0], [1], [2]]))
+        indices = [row.argmax() for row in observation["context"]]
+        observation, rewards_received, _, _, infos = vector.step(np.array([[0], [1], [2]]))
         ran = [infos["env_params"]["wind"][slot] for slot in range(3)]
-        assert ran == [("calm", "storm")[index] for index in shown]
+        assert ran == [("calm", "storm")[index] for index in indices]
         assert list(rewards_received) == [product(x, wind) for x, wind in zip((1, 2, 3), ran, strict=True)]
 
 

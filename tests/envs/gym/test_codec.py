@@ -36,7 +36,7 @@ def ranges(draw):
 @st.composite
 def made_spaces(draw, *, finite: bool = False):
     """Lists, ranges and a parameter that depends on another."""
-    listed = {f"list{n}": parameter(draw(VALUES)) for n in range(draw(st.integers(1, 3)))}
+    choices = {f"list{n}": parameter(draw(VALUES)) for n in range(draw(st.integers(1, 3)))}
     ranged = {} if finite else {f"range{n}": parameter(draw(ranges())) for n in range(draw(st.integers(0, 2)))}
     depends = {}
     if draw(st.booleans()):
@@ -46,7 +46,7 @@ def made_spaces(draw, *, finite: bool = False):
             "behind": parameter({**inner, "when": "gate == 1"}),
             "constant": parameter({"value": 7, "when": "gate == 1"}),
         }
-    return Space({**listed, **ranged, **depends, "fixed": parameter("f")})
+    return Space({**choices, **ranged, **depends, "fixed": parameter("f")})
 
 
 def same(one, other, space: Space) -> bool:
@@ -202,10 +202,10 @@ def test_g04_an_unknown_point_is_an_error():
 )
 def test_g05_metrics_are_a_box_with_at_least_one_number(metrics, names):
     codec = ObservationCodec(names, None, flat=True)
-    seen = codec.encode(Observation(metrics, {}))
+    observation = codec.encode(Observation(metrics, {}))
     assert codec.gym_space == spaces.Box(-np.inf, np.inf, (max(1, len(names)),), np.float32)
-    assert codec.gym_space.contains(seen)
-    assert np.isfinite(seen).all()
+    assert codec.gym_space.contains(observation)
+    assert np.isfinite(observation).all()
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -216,15 +216,15 @@ def test_g05_each_drawn_parameter_is_encoded_by_its_leaf(flat, values, data):
     draws = Draws(0, parameters, {name: EnvParamConfig(encoding=name) for name in encodings})
     codec = ObservationCodec(("y",), RegimeEncoder(draws), flat=flat)
     value = data.draw(st.sampled_from(values))
-    seen = codec.encode(Observation({"y": 1.0}, dict.fromkeys(encodings, value)))
-    assert codec.gym_space.contains(seen)
+    observation = codec.encode(Observation({"y": 1.0}, dict.fromkeys(encodings, value)))
+    assert codec.gym_space.contains(observation)
     if flat:
-        assert seen["context"].shape == (len(values) + 2,)
-        assert np.isfinite(seen["context"]).all()
+        assert observation["context"].shape == (len(values) + 2,)
+        assert np.isfinite(observation["context"]).all()
     else:
-        assert seen["context"]["categorical"] == values.index(value)
-        assert seen["context"]["log"] == pytest.approx(math.log(value), rel=1e-5, abs=1e-5)
-        assert seen["context"]["scalar"] == pytest.approx(min(value, 3e38), rel=1e-6)
+        assert observation["context"]["categorical"] == values.index(value)
+        assert observation["context"]["log"] == pytest.approx(math.log(value), rel=1e-5, abs=1e-5)
+        assert observation["context"]["scalar"] == pytest.approx(min(value, 3e38), rel=1e-6)
 
 
 class Structured:
@@ -259,9 +259,9 @@ def test_g05_encoded_leaves_must_match_their_descriptors(values, words):
 
 def test_g05_custom_leaves_are_encoded():
     codec = ObservationCodec((), Structured(LEAVES, {"wind": [1, 2], "side": 2}), flat=False)
-    seen = codec.encode(Observation({}, {}))
-    assert codec.gym_space.contains(seen)
-    assert seen["context"]["side"] == 2
+    observation = codec.encode(Observation({}, {}))
+    assert codec.gym_space.contains(observation)
+    assert observation["context"]["side"] == 2
 
 
 @pytest.mark.parametrize(("kind", "size"), [("box", 0), ("box", 1.0), ("box", True), ("discrete", -1), ("circle", 1)])

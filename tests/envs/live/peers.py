@@ -1,4 +1,4 @@
-"""Environments to serve, and peers that do not behave: each says exactly the bytes that a test gives it."""
+"""Environments to serve, and peers that send exactly the bytes that a test gives them."""
 
 import socket
 import threading
@@ -18,7 +18,7 @@ BOX = spaces.Box(-10, 10, (2,), np.float32)
 
 
 class Walker:
-    """Goes along a line; has all members of a server and inherits nothing."""
+    """Walks along a line. Has all members of a server and inherits nothing."""
 
     observation_space = BOX
     action_space = spaces.Discrete(3)
@@ -29,36 +29,36 @@ class Walker:
 
     def reset(self, *, seed=None, options=None):
         self.position, self.left = (options or {}).get("start", self.start), 5
-        return self._seen(), {"seed": seed}
+        return self._observation(), {"seed": seed}
 
     def step(self, action):
         self.position += int(action) - 1
         self.left -= 1
-        return self._seen(), float(-abs(self.position)), self.position >= 3, self.left == 0, {}
+        return self._observation(), float(-abs(self.position)), self.position >= 3, self.left == 0, {}
 
     def close(self) -> None:
         self.closed.set()
 
-    def _seen(self):
+    def _observation(self):
         return np.array([self.position, self.left], np.float32)
 
 
-class Gate(Walker):
-    """A step begins, and goes on only when the test lets it."""
+class BlockingWalker(Walker):
+    """A step waits until the test sets `proceed`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.entered, self.proceed = threading.Event(), threading.Event()
 
     def step(self, action):
         self.entered.set()
-        assert self.go_on.wait(30)
+        assert self.proceed.wait(30)
         return super().step(action)
 
 
 @contextmanager
-def served(make, address: str) -> Iterator[EnvServer]:
-    """A server in a thread."""
+def serving(make, address: str) -> Iterator[EnvServer]:
+    """Run a server in a thread."""
     with EnvServer(make, address) as server:
         thread = threading.Thread(target=server.run)
         thread.start()
@@ -70,7 +70,7 @@ def served(make, address: str) -> Iterator[EnvServer]:
 
 
 def welcome(**changes) -> Message:
-    """A good greeting, or one with something wrong in it."""
+    """A valid `welcome`, or one with changes."""
     greeting = {
         "type": "welcome",
         "version": 1,
@@ -82,14 +82,14 @@ def welcome(**changes) -> Message:
 
 
 def result(**changes) -> Message:
-    """A good answer to a step, or one with something wrong in it."""
+    """A valid `result`, or one with changes."""
     good = {"type": "result", "obs": [0.5, 1], "reward": 1.0, "terminated": False, "truncated": False, "info": {}}
     return {key: value for key, value in {**good, **changes}.items() if value is not ...}
 
 
 @contextmanager
 def scripted(path, *answers: Message | bytes | None) -> Iterator[str]:
-    """A peer that answers the nth request with the nth message or bytes; None: it hangs up. Then it is silent."""
+    """A peer that responds to the nth request with the nth message or bytes; None closes the connection."""
     address = Address(path)
     listener = address.listen(public=False)
     connections = []
@@ -126,7 +126,7 @@ def scripted(path, *answers: Message | bytes | None) -> Iterator[str]:
 
 @contextmanager
 def raw(address: str) -> Iterator[Channel]:
-    """A client that says what a test tells it to."""
+    """A client without protocol checks."""
     channel = Channel(Address.parse(address).connect(5))
     channel.set_timeout(30)
     try:

@@ -1,4 +1,4 @@
-"""docs/live-protocol.md: its frames are what the code sends, and what it understands."""
+"""docs/live-protocol.md: its example frames match the code."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.envs.live.peers import Walker, raw, scripted, served, welcome
+from tests.envs.live.peers import Walker, raw, scripted, serving, welcome
 
 from loopwright.envs.live import remote
 from loopwright.envs.live.wire import HEADER_BYTES, MAX_FRAME_BYTES, VERSION, frame, unpack
@@ -14,16 +14,16 @@ from loopwright.envs.live.wire import HEADER_BYTES, MAX_FRAME_BYTES, VERSION, fr
 PAGE = (Path(__file__).parents[3] / "docs" / "live-protocol.md").read_text()
 
 
-def meant(value):
+def decode_hex(value):
     if isinstance(value, str) and value.startswith("hex:"):
         return bytes.fromhex(value[4:])
     if isinstance(value, dict):
-        return {key: meant(item) for key, item in value.items()}
-    return [meant(item) for item in value] if isinstance(value, list) else value
+        return {key: decode_hex(item) for key, item in value.items()}
+    return [decode_hex(item) for item in value] if isinstance(value, list) else value
 
 
 EXAMPLES = [
-    (meant(json.loads(words)), bytes.fromhex(digits))
+    (decode_hex(json.loads(words)), bytes.fromhex(digits))
     for words, digits in re.findall(r"```frame\n(\{.*\})\n([0-9A-F\s]+)```", PAGE)
 ]
 
@@ -43,12 +43,12 @@ def test_every_message_has_an_example():
 
 def test_the_client_sends_what_the_document_says(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "version", lambda _: "")
-    said = []
+    sent = []
     sendall = socket.socket.sendall
 
     class Listening(socket.socket):
         def sendall(self, data):
-            said.append(bytes(data))
+            sent.append(bytes(data))
             sendall(self, data)
 
     answers = {message["type"]: data for message, data in reversed(EXAMPLES)}
@@ -67,14 +67,14 @@ def test_the_client_sends_what_the_document_says(tmp_path, monkeypatch):
         server.ping()
         server.close()
     hello = next(message for message, _ in EXAMPLES if message["type"] == "hello")
-    assert said == [
+    assert sent == [
         frame({**hello, "name": "loopwright "}),
         *(answers[kind] for kind in ("reset", "step", "ping", "close")),
     ]
 
 
 def test_the_server_responds_as_the_document_says(tmp_path):
-    with served(Walker, f"unix://{tmp_path}/s") as server, raw(server.address) as client:
+    with serving(Walker, f"unix://{tmp_path}/s") as server, raw(server.address) as client:
         client.send({"type": "hello", "version": 1, "name": "demo", "later": "unknown keys are ignored"})
         greeting = client.receive()
         assert {**welcome(), "name": greeting["name"], "metadata": {"render_modes": []}, "heartbeat_s": 0} == greeting

@@ -49,10 +49,10 @@ def test_the_regime_is_drawn_per_episode_and_passed_to_the_server(tmp_path):
 
 def test_repeated_resets_use_up_neither_a_draw_nor_a_number(tmp_path):
     env = live_env(tmp_path, drawn={"speed": [1, 2, 3]})
-    shown = [env.start_episode()[1]["env_params"] for _ in range(5)]
-    assert all(one == shown[0] for one in shown)
+    regimes = [env.start_episode()[1]["env_params"] for _ in range(5)]
+    assert all(one == regimes[0] for one in regimes)
     env.step_now(1)
-    assert (rows(env)[0].number, rows(env)[0].draw, rows(env)[0].regime) == (1, 1, shown[0])
+    assert (rows(env)[0].number, rows(env)[0].draw, rows(env)[0].regime) == (1, 1, regimes[0])
     _, info = env.start_episode()
     assert info["trial"] == 1
     env.step_now(1)
@@ -72,8 +72,8 @@ def test_the_budget_ends_the_last_episode(tmp_path):
 def test_an_unusable_step_is_a_missing_metric_and_ends_the_episode(tmp_path, answer, record):
     env = live_env(tmp_path, LineServer({3: answer}), record=record)
     steps = play(env, 3)
-    seen, reward, terminated, truncated, info = steps[-1]
-    assert env.server.observation_space.contains(seen)
+    observation, reward, terminated, truncated, info = steps[-1]
+    assert env.server.observation_space.contains(observation)
     assert (terminated, truncated, info["trial"], info["outcome"]) == (False, True, 3, "metric_missing")
     assert reward < min(one[1] for one in steps[:-1])
     play(env, 5)
@@ -206,18 +206,18 @@ def test_a_closed_environment_cannot_be_used(tmp_path):
 def test_observers_are_notified_of_every_step(tmp_path):
     class Told(Observer):
         def __init__(self):
-            self.seen = []
+            self.observation = []
 
         def before(self, trial):
-            self.seen.append(("before", trial.number, trial.outcome))
+            self.observation.append(("before", trial.number, trial.outcome))
 
         def after(self, trial):
-            self.seen.append(("after", trial.number, trial.outcome))
+            self.observation.append(("after", trial.number, trial.outcome))
 
     env, steps = live_env(tmp_path, LineServer({2: 5})), Told()
     env.book.observers.append(steps)
     play(env, 2)
-    assert steps.seen == [
+    assert steps.observation == [
         ("before", 1, None),
         ("after", 1, Outcome.OK),
         ("before", 2, None),

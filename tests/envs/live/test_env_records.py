@@ -21,14 +21,14 @@ def test_an_episode_row_has_its_first_and_last_trial(tmp_path):
     steps = play(env, 12)
     assert [info["trial"] for *_, info in steps] == list(range(1, 13))
     env.close()
-    found = list(env.book.ledger.trials())
-    assert [(row.metrics["first"], row.metrics["last"], row.number) for row in found] == [
+    trials = list(env.book.ledger.trials())
+    assert [(row.metrics["first"], row.metrics["last"], row.number) for row in trials] == [
         (1, 5, 5),
         (6, 10, 10),
         (11, 12, 12),
     ]
-    assert [row.reward.value for row in found] == [15.0, 15.0, 3.0]
-    assert [row.regime for row in found] == [one["regime"] for one in env.book.ledger.episodes()]
+    assert [row.reward.value for row in trials] == [15.0, 15.0, 3.0]
+    assert [row.regime for row in trials] == [one["regime"] for one in env.book.ledger.episodes()]
 
 
 def test_a_resumed_run_continues_numbers_draws_and_episodes(tmp_path):
@@ -117,13 +117,13 @@ def test_an_unfinished_episode_is_recorded_and_closed_by_the_next_run(tmp_path):
     assert (again.book.step, again.book.group, again.book.draw) == (8, 2, 2)
     play(again, 5)
     again.close()
-    found = list(again.book.ledger.trials())
-    assert [(row.metrics["first"], row.metrics["last"], row.draw) for row in found] == [
+    trials = list(again.book.ledger.trials())
+    assert [(row.metrics["first"], row.metrics["last"], row.draw) for row in trials] == [
         (1, 5, 1),
         (6, 8, 2),
         (9, 13, 3),
     ]
-    assert [row.reward.value for row in found] == [15.0, 6.0, 15.0]
+    assert [row.reward.value for row in trials] == [15.0, 6.0, 15.0]
     assert [one["truncated"] for one in again.book.ledger.episodes()] == [False, True, False]
 
 
@@ -152,13 +152,13 @@ def test_s13_a_killed_live_run_resumes_without_gaps(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)])
     path = tmp_path / "run" / "ledger.db"
 
-    def written():
+    def has_rows():
         if not path.exists():
             return False
         with Ledger.read(path) as ledger:
             return ledger.last()[0] > 50
 
-    wait_until(written)
+    wait_until(has_rows)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     env = live_env(tmp_path)

@@ -67,40 +67,40 @@ class Nothing:
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
+def directory(tmp_path, monkeypatch):
     # A name of its own for each test: modules are imported once per process.
     (tmp_path / f"probed_{tmp_path.name}.py").write_text(SERVERS)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
 
-def found(home: Path, name: str, **args):
-    return probe_spaces(f"probed_{home.name}:{name}", args, home)
+def probe_server(directory: Path, name: str, **args):
+    return probe_spaces(f"probed_{directory.name}:{name}", args, directory)
 
 
-def test_declared_spaces_are_read_without_creating_the_server(home):
-    assert found(home, "Shows").action_space == spaces.Discrete(3)
+def test_declared_spaces_are_read_without_creating_the_server(directory):
+    assert probe_server(directory, "Shows").action_space == spaces.Discrete(3)
 
 
-def test_a_server_is_created_once_in_another_process_and_closed(home):
+def test_a_server_is_created_once_in_another_process_and_closed(directory):
     for _ in range(2):
-        told = found(home, "Sets", n=5)
-    assert (told.observation_space, told.action_space) == (spaces.Box(-1, 1, (2,)), spaces.Discrete(5))
-    assert len(made := (home / "made").read_text().split()) == 1
-    assert int(made[0]) != os.getpid()
-    assert (home / "closed").exists()
+        spaces_ = probe_server(directory, "Sets", n=5)
+    assert (spaces_.observation_space, spaces_.action_space) == (spaces.Box(-1, 1, (2,)), spaces.Discrete(5))
+    assert len(lines := (directory / "made").read_text().split()) == 1
+    assert int(lines[0]) != os.getpid()
+    assert (directory / "closed").exists()
 
 
-def test_a_constructor_may_replace_the_declared_spaces(home):
-    assert found(home, "Replaces").action_space == spaces.Discrete(9)
+def test_a_constructor_may_replace_the_declared_spaces(directory):
+    assert probe_server(directory, "Replaces").action_space == spaces.Discrete(9)
 
 
-def test_a_factory_is_called(home):
-    assert found(home, "factory", n=6).action_space == spaces.Discrete(6)
+def test_a_factory_is_called(directory):
+    assert probe_server(directory, "factory", n=6).action_space == spaces.Discrete(6)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("Raises", ": RuntimeError: no device"),
         ("Exits", ": SystemExit: no licence"),
@@ -108,21 +108,21 @@ def test_a_factory_is_called(home):
         ("Nothing", "is not a GymServer: it has no observation_space, action_space"),
     ],
 )
-def test_a_server_that_cannot_be_created_is_a_problem(home, name, said):
-    assert said in found(home, name).problem
-    problems = LiveConfig(env_class=f"probed_{home.name}:{name}").problems(home, ())
+def test_a_server_that_cannot_be_created_is_a_problem(directory, name, message):
+    assert message in probe_server(directory, name).problem
+    problems = LiveConfig(env_class=f"probed_{directory.name}:{name}").problems(directory, ())
     assert [one.key for one in problems] == ["env_class"]
     assert problems[0].message.count("probed_") == 1
 
 
 @pytest.mark.parametrize("name", ["Dies", "Sleeps"])
-def test_a_probe_without_a_response_leaves_the_spaces_unknown(home, name, monkeypatch):
+def test_a_probe_without_a_response_leaves_the_spaces_unknown(directory, name, monkeypatch):
     monkeypatch.setattr(probe, "_TIMEOUT_S", 3.0)
-    assert found(home, name) == probe.ServerSpaces()
+    assert probe_server(directory, name) == probe.ServerSpaces()
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "message"),
     [
         ("tcp://localhost", "'tcp://localhost' is not an address"),
         ("tcp://host:99999", "Port out of range"),
@@ -131,10 +131,10 @@ def test_a_probe_without_a_response_leaves_the_spaces_unknown(home, name, monkey
         ("http://host:80", "is not an address"),
     ],
 )
-def test_an_impossible_address_is_a_problem(tmp_path, address, said):
+def test_an_impossible_address_is_a_problem(tmp_path, address, message):
     (problem,) = LiveConfig(address=address).problems(tmp_path, ())
     assert problem.key == "address"
-    assert said in problem.message
+    assert message in problem.message
 
 
 @pytest.mark.parametrize("address", ["tcp://localhost:7000", "tcp://[::1]:7000", "unix:///run/sim.sock"])

@@ -93,10 +93,10 @@ def test_serve_env_passes_json_and_text_and_finds_modules_here(tmp_path):
     ],
 )
 def test_serve_env_rejects_invalid_arguments(tmp_path, words, complaint):
-    ended = subprocess.run(serve_env(*words), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 1
-    assert complaint in ended.stderr
-    assert "Traceback" not in ended.stderr
+    completed = subprocess.run(serve_env(*words), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert completed.returncode == 1
+    assert complaint in completed.stderr
+    assert "Traceback" not in completed.stderr
 
 
 def test_a_server_killed_during_a_step_is_lost_and_reconnected(tmp_path):
@@ -126,8 +126,8 @@ def test_a_server_killed_during_a_step_is_lost_and_reconnected(tmp_path):
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_a_server_in_another_language_is_stepped(tmp_path, kind):
-    wanted = f"unix://{tmp_path}/s" if kind == "unix" else "tcp://127.0.0.1:0"
-    with running(["node", str(NODE_SERVER), wanted], tmp_path) as (_, address):
+    expected = f"unix://{tmp_path}/s" if kind == "unix" else "tcp://127.0.0.1:0"
+    with running(["node", str(NODE_SERVER), expected], tmp_path) as (_, address):
         server = RemoteServer(address, validate=True)
         low, high = np.array([-10, 0], np.float32), np.array([10, 10], np.float32)
         assert server.observation_space == spaces.Box(low, high, (2,), np.float32)

@@ -1,4 +1,4 @@
-"""Stepping over real sockets, and every way in which the other side can fail."""
+"""Stepping over real sockets, and every way in which the peer can fail."""
 
 import threading
 import time
@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 from gymnasium import spaces
-from tests.envs.live.peers import BOX, Gate, Walker, raw, result, scripted, served, welcome
+from tests.envs.live.peers import BOX, BlockingWalker, Walker, raw, result, scripted, serving, welcome
 
 from loopwright.core.errors import InvalidAction
 from loopwright.envs.live.remote import RemoteServer
@@ -21,7 +21,7 @@ def address(request, tmp_path):
 
 def test_a_remote_environment_behaves_like_a_local_one(address):
     here = make_server("gymnasium:CartPole-v1", {}, "")
-    with served(lambda: make_server("gymnasium:CartPole-v1", {}, ""), address) as server:
+    with serving(lambda: make_server("gymnasium:CartPole-v1", {}, ""), address) as server:
         there = RemoteServer(server.address, validate=True)
         assert (there.observation_space, there.action_space) == (here.observation_space, here.action_space)
         assert there.metadata["render_fps"] == here.metadata["render_fps"]
@@ -42,7 +42,7 @@ def test_a_remote_environment_behaves_like_a_local_one(address):
 
 
 class Everything(Walker):
-    """Has one of each kind of space, and shows the action that it was given."""
+    """Has every kind of space, and returns its action as the observation."""
 
     observation_space = action_space = spaces.Dict(
         box=spaces.Box(0, 255, (3, 2), np.uint8),
@@ -60,7 +60,7 @@ class Everything(Walker):
 
 
 def test_all_spaces_and_info_survive_both_directions(tmp_path):
-    with served(Everything, f"unix://{tmp_path}/s") as server:
+    with serving(Everything, f"unix://{tmp_path}/s") as server:
         there = RemoteServer(server.address, validate=True)
         observation, info = there.reset(seed=1, options={"level": 3, "mask": np.array([True, False])})
         assert observation in there.observation_space
@@ -70,24 +70,24 @@ def test_all_spaces_and_info_survive_both_directions(tmp_path):
         assert info["odd"] == "{1, 2}"
         for _ in range(10):
             action = there.action_space.sample()
-            seen, reward, terminated, truncated, _ = there.step(action)
-            assert there.observation_space.contains(seen)
-            np.testing.assert_equal(seen, action)
+            observation, reward, terminated, truncated, _ = there.step(action)
+            assert there.observation_space.contains(observation)
+            np.testing.assert_equal(observation, action)
             assert (reward, terminated, truncated) == (0.5, True, False)
         there.close()
 
 
 class Large(Walker):
-    """Its observations do not fit one piece."""
+    """Its observations exceed one read of the socket."""
 
     observation_space = spaces.Box(0, 255, (512, 1024, 3), np.uint8)
 
-    def _seen(self):
+    def _observation(self):
         return np.full((512, 1024, 3), self.left, np.uint8)
 
 
 def test_a_large_observation_arrives_complete(address):
-    with served(Large, address) as server:
+    with serving(Large, address) as server:
         there = RemoteServer(server.address)
         assert (there.reset()[0] == 5).all()
         assert (there.step(1)[0] == 4).all()
@@ -106,7 +106,7 @@ class Raises(Walker):
 
 
 def test_an_error_of_the_environment_keeps_the_connection(tmp_path):
-    with served(Raises, f"unix://{tmp_path}/s") as server:
+    with serving(Raises, f"unix://{tmp_path}/s") as server:
         there = RemoteServer(server.address)
         there.reset()
         with pytest.raises(ServerError, match="failed in 'step': RuntimeError: the motor is hot"):
@@ -125,11 +125,11 @@ def test_an_environment_that_cannot_be_created_is_a_server_error(tmp_path):
     def make():
         raise OSError("no such robot")
 
-    with served(make, f"unix://{tmp_path}/s") as server, pytest.raises(ServerError, match="OSError: no such robot"):
+    with serving(make, f"unix://{tmp_path}/s") as server, pytest.raises(ServerError, match="OSError: no such robot"):
         RemoteServer(server.address)
 
 
-# What a server may get wrong.
+# Servers that send unusable responses
 
 
 def nested(depth):
@@ -208,7 +208,7 @@ def test_an_unusable_welcome_is_an_error_with_the_reason(tmp_path, answer, kind,
 
 
 def test_a_client_of_another_version_gets_an_error(tmp_path):
-    with served(Walker, f"unix://{tmp_path}/s") as server, raw(server.address) as client:
+    with serving(Walker, f"unix://{tmp_path}/s") as server, raw(server.address) as client:
         client.send({"type": "hello", "version": 99, "name": "from the future"})
         answer = client.receive()
         assert (answer["kind"], "uses version 1" in answer["message"]) == ("version", True)
@@ -216,12 +216,12 @@ def test_a_client_of_another_version_gets_an_error(tmp_path):
             client.receive()
 
 
-# Slow, hanging, dead.
+# Slow, hanging and dead servers
 
 
 def test_a_slow_step_sends_heartbeats_and_then_its_result(tmp_path):
-    gate = Gate()
-    with served(lambda: gate, f"unix://{tmp_path}/s") as server, raw(server.address) as client:
+    walker = BlockingWalker()
+    with serving(lambda: walker, f"unix://{tmp_path}/s") as server, raw(server.address) as client:
         client.send({"type": "hello", "version": 1, "name": "test", "heartbeat_s": 0.05})
         while (answer := client.receive())["type"] == "pong":
             pass
@@ -231,7 +231,7 @@ def test_a_slow_step_sends_heartbeats_and_then_its_result(tmp_path):
             pass
         client.send({"type": "step", "action": 2})
         assert [client.receive()["type"] for _ in range(3)] == ["pong"] * 3
-        gate.go_on.set()
+        walker.proceed.set()
         while (answer := client.receive())["type"] == "pong":
             pass
         assert answer["type"] == "result"
@@ -246,13 +246,13 @@ def test_heartbeats_are_skipped(tmp_path):
 
 
 def test_a_server_that_hangs_is_lost_at_the_deadline_despite_heartbeats(tmp_path):
-    gate = Gate()
-    with served(lambda: gate, f"unix://{tmp_path}/s") as server:
+    walker = BlockingWalker()
+    with serving(lambda: walker, f"unix://{tmp_path}/s") as server:
         there = RemoteServer(server.address, timeout_s=1, heartbeat_s=0.6)
         there.reset()
         with pytest.raises(ServerLost, match=r"no response to 'step' within 1 s \(timeout_s\)"):
             there.step(1)
-        gate.go_on.set()
+        walker.proceed.set()
 
 
 def test_a_server_without_heartbeats_is_lost_before_the_deadline(tmp_path):
@@ -281,7 +281,7 @@ def test_an_unreachable_server_is_lost_after_the_connect_timeout(tmp_path, where
 
 
 def test_an_interrupted_call_leaves_no_response_for_the_next_one(tmp_path, monkeypatch):
-    with served(Walker, f"unix://{tmp_path}/s") as server:
+    with serving(Walker, f"unix://{tmp_path}/s") as server:
         there = RemoteServer(server.address)
         there.reset()
 
@@ -297,34 +297,34 @@ def test_an_interrupted_call_leaves_no_response_for_the_next_one(tmp_path, monke
         there.close()
 
 
-# Coming back.
+# Reconnecting
 
 
 def test_reset_reconnects_to_a_restarted_server(tmp_path):
     address = f"unix://{tmp_path}/s"
-    with served(Walker, address):
+    with serving(Walker, address):
         there = RemoteServer(address)
         there.reset()
         there.step(1)
     with pytest.raises(ServerLost):
         there.step(1)
-    with served(Walker, address):
+    with serving(Walker, address):
         assert there.reset()[0].tolist() == [0, 5]
         assert there.step(2)[0].tolist() == [1, 4]
-    with served(Walker, address):
-        # Nobody was told, for it happened between two episodes.
+    with serving(Walker, address):
+        # Between two episodes, so the caller does not notice.
         assert there.reset()[0].tolist() == [0, 5]
         there.close()
 
 
 def test_reset_waits_for_a_server_that_is_starting(tmp_path):
     address, done = f"unix://{tmp_path}/s", threading.Event()
-    with served(Walker, address):
+    with serving(Walker, address):
         there = RemoteServer(address, connect_timeout_s=30)
 
     def come_back():
         time.sleep(0.2)
-        with served(Walker, address):
+        with serving(Walker, address):
             done.wait(30)
 
     thread = threading.Thread(target=come_back)
@@ -337,9 +337,9 @@ def test_reset_waits_for_a_server_that_is_starting(tmp_path):
 
 def test_a_restarted_server_with_other_spaces_is_lost(tmp_path):
     address = f"unix://{tmp_path}/s"
-    with served(Walker, address):
+    with serving(Walker, address):
         there = RemoteServer(address)
-    with served(Large, address), pytest.raises(ServerLost, match="its spaces have changed"):
+    with serving(Large, address), pytest.raises(ServerLost, match="its spaces have changed"):
         there.reset()
 
 

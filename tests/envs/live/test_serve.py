@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from tests.envs.live.peers import Gate, Walker, raw, served
+from tests.envs.live.peers import BlockingWalker, Walker, raw, serving
 
 from loopwright.envs.live.remote import RemoteServer
 from loopwright.envs.live.server import ServerError
@@ -29,7 +29,7 @@ class Together(Walker):
 
 
 def test_two_clients_step_concurrently_in_their_own_environments(tmp_path):
-    with served(Together, f"unix://{tmp_path}/s") as server:
+    with serving(Together, f"unix://{tmp_path}/s") as server:
         clients = [RemoteServer(server.address) for _ in range(2)]
         positions = {}
 
@@ -47,25 +47,25 @@ def test_two_clients_step_concurrently_in_their_own_environments(tmp_path):
 
 
 def test_a_client_that_disconnects_during_a_step_closes_only_its_environment(tmp_path):
-    made = []
+    walkers = []
 
     def make():
-        made.append(Gate())
-        return made[-1]
+        walkers.append(BlockingWalker())
+        return walkers[-1]
 
-    with served(make, f"unix://{tmp_path}/s") as server:
+    with serving(make, f"unix://{tmp_path}/s") as server:
         with raw(server.address) as client:
             greet(client)
             client.send({"type": "step", "action": 1})
-            assert made[0].entered.wait(30)
-        made[0].go_on.set()
-        assert made[0].closed.wait(30)
+            assert walkers[0].entered.wait(30)
+        walkers[0].proceed.set()
+        assert walkers[0].closed.wait(30)
         there = RemoteServer(server.address)
         there.reset()
-        made[1].go_on.set()
+        walkers[1].proceed.set()
         assert there.step(2)[0].tolist() == [1, 4]
         there.close()
-        assert made[1].closed.wait(30)
+        assert walkers[1].closed.wait(30)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_client_that_disconnects_during_a_step_closes_only_its_environment(tmp
     ],
 )
 def test_a_client_that_sends_garbage_gets_an_error_and_is_disconnected(tmp_path, data, words):
-    with served(Walker, f"unix://{tmp_path}/s") as server:
+    with serving(Walker, f"unix://{tmp_path}/s") as server:
         with raw(server.address) as client:
             client._socket.sendall(data)
             answer = client.receive()
@@ -89,7 +89,7 @@ def test_a_client_that_sends_garbage_gets_an_error_and_is_disconnected(tmp_path,
 
 
 def test_an_unknown_request_is_malformed(tmp_path):
-    with served(Walker, f"unix://{tmp_path}/s") as server, raw(server.address) as client:
+    with serving(Walker, f"unix://{tmp_path}/s") as server, raw(server.address) as client:
         greet(client)
         client.send({"type": "render"})
         assert "unknown request type 'render'" in client.receive()["message"]
@@ -103,7 +103,7 @@ def test_an_environment_that_fails_to_close_is_logged(tmp_path, caplog):
             closed.set()
             raise RuntimeError("stuck")
 
-    with served(Stuck, f"unix://{tmp_path}/s") as server:
+    with serving(Stuck, f"unix://{tmp_path}/s") as server:
         RemoteServer(server.address).close()
         assert closed.wait(30)
         there = RemoteServer(server.address)
@@ -127,9 +127,9 @@ def test_an_unusable_step_is_an_error_of_the_environment(tmp_path, answer, messa
         def step(self, action):
             if isinstance(answer, SystemExit):
                 raise answer
-            return self._seen(), *answer[1:]
+            return self._observation(), *answer[1:]
 
-    with served(Mad, f"unix://{tmp_path}/s") as server:
+    with serving(Mad, f"unix://{tmp_path}/s") as server:
         there = RemoteServer(server.address)
         there.reset()
         with pytest.raises(ServerError, match=re.escape(message)):
@@ -140,7 +140,7 @@ def test_an_unusable_step_is_an_error_of_the_environment(tmp_path, answer, messa
 
 def test_closing_the_server_closes_every_environment(tmp_path):
     walker = Walker()
-    with served(lambda: walker, f"unix://{tmp_path}/s") as server:
+    with serving(lambda: walker, f"unix://{tmp_path}/s") as server:
         there = RemoteServer(server.address)
         there.reset()
     assert walker.closed.is_set()
@@ -152,7 +152,7 @@ def test_an_observation_larger_than_a_frame_is_an_error(tmp_path):
         def step(self, action):
             return np.zeros(65 * 2**20, np.uint8), 0.0, False, False, {}
 
-    with served(Huge, f"unix://{tmp_path}/s") as server, raw(server.address) as client:
+    with serving(Huge, f"unix://{tmp_path}/s") as server, raw(server.address) as client:
         greet(client)
         client.send({"type": "step", "action": 1})
         answer = client.receive()

@@ -121,8 +121,10 @@ try:
 except ImportError as error:
     print(type(error).__name__, error)
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert said == [
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert output == [
         "a gymnasium environment needs an extra that is not installed. Run: pip install 'loopwright[rl]'",
         "MissingExtra an environment behind a socket needs an extra that is not installed. "
         "Run: pip install 'loopwright[rl]'",

@@ -74,7 +74,7 @@ leaves = boxes() | multi_discretes() | discretes | binaries | texts
 any_space = st.recursive(
     leaves,
     lambda inner: (
-        st.dictionaries(NAMES, inner, min_size=1, max_size=3).map(lambda found: spaces.Dict(OrderedDict(found)))
+        st.dictionaries(NAMES, inner, min_size=1, max_size=3).map(lambda decoded: spaces.Dict(OrderedDict(decoded)))
         | st.lists(inner, min_size=1, max_size=3).map(spaces.Tuple)
     ),
     max_leaves=5,
@@ -96,15 +96,15 @@ def same(one, other):
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(any_space, st.integers(0, 2**31))
 def test_spaces_and_samples_survive_a_round_trip(space, seed):
-    found = decode_space(travel({"type": "x", "space": encode_space(space)})["space"], "space")
-    assert found == space
+    decoded = decode_space(travel({"type": "x", "space": encode_space(space)})["space"], "space")
+    assert decoded == space
     if isinstance(space, spaces.Dict):
-        assert list(found.spaces) == list(space.spaces)
+        assert list(decoded.spaces) == list(space.spaces)
     space.seed(seed)
     sample = space.sample()
-    arrived = reader(found)(travel({"type": "x", "obs": sample})["obs"], "obs")
+    arrived = reader(decoded)(travel({"type": "x", "obs": sample})["obs"], "obs")
     assert same(sample, arrived)
-    assert checker(found)(arrived) is None
+    assert checker(decoded)(arrived) is None
 
 
 @settings(deadline=None)
@@ -122,9 +122,9 @@ def test_big_endian_and_strided_arrays_survive_a_round_trip():
 
 def test_an_unbounded_integer_box_stays_unbounded():
     space = spaces.Box(-np.inf, np.inf, (2,), np.int32)
-    found = decode_space(travel({"type": "x", "space": encode_space(space)})["space"], "space")
-    assert found == space
-    assert not found.bounded_below.any()
+    decoded = decode_space(travel({"type": "x", "space": encode_space(space)})["space"], "space")
+    assert decoded == space
+    assert not decoded.bounded_below.any()
 
 
 def test_lists_are_converted_to_the_declared_type():

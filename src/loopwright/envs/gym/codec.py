@@ -259,7 +259,7 @@ class _ContextCodec:
     def __init__(self, structure: StructuredObservation, *, flat: bool) -> None:
         self._structure = structure
         self._leaves = dict(structure.structured_observation_descriptors())
-        named = spaces.Dict(
+        leaves = spaces.Dict(
             {
                 name: spaces.Discrete(leaf.size)
                 if leaf.kind == "discrete"
@@ -267,8 +267,8 @@ class _ContextCodec:
                 for name, leaf in self._leaves.items()
             }
         )
-        self._flatten = FlattenCodec(named) if flat else None
-        self.gym_space: spaces.Space[Any] = named if self._flatten is None else self._flatten.gym_space
+        self._flatten = FlattenCodec(leaves) if flat else None
+        self.gym_space: spaces.Space[Any] = leaves if self._flatten is None else self._flatten.gym_space
 
     def encode(self, regime: Mapping[str, Any]) -> Any:
         values = dict(self._structure.encode_observation(regime))
@@ -276,8 +276,8 @@ class _ContextCodec:
             raise ValueError(
                 f"encode_observation returned the keys {sorted(values)}; the descriptors have {sorted(self._leaves)}"
             )
-        named = {name: _leaf_value(name, leaf, values[name]) for name, leaf in self._leaves.items()}
-        return named if self._flatten is None else self._flatten.encode(named)
+        encoded = {name: _leaf_value(name, leaf, values[name]) for name, leaf in self._leaves.items()}
+        return encoded if self._flatten is None else self._flatten.encode(encoded)
 
 
 def _context_codec(structure: StructuredObservation | None, *, flat: bool) -> _ContextCodec | None:

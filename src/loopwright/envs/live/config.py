@@ -45,7 +45,7 @@ class LiveConfig(Config):
         """The arguments for the constructor."""
         return {name: p.value for name, p in self.args.items() if isinstance(p, Fixed)}
 
-    def problems(self, scenario_dir: Path, drawn: Collection[str]) -> list[Problem]:
+    def problems(self, scenario_dir: Path, env_params: Collection[str]) -> list[Problem]:
         """What is wrong with this configuration, as far as that shows without starting the server."""
         if self.env_class is None:
             problems = self._address_problems()
@@ -55,9 +55,9 @@ class LiveConfig(Config):
         problems += [
             Problem(f"args.{name}", "has several values; let the environment draw it: [run.env_params." + name + "].")
             for name, p in self.args.items()
-            if not isinstance(p, Fixed) and name not in drawn
+            if not isinstance(p, Fixed) and name not in env_params
         ]
-        if drawn and (reason := context_conflict(self.spaces(scenario_dir).observation_space)):
+        if env_params and (reason := context_conflict(self.spaces(scenario_dir).observation_space)):
             problems.append(Problem("env_class", f"{reason}."))
         return problems
 

@@ -234,20 +234,9 @@ class LiveEnv:
             self._worst = reward
         if not self._records_episodes:
             # Copies, since they are written later and their owners may reuse the arrays for the next step.
-            observation_copy = observation.copy() if self._shows_array else self._copy(observation)
+            obs = observation.copy() if self._shows_array else self._copy(observation)
             action_copy = action if self._action_is_immutable else deepcopy(action)
-            self._add(
-                (
-                    number,
-                    self.book.group,
-                    action_copy,
-                    self._draw,
-                    self._regime_json,
-                    observation_copy,
-                    reward,
-                    time.time(),
-                )
-            )
+            self._add((number, self.book.group, action_copy, self._draw, self._regime_json, obs, reward, time.time()))
             if not number & 4095:
                 self._recorder.keep_up()  # an episode may never end
         else:
@@ -293,15 +282,13 @@ class LiveEnv:
         return self._copy(self._observation), reward, False, True, info
 
     def _record_failure(self, number: int, action: Any, outcome: Outcome, reason: str) -> None:
-        ending, now = (outcome, FAULT_OF[outcome], reason), time.time()
+        fault, now = FAULT_OF[outcome], time.time()
+        ending = outcome, fault, reason
         if not self._records_episodes:
             trial = (number, self.book.group, as_json(action).decode(), self._draw, self._regime_json)
             self._recorder.add_row((*trial, *ending, None, None, "{}", now, now))
         if self._observers:
-            trial_with_outcome = replace(
-                self._trial(number, action), outcome=outcome, fault=FAULT_OF[outcome], reason=reason
-            )
-            self._observers.after(trial_with_outcome)
+            self._observers.after(replace(self._trial(number, action), outcome=outcome, fault=fault, reason=reason))
         self._end_episode(truncated=True, ending=ending)
 
     def _trial(self, number: int, action: Any) -> Trial:

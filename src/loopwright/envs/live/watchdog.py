@@ -2,7 +2,7 @@
 
 A thread checks periodically which call is in progress. If it is the same one for too long, the main thread gets a
 signal, whose handler raises `Hung` there: that ends a sleep, a wait for a socket or a loop in Python. Native code that
-does not return, and steps outside the main thread, cannot be interrupted: such a server needs a process of its own.
+does not return, and steps outside the main thread, cannot be interrupted: run such a server in another process.
 """
 
 import logging
