@@ -4,7 +4,7 @@ import socket
 import stat
 
 import pytest
-from tests.envs.live.peers import Walker, served
+from tests.envs.live.peers import Walker, serving
 
 from loopwright.envs.live.address import Address, AddressError
 from loopwright.envs.live.remote import RemoteServer
@@ -13,7 +13,7 @@ from loopwright.envs.live.serve import EnvServer
 
 def test_a_unix_socket_is_private_and_removed_with_the_server(tmp_path):
     path = tmp_path / "s"
-    with served(Walker, f"unix://{path}"):
+    with serving(Walker, f"unix://{path}"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not path.exists()
 
@@ -22,7 +22,7 @@ def test_only_a_stale_socket_file_is_replaced(tmp_path):
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
-    with served(Walker, f"unix://{path}") as server:
+    with serving(Walker, f"unix://{path}") as server:
         with pytest.raises(AddressError, match="another server uses it"):
             EnvServer(Walker, f"unix://{path}")
         RemoteServer(server.address).close()
