@@ -73,7 +73,7 @@ class SandboxHarness:
         read_only: Mapping[str, Path] = NO_MOUNTS,
     ) -> Completion:
         """Run one command in an open sandbox."""
-        executor = LocalExecutor(output_bytes=MIB, grace_s=2.0)
+        executor = LocalExecutor(output_bytes=MIB, grace_s=1.0)
         try:
             done = await executor.run(instance.wrap(command, mounts, read_only), ignore)
             assert not instance.setup_failed(done), self.stderr

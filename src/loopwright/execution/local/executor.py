@@ -34,7 +34,6 @@ class LocalExecutor(Executor):
         self._running: dict[ProcessTree, asyncio.Future[None]] = {}
 
     async def run(self, command: Command, on_start: OnStart) -> Completion:
-        """See `Executor.run`."""
         loop = asyncio.get_running_loop()
         slot = await self._slots.acquire()
         with ExitStack() as stack:
@@ -74,7 +73,6 @@ class LocalExecutor(Executor):
         )
 
     def kill_all(self) -> None:
-        """See `Executor.kill_all`."""
         for tree in list(self._running):
             tree.kill()
 

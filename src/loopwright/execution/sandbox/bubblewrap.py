@@ -70,7 +70,6 @@ class Bubblewrap(Sandbox):
         self._monitor = ResourceMonitor()
 
     def check(self) -> None:
-        """See `Sandbox.check`."""
         if shutil.which("bwrap") is None:
             raise SandboxError('sandbox = "bwrap" needs bubblewrap. Run: apt-get install bubblewrap')
         if missing_tools := [tool for tool in TOOLS if shutil.which(tool) is None]:
@@ -93,7 +92,6 @@ class Bubblewrap(Sandbox):
         mount_at: str | None = None,
         hide: tuple[Path, ...] = (),
     ) -> AsyncIterator[SandboxInstance]:
-        """See `Sandbox.open`."""
         if self._readable not in self._checked:
             self.check()
             self._checked.add(self._readable)
@@ -204,26 +202,21 @@ class _Instance(SandboxInstance):
         self.exceeded_limit = self.exceeded_limit or reason
 
     def path_inside(self, path: Path) -> str:
-        """See `SandboxInstance.path_inside`."""
         return str(PurePosixPath(self._mount_at) / path.absolute().relative_to(self.workspace))
 
     def url_inside(self, url: str) -> str:
-        """See `SandboxInstance.url_inside`."""
         return self._proxy.url_inside(url)
 
     def begin_verification(self) -> None:
-        """See `SandboxInstance.begin_verification`."""
         super().begin_verification()
         self.monitored.reset_disk()
 
     def is_trusted(self, directory: Path) -> bool:
-        """See `SandboxInstance.is_trusted`."""
         return _is_in(directory, (*self._readable, *_SYSTEM))
 
     def wrap(
         self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, read_only: Mapping[str, Path] = NO_MOUNTS
     ) -> Command:
-        """See `SandboxInstance.wrap`."""
         if not self._verifying:
             self.monitored.disk_baseline_bytes = 0
         self._proxy.is_blocked, self._verifying = self._verifying, False
@@ -240,7 +233,6 @@ class _Instance(SandboxInstance):
         return replace(command, argv=(*outside, *inside, *command.argv), environment=environment)
 
     def setup_failed(self, completion: Completion) -> bool:
-        """See `SandboxInstance.setup_failed`."""
         status = self._scratch.path / f"arguments-{self._command_count}.status"
         return completion.exit_code is not None and not (status.exists() and b"exit-code" in status.read_bytes())
 

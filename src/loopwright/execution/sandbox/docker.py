@@ -72,7 +72,6 @@ class Docker(Sandbox):
             )
 
     def check(self) -> None:
-        """See `Sandbox.check`."""
         if shutil.which("docker") is None:
             raise SandboxError('sandbox = "docker" needs Docker. Install it (https://docs.docker.com), or use "bwrap".')
         try:
@@ -97,7 +96,6 @@ class Docker(Sandbox):
         mount_at: str | None = None,
         hide: tuple[Path, ...] = (),
     ) -> AsyncIterator[SandboxInstance]:
-        """See `Sandbox.open`."""
         await asyncio.to_thread(self.check)
         await asyncio.to_thread(remove_stale_containers)
         await asyncio.to_thread(remove_stale)
@@ -140,22 +138,18 @@ class _Instance(SandboxInstance):
         self._proxy_container: socket.socket | None = None
 
     def path_inside(self, path: Path) -> str:
-        """See `SandboxInstance.path_inside`."""
         return str(PurePosixPath(self._mount_at) / path.absolute().relative_to(self.workspace))
 
     def url_inside(self, url: str) -> str:
-        """See `SandboxInstance.url_inside`."""
         return self._proxy.url_inside(url)
 
     def setup_failed(self, completion: Completion) -> bool:
-        """See `SandboxInstance.setup_failed`."""
         # A command may exit with the same code, but then there was a container.
         return completion.exit_code == _NOT_STARTED and not self._id_file(self._containers[-1]).exists()
 
     def wrap(
         self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, read_only: Mapping[str, Path] = NO_MOUNTS
     ) -> Command:
-        """See `SandboxInstance.wrap`."""
         self._proxy.is_blocked, self._verifying = self._verifying, False
         has_previous = len(self._containers) > bool(self._proxy.ports)
         remove_previous = ("/bin/sh", "-c", _REMOVE_PREVIOUS, self._containers[-1]) if has_previous else ()
