@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from loopwright.scenario.build import build
-from loopwright.scenario.dispatch import drive
+from loopwright.scenario.dispatch import build, drive
 from loopwright.scenario.load import load
 
 MEMORY = Path("/dev/shm")
@@ -26,12 +25,12 @@ def campaigns(scenario: str, trials: int, *, on_disk: bool = False) -> Iterator[
     loaded = load(file)
 
     def campaign() -> None:
-        built = build(loaded, loaded.scenario.run[0], home / f"out-{next(numbers)}")
+        built = build(loaded, loaded.runs[0], home / f"out-{next(numbers)}")
         try:
             assert drive(built.agent) == 0
             assert built.env.book.ledger.counts()["ok"] == trials
         finally:
-            built.close()
+            built.resources.close()
 
     try:
         yield campaign

@@ -49,7 +49,7 @@ def test_it_answers_alike_in_a_process_of_its_own(act, policy, loopwright):
         ((), "this policy acts on the regime wind; give each parameter with --regime"),
         (("--regime", "wind=0", "--regime", "sea=1"), "acts on the regime wind"),
         (("--regime", "wind=7"), "--regime wind: 7 is none of 0, 1"),
-        (("--regime", "wind"), "write it as NAME=VALUE"),
+        (("--regime", "wind"), "write NAME=VALUE"),
         (("--regime", "wind=0", "--regime", "wind=1"), "--regime wind is given twice"),
         (("--regime", "wind=0", "--observation", "[0]"), "--observation is for live policies"),
     ],

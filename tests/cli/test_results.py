@@ -63,7 +63,7 @@ def test_the_report_is_made_again_from_the_ledgers_alone(loopwright, finished):
 def test_a_directory_without_a_ledger_is_1(loopwright, verb, tmp_path):
     done = loopwright(verb, tmp_path)
     assert done.returncode == 1
-    assert "there is no ledger below" in done.stderr
+    assert "no ledger found below" in done.stderr
 
 
 @pytest.mark.parametrize(

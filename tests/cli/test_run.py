@@ -54,7 +54,7 @@ def test_a_directory_that_is_in_use_is_1_with_the_next_move(loopwright, scenario
     loopwright("run", scenario(), "-o", "out", "-q")
     again = loopwright("run", scenario(), "-o", "out")
     assert again.returncode == 1
-    assert "already holds a campaign. Go on with `loopwright resume out`" in again.stderr
+    assert "already contains a campaign. Continue it with `loopwright resume out`" in again.stderr
 
 
 def test_resuming_what_is_complete_changes_nothing(loopwright, scenario, tmp_path):
@@ -82,7 +82,7 @@ def test_resuming_with_other_inputs_is_refused_unless_it_is_accepted(loopwright,
 def test_resuming_nothing_is_1(loopwright):
     done = loopwright("resume", "nowhere")
     assert done.returncode == 1
-    assert "holds no campaign" in done.stderr
+    assert "contains no campaign" in done.stderr
 
 
 def test_the_best_configuration_finds_its_inputs(loopwright, scenario, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from tests.survival.campaign import read_all
 from tests.trainers.test_curves import scalars
 
-from loopwright.cli.training_progress import Course, sparkline
+from loopwright.cli.training_progress import TrainingProgress, sparkline
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.steps import Step, Steps
 
@@ -158,7 +158,7 @@ def test_an_evaluation_says_that_it_is_one(trained):
     assert "evaluation after step 0" in shown
 
 
-# -- the course of a training, without one ------------------------------------------------------------------------
+# -- the progress of a training, without one ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -173,42 +173,42 @@ def step(number: int, at: float = 0.0, **numbers) -> Step:
 
 
 def test_a_line_tells_the_step_the_rewards_and_the_speed(ledger):
-    course = Course.of(ledger)
-    assert course.parts() == ["step 0/10"]
-    course.add("eval", Step(0, 0.0, {"reward": 0.25, "reward_low": 0.125, "reward_high": 0.5}))
+    progress = TrainingProgress.of(ledger)
+    assert progress.parts() == ["step 0/10"]
+    progress.add("eval", Step(0, 0.0, {"reward": 0.25, "reward_low": 0.125, "reward_high": 0.5}))
     for n in (1, 2, 3):
-        course.add("train", step(n, entropy=1.5, kl=None))
-    assert course.parts() == [
+        progress.add("train", step(n, entropy=1.5, kl=None))
+    assert progress.parts() == [
         "step 3/10",
         "reward ▁▅█ 0.3",
         "held-out 0.25 (95 %: 0.125 … 0.5)",
         "entropy 1.5",
     ]
-    assert course.speed() == ["100 tokens/s"]
+    assert progress.speed() == ["100 tokens/s"]
 
 
 def test_time_left_is_by_steps_and_leaves_out_those_before_a_resume(ledger):
     Steps(ledger).add("train", step(1, at=0.0))
-    course = Course.of(ledger)
-    assert course.seconds_left is None
-    course.add("train", step(2, at=5000.0))
-    assert course.seconds_left == 3.0 * 8
-    course.add("train", step(3, at=5010.0))
-    assert course.seconds_left == 10.0 * 7
+    progress = TrainingProgress.of(ledger)
+    assert progress.seconds_left is None
+    progress.add("train", step(2, at=5000.0))
+    assert progress.seconds_left == 3.0 * 8
+    progress.add("train", step(3, at=5010.0))
+    assert progress.seconds_left == 10.0 * 7
 
 
 def test_steps_that_come_again_after_a_crash_replace_those_before(ledger):
     for n in (1, 2, 3, 4):
         Steps(ledger).add("train", step(n))
-    course = Course.of(ledger)
-    course.add("train", step(3, reward=9.0))
-    assert course.done == 3
-    assert "9" in course.parts()[1]
+    progress = TrainingProgress.of(ledger)
+    progress.add("train", step(3, reward=9.0))
+    assert progress.done == 3
+    assert "9" in progress.parts()[1]
 
 
 def test_a_run_that_trains_nothing_has_no_course(ledger):
     ledger.set_state("run", {"rollout": {"loop": {}}, "agent": {"type": "collect", "trials": 5}})
-    assert Course.of(ledger) is None
+    assert TrainingProgress.of(ledger) is None
 
 
 @pytest.mark.parametrize(
@@ -222,11 +222,11 @@ def test_a_sparkline_goes_from_the_lowest_to_the_highest(values, drawn):
 def test_curves_grow_a_row_each(ledger):
     from rich.console import Console
 
-    course = Course.of(ledger)
+    progress = TrainingProgress.of(ledger)
     for n in range(1, 101):
-        course.add("train", step(n, entropy=5 - n / 50))
-    course.add("eval", Step(100, 0.0, {"reward": 0.5, "reward_low": 0.4, "reward_high": 0.6}))
+        progress.add("train", step(n, entropy=5 - n / 50))
+    progress.add("eval", Step(100, 0.0, {"reward": 0.5, "reward_low": 0.4, "reward_high": 0.6}))
     console = Console(width=120, record=True, file=StringIO())
-    console.print(course.curves())
+    console.print(progress.curves())
     lines = [line.split()[0] for line in console.export_text().splitlines()]
     assert lines == ["reward", "held-out", "entropy"]

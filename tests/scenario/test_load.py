@@ -182,7 +182,7 @@ def test_problems_of_several_runs_say_which_run(write):
 def test_two_runs_of_one_name_are_refused(write):
     path = write()
     path.write_text(f"{path.read_text()}\n{path.read_text().partition('parallel = 2')[2]}")
-    assert problems(path) == ["[[run]] name: 'first' is used 2 times; each run needs a folder of its own."]
+    assert problems(path) == ["[[run]] name: 'first' is used 2 times; each run needs its own folder."]
 
 
 @pytest.mark.parametrize("name", ["[1]", "{ a = 1 }", "5", "true"])

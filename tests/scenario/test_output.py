@@ -65,12 +65,12 @@ def test_what_was_begun_is_reopened_as_it_was_then(tmp_path, write, loaded):
 def test_a_directory_with_a_campaign_is_not_begun_again(tmp_path, loaded):
     (tmp_path / "out").mkdir()
     begin(loaded(), tmp_path / "out")
-    with pytest.raises(StorageError, match=r"already holds a campaign\. Go on with `loopwright resume"):
+    with pytest.raises(StorageError, match=r"already contains a campaign\. Continue it with `loopwright resume"):
         begin(loaded(), tmp_path / "out")
 
 
 def test_a_directory_without_a_campaign_is_not_reopened(tmp_path):
-    with pytest.raises(LedgerError, match="holds no campaign"):
+    with pytest.raises(LedgerError, match="contains no campaign"):
         reopen(tmp_path)
 
 

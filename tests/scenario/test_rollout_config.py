@@ -202,9 +202,9 @@ R = "[run.rollout]"
         (agent('{ type = "collect" }'), "[run.agent] trials", "is missing"),
         (agent('{ type = "collect", trials = 4, group_sice = 2 }'), "[run.agent]", "Did you mean 'group_size'?"),
         # what does not go together
-        ({"more": WORKLOAD}, "[[run]] workload", "give the workload a [[run]] of its own"),
-        ({"more": '[run.live]\nenv_class = "a:B"'}, "[[run]] live", "give the live environment a [[run]] of its own"),
-        ({"more": "[run.rewards]\nmetric_failure = -1"}, "[[run]] rewards", "is left out, not punished"),
+        ({"more": WORKLOAD}, "[[run]] workload", "give the workload its own [[run]]"),
+        ({"more": '[run.live]\nenv_class = "a:B"'}, "[[run]] live", "give the live environment its own [[run]]"),
+        ({"more": "[run.rewards]\nmetric_failure = -1"}, "[[run]] rewards", "is left out, not penalised"),
         ({"more": "[run.env_params.x]"}, "[[run]] env_params", "what differs between rollouts is in their tasks"),
         (
             {"head": f'{GOOD["head"]}\nreward = {{ type = "identity", metrics = ["y"] }}'},

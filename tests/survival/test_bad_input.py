@@ -111,9 +111,8 @@ def test_an_output_with_an_earlier_campaign_is_refused_and_left_as_it_is(loopwri
     ended = loopwright("run", "plain.toml", "--output", "out")
 
     assert ended.code == 1
-    assert ended.err == (
-        "error: out already holds a campaign. Go on with `loopwright resume out`, or choose another --output.\n"
-    )
+    continue_it = "Continue it with `loopwright resume out`, or choose another --output."
+    assert ended.err == f"error: out already contains a campaign. {continue_it}\n"
     assert (tmp_path / "out" / "once" / "ledger.db").read_bytes() == ledger
 
 

@@ -97,7 +97,7 @@ def test_s12_ctrl_c_in_a_terminal_with_a_live_bar(tmp_path):
 
     assert code == 130, screen
     assert "2/6 done" in screen
-    assert "stopped; go on with: loopwright resume" in screen
+    assert "stopped; continue with: loopwright resume" in screen
     assert screen.rfind("\x1b[?25h") > screen.rfind("\x1b[?25l"), "the cursor is shown again"
     assert "Traceback" not in screen
     assert [trial.outcome for trial in campaign.trials()] == ["ok", "ok", "aborted", "aborted"]

@@ -15,8 +15,7 @@ from loopwright.core.errors import LoopwrightError, Problem, ScenarioError
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Result
 from loopwright.envs.search import SearchEnv
-from loopwright.scenario.build import build
-from loopwright.scenario.dispatch import write_all
+from loopwright.scenario.dispatch import build, write_all
 from loopwright.scenario.load import load
 from loopwright.scenario.make import select_run
 from loopwright.scenario.output import begin, hold
@@ -49,7 +48,7 @@ class AskTell:
     ) -> None:
         self._loaded = load(scenario, set=overrides)
         self._config = select_run(self._loaded, run)
-        if self._config.workload is None or not issubclass(self._config.agent_class or object, SearchAgent):
+        if self._config.kind != "search" or not issubclass(self._config.agent_class or object, SearchAgent):
             problem = Problem("[run.agent] type", "ask and tell need a search agent over a workload, such as tpe.")
             raise ScenarioError(self._loaded.label, [problem])
         self._output = output
@@ -73,7 +72,7 @@ class AskTell:
             else:
                 begin(self._loaded, self._output)
             built = build(self._loaded, self._config, self._output)
-            undo.callback(built.close)
+            undo.enter_context(built.resources)
             assert isinstance(built.env, SearchEnv) and isinstance(built.agent, SearchAgent)  # noqa: S101, PT018
             self._env, self._agent = built.env, built.agent
             self._env.workload = ExternalWorkload(self._env.workload.config, self._env.workload.site, self._measure)

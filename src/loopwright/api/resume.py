@@ -7,7 +7,7 @@ from typing import Any
 
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import LedgerError
-from loopwright.scenario.load import LoadedScenario
+from loopwright.scenario.kinds.base import LoadedScenario
 
 _COMPARED = {
     "space": ("args", "env", "constraints"),

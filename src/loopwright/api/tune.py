@@ -15,7 +15,8 @@ from loopwright.api.shipping import code_digest, import_path, search_path, write
 from loopwright.api.study import Study
 from loopwright.reports.export import replacing
 from loopwright.scenario.dispatch import dispatch
-from loopwright.scenario.load import LoadedScenario, load
+from loopwright.scenario.kinds.base import LoadedScenario
+from loopwright.scenario.load import load
 from loopwright.scenario.signals import Signals
 from loopwright.workloads.in_process import InProcessWorkload
 

@@ -1,56 +1,83 @@
-"""The command line, one file per verb. Heavy modules are imported by the verbs that need them."""
+"""The command line, one file per verb. A verb's file is imported when the verb is used."""
 
 import logging
 import os
 import sys
+from importlib import import_module
+from importlib.metadata import version as installed_version
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from loopwright.cli import (
-    act,
-    audit,
-    dry_run,
-    episodes,
-    export,
-    gateway,
-    listing,
-    rejudge,
-    report,
-    resume,
-    run,
-    serve_env,
-    tasks,
-    trials,
-    verify,
-)
+from loopwright.core.errors import LoopwrightError, ScenarioError
+
+VERBS = {
+    "run": ("run", "Run a scenario and print the result."),
+    "resume": ("resume", "Continue a run that was stopped or killed."),
+    "verify": ("verify", "Check scenarios without running them."),
+    "dry-run": ("dry_run", "Show what a scenario would do, and run nothing."),
+    "list": ("listing", "List what a scenario can name, such as agents and judgers."),
+    "report": ("report", "Make the report and the exports again."),
+    "export": ("export", "Export trials, episodes, training rows or steps."),
+    "episodes": ("episodes", "Show rollouts and their conversations."),
+    "rejudge": ("rejudge", "Judge stored rollouts again with another judger."),
+    "audit": ("audit", "Check that what was captured is token-exact."),
+    "serve-env": ("serve_env", "Serve an environment over a socket."),
+    "act": ("act", "Apply a trained policy."),
+    "gateway": ("gateway", "Serve an engine to any agent, and capture it token by token."),
+    "tasks": ("tasks", "Look through directories of tasks."),
+    "trials": ("trials", "Run trials for trainers on other machines."),
+}
+"""Each verb's module and its line in `loopwright --help`."""
+_STYLE: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+
+
+class _Verbs(TyperGroup):
+    """Imports a verb's module when the verb is used, so that `--help` and the other verbs start at once."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in VERBS:
+            return None
+        module = import_module(f"loopwright.cli.{VERBS[cmd_name][0]}")
+        verb = typer.Typer(**_STYLE)
+        if hasattr(module, "app"):  # a verb with subcommands
+            verb.add_typer(module.app, name=cmd_name)
+            return typer.main.get_group(verb).commands[cmd_name]
+        verb.command(cmd_name)(module.command)
+        return typer.main.get_command(verb)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in VERBS.items()])
+
 
 app = typer.Typer(
     name="loopwright",
+    cls=_Verbs,
     help="A trial runtime for agents that learn by doing.",
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    **_STYLE,
 )
-for _verb in (run, resume, verify, dry_run, listing, report, export, episodes, rejudge, audit, serve_env, act):
-    app.command(_verb.NAME)(_verb.command)
-app.add_typer(gateway.app, name=gateway.NAME)
-app.add_typer(tasks.app, name=tasks.NAME)
-app.add_typer(trials.app, name=trials.NAME)
 
 
 @app.callback(invoke_without_command=True)
 def _options(*, version: bool = typer.Option(False, "--version", help="Show the version and exit.")) -> None:
     if version:
-        from importlib.metadata import version as version_of
-
-        typer.echo(f"loopwright {version_of('loopwright')}")
+        typer.echo(f"loopwright {installed_version('loopwright')}")
         raise typer.Exit
 
 
-class _Log(logging.Handler):
-    """Writes to what is stderr now: a live display takes its place, and would draw over what went past it."""
+class _LogHandler(logging.Handler):
+    """Writes to the current stderr: a live display replaces it, and would overwrite lines that bypass it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -61,9 +88,7 @@ class _Log(logging.Handler):
 
 def main() -> None:
     """Run the command line. Exit codes: 0 good, 1 a run failed, 2 bad scenario or usage, 130 and 143 signals."""
-    from loopwright.core.errors import LoopwrightError, ScenarioError
-
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[_Log()])
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=[_LogHandler()])
     try:
         app()
     except ScenarioError as error:
@@ -71,10 +96,10 @@ def main() -> None:
     except LoopwrightError as error:
         _fail(f"error: {error}", 1)
     except KeyboardInterrupt:
-        # Before a run listens for signals there is nothing to end in good order.
+        # Before a run listens for signals there is nothing to stop in good order.
         raise SystemExit(130) from None
     except BrokenPipeError:
-        # Whoever read our output has left; there is nobody to tell, and the results are on disk.
+        # The reader of our output has left. The results are on disk.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
 

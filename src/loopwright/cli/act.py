@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-NAME = "act"
+from loopwright.agents.rl.policy import PolicyError, act
 
 
 def command(
@@ -14,21 +14,19 @@ def command(
     *,
     regime: Annotated[list[str], typer.Option("--regime", help="A drawn parameter, NAME=VALUE; may be repeated.")] = [],  # noqa: B006
     observation: Annotated[
-        str | None, typer.Option("--observation", help="For a live policy: what it sees, as JSON.")
+        str | None, typer.Option("--observation", help="For a live policy: its observation, as JSON.")
     ] = None,
 ) -> None:
-    """Apply a trained policy; the action is written as JSON."""
-    from loopwright.agents.rl.policy import PolicyError, act
-
-    drawn: dict[str, Any] = {}
+    """Apply a trained policy. Prints the action as JSON."""
+    values: dict[str, Any] = {}
     for pair in regime:
         name, equals, value = pair.partition("=")
         if not equals:
-            raise PolicyError(f"--regime {pair!r}: write it as NAME=VALUE")
-        if name in drawn:
-            raise PolicyError(f"--regime {name} is given twice; a regime has one value of each")
-        drawn[name] = _value(value)
-    typer.echo(json.dumps(act(policy, drawn, None if observation is None else _value(observation))))
+            raise PolicyError(f"--regime {pair!r}: write NAME=VALUE")
+        if name in values:
+            raise PolicyError(f"--regime {name} is given twice; a regime has one value for each parameter")
+        values[name] = _value(value)
+    typer.echo(json.dumps(act(policy, values, None if observation is None else _value(observation))))
 
 
 def _value(text: str) -> Any:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from loopwright.engines.inprocess.engine import TransformersConfig
     from loopwright.gateway.audit import AuditSummary, EpisodeSource, TurnAudit
 
-NAME = "audit"
-
 
 def command(
     output: Annotated[
@@ -75,7 +73,7 @@ def _open_episodes(
     output: Path, run: str | None
 ) -> "Iterator[tuple[EpisodeSource, dict[str, Any] | None, dict[int, Path], Path]]":
     """The episodes, the run's engine configuration, its checkpoints by version, and its scenario's directory."""
-    from loopwright.cli.rollout_run import rollout_run
+    from loopwright.cli.rollout_run import rollout_ledger
     from loopwright.gateway.audit import STORE, find_checkpoints, gateway_episodes, ledger_episodes
     from loopwright.ledger.ledger import Ledger
     from loopwright.ledger.steps import steps
@@ -84,7 +82,7 @@ def _open_episodes(
         with gateway_episodes(output / STORE) as source:
             yield source, None, {}, Path.cwd()
         return
-    path = rollout_run(output, run)
+    path = rollout_ledger(output, run)
     with Ledger.read(path) as ledger:
         engine_data = ledger.state("run")["rollout"]["engine"]
         scenario_dir = Path(ledger.state("provenance", {}).get("scenario", "")).parent

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loopwright.cli.options import assignment
-from loopwright.cli.serving import checked, die_next_time, say, signalled, token_of
+from loopwright.cli.serving import exit_on_next_signal, next_signal, notice, parse_settings, token_from
 
 if TYPE_CHECKING:
     from loopwright.engines.base import Engine, EngineConfig
     from loopwright.gateway.gateway import GatewayConfig
 
-NAME = "gateway"
 app = typer.Typer(help="Serve an engine to any agent, and capture it token by token.", no_args_is_help=True)
 _ENGINE = "scripted, tiny, smollm2, or `kind:address`"
 
@@ -81,7 +80,7 @@ def serve(
     options = {"advertise": advertise, "access_log": access_log, "log_prompts": log_prompts or None}
     values |= {name: value for name, value in options.items() if value is not None}
     tables = _settings_tables(settings or [], values)
-    config = checked(GatewayConfig, tables["gateway"])
+    config = parse_settings(GatewayConfig, tables["gateway"])
     config.address(config.port)  # before the engine is loaded, which takes a while
     if config.log_prompts and config.access_log is None:
         raise typer.BadParameter("the access log is off; set its file with --access-log.", param_hint="--log-prompts")
@@ -97,7 +96,7 @@ async def _serve(engine: "Engine", config: "GatewayConfig", output: Path | None,
 
     from loopwright.gateway.gateway import Gateway
 
-    stop_signal = signalled()
+    stop_signal = next_signal()
     try:
         async with Gateway(engine, config, output=output, token=token) as gateway:
             # Requests leave no reference cycles, and collecting after every 700 objects costs a fifth of the CPU.
@@ -108,8 +107,8 @@ async def _serve(engine: "Engine", config: "GatewayConfig", output: Path | None,
                 typer.echo(f"workers connect to {gateway.address.replace('http', 'ws', 1)}/ws/worker", err=True)
             number: int = await stop_signal
             if calls := gateway.count()[1]:
-                say(f"stopping: {calls} calls have {config.drain_s:g} s to end; a second signal stops them now")
-            die_next_time()
+                notice(f"stopping: {calls} calls have {config.drain_s:g} s to end; a second signal stops them now")
+            exit_on_next_signal()
             return number
     finally:
         await engine.close()
@@ -139,7 +138,7 @@ def worker(
 
     if urlsplit(connect).scheme not in ("ws", "wss") or not urlsplit(connect).hostname:
         raise typer.BadParameter(f"{connect!r} is not a URL like ws://gateway:8400/ws/worker.", param_hint="--connect")
-    token = token_of(token_file)
+    token = token_from(token_file)
     tables = _settings_tables(settings or [], {})
     if tables["gateway"] or tables["fleet"]:
         raise typer.BadParameter("a worker has only settings for its engine: engine.NAME=VALUE.", param_hint="--set")
@@ -152,14 +151,14 @@ async def _work(engine: "Engine", url: str, token: str, name: str | None, drain_
 
     with _gateway_extra():
         from loopwright.gateway.relay.worker import RelayWorker
-    stop_signal = signalled()
-    relay_worker = RelayWorker(engine, url, token, name=name, drain_s=drain_s, say=say)
+    stop_signal = next_signal()
+    relay_worker = RelayWorker(engine, url, token, name=name, drain_s=drain_s, say=notice)
     work: asyncio.Future[Any] = asyncio.ensure_future(relay_worker.run())
     try:
         await asyncio.wait({work, stop_signal}, return_when=asyncio.FIRST_COMPLETED)
         if not stop_signal.done():
             await work  # raises why the gateway refused it
-        second_signal = signalled()
+        second_signal = next_signal()
         relay_worker.stop()
         await asyncio.wait({work, second_signal}, return_when=asyncio.FIRST_COMPLETED)
         return int(await stop_signal)
@@ -188,7 +187,7 @@ def _token(file: Path | None, config: "GatewayConfig", *, relay: bool, public: b
     """The gateway's token, from its file or the environment; without one only this machine may connect."""
     from loopwright.gateway.settings import MIN_TOKEN_LENGTH, TOKEN
 
-    token = os.environ.get(TOKEN) or None if file is None else token_of(file)
+    token = os.environ.get(TOKEN) or None if file is None else token_from(file)
     if token is not None and len(token) < MIN_TOKEN_LENGTH:
         raise typer.BadParameter(f"{TOKEN} has fewer than {MIN_TOKEN_LENGTH} characters.")
     if relay and token is None:
@@ -220,7 +219,7 @@ def load_engine(names: list[str], tokenizer: str | None, tables: dict[str, dict[
     configs = [_engine_config(name, tokenizer, tables["engine"]) for name in names]
     config = configs[0]
     if len(configs) > 1:
-        config = checked(FleetConfig, {**tables["fleet"], "engines": configs})
+        config = parse_settings(FleetConfig, {**tables["fleet"], "engines": configs})
     elif tables["fleet"]:
         raise typer.BadParameter("fleet.NAME is for several engines, or --relay.", param_hint="--set")
     if problems := config.problems(Path.cwd()):
@@ -245,7 +244,7 @@ def _engine_config(name: str, tokenizer: str | None, more: dict[str, Any]) -> "E
         if model is None:
             raise typer.BadParameter(f"set the tokenizer of the model behind {name!r}.", param_hint="--tokenizer")
         more = {"tokenizer": model, **more}
-    return checked(type(config), {**config.model_dump(exclude_unset=True), **more})
+    return parse_settings(type(config), {**config.model_dump(exclude_unset=True), **more})
 
 
 def _served_model(url: str) -> str | None:
@@ -269,8 +268,8 @@ def _relay(tokenizer: str | None, tables: dict[str, dict[str, Any]]) -> "Engine"
         from loopwright.gateway.relay.relay import Relay, RelayConfig
     if tables["engine"]:
         raise typer.BadParameter("set engine.NAME at the workers.", param_hint="--set")
-    config = checked(RelayConfig, tables["fleet"])
-    return Relay(config, None if tokenizer is None else tokenizer_of(tokenizer, Path.cwd()), say=say)
+    config = parse_settings(RelayConfig, tables["fleet"])
+    return Relay(config, None if tokenizer is None else tokenizer_of(tokenizer, Path.cwd()), say=notice)
 
 
 @contextmanager

@@ -1,11 +1,21 @@
-"""`loopwright list`: what can be named in a scenario, ours and that of installed packages."""
+"""`loopwright list`: the types that a scenario can name, ours and those of installed packages."""
 
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-NAME = "list"
+from loopwright.agents import agents, rollout_agents
+from loopwright.core.registry import Registry
+from loopwright.core.reward import rewards
+from loopwright.engines.base import engines
+from loopwright.rollouts.judgers.base import judgers
+from loopwright.rollouts.loops.base import loops
+from loopwright.rollouts.tasks.sources import task_sources
+from loopwright.workloads.base import workloads
 
 
 class Family(StrEnum):
@@ -20,47 +30,35 @@ class Family(StrEnum):
     ENGINES = "engines"
 
 
+_REGISTRIES: dict[Family, tuple[Registry[Any], ...]] = {
+    Family.AGENTS: (agents, rollout_agents),
+    Family.WORKLOADS: (workloads,),
+    Family.REWARDS: (rewards,),
+    Family.TASKS: (task_sources,),
+    Family.LOOPS: (loops,),
+    Family.JUDGERS: (judgers,),
+    Family.ENGINES: (engines,),
+}
+
+
 def command(family: Annotated[Family, typer.Argument(help="What to list.")]) -> None:
     """List what a scenario can name: agents, workloads, rewards; task sources, agent loops, judgers and engines."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from loopwright.agents import agents, rollout_agents
-    from loopwright.core.registry import Registry
-    from loopwright.core.reward import rewards
-    from loopwright.engines.base import engines
-    from loopwright.rollouts.judgers.base import judgers
-    from loopwright.rollouts.loops.base import loops
-    from loopwright.rollouts.tasks.sources import task_sources
-    from loopwright.workloads.base import workloads
-
-    registries: dict[Family, Registry[Any]] = {
-        Family.AGENTS: agents,
-        Family.WORKLOADS: workloads,
-        Family.REWARDS: rewards,
-        Family.TASKS: task_sources,
-        Family.LOOPS: loops,
-        Family.JUDGERS: judgers,
-        Family.ENGINES: engines,
-    }
-    registry = registries[family]
     table = Table(box=None, padding=(0, 2), show_header=False)
-    for one in (agents, rollout_agents) if registry is agents else (registry,):
-        for name in one.names():
+    for registry in _REGISTRIES[family]:
+        for name in registry.names():
             try:
-                item = one.get(name)
+                item = registry.get(name)
             except ImportError as error:
                 table.add_row(name, escape(f"(cannot be imported: {error})"))
                 continue
-            draws = "  (takes env_params)" if getattr(item, "samples_env_params", False) else ""
-            where = "  (with [run.rollout])" if one is rollout_agents else ""
-            table.add_row(name, escape(_said_of(item, one.base) + draws + where))
+            notes = "  (takes env_params)" if getattr(item, "samples_env_params", False) else ""
+            notes += "  (with [run.rollout])" if registry is rollout_agents else ""
+            table.add_row(name, escape(_summary(item, registry.base) + notes))
     Console(highlight=False).print(table)
 
 
-def _said_of(item: Any, base: Any) -> str:
-    """The first line of what its config says of itself, or else of what it says; not what their bases say."""
+def _summary(item: Any, base: Any) -> str:
+    """The first docstring line of its config or else of the class, without those that it inherits from the base."""
     config = getattr(item, "Config", item)
-    own = [kind.__doc__ for kind in (config, item) if kind not in (base, getattr(base, "Config", base))]
-    return next((doc.strip().split("\n")[0] for doc in own if doc), "")
+    docs = [cls.__doc__ for cls in (config, item) if cls not in (base, getattr(base, "Config", base))]
+    return next((doc.strip().split("\n")[0] for doc in docs if doc), "")

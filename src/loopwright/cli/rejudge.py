@@ -1,126 +1,104 @@
-"""`loopwright rejudge`: score stored rollouts again with another judger, and see what that changes."""
+"""`loopwright rejudge`: score stored rollouts again with another judger, and show what changes."""
 
+import asyncio
+import sys
+from contextlib import ExitStack, aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from loopwright.cli.options import OutputArgument, RunOption, emit
-
-if TYPE_CHECKING:
-    from loopwright.ledger.ledger import Ledger
-    from loopwright.rollouts.judgers.base import JudgerConfig
-    from loopwright.rollouts.rejudge import Change, Changes
-
-NAME = "rejudge"
+from loopwright.cli.rollout_run import rollout_ledger
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.rollouts import Rejudgement, add_rejudgements
+from loopwright.reports.formatting import number, short
+from loopwright.rollouts.judgers.base import JudgerConfig
+from loopwright.rollouts.rejudge import Changes, describe, read_judger, rejudge
+from loopwright.scenario.output import hold
 
 
 def command(
     output: OutputArgument,
     judger: Annotated[
-        Path, typer.Option("--judger", "-j", help="A TOML file: a judger, or one in its [judger] table.")
+        Path, typer.Option("--judger", "-j", help="A TOML file with a judger, at the top level or in a [judger] table.")
     ],
     *,
     run: RunOption = None,
     write: Annotated[
-        bool, typer.Option("--write", help="Keep the new verdicts in the ledger, beside the old ones.")
+        bool, typer.Option("--write", help="Store the new verdicts in the ledger, beside the old ones.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Write one JSON object per episode, then the summary.")] = False,
 ) -> None:
-    """Judge the stored episodes again without running them, and show what changes. Rewards are never overwritten."""
-    import asyncio
-    from contextlib import ExitStack
-
-    from loopwright.cli.rollout_run import rollout_run
-    from loopwright.ledger.ledger import Ledger
-    from loopwright.rollouts.rejudge import read_judger
-    from loopwright.scenario.output import hold
-
+    """Judge stored episodes again without running them, and show what changes. Rewards are never overwritten."""
     config = read_judger(judger)
-    path = rollout_run(output, run)
-    with ExitStack() as opened:
+    path = rollout_ledger(output, run)
+    with ExitStack() as stack:
         if write:
-            opened.enter_context(hold(output))
-        ledger = opened.enter_context(Ledger.open(path) if write else Ledger.read(path))
+            stack.enter_context(hold(output))
+        ledger = stack.enter_context(Ledger.open(path) if write else Ledger.read(path))
         changes = asyncio.run(_judge(ledger, config, judger.absolute(), write=write, json=json))
     if json:
         emit({"event": "result", "run": path.parent.name, "written": write, **changes.as_json()})
     else:
-        _show(changes, written=write)
+        _show(changes, write=write)
     raise typer.Exit(0 if changes.both + changes.newly_scored else 1)
 
 
-async def _judge(ledger: "Ledger", config: "JudgerConfig", file: Path, *, write: bool, json: bool) -> "Changes":
-    import sys
-    from contextlib import aclosing
-
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from loopwright.rollouts.rejudge import Changes, describe, rejudge
-
+async def _judge(ledger: Ledger, config: JudgerConfig, file: Path, *, write: bool, json: bool) -> Changes:
     changes, id = Changes(), f"{file.stem}-{len(ledger.state('rejudged', {})) + 1}"
 
-    def note(changes: "Changes | None") -> None:
+    def record(changes: Changes | None) -> None:
         if write:
             ledger.set_state("rejudged", {**ledger.state("rejudged", {}), id: describe(config, file, changes)})
 
-    # Written down at once: what a killed judging leaves behind is told from the next one's by its name.
-    note(None)
+    # Recorded before the first verdict: the id tells what a killed process left behind from the next one's verdicts.
+    record(None)
     ((total,),) = ledger.transaction.rows("SELECT count(*) FROM payloads WHERE kind = 'rollout'")
     columns = TextColumn("judging"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), disable=json or not sys.stderr.isatty()) as progress:
         task = progress.add_task("", total=total)
-        async with aclosing(rejudge(ledger, config, file.parent)) as told:
-            async for group, skipped in told:
+        async with aclosing(rejudge(ledger, config, file.parent)) as results:
+            async for group, skipped in results:
                 changes.skipped += skipped
                 if group:
                     changes.add(group)
                 if write:
-                    _keep(ledger, id, group)
+                    new = [(change.trial, Rejudgement(id, change.after, change.reason)) for change in group]
+                    add_rejudgements(ledger, new)
                 for change in group if json else ():
                     emit({"event": "verdict", **change.as_json()})
                 progress.advance(task, len(group) + skipped)
-    note(changes)
+    record(changes)
     return changes
 
 
-def _keep(ledger: "Ledger", id: str, group: "list[Change]") -> None:
-    from loopwright.ledger.rollouts import Rejudgement, add_rejudgements
-
-    add_rejudgements(ledger, [(change.trial, Rejudgement(id, change.after, change.reason)) for change in group])
-
-
-def _show(changes: "Changes", *, written: bool) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from loopwright.reports.formatting import number, short
-
+def _show(changes: Changes, *, write: bool) -> None:
     console = Console(highlight=False, emoji=False)
     for line in _summary(changes):
         console.print(line, markup=False, soft_wrap=True)
     if changes.largest:
         table = Table("trial", "group", "task", "before", "after", "change", box=None, padding=(0, 2))
         for change in changes.largest:
-            before, after, moved = (change.before, change.after, change.difference)
+            before, after, difference = change.before, change.after, change.difference
             values = [number(before.value if before else None), number(after.value if after else None)]
-            rise = f"{'+' if moved and moved > 0 else ''}{number(moved)}"
-            table.add_row(str(change.trial), str(change.group), escape(short(change.task, 40)), *values, rise)
+            sign = "+" if difference and difference > 0 else ""
+            facts = [str(change.trial), str(change.group), escape(short(change.task, 40))]
+            table.add_row(*facts, *values, f"{sign}{number(difference)}")
         console.print("the largest changes:")
         console.print(table)
     for reason, count in sorted(changes.reasons.items(), key=lambda item: -item[1])[:3]:
         console.print(f"{count} × no verdict: {short(reason)}", markup=False)
-    kept = (
-        "kept in the ledger beside the old ones" if written else "nothing was written; --write keeps the new verdicts"
+    console.print(
+        "stored in the ledger beside the old verdicts" if write else "nothing was written; --write stores the verdicts"
     )
-    console.print(kept, markup=False)
 
 
-def _summary(changes: "Changes") -> list[str]:
-    from loopwright.reports.formatting import number
-
+def _summary(changes: Changes) -> list[str]:
     skipped = f", {number(changes.skipped)} lost rollouts left out" if changes.skipped else ""
     lines = [f"{number(changes.episodes)} episodes of {number(changes.groups)} groups judged again{skipped}"]
     if changes.means is not None:

@@ -3,17 +3,14 @@
 import typer
 
 from loopwright.cli.options import OutputArgument
-
-NAME = "report"
+from loopwright.core.errors import LedgerError
+from loopwright.scenario.dispatch import write_all
 
 
 def command(output: OutputArgument) -> None:
-    """Make report.html, the CSV files and best.toml again, from the ledgers alone; also while a run goes on."""
-    from loopwright.core.errors import LedgerError
-    from loopwright.scenario.dispatch import write_all
-
+    """Make report.html, the CSV files and best.toml again from the ledgers. Works while a run is in progress."""
     if not any(output.glob("*/ledger.db")):
-        raise LedgerError(f"there is no ledger below {output}. Give the --output directory of a run.")
+        raise LedgerError(f"no ledger found below {output}. Give the --output directory of a run.")
     code = write_all(output)
     typer.echo(output / "report.html")
     raise typer.Exit(code)

@@ -1,27 +1,26 @@
-"""`loopwright resume`: go on with a scenario that was stopped, killed or failed."""
+"""`loopwright resume`: continue a scenario that was stopped, killed or failed."""
 
 from typing import Annotated
 
 import typer
 
-from loopwright.cli.options import JsonLines, OutputArgument, Overrides, Quiet, overrides_of
-
-NAME = "resume"
+from loopwright.cli.options import JsonLines, OutputArgument, Quiet
+from loopwright.cli.overrides import Overrides, overrides_of
+from loopwright.cli.progress import run_with_progress
+from loopwright.scenario.output import reopen
 
 
 def command(
     output: OutputArgument,
     *,
     accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Go on although the workload's inputs have changed.")
+        bool, typer.Option("--accept-changes", help="Continue although the workload's inputs have changed.")
     ] = False,
     overrides: Overrides = None,
     quiet: Quiet = False,
     json: JsonLines = False,
 ) -> None:
-    """Go on where a run was stopped or killed: no trial is lost, none counted twice."""
-    from loopwright.cli.progress import conduct
-    from loopwright.scenario.output import reopen
-
+    """Continue a run that was stopped or killed: no trial is lost, none is counted twice."""
     loaded = reopen(output, overrides_of(overrides))
-    raise typer.Exit(conduct(loaded, output, quiet=quiet, json=json, resume=True, accept_changes=accept_changes))
+    code = run_with_progress(loaded, output, quiet=quiet, json=json, resume=True, accept_changes=accept_changes)
+    raise typer.Exit(code)

@@ -1,70 +1,58 @@
-"""What verbs that serve share: settings, a token, and an end in good order."""
+"""What the verbs that serve share: settings, a token, and a shutdown in good order."""
 
+import asyncio
+import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import typer
+from pydantic import BaseModel, ValidationError
 
-if TYPE_CHECKING:
-    import asyncio
+from loopwright.core.config import explain
+from loopwright.core.runtime import is_ignored
+from loopwright.gateway.settings import read_token
 
-    from pydantic import BaseModel
-
-M = TypeVar("M", bound="BaseModel")
+M = TypeVar("M", bound=BaseModel)
 
 
-def checked(model: type[M], words: dict[str, Any]) -> M:
-    """The settings as a config; what is wrong with them is told as that of an option."""
-    from pydantic import ValidationError
-
-    from loopwright.core.config import explain
-
+def parse_settings(model: type[M], settings: dict[str, Any]) -> M:
+    """The settings as a config. Reports what is wrong with them as a bad option."""
     try:
-        return model.model_validate(words)
+        return model.model_validate(settings)
     except ValidationError as error:
-        raise typer.BadParameter("; ".join(f"{key}: {said}" for key, said in explain(error, model))) from error
+        raise typer.BadParameter("; ".join(f"{key}: {message}" for key, message in explain(error, model))) from error
 
 
-def token_of(file: Path) -> str:
-    """The token that a file holds."""
-    from loopwright.gateway.settings import read_token
-
+def token_from(file: Path) -> str:
+    """The token in a file."""
     try:
         return read_token(file)
     except ValueError as error:
         raise typer.BadParameter(f"{error}.", param_hint="--token-file") from error
 
 
-def signalled() -> "asyncio.Future[Any]":
-    """The next signal to end; one that was ignored when the process started stays ignored."""
-    import asyncio
-    import signal
-
-    from loopwright.core.runtime import is_ignored
-
+def next_signal() -> "asyncio.Future[int]":
+    """Completes with the number of the next SIGINT or SIGTERM. A signal that is ignored stays ignored."""
     loop = asyncio.get_running_loop()
-    ended: asyncio.Future[Any] = loop.create_future()
+    received: asyncio.Future[int] = loop.create_future()
 
-    def end(number: int) -> None:
-        if not ended.done():
-            ended.set_result(number)
+    def receive(number: int) -> None:
+        if not received.done():
+            received.set_result(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         if not is_ignored(number):
-            loop.add_signal_handler(number, end, number)
-    return ended
+            loop.add_signal_handler(number, receive, number)
+    return received
 
 
-def die_next_time() -> None:
-    """Have the next signal end the process where it stands: what is committed is on disk."""
-    import asyncio
-    import signal
-
+def exit_on_next_signal() -> None:
+    """Let the next signal end the process at once; what is committed is on disk."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if asyncio.get_running_loop().remove_signal_handler(number):
             signal.signal(number, signal.SIG_DFL)
 
 
-def say(text: str) -> None:
-    """Tell whoever watches, beside the result."""
+def notice(text: str) -> None:
+    """Print a message to stderr, beside the result."""
     typer.echo(text, err=True)

@@ -1,46 +1,54 @@
-"""`loopwright trials`: run trials for trainers elsewhere."""
+"""`loopwright trials`: run trials for trainers on other machines."""
 
 import os
+import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from loopwright.cli.gateway import load_engine
 from loopwright.cli.options import assignment
-from loopwright.cli.serving import checked, die_next_time, say, signalled, token_of
+from loopwright.cli.serving import exit_on_next_signal, next_signal, notice, parse_settings, token_from
+from loopwright.core.errors import MissingExtra, storage
+from loopwright.core.runtime import run
+from loopwright.gateway.gateway import GatewayConfig
+from loopwright.rollouts.remote.gateway_host import EmbeddedGatewayHost, GatewayHost
 
-if TYPE_CHECKING:
-    from loopwright.rollouts.remote.gateway_host import GatewayHost
-    from loopwright.rollouts.trial_server.server import TrialServerConfig
+try:
+    from loopwright.rollouts.trial_server.server import TrialServer, TrialServerConfig
+except ImportError as error:
+    raise MissingExtra("the trial server", "gateway") from error
 
-NAME = "trials"
-app = typer.Typer(help="Run trials of agents for trainers elsewhere.", no_args_is_help=True)
+app = typer.Typer(help="Run trials for trainers on other machines.", no_args_is_help=True)
 
 
 @app.callback()
 def _trials() -> None:
-    """So that `serve` is a word of its own."""
+    """Makes `serve` a subcommand, although it is the only one."""
 
 
 @app.command("serve")
 def serve(
     *,
-    port: Annotated[int, typer.Option("--port", "-p", help="Where to listen; 0 for any that is free.")] = 8500,
-    host: Annotated[str, typer.Option("--host", help="By default only this machine is let in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", "-p", help="The port to listen on; 0 for any free one.")] = 8500,
+    host: Annotated[
+        str, typer.Option("--host", help="The address to listen on; by default only this machine can connect.")
+    ] = "127.0.0.1",
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Where trials are kept, so that a restart loses none.")
+        Path, typer.Option("--output", "-o", help="Where trials are stored, so that a restart loses none.")
     ] = Path("out/trials"),
     token_file: Annotated[
         Path | None,
-        typer.Option("--token-file", help="Who holds this token may run commands here; by default OUTPUT/token."),
+        typer.Option("--token-file", help="Clients with this token may run commands here; by default OUTPUT/token."),
     ] = None,
     concurrency: Annotated[int, typer.Option("--concurrency", "-j", help="How many trials run at a time.")] = 4,
     home: Annotated[
-        Path, typer.Option("--home", help="What a loop's paths are relative to, and {home} in its command.")
+        Path, typer.Option("--home", help="The directory that a loop's paths are relative to, {home} in its command.")
     ] = Path(),
     engine: Annotated[
         str | None,
-        typer.Option("--engine", "-e", help="An engine for trials that bring no gateway: as for `gateway serve`."),
+        typer.Option("--engine", "-e", help="An engine for trials without a gateway, as for `gateway serve`."),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", help="A directory, a name on the hub, or `bytes`.")
@@ -51,65 +59,48 @@ def serve(
     ] = None,
 ) -> None:
     """Run trials until Ctrl-C, for runs with `loop = { type = "remote", server = "http://…" }`."""
-    from loopwright.core.errors import MissingExtra
-    from loopwright.core.runtime import run
-
-    try:
-        from loopwright.rollouts.trial_server.server import TrialServerConfig
-    except ImportError as error:
-        raise MissingExtra("the trial server", "gateway") from error
-    words: dict[str, Any] = {"host": host, "port": port, "concurrency": concurrency}
-    given = dict(assignment(text, "--set") for text in settings or ())
-    of_engine = {name.removeprefix("engine."): given.pop(name) for name in list(given) if name.startswith("engine.")}
-    config = checked(TrialServerConfig, words | given)
+    options = dict(assignment(text, "--set") for text in settings or ())
+    names = [name for name in options if name.startswith("engine.")]
+    engine_options = {name.removeprefix("engine."): options.pop(name) for name in names}
+    config = parse_settings(TrialServerConfig, {"host": host, "port": port, "concurrency": concurrency} | options)
     if config.public and token_file is None:
         raise typer.BadParameter(
-            f"{config.host} lets other machines in, and whoever is let in runs commands here. Say who may with "
-            "--token-file.",
+            f"{config.host} is open to other machines, and every client may run commands here. Restrict it to clients "
+            "with a token: --token-file.",
             param_hint="--host",
         )
-    token = _own_token(output / "token") if token_file is None else token_of(token_file)
-    own = None if engine is None else _own_engine(engine, tokenizer, of_engine)
-    say(f"the token is in {token_file or output / 'token'}; a run gets it by `token_file`")
+    token = _own_token(output / "token") if token_file is None else token_from(token_file)
+    own = None if engine is None else _own_gateway(engine, tokenizer, engine_options)
+    notice(f"the token is in {token_file or output / 'token'}; name that file as `token_file` in a run")
     raise typer.Exit(128 + run(_serve(config, token, output, home.resolve(), own)))
 
 
-async def _serve(config: "TrialServerConfig", token: str, output: Path, home: Path, own: "GatewayHost | None") -> int:
-    from loopwright.rollouts.trial_server.server import TrialServer
-
-    ended = signalled()
-    async with TrialServer(config, token, output=output, scenario_dir=home, host=own, say=say) as server:
+async def _serve(config: TrialServerConfig, token: str, output: Path, home: Path, own: GatewayHost | None) -> int:
+    received = next_signal()
+    async with TrialServer(config, token, output=output, scenario_dir=home, host=own, say=notice) as server:
         typer.echo(f"serving trials at {server.address}, {config.concurrency} at a time")
         counts = server.queue.counts()
         if waiting := counts.get("queued", 0) + counts.get("running", 0):
-            say(f"going on with {waiting} trials of before; {server.recovered} of them are begun again")
-        number = int(await ended)
+            notice(f"continuing with {waiting} earlier trials; {server.recovered} of them start again")
+        number = await received
         if running := server.queue.counts().get("running", 0):
-            say(f"ending: {running} trials are given back to the queue; once more ends this now")
-        die_next_time()
+            notice(f"stopping: {running} trials return to the queue; press Ctrl-C again to stop at once")
+        exit_on_next_signal()
         return number
 
 
 def _own_token(file: Path) -> str:
-    """A token that only whoever may read our files can have; other users of this machine are not to run commands."""
-    import secrets
-
-    from loopwright.core.errors import storage
-
+    """The token in a file that only we can read: other users of this machine must not run commands. Made if missing."""
     if not file.exists():
         with storage(file, then="nothing was started"):
             file.parent.mkdir(parents=True, exist_ok=True)
             part = file.with_name(f".token.{os.getpid()}")
-            with os.fdopen(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as opened:
-                opened.write(secrets.token_urlsafe(24))
+            with os.fdopen(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as stream:
+                stream.write(secrets.token_urlsafe(24))
             part.rename(file)
-    return token_of(file)
+    return token_from(file)
 
 
-def _own_engine(name: str, tokenizer: str | None, more: dict[str, Any]) -> "GatewayHost":
-    from loopwright.cli.gateway import load_engine
-    from loopwright.gateway.gateway import GatewayConfig
-    from loopwright.rollouts.remote.gateway_host import EmbeddedGatewayHost
-
-    made = load_engine([name], tokenizer, {"engine": more, "fleet": {}})
-    return EmbeddedGatewayHost(GatewayConfig(), lambda: made)
+def _own_gateway(name: str, tokenizer: str | None, options: dict[str, Any]) -> GatewayHost:
+    engine = load_engine([name], tokenizer, {"engine": options, "fleet": {}})
+    return EmbeddedGatewayHost(GatewayConfig(), lambda: engine)

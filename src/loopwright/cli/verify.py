@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from loopwright.cli.options import Overrides, overrides_of
-
-NAME = "verify"
+from loopwright.cli.overrides import Overrides, overrides_of
+from loopwright.core.errors import ScenarioError
+from loopwright.scenario.load import load
 
 
 def command(
@@ -15,27 +15,23 @@ def command(
     *,
     overrides: Overrides = None,
 ) -> None:
-    """Check scenarios: every problem is listed, with file, key and what to do."""
-    from loopwright.core.errors import ScenarioError
-    from loopwright.scenario.load import load
-
-    broken = 0
-    files = [file for path in paths for file in (_scenarios(path) if path.is_dir() else [path])]
+    """Check scenarios without running them. Lists every problem with its file, key and fix."""
+    files, failed = [], False
+    for path in paths:
+        # A task.toml beside an instruction.md is a task; `loopwright tasks scan` checks it.
+        files += [
+            file
+            for file in (sorted(path.rglob("*.toml")) if path.is_dir() else [path])
+            if path == file or not (file.name == "task.toml" and (file.parent / "instruction.md").exists())
+        ]
     for file in files:
         try:
             loaded = load(file, set=overrides_of(overrides))
         except ScenarioError as error:
-            broken += 1
+            failed = True
             typer.echo(f"{error}", err=True)
         else:
-            runs = ", ".join(run.name for run in loaded.scenario.run)
-            typer.echo(f"{file}: good ({runs})")
+            typer.echo(f"{file}: good ({', '.join(run.name for run in loaded.runs)})")
     if not files:
-        typer.echo(f"there is no .toml file in {', '.join(map(str, paths))}", err=True)
-    raise typer.Exit(2 if broken or not files else 0)
-
-
-def _scenarios(directory: Path) -> list[Path]:
-    """The scenarios below a directory; a task's `task.toml` is none, and `loopwright tasks scan` checks it."""
-    found = sorted(directory.rglob("*.toml"))
-    return [file for file in found if not (file.name == "task.toml" and (file.parent / "instruction.md").exists())]
+        typer.echo(f"no .toml file found in {', '.join(map(str, paths))}", err=True)
+    raise typer.Exit(2 if failed or not files else 0)

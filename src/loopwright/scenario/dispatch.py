@@ -1,11 +1,13 @@
-"""The dispatcher: starts the runs of a scenario one after another, and knows no kinds of agent."""
+"""The dispatcher: builds and starts the runs of a scenario one after another. It knows no kinds of run or agent."""
 
 import logging
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
+from loopwright.agents.search.grid_random import Grid, GridConfig
 from loopwright.core.agent import Agent
 from loopwright.core.errors import LoopwrightError, sentence
 from loopwright.core.outcome import Outcome
@@ -14,10 +16,8 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer
 from loopwright.reports.export import write_best, write_csv
 from loopwright.reports.page import write_report
-from loopwright.scenario.build import AnyEnv, Built, build
-from loopwright.scenario.load import LoadedScenario
+from loopwright.scenario.kinds.base import AnyEnv, BuildContext, LoadedScenario, RunKind
 from loopwright.scenario.output import begin, hold
-from loopwright.scenario.schema import RunConfig
 from loopwright.scenario.signals import Signals
 
 log = logging.getLogger(__name__)
@@ -28,38 +28,59 @@ Watch = Callable[[AnyEnv], Sequence[Observer]]
 
 def dispatch(
     loaded: LoadedScenario,
-    output: Path,
+    output: str | Path,
     *,
     resume: bool = False,
     accept_changes: bool = False,
     watch: Watch = lambda _: (),
     signals: Signals | None = None,
 ) -> int:
-    """Run a scenario. 0: every run gave a result; 1: a run failed; 130, 143: stopped by a signal.
+    """Run a scenario. 0: every run has a result; 1: a run failed; 130, 143: stopped by a signal.
 
-    A run's recoverable failure is a code that accumulates: the agent's, or that something which the run needs is not
-    there. Another exception is a bug, or a disk that takes no more: no further run starts, the reports are still made,
-    and it reaches the caller as it was.
+    A failure that leaves the other runs unharmed is a code, and codes accumulate: the agent's own, or a server that
+    cannot be reached. Any other exception is a bug or a full disk: no further run starts, the reports are still made,
+    and the exception reaches the caller unchanged.
     """
+    output = Path(output)
     with (signals or Signals()).installed() as signals, hold(output):
         if not resume:
             begin(loaded, output)
         code = 0
         try:
-            for config in loaded.scenario.run:
+            for run in loaded.runs:
                 if signals.received is None:
-                    code |= _run(loaded, config, output, signals, watch, accept_changes=accept_changes)
+                    code |= _run(loaded, run, output, signals, watch, accept_changes=accept_changes)
         finally:
             code |= write_all(output)
         return signals.exit_code or code
 
 
+@dataclass
+class BuiltRun:
+    """A run that is ready to start."""
+
+    env: AnyEnv
+    agent: Agent
+    resources: ExitStack
+    """Closes the run's files."""
+
+
+def build(loaded: LoadedScenario, run: RunKind, output: Path, *, accept_changes: bool = False) -> BuiltRun:
+    """Build one run; if its ledger exists, the run continues from there."""
+    # A run without an agent is a grid over a space of one point.
+    config = run.agent or GridConfig()
+    with ExitStack() as resources:
+        env = run.build_env(BuildContext(loaded, output, config, resources, accept_changes))
+        agent = (run.agent_class or Grid)(env, config, parallel=loaded.scenario.system.parallel)
+        return BuiltRun(env, agent, resources.pop_all())
+
+
 def _run(
-    loaded: LoadedScenario, config: RunConfig, output: Path, signals: Signals, watch: Watch, *, accept_changes: bool
+    loaded: LoadedScenario, run: RunKind, output: Path, signals: Signals, watch: Watch, *, accept_changes: bool
 ) -> int:
-    built = _build(loaded, config, output, accept_changes=accept_changes)
+    built = _try_build(loaded, run, output, accept_changes=accept_changes)
     if built is None:
-        return 0 if _complete(output, config) else 1
+        return 0 if _is_complete(output, run) else 1
     book = built.env.book
     book.observers.extend(watch(built.env))
     signals.book = book
@@ -70,30 +91,27 @@ def _run(
     try:
         code |= drive(built.agent)
         book.ledger.set_state("finished", signals.received is None)
-        # A run in which nothing succeeded has no result, whatever its agent says.
+        # A run in which nothing succeeded has no result, whatever its agent returns.
         counts = book.ledger.counts()
         code |= 0 if counts.get(Outcome.OK) or counts.get(Outcome.TRUNCATED) else 1
     except Exception as error:
-        _record(error, book.ledger, config.name, output)
+        _record_failure(error, book.ledger, run.name, output)
         raise
     finally:
         signals.book = None
-        built.close()
+        built.resources.close()
     return code
 
 
-def _build(loaded: LoadedScenario, config: RunConfig, output: Path, *, accept_changes: bool) -> Built | None:
-    """Wire a run together; None if a live server is not there, or is none.
-
-    A bug in its agent or workload is recorded like one that shows later.
-    """
-    path = output / config.name / "ledger.db"
+def _try_build(loaded: LoadedScenario, run: RunKind, output: Path, *, accept_changes: bool) -> BuiltRun | None:
+    """Build a run; None if its live server cannot be reached or used. A bug is recorded, as during the run."""
+    path = output / run.name / "ledger.db"
     try:
-        return build(loaded, config, output, accept_changes=accept_changes)
+        return build(loaded, run, output, accept_changes=accept_changes)
     except (ServerLost, ServerError) as error:
-        if _complete(output, config):
+        if _is_complete(output, run):
             return None
-        log.error("run %r: %s Go on with `loopwright resume`.", config.name, sentence(error))
+        log.error("run %r: %s Continue with `loopwright resume`.", run.name, sentence(error))
         with Ledger.open(path) as ledger:
             ledger.set_state("failure", f"lost (infra): {error}" if isinstance(error, ServerLost) else str(error))
         return None
@@ -101,19 +119,19 @@ def _build(loaded: LoadedScenario, config: RunConfig, output: Path, *, accept_ch
         raise
     except Exception as error:
         with Ledger.open(path) if path.exists() else nullcontext() as ledger:
-            _record(error, ledger, config.name, output)
+            _record_failure(error, ledger, run.name, output)
         raise
 
 
-def _complete(output: Path, config: RunConfig) -> bool:
-    """Whether a live run has used its whole budget already: then nobody misses its server."""
-    with Ledger.read(output / config.name / "ledger.db") as ledger:
-        budget = config.agent.trials if config.agent is not None else None
+def _is_complete(output: Path, run: RunKind) -> bool:
+    """Whether a live run has used its whole budget, so that it does not need its server."""
+    with Ledger.read(output / run.name / "ledger.db") as ledger:
+        budget = run.agent.trials if run.agent is not None else None
         return budget is not None and ledger.last()[0] >= budget and bool(ledger.state("finished"))
 
 
 def drive(agent: Agent) -> int:
-    """Run an agent and shut it down, whatever happens; a failing shutdown is a code and hides nothing."""
+    """Run an agent and shut it down, whatever happens. A failing shutdown is a code and hides nothing."""
     code = 0
     try:
         code |= agent.run()
@@ -126,8 +144,8 @@ def drive(agent: Agent) -> int:
     return code
 
 
-def _record(error: Exception, ledger: Ledger | None, name: str, output: Path) -> None:
-    """Leave the failure where the user and the report find it; a full disk must not hide the error itself."""
+def _record_failure(error: Exception, ledger: Ledger | None, name: str, output: Path) -> None:
+    """Write the failure where the user and the report find it. A full disk must not hide the error itself."""
     text = f"run: {name}\n\n{''.join(traceback.format_exception(error))}"
     try:
         if ledger is not None:
@@ -138,7 +156,7 @@ def _record(error: Exception, ledger: Ledger | None, name: str, output: Path) ->
 
 
 def write_all(output: Path) -> int:
-    """Everything that is made from the ledgers: CSV files, best.toml, report.html. Returns 1 if something failed."""
+    """Write everything that is made from the ledgers: CSV files, best.toml, report.html. Returns 1 on a failure."""
     code = 0
     for path in sorted(output.glob("*/ledger.db")):
         try:

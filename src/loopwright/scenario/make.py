@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from loopwright.core.errors import MissingExtra, Problem, ScenarioError
-from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.live.server import GymServer
-from loopwright.envs.search import SearchEnv
-from loopwright.scenario.build import AnyEnv, build_env, describe, shared_cache
-from loopwright.scenario.load import LoadedScenario, load
+from loopwright.scenario.kinds.base import AnyEnv, BuildContext, LoadedScenario, RunKind
+from loopwright.scenario.load import load
 from loopwright.scenario.output import begin, hold
-from loopwright.scenario.schema import RunConfig
 
 _VIEWS = ("flat", "dict", "discrete")
 
@@ -25,7 +22,7 @@ def make(
     run: str | None = None,
     output: str | Path | None = None,
     *,
-    view: str = "flat",
+    view: Any = "flat",
     num_envs: int | None = None,
     server: GymServer | None = None,
 ) -> Any:
@@ -41,22 +38,27 @@ def make(
         PPO("MultiInputPolicy", env).learn(2000)
     """
     try:
-        import gymnasium  # noqa: F401
+        from loopwright.envs.gym.adapter import GymnasiumAdapter, LiveAdapter, VectorAdapter, env_spec
     except ImportError as error:
         raise MissingExtra("loopwright.make", "rl") from error
     if view not in _VIEWS:
         raise ValueError(f"unknown view {view!r}; use one of {', '.join(_VIEWS)}")
     loaded = load(scenario)
     config = select_run(loaded, run)
-    if config.rollout is not None:
+    if config.kind not in ("search", "live"):
         raise ValueError(f"run {config.name!r} collects rollouts, which have no gymnasium spaces; use `loopwright run`")
     if num_envs is not None:
-        if config.live is not None:
+        if config.kind == "live":
             raise ValueError("a live run has one server: remove num_envs, and make one environment per server")
         system = loaded.scenario.system.model_copy(update={"parallel": num_envs})
         loaded = replace(loaded, scenario=loaded.scenario.model_copy(update={"system": system}))
     with ExitStack() as undo:
-        adapter = _adapter(environment(loaded, config, output, undo, server), view, num_envs)
+        env: Any = environment(loaded, config, output, undo, server)
+        adapter: Any
+        if config.kind == "live":
+            adapter = LiveAdapter(env, view=view)
+        else:
+            adapter = GymnasiumAdapter(env, view=view) if num_envs is None else VectorAdapter(env, num_envs, view=view)
         resources = undo.pop_all()
     close_adapter = adapter.close
 
@@ -66,15 +68,13 @@ def make(
 
     adapter.close = close
     if num_envs is None and loaded.path is not None:
-        from loopwright.envs.gym.adapter import env_spec
-
         adapter.spec = env_spec(scenario=str(loaded.path), run=config.name, view=view)
     return adapter
 
 
-def select_run(loaded: LoadedScenario, name: str | None) -> RunConfig:
+def select_run(loaded: LoadedScenario, name: str | None) -> RunKind:
     """The run of this name, or the first that has an agent."""
-    runs = [run for run in loaded.scenario.run if run.agent is not None]
+    runs = [run for run in loaded.runs if run.agent is not None]
     for run in runs:
         if name in (None, run.name):
             return run
@@ -84,7 +84,7 @@ def select_run(loaded: LoadedScenario, name: str | None) -> RunConfig:
 
 def environment(
     loaded: LoadedScenario,
-    config: RunConfig,
+    config: RunKind,
     output: str | Path | None,
     undo: ExitStack,
     server: GymServer | None = None,
@@ -100,20 +100,4 @@ def environment(
     if not (directory / "campaign.json").exists():
         begin(loaded, directory)
     free = config.agent.model_copy(update={"trials": None})
-    shared = shared_cache(loaded, config, directory)
-    if shared is not None:
-        undo.callback(shared.close)
-    env = build_env(loaded, config, directory, free, shared, server=server)
-    undo.callback(env.book.ledger.close)
-    describe(loaded, config, env, free)
-    return env
-
-
-def _adapter(env: AnyEnv, view: Any, num_envs: int | None) -> Any:
-    from loopwright.envs.gym.adapter import GymnasiumAdapter, LiveAdapter, VectorAdapter
-
-    if isinstance(env, LiveEnv):
-        return LiveAdapter(env, view=view)
-    if not isinstance(env, SearchEnv):
-        raise TypeError(f"a {type(env).__name__} cannot be used with gymnasium")
-    return GymnasiumAdapter(env, view=view) if num_envs is None else VectorAdapter(env, num_envs, view=view)
+    return config.build_env(BuildContext(loaded, directory, free, undo, server=server))

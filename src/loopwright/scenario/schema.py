@@ -1,11 +1,11 @@
-"""The skeleton of a scenario: a system and its runs. What they consist of is configured beside what it configures."""
+"""The schema of a scenario: a system and its runs. The parts of a run have their configs beside their code."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from loopwright.core.agent import Agent, AgentConfig, agents, rollout_agents
+from loopwright.core.agent import AgentConfig
 from loopwright.core.config import Config, size_bytes
 from loopwright.core.reward import RewardFunction
 from loopwright.engines.base import EngineConfig
@@ -21,21 +21,21 @@ class SystemConfig(Config):
     """Where and how trials run."""
 
     type: Literal["local"] = "local"
-    """`local`: processes of this machine."""
+    """`local`: processes on this machine."""
     parallel: int = Field(default=1, ge=1, le=4096)
     """How many trials are in flight at a time."""
     pin_cpus: bool = False
-    """Whether each trial in flight gets cores of its own, so that parallel trials do not disturb one another."""
+    """Whether each trial in flight gets its own cores, so that parallel trials do not disturb one another."""
     memory: int | None = Field(default=None, gt=0)
-    """The memory that each process of a trial may use, for example "2GiB"."""
+    """How much memory each process of a trial may use, for example "2GiB"."""
     output: int = Field(default=64 * 2**20, ge=4096)
     """How much of each output stream of a trial is kept, for example "64MiB"; the end is always kept."""
     grace_s: float = Field(default=2.0, ge=0)
-    """Seconds between asking a process to end and ending it."""
+    """Seconds between SIGTERM and SIGKILL when a process has to end."""
     durability: Literal["normal", "full"] = "normal"
-    """`normal` survives the death of the process; `full` also that of the machine, for a disk flush per step."""
+    """`normal` survives a crash of the process; `full` also of the machine, at the cost of a disk flush per step."""
     shared_cache: str | None = None
-    """The file behind `cache = "shared"`, relative to the scenario; without it, one in the output directory."""
+    """The file of `cache = "shared"`, relative to the scenario; by default one in the output directory."""
 
     @field_validator("memory", "output", mode="before")
     @classmethod
@@ -44,12 +44,12 @@ class SystemConfig(Config):
 
 
 class PenaltiesConfig(Config):
-    """What an agent is told for a failed trial. These numbers are never rewards and never recorded as such."""
+    """What an agent learns for a failed trial. These numbers are never rewards and never recorded as such."""
 
     metric_failure: float | None = None
-    """For a trial that crashed, timed out, gave no metric or was invalid; without it the agent is told *failed*."""
+    """For a trial that crashed, timed out, gave no metric or was invalid; by default it just learns of the failure."""
     constraint_failure: float | None = None
-    """For a trial that broke a constraint."""
+    """For a trial that violates a constraint."""
 
 
 class RunBasics(Config):
@@ -58,52 +58,48 @@ class RunBasics(Config):
     name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100)
     """The run's name, which is also the name of its folder."""
     repeats: int = Field(default=1, ge=1)
-    """How often each proposal is measured; the agent is told the mean."""
+    """How often each proposal is measured; the agent learns the mean."""
     cache: Literal["run", "shared", "off"] = "run"
     """Whether an equal trial is answered from this run, also from other runs, or measured again."""
     observers: tuple[str, ...] = ()
-    """Your own observers, each `module:Class`, told before and after each trial."""
+    """Your own observers, each `module:Class`, called before and after each trial."""
 
 
 class RunConfig(RunBasics):
-    """One entry of a scenario: an agent over a workload, a live environment or rollouts. Without one it runs once."""
+    """One entry of a scenario: an agent over a workload, a live environment or rollouts.
+
+    Without an agent, the workload runs once.
+    """
 
     agent: AgentConfig | None = None
-    """What searches, chosen by `type`."""
+    """The agent, by `type`."""
     reward: tuple[RewardFunction, ...] = ()
-    """What makes a trial good, chosen by `type`; a list means several objectives. More is always better."""
+    """What makes a trial good, by `type`; a list means several objectives. More is always better."""
     workload: WorkloadConfig | None = None
-    """What a trial runs, chosen by `type`; either this, `live` or `rollout`."""
+    """What a trial runs, by `type`; either this, `live` or `rollout`."""
     live: LiveConfig | None = None
     """A live environment, stepped by a server."""
     rollout: RolloutConfig | None = None
     """Rollouts: tasks, an agent loop, a judger."""
     engine: EngineConfig | None = None
-    """What the policy of a rollout runs on, chosen by `type`."""
+    """What the policy of a rollout runs on, by `type`."""
     eval: EvalConfig | None = None
-    """Tasks that the policy is measured at while it is trained, and never trained on."""
+    """Tasks that the policy is evaluated on while it is trained, and never trained on."""
     gateway: GatewayHostConfig | None = None
-    """Where remote agents reach the policy, chosen by `type`; without it, a gateway in the run's own process."""
+    """Where remote agents reach the policy, by `type`; by default a gateway in the process of the run."""
     rewards: PenaltiesConfig = PenaltiesConfig()
-    """What the agent is told for failed trials."""
+    """What the agent learns for failed trials."""
     env_params: Mapping[str, EnvParamConfig] = Field(default_factory=dict)
     """Arguments that the environment draws for each trial instead of the agent choosing them."""
 
-    @property
-    def agent_class(self) -> type[Agent] | None:
-        """The agent's class. The run's kind picks the registry: `ppo` is another agent in a run with rollouts."""
-        if self.agent is None:
-            return None
-        return (agents if self.rollout is None else rollout_agents).get(self.agent.type)
-
 
 class Scenario(Config):
-    """A scenario as it was read, with every problem already out of the way."""
+    """A checked scenario."""
 
     name: str = Field(min_length=1)
     """The scenario's name, for people."""
     home: str | None = None
-    """The directory that paths are relative to; without it, the one in which the scenario stands."""
+    """The directory that paths are relative to; by default the scenario's own."""
     system: SystemConfig = SystemConfig()
     """Where and how trials run."""
     run: tuple[RunConfig, ...] = Field(min_length=1)

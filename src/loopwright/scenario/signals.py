@@ -1,4 +1,4 @@
-"""Signals: the first SIGINT, SIGTERM or SIGHUP ends a campaign in good order, the second one at once."""
+"""Signals: the first SIGINT, SIGTERM or SIGHUP stops a campaign in good order, the second one at once."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from loopwright.ledger.trial_book import TrialBook
 
 
 class Signals:
-    """Which signal came, and whom to tell. The run in progress is set by the dispatcher."""
+    """The signal that was received, if any. It stops the run in progress, which the dispatcher sets."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -20,11 +20,11 @@ class Signals:
 
     @property
     def exit_code(self) -> int | None:
-        """130 for SIGINT, 143 for SIGTERM, 129 for a closed terminal, None if none came."""
+        """130 for SIGINT, 143 for SIGTERM, 129 for a closed terminal, None without a signal."""
         return None if self.received is None else 128 + self.received
 
     def handle(self, number: int, _: FrameType | None = None) -> None:
-        """Stop the run; when stopping already, end everything now (the ledger needs no goodbye)."""
+        """Stop the run. A second signal kills all its processes and exits; the ledger stays consistent."""
         if self.received is not None:
             if self.book is not None:
                 self.book.kill()
@@ -35,7 +35,7 @@ class Signals:
 
     @contextmanager
     def installed(self) -> Iterator["Signals"]:
-        """Listen while this lasts; only a program's main thread can."""
+        """Handle signals inside the context. Only the main thread can."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return

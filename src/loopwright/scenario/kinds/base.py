@@ -1,0 +1,303 @@
+"""What every kind of run shares: how its table is read, how its ledger is opened, and what is recorded about it."""
+
+import os
+import platform
+import shutil
+import subprocess
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from loopwright.agents import agents
+from loopwright.core.agent import Agent, AgentConfig
+from loopwright.core.errors import LedgerError, did_you_mean, storage
+from loopwright.core.imports import import_function
+from loopwright.core.registry import Registry
+from loopwright.core.reward import Penalties, RewardFunction, rewards
+from loopwright.envs.live.env import LiveEnv
+from loopwright.envs.live.server import GymServer
+from loopwright.envs.search import SearchEnv
+from loopwright.execution.local.processes import end_leftovers
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.observer import Observer
+from loopwright.ledger.trial_book import TrialBook
+from loopwright.rollouts.env import RolloutEnv
+from loopwright.scenario.checker import Checker
+from loopwright.scenario.schema import PenaltiesConfig, RunBasics, RunConfig, Scenario, SystemConfig
+from loopwright.spaces.space import EnvParamConfig, problem_with
+
+AnyEnv = SearchEnv | LiveEnv | RolloutEnv
+_WORKLOAD_KEYS = ("type", "command", "setup", "function", "timeout_s", "env_class", "address", "record")
+
+
+@dataclass(frozen=True)
+class LoadedScenario:
+    """A checked scenario, with its source and the directory that its paths are relative to."""
+
+    scenario: Scenario
+    runs: "tuple[RunKind, ...]"
+    """The runs of the scenario, each as its kind."""
+    raw: Mapping[str, Any]
+    """The tables as they were checked, overrides included."""
+    text: str
+    """The source as TOML, without overrides."""
+    path: Path | None
+    """The file; None if the source was a dict."""
+    directory: Path
+    overrides: Mapping[str, Any]
+    """What `set=` or `--set` changed, by dotted key."""
+
+    @property
+    def label(self) -> str:
+        """Where it came from, for messages and records."""
+        return "scenario from Python" if self.path is None else str(self.path)
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What a run is built from, and where."""
+
+    loaded: LoadedScenario
+    output: Path
+    agent: AgentConfig
+    resources: ExitStack
+    """Closes what the run opens."""
+    accept_changes: bool = False
+    """Whether a ledger may continue although the run's inputs have changed."""
+    server: GymServer | None = None
+    """Replaces the server that a live run names."""
+
+    @property
+    def directory(self) -> Path:
+        """The scenario's directory."""
+        return self.loaded.directory
+
+    @property
+    def system(self) -> SystemConfig:
+        """Where and how trials run."""
+        return self.loaded.scenario.system
+
+
+class RunKind(RunConfig, ABC):
+    """A run as one of the four kinds. The loader decides which; nothing after it asks again.
+
+    A kind reads its tables, checks them together, builds its environment, and says what the ledger records about it.
+    """
+
+    kind: ClassVar[Literal["search", "live", "rollout", "training"]]
+    needs: ClassVar[tuple[str, ...]]
+    """The tables without which `check` makes no sense."""
+    agents: ClassVar[Registry[type[Agent]]] = agents
+    """Where the run's agent is registered: `ppo` is another agent in a run with rollouts."""
+
+    @property
+    def agent_class(self) -> type[Agent] | None:
+        """The agent's class."""
+        return None if self.agent is None else self.agents.get(self.agent.type)
+
+    # -- loading ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def read(cls, raw: dict[str, Any], agent: type[Agent] | None, checker: Checker) -> "RunKind | None":
+        """The run that a table describes, or None if the checker has found problems."""
+        before = len(checker.problems)
+        parts: dict[str, Any] = {}
+        if "agent" in raw:
+            parts["agent"] = checker.model("[run.agent]", raw["agent"], agent.Config) if agent else None
+        parts["reward"] = _rewards(raw.get("reward", []), checker)
+        parts |= cls.read_parts(raw, checker)
+        parts["env_params"] = _env_params(raw.get("env_params", {}), checker)
+        parts["rewards"] = checker.model("[run.rewards]", raw.get("rewards", {}), PenaltiesConfig)
+        basics = {key: value for key, value in raw.items() if key in RunBasics.model_fields}
+        # A wrong name must not hide other problems.
+        run = checker.model("[[run]]", basics, RunBasics) or RunBasics.model_construct(name="")
+        checker.unknown_keys("[[run]]", raw, RunConfig)
+        if all(parts[key] is not None for key in (*cls.needs, "reward", "env_params")):
+            config = cls.model_construct(**dict(run), **parts)
+            config.check(raw, checker)
+            for path in config.observers:
+                try:
+                    import_observer(path, checker.directory)
+                except (ImportError, AttributeError, TypeError, ValueError) as error:
+                    checker.add("[[run]] observers", f"{path!r}: {error}.")
+            return config if len(checker.problems) == before else None
+        return None
+
+    @classmethod
+    @abstractmethod
+    def read_parts(cls, raw: dict[str, Any], checker: Checker) -> dict[str, Any]:
+        """The configs of the tables that only this kind has."""
+
+    @abstractmethod
+    def check(self, raw: dict[str, Any], checker: Checker) -> None:
+        """Report what is wrong with the tables together. `agent` is None if it is missing or broken."""
+
+    def check_draws(self, raw: dict[str, Any], parameters: Mapping[str, Any], checker: Checker) -> None:
+        """Report environment parameters that cannot be drawn, or that the agent cannot use."""
+        for name, config in self.env_params.items():
+            where = f"[run.env_params.{name}]"
+            if name not in parameters:
+                checker.add(where, f"there is no argument {name!r}. {did_you_mean(name, list(parameters))}")
+            elif problem := problem_with(parameters[name], config):
+                checker.add(where, f"argument {name!r} {problem}.")
+        if self.env_params and self.agent_class is None:
+            checker.add("[run.env_params]", "needs an agent; a run without one has nothing to learn from draws.")
+        elif self.env_params and self.agent_class is not None and not self.agent_class.samples_env_params:
+            able = [name for name, other in agents.working().items() if other.samples_env_params]
+            checker.add(
+                "[run.env_params]",
+                f"agent {raw['agent']['type']!r} does not sample them; agents that do: {', '.join(able)}.",
+            )
+
+    @staticmethod
+    def check_not_rollout(raw: dict[str, Any], checker: Checker) -> None:
+        """Report tables that only runs with rollouts have."""
+        for key in ("engine", "gateway", "eval"):
+            if key in raw:
+                checker.add(f"[run.{key}]", "has no meaning without [run.rollout].")
+
+    # -- building -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def build_env(self, context: BuildContext) -> AnyEnv:
+        """The environment, with its ledger open."""
+
+    def open_book(self, context: BuildContext, fingerprint: str) -> TrialBook:
+        """The run's trial book, over a new ledger or over that of an earlier process; closed with the context."""
+        observers = [import_observer(path, context.directory) for path in self.observers]
+        directory = (context.output / self.name).absolute()
+        ledger = _open_ledger(directory, context, fingerprint)
+        context.resources.callback(ledger.close)
+        self.describe(context, ledger)
+        agent = context.agent
+        return TrialBook(
+            self.name,
+            directory,
+            ledger,
+            budget=agent.trials,
+            count_cached=agent.count_cached,
+            observers=observers,
+        )
+
+    @property
+    def penalties(self) -> Penalties:
+        """What the agent learns for failed trials."""
+        return Penalties(self.rewards.metric_failure, self.rewards.constraint_failure)
+
+    # -- describing ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def details(self, agent: AgentConfig) -> dict[str, Any]:
+        """What the ledger records about runs of this kind."""
+
+    def describe(self, context: BuildContext, ledger: Ledger) -> None:
+        """Record everything a report needs, so that it can be made from the ledger alone."""
+        table = next(table for table in context.loaded.raw["run"] if table["name"] == self.name)
+        part = table.get("workload") or table.get("live") or table["rollout"]
+        agent = self.agent_class
+        about = {
+            "name": self.name,
+            "kind": self.kind,
+            "agent": context.agent.model_dump(mode="json") if self.agent else None,
+            "parameters": {**part.get("args", {}), **part.get("env", {})},
+            "env_params": {name: config.model_dump(mode="json") for name, config in self.env_params.items()},
+            "constraints": part.get("constraints", []),
+            "workload": {"type": self.kind} | {key: part[key] for key in _WORKLOAD_KEYS if key in part},
+            "live": self.live is not None,
+            "rollout": None,
+            "fingerprint": ledger.state("fingerprint"),
+            "budget": context.agent.trials,
+            "repeats": self.repeats,
+            "parallel": context.system.parallel,
+            "conditions_on_regime": agent is not None and agent.conditions_on_regime and bool(self.env_params),
+            **self.details(context.agent),
+        }
+        ledger.set_state("run", about)
+        if self.workload is not None:
+            source = {"name": context.loaded.scenario.name, "home": str(context.directory), "run": table}
+            ledger.set_state("source", {**source, "system": context.loaded.raw.get("system", {})})
+        if ledger.state("provenance") is None:
+            ledger.set_state("provenance", _provenance(context))
+
+
+def import_observer(path: str, directory: Path) -> Observer:
+    """Make an observer from `module:Class`, looked for in the scenario's directory first."""
+    observer = import_function(path, directory)()
+    if not isinstance(observer, Observer):
+        raise TypeError(f"{path.partition(':')[2]} is not a loopwright.Observer")
+    return observer
+
+
+def _rewards(raw: Any, checker: Checker) -> tuple[RewardFunction, ...] | None:
+    tables = raw if isinstance(raw, list) else [raw]
+    functions = []
+    for table in tables:
+        function = checker.registered("[[run]] reward", table, rewards)
+        functions.append(checker.model("[[run]] reward", table, function) if function else None)
+    valid = tuple(function for function in functions if function is not None)
+    return valid if len(valid) == len(tables) else None
+
+
+def _env_params(raw: Any, checker: Checker) -> dict[str, EnvParamConfig] | None:
+    if not isinstance(raw, dict):
+        checker.add("[run.env_params]", "must be a table of tables, such as [run.env_params.size].")
+        return None
+    configs = {name: checker.model(f"[run.env_params.{name}]", table, EnvParamConfig) for name, table in raw.items()}
+    return None if None in configs.values() else {name: config for name, config in configs.items() if config}
+
+
+def _open_ledger(directory: Path, context: BuildContext, fingerprint: str) -> Ledger:
+    """The run's ledger, new or reopened. Processes that an earlier process left running are ended first."""
+    path = directory / "ledger.db"
+    synchronous: Literal["FULL", "NORMAL"] = "FULL" if context.system.durability == "full" else "NORMAL"
+    if not path.exists():
+        with storage(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        state = {"id": uuid.uuid4().hex, "fingerprint": fingerprint}
+        return Ledger.create(path, synchronous=synchronous, state=state)
+    ledger = Ledger.open(path, synchronous=synchronous)
+    end_leftovers(ledger.open_processes(), ledger.state("id"))
+    ledger.close_attempts()
+    ledger.close_episode()
+    if ledger.state("fingerprint") != fingerprint and not context.accept_changes:
+        ledger.close()
+        raise LedgerError(
+            f"the inputs of run {directory.name!r} have changed since it started, so old and new trials cannot be "
+            "compared. Start again in another --output, or continue anyway with `resume --accept-changes`."
+        )
+    ledger.set_state("fingerprint", fingerprint)
+    return ledger
+
+
+def _provenance(context: BuildContext) -> dict[str, Any]:
+    return {
+        "loopwright": version("loopwright"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "name": context.loaded.scenario.name,
+        "scenario": context.loaded.label,
+        "started_at": time.time(),
+        "git": _commit(context.directory),
+    }
+
+
+def _commit(directory: Path) -> str | None:
+    """The commit that is checked out in a directory, marked if there are changes."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    command = [git, "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return process.stdout.strip() or None

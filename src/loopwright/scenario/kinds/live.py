@@ -1,0 +1,62 @@
+"""Live runs: an agent steps an environment that a server holds. The spaces and the reward come from the server."""
+
+from typing import Any, ClassVar, Literal
+
+from loopwright.agents import agents
+from loopwright.core.agent import AgentConfig
+from loopwright.core.canonical import key_of
+from loopwright.envs.live.config import LiveConfig
+from loopwright.envs.live.env import LiveEnv
+from loopwright.scenario.checker import Checker
+from loopwright.scenario.kinds.base import BuildContext, RunKind
+from loopwright.spaces.space import Draws
+
+
+class LiveRun(RunKind):
+    """A run with `[run.live]`."""
+
+    kind: ClassVar[Literal["live"]] = "live"
+    needs: ClassVar[tuple[str, ...]] = ("live",)
+    live: LiveConfig
+
+    @classmethod
+    def read_parts(cls, raw: dict[str, Any], checker: Checker) -> dict[str, Any]:
+        return {"live": checker.model("[run.live]", raw["live"], LiveConfig)}
+
+    def check(self, raw: dict[str, Any], checker: Checker) -> None:
+        checker.add_all("[run.live]", self.live.problems(checker.directory, self.env_params.keys()))
+        if "workload" in raw:
+            checker.add("[run.workload]", "a run has a workload or a live environment, not both.")
+        if [function.type for function in self.reward] not in ([], ["server"]):
+            checker.add("[[run]] reward", 'a live environment gives its own reward: reward = { type = "server" }.')
+        for key in ("repeats", "cache"):
+            if key in raw:
+                checker.add(f"[[run]] {key}", "has no meaning in a live run: its steps are never repeated or cached.")
+        self.check_not_rollout(raw, checker)
+        agent = self.agent_class
+        if agent is None and "agent" not in raw:
+            checker.add("[run.agent]", "is missing; a live environment needs an agent that acts in it.")
+        elif agent is not None and not agent.steps_live:
+            able = ", ".join(name for name in agents.names() if agents.get(name).steps_live)
+            checker.add("[run.agent] type", f"{raw['agent']['type']!r} cannot act in a live environment; {able} can.")
+        elif agent is not None:
+            action_space = self.live.spaces(checker.directory).action_space
+            checker.add_all("[run.agent]", agent.problems(self.agent, action_space, checker.directory))
+            checker.add_all("[run.agent]", agent.too_little(self.agent, None))
+            self.check_draws(raw, self.live.args, checker)
+
+    def build_env(self, context: BuildContext) -> LiveEnv:
+        live = self.live
+        book = self.open_book(context, key_of(live.env_class, live.address, live.fixed()))
+        return LiveEnv(
+            book,
+            server=context.server or live.connect(context.directory),
+            draws=Draws(context.agent.seed, live.args, self.env_params),
+            penalties=self.penalties,
+            record=live.record,
+            # At an address, each answer has its own deadline.
+            timeout_s=live.timeout_s if context.server is not None or live.address is None else None,
+        )
+
+    def details(self, agent: AgentConfig) -> dict[str, Any]:
+        return {"objectives": LiveEnv.objectives.labels, "metrics": LiveEnv.metric_names}

@@ -1,0 +1,139 @@
+"""Rollout runs: an agent loop attempts tasks with a policy, and a judger scores the episodes."""
+
+from typing import Any, ClassVar, Literal
+
+from loopwright.agents import rollout_agents
+from loopwright.core.agent import Agent, AgentConfig
+from loopwright.core.errors import did_you_mean
+from loopwright.core.registry import Registry
+from loopwright.engines.base import EngineConfig, engines
+from loopwright.rollouts.build import fingerprint, rollout_env
+from loopwright.rollouts.config import RolloutConfig
+from loopwright.rollouts.env import RolloutEnv
+from loopwright.rollouts.evaluation import EvalConfig
+from loopwright.rollouts.remote.gateway_config import (
+    EXTERNAL_ENGINE,
+    GATEWAY_HOSTS,
+    ExternalGatewayConfig,
+    GatewayHostConfig,
+    TrialServerGatewayConfig,
+)
+from loopwright.rollouts.tasks.mix import TaskMix
+from loopwright.rollouts.tasks.sources import shared_tasks
+from loopwright.scenario.checker import Checker
+from loopwright.scenario.kinds.base import BuildContext, RunKind
+from loopwright.scenario.overrides import is_remote
+
+_MEANINGLESS = {
+    "workload": "a trial is a rollout there; give the workload its own [[run]]",
+    "live": "a trial is a rollout there; give the live environment its own [[run]]",
+    "reward": "the judger gives the reward; describe it under `judger`",
+    "rewards": "a failed rollout is left out, not penalised; remove this",
+    "env_params": "what differs between rollouts is in their tasks; remove this",
+    "repeats": "the agent's `group_size` says how often a task is attempted",
+    "cache": "rollouts are never answered from a cache; remove this",
+}
+
+
+def needs_rollout_agent(checker: Checker) -> None:
+    """Report an agent that does not work on rollouts, or none."""
+    able = ", ".join(rollout_agents.names())
+    checker.add("[run.agent] type", f"a run with [run.rollout] needs an agent that works on rollouts: {able}.")
+
+
+class RolloutRun(RunKind):
+    """A run with `[run.rollout]` whose agent leaves the policy as it is."""
+
+    kind: ClassVar[Literal["rollout", "training"]] = "rollout"
+    needs: ClassVar[tuple[str, ...]] = ("rollout",)
+    agents: ClassVar[Registry[type[Agent]]] = rollout_agents
+    rollout: RolloutConfig
+    engine: EngineConfig
+
+    @classmethod
+    def read_parts(cls, raw: dict[str, Any], checker: Checker) -> dict[str, Any]:
+        parts: dict[str, Any] = {"rollout": checker.model("[run.rollout]", raw["rollout"], RolloutConfig)}
+        parts["engine"] = checker.configured("[run.engine]", raw["engine"], engines) if "engine" in raw else None
+        parts["gateway"] = _gateway(raw["gateway"], checker) if "gateway" in raw else None
+        if isinstance(parts["gateway"], ExternalGatewayConfig | TrialServerGatewayConfig):
+            parts["engine"] = EXTERNAL_ENGINE
+        parts["eval"] = checker.model("[run.eval]", raw["eval"], EvalConfig) if "eval" in raw else None
+        return parts
+
+    def check(self, raw: dict[str, Any], checker: Checker) -> None:
+        self._check_tasks(checker)
+        for key, instead in _MEANINGLESS.items():
+            if key in raw:
+                checker.add(f"[[run]] {key}", f"has no meaning in a run with [run.rollout]: {instead}.")
+        self._check_gateway(raw, checker)
+        agent = self.agent_class
+        if agent is not None:
+            checker.add_all("[run.agent]", agent.problems(self.agent, self.rollout, checker.directory))
+        elif "agent" not in raw:
+            needs_rollout_agent(checker)
+
+    def _check_tasks(self, checker: Checker) -> None:
+        held_out = self.eval.tasks if self.eval is not None else ()
+        eval_problems = self.eval.problems(checker.directory) if self.eval is not None else []
+        checker.add_all("[run.eval]", eval_problems)
+        problems = self.rollout.problems(checker.directory, () if eval_problems else held_out)
+        checker.add_all("[run.rollout]", problems)
+        if not held_out or eval_problems or problems:
+            return
+        if shared := shared_tasks(self.rollout.tasks, held_out, checker.directory):
+            more = f", and {len(shared) - 1} more" if len(shared) > 1 else ""
+            checker.add("[run.eval] tasks", f"{shared[0].id}{more} would be trained on, too; hold out others.")
+
+    def _check_gateway(self, raw: dict[str, Any], checker: Checker) -> None:
+        trial_server = isinstance(self.gateway, TrialServerGatewayConfig)
+        if "gateway" in raw and not is_remote(raw):
+            checker.add("[run.gateway]", 'has no meaning without loop = { type = "remote" }.')
+        if trial_server and getattr(self.rollout.loop, "server", None) is None:
+            checker.add("[run.gateway] type", '"server" is for loops with `server`, a trial server.')
+        if trial_server or isinstance(self.gateway, ExternalGatewayConfig):
+            if "engine" in raw:
+                whose = "a trial server's" if trial_server else "an external"
+                checker.add("[run.engine]", f"has no meaning with {whose} gateway, which has its own engines.")
+        elif "engine" not in raw:
+            checker.add("[run.engine]", 'is missing; it says what the policy runs on, such as type = "scripted".')
+
+    def build_env(self, context: BuildContext) -> RolloutEnv:
+        held_out = self.eval.tasks if self.eval else ()
+        tasks = TaskMix.load(self.rollout.tasks, context.agent.seed, context.directory, held_out)
+        return rollout_env(
+            self.open_book(context, fingerprint(self.rollout, self.engine, tasks, context.directory)),
+            self.rollout,
+            self.engine,
+            tasks,
+            scenario_dir=context.directory,
+            seed=context.agent.seed,
+            gateway=self.gateway,
+            evaluation=self.eval,
+        )
+
+    def details(self, agent: AgentConfig) -> dict[str, Any]:
+        rollout = {
+            "tasks": [source.label() for source in self.rollout.tasks],
+            "loop": self.rollout.loop.model_dump(mode="json"),
+            "judger": self.rollout.judger.model_dump(mode="json"),
+            "produce": self.rollout.produce.model_dump(mode="json"),
+            "engine": self.engine.model_dump(mode="json"),
+            "group_size": getattr(agent, "group_size", 1),
+        }
+        return {
+            "objectives": RolloutEnv.objectives.labels,
+            "metrics": RolloutEnv.metric_names,
+            "workload": {"type": "rollout"},
+            "rollout": rollout,
+        }
+
+
+def _gateway(raw: Any, checker: Checker) -> GatewayHostConfig | None:
+    kind = str(raw.get("type", "embedded")) if isinstance(raw, dict) else "embedded"
+    if kind not in GATEWAY_HOSTS:
+        checker.add("[run.gateway] type", f"unknown gateway {kind!r}. {did_you_mean(kind, list(GATEWAY_HOSTS))}")
+        return None
+    config: GatewayHostConfig | None = checker.model("[run.gateway]", raw, GATEWAY_HOSTS[kind])
+    if config is not None:
+        checker.add_all("[run.gateway]", config.problems(checker.directory))
+    return config

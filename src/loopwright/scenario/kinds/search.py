@@ -1,0 +1,154 @@
+"""Search runs: an agent proposes parameters, a workload measures them. Without an agent, the one point is run once."""
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from loopwright.agents import agents, rollout_agents
+from loopwright.agents.search.grid_random import Grid
+from loopwright.core.agent import Agent, AgentConfig
+from loopwright.core.errors import did_you_mean
+from loopwright.core.expression import Expression
+from loopwright.core.reward import Objectives
+from loopwright.envs.search import SearchEnv, TrialRules
+from loopwright.ledger.shared_cache import SharedCache
+from loopwright.scenario.checker import Checker
+from loopwright.scenario.kinds.base import BuildContext, RunKind
+from loopwright.spaces.space import Draws, Space
+from loopwright.workloads.base import Site, WorkloadConfig, fingerprint_of, workloads
+
+
+class SearchRun(RunKind):
+    """A run with a workload."""
+
+    kind: ClassVar[Literal["search"]] = "search"
+    needs: ClassVar[tuple[str, ...]] = ("workload",)
+    workload: WorkloadConfig
+
+    @classmethod
+    def read_parts(cls, raw: dict[str, Any], checker: Checker) -> dict[str, Any]:
+        if "workload" in raw:
+            return {"workload": checker.configured("[run.workload]", raw["workload"], workloads)}
+        agent = raw["agent"].get("type") if isinstance(raw.get("agent"), dict) else None
+        if agent not in rollout_agents.names():  # otherwise [run.rollout] is what is missing
+            checker.add("[run.workload]", "is missing; it says what a trial runs.")
+        return {"workload": None}
+
+    @property
+    def space(self) -> Space:
+        """What the agent chooses from."""
+        return self.workload.space(frozenset(self.env_params))
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics of a trial: the workload's, or else those that the rewards read."""
+        return self.workload.metric_names() or tuple(sorted({name for one in self.reward for name in one.needs()}))
+
+    # -- checking -----------------------------------------------------------------------------------------------
+
+    def check(self, raw: dict[str, Any], checker: Checker) -> None:
+        self.check_not_rollout(raw, checker)
+        try:
+            space = self.space
+        except ValueError as error:
+            checker.add("[run.workload] args", f"{error}.")
+            return
+        agent = self.agent_class
+        if agent is not None or "agent" not in raw:
+            self.check_draws(raw, {**self.workload.args, **self.workload.env}, checker)
+        if (metrics := self.workload.metric_names()) is not None:
+            for name in sorted({name for function in self.reward for name in function.needs()} - set(metrics)):
+                hint = did_you_mean(name, list(metrics))
+                checker.add("[[run]] reward", f"reads the metric {name!r}, which the workload does not give. {hint}")
+        self._check_conditions(space, checker)
+        if agent is not None and self.agent is not None:
+            self._check_agent(agent, self.agent, space, checker)
+        elif "agent" not in raw:
+            for name in space.tunable:
+                checker.add(
+                    f"[run.workload] args.{name}", "has several values, but the run has no agent to choose one."
+                )
+
+    def _check_conditions(self, space: Space, checker: Checker) -> None:
+        for name, parameter in space.tunable.items():
+            if parameter.when is None:
+                continue
+            condition = Expression(parameter.when)
+            if condition.names & self.env_params.keys():
+                checker.add(
+                    f"[run.workload] args.{name}", "`when` names a drawn argument; it can name chosen ones only."
+                )
+            values = {**space.fixed, **space.first()}
+            try:
+                condition(values) if condition.names <= values.keys() else None
+            except (ValueError, TypeError) as error:
+                checker.add(f"[run.workload] args.{name}", f"`when` has no value for {values}: {error}.")
+            except ArithmeticError:
+                pass  # such as a division by one of several candidates; it does not hold there
+        regime = {name: p.decode(0) for name, p in space.parameters.items() if name in self.env_params}
+        problem = space.violated(space.first(), regime)
+        if problem is not None and "has no value" in problem and "division" not in problem:
+            checker.add("[run.workload] constraints", f"{problem}.")
+
+    def _check_agent(self, agent: type[Agent], config: AgentConfig, space: Space, checker: Checker) -> None:
+        if not space.tunable:
+            checker.add("[run.workload] args", "there is nothing to search: make an argument a list or a range.")
+        if not self.reward:
+            metrics = self.workload.metric_names() or ("seconds",)
+            example = f'reward = {{ type = "identity", metrics = ["{metrics[0]}"] }}'
+            checker.add("[[run]] reward", f"is missing; for example {example}.")
+        if len(self.reward) > 1 and not agent.several_objectives:
+            able = [name for name in ("nsga2", "tpe", "gp", "random", "grid") if name in agents.names()]
+            checker.add("[[run]] reward", f"agent {config.type!r} takes one objective; for several: {', '.join(able)}.")
+        if config.trials is not None and config.trials % self.repeats:
+            checker.add("[run.agent] trials", f"{config.trials} is not a multiple of repeats = {self.repeats}.")
+        checker.add_all("[run.agent]", agent.problems(config, space, checker.directory))
+        checker.add_all("[run.agent]", agent.too_little(config, space, self.repeats, checker.parallel))
+
+    # -- building and describing --------------------------------------------------------------------------------
+
+    def build_env(self, context: BuildContext) -> SearchEnv:
+        system, config = context.system, self.workload
+        site = Site(
+            scenario_dir=context.directory,
+            directory=(context.output / self.name).absolute(),
+            parallel=system.parallel,
+            pin_cpus=system.pin_cpus,
+            memory_bytes=system.memory,
+            output_bytes=system.output,
+            grace_s=system.grace_s,
+        )
+        workload = workloads.get(config.type)(config, site)
+        fingerprint = workload.fingerprint()
+        module = context.directory / f"{config.type.partition(':')[0].replace('.', '/')}.py"
+        if ":" in config.type and module.is_file():  # the user's own class
+            fingerprint = fingerprint_of(fingerprint, module)
+        book = self.open_book(context, fingerprint)
+        shared = None
+        if self.cache == "shared":
+            path = Path(system.shared_cache).expanduser() if system.shared_cache else context.output / "cache.db"
+            shared = SharedCache(context.directory / path if system.shared_cache else path)
+            context.resources.callback(shared.close)
+        space = self.space
+        return SearchEnv(
+            book,
+            space=space,
+            workload=workload,
+            draws=Draws(context.agent.seed, space.parameters, self.env_params),
+            objectives=Objectives(self.reward),
+            metric_names=self.metric_names,
+            rules=TrialRules(
+                self.penalties,
+                self.repeats,
+                self.cache,
+                exhaustible=not (self.agent_class or Grid).measures_again,
+                fingerprint=fingerprint,
+            ),
+            shared=shared,
+        )
+
+    def details(self, agent: AgentConfig) -> dict[str, Any]:
+        space = self.space
+        budget = agent.trials
+        if budget is None and space.enumerable:
+            budget = space.grid_size * self.repeats
+        return {"objectives": Objectives(self.reward).labels, "metrics": self.metric_names, "budget": budget}
