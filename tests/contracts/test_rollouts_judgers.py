@@ -16,15 +16,15 @@ from loopwright.rollouts.judgers import JudgerClient, JudgeWorker, build_judger,
 from loopwright.rollouts.judgers.base import JudgeFailed, Payload
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.testing.judgers import episode, verdicts
-from tests.rollouts import handlers
+from tests.rollouts import judge_functions
 
-HANDLERS = "tests.rollouts.handlers"
-EXACT = {"type": "python", "function": f"{HANDLERS}:exact"}
+FUNCTIONS = "tests.rollouts.judge_functions"
+EXACT = {"type": "python", "function": f"{FUNCTIONS}:exact"}
 LENGTH = {"type": "length", "weight": -0.01}
 
 
 def python(function, **settings):
-    return {"type": "python", "function": f"{HANDLERS}:{function}", "retries": 0, **settings}
+    return {"type": "python", "function": f"{FUNCTIONS}:{function}", "retries": 0, **settings}
 
 
 def asked(table, story, home=Path()):
@@ -105,10 +105,10 @@ def test_l03_what_config_can_tell_is_told_when_it_is_built(table, said):
         (python("everything"), "function", "name each parameter"),
         ({"type": "composed", "routes": {"sums": python("unknown")}}, "routes.sums.function", "lable"),
         ({"type": "composed", "parts": [EXACT, python("nope")]}, r"parts\[1\].function", "nope"),
-        ({"type": "composed", "parts": [EXACT], "merge": f"{HANDLERS}:nope"}, "merge", "nope"),
-        ({"type": "composed", "parts": [EXACT], "merge": f"{HANDLERS}:two"}, "merge", "one argument"),
+        ({"type": "composed", "parts": [EXACT], "merge": f"{FUNCTIONS}:nope"}, "merge", "nope"),
+        ({"type": "composed", "parts": [EXACT], "merge": f"{FUNCTIONS}:two"}, "merge", "one argument"),
         ({"type": "ranking", "of": python("unknown")}, "of.function", "lable"),
-        ({"type": "ranking", "function": f"{HANDLERS}:two"}, "function", "one argument"),
+        ({"type": "ranking", "function": f"{FUNCTIONS}:two"}, "function", "one argument"),
         ({"type": "http", "url": "localhost:8000"}, "url", "is not a URL"),
         ({"type": "command", "command": ["true"], "files": ["nope.py"]}, "files", "'nope.py' does not exist"),
         (
@@ -159,17 +159,17 @@ def test_l03_a_handler_is_imported_from_the_scenarios_directory(tmp_path):
 
 def test_l04_a_synchronous_judger_does_not_hold_up_the_event_loop():
     """While the function blocks, another coroutine runs and releases it."""
-    handlers.RELEASE.clear()
-    handlers.STARTED.clear()
+    judge_functions.RELEASE.clear()
+    judge_functions.STARTED.clear()
 
     async def story(found):
         flight = asyncio.ensure_future(found.judge(episode()))
-        while not handlers.STARTED.is_set():
+        while not judge_functions.STARTED.is_set():
             await asyncio.sleep(0)
         for _ in range(1000):
             await asyncio.sleep(0)
         assert not flight.done()
-        handlers.RELEASE.set()
+        judge_functions.RELEASE.set()
         return await flight
 
     assert asked(python("blocked"), story).value == 1.0
@@ -184,7 +184,7 @@ def test_l04_composed_judgers_weigh_route_and_merge():
     assert five == Reward(-0.01, {"exact": 0.0, "length": -0.01})
     routes = {"sums": EXACT, "*": {"type": "length"}}
     assert [v.value for v in asked({"type": "composed", "routes": routes}, story)] == [1.0, 0.0, 2.0]
-    merged = {"type": "composed", "parts": [EXACT, {"type": "length"}], "merge": f"{HANDLERS}:smaller"}
+    merged = {"type": "composed", "parts": [EXACT, {"type": "length"}], "merge": f"{FUNCTIONS}:smaller"}
     assert asked(merged, story)[2] == Reward(1.0, {"exact": 1.0, "length": 2.0})
 
 
@@ -278,7 +278,7 @@ def test_l05_a_failed_part_leaves_no_verdict_for_the_whole():
     async def story(found):
         return await found.judge_group([episode()])
 
-    for merge in ({}, {"merge": f"{HANDLERS}:smaller"}):
+    for merge in ({}, {"merge": f"{FUNCTIONS}:smaller"}):
         table = {"type": "composed", "parts": [python("fail"), {"type": "length"}], **merge}
         (verdict,) = asked(table, story)
         assert isinstance(verdict, JudgeFailed)
@@ -343,7 +343,7 @@ def test_l06_only_what_a_judger_needs_crosses_a_process_boundary():
 
 def test_l06_a_part_is_sent_its_own_needs_alone():
     async def main():
-        table = {"type": "composed", "parts": [EXACT, {"type": "length"}], "merge": f"{HANDLERS}:smaller"}
+        table = {"type": "composed", "parts": [EXACT, {"type": "length"}], "merge": f"{FUNCTIONS}:smaller"}
         judger = build_judger(parse_judger(table), Path())
         found = await verdicts(judger, episode())
         await judger.close()

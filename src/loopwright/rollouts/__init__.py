@@ -1,1 +1,136 @@
-"""Rollouts: agent loops make episodes of tasks, judgers score them, a manager keeps a trainer supplied."""
+"""Rollouts: agent loops turn tasks into episodes, judgers score them, and a producer supplies a trainer with groups.
+
+Names are imported when they are first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from loopwright.core.episode import Episode
+from loopwright.core.imports import lazy_exports
+from loopwright.core.task import Task
+
+if TYPE_CHECKING:
+    from loopwright.rollouts.buffer import Buffer, MemoryBuffer
+    from loopwright.rollouts.build import build_judger_client, build_pool, rollout_env
+    from loopwright.rollouts.collect import Collect, CollectConfig
+    from loopwright.rollouts.config import ProduceConfig, RolloutConfig
+    from loopwright.rollouts.env import PolicySource, RolloutEnv
+    from loopwright.rollouts.evaluation import EvalConfig
+    from loopwright.rollouts.group import DiscardedGroups, EpisodeJudge, Group
+    from loopwright.rollouts.judgers.base import (
+        BatchJudger,
+        BatchJudgerConfig,
+        GroupJudger,
+        JudgeFailed,
+        Judger,
+        JudgerConfig,
+        Payload,
+        Verdict,
+    )
+    from loopwright.rollouts.judgers.guard import JudgerDown, guard_judger
+    from loopwright.rollouts.judgers.judger_client import JudgerClient, JudgeWorker
+    from loopwright.rollouts.judgers.python import FunctionJudger
+    from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, SingleTurn, SingleTurnConfig
+    from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
+    from loopwright.rollouts.pools.local import LocalPool
+    from loopwright.rollouts.producer import Producer, ProductionFailed
+    from loopwright.rollouts.tasks.mix import Prompt, TaskMix
+    from loopwright.rollouts.tasks.sources import JsonlTasks, ParquetTasks, PythonTasks, TasksConfig, TasksError
+
+_MODULES = {
+    "AgentLoop": "loops.base",
+    "BatchJudger": "judgers.base",
+    "BatchJudgerConfig": "judgers.base",
+    "Buffer": "buffer",
+    "Collect": "collect",
+    "CollectConfig": "collect",
+    "DiscardedGroups": "group",
+    "EpisodeJudge": "group",
+    "EvalConfig": "evaluation",
+    "FunctionJudger": "judgers.python",
+    "Group": "group",
+    "GroupJudger": "judgers.base",
+    "JsonlTasks": "tasks.sources",
+    "JudgeFailed": "judgers.base",
+    "JudgeWorker": "judgers.judger_client",
+    "Judger": "judgers.base",
+    "JudgerClient": "judgers.judger_client",
+    "JudgerConfig": "judgers.base",
+    "JudgerDown": "judgers.guard",
+    "LocalPool": "pools.local",
+    "LoopConfig": "loops.base",
+    "LoopWorker": "loops.worker",
+    "MemoryBuffer": "buffer",
+    "ParquetTasks": "tasks.sources",
+    "Payload": "judgers.base",
+    "PolicySource": "env",
+    "ProduceConfig": "config",
+    "Producer": "producer",
+    "ProductionFailed": "producer",
+    "Prompt": "tasks.mix",
+    "PythonTasks": "tasks.sources",
+    "RolloutConfig": "config",
+    "RolloutEnv": "env",
+    "RolloutRequest": "loops.worker",
+    "SingleTurn": "loops.base",
+    "SingleTurnConfig": "loops.base",
+    "TaskMix": "tasks.mix",
+    "TasksConfig": "tasks.sources",
+    "TasksError": "tasks.sources",
+    "Verdict": "judgers.base",
+    "build_judger_client": "build",
+    "build_pool": "build",
+    "guard_judger": "judgers.guard",
+    "rollout_env": "build",
+}
+
+__all__ = [
+    "AgentLoop",
+    "BatchJudger",
+    "BatchJudgerConfig",
+    "Buffer",
+    "Collect",
+    "CollectConfig",
+    "DiscardedGroups",
+    "Episode",
+    "EpisodeJudge",
+    "EvalConfig",
+    "FunctionJudger",
+    "Group",
+    "GroupJudger",
+    "JsonlTasks",
+    "JudgeFailed",
+    "JudgeWorker",
+    "Judger",
+    "JudgerClient",
+    "JudgerConfig",
+    "JudgerDown",
+    "LocalPool",
+    "LoopConfig",
+    "LoopWorker",
+    "MemoryBuffer",
+    "ParquetTasks",
+    "Payload",
+    "PolicySource",
+    "ProduceConfig",
+    "Producer",
+    "ProductionFailed",
+    "Prompt",
+    "PythonTasks",
+    "RolloutConfig",
+    "RolloutEnv",
+    "RolloutRequest",
+    "SingleTurn",
+    "SingleTurnConfig",
+    "Task",
+    "TaskMix",
+    "TasksConfig",
+    "TasksError",
+    "Verdict",
+    "build_judger_client",
+    "build_pool",
+    "guard_judger",
+    "rollout_env",
+]
+
+__getattr__ = lazy_exports(__name__, _MODULES)

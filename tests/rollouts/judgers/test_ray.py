@@ -27,12 +27,12 @@ from tests.rollouts.pools.ray_cluster import cluster
 
 __all__ = ["cluster"]
 pytestmark = pytest.mark.usefixtures("cluster")
-HANDLERS = "tests.rollouts.handlers"
+FUNCTIONS = "tests.rollouts.judge_functions"
 WORKERS = (1, 2)
 
 
 def python(function, workers, **settings):
-    table = {"type": "python", "function": f"{HANDLERS}:{function}", "workers": workers, "cpus": 0.1, "retries": 0}
+    table = {"type": "python", "function": f"{FUNCTIONS}:{function}", "workers": workers, "cpus": 0.1, "retries": 0}
     return {**table, **settings}
 
 
@@ -97,7 +97,7 @@ def test_l04_a_group_is_compared_and_a_batch_is_judged_far_away(workers):
     async def story(found):
         return await found.judge_group([episode("four"), episode("4"), episode("vier")])
 
-    ranking = {"type": "ranking", "function": f"{HANDLERS}:shortest", "workers": workers, "cpus": 0.1}
+    ranking = {"type": "ranking", "function": f"{FUNCTIONS}:shortest", "workers": workers, "cpus": 0.1}
     assert [verdict.value for verdict in asked(ranking, story)] == [-4.0, -1.0, -4.0]
     assert [verdict.value for verdict in asked(python("exact_each", workers, batch=4), story)] == [0.0, 1.0, 0.0]
 

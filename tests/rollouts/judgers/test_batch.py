@@ -11,10 +11,10 @@ from loopwright.rollouts.judgers.base import JudgeFailed, Payload
 from loopwright.rollouts.judgers.batch import Batches
 from loopwright.testing import simulate
 from loopwright.testing.judgers import episode, verdicts
-from tests.rollouts import handlers
+from tests.rollouts import judge_functions
 from tests.rollouts.harness import timed
 from tests.rollouts.judge_servers import serving
-from tests.rollouts.test_judging import HANDLERS, judged
+from tests.rollouts.judgers.test_judgers import FUNCTIONS, judged
 
 
 def http(server, place="judge", **settings):
@@ -105,14 +105,14 @@ def test_a_batch_counts_as_one_try_for_the_breaker():
 
 
 def python(function, **settings):
-    table = {"type": "python", "function": f"{HANDLERS}:{function}", "batch": 4, "batch_wait_s": 0.0}
+    table = {"type": "python", "function": f"{FUNCTIONS}:{function}", "batch": 4, "batch_wait_s": 0.0}
     return {**table, "retries": 0, **settings}
 
 
 def test_l04_a_handler_is_given_a_list_of_each_fact():
-    handlers.CALLS.clear()
+    judge_functions.CALLS.clear()
     assert values(judged(python("exact_each", weight=2.0), Path(), *said("4", "5", "4"))) == [2.0, 0.0, 2.0]
-    assert handlers.CALLS == [("4", "5", "4")]
+    assert judge_functions.CALLS == [("4", "5", "4")]
 
 
 def test_l05_what_a_handler_returns_is_checked_entry_by_entry():
@@ -129,10 +129,10 @@ def test_l04_a_handler_that_forgets_one_has_a_bug():
 
 
 def test_parts_of_a_composed_judger_have_batches_of_their_own():
-    handlers.CALLS.clear()
+    judge_functions.CALLS.clear()
     table = {"type": "composed", "parts": [python("exact_each"), {"type": "length", "weight": -0.5}]}
     assert values(judged(table, Path(), *said("4", "5"))) == [0.5, -0.5]
-    assert handlers.CALLS == [("4", "5")]
+    assert judge_functions.CALLS == [("4", "5")]
 
 
 # -- gathering, in simulated time -------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from loopwright.execution.sandbox import sandbox_of
 from loopwright.rollouts.tasks.harbor.check import check_tasks
 from loopwright.rollouts.tasks.harbor.source import scan
 
-TASKS = Path(__file__).parents[2] / "examples" / "tasks"
+TASKS = Path(__file__).parents[3] / "examples" / "tasks"
 
 
 def test_there_are_enough_of_every_kind():

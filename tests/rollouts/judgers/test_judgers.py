@@ -25,7 +25,7 @@ from loopwright.testing.executors import alive, appears, written_pid
 from loopwright.testing.judgers import episode, verdicts
 from tests.rollouts.judge_servers import serving
 
-HANDLERS = "tests.rollouts.handlers"
+FUNCTIONS = "tests.rollouts.judge_functions"
 finite = st.floats(-1e6, 1e6)
 
 
@@ -41,7 +41,7 @@ def judged(table, home=Path(), *episodes):
 
 
 def python(function, **settings):
-    return {"type": "python", "function": f"{HANDLERS}:{function}", "retries": 0, **settings}
+    return {"type": "python", "function": f"{FUNCTIONS}:{function}", "retries": 0, **settings}
 
 
 def command(script, **settings):
@@ -294,12 +294,12 @@ def test_a_group_is_ranked():
     found = judged(table, Path(), episode("four"), episode("4"), episode("vier"))
     assert [verdict.value for verdict in found] == [0.25, 1.0, 0.25]
     assert found[0].parts == {"ranking": 0.25}
-    table = {"type": "ranking", "function": f"{HANDLERS}:shortest"}
+    table = {"type": "ranking", "function": f"{FUNCTIONS}:shortest"}
     assert judged(table, Path(), episode("four"), episode("4"))[1] == Reward(-1.0, {"shortest": -1.0})
 
 
 def test_a_group_handler_must_answer_for_each():
-    found = judged({"type": "ranking", "function": f"{HANDLERS}:too_few"}, Path(), episode(), episode())
+    found = judged({"type": "ranking", "function": f"{FUNCTIONS}:too_few"}, Path(), episode(), episode())
     assert all(isinstance(verdict, ValueError) for verdict in found)
 
 

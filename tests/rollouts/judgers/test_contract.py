@@ -15,7 +15,7 @@ from loopwright.rollouts.judgers.ranking import RankingJudgerConfig
 from loopwright.testing import JudgerContract
 from tests.rollouts.judge_servers import serving
 
-HANDLERS = "tests.rollouts.handlers"
+FUNCTIONS = "tests.rollouts.judge_functions"
 SCRIPTS = {
     "score": "import json; p = json.load(open('payload.json')); raise SystemExit(p['answer'] != p['label'])",
     "fail": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
@@ -31,19 +31,19 @@ def server():
 
 class TestPython(JudgerContract):
     def make_config(self, home, story, **settings):
-        return PythonJudgerConfig(function=f"{HANDLERS}:{ {'score': 'exact'}.get(story, story) }", **settings)
+        return PythonJudgerConfig(function=f"{FUNCTIONS}:{ {'score': 'exact'}.get(story, story) }", **settings)
 
 
 class TestPythonAsynchronous(JudgerContract):
     def make_config(self, home, story, **settings):
         function = {"score": "exact_async", "fail": "fail", "hang": "hang_async"}[story]
-        return PythonJudgerConfig(function=f"{HANDLERS}:{function}", **settings)
+        return PythonJudgerConfig(function=f"{FUNCTIONS}:{function}", **settings)
 
 
 class TestPythonInBatches(JudgerContract):
     def make_config(self, home, story, **settings):
         function = {"score": "exact_each"}.get(story, story)
-        return PythonJudgerConfig(function=f"{HANDLERS}:{function}", batch=4, **settings)
+        return PythonJudgerConfig(function=f"{FUNCTIONS}:{function}", batch=4, **settings)
 
 
 class TestHttp(JudgerContract):
@@ -83,39 +83,39 @@ class TestLength(JudgerContract):
 
 class TestComposed(JudgerContract):
     def make_config(self, home, story, **settings):
-        first = {"type": "python", "function": f"{HANDLERS}:{ {'score': 'exact'}.get(story, story) }"}
+        first = {"type": "python", "function": f"{FUNCTIONS}:{ {'score': 'exact'}.get(story, story) }"}
         return ComposedJudgerConfig(parts=(first, {"type": "length", "weight": -0.01}), **settings)
 
 
 class TestMerged(JudgerContract):
     def make_config(self, home, story, **settings):
-        first = {"type": "python", "function": f"{HANDLERS}:{ {'score': 'exact'}.get(story, story) }"}
-        return ComposedJudgerConfig(parts=(first, {"type": "length"}), merge=f"{HANDLERS}:smaller", **settings)
+        first = {"type": "python", "function": f"{FUNCTIONS}:{ {'score': 'exact'}.get(story, story) }"}
+        return ComposedJudgerConfig(parts=(first, {"type": "length"}), merge=f"{FUNCTIONS}:smaller", **settings)
 
 
 class TestRouted(JudgerContract):
     def make_config(self, home, story, **settings):
-        function = f"{HANDLERS}:{ {'score': 'exact'}.get(story, story) }"
+        function = f"{FUNCTIONS}:{ {'score': 'exact'}.get(story, story) }"
         return ComposedJudgerConfig(routes={"sums": {"type": "python", "function": function}}, **settings)
 
 
 class TestRanking(JudgerContract):
     def make_config(self, home, story, **settings):
         function = {"score": "shortest", "fail": "fail_group", "hang": "hang_group"}[story]
-        return RankingJudgerConfig(function=f"{HANDLERS}:{function}", **settings)
+        return RankingJudgerConfig(function=f"{FUNCTIONS}:{function}", **settings)
 
 
 class TestRanks(JudgerContract):
     def make_config(self, home, story, **settings):
         inner = {"score": "exact"}.get(story, story)
         own = {key: settings.pop(key) for key in ("timeout_s", "retries", "pause_s") if key in settings}
-        return RankingJudgerConfig(of={"type": "python", "function": f"{HANDLERS}:{inner}", **own}, **settings)
+        return RankingJudgerConfig(of={"type": "python", "function": f"{FUNCTIONS}:{inner}", **own}, **settings)
 
 
 class TestComposedOfAGroup(JudgerContract):
     def make_config(self, home, story, **settings):
         group = {"score": "shortest", "fail": "fail_group", "hang": "hang_group"}[story]
-        ranking = {"type": "ranking", "function": f"{HANDLERS}:{group}"}
+        ranking = {"type": "ranking", "function": f"{FUNCTIONS}:{group}"}
         return ComposedJudgerConfig(parts=(ranking, {"type": "length", "weight": -0.01}), **settings)
 
 
