@@ -30,6 +30,7 @@ from loopwright.gateway.sessions.served_session import ServedSession
 from loopwright.gateway.sessions.session_config import SessionConfig, is_id, new_id
 from loopwright.gateway.sessions.store import DiskStore
 from loopwright.gateway.sessions.template import template_of
+from loopwright.gateway.settings import is_loopback
 
 if TYPE_CHECKING:
     from loopwright.gateway.server.server import Server
@@ -84,13 +85,13 @@ class GatewayConfig(Config):
         """The URL for agents. AdvertiseError if they could not reach it."""
         if self.advertise is not None:
             parts = urlsplit(self.advertise)
-            if parts.scheme not in ("http", "https") or not parts.hostname or _everywhere(parts.hostname):
+            if parts.scheme not in ("http", "https") or not parts.hostname or _is_unspecified(parts.hostname):
                 raise AdvertiseError(
                     f"advertise: {self.advertise!r} is not a URL that agents can reach, such as http://gpu-box:8400."
                 )
             return self.advertise.rstrip("/")
         host = self.advertise_host or self.host
-        if _everywhere(host):
+        if _is_unspecified(host):
             raise AdvertiseError(
                 f"host: {host} means all addresses, which agents cannot connect to. "
                 'Set the address for agents: --advertise http://gpu-box:8400, or advertise_host = "10.0.0.1".'
@@ -108,15 +109,8 @@ class GatewayConfig(Config):
         return not is_loopback(self.host)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to it."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _everywhere(host: str) -> bool:
+def _is_unspecified(host: str) -> bool:
+    """Whether it means all addresses."""
     try:
         return not host or ip_address(host).is_unspecified
     except ValueError:

@@ -14,6 +14,7 @@ Values are JSON or text. They are read once, where the run is started, and becom
 
 import os
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,11 @@ def from_environment(prefix: str, model: type[BaseModel], environ: Mapping[str, 
     if prefix == GATEWAY and "advertise_host" in model.model_fields and environ.get("LLM_PROXY_IP"):
         values.setdefault("advertise_host", environ["LLM_PROXY_IP"])
     return values
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to it."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -38,13 +38,13 @@ class Operations:
     def mount(self, app: web.Application) -> None:
         """Add the routes, and those of a relay for its workers."""
         add = app.router.add_route
-        add("GET", "/healthz", self._health)
-        add("GET", "/metrics", self._metrics)
-        add("GET", "/openapi.json", self._openapi)
-        add("GET", "/engines", self._engines)
-        add("POST", "/weights", self._weights)
-        add("POST", "/pause", self._pause)
-        add("POST", "/resume", self._resume)
+        add("GET", "/healthz", self.health)
+        add("GET", "/metrics", self.metrics)
+        add("GET", "/openapi.json", self.openapi)
+        add("GET", "/engines", self.engines)
+        add("POST", "/weights", self.weights)
+        add("POST", "/pause", self.pause)
+        add("POST", "/resume", self.resume)
         if isinstance(self._gateway.engine, Relay):
             self._gateway.engine.mount(app, self._is_admin)
 
@@ -54,13 +54,16 @@ class Operations:
         if isinstance(gateway.engine, Relay):
             await gateway.engine.drain(server, lambda: gateway.count()[1], gateway.config.drain_s)
 
-    async def _health(self, _: web.Request) -> web.StreamResponse:
+    async def health(self, _: web.Request) -> web.StreamResponse:
         """Anyone may ask, so the details of a problem are only logged."""
         problems = {}
-        for part, check in (("engine", self._gateway.engine.check), ("store", self._check_store)):
+        for part in ("engine", "store"):
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
-                    await check()
+                    if part == "engine":
+                        await self._gateway.engine.check()
+                    elif self._gateway.store is not None:
+                        await self._gateway.store.write(PROBE)
             except TimeoutError:
                 problems[part] = f"no response within {_TIMEOUT_S:g} s"
             except (EngineError, StorageError) as error:
@@ -71,25 +74,25 @@ class Operations:
         status = {"status": "failing" if problems else "ok", "version": self._gateway.engine.version}
         return json_response({**status, "failing": list(problems)}, 503 if problems else 200)
 
-    async def _check_store(self) -> None:
-        if self._gateway.store is not None:
-            await self._gateway.store.write(PROBE)
-
-    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        """Metrics for Prometheus."""
         if self._gateway.token is not None:
             self._check(request)
         return metrics_response(self._observer.collect)
 
-    async def _openapi(self, request: web.Request) -> web.StreamResponse:
+    async def openapi(self, request: web.Request) -> web.StreamResponse:
+        """The description of all routes."""
         return json_response(describe_routes(request.app.router))
 
     # -- engines ------------------------------------------------------------------------------------------------
 
-    async def _engines(self, request: web.Request) -> web.StreamResponse:
+    async def engines(self, request: web.Request) -> web.StreamResponse:
+        """The engines and their versions."""
         self._check(request)
         return self._describe_engines()
 
-    async def _weights(self, request: web.Request) -> web.StreamResponse:
+    async def weights(self, request: web.Request) -> web.StreamResponse:
+        """Load new weights into the engines."""
         self._check(request)
         body = parse_object(await request.read())
         version, paused = body.get("version"), body.get("paused", False)
@@ -100,11 +103,13 @@ class Operations:
             raise Refusal(400, "invalid", "source: expected a path, as the engines see it", retry=False)
         return await self._publish(WeightUpdate(version, paused, source))
 
-    async def _pause(self, request: web.Request) -> web.StreamResponse:
+    async def pause(self, request: web.Request) -> web.StreamResponse:
+        """Pause all calls."""
         self._check(request)
         return await self._publish(WeightUpdate(self._gateway.engine.version, paused=True))
 
-    async def _resume(self, request: web.Request) -> web.StreamResponse:
+    async def resume(self, request: web.Request) -> web.StreamResponse:
+        """Continue all calls."""
         self._check(request)
         return await self._publish(WeightUpdate(self._gateway.engine.version))
 

@@ -9,11 +9,11 @@ from pydantic import ValidationError
 from loopwright.core.config import explain
 from loopwright.core.outcome import Outcome
 from loopwright.gateway.dialects.body import parse_object
-from loopwright.gateway.gateway import is_loopback
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.server.operations import Operations
 from loopwright.gateway.server.request_handler import RequestHandler, json_response
 from loopwright.gateway.sessions.session_config import SessionConfig, is_generated
+from loopwright.gateway.settings import is_loopback
 
 if TYPE_CHECKING:
     from loopwright.gateway.gateway import Gateway
@@ -40,10 +40,10 @@ class Server:
         add = app.router.add_route
         add("POST", "/sessions", self._open)
         add("POST", "/sessions/{id}", self._open)
-        add("GET", "/sessions/{id}", self._show)
-        add("DELETE", "/sessions/{id}", self._delete)
+        add("GET", "/sessions/{id}", self.show)
+        add("DELETE", "/sessions/{id}", self.delete)
         add("POST", "/sessions/{id}/complete", self._complete)
-        add("POST", "/sessions/{id}/freeze", self._freeze)
+        add("POST", "/sessions/{id}/freeze", self.freeze)
         for path in ("/{id}/v1/models", "/{id}/v1/models/{model:.+}", "/{id}/models"):
             add("GET", path, handler.models)
 
@@ -85,10 +85,12 @@ class Server:
             raise Refusal(400, "invalid", f"{key}: {message}" if key else message, param=key, retry=False) from error
         return json_response((await self._gateway.open(id, config)).as_json())
 
-    async def _show(self, request: web.Request) -> web.StreamResponse:
+    async def show(self, request: web.Request) -> web.StreamResponse:
+        """Describe a session."""
         return json_response(self._handler.session(request, admin=True).verify(request.query.get("snapshot")))
 
-    async def _freeze(self, request: web.Request) -> web.StreamResponse:
+    async def freeze(self, request: web.Request) -> web.StreamResponse:
+        """Freeze a session."""
         session = self._handler.session(request, admin=True)
         await session.freeze()
         return json_response({"id": session.id, "status": session.status, "snapshot": session.snapshot})
@@ -102,7 +104,8 @@ class Server:
         await session.close("complete", Outcome(outcome), reason)
         return json_response(session.describe())
 
-    async def _delete(self, request: web.Request) -> web.StreamResponse:
+    async def delete(self, request: web.Request) -> web.StreamResponse:
+        """Delete a session."""
         session = self._handler.session(request, admin=True)
         await self._gateway.delete(session.id)
         return json_response({"id": session.id, "deleted": True})

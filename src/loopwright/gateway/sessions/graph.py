@@ -225,21 +225,18 @@ def key_of(message: Mapping[str, Any]) -> Key:
     text = text_of(message)
     calls = ""
     if message.get("tool_calls"):
-        pairs = [(name, _normalize(_parse(arguments))) for name, arguments in calls_of(message)]
+        pairs = []
+        for name, arguments in calls_of(message):
+            if isinstance(arguments, str):  # they break off: parsed as far as possible, as many clients do
+                with suppress(ValueError):
+                    arguments = from_json(arguments, allow_partial=True)
+            pairs.append((name, _normalize(arguments)))
         calls = json.dumps(pairs, sort_keys=True)
     if role != "assistant":
         return role, text, calls, ""
     # Agents trim a message before they send it back; its tokens stay as they were sampled.
     reasoning = message.get("reasoning_content")
     return role, text.strip(), calls, _ANY if reasoning is None else str(reasoning)
-
-
-def _parse(arguments: Any) -> Any:
-    """Arguments that break off are parsed as far as possible, as clients do that need an object in any case."""
-    if isinstance(arguments, str):
-        with suppress(ValueError):
-            return from_json(arguments, allow_partial=True)
-    return arguments
 
 
 def _normalize(value: Any) -> Any:

@@ -41,6 +41,7 @@ _MAX_RESTORED_CALLS = 8
 """The same after a restart of the gateway."""
 _MAX_WAITING = 256
 """Calls that may wait for a slot."""
+_ROW_FIELDS = ("prompt_ids", "response_ids", "response_mask", "logprobs", "versions")
 _LOST = Verdict(Exactness.BROKEN, "the gateway stopped before this turn ended: what was sampled is unknown")
 
 
@@ -209,7 +210,8 @@ class ServedSession:
         while self._saved_status != self.status:
             if self._settling is None or self._settling.done():
                 self._settling = asyncio.create_task(self._write_status())
-                self._settling.add_done_callback(_retrieve_exception)
+                # So that asyncio does not log a failure as never retrieved: it is raised to those who wait.
+                self._settling.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(self._settling)
 
     @property
@@ -322,16 +324,7 @@ class ServedSession:
                 }
                 for number, verdict in sorted(verdicts.items())
             ],
-            "rows": [
-                {
-                    "prompt_ids": row.prompt_ids,
-                    "response_ids": row.response_ids,
-                    "response_mask": row.response_mask,
-                    "logprobs": row.logprobs,
-                    "versions": row.versions,
-                }
-                for row in episode.rows()
-            ],
+            "rows": [{name: getattr(row, name) for name in _ROW_FIELDS} for row in episode.rows()],
             "episode": episode.as_json(),
         }
 
@@ -385,9 +378,3 @@ class ServedSession:
             if all(map(self.session.is_done, drafts)):
                 call.turns = [self.session.result(draft) for draft in drafts]
             self._add_call(call)
-
-
-def _retrieve_exception(task: asyncio.Task[None]) -> None:
-    """Raised to those who wait; without any, asyncio must not log it as never retrieved."""
-    if not task.cancelled():
-        task.exception()

@@ -130,8 +130,11 @@ class TurnParser:
             self._run_until_stop(self._decoder.finish())
         if not self.done:
             self._run(self._uncut)
-        if self._state == self._in_call:
-            self._break_off()
+        if self._state == self._in_call and not self._has_name:  # the turn ended inside a call
+            self._add_complete_call(self._buffer)
+        elif self._state == self._in_call:
+            if self._in_arguments:
+                self._malformed.append(self._call_text.strip())
         elif self._state == self._in_reasoning:
             self._add_reasoning(self._buffer)
             self._space = ""
@@ -313,13 +316,6 @@ class TurnParser:
         text, self._buffer = self._buffer.removesuffix(rest) if rest else self._buffer, rest
         self._state = self._after_call if self._add_complete_call(text) else self._in_text
         return True
-
-    def _break_off(self) -> None:
-        """The turn ended inside a call."""
-        if not self._has_name:
-            self._add_complete_call(self._buffer)
-        elif self._in_arguments:
-            self._malformed.append(self._call_text.strip())
 
     def _add_complete_call(self, text: str, close: str = "") -> bool:
         """Add a call that was not streamed; False if the text is not a call, and stays text."""

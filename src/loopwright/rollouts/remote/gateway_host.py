@@ -13,11 +13,11 @@ from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Engine, EngineConfig, engines
 from loopwright.engines.weight_update import WeightUpdate
 from loopwright.gateway.client import CompletedSession, GatewayClient, GatewayLost, endpoint
-from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig, is_loopback
+from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.sessions.exactness import Exactness
 from loopwright.gateway.sessions.session_config import SessionConfig
-from loopwright.gateway.settings import TOKEN
+from loopwright.gateway.settings import TOKEN, is_loopback
 from loopwright.rollouts.remote.gateway_config import (
     EmbeddedGatewayConfig,
     ExternalGatewayConfig,

@@ -9,9 +9,9 @@ from typing import Any
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.gateway.client import GatewayClient, GatewayLost, endpoint
-from loopwright.gateway.gateway import AdvertiseError, is_loopback
+from loopwright.gateway.gateway import AdvertiseError
 from loopwright.gateway.refusal import Refusal
-from loopwright.gateway.settings import SERVER_TOKEN
+from loopwright.gateway.settings import SERVER_TOKEN, is_loopback
 from loopwright.rollouts.pools.base import PoolDown, SerializationError, Worker
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.worker import RemoteRequest

@@ -16,10 +16,11 @@ from pydantic import Field, ValidationError, field_validator
 from loopwright.core.config import Config, explain, size_bytes
 from loopwright.execution.sandbox import SandboxError
 from loopwright.gateway.dialects.body import parse_object
-from loopwright.gateway.gateway import AdvertiseError, is_loopback
+from loopwright.gateway.gateway import AdvertiseError
 from loopwright.gateway.refusal import Refusal, refusal_of
 from loopwright.gateway.server.observer import metrics_response
 from loopwright.gateway.server.request_handler import json_response
+from loopwright.gateway.settings import is_loopback
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_host import GatewayHost
 from loopwright.rollouts.trial_server.queue import STATUSES, TrialQueue
