@@ -1,4 +1,4 @@
-"""The groups of a rollout run, in the ledger: which prompt each tries, and what became of it.
+"""The groups of a rollout run, in the ledger: which prompt each attempts, and its status.
 
     open ──► ready ──► taken ──► trained
       │        └─► expired     (too old; its prompt is rolled again in another group)
@@ -27,7 +27,7 @@ _SCHEMA = (
 
 
 class Groups:
-    """Each step of a group's life is one small, indexed write, however many groups there are."""
+    """Each change of status is one small, indexed write, however many groups there are."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -40,7 +40,7 @@ class Groups:
         return self._ledger.transaction.rows(query, values)
 
     def open(self, group: int, source: str, trials: Sequence[Trial], *, again: int | None = None) -> None:
-        """Write down a new group with its trials; `again` is the expired one whose prompt it tries once more."""
+        """Write a new group with its trials; `again` is the expired group whose prompt it repeats."""
         self._ledger.reserve(trials, hold=True)
         with self._ledger.transaction as connection:
             connection.execute(
@@ -48,12 +48,12 @@ class Groups:
             )
 
     def ready(self, group: int, version: int) -> None:
-        """The group can be trained on; `version` is the oldest that sampled any of it."""
+        """Mark a group ready to train on; `version` is the oldest policy version that sampled any of it."""
         self._move(group, "open", "ready", version)
         self._ready += 1
 
     def close(self, group: int, status: str) -> None:
-        """The group is `filtered` or `failed`."""
+        """Mark a group `filtered` or `failed`."""
         self._move(group, "open", status, None)
 
     def _move(self, group: int, before: str, after: str, version: int | None) -> None:
@@ -65,21 +65,21 @@ class Groups:
             if changed != 1:
                 raise ValueError(f"group {group} is not {before}")
             if after == Outcome.FILTERED:
-                _left_out(connection, [group], Outcome.FILTERED)
+                _mark_unused(connection, [group], Outcome.FILTERED)
 
     def take(self, most: int, step: int) -> list[int]:
         """Up to `most` ready groups, oldest version first, for this step of training."""
         with self._ledger.transaction as connection:
-            taken = connection.execute(
+            rows = connection.execute(
                 "UPDATE groups SET status = 'taken', step = ? WHERE grp IN "
                 "(SELECT grp FROM groups WHERE status = 'ready' ORDER BY version, grp LIMIT ?) RETURNING grp",
                 (step, most),
             ).fetchall()
-        self._ready -= len(taken)
-        return sorted(group for (group,) in taken)
+        self._ready -= len(rows)
+        return sorted(group for (group,) in rows)
 
     def expire(self, before: int) -> list[int]:
-        """End the ready groups of which something is older than version `before`; their trials end `expired`."""
+        """Expire the ready groups with any token older than version `before`, and their trials."""
         with self._ledger.transaction.held as connection:
             expired = [
                 group
@@ -89,23 +89,23 @@ class Groups:
                     (before,),
                 ).fetchall()
             ]
-            _left_out(connection, expired, Outcome.EXPIRED)
+            _mark_unused(connection, expired, Outcome.EXPIRED)
         self._ready -= len(expired)
         return sorted(expired)
 
     def groups_of_step(self, step: int) -> list[int]:
-        """The groups that were taken for this step, trained on or not: what its replay is made from."""
+        """The groups that were taken for this step, trained on or not."""
         query = "SELECT grp FROM groups WHERE status IN ('taken', 'trained') AND step = ? ORDER BY grp"
         rows = self._rows(query, (step,))
         return [group for (group,) in rows]
 
     def settle(self, step: int) -> None:
-        """The trainer's checkpoint of this step is safe: what was taken for it, or before, counts as trained."""
+        """Mark as trained what was taken up to this step, whose checkpoint is written."""
         with self._ledger.transaction as connection:
             connection.execute("UPDATE groups SET status = 'trained' WHERE status = 'taken' AND step <= ?", (step,))
 
     def restore(self, step: int) -> None:
-        """Training goes on after this step: what was taken for it or before is trained, the rest is ready again."""
+        """Continue after this step: what was taken up to it is trained, the rest is ready again."""
         self.settle(step)
         with self._ledger.transaction as connection:
             self._ready += connection.execute(
@@ -117,7 +117,7 @@ class Groups:
         return [group for (group,) in self._rows("SELECT grp FROM groups WHERE status = 'open' ORDER BY grp")]
 
     def expired(self) -> list[int]:
-        """The groups that expired and whose prompts were not tried again yet."""
+        """The expired groups whose prompts were not repeated yet."""
         rows = self._rows(
             "SELECT grp FROM groups WHERE status = 'expired' "
             "AND grp NOT IN (SELECT again FROM groups WHERE again IS NOT NULL) ORDER BY grp"
@@ -126,11 +126,11 @@ class Groups:
 
     @property
     def waiting(self) -> int:
-        """How many are ready."""
+        """How many groups are ready."""
         return self._ready
 
     def draws(self) -> dict[str, int]:
-        """How many prompts were drawn from each source, for the sampler to go on from."""
+        """How many prompts were drawn from each source, for a sampler that continues."""
         return dict(self._rows("SELECT source, count(*) FROM groups WHERE again IS NULL GROUP BY source"))
 
     def counts(self) -> dict[str, int]:
@@ -138,8 +138,8 @@ class Groups:
         return dict(self._rows("SELECT status, count(*) FROM groups GROUP BY status"))
 
 
-def _left_out(connection: sqlite3.Connection, groups: Sequence[int], outcome: Outcome) -> None:
-    """Say of the trials of these groups that were scored that they were not used; their rewards stay."""
+def _mark_unused(connection: sqlite3.Connection, groups: Sequence[int], outcome: Outcome) -> None:
+    """Change the outcome of these groups' scored trials, which are not trained on; their rewards stay."""
     connection.executemany(
         "UPDATE trials SET outcome = ? WHERE grp = ? AND outcome IN ('ok', 'truncated', 'invalid')",
         [(outcome, group) for group in groups],

@@ -1,4 +1,4 @@
-"""The recorder: live trials into the ledger in batches, at least every second, without holding up the steps."""
+"""The recorder: writes live trials to the ledger in batches, at least every second, without delaying the steps."""
 
 import threading
 from collections.abc import Callable
@@ -20,24 +20,24 @@ Step = tuple[int, int, Any, int | None, str, Any, float, float]
 
 
 def as_json(value: Any) -> bytes:
-    """Any sample of a space, arrays included; what is no data at all is shown as it shows itself."""
+    """Any sample of a space as JSON, arrays included; other objects as their repr."""
     try:
         return orjson.dumps(value, option=_NUMPY)
-    except TypeError:  # rare, and asking for it beforehand costs every step
-        return orjson.dumps(value, option=_NUMPY | orjson.OPT_NON_STR_KEYS, default=_plain)
+    except TypeError:  # rare, and the options cost time in every step
 
+        def plain(value: Any) -> Any:
+            # orjson leaves arrays that are not C-contiguous to us; other objects have no JSON.
+            return value.tolist() if hasattr(value, "tolist") else repr(value)
 
-def _plain(value: Any) -> Any:
-    # numpy's arrays that are not laid out as C does are left to us; others have no JSON.
-    return value.tolist() if hasattr(value, "tolist") else repr(value)
+        return orjson.dumps(value, option=_NUMPY | orjson.OPT_NON_STR_KEYS, default=plain)
 
 
 class Recorder:
-    """Takes steps as they are and writes them from a thread of its own.
+    """Queues steps and writes them from its own thread.
 
-    A step costs its caller one `append`. Whatever was added is in the ledger after `flush`, and a second later at the
-    latest. A disk that takes no more is told to the caller at the next `add` or `flush`. `unfinished` gives the row and
-    the facts of an episode in progress, where only whole episodes are added: they are kept aside for a resumed run.
+    A step costs its caller one `append`. It is in the ledger after `flush`, and a second later at the latest. If the
+    disk is full, the next `add_episode` or `flush` raises. `unfinished` returns the row and the facts of an episode in
+    progress, if only whole episodes are recorded: they are stored for a resumed run.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Recorder:
         self._wake, self._closed = threading.Event(), False
         self._failure: LoopwrightError | None = None
         self.add = self._steps.append
-        """Add a step that ended well."""
+        """Add a successful step."""
         self._thread = threading.Thread(target=self._work, name="loopwright-recorder", daemon=True)
         self._thread.start()
 
@@ -69,7 +69,7 @@ class Recorder:
         self.keep_up()
 
     def keep_up(self) -> None:
-        """Write here and now if steps come faster than the thread writes them, so that memory stays bounded."""
+        """Write now if steps arrive faster than the thread writes them, so that memory stays bounded."""
         if self._failure is not None:
             raise self._failure
         if len(self._steps) > 2 * _MOST_ROWS:
@@ -78,7 +78,7 @@ class Recorder:
             self._wake.set()
 
     def flush(self) -> None:
-        """Have everything in the ledger when this returns."""
+        """Write everything to the ledger before returning."""
         self._write()
         if self._failure is not None:
             raise self._failure
@@ -99,9 +99,9 @@ class Recorder:
 
     def _write(self) -> None:
         with self._writing:
-            # Asked first: an episode that ends right now is then among the rows below, or still in progress here.
+            # Read first: an episode that ends right now is then among the rows below, or still in progress here.
             unfinished = self._unfinished()
-            # The lists stay the same objects, since `add` is bound to one: take what is there, leave what comes.
+            # The lists stay the same objects, since `add` is bound to one: copy what is there, keep what is added.
             steps, rows, episodes = self._steps[:], self._rows[:], self._episodes[:]
             if not (steps or rows or episodes or unfinished):
                 return

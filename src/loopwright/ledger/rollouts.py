@@ -1,4 +1,4 @@
-"""Stored rollouts: a trial with its episode, read from the ledger one at a time, however many there are."""
+"""Stored rollouts: trials with their episodes, read from the ledger a few at a time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,28 +14,28 @@ from loopwright.ledger.ledger import Ledger
 KIND = "rollout"
 """The payload that holds an episode."""
 REJUDGED = "rejudged"
-"""The payload that holds later verdicts on it, oldest first; the reward that it was given first is never changed."""
+"""The payload that holds later verdicts, oldest first; the first reward is never changed."""
 EVALUATED = "json_extract(action, '$.evaluated')"
-"""In a query of trials: the step of training that an evaluation came after; NULL for all other trials."""
+"""In a query of trials: the training step before an evaluation; NULL for all other trials."""
 _PAGE = 32
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A trial and its episode. What became of the group later (`filtered`, `expired`) is in the episode, too."""
+    """A trial and its episode, whose outcome includes the later fate of its group (`filtered`, `expired`)."""
 
     number: int
     episode: Episode
     evaluated: int | None = None
-    """The step of training after which it measured the policy; None for what may be trained on."""
+    """The training step after which it measured the policy; None for training rollouts."""
 
     @classmethod
     def of(cls, number: int, data: bytes, outcome: str | None, evaluated: int | None = None) -> Self:
-        """From what the ledger holds. What has expired is too old to be trained on."""
+        """From a row of the ledger. An expired rollout is too old to train on."""
         episode = Episode.from_bytes(data)
         if outcome in (Outcome.FILTERED, Outcome.EXPIRED):
-            kept = episode.trainable and outcome != Outcome.EXPIRED
-            episode = replace(episode, outcome=Outcome(outcome), trainable=kept)
+            trainable = episode.trainable and outcome != Outcome.EXPIRED
+            episode = replace(episode, outcome=Outcome(outcome), trainable=trainable)
         return cls(number, episode, evaluated)
 
     @property
@@ -45,13 +45,13 @@ class Rollout:
 
     def as_json(self) -> dict[str, Any]:
         """A line of JSONL."""
-        told = {} if self.evaluated is None else {"evaluated": self.evaluated}
-        return {"trial": self.number, **told, **self.episode.as_json()}
+        evaluated = {} if self.evaluated is None else {"evaluated": self.evaluated}
+        return {"trial": self.number, **evaluated, **self.episode.as_json()}
 
 
 @dataclass(frozen=True)
 class Rejudgement:
-    """What a later judger said of an episode: a reward, or why there is none."""
+    """A later judger's verdict on an episode: a reward, or the reason for its absence."""
 
     id: str
     reward: Reward | None
@@ -70,9 +70,9 @@ def has_rollouts(ledger: Ledger) -> bool:
 
 
 def rollouts(ledger: Ledger, numbers: Sequence[int] | None = None) -> Iterator[Rollout]:
-    """All rollouts that have ended, in the order of their numbers, or these; a few at a time are in memory."""
+    """All finished rollouts by number, or those with these numbers; a few at a time are in memory."""
     if numbers is not None:
-        yield from (found for number in numbers if (found := rollout(ledger, number)) is not None)
+        yield from (stored for number in numbers if (stored := rollout(ledger, number)) is not None)
         return
     after = 0
     query = (
@@ -85,7 +85,7 @@ def rollouts(ledger: Ledger, numbers: Sequence[int] | None = None) -> Iterator[R
 
 
 def rollout(ledger: Ledger, number: int) -> Rollout | None:
-    """One of them; None where a trial has no episode yet, or is not there."""
+    """One rollout; None if the trial has no episode yet, or does not exist."""
     data = ledger.payload(number, KIND)
     if data is None:
         return None
@@ -102,28 +102,28 @@ def groups_of(ledger: Ledger) -> Iterator[list[Rollout]]:
         "WHERE grp = ? ORDER BY number"
     )
     while (group := ledger.transaction.rows(query, (after,))[0][0]) is not None:
-        if found := [Rollout.of(*row) for row in ledger.transaction.rows(members, (group,))]:
-            yield found
+        if stored := [Rollout.of(*row) for row in ledger.transaction.rows(members, (group,))]:
+            yield stored
         after = group
 
 
 def rejudgements(ledger: Ledger, number: int) -> list[Rejudgement]:
-    """What later judgers said of an episode, oldest first."""
+    """The later verdicts on an episode, oldest first."""
     data = ledger.payload(number, REJUDGED)
-    found = [] if data is None else orjson.loads(data)
+    verdicts = [] if data is None else orjson.loads(data)
     return [
         Rejudgement(
             one["id"],
             None if one["reward"] is None else Reward(one["reward"]["value"], one["reward"]["parts"]),
             one["reason"],
         )
-        for one in found
+        for one in verdicts
     ]
 
 
-def add_rejudgements(ledger: Ledger, said: Sequence[tuple[int, Rejudgement]]) -> None:
-    """Store more verdicts behind the earlier ones."""
-    for number, verdict in said:
+def add_rejudgements(ledger: Ledger, verdicts: Sequence[tuple[int, Rejudgement]]) -> None:
+    """Append verdicts to the earlier ones."""
+    for number, verdict in verdicts:
         every = [*rejudgements(ledger, number), verdict]
         data = orjson.dumps([one.as_json() for one in every])
         with ledger.transaction.held as connection:

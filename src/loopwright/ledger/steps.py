@@ -1,4 +1,4 @@
-"""The steps of a training run, in the ledger: what each update and each evaluation measured, for curves."""
+"""The steps of a training run, in the ledger: the numbers of each update and each evaluation, for curves."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _SCHEMA = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What was measured after this many updates."""
+    """The numbers measured after this many updates."""
 
     step: int
     at: float
@@ -33,20 +33,20 @@ class Steps:
             connection.execute(_SCHEMA)
 
     def add(self, kind: Kind, step: Step) -> None:
-        """Write down what was measured; numbers that are none are left out."""
+        """Write the numbers of a step; NaN becomes null."""
         numbers = orjson.dumps(dict(step.numbers)).decode()
         with self._ledger.transaction as connection:
             connection.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)", (kind, step.step, step.at, numbers))
 
     def forget(self, after: int) -> None:
-        """Training goes on after this step: what came later will come again."""
+        """Drop the training steps after this one: training continues here and will repeat them."""
         with self._ledger.transaction as connection:
             connection.execute("DELETE FROM steps WHERE kind = 'train' AND step > ?", (after,))
 
 
 def steps(ledger: Ledger, kind: Kind) -> Iterator[Step]:
-    """What was measured, in order; nothing where a run trains nothing."""
-    known = ledger.transaction.rows("SELECT 1 FROM sqlite_schema WHERE name = 'steps'")
+    """All steps of one kind, in order; none if the run does not train."""
+    exists = ledger.transaction.rows("SELECT 1 FROM sqlite_schema WHERE name = 'steps'")
     query = "SELECT step, at, numbers FROM steps WHERE kind = ? ORDER BY step"
-    for step, at, numbers in ledger.transaction.rows(query, (kind,)) if known else ():
+    for step, at, numbers in ledger.transaction.rows(query, (kind,)) if exists else ():
         yield Step(step, at, orjson.loads(numbers))

@@ -15,7 +15,7 @@ from loopwright.core.expression import Expression
 
 
 class Parameter(Config, ABC):
-    """What a parameter may be. `when` makes it conditional on others; inactive, it is `otherwise` or absent."""
+    """The base of all parameters. `when` makes it conditional; while inactive, it is `otherwise` or absent."""
 
     when: str | None = None
     """An expression over other parameters; while it is false, this one is not part of the action."""
@@ -40,7 +40,7 @@ class Parameter(Config, ABC):
 
     @abstractmethod
     def grid(self) -> list[Any]:
-        """The values that a grid visits; empty where nothing says which."""
+        """The values that a grid visits; empty if the parameter does not define any."""
 
     @abstractmethod
     def sample(self, random: Random) -> Any:
@@ -64,12 +64,12 @@ class Choice(Parameter):
     @field_validator("values")
     @classmethod
     def _distinct(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        seen: set[str] = set()
+        keys: set[str] = set()
         for value in values:
             key = key_of(value)
-            if key in seen:
+            if key in keys:
                 raise ValueError(f"{value!r} is listed twice")
-            seen.add(key)
+            keys.add(key)
         return values
 
     @property
@@ -92,9 +92,9 @@ class Choice(Parameter):
 
     def index(self, value: Any) -> int:
         """Which candidate a value is."""
-        found = self._indices.get(key_of(value))
-        if found is not None:
-            return found
+        index = self._indices.get(key_of(value))
+        if index is not None:
+            return index
         raise InvalidAction(f"{value!r} is none of {', '.join(map(repr, self.values))}")
 
     def grid(self) -> list[Any]:
@@ -169,9 +169,9 @@ class Range(Parameter):
 
     def decode(self, number: float) -> Any:
         if math.isnan(number):
-            raise InvalidAction(f"{number} is no position in 0..1")
+            raise InvalidAction(f"{number} is not a position in 0..1")
         unit = float(number)
-        if unit >= 1.0 or unit <= 0.0:  # the ends themselves, not what rounding makes of them
+        if unit >= 1.0 or unit <= 0.0:  # exactly the ends, without rounding errors
             value = self.high if unit >= 1.0 else self.low
         elif self.log:
             value = self.low * (self.high / self.low) ** unit
@@ -182,14 +182,14 @@ class Range(Parameter):
 
 
 ContinuousSpace = Range
-"""What a range is called beside gymnasium's spaces."""
+"""A range, under the name that fits gymnasium's spaces."""
 
 
 class Fixed(Parameter):
     """One value. A bare string, number or boolean in TOML is short for this."""
 
     value: Any
-    """The value, of any type that the workload takes."""
+    """The value, of any type that the workload accepts."""
 
     @field_validator("value")
     @classmethod
@@ -202,7 +202,9 @@ class Fixed(Parameter):
         return 1
 
     def validate_value(self, value: Any) -> Any:
-        if not _same(canonical(value), canonical(self.value)):
+        same, fixed = canonical(value), canonical(self.value)
+        # True == 1 in Python, but a flag that is on is not the number one.
+        if type(same) is not type(fixed) or same != fixed:
             raise InvalidAction(f"{value!r} is not the fixed value {self.value!r}")
         return self.value
 
@@ -228,26 +230,21 @@ _FORMS: tuple[tuple[str, type[Parameter]], ...] = (
 )
 
 
-def parameter(written: Any) -> Parameter:
-    """A parameter from the way it is written in TOML."""
-    if isinstance(written, Parameter):
-        return written
-    if isinstance(written, (list, tuple)):
-        if not written:
+def parameter(value: Any) -> Parameter:
+    """A parameter from its form in TOML."""
+    if isinstance(value, Parameter):
+        return value
+    if isinstance(value, (list, tuple)):
+        if not value:
             raise ValueError("an empty list has nothing to choose from")
-        return Fixed(value=written[0]) if len(written) == 1 else Choice(values=tuple(written))
-    if not isinstance(written, dict):
-        return Fixed(value=written)
+        return Fixed(value=value[0]) if len(value) == 1 else Choice(values=tuple(value))
+    if not isinstance(value, dict):
+        return Fixed(value=value)
     for key, form in _FORMS:
-        if key in written:
+        if key in value:
             try:
-                return form.model_validate(written)
+                return form.model_validate(value)
             except ValidationError as error:
                 wrong = [f"{key}: {message}" if key else message for key, message in explain(error, form)]
                 raise ValueError("; ".join(wrong)) from error
     raise ValueError("a table must have low and high (a range), values (a list) or value (a fixed value)")
-
-
-def _same(one: Any, other: Any) -> bool:
-    # True == 1 in Python, but a flag that is on is not the number one.
-    return type(one) is type(other) and one == other

@@ -1,10 +1,10 @@
-"""What every search agent promises, as tests, over a real environment and a real ledger.
+"""The contract of every search agent, as tests over a real environment and a real ledger.
 
 class TestMine(AgentContract):
     agent_type = "mine"
     options = {"temperature": 0.5}
 """
-# ruff: noqa: S101  These are tests, wherever they stand.
+# ruff: noqa: S101  These are tests.
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ Function = Callable[..., Any]
 
 @dataclass
 class Campaign:
-    """One run of an agent: what it searches, how it is measured, and how far it got. Written like a scenario."""
+    """One run of an agent over a function, configured like a scenario."""
 
     directory: Path
     agent: type[Agent]
@@ -43,19 +43,19 @@ class Campaign:
     function: Function
     parallel: int = 1
     objectives: tuple[str, ...] = ("y",)
-    drawn: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    env_params: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     penalties: Penalties = field(default_factory=Penalties)
     observers: tuple[Observer, ...] = ()
     constraints: tuple[str, ...] = ()
 
     @property
     def space(self) -> Space:
-        """What is searched."""
+        """The space of the search."""
         config = WorkloadConfig(type="function", args=dict(self.args), constraints=self.constraints)
-        return config.space(frozenset(self.drawn))
+        return config.space(frozenset(self.env_params))
 
     def run(self) -> list[Trial]:
-        """Run it, or go on with it where it was stopped; all its trials so far."""
+        """Run it, or continue where it was stopped; returns all its trials so far."""
         return self.drive()[1]
 
     def drive(self, shutdowns: int = 1) -> tuple[int, list[Trial]]:
@@ -75,7 +75,7 @@ class Campaign:
 
     def _env(self, book: TrialBook, seed: int) -> SearchEnv:
         space = self.space
-        configs = {name: EnvParamConfig.model_validate(dict(table)) for name, table in self.drawn.items()}
+        configs = {name: EnvParamConfig.model_validate(dict(table)) for name, table in self.env_params.items()}
         self.draws = Draws(seed, space.parameters, configs)
         site = Site(scenario_dir=self.directory, directory=self.directory, parallel=self.parallel)
         stoppers = [observer for observer in self.observers if isinstance(observer, StopAfter)]
@@ -93,7 +93,7 @@ class Campaign:
 
 
 class StopAfter(Observer):
-    """Stops a run once a trial has ended, as a user's Ctrl-C would."""
+    """Stops the run after a trial, like a user's Ctrl-C."""
 
     book: TrialBook
 
@@ -106,12 +106,12 @@ class StopAfter(Observer):
 
 
 class AgentContract:
-    """Subclass it, name the subclass `Test…`, and say which agent it is for."""
+    """Subclass it, name the subclass `Test…`, and set `agent_type`."""
 
     agent_type: ClassVar[str]
     """The name under which the agent is registered."""
     options: ClassVar[Mapping[str, Any]] = {}
-    """What else the agent is told in its tests, as in `[run.agent]`."""
+    """More settings of the agent in its tests, as in `[run.agent]`."""
     trials: ClassVar[int] = 12
     """The budget; enough for the agent to get past its first, random proposals."""
     space: ClassVar[Mapping[str, Any]] = {
@@ -119,14 +119,14 @@ class AgentContract:
         "n": {"low": 1, "high": 64, "dtype": "int", "log": True, "points": 3},
         "mode": ["a", "b", "c"],
     }
-    """What it searches, as in `[run.workload.args]`; `x`, `n` and `mode` are what the tests measure."""
+    """The space, as in `[run.workload.args]`; the tests measure `x`, `n` and `mode`."""
 
     @classmethod
     def campaign(cls, directory: Path, function: Function | None = None, **changes: Any) -> Campaign:
         """A run of the agent under test."""
-        told = {"type": cls.agent_type, "trials": cls.trials, "seed": 7, **cls.options, **changes.pop("told", {})}
+        config = {"type": cls.agent_type, "trials": cls.trials, "seed": 7, **cls.options, **changes.pop("config", {})}
         args = changes.pop("args", cls.space)
-        return Campaign(directory, agents.get(cls.agent_type), told, args, function or measured, **changes)
+        return Campaign(directory, agents.get(cls.agent_type), config, args, function or measured, **changes)
 
     def test_its_documentation_says_what_it_does(self) -> None:
         """`loopwright list agents` shows the first line of its configuration."""
@@ -149,13 +149,13 @@ class AgentContract:
         assert [trial.number for trial in undisturbed] == list(range(1, self.trials + 1))
 
     def test_the_same_seed_gives_the_same_proposals(self, tmp_path: Path, undisturbed: list[Trial]) -> None:
-        """Somebody else can repeat a search."""
+        """A search is reproducible."""
         code, repeated = self.campaign(tmp_path).drive()
         assert code == 0
         assert actions(repeated) == actions(undisturbed)
 
-    def test_a_stopped_run_goes_on_as_if_it_had_not_been(self, tmp_path: Path, undisturbed: list[Trial]) -> None:
-        """Stopped however often and rebuilt from its ledger alone, the agent proposes what it would have proposed."""
+    def test_a_stopped_run_continues_as_if_it_had_not_been(self, tmp_path: Path, undisturbed: list[Trial]) -> None:
+        """Stopped several times and rebuilt from its ledger alone, the agent makes the same proposals."""
         for after in (1, self.trials // 2, self.trials - 1):
             assert len(self.campaign(tmp_path, observers=(StopAfter(after),)).run()) == after
         assert actions(self.campaign(tmp_path).run()) == actions(undisturbed)
@@ -163,7 +163,7 @@ class AgentContract:
     def test_a_trial_that_was_interrupted_is_run_again_under_its_number(
         self, tmp_path: Path, undisturbed: list[Trial]
     ) -> None:
-        """Also a stop in the middle of a trial changes nothing about the search."""
+        """A stop in the middle of a trial does not change the search either."""
         stop, calls = StopAfter(0), count(1)
 
         async def interrupted(**arguments: Any) -> dict[str, float]:
@@ -179,8 +179,8 @@ class AgentContract:
         assert actions(resumed) == actions(undisturbed)
 
     @pytest.mark.parametrize("landscape", ["a third fails", "all but one point fail"])
-    def test_a_stopped_run_goes_on_past_failures(self, tmp_path: Path, landscape: str) -> None:
-        """What failed before the stop is as well known after it, and what was learned belongs to the same points."""
+    def test_a_stopped_run_continues_past_failures(self, tmp_path: Path, landscape: str) -> None:
+        """Failures before the stop are remembered after it, and rewards belong to the same points."""
         function = failing_in_b if landscape == "a third fails" else failing_but_in_c3
         undisturbed = self.campaign(tmp_path / "one", function, args=SMALL).run()
         for after in (len(undisturbed) // 2, len(undisturbed) - 1):
@@ -188,14 +188,14 @@ class AgentContract:
         assert actions(self.campaign(tmp_path / "two", function, args=SMALL).run()) == actions(undisturbed)
 
     def test_a_point_that_failed_is_not_proposed_again(self, tmp_path: Path) -> None:
-        """In a small space, where every agent comes back to where it was."""
+        """In a small space, where every agent proposes points again."""
         trials = self.campaign(tmp_path, failing_in_b, args=SMALL).run()
         failed = [key_of(trial.action) for trial in trials if trial.outcome is Outcome.CRASHED]
         assert failed
         assert len(failed) == len(set(failed))
 
     def test_a_point_that_broke_a_constraint_is_not_proposed_again(self, tmp_path: Path) -> None:
-        """The agent is told of it as of any other failure, and goes on."""
+        """The agent treats it like any other failure, and continues."""
         trials = self.campaign(tmp_path, args=SMALL, constraints=("n != 2",)).run()
         broken = [key_of(trial.action) for trial in trials if trial.outcome is Outcome.INFEASIBLE]
         assert len(broken) == len(set(broken))
@@ -209,36 +209,36 @@ class AgentContract:
         assert [(trial.reward, dict(trial.metrics)) for trial in trials] == [(None, {})] * len(trials)
         assert len({key_of(trial.action) for trial in trials}) == len(trials) <= self.trials
 
-    def test_a_penalty_is_told_and_is_never_a_reward(self, tmp_path: Path) -> None:
-        """The search goes on with the number; the record stays empty."""
+    def test_a_penalty_reaches_the_agent_and_is_never_a_reward(self, tmp_path: Path) -> None:
+        """The search continues with the penalty; the ledger has no reward."""
         trials = self.campaign(tmp_path, failing_in_b, penalties=Penalties(metric_failure=-50.0)).run()
         assert len(trials) == self.trials
         assert {trial.reward for trial in trials if trial.outcome is not Outcome.OK} <= {None}
 
     def test_several_objectives(self, tmp_path: Path) -> None:
-        """Given two objectives, the agent is told both, and keeps its budget."""
+        """With two objectives, the agent gets both, and stays within its budget."""
         if not agents.get(self.agent_type).several_objectives:
             pytest.skip(f"{self.agent_type} declares one objective")
         trials = self.campaign(tmp_path, objectives=("y", "z")).run()
         assert [len(trial.reward.objectives) for trial in trials if trial.reward] == [2] * self.trials
 
     def test_env_params(self, tmp_path: Path) -> None:
-        """What the environment draws reaches the workload and is never the agent's to choose."""
+        """Drawn values reach the workload, and the agent never chooses them."""
         if not agents.get(self.agent_type).samples_env_params:
             pytest.skip(f"{self.agent_type} does not sample env_params")
-        seen: list[str] = []
+        weathers: list[str] = []
 
         def under(weather: str, **point: Any) -> dict[str, float]:
-            seen.append(weather)
+            weathers.append(weather)
             return measured(**point)
 
         campaign = self.campaign(
-            tmp_path, under, args={**self.space, "weather": ["sun", "rain"]}, drawn={"weather": {}}
+            tmp_path, under, args={**self.space, "weather": ["sun", "rain"]}, env_params={"weather": {}}
         )
         trials = campaign.run()
         assert [trial.draw for trial in trials] == list(range(1, self.trials + 1))
         assert [trial.regime for trial in trials] == [campaign.draws.sample(trial.number) for trial in trials]
-        assert seen == [trial.regime["weather"] for trial in trials if trial.cached_from is None]
+        assert weathers == [trial.regime["weather"] for trial in trials if trial.cached_from is None]
         assert not any("weather" in trial.action for trial in trials)
 
     def test_conditional_parameters(self, tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ class AgentContract:
         assert any("depth" in trial.action for trial in trials)
 
     def test_trials_in_flight_keep_their_numbers(self, tmp_path: Path) -> None:
-        """Three at a time, which end in another order than they began."""
+        """Three at a time, which end in another order than they started."""
         turns = count()
 
         async def slowly(**arguments: Any) -> dict[str, float]:
@@ -263,8 +263,8 @@ class AgentContract:
         assert {trial.outcome for trial in trials} == {Outcome.OK}
 
     def test_shutdown_can_be_called_twice(self, tmp_path: Path) -> None:
-        """Whoever cleans up after a failure does not know who did so before."""
-        code, trials = self.campaign(tmp_path, told={"trials": 2}).drive(shutdowns=2)
+        """Code that cleans up after a failure cannot know whether it was done before."""
+        code, trials = self.campaign(tmp_path, config={"trials": 2}).drive(shutdowns=2)
         assert (code, len(trials)) == (0, 2)
 
 
@@ -286,12 +286,12 @@ def failing_in_b(**point: Any) -> dict[str, float]:
 
 
 def failing_but_in_c3(**point: Any) -> dict[str, float]:
-    """A landscape that has nearly nothing but crashes."""
+    """A landscape where nearly every point crashes."""
     if point != {"mode": "c", "n": 3}:
         raise RuntimeError("does not work here")
     return measured(**point)
 
 
 def actions(trials: list[Trial]) -> list[Any]:
-    """What was proposed, in order."""
+    """The proposals, in order."""
     return [canonical(trial.action) for trial in trials]

@@ -126,7 +126,7 @@ def test_the_bandit_comes_back_to_what_is_best_under_each_regime(tmp_path):
 
     args = {"arm": ["hat", "umbrella", "scarf"], "weather": ["sun", "rain"]}
     story = campaign(tmp_path, "bandit", opposite, args=args, trials=120)
-    story.drawn = {"weather": {}}
+    story.env_params = {"weather": {}}
     late = story.run()[60:]
     assert sum(trial.action["arm"] == best[trial.regime["weather"]] for trial in late) > 0.8 * len(late)
 

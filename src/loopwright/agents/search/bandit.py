@@ -15,15 +15,15 @@ from loopwright.envs.search import SearchEnv
 
 
 class BanditConfig(BudgetedConfig):
-    """A contextual bandit: measures again what looks best under the drawn regime."""
+    """A contextual bandit: repeats the action that looks best under the drawn regime."""
 
     type: Literal["bandit"] = "bandit"
     arms: int = Field(default=64, ge=2)
-    """How many actions compete: all points of the grid if it has no more than that, otherwise that many random ones."""
+    """How many actions compete: all points of the grid if they are not more, otherwise random ones."""
 
 
 class _Pulls:
-    """What an arm gave under a regime."""
+    """The rewards of an arm under a regime."""
 
     __slots__ = ("n", "squares", "total")
 
@@ -40,9 +40,9 @@ class _Pulls:
 
 
 class Bandit(SpaceAgent):
-    """Before each trial it looks at the regime in the observation and draws, for every arm, a plausible mean reward
-    under that regime. An arm that was never tried there may be anything that was seen there; each measurement narrows
-    that down, the more so the less repeats scatter. The arm with the best draw is measured, afresh each time.
+    """Before each trial it draws, for every arm, a plausible mean reward under the observed regime. For an untried arm,
+    any reward seen under that regime is plausible; each measurement narrows that down, more so if repeats vary little.
+    The arm with the best draw is measured, also if it was measured before.
     """
 
     Config: ClassVar[type[AgentConfig]] = BanditConfig
@@ -79,18 +79,18 @@ class Bandit(SpaceAgent):
         return (high - low) / 2 or 1.0
 
     def _noise(self, regime: str) -> float:
-        """The variance of repeats under a regime; as long as there are none, all that was seen there may be noise."""
+        """The variance of repeats under a regime; without repeats, the spread of all rewards there."""
         repeated = [self._pulls[arm, regime] for arm in self._arms if self._pulls[arm, regime].n > 1]
         freedom = sum(pulls.n - 1 for pulls in repeated)
         return sum(pulls.scatter for pulls in repeated) / freedom if freedom else self._width(regime) ** 2
 
     def _plausible(self, arm: str, regime: str, noise: float, random: Random) -> float:
-        seen, here, width = self._by_regime[regime], self._pulls[arm, regime], self._width(regime)
+        regime_pulls, here, width = self._by_regime[regime], self._pulls[arm, regime], self._width(regime)
         if not here.n:
-            return random.gauss(seen.total / seen.n if seen.n else 0.0, width)
-        # Two doubts: what repeats scatter by, and what one measurement leaves open, which fades faster.
-        doubt = noise / here.n + (width / (2 * (here.n + 1))) ** 2
-        return random.gauss(here.total / here.n, sqrt(doubt))
+            return random.gauss(regime_pulls.total / regime_pulls.n if regime_pulls.n else 0.0, width)
+        # Two sources: the noise of repeats, and the doubt that few measurements leave, which fades faster.
+        variance = noise / here.n + (width / (2 * (here.n + 1))) ** 2
+        return random.gauss(here.total / here.n, sqrt(variance))
 
     def learn(self, feedback: Feedback) -> None:
         if feedback.values is None:

@@ -34,29 +34,29 @@ class Grid(SpaceAgent):
         super().__init__(env, config, parallel=parallel)
         pinned = {key_of(point) for point in self._start}
         self._points = (point for point in self.space.points() if key_of(point) not in pinned)
-        self._taken = len(self._start)
+        self._visited = len(self._start)
 
     @classmethod
     def problems(cls, config: Any, space: Space, home: Path) -> list[Problem]:
-        found = super().problems(config, space, home)
+        problems = super().problems(config, space, home)
         for name, parameter in space.tunable.items():
             if not parameter.grid():
-                found.append(
+                problems.append(
                     Problem("type", f"a grid cannot visit the range {name!r}; give it `points`, or list values.")
                 )
-        return found
+        return problems
 
     def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
-        # Counted, not remembered: after a resume the iterator is moved on to where the grid stood.
+        # Counted, not stored: after a resume the iterator is advanced to where the grid stopped.
         point: Action | None = None
-        while self._taken < n and (point := next(self._points, None)) is not None:
-            self._taken += 1
+        while self._visited < n and (point := next(self._points, None)) is not None:
+            self._visited += 1
         return point
 
 
 class RandomSearch(SpaceAgent):
-    """Draws each point from (seed, n) alone. With env_params it samples actions without looking at the regime, which
-    gives an unbiased picture of every action under all regimes.
+    """Draws each point from (seed, n) alone. With env_params it ignores the regime, which gives an unbiased picture of
+    every action under all regimes.
     """
 
     Config: ClassVar[type[AgentConfig]] = RandomConfig

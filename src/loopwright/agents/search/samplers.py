@@ -1,7 +1,7 @@
 """Optuna's samplers as agents: `tpe`, `gp`, `cmaes` and `nsga2`.
 
-A sampler is made anew for each proposal, seeded by (seed, n), over a study that is rebuilt from the ledger: proposal n
-depends on the seed, n and what was recorded, and a resumed run goes on exactly where it stopped.
+Each proposal gets a new sampler, seeded by (seed, n), over a study that is rebuilt from the ledger: proposal n depends
+on the seed, n and the record, so that a resumed run continues exactly where it stopped.
 """
 
 import warnings
@@ -33,14 +33,14 @@ else:
 
 
 class SamplerConfig(BudgetedConfig):
-    """What all of Optuna's samplers can be told."""
+    """The settings of all of Optuna's samplers."""
 
     warm_start: str | None = None
-    """The folder of an earlier run, relative to the scenario, whose trials are learned from first."""
+    """The folder of an earlier run, relative to the scenario, whose trials the sampler learns from first."""
 
 
 class ModelConfig(SamplerConfig):
-    """What samplers can be told that fit a model to the trials so far."""
+    """The settings of samplers that fit a model to the trials so far."""
 
     startup: int = Field(default=10, ge=1)
     """How many random trials come first."""
@@ -60,7 +60,7 @@ class GpConfig(ModelConfig):
 
 class CmaesConfig(ModelConfig):
     """CMA-ES: for ranges that interact; candidates of lists that are not numbers are drawn at random.
-    A warm start spares it the random trials at the beginning, no more.
+    A warm start only replaces the random trials at the beginning.
     """
 
     type: Literal["cmaes"] = "cmaes"
@@ -75,13 +75,13 @@ class Nsga2Config(SamplerConfig):
 
 
 class SamplerAgent(SpaceAgent):
-    """Asks a sampler for points and tells it what became of them: the reward, *failed*, or the penalty set for that."""
+    """Asks a sampler for points, and tells it their reward, *failed*, or the penalty set for that."""
 
     config: SamplerConfig
     several_objectives: ClassVar[bool] = True
     heeds_constraints: ClassVar[bool] = True
-    unasked: ClassVar[Mapping[str, Any]] = {}
-    """The attributes with which the sampler takes note of a trial that it did not ask for."""
+    foreign_attrs: ClassVar[Mapping[str, Any]] = {}
+    """The attributes with which the sampler learns from a trial that it did not ask for."""
 
     def __init__(self, env: SearchEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
@@ -91,14 +91,14 @@ class SamplerAgent(SpaceAgent):
         self._note: dict[str, Any] = {}
         if config.warm_start is not None:
             for action, _, objectives in warm_trials(env, config.warm_start):
-                self._add(action, self.unasked, objectives)
+                self._add(action, self.foreign_attrs, objectives)
 
     @classmethod
     def problems(cls, config: Any, space: Space, home: Path) -> list[Problem]:
-        found = super().problems(config, space, home)
+        problems = super().problems(config, space, home)
         if config.warm_start is not None and not (home / config.warm_start / "ledger.db").is_file():
-            found.append(Problem("warm_start", f"there is no ledger.db in {home / config.warm_start}."))
-        return found
+            problems.append(Problem("warm_start", f"there is no ledger.db in {home / config.warm_start}."))
+        return problems
 
     @abstractmethod
     def sampler(self, seed: int) -> "optuna.samplers.BaseSampler":
@@ -108,21 +108,21 @@ class SamplerAgent(SpaceAgent):
         if retry:
             self._study.tell(self._numbers[n], state=optuna.trial.TrialState.FAIL)
         with warnings.catch_warnings():
-            # Samplers that Optuna calls experimental have been stable for years, and saying so each trial helps nobody.
+            # Optuna has called these samplers experimental for years; a warning per trial does not help.
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             self._study.sampler = self.sampler(int(key_of(self.config.seed, n, retry)[:8], 16))
         trial = self._study.ask()
-        chosen: dict[str, Any] = {}
+        action: dict[str, Any] = {}
         for name, parameter in self.space.tunable.items():
-            if self.space.active(name, chosen):
-                chosen[name] = _suggest(trial, name, parameter)
+            if self.space.active(name, action):
+                action[name] = _suggest(trial, name, parameter)
         self._numbers[n] = trial.number
         frozen = self._study.get_trials(deepcopy=False)[trial.number]
         self._note = {"attrs": dict(frozen.system_attrs), "retries": retry}
-        return chosen
+        return action
 
     def other(self, n: int, observation: Observation) -> Action | None:
-        # The sampler did not ask for this point: what comes of it must not be told for the one that it asked for.
+        # The sampler did not ask for this point: its result must not be told for the one it did ask for.
         self._study.tell(self._numbers.pop(n), state=optuna.trial.TrialState.FAIL)
         action = super().other(n, observation)
         if action is not None:
@@ -138,7 +138,7 @@ class SamplerAgent(SpaceAgent):
         if number is None:
             # A pinned first trial: the sampler did not ask for it, but learns from it.
             if feedback.values is not None and feedback.outcome is not Outcome.INVALID:
-                self._add(feedback.action, self.unasked, feedback.values)
+                self._add(feedback.action, self.foreign_attrs, feedback.values)
         elif feedback.values is None:
             self._study.tell(number, state=optuna.trial.TrialState.FAIL)
         else:
@@ -152,7 +152,7 @@ class SamplerAgent(SpaceAgent):
         self._numbers[proposal.group] = self._add(proposal.action, proposal.note["attrs"], None)
 
     def _add(self, action: Action, attrs: Mapping[str, Any], objectives: tuple[float, ...] | None) -> int:
-        """Put a trial into the study that it did not ask for; without objectives it is still running."""
+        """Add a trial to the study that its sampler did not ask for; without objectives it is still running."""
         state = optuna.trial.TrialState
         distributions = {name: _distribution(self.space.tunable[name]) for name in action}
         searched = {name: d for name, d in distributions.items() if d is not None}
@@ -188,10 +188,10 @@ class Gp(SamplerAgent):
 
     @classmethod
     def problems(cls, config: Any, space: Space, home: Path) -> list[Problem]:
-        found = super().problems(config, space, home)
+        problems = super().problems(config, space, home)
         if find_spec("torch") is None or find_spec("scipy") is None:
-            found.append(Problem("type", str(MissingExtra("agent 'gp'", "gp"))))
-        return found
+            problems.append(Problem("type", str(MissingExtra("agent 'gp'", "gp"))))
+        return problems
 
     def sampler(self, seed: int) -> "optuna.samplers.BaseSampler":
         return optuna.samplers.GPSampler(seed=seed, n_startup_trials=self.config.startup, deterministic_objective=False)
@@ -216,7 +216,7 @@ class Nsga2(SamplerAgent):
     Config: ClassVar[type[AgentConfig]] = Nsga2Config
     config: Nsga2Config
     # Without a generation a trial belongs to no population.
-    unasked: ClassVar[Mapping[str, Any]] = {"Ordered:generation": 0}
+    foreign_attrs: ClassVar[Mapping[str, Any]] = {"Ordered:generation": 0}
 
     def sampler(self, seed: int) -> "optuna.samplers.BaseSampler":
         return _ordered_nsga2()(seed=seed, population_size=self.config.population)

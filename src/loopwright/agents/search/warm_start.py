@@ -1,4 +1,4 @@
-"""Warm start: what an earlier run measured, as far as it fits the present one."""
+"""Warm start: the trials of an earlier run that fit this one."""
 
 from collections.abc import Iterator
 
@@ -10,9 +10,9 @@ from loopwright.ledger.ledger import Ledger
 
 
 def warm_trials(env: SearchEnv, folder: str) -> Iterator[tuple[Action, Regime, tuple[float, ...]]]:
-    """Actions that are valid here, each with its regime, and with its reward by this run's reward function."""
+    """Actions that are valid here, each with its regime and its reward under this run's reward function."""
     with Ledger.read(env.workload.site.scenario_dir / folder / "ledger.db") as ledger:
-        # The other run may have gone on since: after a resume this one must learn from what it learned from before.
+        # The other run may have continued since: after a resume this one must learn from the same trials as before.
         until = env.book.ledger.state("warm_until")
         if until is None:
             until = ledger.last()[0]
