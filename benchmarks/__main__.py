@@ -32,7 +32,7 @@ LONG = ("training-demo",)
 def main(names: list[str]) -> int:
     """Run the benchmarks of these names, or all but the long ones."""
     if unknown := [name for name in names if name not in (*NAMES, *LONG)]:
-        print(f"there is no benchmark {unknown[0]!r}. Known: {', '.join((*NAMES, *LONG))}.", file=sys.stderr)
+        print(f"unknown benchmark {unknown[0]!r}. Choose among: {', '.join((*NAMES, *LONG))}.", file=sys.stderr)
         return 2
     ratios: list[Ratio] = []
     for name in names or NAMES:
@@ -53,5 +53,5 @@ def show(ratios: list[Ratio]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whatever was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes are ended
     sys.exit(main(sys.argv[1:]))

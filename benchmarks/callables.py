@@ -84,24 +84,24 @@ def run() -> list[Ratio]:
             f"{name} against Optuna in memory",
             light["ours"] / light["memory"],
             2,
-            detail=_each(light, "memory", TRIALS),
+            detail=_per_trial(light, "memory", TRIALS),
         ),
         Ratio(
             f"{name} faster than Optuna with its journal file",
             many["journal"] / many["ours"],
             4,
             at_least=True,
-            detail=_each(many, "journal", TRIALS),
+            detail=_per_trial(many, "journal", TRIALS),
         ),
         Ratio(
             f"callables, {FEW:,} trials: faster than Optuna with SQLite",
             few["sqlite"] / few["ours"],
             30,
             at_least=True,
-            detail=_each(few, "sqlite", FEW),
+            detail=_per_trial(few, "sqlite", FEW),
         ),
     ]
 
 
-def _each(taken: dict[str, float], peer: str, trials: int) -> str:
-    return f"{taken['ours'] / trials * 1000:.3f} ms a trial, Optuna {taken[peer] / trials * 1000:.3f} ms"
+def _per_trial(times: dict[str, float], peer: str, trials: int) -> str:
+    return f"{times['ours'] / trials * 1000:.3f} ms a trial, Optuna {times[peer] / trials * 1000:.3f} ms"

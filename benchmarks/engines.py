@@ -17,11 +17,11 @@ BURSTS = (1, 8, 32)
 ROUNDS = 2
 HOME = Path(__file__).parent
 Prompts = list[list[int]]
-Said = dict[str, int]
-"""How many tokens a peer said, where it may be fewer than were asked for."""
+TokenCounts = dict[str, int]
+"""How many tokens a peer generated, which may be fewer than requested."""
 
 
-def prompts(count: int, engine: Engine) -> Prompts:
+def make_prompts(count: int, engine: Engine) -> Prompts:
     """Questions that differ from their first token on, so that nothing is shared."""
     start, end = (engine.tokenizer.specials[name] for name in ("<|im_start|>", "<|im_end|>"))
     encode = engine.tokenizer.encode
@@ -32,45 +32,47 @@ def prompts(count: int, engine: Engine) -> Prompts:
     ]
 
 
-async def said_by(engine: Engine, asked: Prompts) -> int:
-    """How many tokens are said in answer to a burst."""
+async def token_count(engine: Engine, prompts: Prompts) -> int:
+    """How many tokens are generated for a burst."""
 
     async def one(ids: list[int], seed: str) -> int:
         sampling = Sampling(max_tokens=TOKENS)
         return sum([len(chunk.ids) async for chunk in engine.generate(ids, sampling, seed=seed)])
 
-    return sum(await asyncio.gather(*(one(ids, str(n)) for n, ids in enumerate(asked))))
+    return sum(await asyncio.gather(*(one(ids, str(n)) for n, ids in enumerate(prompts))))
 
 
-def ours(engine: Engine, asked: Prompts) -> None:
-    if (said := asyncio.run(said_by(engine, asked))) != TOKENS * len(asked):
-        raise RuntimeError(f"{said} tokens instead of {TOKENS} each")
+def ours(engine: Engine, prompts: Prompts) -> None:
+    if (counts := asyncio.run(token_count(engine, prompts))) != TOKENS * len(prompts):
+        raise RuntimeError(f"{counts} tokens instead of {TOKENS} each")
 
 
-def served(kind: str, url: str, asked: Prompts, said: Said) -> None:
-    """The same burst by way of a server. An end of turn may cost it some tokens: as many as it `said` count."""
+def through_server(kind: str, url: str, prompts: Prompts, counts: TokenCounts) -> None:
+    """The same burst by way of a server. It may stop early: `counts` gets the number of its tokens."""
 
     async def main() -> None:
-        made = engines.get(kind)
-        engine = made(made.Config.model_validate({"type": kind, "url": url, "tokenizer": "smollm2"}), HOME)
+        engine_class = engines.get(kind)
+        engine = engine_class(
+            engine_class.Config.model_validate({"type": kind, "url": url, "tokenizer": "smollm2"}), HOME
+        )
         try:
-            said[kind] = await said_by(engine, asked)
-            if said[kind] < TOKENS * len(asked) / 2:
-                raise RuntimeError(f"{said[kind]} tokens instead of {TOKENS} each")
+            counts[kind] = await token_count(engine, prompts)
+            if counts[kind] < TOKENS * len(prompts) / 2:
+                raise RuntimeError(f"{counts[kind]} tokens instead of {TOKENS} each")
         finally:
             await engine.close()
 
     asyncio.run(main())
 
 
-def theirs(model: Any, asked: Prompts) -> None:
+def theirs(model: Any, prompts: Prompts) -> None:
     import torch
 
-    longest = max(map(len, asked))
-    ids = torch.tensor([[0] * (longest - len(row)) + row for row in asked])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in asked])
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in prompts])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts])
     with torch.inference_mode():
-        found = model.generate(
+        output = model.generate(
             ids,
             attention_mask=mask,
             do_sample=True,
@@ -79,8 +81,8 @@ def theirs(model: Any, asked: Prompts) -> None:
             max_new_tokens=TOKENS,
             pad_token_id=0,
         )
-    if found.shape[1] != longest + TOKENS:
-        raise RuntimeError(f"{found.shape[1] - longest} tokens instead of {TOKENS}")
+    if output.shape[1] != longest + TOKENS:
+        raise RuntimeError(f"{output.shape[1] - longest} tokens instead of {TOKENS}")
 
 
 def run() -> Iterator[Ratio]:
@@ -92,7 +94,7 @@ def run() -> Iterator[Ratio]:
     engine = TransformersEngine(TransformersConfig(prefix_bytes=0), HOME)
     engine.batch.stop_ids = frozenset()  # so that all say as much as theirs
     model: Any = AutoModelForCausalLM.from_pretrained(smollm2.directory(), dtype="auto")
-    yield from against("generate()", engine, lambda asked, _: theirs(model, asked), 0.9)
+    yield from against("generate()", engine, lambda prompts, _: theirs(model, prompts), 0.9)
     for kind, server, target in (
         ("vllm", servers.vllm, 0.75),
         ("llamacpp", partial(servers.llamacpp, max(BURSTS)), None),
@@ -102,15 +104,17 @@ def run() -> Iterator[Ratio]:
             continue
         print(f"engines: starting {kind}", file=sys.stderr)
         with server() as url:
-            yield from against(kind, engine, partial(served, kind, url), target)
+            yield from against(kind, engine, partial(through_server, kind, url), target)
 
 
-def against(peer: str, engine: Engine, work: Callable[[Prompts, Said], None], target: float | None) -> Iterator[Ratio]:
+def against(
+    peer: str, engine: Engine, work: Callable[[Prompts, TokenCounts], None], target: float | None
+) -> Iterator[Ratio]:
     """Ours beside a peer, in turns. A burst of one is shown, and has to reach nothing."""
     for burst in BURSTS:
-        asked, said = prompts(burst, engine), {peer: burst * TOKENS}
-        taken_s = best_of(ROUNDS, {"ours": partial(ours, engine, asked), peer: partial(work, asked, said)})
-        rate, rival = burst * TOKENS / taken_s["ours"], said[peer] / taken_s[peer]
+        prompts, counts = make_prompts(burst, engine), {peer: burst * TOKENS}
+        taken_s = best_of(ROUNDS, {"ours": partial(ours, engine, prompts), peer: partial(work, prompts, counts)})
+        rate, rival = burst * TOKENS / taken_s["ours"], counts[peer] / taken_s[peer]
         detail = f"{rate:.0f} and {rival:.0f} tokens/s"
         goal = target if burst > 1 else None
         yield Ratio(f"engines: a burst of {burst} against {peer}", rate / rival, goal, at_least=True, detail=detail)

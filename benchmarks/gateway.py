@@ -2,7 +2,7 @@
 
 All answer the same conversations, 30 kB to a request and 200 sampled tokens to an answer. The bare hop and LiteLLM hand
 them on to a server that answers at once; ours renders the messages, samples from an engine that answers at once, and
-has every turn on disk before it is told. Clients, hops and that server share the machine, so that what a request costs
+has every turn on disk before it answers. Clients, hops and that server share the machine, so that what a request costs
 is given in processor time as well.
 """
 
@@ -45,15 +45,15 @@ class Side:
     p50_ms: float = float("inf")
     rates: list[float] = field(default_factory=list)
     cpu_us: float = float("inf")
-    opened: list[Place] = field(default_factory=list)
+    opened_places: list[Place] = field(default_factory=list)
 
     def places(self, count: int) -> list[Place]:
         """Where so many new clients go."""
         if not self.sessions:
             return [Place(f"{self.hop.url}/v1", self.hop.key)] * count
-        found = [_opened(self.hop.url) for _ in range(count)]
-        self.opened += found
-        return found
+        places = [_open_session(self.hop.url) for _ in range(count)]
+        self.opened_places += places
+        return places
 
     def alone(self, bodies: Sequence[bytes]) -> None:
         """Measure one client."""
@@ -75,10 +75,10 @@ class Side:
         return f"{self.rate:,.0f}/s, p50 {self.p50_ms:.2f} ms, {self.cpu_us:.0f} µs of CPU each"
 
 
-def _opened(url: str) -> Place:
+def _open_session(url: str) -> Place:
     with urllib.request.urlopen(urllib.request.Request(f"{url}/sessions", method="POST")) as answer:
-        told = orjson.loads(answer.read())
-    return Place(told["openai_base_url"], told["key"])
+        session = orjson.loads(answer.read())
+    return Place(session["openai_base_url"], session["key"])
 
 
 def run() -> list[Ratio]:
@@ -91,13 +91,13 @@ def run() -> list[Ratio]:
         ours = Side(stack.enter_context(hop("ours", "--output", str(output))), sessions=True)
         sides = {"direct": Side(direct), "bare": Side(bare), "ours": ours}
         slow = stack.enter_context(litellm(direct.url, home))
-        found = [*whole(sides, None if slow is None else Side(slow)), long(ours)]
-        _check(output, len(ours.opened))
+        ratios = [*whole(sides, None if slow is None else Side(slow)), long(ours)]
+        _check(output, len(ours.opened_places))
         stream = Side(
             stack.enter_context(hop("ours", "--output", str(home / "streams"), "--set", "engine.block=10")), True
         )
-        found.append(streamed({"bare": Side(bare), "ours": stream}))
-    return found
+        ratios.append(streamed({"bare": Side(bare), "ours": stream}))
+    return ratios
 
 
 def whole(sides: dict[str, Side], slow: Side | None) -> list[Ratio]:
@@ -112,7 +112,7 @@ def whole(sides: dict[str, Side], slow: Side | None) -> list[Ratio]:
             slow.crowded(bodies[:SLOW_TURNS])
     direct, bare, ours = sides["direct"], sides["bare"], sides["ours"]
     ours_ms, bare_ms = ours.p50_ms - direct.p50_ms, bare.p50_ms - direct.p50_ms
-    found = [
+    ratios = [
         Ratio(
             "gateway: added to the p50 of one client, against a bare hop",
             ours_ms / bare_ms,
@@ -129,8 +129,8 @@ def whole(sides: dict[str, Side], slow: Side | None) -> list[Ratio]:
     ]
     if slow is not None:
         name = f"gateway: requests/s of {CLIENTS} clients, against LiteLLM's proxy"
-        found.append(Ratio(name, ours.rate / slow.rate, 20, at_least=True, detail=f"LiteLLM {slow}"))
-    return found
+        ratios.append(Ratio(name, ours.rate / slow.rate, 20, at_least=True, detail=f"LiteLLM {slow}"))
+    return ratios
 
 
 def streamed(sides: dict[str, Side]) -> Ratio:
@@ -159,13 +159,13 @@ def long(ours: Side) -> Ratio:
 
 
 def _check(output: Path, sessions: int) -> None:
-    """RuntimeError unless every turn is on disk, as whoever was answered may count on."""
+    """RuntimeError unless every turn is on disk, as a client that got an answer may expect."""
     long_ones = ROUNDS * SESSIONS
     expected = (sessions - long_ones) * TURNS + long_ones * LONG
     with sqlite3.connect(output / "gateway.db") as db:
-        (ended,) = db.execute("SELECT count(*) FROM calls WHERE ended_at IS NOT NULL").fetchone()
-    if ended != expected:
-        raise RuntimeError(f"{ended} turns are on disk, and {expected} were answered")
+        (finished,) = db.execute("SELECT count(*) FROM calls WHERE ended_at IS NOT NULL").fetchone()
+    if finished != expected:
+        raise RuntimeError(f"{finished} turns are on disk, and {expected} were answered")
 
 
 if __name__ == "__main__":

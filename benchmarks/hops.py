@@ -1,6 +1,6 @@
-"""Hops between an agent and its engine, each in a process of its own: none, a bare one, LiteLLM's, and ours.
+"""Hops between an agent and its engine, each in a separate process: none, a bare one, LiteLLM's, and ours.
 
-`python -m benchmarks.hops NAME …` serves one until it is told to end.
+`python -m benchmarks.hops NAME …` serves one until it is terminated.
 """
 
 import asyncio
@@ -54,11 +54,11 @@ class Quads:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids."""
-        found = list(ids)
+        tokens = list(ids)
         try:
-            return array("I", found).tobytes().decode("utf-8", "replace")
+            return array("I", tokens).tobytes().decode("utf-8", "replace")
         except OverflowError:  # some are no four bytes
-            return b"".join(map(self.bytes_of, found)).decode("utf-8", "replace")
+            return b"".join(map(self.bytes_of, tokens)).decode("utf-8", "replace")
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """What each stands for."""
@@ -134,7 +134,7 @@ async def direct() -> None:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    await _served(answer)
+    await _serve(answer)
 
 
 async def raw(upstream: str) -> None:
@@ -144,19 +144,23 @@ async def raw(upstream: str) -> None:
         async def answer(request: web.Request) -> web.StreamResponse:
             body = await request.read()
             headers = {"content-type": "application/json", "authorization": request.headers["authorization"]}
-            async with client.post(upstream + request.path, data=body, headers=headers) as said:
-                if said.headers.get("content-type") != "text/event-stream":
-                    return web.Response(body=await said.read(), status=said.status, content_type=said.content_type)
+            async with client.post(upstream + request.path, data=body, headers=headers) as upstream_response:
+                if upstream_response.headers.get("content-type") != "text/event-stream":
+                    return web.Response(
+                        body=await upstream_response.read(),
+                        status=upstream_response.status,
+                        content_type=upstream_response.content_type,
+                    )
                 response = web.StreamResponse(headers=_EVENTS)
                 await response.prepare(request)
-                async for data in said.content.iter_any():
+                async for data in upstream_response.content.iter_any():
                     await response.write(data)
                 return response
 
-        await _served(answer)
+        await _serve(answer)
 
 
-async def _served(answer: Handler) -> None:
+async def _serve(answer: Handler) -> None:
     app = web.Application(client_max_size=2**26)
     app.router.add_post("/{path:.*}", answer)
     runner = web.AppRunner(app, access_log=None)
@@ -197,20 +201,20 @@ def hop(name: str, *options: str) -> Iterator[Hop]:
     command = [sys.executable, "-m", "benchmarks.hops", name, *options]
     with _running(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        said = process.stdout.readline()
-        if (found := re.search(r"http://[\d.:]+", said)) is None:
-            raise RuntimeError(f"{name} does not serve: {said}")
-        yield Hop(found[0], process)
+        line = process.stdout.readline()
+        if (url := re.search(r"http://[\d.:]+", line)) is None:
+            raise RuntimeError(f"{name} does not serve: {line}")
+        yield Hop(url[0], process)
 
 
 @contextmanager
 def litellm(upstream: str, directory: Path) -> Iterator[Hop | None]:
-    """LiteLLM's proxy in a virtual environment of its own, which is made if there is none; None if it cannot be had."""
+    """LiteLLM's proxy in its own virtual environment, created on first use; None if that fails."""
     program = _HOME / "bin" / "litellm"
     if not program.exists():
         print(f"installing {LITELLM} into {_HOME}, which takes a minute", flush=True)
-        made = subprocess.run([sys.executable, "-m", "venv", str(_HOME)], check=False).returncode
-        if made or subprocess.run([_HOME / "bin" / "pip", "install", "-qq", LITELLM], check=False).returncode:
+        failed = subprocess.run([sys.executable, "-m", "venv", str(_HOME)], check=False).returncode
+        if failed or subprocess.run([_HOME / "bin" / "pip", "install", "-qq", LITELLM], check=False).returncode:
             print(f"{LITELLM} cannot be installed: measured without it", flush=True)
             yield None
             return

@@ -26,8 +26,8 @@ def run() -> list[Ratio]:
             "help": lambda: subprocess.run(HELP, capture_output=True, check=True),
         },
     )
-    told = "import loopwright, sys; import loopwright.cli; print(*(m for m in {} if m in sys.modules))"
-    loaded = python(told.format(HEAVY)).split()
+    code = "import loopwright, sys; import loopwright.cli; print(*(m for m in {} if m in sys.modules))"
+    loaded = python(code.format(HEAVY)).split()
     bare = f"{best['nothing']:.3f} s of it Python's own start"
     return [
         Ratio("imports: import loopwright", best["import"], 0.3, unit="s", detail=bare),

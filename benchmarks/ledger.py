@@ -19,13 +19,13 @@ ROUNDS = 9
 
 
 class Filling:
-    """A ledger that goes on being filled; each trial asks a new question, as a search does."""
+    """A ledger that grows; each trial has a new key, as in a search."""
 
     def __init__(self, path: Path) -> None:
         self.ledger, self.number = Ledger.create(path), 0
 
     def add(self, count: int = BATCH) -> None:
-        """Reserve, look up in vain and commit so many trials."""
+        """Reserve, look up without a hit, and commit this many trials."""
         for number in range(self.number + 1, self.number + count + 1):
             action = {"tile": number, "opt": "-O3 -march=native", "threads": 2}
             trial = Trial(number, action, key_of(action, {}, "fingerprint", 0), group=number, reserved_at=time.time())

@@ -37,7 +37,7 @@ record = "{record}"
 """
 
 
-def made(home: Path, env_class: str, record: str) -> Any:
+def make_env(home: Path, env_class: str, record: str) -> Any:
     """A live run as an environment, with its record in `home`."""
     file = home / f"{record}.toml"
     file.write_text(SCENARIO.format(env_class=env_class, record=record))
@@ -66,7 +66,9 @@ def stepping() -> list[Ratio]:
     """Steps per second through Loopwright and without it."""
     memory = MEMORY if MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(dir=memory) as directory:
-        envs = {record: made(Path(directory), f"gymnasium:{ENVIRONMENT}", record) for record in ("steps", "episodes")}
+        envs = {
+            record: make_env(Path(directory), f"gymnasium:{ENVIRONMENT}", record) for record in ("steps", "episodes")
+        }
         envs["bare"] = gymnasium.make(ENVIRONMENT)
         best = best_of(ROUNDS, {name: walk(env) for name, env in envs.items()})
         for env in envs.values():
@@ -86,13 +88,13 @@ def stepping() -> list[Ratio]:
 
 def recording() -> Ratio:
     """How many steps a second the recorder gets into a ledger on disk."""
-    numbers, seen = count(1), np.zeros(4, np.float32)
+    numbers, observation = count(1), np.zeros(4, np.float32)
     with tempfile.TemporaryDirectory() as directory, Ledger.create(Path(directory, "ledger.db")) as ledger:
         recorder = Recorder(ledger)
 
         def batch() -> None:
             for _ in range(TRIALS):
-                recorder.add((next(numbers), 1, 1, None, "{}", seen, 1.0, 0.0))
+                recorder.add((next(numbers), 1, 1, None, "{}", observation, 1.0, 0.0))
             recorder.flush()
 
         best = best_of(BATCHES, {"batch": batch})
@@ -105,7 +107,7 @@ class Tick:
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (4,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
-    seen = np.zeros(4, np.float32)
+    observation = np.zeros(4, np.float32)
 
     def __init__(self) -> None:
         self._left = 0
@@ -114,13 +116,13 @@ class Tick:
         """Begin an episode."""
         del seed, options
         self._left = 500
-        return self.seen.copy(), {}
+        return self.observation.copy(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """One step nearer to the end."""
         del action
         self._left -= 1
-        return self.seen.copy(), 1.0, self._left == 0, False, {}
+        return self.observation.copy(), 1.0, self._left == 0, False, {}
 
     def close(self) -> None:
         """Nothing is held."""
@@ -130,7 +132,7 @@ def wander() -> None:
     """A million recorded steps in this process; prints its peak memory halfway and at the end, in MB."""
     peaks = []
     with tempfile.TemporaryDirectory() as directory:
-        env = made(Path(directory), "benchmarks.live:Tick", "steps")
+        env = make_env(Path(directory), "benchmarks.live:Tick", "steps")
         for _ in range(2):
             walk(env, MANY // 2)()
             peaks.append(_peak_mb())
@@ -144,7 +146,7 @@ def _peak_mb() -> float:
 
 
 def staying_flat() -> list[Ratio]:
-    """The memory of a million steps, in a process of its own."""
+    """The memory of a million steps, in a separate process."""
     command = [sys.executable, "-c", "from benchmarks.live import wander; wander()"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     half, whole = json.loads(done.stdout.splitlines()[-1])

@@ -1,6 +1,6 @@
 """Load: conversations as agents send them, and a client that costs next to nothing beside what it measures.
 
-Each client keeps its connection and its conversation: every request repeats all that was said, and adds one turn.
+Each client keeps its connection and its conversation: every request repeats the conversation, and adds one turn.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 
 def conversation(turns: int, first_bytes: int, delta_bytes: int, *, stream: bool = False) -> list[bytes]:
-    """The bodies of so many requests; each goes on from the one before, its answer and another message."""
+    """The bodies of this many requests; each adds the last answer and another message."""
     messages = [{"role": "system", "content": "s" * 2000}, {"role": "user", "content": "u" * 1000}]
     while len(orjson.dumps(messages)) < first_bytes:
         messages.append({"role": "assistant", "content": f"{len(messages)} {'a' * 800}"})
@@ -52,7 +52,7 @@ class Place:
         )
         return "\r\n".join([*head, "\r\n"]).encode() + body
 
-    async def reached(self) -> "Client":
+    async def connect(self) -> "Client":
         """A connection to there."""
         parts = urlsplit(self.url)
         assert parts.hostname is not None
@@ -79,8 +79,8 @@ class Client(asyncio.Protocol):
             head = self._data.find(b"\r\n\r\n")
             if head < 0:
                 return
-            found = _LENGTH.search(self._data, 0, head)
-            self._whole = head + 4 + int(found[1]) if found else -1
+            match = _LENGTH.search(self._data, 0, head)
+            self._whole = head + 4 + int(match[1]) if match else -1
         done = self._data.endswith(b"\r\n0\r\n\r\n") if self._whole < 0 else len(self._data) >= self._whole
         if done and self._answer is not None and not self._answer.done():
             answer, self._data, self._whole = bytes(self._data), bytearray(), 0
@@ -106,13 +106,13 @@ class Client(asyncio.Protocol):
 
 async def talk(place: Place, bodies: Sequence[bytes]) -> list[float]:
     """Seconds of each request of one conversation."""
-    client = await place.reached()
+    client = await place.connect()
     requests, taken_s = [place.request(body) for body in bodies], []
     try:
         for request in requests:
-            begun = time.perf_counter()
+            start_s = time.perf_counter()
             await client.ask(request)
-            taken_s.append(time.perf_counter() - begun)
+            taken_s.append(time.perf_counter() - start_s)
     finally:
         client.close()
     return taken_s
@@ -120,17 +120,17 @@ async def talk(place: Place, bodies: Sequence[bytes]) -> list[float]:
 
 async def crowd(places: Sequence[Place], bodies: Sequence[bytes]) -> float:
     """Requests per second of conversations at the same time; their first requests are over before the clock runs."""
-    clients = [await place.reached() for place in places]
+    clients = [await place.connect() for place in places]
 
     async def each(client: Client, requests: Sequence[bytes]) -> None:
         for request in requests:
             await client.ask(request)
 
     async def all_of(bodies: Sequence[bytes]) -> float:
-        told = [[place.request(body) for body in bodies] for place in places]
-        begun = time.perf_counter()
-        await asyncio.gather(*map(each, clients, told))
-        return time.perf_counter() - begun
+        requests = [[place.request(body) for body in bodies] for place in places]
+        start_s = time.perf_counter()
+        await asyncio.gather(*map(each, clients, requests))
+        return time.perf_counter() - start_s
 
     try:
         await all_of(bodies[:1])

@@ -45,9 +45,9 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def best_of(rounds: int, contenders: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """The best time in seconds of each, taken in turns so that a disturbance meets all of them."""
+    """The best time in seconds of each, measured in turns so that a disturbance meets all of them."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, work in contenders.items():
             times[name].append(seconds(work))
-    return {name: min(taken) for name, taken in times.items()}
+    return {name: min(values) for name, values in times.items()}

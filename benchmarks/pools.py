@@ -51,16 +51,16 @@ def run() -> list[Ratio]:
         async def bare(number: int) -> Any:
             return await actors[number % WORKERS].handle.remote(REQUEST)
 
-        async def routed(_: int) -> Any:
+        async def through_pool(_: int) -> Any:
             return await pool.call(REQUEST, timeout_s=60)
 
         contenders = {
-            "pool": lambda: runner.run(drive(routed)),
+            "pool": lambda: runner.run(drive(through_pool)),
             "bare": lambda: runner.run(drive(bare)),
         }
         best_of(1, contenders)
-        taken = best_of(ROUNDS, contenders)
+        best = best_of(ROUNDS, contenders)
         runner.run(pool.close())
-    detail = f"{CALLS / taken['pool']:,.0f} calls/s, bare Ray {CALLS / taken['bare']:,.0f}"
+    detail = f"{CALLS / best['pool']:,.0f} calls/s, bare Ray {CALLS / best['bare']:,.0f}"
     name = f"pools: dispatch to {WORKERS} actors against bare Ray calls"
-    return [Ratio(name, taken["bare"] / taken["pool"], 0.7, at_least=True, detail=detail)]
+    return [Ratio(name, best["bare"] / best["pool"], 0.7, at_least=True, detail=detail)]

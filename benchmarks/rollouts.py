@@ -55,7 +55,7 @@ class Lasting(TransformersEngine):
 
 
 def slow_judge(answer: str) -> float:
-    """A judge that blocks whoever calls it."""
+    """A judge that blocks its caller."""
     time.sleep(0.05)
     return float(bool(answer))
 
@@ -87,10 +87,10 @@ async def produce(
     )
     async with env.running():
         producer = Producer(env, env.produce, group_size=GROUP_SIZE)
-        taken = step = 0
-        while taken < groups:
+        trained = step = 0
+        while trained < groups:
             step += 1
-            taken += len(await producer.batch(batch, step))
+            trained += len(await producer.batch(batch, step))
             env.buffer.settle(step)
         await producer.pause(0)
     return ledger
@@ -99,8 +99,8 @@ async def produce(
 def episodes_per_s() -> Ratio:
     groups, rounds = 1000, 5
     work = partial(produce, groups, Empty, {}, judger={"type": "length"}, batch=8)
-    taken = best_of(rounds, {"ours": lambda: run_loop(work()).close()})["ours"]
-    rate = groups * GROUP_SIZE / taken
+    best_s = best_of(rounds, {"ours": lambda: run_loop(work()).close()})["ours"]
+    rate = groups * GROUP_SIZE / best_s
     return Ratio("rollouts: empty episodes, judged, in the ledger", rate, 5000, unit="episodes/s", at_least=True)
 
 
@@ -131,9 +131,9 @@ def judging_bytes() -> Ratio:
 
     def episode(tokens: int) -> Episode:
         ids, spans = tuple(range(tokens)), (Span(0, tokens, 0),)
-        asked = Node(0, {"role": "user", "content": "x" * tokens}, ids, (0.0,) * tokens)
+        question = Node(0, {"role": "user", "content": "x" * tokens}, ids, (0.0,) * tokens)
         answer = Node(1, {"role": "assistant", "content": "42"}, ids, (-1.0,) * tokens, spans, "stop")
-        return Episode(TASKS[0], (ROOT, asked, answer))
+        return Episode(TASKS[0], (ROOT, question, answer))
 
     long, short = (len(pickle.dumps(Payload.of(episode(n), ("answer",)))) for n in (100_000, 100))
     detail = f"{long} and {short} bytes"
@@ -152,9 +152,9 @@ def buffer_flat(name: str, small: Buffer, large: Buffer) -> Ratio:
             buffer.take(1, 1)
         buffer.settle(1)
 
-    taken = best_of(10, {"small": partial(work, small), "large": partial(work, large)})
-    detail = f"{taken['large'] / 2000 * 1e6:.0f} µs each"
-    ratio = taken["large"] / taken["small"]
+    best = best_of(10, {"small": partial(work, small), "large": partial(work, large)})
+    detail = f"{best['large'] / 2000 * 1e6:.0f} µs each"
+    ratio = best["large"] / best["small"]
     return Ratio(f"rollouts: {name} with 1,000,000 groups against 1,000", ratio, 1.5, detail=detail)
 
 
@@ -178,28 +178,28 @@ def buffers() -> list[Ratio]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         sizes = (1_000, 1_000_000)
         ledgers = [Ledger.create(Path(directory) / f"{size}.db") for size in sizes]
-        found = [
+        ratios = [
             buffer_flat("buffer in memory", *map(in_memory, sizes)),
             buffer_flat("ledger", *map(in_ledger, ledgers, sizes)),
         ]
         for ledger in ledgers:
             ledger.close()
-    return found
+    return ratios
 
 
 def asynchrony() -> Ratio:
     """Durations are log-normal with σ = 1; both have the same concurrency, batches and groups."""
     engine = {"delay_s": 0.05, "delay_sigma": 1.0}
     work = partial(produce, 96, SingleTurn, engine, judger={"type": "length"}, batch=16)
-    taken = best_of(
+    best = best_of(
         2,
         {
             "async": lambda: run_loop(work(type="async", over_sample=0.25)).close(),
             "sync": lambda: run_loop(work(type="sync")).close(),
         },
     )
-    detail = f"{taken['async']:.1f} s and {taken['sync']:.1f} s"
-    ratio = taken["async"] / taken["sync"]
+    detail = f"{best['async']:.1f} s and {best['sync']:.1f} s"
+    ratio = best["async"] / best["sync"]
     return Ratio(
         "rollouts: asynchronous production against synchronous, log-normal durations", ratio, 0.6, detail=detail
     )
@@ -215,7 +215,7 @@ def regenerated() -> Ratio:
         used += episode.reward is not None
     ledger.close()
     detail = f"{rolled} rollouts for {used} episodes in groups of {GROUP_SIZE}"
-    return Ratio("rollouts: made again at 5 % faults", 100 * (rolled / used - 1), 8, unit="%", detail=detail)
+    return Ratio("rollouts: repeated at 5 % faults", 100 * (rolled / used - 1), 8, unit="%", detail=detail)
 
 
 def embedded() -> Ratio:
@@ -233,9 +233,9 @@ def embedded() -> Ratio:
         await asyncio.gather(*(one(number, ids) for number, ids in enumerate(prompts)))
 
     work = partial(produce, groups, SingleTurn, engine, judger={"type": "length"}, batch=groups)
-    taken = best_of(3, {"ours": lambda: run_loop(work()).close(), "engine": lambda: run_loop(bare())})
-    detail = f"{taken['ours']:.2f} s, of which the engine takes {taken['engine']:.2f} s"
-    share = 100 * (1 - taken["engine"] / taken["ours"])
+    best = best_of(3, {"ours": lambda: run_loop(work()).close(), "engine": lambda: run_loop(bare())})
+    detail = f"{best['ours']:.2f} s, of which the engine takes {best['engine']:.2f} s"
+    share = 100 * (1 - best["engine"] / best["ours"])
     return Ratio("rollouts: loop, ledger and capture beside the embedded engine", share, 10, unit="%", detail=detail)
 
 

@@ -32,24 +32,24 @@ async def once(sandbox: Sandbox, executor: LocalExecutor, root: Path, number: in
     start_s = time.perf_counter()
     async with sandbox.open(workspace, allowed_urls=("http://127.0.0.1:8400",)) as instance:
         inside_s = time.perf_counter()
-        done = await executor.run(instance.wrap(command), ignore)
-        taken_s = time.perf_counter() - inside_s
-        if done.exit_code != 0:
+        completion = await executor.run(instance.wrap(command), ignore)
+        command_s = time.perf_counter() - inside_s
+        if completion.exit_code != 0:
             raise RuntimeError((root / "stderr").read_text())
-    return (time.perf_counter() - start_s) * 1000, taken_s * 1000
+    return (time.perf_counter() - start_s) * 1000, command_s * 1000
 
 
 async def measure() -> dict[str, tuple[float, float]]:
     """The best time of each sandbox and of a command in it, measured in turns."""
     sandboxes = {name: sandbox_of(name, BOUNDS) for name in ("none", "bwrap")}
     executor = LocalExecutor()
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in sandboxes}
+    times_ms: dict[str, list[tuple[float, float]]] = {name: [] for name in sandboxes}
     with tempfile.TemporaryDirectory() as root:
         for number in range(ROUNDS):
             for name, sandbox in sandboxes.items():
-                taken[name].append(await once(sandbox, executor, Path(root), number))
+                times_ms[name].append(await once(sandbox, executor, Path(root), number))
     await executor.close()
-    return {name: (min(whole for whole, _ in times), min(ran for _, ran in times)) for name, times in taken.items()}
+    return {name: (min(all_ms for all_ms, _ in each), min(ms for _, ms in each)) for name, each in times_ms.items()}
 
 
 def run() -> list[Ratio]:

@@ -1,4 +1,4 @@
-"""Real inference servers for measurements and slow tests, each in a virtual environment of its own."""
+"""Real inference servers for measurements and slow tests, each in its own virtual environment."""
 
 import os
 import shutil
@@ -56,7 +56,7 @@ def vllm(port: int = 0) -> Iterator[str]:
     command += ["--dtype", "float32", "--enforce-eager", "--logprobs-mode", "processed_logprobs"]
     # On a CPU, a seeded request whose prompt it takes in by parts would end it: "CPU Generator does not use offset".
     command += ["--max-model-len", "4096", "--max-num-batched-tokens", "8192", "--no-enable-chunked-prefill"]
-    with _served("vllm", lambda at: [*command, "--port", str(at)], _VLLM, port) as url:
+    with _serve("vllm", lambda at: [*command, "--port", str(at)], _VLLM, port) as url:
         yield url
 
 
@@ -65,12 +65,12 @@ def llamacpp(slots: int = 8, *, exact: bool = True) -> Iterator[str]:
     """The URL of llama.cpp's server with SmolLM2: in single precision, or as its package has it."""
     file = gguf() if exact else smollm2.package_file()
     settings = [str(slots), "exact" if exact else "fast"]
-    with _served("llamacpp", lambda port: ["-c", _LLAMACPP, str(file), str(port), *settings], {}) as url:
+    with _serve("llamacpp", lambda port: ["-c", _LLAMACPP, str(file), str(port), *settings], {}) as url:
         yield url
 
 
 def gguf() -> Path:
-    """SmolLM2 in single precision, as llama.cpp wants it; made once, beside the directory for transformers."""
+    """SmolLM2 in float32, in llama.cpp's format; converted once, beside the directory for transformers."""
     target = smollm2.cache_dir() / "smollm2-135m-instruct-f32.gguf"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=smollm2.directory().parent) as part:
@@ -98,7 +98,7 @@ def _unpacked(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def _served(name: str, arguments: Any, environment: Mapping[str, str], port: int = 0) -> Iterator[str]:
+def _serve(name: str, arguments: Any, environment: Mapping[str, str], port: int = 0) -> Iterator[str]:
     if (problem := missing(name)) is not None:
         raise RuntimeError(problem)
     with socket.create_server(("127.0.0.1", port)) as free:

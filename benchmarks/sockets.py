@@ -108,7 +108,7 @@ def walk(client: Any) -> Callable[[], None]:
 
 @contextmanager
 def process(command: list[str], path: Path) -> Iterator[None]:
-    """A server in a process of its own, from when its socket is there until we are done."""
+    """A server in a separate process, from when its socket is there until we are done."""
     with subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL) as server:
         try:
             while not path.is_socket():
@@ -120,7 +120,7 @@ def process(command: list[str], path: Path) -> Iterator[None]:
 
 
 def run() -> list[Ratio]:
-    """Steps per second of both, in turns, each server in a process of its own."""
+    """Steps per second of both, in turns, each server in a separate process."""
     with tempfile.TemporaryDirectory() as directory:
         bare, ours = Path(directory, "bare.sock"), Path(directory, "ours.sock")
         serve_env = ["-m", "loopwright", "serve-env", f"gymnasium:{ENVIRONMENT}", "--address", f"unix://{ours}"]

@@ -1,4 +1,4 @@
-"""Training: an update of GRPO against TRL's, the same model and sequences, each in a process of its own.
+"""Training: an update of GRPO against TRL's, the same model and sequences, each in a separate process.
 
 TRL is measured with all rows at once and with four at a time, and each of its figures is the better one of the two.
 """
@@ -21,11 +21,11 @@ def measured(side: str) -> dict[str, Any]:
     """What one side took; the last line that it prints says it."""
     command = [sys.executable, "-m", "benchmarks.updates", side]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if ended.returncode:
-        raise RuntimeError(f"{side} failed: {ended.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if process.returncode:
+        raise RuntimeError(f"{side} failed: {process.stderr[-2000:]}")
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return result
 
 
 def run() -> list[Ratio]:
@@ -34,9 +34,10 @@ def run() -> list[Ratio]:
         print("training: TRL is not installed (pip install 'loopwright[trl]'); not measured", file=sys.stderr)
         return []
     rounds = [{side: measured(side) for side in ("ours", *_TRL.values())} for _ in range(_ROUNDS)]
-    norms = ", ".join(f"{told['norm']:.4g}" for told in rounds[0].values())
+    norms = ", ".join(f"{results['norm']:.4g}" for results in rounds[0].values())
     seconds, peaks = (
-        {side: min(told[side][figure] for told in rounds) for side in rounds[0]} for figure in ("seconds", "peak_bytes")
+        {side: min(results[side][figure] for results in rounds) for side in rounds[0]}
+        for figure in ("seconds", "peak_bytes")
     )
     gib = {side: size / 2**30 for side, size in peaks.items()}
     return [
@@ -45,7 +46,7 @@ def run() -> list[Ratio]:
     ]
 
 
-def _ratio(name: str, found: Mapping[str, float], unit: str, target: float, more: str = "") -> Ratio:
-    theirs = " and ".join(f"{found[side]:.2f} {unit} ({setting})" for setting, side in _TRL.items())
-    best = min(found[side] for side in _TRL.values())
-    return Ratio(name, found["ours"] / best, target, detail=f"{found['ours']:.2f} {unit} against {theirs}{more}")
+def _ratio(name: str, figures: Mapping[str, float], unit: str, target: float, more: str = "") -> Ratio:
+    theirs = " and ".join(f"{figures[side]:.2f} {unit} ({setting})" for setting, side in _TRL.items())
+    best = min(figures[side] for side in _TRL.values())
+    return Ratio(name, figures["ours"] / best, target, detail=f"{figures['ours']:.2f} {unit} against {theirs}{more}")

@@ -39,25 +39,25 @@ class Trained:
 def run() -> Iterator[Ratio]:
     """Each seed by itself; figures are shown as they come."""
     for seed in SEEDS:
-        found = trained(seed)
-        told = f"{found.before:.2f} → {found.after:.2f} on held-out tasks"
-        phases = ", ".join(f"{name} {taken:.0f}" for name, taken in sorted(found.phases_ms.items()))
+        result = train(seed)
+        change = f"{result.before:.2f} → {result.after:.2f} on held-out tasks"
+        phases = ", ".join(f"{name} {phase_ms:.0f}" for name, phase_ms in sorted(result.phases_ms.items()))
         name = f"training demo, seed {seed}"
-        yield Ratio(f"{name}: rise of the reward", found.after - found.before, RISE, "", at_least=True, detail=told)
-        yield Ratio(f"{name}: time", found.minutes, MINUTES, "min")
-        yield Ratio(f"{name}: sandbox, session and collection", found.overhead_ms, OVERHEAD_MS, "ms", detail=phases)
+        yield Ratio(f"{name}: rise of the reward", result.after - result.before, RISE, "", at_least=True, detail=change)
+        yield Ratio(f"{name}: time", result.minutes, MINUTES, "min")
+        yield Ratio(f"{name}: sandbox, session and collection", result.overhead_ms, OVERHEAD_MS, "ms", detail=phases)
 
 
-def trained(seed: int) -> Trained:
+def train(seed: int) -> Trained:
     """Train with this seed, in a directory that is removed."""
     with tempfile.TemporaryDirectory() as scratch:
         scenario, output = Path(scratch) / "shell.toml", Path(scratch) / "out"
         text = EXAMPLE.read_text().replace("seed = 1", f"seed = {seed}")
         scenario.write_text(f"home = {json.dumps(str(EXAMPLE.parent))}\n{text}")
-        begun = time.monotonic()
+        start = time.monotonic()
         if dispatch(load(scenario), output) != 0:
             raise RuntimeError(f"training with seed {seed} failed")
-        minutes = (time.monotonic() - begun) / 60
+        minutes = (time.monotonic() - start) / 60
         with Ledger.read(output / "shell" / "ledger.db") as ledger:
             rewards = [step.numbers["reward"] for step in steps(ledger, "eval")]
             phases = [rollout.episode.attempts[-1].phases_s for rollout in rollouts(ledger)]

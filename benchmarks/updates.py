@@ -1,4 +1,4 @@
-"""One side of the training benchmark, in a process of its own: `python -m benchmarks.updates ours|trl-16|trl-4`.
+"""One side of the training benchmark, in a separate process: `python -m benchmarks.updates ours|trl-16|trl-4`.
 
 The same model, the same sequences: 16 answers of 20 to 170 tokens to two prompts. TRL goes through so many rows at a
 time, each as long as the longest of all, which is how it cuts up what it generated; ours through as many tokens at a
@@ -28,12 +28,12 @@ PROMPTS, ANSWERS, PROMPT_TOKENS, LONGEST = 2, 8, 64, 170
 def sequences() -> list[tuple[list[int], list[int], float]]:
     """(prompt, answer, advantage)."""
     random = np.random.default_rng(0)
-    found = []
+    sequences = []
     for _ in range(PROMPTS):
         prompt = random.integers(100, 40_000, PROMPT_TOKENS).tolist()
         lengths = random.integers(20, LONGEST, ANSWERS)
-        found += [(prompt, random.integers(100, 40_000, n).tolist(), float(random.normal())) for n in lengths]
-    return found
+        sequences += [(prompt, random.integers(100, 40_000, n).tolist(), float(random.normal())) for n in lengths]
+    return sequences
 
 
 def ours(home: Path) -> Callable[[], float]:
@@ -118,13 +118,13 @@ def main() -> None:
         side, _, rows_at_once = sys.argv[1].partition("-")
         step = trl(Path(home), int(rows_at_once)) if side == "trl" else ours(Path(home))
         norm = step()
-        taken = []
+        times_s = []
         for _ in range(ROUNDS):
             start_s = time.perf_counter()
             step()
-            taken.append(time.perf_counter() - start_s)
+            times_s.append(time.perf_counter() - start_s)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"seconds": min(taken), "peak_bytes": peak, "norm": norm}))
+    print(json.dumps({"seconds": min(times_s), "peak_bytes": peak, "norm": norm}))
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def test_l09_a_worker_of_ray_train_that_is_killed_costs_no_step(tmp_path):
     worker = next(command for command in ours if "ray::RayTrainWorker" in command)
     os.kill(int(worker.split()[0]), signal.SIGKILL)
     ended = end_of(process)
-    assert (ended.code, "workers of Ray Train are gone" in ended.err) == (1, True), ended.err
+    assert (ended.code, "the Ray Train workers are gone" in ended.err) == (1, True), ended.err
     resumed = stormy.call("resume")
     assert resumed.code == 0, resumed.err
     assert statuses(stormy) == {"trained": 24}

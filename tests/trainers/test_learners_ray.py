@@ -120,7 +120,7 @@ def test_workers_that_fail_are_said_and_end_nothing_else(tmp_path):
     setting = learner_settings("grpo", tmp_path)
     together = RayLearner(setting, tmp_path, workers=1, cpus=0.5, gpus=0)
     try:
-        with pytest.raises(TrainingFailed, match="workers of Ray Train are gone"):
+        with pytest.raises(TrainingFailed, match="the Ray Train workers are gone"):
             together.read(tmp_path / "nowhere")
     finally:
         together.close()

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from loopwright.agents.rl.learner import Algorithm, RlConfig, backend
+from loopwright.agents.rl.learner import RlAlgorithm, RlConfig, backend
 from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, did_you_mean, sentence
 from loopwright.envs.live.server import ServerLost
@@ -28,7 +28,7 @@ class RlAgent(Agent):
     samples_env_params: ClassVar[bool] = True
     conditions_on_regime: ClassVar[bool] = True
     steps_live: ClassVar[bool] = True
-    algorithm: ClassVar[Algorithm]
+    algorithm: ClassVar[RlAlgorithm]
     config: RlConfig
     env: Any
 
@@ -150,21 +150,21 @@ class Ppo(RlAgent):
     """Conditions on the drawn regime."""
 
     Config: ClassVar[type[AgentConfig]] = PpoConfig
-    algorithm = Algorithm("PPO", ("sb3", "rllib"), can_imitate=True)
+    algorithm = RlAlgorithm("PPO", ("sb3", "rllib"), can_imitate=True)
 
 
 class A2c(RlAgent):
     """Conditions on the drawn regime."""
 
     Config: ClassVar[type[AgentConfig]] = A2cConfig
-    algorithm = Algorithm("A2C", can_imitate=True)
+    algorithm = RlAlgorithm("A2C", can_imitate=True)
 
 
 class Dqn(RlAgent):
     """Conditions on the drawn regime; chooses a point of the grid by its index."""
 
     Config: ClassVar[type[AgentConfig]] = DqnConfig
-    algorithm = Algorithm("DQN", ("sb3", "rllib"), min_update_steps=4, action_spaces=("Discrete",), view="discrete")
+    algorithm = RlAlgorithm("DQN", ("sb3", "rllib"), min_update_steps=4, action_spaces=("Discrete",), view="discrete")
 
     @classmethod
     def space_problem(cls, space: Space) -> str | None:
@@ -177,7 +177,7 @@ class Sac(RlAgent):
     """Conditions on the drawn regime."""
 
     Config: ClassVar[type[AgentConfig]] = SacConfig
-    algorithm = Algorithm("SAC", action_spaces=("Box",))
+    algorithm = RlAlgorithm("SAC", action_spaces=("Box",))
 
     @classmethod
     def space_problem(cls, space: Space) -> str | None:

@@ -47,7 +47,7 @@ class RlConfig(AgentConfig):
 
 
 @dataclass(frozen=True)
-class Algorithm:
+class RlAlgorithm:
     """An RL algorithm and where it can be used."""
 
     name: str

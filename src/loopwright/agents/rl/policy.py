@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from loopwright.agents.rl.learner import Algorithm, LearnerContext, RlConfig, backend
+from loopwright.agents.rl.learner import LearnerContext, RlAlgorithm, RlConfig, backend
 from loopwright.agents.rl.observation_wrappers import flatten_codec
 from loopwright.core.errors import InvalidAction, LoopwrightError, storage
 from loopwright.core.trial import Observation
@@ -28,7 +28,7 @@ class PolicyError(LoopwrightError, ValueError):
 
 
 def policy_card(
-    env: LiveEnv | SearchEnv, config: RlConfig, algorithm: Algorithm, observation_space: Any = None
+    env: LiveEnv | SearchEnv, config: RlConfig, algorithm: RlAlgorithm, observation_space: Any = None
 ) -> dict[str, Any]:
     """What `act` needs to know of a policy. A live policy has the server's observation space."""
     live = observation_space is not None

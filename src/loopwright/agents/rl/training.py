@@ -5,7 +5,7 @@ from collections import defaultdict
 from contextlib import closing, suppress
 from typing import Any
 
-from loopwright.agents.rl.learner import MAX_REGIMES, Algorithm, LearnerContext, PolicyLearner, RlConfig, backend
+from loopwright.agents.rl.learner import MAX_REGIMES, LearnerContext, PolicyLearner, RlAlgorithm, RlConfig, backend
 from loopwright.agents.rl.observation_wrappers import wrap_for_library
 from loopwright.agents.rl.policy import policy_card, write_policy_card
 from loopwright.agents.search.warm_start import warm_trials
@@ -21,7 +21,7 @@ from loopwright.ledger.trial_book import RunStopped
 from loopwright.reports.search.best import best_of
 
 
-def train(env: LiveEnv | SearchEnv, config: RlConfig, algorithm: Algorithm, *, slots: int) -> None:
+def train(env: LiveEnv | SearchEnv, config: RlConfig, algorithm: RlAlgorithm, *, slots: int) -> None:
     """Train until the budget is used up or the run is stopped. The policy is saved either way."""
     (env.book.directory / "policy").mkdir(parents=True, exist_ok=True)
     # A stop is not a failure: the dispatcher reports it by its exit code.
@@ -32,7 +32,7 @@ def train(env: LiveEnv | SearchEnv, config: RlConfig, algorithm: Algorithm, *, s
             _train_batch(env, config, algorithm, slots)
 
 
-def _train_live(env: LiveEnv, config: RlConfig, algorithm: Algorithm) -> None:
+def _train_live(env: LiveEnv, config: RlConfig, algorithm: RlAlgorithm) -> None:
     with closing(LiveAdapter(env)) as adapter:
         if reason := algorithm.action_space_problem(adapter.action_space):
             raise LoopwrightError(reason)
@@ -43,7 +43,7 @@ def _train_live(env: LiveEnv, config: RlConfig, algorithm: Algorithm) -> None:
             _learn(learner, config.trials, card)
 
 
-def _train_batch(env: SearchEnv, config: RlConfig, algorithm: Algorithm, slots: int) -> None:
+def _train_batch(env: SearchEnv, config: RlConfig, algorithm: RlAlgorithm, slots: int) -> None:
     repeats = env.rules.repeats
     until = config.trials - config.evaluation_trials(env.space, repeats)
     with closing(Driver(env, algorithm.view)) as driver:
