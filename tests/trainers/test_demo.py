@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.training_demo import EXAMPLE, RISE, trained
+from benchmarks.training_demo import EXAMPLE, RISE, train
 from safetensors.torch import load_file
 
 from loopwright.engines.inprocess.models import tiny
@@ -85,6 +85,6 @@ def test_untouched_tasks_score_0_and_solved_ones_1(tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_learns_held_out_tasks():
-    found = trained(1)
+    found = train(1)
     assert 0 < found.before < found.after
     assert found.after - found.before >= RISE
