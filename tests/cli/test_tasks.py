@@ -48,7 +48,7 @@ def test_check_runs_the_tests_before_and_after_the_solution(loopwright, tmp_path
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "free: the initial state scores 1, not 0",
-        "lazy: its solution: solve.sh ended with code 3: no idea",
+        "lazy: its solution: solve.sh exited with 3: no idea",
     ]
     assert [json.loads(line)["id"] for line in (tmp_path / "tasks.jsonl").read_text().splitlines()] == ["good"]
 
@@ -56,6 +56,6 @@ def test_check_runs_the_tests_before_and_after_the_solution(loopwright, tmp_path
 def test_nothing_there_is_an_error(loopwright, tmp_path):
     done = loopwright("tasks", "scan", ".")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "there is no task in ." in done.stderr
+    assert "no task found in ." in done.stderr
     assert loopwright("tasks", "scan", "nowhere").returncode == 1
     assert "ends in .parquet or .jsonl" in loopwright("tasks", "scan", ".", "-o", "x.csv").stderr

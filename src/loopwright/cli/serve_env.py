@@ -1,4 +1,4 @@
-"""`loopwright serve-env`: serve an environment to whoever connects."""
+"""`loopwright serve-env`: serve an environment to clients."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,8 +6,6 @@ from typing import Annotated
 import typer
 
 from loopwright.cli.options import assignment
-
-NAME = "serve-env"
 
 
 def command(
@@ -21,9 +19,9 @@ def command(
     arg: Annotated[
         list[str] | None, typer.Option("--arg", help="NAME=VALUE for its construction; VALUE is JSON, or else text.")
     ] = None,
-    public: Annotated[bool, typer.Option("--public", help="Let other machines in. There is no password.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Let other machines connect. There is no password.")] = False,
 ) -> None:
-    """Serve an environment over a socket: each client gets an instance of its own. Ctrl-C ends it."""
+    """Serve an environment over a socket: each client gets its own instance. Ctrl-C stops it."""
     from loopwright.envs.live.serve import serve
     from loopwright.envs.live.server import GymServer, ServerError, check_server_class, make_server
     from loopwright.envs.live.wire import encode_space
@@ -35,11 +33,11 @@ def command(
     def make() -> GymServer:
         return make_server(environment, args, home)
 
-    # One for trial, so that wrong arguments are told here and now, not to the first client.
+    # Made once as a test, so that wrong arguments are reported here and not to the first client.
     first = make()
     try:
         encode_space(first.observation_space), encode_space(first.action_space)
     finally:
         first.close()
-    heard = serve(make, address, public=public, ready=lambda at: typer.echo(f"serving {environment} at {at}"))
-    raise typer.Exit(128 + heard if heard else 0)
+    received = serve(make, address, public=public, ready=lambda at: typer.echo(f"serving {environment} at {at}"))
+    raise typer.Exit(128 + received if received else 0)

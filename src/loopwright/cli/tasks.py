@@ -10,14 +10,13 @@ if TYPE_CHECKING:
     from loopwright.rollouts.tasks.harbor.check import TaskCheck
     from loopwright.rollouts.tasks.harbor.source import TaskDirectory
 
-NAME = "tasks"
 app = typer.Typer(help="Look through directories of tasks.", no_args_is_help=True)
 _SUFFIXES = (".parquet", ".jsonl")
 
 
 @app.callback()
 def _tasks() -> None:
-    """So that `scan` is a word of its own."""
+    """Makes `scan` a subcommand, although it is the only one."""
 
 
 @app.command("scan")
@@ -55,9 +54,7 @@ def scan(
         _write(good, directory, name, split, output)
         typer.echo(f"wrote {len(good)} tasks to {output}")
     if not found:
-        typer.echo(
-            f"there is no task in {directory}: a task is a directory with task.toml and instruction.md", err=True
-        )
+        typer.echo(f"no task found in {directory}: a task is a directory with task.toml and instruction.md", err=True)
     raise typer.Exit(2 if problems or not found else 0)
 
 
