@@ -51,9 +51,9 @@ class TestJsonl:
 class TestParquet:
     def write(self, home, columns):
         import pyarrow
-        import pyarrow.parquet
+        from pyarrow import parquet
 
-        pyarrow.parquet.write_table(pyarrow.table(columns), home / "sums.parquet")
+        parquet.write_table(pyarrow.table(columns), home / "sums.parquet")
 
     def test_a_task_per_row_and_nulls_are_nothing(self, tmp_path):
         chat = [[{"role": "user", "content": "hi"}], None]
