@@ -111,7 +111,7 @@ def test_of_shards_each_worker_holds_its_own(tmp_path):
 
 @pytest.mark.usefixtures("cluster")
 def test_gpus_that_nobody_has_are_not_waited_for(tmp_path):
-    with pytest.raises(ResourcesError, match="2 workers with 1 GPUs each .* cluster has 0 GPUs"):
+    with pytest.raises(ResourcesError, match=r"2 workers with 1 GPUs each .* cluster has 0 GPUs"):
         RayLearner(learner_settings("grpo", tmp_path), tmp_path, workers=2, cpus=0.5, gpus=1)
 
 

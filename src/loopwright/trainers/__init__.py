@@ -1,1 +1,43 @@
-"""Trainers: agents that make a policy better by what it did. Torch is imported late, where it is worked with."""
+"""Trainers: agents that train a policy on its own rollouts. Torch is imported only where it computes."""
+
+from typing import TYPE_CHECKING
+
+from loopwright.core.imports import lazy_exports
+
+if TYPE_CHECKING:
+    from loopwright.trainers.algorithm import Algorithm, PolicyOutput, TokenBatch
+    from loopwright.trainers.config import LoraConfig, TrainConfig
+    from loopwright.trainers.failure import TrainingFailed
+    from loopwright.trainers.grpo import GrpoConfig, GrpoTrainer
+    from loopwright.trainers.ppo import PpoTrainConfig, PpoTrainer
+    from loopwright.trainers.rloo import RlooConfig, RlooTrainer
+    from loopwright.trainers.trainer import Trainer
+
+__all__ = [
+    "Algorithm",
+    "GrpoConfig",
+    "GrpoTrainer",
+    "LoraConfig",
+    "PolicyOutput",
+    "PpoTrainConfig",
+    "PpoTrainer",
+    "RlooConfig",
+    "RlooTrainer",
+    "TokenBatch",
+    "TrainConfig",
+    "Trainer",
+    "TrainingFailed",
+]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        **dict.fromkeys(("Algorithm", "PolicyOutput", "TokenBatch"), "algorithm"),
+        **dict.fromkeys(("LoraConfig", "TrainConfig"), "config"),
+        "TrainingFailed": "failure",
+        **dict.fromkeys(("GrpoConfig", "GrpoTrainer"), "grpo"),
+        **dict.fromkeys(("PpoTrainConfig", "PpoTrainer"), "ppo"),
+        **dict.fromkeys(("RlooConfig", "RlooTrainer"), "rloo"),
+        "Trainer": "trainer",
+    },
+)
