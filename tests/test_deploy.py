@@ -31,7 +31,8 @@ def container():
 
 def parsed(words):
     """The words as the command line reads them; it fails on a flag that there is not."""
-    gateway = typer.main.get_command(app).commands["gateway"]
+    verbs = typer.main.get_command(app)
+    gateway = verbs.get_command(None, "gateway")
     return gateway.commands["serve"].make_context("serve", list(words)).params
 
 

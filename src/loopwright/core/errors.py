@@ -1,50 +1,50 @@
 """The exceptions of Loopwright, as a tree. A failed trial is data and never an exception; these are for the rest.
 
     LoopwrightError
-    ├── ScenarioError (ValueError)           the scenario cannot run as written; lists every problem
-    ├── MissingExtra (ImportError)           an optional dependency is not installed
-    ├── StorageError (OSError)               the disk is full, read-only or gone
-    │   ├── LedgerError                      the ledger is damaged, too new or missing
-    │   └── OutputBusy                       another process uses this output directory
-    ├── LaunchError (RuntimeError)           a process could not be started
-    ├── SandboxError (OSError)               this machine cannot provide the sandbox    execution/sandbox/base.py
-    ├── InvalidAction (ValueError)           the action is outside its space; an `invalid` trial
-    ├── NoResult (LookupError)               a study has no successful trial            api/study.py
-    ├── AskTellError (ValueError)            a trial was told that is not pending       api/ask_tell.py
-    ├── PolicyError (ValueError)             a policy cannot be loaded or applied       agents/rl/policy.py
-    ├── ServerLost (ConnectionError)         a live environment's server died or hangs  envs/live/server.py
-    ├── ServerError (ValueError)             a server sent an invalid response          envs/live/server.py
-    ├── AddressError (ValueError)            an address cannot be used                  envs/live/address.py
-    ├── WireError (ValueError)               the bytes do not follow the live protocol  envs/live/wire.py
-    │   └── Unsendable                       the live protocol cannot express a value   envs/live/wire.py
-    ├── EngineError (ConnectionError)        an engine failed                           engines/base.py
-    │   ├── EngineAway                       no engine is available right now           engines/base.py
-    │   ├── EngineGone                       no server listens at its address           engines/http/client.py
-    │   ├── ContextFull (ValueError)         the conversation exceeds the context       engines/base.py
-    │   └── BadSampling (ValueError)         the engine cannot give true logprobs       engines/base.py
-    ├── BudgetSpent (RuntimeError)           a rollout used all its turns or tokens     gateway/sessions/session.py
-    ├── BadRequest (ValueError)              a request violates its API                 gateway/dialects/fields.py
-    ├── Refusal (PermissionError)            the gateway rejects a call                 gateway/refusal.py
-    ├── WorkerRefused (PermissionError)      a relay rejects an engine                  gateway/relay/worker.py
-    ├── TemplateError (ValueError)           the tokenizer lacks special tokens         gateway/sessions/template.py
-    ├── AdvertiseError (ValueError)          no agent could reach the address           gateway/gateway.py
-    ├── GatewayLost (ConnectionError)        a remote gateway cannot be reached         gateway/client.py
-    │   └── TrialServerLost                  a trial server is gone, or lost a trial    rollouts/trial_server/client.py
-    ├── TasksError (ValueError)              a source has no tasks, or invalid ones     rollouts/tasks/sources.py
-    │   └── TaskChanged                      a task's directory changed during a run    rollouts/tasks/harbor/task.py
-    ├── JudgeFailed (RuntimeError)           a judger gave no verdict; not a zero       rollouts/judgers/base.py
-    │   ├── JudgerDown                       too many failures in a row                 rollouts/judgers/guard.py
-    │   ├── BadVerdict (ValueError)          a verdict is not a finite number           rollouts/judgers/verdict_parsing.py
-    │   └── BadVerdictType (TypeError)       a verdict has the wrong type               rollouts/judgers/verdict_parsing.py
-    ├── TooManyHangingCalls (RuntimeError)   too many calls never returned              rollouts/threads.py
-    ├── WorkerLost (ConnectionError)         a worker died with a call in it, twice     rollouts/pools/base.py
-    │   └── PoolDown                         no worker is left and none can be started  rollouts/pools/base.py
-    ├── ProductionFailed (RuntimeError)      no group could be produced                 rollouts/producer.py
-    ├── ResourcesError (RuntimeError)        the cluster lacks the resources            rollouts/pools/resources.py
-    ├── TrainingFailed (RuntimeError)        training stopped; it can be resumed        trainers/failure.py
-    ├── SeveralRows (ValueError)             a trainer accepts one branch per rollout   integrations/branch.py
-    ├── NoReward (RuntimeError)              a trainer needs a reward for a rollout     integrations/branch.py
-    └── SerializationError (TypeError)       a value cannot be sent to a process        rollouts/pools/base.py
+    ├── ScenarioError (ValueError)       the scenario cannot run as written; lists every problem
+    ├── MissingExtra (ImportError)       an optional dependency is not installed
+    ├── StorageError (OSError)           the disk is full, read-only or gone
+    │   ├── LedgerError                  the ledger is damaged, too new or missing
+    │   └── OutputBusy                   another process uses this output directory
+    ├── LaunchError (RuntimeError)       a process could not be started
+    ├── SandboxError (OSError)           this machine cannot provide the sandbox  execution/sandbox/base.py
+    ├── InvalidAction (ValueError)       the action is outside its space; an `invalid` trial
+    ├── NoResult (LookupError)           a study has no successful trial          api/study.py
+    ├── AskTellError (ValueError)        a trial was told that is not pending     api/ask_tell.py
+    ├── PolicyError (ValueError)         a policy cannot be loaded or applied     agents/rl/policy.py
+    ├── ServerLost (ConnectionError)     a live server died or hangs              envs/live/server.py
+    ├── ServerError (ValueError)         a server sent an invalid response        envs/live/server.py
+    ├── AddressError (ValueError)        an address cannot be used                envs/live/address.py
+    ├── WireError (ValueError)           the bytes violate the live protocol      envs/live/wire.py
+    │   └── Unsendable                   the protocol cannot express a value      envs/live/wire.py
+    ├── EngineError (ConnectionError)    an engine failed                         engines/base.py
+    │   ├── EngineAway                   no engine is available right now         engines/base.py
+    │   ├── EngineGone                   no server listens at its address         engines/http/client.py
+    │   ├── ContextFull (ValueError)     the conversation exceeds the context     engines/base.py
+    │   └── BadSampling (ValueError)     the engine cannot give true logprobs     engines/base.py
+    ├── BudgetSpent (RuntimeError)       a rollout used all its turns or tokens   gateway/sessions/session.py
+    ├── BadRequest (ValueError)          a request violates its API               gateway/dialects/fields.py
+    ├── Refusal (PermissionError)        the gateway rejects a call               gateway/refusal.py
+    ├── WorkerRefused (PermissionError)  a relay rejects an engine                gateway/relay/worker.py
+    ├── TemplateError (ValueError)       the tokenizer lacks special tokens       gateway/sessions/template.py
+    ├── AdvertiseError (ValueError)      no agent could reach the address         gateway/gateway.py
+    ├── GatewayLost (ConnectionError)    a remote gateway cannot be reached       gateway/client.py
+    │   └── TrialServerLost              a trial server is gone, or lost a trial  rollouts/trial_server/client.py
+    ├── TasksError (ValueError)          a source has no tasks, or invalid ones   rollouts/tasks/sources.py
+    │   └── TaskChanged                  a task's directory changed during a run  rollouts/tasks/harbor/task.py
+    ├── JudgeFailed (RuntimeError)       a judger gave no verdict; not a zero     rollouts/judgers/base.py
+    │   ├── JudgerDown                   too many failures in a row               rollouts/judgers/guard.py
+    │   ├── BadVerdict (ValueError)      a verdict is not a finite number         rollouts/judgers/verdict_parsing.py
+    │   └── BadVerdictType (TypeError)   a verdict has the wrong type             rollouts/judgers/verdict_parsing.py
+    ├── TooManyHangingCalls (RuntimeError) too many calls never returned            rollouts/threads.py
+    ├── WorkerLost (ConnectionError)     a worker died with a call in it, twice   rollouts/pools/base.py
+    │   └── PoolDown                     no worker is left or can be started      rollouts/pools/base.py
+    ├── ProductionFailed (RuntimeError)  no group could be produced               rollouts/producer.py
+    ├── ResourcesError (RuntimeError)    the cluster lacks the resources          rollouts/pools/resources.py
+    ├── TrainingFailed (RuntimeError)    training stopped; it can be resumed      trainers/failure.py
+    ├── SeveralRows (ValueError)         a trainer accepts one branch per rollout integrations/branch.py
+    ├── NoReward (RuntimeError)          a trainer needs a reward for a rollout   integrations/branch.py
+    └── SerializationError (TypeError)   a value cannot be sent to a process      rollouts/pools/base.py
 
 Each message says what happened, where, and the next move.
 """

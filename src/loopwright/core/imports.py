@@ -54,7 +54,10 @@ def look_first_in(directory: Path) -> None:
 
 
 def lazy_module(name: str) -> ModuleType:
-    """The module of that name, loaded when something in it is first used, so that other commands start faster."""
+    """A top-level module, loaded when something in it is first used, so that other commands start faster.
+
+    Not for a submodule: a later `import` would find it in `sys.modules` and not set it as an attribute of its package.
+    """
     if name in sys.modules:
         return sys.modules[name]
     spec = find_spec(name)

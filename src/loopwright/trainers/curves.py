@@ -3,11 +3,10 @@
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
-
-from loopwright.core.imports import lazy_module
 
 log = logging.getLogger(__name__)
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
@@ -50,7 +49,7 @@ class Curves:
 
 class _TensorBoard:
     def __init__(self, directory: Path, run_id: str) -> None:
-        self._writer: Any = lazy_module("tensorboardX").SummaryWriter(str(directory / "tensorboard"))
+        self._writer: Any = import_module("tensorboardX").SummaryWriter(str(directory / "tensorboard"))
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
@@ -63,7 +62,7 @@ class _TensorBoard:
 class _Wandb:
     def __init__(self, directory: Path, run_id: str) -> None:
         # Under the run's id, so that a resumed run continues there.
-        wandb: Any = lazy_module("wandb")
+        wandb: Any = import_module("wandb")
         self._run = wandb.init(dir=str(directory), name=directory.name, id=run_id, resume="allow")
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -75,7 +74,7 @@ class _Wandb:
 
 class _Mlflow:
     def __init__(self, directory: Path, run_id: str) -> None:
-        self._mlflow: Any = lazy_module("mlflow")
+        self._mlflow: Any = import_module("mlflow")
         # MLflow assigns the id; it is stored, so that a resumed run continues there.
         id_file = directory / "mlflow-run"
         mlflow_id = id_file.read_text("utf-8") if id_file.exists() else None

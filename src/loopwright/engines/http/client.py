@@ -13,7 +13,7 @@ from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, sente
 from loopwright.engines.base import ContextFull, EngineError
 
 if TYPE_CHECKING:
-    from aiohttp import ClientResponse, ClientSession
+    import aiohttp
 
 _CONNECT_S = 10.0
 _PAUSE_S = 0.2
@@ -52,7 +52,7 @@ class HttpClient:
         self.url, self._headers, self._read_timeout_s = url.rstrip("/"), dict(headers or {}), read_timeout_s
         self._connections, self._attempts, self._max_mib = connections, attempts, max_mib
         self._error, self._unreachable, self._extra = error, unreachable or error, extra
-        self._session: ClientSession | None = None
+        self._session: aiohttp.ClientSession | None = None
         self._closed = False
         self.failed_connections = 0
 
@@ -97,7 +97,9 @@ class HttpClient:
             await session.close()
 
     @asynccontextmanager
-    async def _response(self, method: str, path: str, body: Any, prompt_tokens: int) -> "AsyncIterator[ClientResponse]":
+    async def _response(
+        self, method: str, path: str, body: Any, prompt_tokens: int
+    ) -> "AsyncIterator[aiohttp.ClientResponse]":
         url = f"{self.url}{path}"
         try:
             data = None if body is None else orjson.dumps(body)
@@ -121,7 +123,9 @@ class HttpClient:
         finally:
             response.close()  # back to the pool if all of it was read; otherwise the connection is closed
 
-    async def _connect(self, session: "ClientSession", method: str, url: str, data: bytes | None) -> "ClientResponse":
+    async def _connect(
+        self, session: "aiohttp.ClientSession", method: str, url: str, data: bytes | None
+    ) -> "aiohttp.ClientResponse":
         """The beginning of an answer. No part of it has arrived by then, so the request can be sent again."""
         from aiohttp import ClientError, ConnectionTimeoutError
 
@@ -146,7 +150,7 @@ class HttpClient:
                     raise self._unreachable(reason) from error
                 await asyncio.sleep(_PAUSE_S * attempts)
 
-    def _open_session(self) -> "ClientSession":
+    def _open_session(self) -> "aiohttp.ClientSession":
         if self._closed:
             raise self._error(f"the connection to {self.url} was closed")
         if self._session is None:
@@ -168,7 +172,7 @@ class HttpClient:
             )
         return self._session
 
-    async def _json(self, response: "ClientResponse", path: str) -> Any:
+    async def _json(self, response: "aiohttp.ClientResponse", path: str) -> Any:
         data = bytearray()
         async for part in response.content.iter_any():
             data += part

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +12,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from loopwright.core.config import FUNCTION, Config
 from loopwright.core.errors import LoopwrightError, Problem, sentence
-from loopwright.core.imports import import_function, lazy_module
+from loopwright.core.imports import import_function
 from loopwright.core.registry import Registry
 from loopwright.core.tagged_config import config_parser
 from loopwright.core.task import Task
@@ -122,7 +123,7 @@ class ParquetTasks(FileTasks):
 
     def rows(self, scenario_dir: Path) -> Iterable[Mapping[str, Any]]:
         try:
-            parquet = lazy_module("pyarrow.parquet")
+            parquet = import_module("pyarrow.parquet")
         except ModuleNotFoundError as error:
             raise TasksError("reading Parquet needs: pip install 'loopwright[parquet]'") from error
         return parquet.read_table(scenario_dir / self.path).to_pylist()  # type: ignore[no-any-return]

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from loopwright.core.imports import lazy_module
 from loopwright.rollouts.tasks.harbor.task import walk_tree
 
 _FORMAT = 1
@@ -25,7 +25,7 @@ Rows = list[dict[str, Any]]
 def cached_rows(root: Path, variant: str, make: Callable[[], Rows]) -> Rows:
     """The rows that `make` returns, or returned when all files were as they are now."""
     try:
-        parquet, arrow = lazy_module("pyarrow.parquet"), lazy_module("pyarrow")
+        parquet, arrow = import_module("pyarrow.parquet"), import_module("pyarrow")
     except ModuleNotFoundError:
         return make()  # only the cache needs it
     started_ns = time.time_ns()
@@ -55,7 +55,7 @@ def write_parquet(table: Any, file: Path) -> None:
     """Write a table atomically: concurrent readers see the old file or the new one."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        lazy_module("pyarrow.parquet").write_table(table, partial)
+        import_module("pyarrow.parquet").write_table(table, partial)
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
