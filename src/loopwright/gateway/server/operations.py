@@ -11,7 +11,7 @@ from loopwright.core.errors import StorageError
 from loopwright.engines.base import EngineError
 from loopwright.engines.fleet import Fleet
 from loopwright.engines.weight_update import WeightUpdate
-from loopwright.gateway.dialects.body import parse_object
+from loopwright.gateway.dialects.base import parse_object
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.relay.relay import Relay
 from loopwright.gateway.server.observer import RequestObserver, metrics_response

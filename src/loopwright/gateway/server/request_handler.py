@@ -13,8 +13,7 @@ import orjson
 from aiohttp import web
 
 from loopwright.engines.base import Sampling
-from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest
-from loopwright.gateway.dialects.body import parse_object
+from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest, parse_object
 from loopwright.gateway.dialects.chat import ChatCompletions
 from loopwright.gateway.dialects.completions import Completions
 from loopwright.gateway.dialects.messages import Messages, models_response

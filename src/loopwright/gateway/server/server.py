@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from loopwright.core.config import explain
 from loopwright.core.outcome import Outcome
-from loopwright.gateway.dialects.body import parse_object
+from loopwright.gateway.dialects.base import parse_object
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.server.operations import Operations
 from loopwright.gateway.server.request_handler import RequestHandler, json_response

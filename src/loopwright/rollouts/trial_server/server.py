@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from loopwright.core.config import Config, explain, size_bytes
 from loopwright.execution.sandbox import SandboxError
-from loopwright.gateway.dialects.body import parse_object
+from loopwright.gateway.dialects.base import parse_object
 from loopwright.gateway.gateway import AdvertiseError
 from loopwright.gateway.refusal import Refusal, refusal_of
 from loopwright.gateway.server.observer import metrics_response

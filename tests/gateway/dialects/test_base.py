@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopwright.gateway.dialects import body as module
-from loopwright.gateway.dialects.body import BodyReader, parse_object
+from loopwright.gateway.dialects import base as module
+from loopwright.gateway.dialects.base import BodyReader, parse_object
 from loopwright.gateway.dialects.fields import BadRequest
 
 DIALECT = "chat.completions"
