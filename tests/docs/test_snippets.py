@@ -1,8 +1,9 @@
 """Every snippet in README.md and docs/ works: Python runs, scenarios load, commands and flags exist.
 
 The blocks of a page run in order, in one directory that starts with the files of `tests/docs/files/common/` and
-`tests/docs/files/<page>/`. A block that cannot run in a test says why in a comment above it:
-`<!-- test: compile, needs a vLLM server -->`, or `parse` for TOML.
+`tests/docs/files/<page>/`. A block whose first line is a file name, such as `# my_judge.py`, is also written to that
+file. A block that cannot run in a test says why in a comment above it: `<!-- test: compile, needs a vLLM server -->`,
+or `parse` for TOML.
 """
 
 import ast
@@ -10,6 +11,7 @@ import asyncio
 import re
 import shlex
 import shutil
+import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,18 +46,29 @@ def snippets(page: Path) -> list[Snippet]:
     ]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=lambda page: page.stem)
-def test_every_snippet_works(page, tmp_path, monkeypatch):
-    for name in ("common", page.stem):
-        if (files := Path(__file__).parent / "files" / name).is_dir():
-            shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    """A working directory from which modules can be imported; they are forgotten after the test."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=lambda page: page.stem)
+def test_every_snippet_works(page, directory):
+    for name in ("common", page.stem):
+        if (files := Path(__file__).parent / "files" / name).is_dir():
+            shutil.copytree(files, directory, dirs_exist_ok=True)
     namespace: dict[str, object] = {"__name__": f"docs_{page.stem}"}
     for snippet in snippets(page):
         place = f"{page.name}:{snippet.line}"
         match snippet.language:
             case "python":
+                if name := re.match(r"# (\w+\.py)\b", snippet.text):
+                    (directory / name[1]).write_text(snippet.text)
                 source, flags = "\n" * (snippet.line - 1) + snippet.text, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
                 code = compile(source, str(page), "exec", flags)
                 if snippet.rule is None:
@@ -63,7 +76,7 @@ def test_every_snippet_works(page, tmp_path, monkeypatch):
                     if asyncio.iscoroutine(result):
                         asyncio.run(result)
             case "toml":
-                check_scenario(snippet, tmp_path, place)
+                check_scenario(snippet, directory, place)
             case "sh" | "bash":
                 check_commands(snippet.text, place)
 
@@ -99,7 +112,7 @@ def check_commands(text: str, place: str) -> None:
 
 
 def test_only_public_packages_are_imported():
-    """Docs import from `loopwright` and its packages, never from a module inside one."""
+    """Docs import from `loopwright`, from its packages and from its integrations, never from a module inside one."""
     deep = [
         f"{page.name}:{snippet.line}: {line}"
         for page in PAGES
@@ -112,4 +125,6 @@ def test_only_public_packages_are_imported():
 
 
 def is_package(name: str) -> bool:
+    if name.startswith("loopwright.integrations."):
+        return True
     return (Path(loopwright.__file__).parent.joinpath(*name.split(".")[1:]) / "__init__.py").is_file()

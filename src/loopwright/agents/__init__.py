@@ -1,6 +1,12 @@
 """Search and RL agents, one file per family; the registries import each when it is first named."""
 
-from loopwright.core.agent import agents, rollout_agents
+from typing import TYPE_CHECKING
+
+from loopwright.core.agent import Agent, AgentConfig, agents, rollout_agents
+from loopwright.core.imports import lazy_exports
+
+if TYPE_CHECKING:
+    from loopwright.agents.search.base import BudgetedConfig, SearchAgent, SearchConfig, SpaceAgent
 
 for _name, _path in {
     "grid": "search.grid_random:Grid",
@@ -24,4 +30,17 @@ for _name, _path in {
 }.items():
     rollout_agents.add_lazily(_name, f"loopwright.{_path}")
 
-__all__ = ["agents", "rollout_agents"]
+__all__ = [
+    "Agent",
+    "AgentConfig",
+    "BudgetedConfig",
+    "SearchAgent",
+    "SearchConfig",
+    "SpaceAgent",
+    "agents",
+    "rollout_agents",
+]
+
+__getattr__ = lazy_exports(
+    __name__, dict.fromkeys(("BudgetedConfig", "SearchAgent", "SearchConfig", "SpaceAgent"), "search.base")
+)
