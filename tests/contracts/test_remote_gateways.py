@@ -18,12 +18,12 @@ from loopwright.gateway.client import GatewayClient, GatewayLost
 from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig
 from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.ledger.ledger import Ledger
+from loopwright.rollouts.build import build_gateway_host
 from loopwright.rollouts.remote.gateway_config import EmbeddedGatewayConfig, RayGatewayConfig
 from loopwright.rollouts.remote.gateway_host import (
     EmbeddedGatewayHost,
     ExternalGatewayHost,
     GatewayAccess,
-    build_gateway_host,
 )
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load

@@ -8,10 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loopwright.cli.options import RunOption, emit
+from loopwright.cli.rollout_run import rollout_ledger
+from loopwright.engines.inprocess.engine import TransformersConfig
+from loopwright.engines.shortcuts import engine_config
+from loopwright.gateway.audit import (
+    STORE,
+    AuditSummary,
+    audit,
+    count_versions,
+    find_checkpoints,
+    gateway_episodes,
+    ledger_episodes,
+)
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.steps import steps
+from loopwright.reports.formatting import number
 
 if TYPE_CHECKING:
-    from loopwright.engines.inprocess.engine import TransformersConfig
-    from loopwright.gateway.audit import AuditSummary, EpisodeSource, TurnAudit
+    from loopwright.gateway.audit import EpisodeSource, TurnAudit
 
 
 def command(
@@ -41,8 +55,6 @@ def command(
 
     Exits with 1 if a token differs by more than the tolerance, or if there was nothing to audit.
     """
-    from loopwright.gateway.audit import AuditSummary, audit, count_versions
-
     with _open_episodes(output, run) as (source, engine_data, checkpoints, scenario_dir):
         model = _model(engine, engine_data)
         counts = count_versions(source)
@@ -73,11 +85,6 @@ def _open_episodes(
     output: Path, run: str | None
 ) -> "Iterator[tuple[EpisodeSource, dict[str, Any] | None, dict[int, Path], Path]]":
     """The episodes, the run's engine configuration, its checkpoints by version, and its scenario's directory."""
-    from loopwright.cli.rollout_run import rollout_ledger
-    from loopwright.gateway.audit import STORE, find_checkpoints, gateway_episodes, ledger_episodes
-    from loopwright.ledger.ledger import Ledger
-    from loopwright.ledger.steps import steps
-
     if (output / STORE).is_file():
         with gateway_episodes(output / STORE) as source:
             yield source, None, {}, Path.cwd()
@@ -96,9 +103,6 @@ def _open_episodes(
 
 def _model(name: str | None, engine_data: "dict[str, Any] | None") -> "TransformersConfig":
     """The model for the forward pass: the one with this name, or the run's."""
-    from loopwright.engines.inprocess.engine import TransformersConfig
-    from loopwright.engines.shortcuts import engine_config
-
     if name is None:
         if engine_data is not None and engine_data["type"] == "transformers":
             return TransformersConfig.model_validate(engine_data)
@@ -119,8 +123,6 @@ def _model(name: str | None, engine_data: "dict[str, Any] | None") -> "Transform
 
 def _weights(options: list[str], counts: dict[int, int]) -> dict[int, Path]:
     """The checkpoints of --weights, by version."""
-    from loopwright.gateway.audit import find_checkpoints
-
     paths: dict[int, Path] = {}
     for text in options:
         version, equals, name = text.partition("=")
@@ -161,8 +163,6 @@ def _show(summary: "AuditSummary", tolerance: float) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
-
-    from loopwright.reports.formatting import number
 
     console = Console(highlight=False, emoji=False)
     if skipped := summary.skipped:

@@ -10,10 +10,17 @@ import typer
 
 from loopwright.cli.options import assignment
 from loopwright.cli.serving import exit_on_next_signal, next_signal, notice, parse_settings, token_from
+from loopwright.core.errors import MissingExtra
+from loopwright.core.runtime import run
+from loopwright.engines.base import engines
+from loopwright.engines.fleet import FleetConfig
+from loopwright.engines.named_tokenizer import tokenizer_of
+from loopwright.engines.shortcuts import engine_config
+from loopwright.gateway.gateway import Gateway, GatewayConfig
+from loopwright.gateway.settings import GATEWAY, MIN_TOKEN_LENGTH, TOKEN, from_environment
 
 if TYPE_CHECKING:
     from loopwright.engines.base import Engine, EngineConfig
-    from loopwright.gateway.gateway import GatewayConfig
 
 app = typer.Typer(help="Serve an engine to any agent, and capture it token by token.", no_args_is_help=True)
 _ENGINE = "scripted, tiny, smollm2, or `kind:address`"
@@ -73,9 +80,6 @@ def serve(
     ] = None,
 ) -> None:
     """Serve sessions until Ctrl-C. POST /sessions opens one; its agent gets the base URL and the key."""
-    from loopwright.core.runtime import run
-    from loopwright.gateway.gateway import GatewayConfig
-
     values: dict[str, Any] = {**_environment(), "host": host, "port": port}
     options = {"advertise": advertise, "access_log": access_log, "log_prompts": log_prompts or None}
     values |= {name: value for name, value in options.items() if value is not None}
@@ -93,8 +97,6 @@ def serve(
 
 async def _serve(engine: "Engine", config: "GatewayConfig", output: Path | None, token: str | None) -> int:
     import gc
-
-    from loopwright.gateway.gateway import Gateway
 
     stop_signal = next_signal()
     try:
@@ -133,8 +135,6 @@ def worker(
 ) -> None:
     """Serve an engine at a gateway that runs with --relay, until Ctrl-C; twice stops it at once."""
     from urllib.parse import urlsplit
-
-    from loopwright.core.runtime import run
 
     if urlsplit(connect).scheme not in ("ws", "wss") or not urlsplit(connect).hostname:
         raise typer.BadParameter(f"{connect!r} is not a URL like ws://gateway:8400/ws/worker.", param_hint="--connect")
@@ -185,8 +185,6 @@ def _settings_tables(settings: list[str], gateway: dict[str, Any]) -> dict[str, 
 
 def _token(file: Path | None, config: "GatewayConfig", *, relay: bool, public: bool) -> str | None:
     """The gateway's token, from its file or the environment; without one only this machine may connect."""
-    from loopwright.gateway.settings import MIN_TOKEN_LENGTH, TOKEN
-
     token = os.environ.get(TOKEN) or None if file is None else token_from(file)
     if token is not None and len(token) < MIN_TOKEN_LENGTH:
         raise typer.BadParameter(f"{TOKEN} has fewer than {MIN_TOKEN_LENGTH} characters.")
@@ -202,9 +200,6 @@ def _token(file: Path | None, config: "GatewayConfig", *, relay: bool, public: b
 
 def _environment() -> dict[str, Any]:
     """The gateway's settings in the environment, which options and --set override."""
-    from loopwright.gateway.gateway import GatewayConfig
-    from loopwright.gateway.settings import GATEWAY, from_environment
-
     try:
         return from_environment(GATEWAY, GatewayConfig)
     except ValueError as error:
@@ -213,9 +208,6 @@ def _environment() -> dict[str, Any]:
 
 def load_engine(names: list[str], tokenizer: str | None, tables: dict[str, dict[str, Any]]) -> "Engine":
     """Load the engine of this name; a fleet for several names."""
-    from loopwright.engines.base import engines
-    from loopwright.engines.fleet import FleetConfig
-
     configs = [_engine_config(name, tokenizer, tables["engine"]) for name in names]
     config = configs[0]
     if len(configs) > 1:
@@ -229,8 +221,6 @@ def load_engine(names: list[str], tokenizer: str | None, tables: dict[str, dict[
 
 
 def _engine_config(name: str, tokenizer: str | None, more: dict[str, Any]) -> "EngineConfig":
-    from loopwright.engines.shortcuts import engine_config
-
     try:
         config = engine_config(name)
     except ValueError as error:
@@ -262,8 +252,6 @@ def _served_model(url: str) -> str | None:
 
 
 def _relay(tokenizer: str | None, tables: dict[str, dict[str, Any]]) -> "Engine":
-    from loopwright.engines.named_tokenizer import tokenizer_of
-
     with _gateway_extra():
         from loopwright.gateway.relay.relay import Relay, RelayConfig
     if tables["engine"]:
@@ -274,8 +262,6 @@ def _relay(tokenizer: str | None, tables: dict[str, dict[str, Any]]) -> "Engine"
 
 @contextmanager
 def _gateway_extra() -> Iterator[None]:
-    from loopwright.core.errors import MissingExtra
-
     try:
         yield
     except ImportError as error:

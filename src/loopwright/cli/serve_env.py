@@ -6,6 +6,9 @@ from typing import Annotated
 import typer
 
 from loopwright.cli.options import assignment
+from loopwright.envs.live.serve import serve
+from loopwright.envs.live.server import GymServer, ServerError, check_server_class, make_server
+from loopwright.envs.live.wire import encode_space
 
 
 def command(
@@ -22,10 +25,6 @@ def command(
     public: Annotated[bool, typer.Option("--public", help="Let other machines connect. There is no password.")] = False,
 ) -> None:
     """Serve an environment over a socket: each client gets its own instance. Ctrl-C stops it."""
-    from loopwright.envs.live.serve import serve
-    from loopwright.envs.live.server import GymServer, ServerError, check_server_class, make_server
-    from loopwright.envs.live.wire import encode_space
-
     args, home = dict(assignment(text, "--arg") for text in arg or ()), Path.cwd()
     if reason := check_server_class(environment, home):
         raise ServerError(reason)

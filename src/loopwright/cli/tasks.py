@@ -6,6 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loopwright.core.errors import MissingExtra, storage
+from loopwright.execution.sandbox import sandbox_of
+from loopwright.rollouts.tasks.harbor.check import check_tasks
+from loopwright.rollouts.tasks.harbor.source import dataset_row, default_split
+from loopwright.rollouts.tasks.harbor.source import scan as scan_directory
+
 if TYPE_CHECKING:
     from loopwright.rollouts.tasks.harbor.check import TaskCheck
     from loopwright.rollouts.tasks.harbor.source import TaskDirectory
@@ -38,8 +44,6 @@ def scan(
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="For --check: how many tasks at a time.")] = 4,
 ) -> None:
     """List the tasks, and everything that is wrong with them. Exit code 2 if something is."""
-    from loopwright.rollouts.tasks.harbor.source import scan as scan_directory
-
     if output is not None and output.suffix not in _SUFFIXES:
         raise typer.BadParameter(f"{output}: a dataset ends in {' or '.join(_SUFFIXES)}.", param_hint="--output")
     found = list(scan_directory(directory))
@@ -63,9 +67,6 @@ def _checked(found: Sequence["TaskDirectory"], sandbox: str, jobs: int) -> "Mapp
 
     from rich.console import Console
     from rich.progress import Progress
-
-    from loopwright.execution.sandbox import sandbox_of
-    from loopwright.rollouts.tasks.harbor.check import check_tasks
 
     async def main() -> "dict[str, TaskCheck]":
         done = {}
@@ -122,9 +123,7 @@ def _reward(said: Mapping[str, Any] | None) -> str:
 def _write(found: Sequence["TaskDirectory"], root: Path, name: str | None, split: str | None, output: Path) -> None:
     import orjson
 
-    from loopwright.core.errors import MissingExtra, storage
     from loopwright.rollouts.tasks.harbor.cache import write_parquet
-    from loopwright.rollouts.tasks.harbor.source import dataset_row, default_split
 
     label, part = name or root.resolve().name, split or default_split(root)
     tasks = [(each, each.task) for each in found if each.task is not None]

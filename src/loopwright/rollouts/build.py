@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from loopwright.core.errors import MissingExtra
-from loopwright.engines.base import EngineConfig
+from loopwright.engines.base import EngineConfig, engines
 from loopwright.ledger.groups import Groups
 from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.config import RolloutConfig
@@ -24,8 +24,21 @@ from loopwright.rollouts.pools.base import Pool, WorkerFactory
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.pools.resources import ResourceRequest
 from loopwright.rollouts.remote.config import RemoteConfig, server_token
-from loopwright.rollouts.remote.gateway_config import EmbeddedGatewayConfig, GatewayHostConfig
-from loopwright.rollouts.remote.gateway_host import GatewayHost, build_gateway_host, check_reachable
+from loopwright.rollouts.remote.gateway_config import (
+    EmbeddedGatewayConfig,
+    ExternalGatewayConfig,
+    GatewayHostConfig,
+    TrialServerGatewayConfig,
+)
+from loopwright.rollouts.remote.gateway_host import (
+    RESTART_S,
+    EmbeddedGatewayHost,
+    ExternalGatewayHost,
+    GatewayAccess,
+    GatewayHost,
+    TrialServerGatewayHost,
+    check_reachable,
+)
 from loopwright.rollouts.remote.gateway_pool import GatewayPool
 from loopwright.rollouts.remote.worker import RemoteWorker
 from loopwright.rollouts.tasks.mix import TaskMix
@@ -177,3 +190,18 @@ def build_pool(name: str, build: WorkerFactory, config: Any, scenario_dir: Path,
         # Calls queue in the caller, where no deadline runs, and not in the pool.
         max_concurrency=max(1000, capacity),
     )
+
+
+def build_gateway_host(config: GatewayHostConfig, engine: EngineConfig, scenario_dir: Path, name: str) -> GatewayHost:
+    """The host that a configuration describes."""
+    if isinstance(config, TrialServerGatewayConfig):
+        return TrialServerGatewayHost()
+    if isinstance(config, ExternalGatewayConfig):
+        return ExternalGatewayHost(GatewayAccess(config.url, config.token(scenario_dir), RESTART_S))
+    if isinstance(config, EmbeddedGatewayConfig):
+        return EmbeddedGatewayHost(config, lambda: engines.get(engine.type)(engine, scenario_dir))
+    try:
+        from loopwright.rollouts.remote.gateway_host_ray import RayGatewayHost
+    except ModuleNotFoundError as error:
+        raise MissingExtra("a gateway on Ray", "ray") from error
+    return RayGatewayHost(config, engine, scenario_dir, name)

@@ -81,17 +81,6 @@ class LocalLearner:
         """Nothing to release."""
 
 
-def build_learner(config: TrainConfig, algorithm: type[Algorithm], env: RolloutEnv) -> RunLearner:
-    """The learner of a run."""
-    settings = learner_settings(config, algorithm, env)
-    if config.workers:
-        from loopwright.trainers.learners_ray import RayLearner
-
-        directory = env.book.directory.absolute()
-        return RayLearner(settings, directory, workers=config.workers, cpus=config.cpus, gpus=config.gpus)
-    return LocalLearner(settings, env.book.directory, near=source_of(env).in_process)
-
-
 def learner_settings(config: TrainConfig, algorithm: type[Algorithm], env: RolloutEnv) -> LearnerSettings:
     """The settings of a run's learner."""
     source = source_of(env)

@@ -292,9 +292,17 @@ class _Training:
         return step
 
     def _build_learner(self) -> "RunLearner":
-        from loopwright.trainers.learners import build_learner
+        """Torch and Ray are imported here, in the thread that uses them."""
+        from loopwright.trainers.learners import LocalLearner, learner_settings, source_of
 
-        return build_learner(self.config, self._algorithm_class, self.env)
+        config, book = self.config, self.env.book
+        settings = learner_settings(config, self._algorithm_class, self.env)
+        if config.workers:
+            from loopwright.trainers.learners_ray import RayLearner
+
+            directory = book.directory.absolute()
+            return RayLearner(settings, directory, workers=config.workers, cpus=config.cpus, gpus=config.gpus)
+        return LocalLearner(settings, book.directory, near=source_of(self.env).in_process)
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Run it in torch's thread. Even a cancelled caller waits for the end: two calls must never overlap."""

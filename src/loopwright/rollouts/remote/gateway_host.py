@@ -4,13 +4,11 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from loopwright.core.episode import Episode
-from loopwright.core.errors import MissingExtra
 from loopwright.core.outcome import Outcome
-from loopwright.engines.base import Engine, EngineConfig, engines
+from loopwright.engines.base import Engine
 from loopwright.engines.weight_update import WeightUpdate
 from loopwright.gateway.client import CompletedSession, GatewayClient, GatewayLost, endpoint
 from loopwright.gateway.gateway import AdvertiseError, Gateway, GatewayConfig
@@ -18,14 +16,8 @@ from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.sessions.exactness import Exactness
 from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.gateway.settings import TOKEN, is_loopback
-from loopwright.rollouts.remote.gateway_config import (
-    EmbeddedGatewayConfig,
-    ExternalGatewayConfig,
-    GatewayHostConfig,
-    TrialServerGatewayConfig,
-)
 
-_RESTART_S = 120.0
+RESTART_S = 120.0
 """Seconds that an external gateway may take to restart."""
 
 
@@ -248,18 +240,3 @@ class TrialServerGatewayHost(GatewayHost):
 
     async def publish(self, update: WeightUpdate) -> int:
         raise GatewayLost('the engine of a trial server takes no weights from a run; remove `type = "server"`')
-
-
-def build_gateway_host(config: GatewayHostConfig, engine: EngineConfig, scenario_dir: Path, name: str) -> GatewayHost:
-    """The host that a configuration describes."""
-    if isinstance(config, TrialServerGatewayConfig):
-        return TrialServerGatewayHost()
-    if isinstance(config, ExternalGatewayConfig):
-        return ExternalGatewayHost(GatewayAccess(config.url, config.token(scenario_dir), _RESTART_S))
-    if isinstance(config, EmbeddedGatewayConfig):
-        return EmbeddedGatewayHost(config, lambda: engines.get(engine.type)(engine, scenario_dir))
-    try:
-        from loopwright.rollouts.remote.gateway_host_ray import RayGatewayHost
-    except ModuleNotFoundError as error:
-        raise MissingExtra("a gateway on Ray", "ray") from error
-    return RayGatewayHost(config, engine, scenario_dir, name)
