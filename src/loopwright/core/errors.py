@@ -34,8 +34,8 @@
     │   └── TaskChanged                  a task's directory changed during a run  rollouts/tasks/harbor/task.py
     ├── JudgeFailed (RuntimeError)       a judger gave no verdict; not a zero     rollouts/judgers/base.py
     │   ├── JudgerDown                   too many failures in a row               rollouts/judgers/guard.py
-    │   ├── BadVerdict (ValueError)      a verdict is not a finite number         rollouts/judgers/verdict_parsing.py
-    │   └── BadVerdictType (TypeError)   a verdict has the wrong type             rollouts/judgers/verdict_parsing.py
+    │   ├── BadVerdict (ValueError)      a verdict is not a finite number  rollouts/judgers/verdict_parsing.py
+    │   └── BadVerdictType (TypeError)   a verdict has the wrong type  rollouts/judgers/verdict_parsing.py
     ├── TooManyHangingCalls (RuntimeError) too many calls never returned            rollouts/threads.py
     ├── WorkerLost (ConnectionError)     a worker died with a call in it, twice   rollouts/pools/base.py
     │   └── PoolDown                     no worker is left or can be started      rollouts/pools/base.py
