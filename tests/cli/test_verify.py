@@ -1,7 +1,5 @@
 """`loopwright verify` and `dry-run`: everything about a scenario without running it."""
 
-import re
-import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -23,11 +21,6 @@ def test_every_scenario_of_a_folder_is_checked_and_every_problem_listed(loopwrig
     assert any(line.startswith("all/bad.toml, [run.agent] type: ") for line in lines)
     assert any(line.startswith("all/bad.toml, [run.rewards]: ") and "'metric_failure'" in line for line in lines)
     assert any(line.startswith("all/worse.toml, ") for line in lines)
-
-
-def test_the_scenario_of_the_readme_is_the_example():
-    (shown,) = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[:1]
-    assert tomllib.loads(shown) == tomllib.loads((ROOT / "examples" / "quickstart.toml").read_text())
 
 
 def test_our_examples_are_good_and_their_tasks_are_no_scenarios(loopwright):

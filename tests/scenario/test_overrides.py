@@ -56,7 +56,8 @@ def test_assignments_are_json_or_text_as_the_key_wants():
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("x", "write KEY=VALUE"), ("=1", "write KEY=VALUE"), ("run.workload.args.x=[1", "broken JSON")]
+    ("text", "words"),
+    [("x", "write KEY=VALUE"), ("=1", "write KEY=VALUE"), ("run.workload.args.x=[1", "not valid JSON")],
 )
 def test_a_broken_assignment_is_named(text, words):
     with pytest.raises(ValueError, match=words):
