@@ -60,7 +60,7 @@ def checked(told, seen, kills):
         assert len(sampled) == turn["sampled_tokens"]
         if turn["verdict"] == "broken":
             assert turn["sampled_tokens"] == 0
-            assert "is not known" in turn["reason"]
+            assert "is unknown" in turn["reason"]
         else:
             assert turn["finish"] in ("stop", "length")
             committed.append([node["logprobs"][at] for at in sampled])
