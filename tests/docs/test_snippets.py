@@ -102,13 +102,14 @@ def check_commands(text: str, place: str) -> None:
         if words[:1] != ["loopwright"]:
             continue
         command, rest = get_command(app), words[1:]
-        while hasattr(command, "commands") and rest:
-            assert rest[0] in command.commands, f"{place}: there is no command {rest[0]!r}"
-            command, rest = command.commands[rest[0]], rest[1:]
-        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        while hasattr(command, "get_command") and rest:
+            subcommand = command.get_command(None, rest[0])
+            assert subcommand is not None, f"{place}: there is no command {rest[0]!r}"
+            command, rest = subcommand, rest[1:]
+        options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         for word in rest:
             flag = word.partition("=")[0]
-            assert not flag.startswith("-") or flag in known, f"{place}: {command.name} has no option {flag}"
+            assert not flag.startswith("-") or flag in options, f"{place}: {command.name} has no option {flag}"
 
 
 def test_only_public_packages_are_imported():
