@@ -120,7 +120,7 @@ class _Training:
     async def run(self) -> None:
         try:
             async with self.env.running():
-                learner = await self._in_thread(self._build_learner)
+                learner: RunLearner = await self._in_thread(self._build_learner)
                 try:
                     await self._train(learner)
                 finally:
