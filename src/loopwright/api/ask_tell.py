@@ -81,7 +81,9 @@ class AskTell:
             self._loop = asyncio.new_event_loop()
             thread = threading.Thread(target=self._loop.run_forever, name="loopwright-study", daemon=True)
             thread.start()
-            undo.callback(self._stop_loop, thread)
+            undo.callback(self._loop.close)
+            undo.callback(thread.join)
+            undo.callback(self._loop.call_soon_threadsafe, self._loop.stop)
             self._open = undo.pop_all()
 
     def ask(self) -> PendingTrial | None:
@@ -120,8 +122,7 @@ class AskTell:
             else:
                 self._is_complete = not self._pending
                 return None
-            task = asyncio.ensure_future(self._learn(trial))
-            self._tasks.add(task)
+            self._tasks.add(asyncio.ensure_future(self._learn(trial)))
             # Until it needs a measurement, a trial never suspends, except to wait for an equal one that is pending.
             await asyncio.sleep(0)
             self._raise_errors()
@@ -168,9 +169,3 @@ class AskTell:
             work.close()
             raise AskTellError("the study is not open: use `with loopwright.Study.open(...) as study:`")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def _stop_loop(self, thread: threading.Thread) -> None:
-        assert self._loop is not None  # noqa: S101
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        thread.join()
-        self._loop.close()

@@ -94,12 +94,12 @@ def _attempt(place: int, attempt: Attempt, *, many: bool) -> str:
 
 def _branches(episode: Episode) -> list[tuple[int, ...]]:
     """The branches, each without what an earlier one has shown."""
-    seen: set[int] = set()
-    found = []
+    done: set[int] = set()
+    branches = []
     for path in episode.branches():
-        found.append(tuple(index for index in path if index not in seen))
-        seen.update(path)
-    return found
+        branches.append(tuple(index for index in path if index not in done))
+        done.update(path)
+    return branches
 
 
 def _branch_note(episode: Episode, place: int, path: tuple[int, ...]) -> list[Text]:
@@ -110,30 +110,23 @@ def _branch_note(episode: Episode, place: int, path: tuple[int, ...]) -> list[Te
     return [Text(f"branch {place + 1}{after}", "bold"), Text("")]
 
 
-def _message(console: Console, node: Node, said: Sequence[TokenText] | None) -> None:
+def _message(console: Console, node: Node, tokens: Sequence[TokenText] | None) -> None:
     role = str(node.message.get("role", "?"))
     name = f" {node.message['name']}" if role == "tool" and node.message.get("name") else ""
     cut = "" if node.finish in (None, "stop") else f" (ended by {node.finish})"
     console.print(Text(f"{_safe(role + name)}{cut}", f"bold {_ROLES.get(role, 'white')}"))
-    body = Text(_content(node.message)) if said is None else _coloured(said)
+    body = Text()
+    if tokens is None:
+        content = node.message.get("content")
+        body.append(_safe(content if isinstance(content, str) else "" if content is None else exact(content)))
+    for token in tokens or ():
+        body.append(_safe(token.text), "dim" if token.level is None else _LEVELS[token.level])
     if body.plain:
         console.print(Padding(body, (0, 0, 0, 2), expand=False))
-    for call in node.message.get("tool_calls") or () if said is None else ():
+    for call in node.message.get("tool_calls") or () if tokens is None else ():
         function = call.get("function", {})
         line = f"→ {function.get('name')}({function.get('arguments', '')})"
         console.print(Padding(Text(_safe(line), "yellow"), (0, 0, 0, 2), expand=False))
-
-
-def _content(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    return _safe(content if isinstance(content, str) else "" if content is None else exact(content))
-
-
-def _coloured(said: Sequence[TokenText]) -> Text:
-    text = Text()
-    for piece in said:
-        text.append(_safe(piece.text), "dim" if piece.level is None else _LEVELS[piece.level])
-    return text
 
 
 def _legend() -> Text:

@@ -60,7 +60,9 @@ def explain(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[st
                 keys = _keys(model, [str(part) for part in place[:-1]])
                 yield _joined(place[:-1]), f"unknown key {key!r}. {did_you_mean(key, keys)}"
             case "missing":
-                yield where, f"is missing{_example(model, place)}"
+                field = model.model_fields.get(str(place[0])) if len(place) == 1 else None
+                example = f"; for example {place[0]} = {field.examples[0]}" if field and field.examples else ""
+                yield where, f"is missing{example}"
             case "value_error" if isinstance(facts.get("error"), Explained):
                 for key, message in facts["error"].problems:
                     yield (f"{where}.{key}" if where and key else where or key), message
@@ -80,11 +82,6 @@ def _joined(place: Sequence[Any]) -> str:
     """A location as written in a scenario: `parts[1].weight`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
     return text.removeprefix(".")
-
-
-def _example(model: type[BaseModel], place: Sequence[Any]) -> str:
-    field = model.model_fields.get(str(place[0])) if len(place) == 1 else None
-    return f"; for example {place[0]} = {field.examples[0]}" if field is not None and field.examples else ""
 
 
 def _is_tag(part: Any) -> bool:

@@ -58,6 +58,13 @@ class Node:
                 raise ValueError(f"{span} does not follow on {end} within {len(self.ids)} tokens")
             end = span.stop
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """A node from plain data."""
+        spans = tuple(Span(*span) for span in data["spans"])
+        ids, logprobs = tuple(data["ids"]), tuple(data["logprobs"])
+        return cls(data["parent"], data["message"], ids, logprobs, spans, data.get("finish"), data.get("sampling", {}))
+
     @property
     def mask(self) -> tuple[int, ...]:
         """1 for each token that the policy sampled."""
@@ -100,6 +107,12 @@ class Attempt:
     phases_s: Mapping[str, float] = field(default_factory=dict)
     outcome: Outcome | None = None
     reason: str = ""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """An attempt from plain data."""
+        outcome = data["outcome"]
+        return cls(data["started_at"], data["phases_s"], None if outcome is None else Outcome(outcome), data["reason"])
 
 
 ROOT = Node(None, {})
@@ -307,7 +320,7 @@ class Episode:
         reward = data["reward"]
         return cls(
             task=Task.from_json(data["task"]),
-            nodes=(ROOT, *map(_node, data["nodes"])),
+            nodes=(ROOT, *map(Node.from_json, data["nodes"])),
             outcome=Outcome(data["outcome"]),
             fault=None if data["fault"] is None else Fault(data["fault"]),
             reason=data["reason"],
@@ -315,7 +328,7 @@ class Episode:
             trainable=data["trainable"],
             in_baseline=data["in_baseline"],
             group=data["group"],
-            attempts=tuple(map(_attempt, data["attempts"])),
+            attempts=tuple(map(Attempt.from_json, data["attempts"])),
             evidence=data.get("evidence", {}),
         )
 
@@ -331,14 +344,3 @@ class Episode:
 
 def _joined(parts: Iterable[Iterable[T]]) -> tuple[T, ...]:
     return tuple(item for part in parts for item in part)
-
-
-def _node(data: Mapping[str, Any]) -> Node:
-    spans = tuple(Span(*span) for span in data["spans"])
-    ids, logprobs = tuple(data["ids"]), tuple(data["logprobs"])
-    return Node(data["parent"], data["message"], ids, logprobs, spans, data.get("finish"), data.get("sampling", {}))
-
-
-def _attempt(data: Mapping[str, Any]) -> Attempt:
-    outcome = data["outcome"]
-    return Attempt(data["started_at"], data["phases_s"], None if outcome is None else Outcome(outcome), data["reason"])

@@ -59,7 +59,9 @@ def write_report(output: Path) -> Path:
             title=_title(digests) or output.absolute().name,
             style=(_STATIC / "report.css").read_text("utf-8"),
             # Only these two scripts may run, whatever else gets into the page.
-            hashes=" ".join(f"'sha256-{_hash(text)}'" for text in (library, script)),
+            hashes=" ".join(
+                f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (library, script)
+            ),
             written_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             runs_found=formatting.counted(len(digests), "run") if digests else "no run was found here",
             unreadable=unreadable,
@@ -207,7 +209,3 @@ def _embedded(data: Any) -> str:
     """JSON that cannot end the script element it stands in."""
     text = orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY, default=str).decode()
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def _hash(text: str) -> str:
-    return b64encode(sha256(text.encode()).digest()).decode()

@@ -7,10 +7,8 @@ and hands out those that finish first; the others continue and are in a later ba
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
 from typing import Any
 
-from loopwright.core.episode import Episode
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.trial import Trial
 from loopwright.rollouts.config import ProduceConfig
@@ -188,9 +186,10 @@ class Producer:
     def _complete(self, group: Group) -> None:
         del self._open[group.number]
         buffer = self.env.buffer
+        rewards = {episode.reward.value for episode in group.episodes.values() if episode.reward is not None}
         if not any(episode.in_baseline for episode in group.episodes.values()):
             self._discard(group, "failed")
-        elif self.config.filter == "equal_rewards" and _all_equal(list(group.episodes.values())):
+        elif self.config.filter == "equal_rewards" and len(rewards) <= 1:
             self._discard(group, "filtered")
         else:
             buffer.ready(group.number, group.version(self.version, newest=self.config.staleness == "token"))
@@ -236,7 +235,3 @@ class Producer:
         except Exception as error:  # noqa: BLE001  raised to the caller that waits for the batch
             self._error = error
             self._progress.set()
-
-
-def _all_equal(episodes: Sequence[Episode]) -> bool:
-    return len({episode.reward.value for episode in episodes if episode.reward is not None}) <= 1

@@ -6,7 +6,7 @@ Nothing is run again and no reward is overwritten. If the new judger fails there
 import asyncio
 import heapq
 import tomllib
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from math import fsum
@@ -158,7 +158,10 @@ class Changes:
             self.flipped_pairs += _sign(before - other_before) * _sign(after - other_after) < 0
         means = [fsum(column) / len(scored) for column in zip(*scored, strict=True)]
         self.flipped_signs += sum(_sign(b - means[0]) * _sign(a - means[1]) < 0 for b, a in scored)
-        best_before, best_after = (_best(column) for column in zip(*scored, strict=True))
+        best_before, best_after = (
+            {index for index, value in enumerate(column) if value >= max(column) - _TINY}
+            for column in zip(*scored, strict=True)
+        )
         self.new_best += not best_before & best_after
 
     def as_json(self) -> dict[str, Any]:
@@ -226,8 +229,3 @@ def describe(config: JudgerConfig, file: Path, changes: Changes | None) -> Mappi
 
 def _sign(value: float) -> int:
     return 0 if abs(value) <= _TINY else 1 if value > 0 else -1
-
-
-def _best(values: Iterable[float]) -> set[int]:
-    values = list(values)
-    return {index for index, value in enumerate(values) if value >= max(values) - _TINY}

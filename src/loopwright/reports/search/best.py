@@ -5,11 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import fsum
 from statistics import stdev
-from typing import Any
 
 from loopwright.core.canonical import key_of
 from loopwright.core.outcome import Outcome
-from loopwright.core.reward import Reward
 from loopwright.core.trial import Action, Regime, Trial
 
 
@@ -70,7 +68,9 @@ def counts(trial: Trial) -> bool:
 
 
 def _candidate(regimes: Sequence[Sequence[Trial]]) -> Candidate:
-    means = [_mean([trial.reward for trial in group if trial.reward]) for group in regimes]
+    # For each regime, the mean of every objective over its repeats.
+    rewards = [[trial.reward.objectives for trial in group if trial.reward] for group in regimes]
+    means = [[fsum(values) / len(group) for values in zip(*group, strict=True)] for group in rewards]
     trials = [trial for group in regimes for trial in group]
     repeats = [trial.reward.value for trial in regimes[0] if trial.reward] if len(regimes) == 1 else []
     return Candidate(
@@ -80,11 +80,6 @@ def _candidate(regimes: Sequence[Sequence[Trial]]) -> Candidate:
         spread=stdev(repeats) if len(repeats) > 1 else None,
         regimes=tuple(group[0].regime for group in regimes),
     )
-
-
-def _mean(rewards: Sequence[Reward]) -> tuple[float, ...]:
-    columns: Any = zip(*(reward.objectives for reward in rewards), strict=True)
-    return tuple(fsum(column) / len(rewards) for column in columns)
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:

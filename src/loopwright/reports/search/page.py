@@ -30,12 +30,12 @@ def view(digest: Digest, chart: dict[str, Any]) -> dict[str, Any]:
         "answer_title": _answer_title,
         "gain": gain,
         "metric_rows": _metric_rows,
-        "names_of": _names_of,
-        "parameter_rows": _parameter_rows,
-        "reward_range": _reward_range,
-        "reward_text": _reward_text,
-        "sorted_by_regime": _sorted_by_regime,
-        "varied_names": _varied_names,
+        "names_of": names_of,
+        "parameter_rows": parameter_rows,
+        "reward_range": reward_range,
+        "reward_text": reward_text,
+        "sorted_by_regime": sorted_by_regime,
+        "varied_names": varied_names,
     }
 
 
@@ -64,20 +64,21 @@ def _answer_title(digest: Digest, best: Candidate) -> str:
     return f"Best {label}"
 
 
-def _reward_range(digest: Digest, best: Candidate) -> tuple[float, float]:
+def reward_range(digest: Digest, best: Candidate) -> tuple[float, float]:
     """The lowest and the highest reward of its single trials."""
     numbers = set(best.trials)
     rewards = [trial.reward.value for trial in digest.ok if trial.number in numbers and trial.reward]
     return min(rewards), max(rewards)
 
 
-def _reward_text(candidate: Candidate, label: str) -> str:
+def reward_text(candidate: Candidate, label: str) -> str:
+    """The reward of a candidate, with its spread if it was repeated."""
     if candidate.spread is None:
         return measured(candidate.reward, label)
     return spread(candidate.reward, candidate.spread, label)
 
 
-def _parameter_rows(digest: Digest, best: Candidate) -> list[tuple[str, Any, bool]]:
+def parameter_rows(digest: Digest, best: Candidate) -> list[tuple[str, Any, bool]]:
     """Each parameter of an action with its value, and whether it was varied at all."""
     varied = {name for trial in digest.ok for name, value in trial.action.items() if value != best.action.get(name)}
     is_only = len(digest.ok) == 1
@@ -99,15 +100,17 @@ def _metric_rows(digest: Digest, best: Candidate) -> list[tuple[str, str]]:
     ]
 
 
-def _names_of(tables: Iterable[Mapping[str, Any]]) -> list[str]:
+def names_of(tables: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The keys of all tables, each once."""
     return list(dict.fromkeys(name for table in tables for name in table))
 
 
-def _sorted_by_regime(digest: Digest, candidates: Sequence[Candidate]) -> list[Candidate]:
+def sorted_by_regime(digest: Digest, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates in the order of their regimes."""
     return sorted(candidates, key=lambda candidate: digest.order(candidate.regimes[0]))
 
 
-def _varied_names(digest: Digest, candidates: Sequence[Candidate]) -> list[str]:
+def varied_names(digest: Digest, candidates: Sequence[Candidate]) -> list[str]:
     """The parameters of these candidates that were varied, in the order of the scenario."""
     names = {name for candidate in candidates for name in candidate.action}
     return [name for name in _varied(digest) if name in names]
@@ -167,7 +170,8 @@ def _not_drawn(digest: Digest, chart: Mapping[str, Any]) -> str:
 
 def _slowest(digest: Digest) -> tuple[list[Trial], str]:
     """The three slowest trials, and a sentence about the time of all; nothing if fewer than two were timed."""
-    timed = [trial for trial in digest.trials if trial.cached_from is None and _is_number(trial.usage.get("wall_s"))]
+    uncached = (trial for trial in digest.trials if trial.cached_from is None)
+    timed = [trial for trial in uncached if isinstance(trial.usage.get("wall_s"), (int, float))]
     if len(timed) < 2:
         return [], ""
     wall_s: Callable[[Trial], float] = lambda trial: trial.usage["wall_s"]  # noqa: E731
@@ -177,7 +181,3 @@ def _slowest(digest: Digest) -> tuple[list[Trial], str]:
         f"The median trial took {duration(median(map(wall_s, timed)))}, the slowest {duration(wall_s(slowest[0]))}; "
         f"together they used {duration(cpu_s)} of processor time."
     )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))

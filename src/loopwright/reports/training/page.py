@@ -188,21 +188,16 @@ def _held_out(digest: TrainingDigest, names: Sequence[str]) -> list[dict[str, An
         {
             "name": "held-out" if name == "reward" else name,
             "rows": [
-                [step.step, *_bounded(step.numbers, name), step.step]
+                # The mean again if its bounds are unknown.
+                [step.step, *(_rounded(end if is_number(end) else mean) for end in (mean, low, high)), step.step]
                 for step in evenly(digest.measured, _POINTS)
-                if is_number(step.numbers.get(name))
+                for mean, low, high in [[step.numbers.get(f"{name}{end}") for end in ("", "_low", "_high")]]
+                if is_number(mean)
             ],
             "marked": True,
         }
         for name in names
     ]
-
-
-def _bounded(numbers: Mapping[str, Any], name: str) -> list[float]:
-    """The mean and its bounds; the mean again if these are unknown."""
-    mean = numbers[name]
-    ends = [numbers.get(f"{name}_{end}") for end in ("low", "high")]
-    return [_rounded(mean), *(_rounded(end) if is_number(end) else _rounded(mean) for end in ends)]
 
 
 def _rounded(value: float) -> float:
