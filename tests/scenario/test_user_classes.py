@@ -195,11 +195,13 @@ def test_a_class_for_rollouts_that_cannot_be_used_is_a_problem_of_the_scenario(s
         load(study(ROLLOUT.replace(old, new)))
 
 
-def test_the_example_of_the_guide_works(study, tmp_path):
+def test_the_example_of_the_guide_works(tmp_path):
     guide = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
-    (code,) = re.findall(r"```python\n# my_judge.py(.*?)```", guide, re.DOTALL)
-    (table,) = re.findall(r"```toml\n# study.toml\n\[run.rollout\]\n(judger = .*?)\n```", guide)
-    (tmp_path / "my_judge.py").write_text(f"#{code}")
-    path = study(ROLLOUT.replace('judger = { type = "MODULE:Exact" }', table))
+    (code,) = re.findall(r"```python\n# my_judge.py\n(.*?)```", guide, re.DOTALL)
+    (scenario,) = re.findall(r"```toml\n# study.toml\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "my_judge.py").write_text(code)
+    (tmp_path / "arith.jsonl").write_text('{"prompt": "6 + 8?", "label": "14"}\n')
+    path = tmp_path / "study.toml"
+    path.write_text(scenario)
     loopwright("run", path, "-o", tmp_path / "out", cwd=tmp_path)
     assert load(path).scenario.run[0].rollout.judger.timeout_s == 5
