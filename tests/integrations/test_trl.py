@@ -206,7 +206,7 @@ def test_adapters_are_folded_into_what_the_engine_samples_with(tmp_path):
 
 def test_an_engine_elsewhere_reads_trls_weights_from_the_runs_directory(tmp_path):
     with TrlRollouts(scenario(tmp_path), output=tmp_path / "out") as rollouts:
-        rollouts._source = replace(rollouts._source, near=False)
+        rollouts._source = replace(rollouts._source, in_process=False)
         trainer = trainer_of(rollouts, tmp_path, steps=2)
         trainer.train()
     assert off_policy(trainer) < 1e-4
