@@ -161,6 +161,16 @@ def test_another_space_is_refused():
         pass
 
 
+def test_overrides_are_part_of_what_is_compared():
+    overrides = {"run.workload.args.tile": [1, 2]}
+    for _ in range(2):
+        with lw.Study.open(scenario(2), "out", set=overrides) as study:
+            drain(study)
+
+    with pytest.raises(LedgerError, match="another space"), lw.Study.open(scenario(2), "out"):
+        pass
+
+
 def test_an_agent_with_its_own_loop_cannot_be_asked():
     with pytest.raises(lw.ScenarioError, match="ask and tell need a search agent"):
         lw.Study.open(scenario(64, agent="ppo"), "out")

@@ -1,5 +1,7 @@
 """Whether a call continues the study that an output directory contains, or would mix two different ones."""
 
+import json
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import LedgerError
 from loopwright.scenario.kinds.base import LoadedScenario
+from loopwright.scenario.overrides import override
 
 _COMPARED = {
     "space": ("args", "env", "constraints"),
@@ -17,7 +20,8 @@ _COMPARED = {
 
 def check_same_study(loaded: LoadedScenario, output: Path) -> None:
     """Raise LedgerError if the output directory contains a study over another space, function or objective."""
-    stored = tomllib.loads((output / "scenario.toml").read_text())
+    overrides = json.loads((output / "campaign.json").read_text()).get("set", {})
+    stored = override(tomllib.loads((output / "scenario.toml").read_text()), overrides, os.environ)
     for new in loaded.raw["run"]:
         old = next((run for run in stored.get("run", ()) if run["name"] == new["name"]), None)
         if old is None:
