@@ -47,11 +47,6 @@ def test_verifying_a_scenario_imports_nothing_heavy(tmp_path):
     assert not imported(HELP.format(words=["verify", str(path)])) & HEAVY
 
 
-def test_every_public_name_is_there():
-    assert sorted(loopwright.__all__) == loopwright.__all__
-    assert [name for name in loopwright.__all__ if getattr(loopwright, name, None) is None] == []
-
-
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         loopwright.Nonsense  # noqa: B018

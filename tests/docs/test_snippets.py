@@ -110,22 +110,3 @@ def check_commands(text: str, place: str) -> None:
         for word in rest:
             flag = word.partition("=")[0]
             assert not flag.startswith("-") or flag in options, f"{place}: {command.name} has no option {flag}"
-
-
-def test_only_public_packages_are_imported():
-    """Docs import from `loopwright`, from its packages and from its integrations, never from a module inside one."""
-    deep = [
-        f"{page.name}:{snippet.line}: {line}"
-        for page in PAGES
-        for snippet in snippets(page)
-        if snippet.language == "python"
-        for line in snippet.text.splitlines()
-        if (match := re.match(r"\s*from (loopwright(?:\.\w+)*) import", line)) and not is_package(match[1])
-    ]
-    assert deep == []
-
-
-def is_package(name: str) -> bool:
-    if name.startswith("loopwright.integrations."):
-        return True
-    return (Path(loopwright.__file__).parent.joinpath(*name.split(".")[1:]) / "__init__.py").is_file()

@@ -1,1 +1,41 @@
 """The ledger: a run's crash-safe record, with its cache, groups and training steps."""
+
+from typing import TYPE_CHECKING
+
+from loopwright.core.imports import lazy_exports
+
+if TYPE_CHECKING:
+    from loopwright.ledger.groups import Groups
+    from loopwright.ledger.ledger import Ledger
+    from loopwright.ledger.observer import Observer
+    from loopwright.ledger.rollouts import Rejudgement, Rollout, groups_of, has_rollouts
+    from loopwright.ledger.shared_cache import SharedCache
+    from loopwright.ledger.steps import Step
+    from loopwright.ledger.trial_book import RunStopped, TrialBook
+
+__all__ = [
+    "Groups",
+    "Ledger",
+    "Observer",
+    "Rejudgement",
+    "Rollout",
+    "RunStopped",
+    "SharedCache",
+    "Step",
+    "TrialBook",
+    "groups_of",
+    "has_rollouts",
+]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "Groups": "groups",
+        "Ledger": "ledger",
+        "Observer": "observer",
+        **dict.fromkeys(("Rejudgement", "Rollout", "groups_of", "has_rollouts"), "rollouts"),
+        "SharedCache": "shared_cache",
+        "Step": "steps",
+        **dict.fromkeys(("RunStopped", "TrialBook"), "trial_book"),
+    },
+)

@@ -1,1 +1,25 @@
 """Scenarios: from a TOML file to running objects."""
+
+from typing import TYPE_CHECKING
+
+from loopwright.core.imports import lazy_exports
+
+if TYPE_CHECKING:
+    from loopwright.scenario.kinds.base import LoadedScenario
+    from loopwright.scenario.schema import PenaltiesConfig, RunConfig, Scenario, SystemConfig
+
+__all__ = [
+    "LoadedScenario",
+    "PenaltiesConfig",
+    "RunConfig",
+    "Scenario",
+    "SystemConfig",
+]
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "LoadedScenario": "kinds.base",
+        **dict.fromkeys(("PenaltiesConfig", "RunConfig", "Scenario", "SystemConfig"), "schema"),
+    },
+)

@@ -3,12 +3,32 @@
 from typing import TYPE_CHECKING
 
 from loopwright.core.imports import lazy_exports
-from loopwright.workloads.base import Job, Site, Workload, WorkloadConfig
+from loopwright.workloads.base import Job, Site, Workload, WorkloadConfig, workloads
 
 if TYPE_CHECKING:
-    from loopwright.workloads.command import CommandWorkload
-    from loopwright.workloads.python import PythonWorkload
+    from loopwright.workloads.command import CommandConfig, CommandWorkload, SuccessConfig
+    from loopwright.workloads.metric import MetricConfig
+    from loopwright.workloads.python import PythonConfig, PythonWorkload
 
-__all__ = ["CommandWorkload", "Job", "PythonWorkload", "Site", "Workload", "WorkloadConfig"]
+__all__ = [
+    "CommandConfig",
+    "CommandWorkload",
+    "Job",
+    "MetricConfig",
+    "PythonConfig",
+    "PythonWorkload",
+    "Site",
+    "SuccessConfig",
+    "Workload",
+    "WorkloadConfig",
+    "workloads",
+]
 
-__getattr__ = lazy_exports(__name__, {"CommandWorkload": "command", "PythonWorkload": "python"})
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        **dict.fromkeys(("CommandConfig", "CommandWorkload", "SuccessConfig"), "command"),
+        "MetricConfig": "metric",
+        **dict.fromkeys(("PythonConfig", "PythonWorkload"), "python"),
+    },
+)
