@@ -191,7 +191,8 @@ def test_t05_a_retry_has_what_is_left_of_the_quotas():
                     await chat(client, [user("1")], **retry)
                 assert session.episode().sampled == 40
                 now[0] += 100
-                assert await chat(client, [user("0")], n=2, **retry) == both, "what is told again costs nothing"
+                again = await chat(client, [user("0")], n=2, **retry)
+                assert again.choices == both.choices, "what is told again costs nothing"
                 with pytest.raises(openai.RateLimitError, match="100 s are over"):
                     await chat(client, [user("2")], **retry)
 

@@ -69,16 +69,18 @@ class RemoteSession:
     key: str = field(repr=False)
     openai_base_url: str
     anthropic_base_url: str
+    owner_key: str | None = field(default=None, repr=False)
+    """The secret of the run that opened it, without which it belongs to whoever has its key."""
 
     async def describe(self) -> dict[str, Any]:
         """Its status, graph, rows for training, and a verdict per turn."""
-        return await self.client.request("GET", f"/sessions/{self.id}", key=self.key)
+        return await self.client.request("GET", f"/sessions/{self.id}", key=self.owner_key or self.key)
 
     async def complete(self, outcome: Outcome = Outcome.OK, reason: str = "") -> CompletedSession:
         """End the session; returns all that its owner may need. Calling it again changes nothing."""
         body = {"outcome": str(outcome), "reason": reason}
         path = f"/sessions/{self.id}/complete"
-        data = await self.client.request("POST", path, body, key=self.key, survive_restart=True)
+        data = await self.client.request("POST", path, body, key=self.owner_key or self.key, survive_restart=True)
         try:
             broken = next((turn["reason"] for turn in data["turns"] if turn["verdict"] == "broken"), "")
             episode, silent_s = Episode.from_json(data["episode"]), float(data.get("silent_s", 0.0))
@@ -95,7 +97,7 @@ class RemoteSession:
     async def delete(self) -> None:
         """Delete it and everything that was recorded of it. Calling it again changes nothing."""
         try:
-            await self.client.request("DELETE", f"/sessions/{self.id}", key=self.key)
+            await self.client.request("DELETE", f"/sessions/{self.id}", key=self.owner_key or self.key)
         except Refusal as error:
             if error.status != 404:
                 raise
@@ -129,12 +131,15 @@ class GatewayClient:
             "POST", path, body, key=self._token, repeatable=repeatable, survive_restart=repeatable
         )
         try:
-            names = ("id", "key", "openai_base_url", "anthropic_base_url")
-            return RemoteSession(self, *(str(data[name]) for name in names))
+            id, key, openai_base_url, anthropic_base_url = (
+                str(data[name]) for name in ("id", "key", "openai_base_url", "anthropic_base_url")
+            )
         except KeyError as error:
             raise GatewayLost(
                 f"{self.url} opened no session: {error} is missing. Is it a Loopwright gateway?"
             ) from error
+        owner_key = None if config is None else config.owner_key
+        return RemoteSession(self, id, key, openai_base_url, anthropic_base_url, owner_key)
 
     async def publish(self, update: WeightUpdate) -> int:
         """Apply a weight update to its engine; returns the version that it is at then."""

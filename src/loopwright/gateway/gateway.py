@@ -276,7 +276,7 @@ class Gateway:
             session = self.find(id)
         except Refusal:
             session = self.sessions[id] = self._serve(id, config)
-        if (session.config.run, session.config.trial) != (config.run, config.trial):
+        if not session.belongs_to(config):
             raise Refusal(
                 409, "closed", f"session {id!r} belongs to another run or trial; choose another id", retry=False
             )

@@ -132,7 +132,8 @@ class Dialect(ABC):
     def error(self, message: str, *, kind: str, param: str | None = None) -> dict[str, Any]:
         """The body of an error, as this API's SDK expects it; by default in OpenAI's format.
 
-        `kind` is one of: invalid, authentication, not_found, too_large, closed, quota, context, engine, internal.
+        `kind` is one of: invalid, authentication, permission, not_found, too_large, closed, quota, context, engine,
+        internal.
         """
         return openai_error(message, kind, param)
 

@@ -23,6 +23,7 @@ _MAX_REPR = 60
 _OPENAI_ERRORS = {
     "invalid": ("invalid_request_error", None),
     "authentication": ("authentication_error", "invalid_api_key"),
+    "permission": ("invalid_request_error", "insufficient_permissions"),
     "not_found": ("invalid_request_error", "not_found"),
     "too_large": ("invalid_request_error", "request_too_large"),
     "closed": ("invalid_request_error", "session_closed"),

@@ -23,6 +23,7 @@ _SAMPLING = {"max_tokens": "max_tokens", "temperature": "temperature", "top_p": 
 _ERROR_TYPES = {
     "invalid": "invalid_request_error",
     "authentication": "authentication_error",
+    "permission": "permission_error",
     "not_found": "not_found_error",
     "too_large": "request_too_large",
     "closed": "permission_error",

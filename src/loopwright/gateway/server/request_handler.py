@@ -104,13 +104,25 @@ class RequestHandler:
         token = self._gateway.token
         return token is not None and hmac.compare_digest(_key(request).encode("utf-8", "replace"), token.encode())
 
-    def session(self, request: web.Request, *, admin: bool = False) -> ServedSession:
-        """The session of a request that has its key, or, with `admin`, the gateway's token."""
+    def session(self, request: web.Request) -> ServedSession:
+        """The session of a request that has its key, to call models."""
         id = request.match_info["id"]
         session = self._gateway.sessions.get(id) or self._gateway.find(id)
-        if session.admits(_key(request)) or (admin and self.is_admin(request)):
+        if session.admits(_key(request)):
             return session
         raise Refusal(401, "authentication", "the API key is not the one of this session", retry=False)
+
+    def owned_session(self, request: web.Request) -> ServedSession:
+        """The session of a request of its owner, or with the gateway's token, to read or end it."""
+        session = self._gateway.find(request.match_info["id"])
+        if session.is_owned_by(_key(request)) or self.is_admin(request):
+            return session
+        self.session(request)
+        message = (
+            f"session {session.id!r} belongs to the run that opened it: this key may only call models. "
+            "To read, end or delete the session, use the run's key or the gateway's token"
+        )
+        raise Refusal(403, "permission", message, retry=False)
 
     def _dialect(self, session: ServedSession, path: str) -> Dialect:
         tokenizer, template = session.session.engine.tokenizer, session.session.template

@@ -87,16 +87,16 @@ class Server:
 
     async def show(self, request: web.Request) -> web.StreamResponse:
         """Describe a session."""
-        return json_response(self._handler.session(request, admin=True).verify(request.query.get("snapshot")))
+        return json_response(self._handler.owned_session(request).verify(request.query.get("snapshot")))
 
     async def freeze(self, request: web.Request) -> web.StreamResponse:
         """Freeze a session."""
-        session = self._handler.session(request, admin=True)
+        session = self._handler.owned_session(request)
         await session.freeze()
         return json_response({"id": session.id, "status": session.status, "snapshot": session.snapshot})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session = self._handler.session(request, admin=True)
+        session = self._handler.owned_session(request)
         body = parse_object(await request.read(), allow_empty=True)
         outcome, reason = body.get("outcome", Outcome.OK), str(body.get("reason") or "")
         if outcome not in list(Outcome):
@@ -106,6 +106,6 @@ class Server:
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         """Delete a session."""
-        session = self._handler.session(request, admin=True)
+        session = self._handler.owned_session(request)
         await self._gateway.delete(session.id)
         return json_response({"id": session.id, "deleted": True})

@@ -58,6 +58,10 @@ def snapshot_of(data: Mapping[str, Any]) -> str:
     return blake2b(orjson.dumps(content, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
 
 
+def _equal(key: str, secret: str) -> bool:
+    return hmac.compare_digest(key.encode("utf-8", "replace"), secret.encode("utf-8", "replace"))
+
+
 class ServedSession:
     """One agent's session at the gateway. `status` is `open`, `frozen`, `complete`, `expired` or `deleted`."""
 
@@ -109,8 +113,17 @@ class ServedSession:
         self._waiting = 0
 
     def admits(self, key: str) -> bool:
-        """Whether this is its key, compared in constant time."""
-        return hmac.compare_digest(key.encode("utf-8", "replace"), self.key.encode())
+        """Whether this is its key, compared in constant time: whoever has it may call models."""
+        return _equal(key, self.key)
+
+    def is_owned_by(self, key: str) -> bool:
+        """Whether this key may read, end and delete it."""
+        return _equal(key, self.config.owner_key or self.key)
+
+    def belongs_to(self, config: SessionConfig) -> bool:
+        """Whether the same run opens it again, for the same trial."""
+        same = (self.config.run, self.config.trial) == (config.run, config.trial)
+        return same and _equal(self.config.owner_key or "", config.owner_key or "")
 
     # -- calls --------------------------------------------------------------------------------------------------
 

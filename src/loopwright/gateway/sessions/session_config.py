@@ -37,6 +37,9 @@ class SessionConfig(Config):
     """The run that it belongs to."""
     trial: int | str | None = None
     """The trial that it belongs to."""
+    owner_key: str | None = Field(default=None, min_length=16, max_length=256, repr=False)
+    """The secret of the run that opens it. With one, only this key reads, ends and deletes the session, and the
+    session's own key, which its agent has, only calls models."""
     sampling: Sampling = Sampling()
     """What is set here is pinned: requests cannot change it, except that they may ask for fewer tokens."""
     max_tokens: int = Field(default=4096, ge=1)

@@ -140,6 +140,7 @@ class RemoteRollout:
         session_config = SessionConfig(  # without the task: everyone with the session's key could read its label
             run=context.run,
             trial=request.trial,
+            owner_key=secrets.token_urlsafe(24),  # or its agent could delete it, and with it its failure
             sampling=Sampling(**fixed),
             seed=request.seed,
             calls=config.max_turns,
