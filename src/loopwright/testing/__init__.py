@@ -11,6 +11,7 @@ pytest.register_assert_rewrite(
             "engines",
             "executors",
             "gateways",
+            "isolation",
             "judgers",
             "loops",
             "pools",
@@ -25,10 +26,11 @@ from loopwright.testing.clock import simulate  # noqa: E402
 from loopwright.testing.engines import EngineContract  # noqa: E402
 from loopwright.testing.executors import ExecutorContract  # noqa: E402
 from loopwright.testing.gateways import GatewayContract  # noqa: E402
+from loopwright.testing.isolation import IsolationContract  # noqa: E402
 from loopwright.testing.judgers import JudgerContract  # noqa: E402
 from loopwright.testing.loops import LoopContract  # noqa: E402
 from loopwright.testing.pools import PoolContract  # noqa: E402
-from loopwright.testing.sandboxes import IsolationContract, SandboxContract  # noqa: E402
+from loopwright.testing.sandboxes import SandboxContract  # noqa: E402
 from loopwright.testing.workloads import FunctionWorkload, WorkloadContract  # noqa: E402
 
 __all__ = [

@@ -22,6 +22,7 @@ from typing import ClassVar
 
 from loopwright.execution.base import Command, Completion
 from loopwright.execution.local.processes import start_ticks
+from loopwright.execution.sandbox import launcher_main
 from loopwright.execution.sandbox.base import (
     NO_MOUNTS,
     STATUS_WRAPPER,
@@ -34,6 +35,7 @@ from loopwright.execution.sandbox.cgroup import Cgroup, parents
 from loopwright.execution.sandbox.files import remove, run_in_thread
 from loopwright.execution.sandbox.network_proxy import TOOLS, NetworkProxy, explain, plain_environment
 from loopwright.execution.sandbox.resource_monitor import OWN_PROCESSES, MonitoredSandbox, ResourceMonitor
+from loopwright.execution.sandbox.seccomp import compile_filter
 
 PREFIX = "loopwright-sandbox-"
 _SYSTEM = tuple(
@@ -41,6 +43,16 @@ _SYSTEM = tuple(
 )
 _KERNEL = ("/proc/sys", "/proc/sysrq-trigger", "/proc/fs", "/proc/scsi", "/proc/acpi")
 """What root could still write to, since the kernel only checks the owner."""
+_SHARED = (
+    "/proc/keys",
+    "/proc/key-users",
+    "/proc/kcore",
+    "/proc/timer_list",
+    "/proc/latency_stats",
+    "/proc/sched_debug",
+)
+"""What /proc shows of the whole machine, to root at least."""
+_LAUNCHER = (sys.executable, "-IS", launcher_main.__file__)
 _OVERLAYS = ("usr", "etc")
 _OVERLAY_PATHS = tuple(Path("/", name) for name in _OVERLAYS)
 _SECRETS_S = 10.0
@@ -74,6 +86,7 @@ class Bubblewrap(Sandbox):
             raise SandboxError('sandbox = "bwrap" needs bubblewrap. Run: apt-get install bubblewrap')
         if missing_tools := [tool for tool in TOOLS if shutil.which(tool) is None]:
             raise SandboxError(explain(f"{missing_tools[0]} is missing"))
+        compile_filter()
         if missing := [path for path in self._readable if not path.exists()]:
             raise SandboxError(f"readable directory {missing[0]} does not exist. Check its path.")
         argv = ("bwrap", *_ISOLATION, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--", "true")
@@ -142,6 +155,7 @@ class _Scratch:
             for part in ("upper", "work", "root"):
                 (path / part / overlay).mkdir(parents=True)
             (path / "upper" / overlay).chmod(0o755)
+        (path / "filter").write_bytes(compile_filter())
         (path / "empty").touch(mode=0o444)
         (path / "nothing").mkdir(mode=0o555)
         secrets = _secrets(int(time.monotonic() / _SECRETS_S))
@@ -226,7 +240,8 @@ class _Instance(SandboxInstance):
         arguments.touch(mode=0o600)
         words = self._arguments(command, mounts, read_only)
         arguments.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in words))
-        outside = ("/bin/sh", "-c", STATUS_WRAPPER, str(arguments), *self._proxy.enter(), "bwrap", "--args", "3", "--")
+        launcher = (*_LAUNCHER, str(self._scratch.path / "filter"), "bwrap", "--args", "3", "--")
+        outside = ("/bin/sh", "-c", STATUS_WRAPPER, str(arguments), *self._proxy.enter(), *launcher)
         inside = ("/bin/sh", "-c", _INIT, "sh", *_prlimit(self._bounds), "env", "--default-signal=TERM", "--")
         # The command's environment is for the inside only: it could make our own tools load its code.
         environment = {**plain_environment(), "LOOPWRIGHT_GROUP": self._cgroup.join_file}
@@ -279,6 +294,9 @@ class _Instance(SandboxInstance):
         for name in _KERNEL:
             if Path(name).exists():
                 yield from ("--ro-bind", name, name)
+        for name in _SHARED:
+            if Path(name).exists():
+                yield from ("--ro-bind", str(scratch / "empty"), name)
 
 
 @cache

@@ -1,0 +1,39 @@
+"""Run as a script: starts bubblewrap in a new session keyring and with a system-call filter.
+
+The kernel keys of this process, such as tickets for a network file system, would otherwise be those of the sandbox.
+It imports no packages, since each command waits for it.
+"""
+
+import _ctypes
+import os
+import sys
+
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
+_JOIN_SESSION_KEYRING = 1
+_NO_KEYS = (1, 38)
+"""Error numbers where kernel keys are forbidden (EPERM) or not supported (ENOSYS): a sandbox cannot use them either."""
+
+
+def main(filter_file: str, bwrap: str, *arguments: str) -> None:
+    """Become this program, with the filter of this file."""
+    libc = _ctypes.dlopen(None, os.RTLD_NOW)  # type: ignore[arg-type]  # None is this process.
+    call = _ctypes.dlsym(libc, "syscall")
+    number = _KEYCTL[os.uname().machine]
+    # Without a name: an anonymous keyring that nobody else can join.
+    if _ctypes.call_function(call, (number, _JOIN_SESSION_KEYRING, 0)) < 0:
+        _check_error(number)
+    program = os.open(filter_file, os.O_RDONLY)
+    os.set_inheritable(program, True)
+    os.execvp(bwrap, (bwrap, "--seccomp", str(program), *arguments))  # noqa: S606  No shell is needed.
+
+
+def _check_error(number: int) -> None:
+    import ctypes  # takes as long as all the rest
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(number, _JOIN_SESSION_KEYRING, None) < 0 and ctypes.get_errno() not in _NO_KEYS:
+        sys.exit(f"cannot create a session keyring: {os.strerror(ctypes.get_errno())}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,97 @@
+"""Contracts of sandboxes: A07."""
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from loopwright.execution.sandbox import sandbox_of
+from loopwright.execution.sandbox.seccomp import ABSENT, DENIED
+from loopwright.testing.sandboxes import SandboxHarness
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+
+# Runs in a network namespace of its own, which has an address and a listener that nothing else has.
+ELSEWHERE = """
+import fcntl, socket, struct, sys
+from pathlib import Path
+from loopwright.execution.sandbox import sandbox_of
+from loopwright.testing.sandboxes import SandboxHarness
+
+address = "198.51.100.7"
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as plain:
+    fcntl.ioctl(plain, 0x8914, struct.pack("16sh14x", b"lo", 0x49))
+    name = struct.pack("16sHH4s8x", b"lo:1", socket.AF_INET, 0, socket.inet_aton(address))
+    fcntl.ioctl(plain, 0x8916, name)
+listener = socket.create_server((address, 0))
+port = listener.getsockname()[1]
+socket.create_connection((address, port)).close()
+harness = SandboxHarness(Path(sys.argv[1]), sandbox_of("bwrap"))
+script = '''
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5)
+    print("reached")
+except OSError as error:
+    print(error.strerror)
+'''
+print("outside: reached, inside:", harness.output_of(harness.python(script, address, str(port))))
+"""
+
+
+@pytest.fixture
+def harness(tmp_path):
+    return SandboxHarness(tmp_path, sandbox_of("bwrap"))
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="unknown architecture")
+def test_a07_every_call_of_the_filter_fails(harness):
+    """Given arguments that would otherwise be looked at, each call is refused before that."""
+    calls = {**DENIED, **ABSENT}
+    numbers = [number for each in calls.values() if (number := getattr(each, platform.machine())) is not None]
+    script = """
+    import ctypes, sys
+    libc = ctypes.CDLL(None, use_errno=True)
+    for number in map(int, sys.argv[1:]):
+        libc.syscall(number, -1, -1, -1, -1, -1, -1)
+        print(ctypes.get_errno())
+    """
+    errors = {*harness.output_of(harness.python(script, *map(str, numbers))).split()}
+    assert errors == {"1", "38"}
+
+
+def test_a07_a_namespace_beside_the_sandbox_is_out_of_reach(tmp_path):
+    """Given a listener at an address that exists only where the sandbox was opened, commands do not reach it."""
+    argv = ["unshare", "--user", "--map-root-user", "--net", "--", sys.executable, "-c", ELSEWHERE, str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.strip() == "outside: reached, inside: Network is unreachable", done.stderr
+
+
+def test_a07_shared_memory_and_open_files_of_the_host_are_not_there(harness):
+    libc = ctypes.CDLL(None)
+    key = os.getpid()
+    segment = libc.shmget(key, 4096, 0o1666)
+    assert segment >= 0
+    script = """
+    import ctypes, os, sys
+    files = sorted(map(int, os.listdir("/proc/self/fd")))[:-1]
+    print(ctypes.CDLL(None).shmget(int(sys.argv[1]), 0, 0), files)
+    """
+    try:
+        assert harness.output_of(harness.python(script, str(key))) == "-1 [0, 1, 2]\n"
+    finally:
+        libc.shmctl(segment, 0, None)
+
+
+def test_a07_a_process_outside_cannot_be_traced(harness):
+    """By its number there is no such process."""
+    script = """
+    import ctypes, sys
+    libc = ctypes.CDLL(None, use_errno=True)
+    print(libc.ptrace(16, int(sys.argv[1]), 0, 0), ctypes.get_errno())  # PTRACE_ATTACH
+    """
+    assert harness.output_of(harness.python(script, str(os.getpid()))) == "-1 3\n"
