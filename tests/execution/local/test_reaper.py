@@ -83,5 +83,5 @@ def nest_directories(path):
 
 
 def _children():
-    """Process ids of our children. The newest need not have the highest: ids start again when they reach the maximum."""
+    """Process ids of our children. The newest is not always the highest: ids wrap around at the maximum."""
     return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
