@@ -53,6 +53,31 @@ def test_check_runs_the_tests_before_and_after_the_solution(loopwright, tmp_path
     assert [json.loads(line)["id"] for line in (tmp_path / "tasks.jsonl").read_text().splitlines()] == ["good"]
 
 
+def test_check_reports_the_tricks_that_a_task_falls_for(loopwright, tmp_path):
+    """Given tests that any link, module or program satisfies, each of them is named, and the task is not written."""
+    reward = '&& echo 1 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt" || echo 0 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"'
+    copy = {"environment__config__a": "a", "solution__solve.sh": "cp -r config backup"}
+    write(tmp_path / "set/alias", test=f"diff -r config backup {reward}", **copy)
+    careless = '[verifier.env]\nPYTHONSAFEPATH = ""'
+    load = "python3 -c 'import json, sys; sys.exit(json.load(open(\"answer\")) != 42)'"
+    write(tmp_path / "set/shadow", toml=careless, test=f"{load} {reward}", **{"solution__solve.sh": "echo 42 > answer"})
+    write(tmp_path / "set/forge", test=f"python3 main.py {reward}", **{"solution__solve.sh": "touch main.py"})
+    fine = f'[ "$(cat answer)" = 42 ] {reward}'
+    write(tmp_path / "set/sound", test=fine, **{"solution__solve.sh": "echo 42 > answer"})
+    done = loopwright("tasks", "scan", "set", "--check", "-o", "tasks.jsonl")
+    assert done.returncode == 2
+    rows = [line.split() for line in done.stdout.splitlines()[1:5]]
+    assert [(row[0], row[-1]) for row in rows] == [
+        *(("alias", "alias"), ("forge", "forge"), ("shadow", "shadow"), ("sound", "none"))
+    ]
+    assert done.stderr.splitlines() == [
+        "alias: a link in the place of a copy scores 1, not 0",
+        "forge: a program that writes the reward itself scores 1, not 0",
+        "shadow: a json.py, or a program called diff, in the workspace scores 1, not 0",
+    ]
+    assert [json.loads(line)["id"] for line in (tmp_path / "tasks.jsonl").read_text().splitlines()] == ["sound"]
+
+
 def test_nothing_there_is_an_error(loopwright, tmp_path):
     done = loopwright("tasks", "scan", ".")
     assert (done.returncode, done.stdout) == (2, "")

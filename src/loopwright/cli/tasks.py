@@ -38,7 +38,10 @@ def scan(
         str | None, typer.Option("--split", help="`train`, `validation`; by default as the directory's name says.")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Run the tests on the initial state, and on what solution/solve.sh does.")
+        bool,
+        typer.Option(
+            "--check", help="Run the tests on the initial state, on what solution/solve.sh does, and on some tricks."
+        ),
     ] = False,
     sandbox: Annotated[str, typer.Option("--sandbox", help="For --check: none, bwrap or docker.")] = "none",
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="For --check: how many tasks at a time.")] = 4,
@@ -87,7 +90,8 @@ def _show(found: Sequence["TaskDirectory"], checked: "Mapping[str, TaskCheck]") 
     from rich.markup import escape
     from rich.table import Table
 
-    columns = ("task", "difficulty", "steps", "tests", "solution", *(("initial", "solved") if checked else ()))
+    results = ("initial", "solved", "tricks") if checked else ()
+    columns = ("task", "difficulty", "steps", "tests", "solution", *results)
     table = Table(*columns, box=None, padding=(0, 1), pad_edge=False)
     for each in found:
         task = each.task
@@ -97,7 +101,7 @@ def _show(found: Sequence["TaskDirectory"], checked: "Mapping[str, TaskCheck]") 
         solved = task.solution(task.steps[0]) is not None
         facts = [str(task.metadata.get("difficulty", "")), str(len(task.steps)), _yes(task.has_tests), _yes(solved)]
         if done := checked.get(each.id):
-            facts += [_reward(done.initial), _reward(done.solved)]
+            facts += [_reward(done.initial), _reward(done.solved), ", ".join(done.fooled_by) or "none"]
         table.add_row(escape(each.id), *map(escape, facts))
     if found:
         Console(highlight=False).print(table)

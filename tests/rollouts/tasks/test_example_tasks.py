@@ -1,4 +1,4 @@
-"""The shipped tasks: each one's solution scores 1, the state it begins with 0, by the way that real runs take."""
+"""The shipped tasks: each one's solution scores 1, its initial state and every trick 0, as real runs judge them."""
 
 import asyncio
 from collections import Counter
@@ -27,12 +27,16 @@ def test_there_are_enough_of_every_kind():
 
 
 @pytest.mark.parametrize("sandbox", ["none", pytest.param("bwrap", marks=pytest.mark.slow)])
-def test_solutions_score_one_and_the_initial_state_scores_zero(sandbox):
+def test_solutions_score_one_and_the_initial_state_and_tricks_score_zero(sandbox):
     async def main():
         return [each async for each in check_tasks(list(scan(TASKS)), sandbox_of(sandbox), jobs=4)]
 
     checked = asyncio.run(main())
-    assert {each.found.id: each.problems for each in checked if each.problems} == {}
+    assert {each.directory.id: each.problems for each in checked if each.problems} == {}
     assert all(each.solved is not None for each in checked)
     assert {each.initial["rewards"]["reward"] for each in checked} == {0.0}
     assert {each.solved["rewards"]["reward"] for each in checked} == {1.0}
+    played = Counter(name for each in checked for name, report in each.tricks.items() if "rewards" in report)
+    assert played["shadow"] == len(checked)
+    assert played["link"] == len(checked) - 1, "all but make-executable, which changes no content"
+    assert {*played} == {"link", "alias", "shadow", "forge"}

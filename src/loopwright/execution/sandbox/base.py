@@ -1,10 +1,11 @@
 """The base of all sandboxes. One sandbox instance serves one trial: its agent and then its tests run in it."""
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ from loopwright.core.errors import LoopwrightError
 from loopwright.execution.base import Command, Completion
 
 NO_MOUNTS: Mapping[str, Path] = MappingProxyType({})
+_SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
 
 # Reports outside how a command ended inside. It is a shell script because a shell starts in a millisecond. It leaves
 # SIGTERM to the command inside, which gets it too, and ends by the signal that ended the command. Bubblewrap reads its
@@ -83,7 +85,22 @@ class SandboxInstance(ABC):
 
     def is_trusted(self, directory: Path) -> bool:
         """Whether no command can have written to this directory, apart from a writable layer over /usr."""
-        return any(directory.is_relative_to(path) for path in ("/usr", "/bin", "/sbin"))
+        return any(directory.is_relative_to(path) for path in _SYSTEM_PATHS)
+
+    def may_link_to(self, inside: PurePosixPath) -> bool:
+        """Whether a link that a command left may lead to this path inside: one of the system's own files."""
+        return self.is_trusted(Path(inside))
+
+    def writable_directories(self) -> Mapping[str, Path]:
+        """The directories that commands can write to and that survive a command: paths inside, and where they are."""
+        return {self.path_inside(self.workspace): self.workspace}
+
+    def path_outside(self, inside: PurePosixPath) -> Path | None:
+        """Where a path inside is; None if no command can have put a link there."""
+        for root, directory in self.writable_directories().items():
+            if inside.is_relative_to(root):
+                return directory / inside.relative_to(root)
+        return None
 
     def path_inside(self, path: Path) -> str:
         """The path inside of a path in the workspace."""
@@ -136,6 +153,12 @@ class _UnconfinedInstance(SandboxInstance):
 
     def is_trusted(self, directory: Path) -> bool:
         return not directory.is_relative_to(self.workspace)
+
+    def may_link_to(self, inside: PurePosixPath) -> bool:
+        return any(inside.is_relative_to(path) for path in (*_SYSTEM_PATHS, sys.prefix, sys.base_prefix))
+
+    def path_outside(self, inside: PurePosixPath) -> Path | None:
+        return Path(inside)
 
 
 class NoSandbox(Sandbox):

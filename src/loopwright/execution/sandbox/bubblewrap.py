@@ -228,6 +228,17 @@ class _Instance(SandboxInstance):
     def is_trusted(self, directory: Path) -> bool:
         return _is_in(directory, (*self._readable, *_SYSTEM))
 
+    def writable_directories(self) -> Mapping[str, Path]:
+        return {**super().writable_directories(), **self._scratch.private}
+
+    def path_outside(self, inside: PurePosixPath) -> Path | None:
+        path = Path(inside)
+        # What is trusted is mounted over the private directories, the workspace over both.
+        if inside.is_relative_to(self._mount_at) or not self.is_trusted(path):
+            return super().path_outside(inside)
+        layer = self._scratch.path / "upper" / path.relative_to("/")
+        return layer if layer.is_symlink() or layer.exists() else path
+
     def wrap(
         self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, read_only: Mapping[str, Path] = NO_MOUNTS
     ) -> Command:

@@ -143,6 +143,15 @@ class _Instance(SandboxInstance):
     def url_inside(self, url: str) -> str:
         return self._proxy.url_inside(url)
 
+    def writable_directories(self) -> Mapping[str, Path]:
+        return {**super().writable_directories(), **self._private}
+
+    def begin_verification(self) -> None:
+        super().begin_verification()
+        # Its client may have been killed, and what still runs in it could change what is inspected next.
+        if len(self._containers) > bool(self._proxy.ports):
+            _docker("rm", "--force", "--volumes", self._containers[-1])
+
     def setup_failed(self, completion: Completion) -> bool:
         # A command may exit with the same code, but then there was a container.
         return completion.exit_code == _NOT_STARTED and not self._id_file(self._containers[-1]).exists()

@@ -3,6 +3,8 @@
 import asyncio
 import math
 import os
+import re
+import secrets
 import shutil
 import stat
 import tempfile
@@ -16,7 +18,8 @@ from loopwright.execution.base import Command, Completion, Executor, OnStart
 from loopwright.execution.local.process_tree import signal_name
 from loopwright.execution.local.processes import MARKER_VARIABLE
 from loopwright.execution.sandbox import SandboxError, SandboxInstance
-from loopwright.execution.sandbox.files import remove, remove_in_background
+from loopwright.execution.sandbox.files import remove, remove_in_background, run_in_thread
+from loopwright.execution.sandbox.links import TooManyFiles, remove_outward_links
 from loopwright.rollouts.tasks.harbor.dockerfile import WorkspaceLayout, read_layout
 from loopwright.rollouts.tasks.harbor.reward import BrokenTests, read_rewards
 from loopwright.rollouts.tasks.harbor.source import TaskLocator
@@ -37,7 +40,13 @@ VerifierReport = dict[str, Any]
 _SEARCH_PATHS = ("PATH", "LD_LIBRARY_PATH")
 _INHERITED = (*_SEARCH_PATHS, "LANG", "LC_ALL", "TZ", MARKER_VARIABLE)
 _TAIL_BYTES = 2000
+_MAX_LINKS = 20
+"""How many of the links that were removed a report names."""
 _TESTS, _VERIFIER, _SOLUTION, _HOME = "/tests", "/logs/verifier", "/solution", "/logs/home"
+_NAMED_PATHS = {_TESTS: rb"/tests", _VERIFIER: rb"/logs"}
+_NAMED = rb"(?<!:-)(?<![\w.}])%s(?![\w-])"
+"""How tests name a path of Harbor's, other than as the default of a variable (`${LOOPWRIGHT_TESTS_DIR:-/tests}`)."""
+_MAX_SOURCE_BYTES = 2**20
 _PATH_VARIABLES = {
     _TESTS: "LOOPWRIGHT_TESTS_DIR",
     _VERIFIER: "LOOPWRIGHT_VERIFIER_DIR",
@@ -109,8 +118,9 @@ async def verify(
 ) -> VerifierReport:
     """Run a step's tests in the sandbox that the agent used. Raises only if the sandbox fails or the disk is full.
 
-    The tests run from fresh copies below `scratch`, which no agent could see, with a separate home directory. Programs
-    are searched only where no agent could have put any. Broken tests give an `error`.
+    The tests run from fresh copies below `scratch`, which no agent could see, at a path that none can guess, with a
+    separate home directory. Programs and modules are searched only where no agent could have put any, and links that
+    lead out of the workspace are removed. Broken tests give an `error`.
     """
     directory = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=scratch, prefix="tests-"))
     try:
@@ -118,14 +128,23 @@ async def verify(
             await asyncio.to_thread(_copy_tests, prepared.task, step, directory)
         except TasksError as error:
             return {"error": str(error)}
+        await asyncio.to_thread(sandbox.begin_verification)
+        try:
+            removed_links = await run_in_thread(remove_outward_links, sandbox)
+        except TooManyFiles as error:
+            return {"rewards": {"reward": 0.0}, "output": str(error)}
         mounts = {mount: directory / Path(mount).name for mount in (_VERIFIER, _HOME)}
         env = {**_trusted_search_paths(sandbox), **prepared.env, **prepared.tests_env[step.name]}
-        script = TaskScript(f"{_TESTS}/{TEST}", mounts, env, step.verifier_timeout_s, {_TESTS: directory / "tests"})
-        await asyncio.to_thread(sandbox.begin_verification)
+        paths = await asyncio.to_thread(_choose_paths, directory / "tests")
+        read_only = {_TESTS: directory / "tests"}
+        script = TaskScript(f"{_TESTS}/{TEST}", mounts, env, step.verifier_timeout_s, read_only, paths)
         completion = await executor.run(script.command(sandbox, directory, marker), on_start)
         if sandbox.setup_failed(completion):
             raise SandboxError(f"the sandbox for the tests could not be set up: {_output_tail(directory)}")
-        return await asyncio.to_thread(_report, directory, completion, step.verifier_timeout_s, sandbox.exceeded_limit)
+        report = await asyncio.to_thread(
+            _report, directory, completion, step.verifier_timeout_s, sandbox.exceeded_limit
+        )
+        return {**report, "removed_links": removed_links[:_MAX_LINKS]} if removed_links else report
     finally:
         await remove_in_background(directory)
 
@@ -140,16 +159,22 @@ class TaskScript:
     timeout_s: float | None
     read_only: Mapping[str, Path] = field(default_factory=dict)
     """Further directories, which are mounted read-only."""
+    paths: Mapping[str, str] = field(default_factory=dict)
+    """Where Harbor's directories are mounted, if not at Harbor's paths."""
 
     def command(self, sandbox: SandboxInstance, outputs: Path, marker: str) -> Command:
-        """The command that runs it in a sandbox. If nothing can be mounted, variables hold the paths."""
+        """The command that runs it in a sandbox. Variables hold the paths of its directories."""
         mounts = {**self.mounts, **self.read_only}
-        paths = {mount: mount if sandbox.has_own_paths else str(path) for mount, path in mounts.items()}
+        paths = {mount: self.paths.get(mount, mount) for mount in mounts}
+        if not sandbox.has_own_paths:
+            paths = {mount: str(path) for mount, path in mounts.items()}
         parent, _, name = self.path.rpartition("/")
         env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         env |= {} if sandbox.has_own_paths else {"HOME": str(outputs), "TMPDIR": str(outputs)}
         env |= {"HOME": paths[_HOME]} if _HOME in paths else {}
-        # The tests must not import what an agent left in its home directory.
+        # The tests must import neither what an agent left in its home directory nor what is in the workspace, but their
+        # own modules.
+        env |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": paths[_TESTS]} if _TESTS in paths else {}
         env |= {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1", **self.env}
         env |= {_PATH_VARIABLES[mount]: path for mount, path in paths.items() if mount in _PATH_VARIABLES}
         command = Command(
@@ -162,7 +187,20 @@ class TaskScript:
             timeout_s=self.timeout_s,
             marker=marker,
         )
-        return sandbox.wrap(command, self.mounts, self.read_only)
+        writable = {paths[mount]: path for mount, path in self.mounts.items()}
+        return sandbox.wrap(command, writable, {paths[mount]: path for mount, path in self.read_only.items()})
+
+
+def _choose_paths(tests: Path) -> dict[str, str]:
+    """Where the directories of tests are mounted: at a path that no agent can guess, or at Harbor's if they name it."""
+    room = f"/{secrets.token_hex(16)}"
+    paths = {mount: f"{room}/{Path(mount).name}" for mount in (_TESTS, _VERIFIER, _HOME)}
+    for _, file, info in walk_tree(tests):
+        if stat.S_ISREG(info.st_mode):
+            with file.open("rb") as source:
+                text = source.read(_MAX_SOURCE_BYTES)
+            paths |= {mount: mount for mount, path in _NAMED_PATHS.items() if re.search(_NAMED % path, text)}
+    return paths
 
 
 def _trusted_search_paths(sandbox: SandboxInstance) -> dict[str, str]:

@@ -31,9 +31,12 @@ CASES = [
 def passed(arguments, wanted):
     # Into a file: a pipe would be waited for as long as anything that was started holds it open.
     with tempfile.TemporaryFile() as out:
-        command = [sys.executable, "-c", RUN, json.dumps(arguments)]
+        # Isolated (-I): a json.py beside the code under test is not the module that reports its result. And without our
+        # variables, which name the directory of these cases.
+        command = [sys.executable, "-I", "-c", RUN, json.dumps(arguments)]
+        streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.DEVNULL}
         try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL, timeout=5)
+            done = subprocess.run(command, **streams, env={"PATH": os.environ["PATH"]}, timeout=5)
             out.seek(0)
             return done.returncode == 0 and json.loads(out.read().splitlines()[-1]) == wanted
         except (subprocess.TimeoutExpired, ValueError, IndexError):

@@ -1,0 +1,125 @@
+"""Contracts of what judges an agent: A08."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from loopwright.execution.sandbox import links, sandbox_of
+from tests.rollouts.harbor import verified, write
+
+TASKS = Path(__file__).parents[2] / "examples" / "tasks"
+GRADE = 'then echo 1; else echo 0; fi > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"'
+DIFF = f'if diff -q "$LOOPWRIGHT_TESTS_DIR/expected.txt" answer.txt; {GRADE}'
+HARBOR_DIFF = f"if diff -q /tests/expected.txt answer.txt; {GRADE}"
+JSON = f"if python3 -c 'import json, sys; sys.exit(json.load(open(\"answer.json\")) != [4, 2])'; {GRADE}"
+EXPECTED = {"tests__expected.txt": "42\n"}
+
+
+@pytest.fixture(params=["none", "bwrap"])
+def sandbox(request):
+    if request.param == "bwrap" and shutil.which("bwrap") is None:
+        pytest.skip("needs bubblewrap")
+    return sandbox_of(request.param)
+
+
+def report(path, home, **given):
+    return asyncio.run(asyncio.wait_for(verified(path, home, **given), 60))
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "ln -s /tests/expected.txt answer.txt",
+        "ln -s ../../../../../../../../tests/expected.txt answer.txt",
+        "ln -s /tests tests; ln -s tests/expected.txt answer.txt",
+        "mkdir deep; ln -s deep/answer.txt answer.txt; ln -s /tests/expected.txt deep/answer.txt; chmod 0300 deep",
+        "ln -s /tests/expected.txt /tmp/$$; ln -s /tmp/$$ answer.txt",
+        "ln -s /usr/share/$$ answer.txt; ln -s /tests/expected.txt /usr/share/$$ || ln -fs /tests answer.txt",
+        "ln -s /proc/1/root/tests/expected.txt answer.txt",
+    ],
+)
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+def test_a08_a_link_into_the_tests_is_no_answer(tmp_path, trick):
+    """Even for tests that need Harbor's own path, so that an agent knows where they will be."""
+    path = write(tmp_path / "task", test=HARBOR_DIFF, **EXPECTED)
+    done = report(path, tmp_path, sandbox=sandbox_of("bwrap"), agent=trick)
+    assert done["rewards"] == {"reward": 0.0}
+    assert "/app/answer.txt" in done["removed_links"] or "/app/deep/answer.txt" in done["removed_links"]
+
+
+def test_a08_without_isolation_a_link_into_the_task_is_no_answer(tmp_path):
+    path = write(tmp_path / "task", test=DIFF, **EXPECTED)
+    done = report(path, tmp_path, agent=f"ln -s {path}/tests/expected.txt answer.txt")
+    assert done["rewards"] == {"reward": 0.0}
+    assert done["removed_links"] == [str(tmp_path / "workspace/answer.txt")]
+
+
+def test_a08_links_in_the_workspace_and_to_the_system_stay(tmp_path, sandbox):
+    """A virtual environment has both."""
+    path = write(tmp_path / "task", test=f"{DIFF}; venv/bin/sh -c 'exit 3' || echo $?", **EXPECTED)
+    agent = "echo 42 > real.txt; ln -s real.txt answer.txt; mkdir -p venv/bin; ln -s /bin/sh venv/bin/sh"
+    done = report(path, tmp_path, sandbox=sandbox, agent=agent)
+    assert (done["rewards"], done["output"]) == ({"reward": 1.0}, "3")
+    assert "removed_links" not in done
+
+
+def test_a08_files_that_cannot_be_inspected_in_time_score_zero(tmp_path, monkeypatch):
+    """Not "no reward": an agent could leave them to avoid a zero."""
+    monkeypatch.setattr(links, "_TIMEOUT_S", -1.0)
+    path = write(tmp_path / "task", test=DIFF, **EXPECTED)
+    done = report(path, tmp_path, agent="echo 42 > answer.txt; ln -s answer.txt other")
+    assert done["rewards"] == {"reward": 0.0}
+    assert "could not be inspected" in done["output"]
+
+
+def test_a08_a_module_in_the_workspace_is_not_imported_by_the_tests(tmp_path, sandbox):
+    path = write(tmp_path / "task", test=JSON)
+    agent = "echo '[]' > answer.json; echo 'load = lambda _: [4, 2]' > json.py"
+    assert report(path, tmp_path, sandbox=sandbox, agent=agent)["rewards"] == {"reward": 0.0}
+
+
+def test_a08_tests_import_their_own_modules(tmp_path, sandbox):
+    test = f'if python3 "$LOOPWRIGHT_TESTS_DIR/main.py"; {GRADE}'
+    path = write(tmp_path / "task", test=test, **{"tests__main.py": "import helper", "tests__helper.py": ""})
+    assert report(path, tmp_path, sandbox=sandbox)["rewards"] == {"reward": 1.0}
+
+
+@pytest.mark.parametrize(
+    "trick", ["ln -s config backup", "cp -al config backup", "rm -r config/*; cp -r config backup"]
+)
+def test_a08_a_link_is_not_a_copy(tmp_path, sandbox, trick):
+    shutil.copytree(TASKS / "eval/copy-tree", tmp_path / "task")
+    assert report(tmp_path / "task", tmp_path, sandbox=sandbox, agent=trick)["rewards"] == {"reward": 0.0}
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+def test_a08_the_path_of_tests_is_never_the_same(tmp_path):
+    """Unless they name Harbor's paths, which are there then."""
+    show = 'echo "$LOOPWRIGHT_TESTS_DIR $LOOPWRIGHT_VERIFIER_DIR"; ls -d /test? /log?'
+    outputs = []
+    for number, test in enumerate([show, show, f"{show}; cat /tests/test.sh > /logs/verifier/copy"]):
+        home = tmp_path / str(number)
+        path = write(home / "task", test=f'{test}\necho 1 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"')
+        outputs.append(report(path, home, sandbox=sandbox_of("bwrap"))["output"])
+    first, second, named = outputs
+    assert first.split()[0] != second.split()[0]
+    assert {Path(word).parent.name for word in first.split()[:2]} != {"tests", "logs"}
+    assert "cannot access '/test?'" in first
+    assert named.split() == ["/tests", "/logs/verifier", "/logs", "/tests"]
+
+
+def test_a08_unreadable_directories_keep_their_modes(tmp_path):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "closed/link").symlink_to("/nowhere")
+    (tmp_path / "closed").chmod(0o100)
+
+    async def main():
+        async with sandbox_of("none").open(tmp_path) as instance:
+            return links.remove_outward_links(instance)
+
+    assert asyncio.run(main()) == [str(tmp_path / "closed/link")]
+    assert (tmp_path / "closed").stat().st_mode & 0o777 == 0o100
+    (tmp_path / "closed").chmod(0o700)
+    assert list((tmp_path / "closed").iterdir()) == []
