@@ -10,7 +10,7 @@ from pydantic_core import PydanticUndefined
 
 from loopwright.agents import agents, rollout_agents
 from loopwright.core.registry import Registry
-from loopwright.core.reward import rewards
+from loopwright.core.reward import Penalties, rewards
 from loopwright.engines.base import Sampling, engines
 from loopwright.envs.live.config import LiveConfig
 from loopwright.rollouts.config import ProduceConfig, RolloutConfig
@@ -20,7 +20,7 @@ from loopwright.rollouts.loops.base import loops
 from loopwright.rollouts.remote.config import BoundsConfig
 from loopwright.rollouts.remote.gateway_config import GATEWAY_HOSTS
 from loopwright.rollouts.tasks.sources import task_sources
-from loopwright.scenario.schema import PenaltiesConfig, RunConfig, Scenario, SystemConfig
+from loopwright.scenario.schema import RunConfig, Scenario, SystemConfig
 from loopwright.spaces.parameter import Choice, Fixed, Range
 from loopwright.spaces.space import EnvParamConfig
 from loopwright.trainers.config import LoraConfig
@@ -63,7 +63,7 @@ def sections() -> list[str]:
         section("`[run.rollout] loop`, `bounds`", BoundsConfig),
         section("`[run.eval]`", EvalConfig),
         section("`[run.agent] lora`", LoraConfig),
-        section("`[run.rewards]`", PenaltiesConfig),
+        section("`[run.rewards]`", Penalties),
         section("`[run.env_params.NAME]`", EnvParamConfig),
     ]
     for where, registry in (

@@ -15,7 +15,7 @@ from loopwright.core.task import Task
 from loopwright.core.trial import Result, Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import rejudgements, rollouts
-from loopwright.scenario.output import hold
+from loopwright.scenario.dispatch import hold
 
 TASKS = '''
 def sums():

@@ -13,9 +13,8 @@ from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer
 from loopwright.ledger.trial_book import TrialBook
-from loopwright.scenario.dispatch import dispatch
+from loopwright.scenario.dispatch import dispatch, reopen
 from loopwright.scenario.load import load
-from loopwright.scenario.output import reopen
 from loopwright.spaces.space import Draws
 from loopwright.workloads.base import Job, Workload
 
@@ -94,7 +93,7 @@ class ListedAgent(SearchAgent):
 
 
 def penalties(metric: float | None = None, constraint: float | None = None) -> Penalties:
-    return Penalties(metric, constraint)
+    return Penalties(metric_failure=metric, constraint_failure=constraint)
 
 
 def campaign(directory: Path, text: str, output: str = "out") -> int:

@@ -5,8 +5,8 @@ import tomllib
 import pytest
 
 from loopwright.core.errors import ScenarioError
+from loopwright.scenario.dispatch import begin, reopen
 from loopwright.scenario.load import load
-from loopwright.scenario.output import begin, reopen
 from loopwright.scenario.overrides import parse_assignments
 
 

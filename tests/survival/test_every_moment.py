@@ -9,9 +9,8 @@ from itertools import count
 
 import pytest
 
-from loopwright.scenario.dispatch import dispatch
+from loopwright.scenario.dispatch import dispatch, reopen
 from loopwright.scenario.load import load
-from loopwright.scenario.output import reopen
 from tests.survival.campaign import SCENARIO, Campaign
 
 EFFECTS = {

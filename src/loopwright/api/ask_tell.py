@@ -15,10 +15,9 @@ from loopwright.core.errors import LoopwrightError, Problem, ScenarioError
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Result
 from loopwright.envs.search import SearchEnv
-from loopwright.scenario.dispatch import build, write_all
+from loopwright.scenario.dispatch import begin, build, hold, write_all
 from loopwright.scenario.load import load
 from loopwright.scenario.make import select_run
-from loopwright.scenario.output import begin, hold
 from loopwright.workloads.base import Job
 from loopwright.workloads.in_process import ExternalWorkload, result_of
 

@@ -14,10 +14,9 @@ from loopwright.api.resume import check_same_study
 from loopwright.api.shipping import code_digest, import_path, search_path, write_pickle
 from loopwright.api.study import Study
 from loopwright.reports.export import replacing
-from loopwright.scenario.dispatch import dispatch
+from loopwright.scenario.dispatch import Signals, dispatch
 from loopwright.scenario.kinds.base import LoadedScenario
 from loopwright.scenario.load import load
-from loopwright.scenario.signals import Signals
 from loopwright.workloads.in_process import InProcessWorkload
 
 

@@ -19,7 +19,7 @@ from loopwright.ledger.rollouts import Rejudgement, add_rejudgements
 from loopwright.reports.formatting import number, short
 from loopwright.rollouts.judgers.base import JudgerConfig
 from loopwright.rollouts.rejudge import Changes, describe, read_judger, rejudge
-from loopwright.scenario.output import hold
+from loopwright.scenario.dispatch import hold
 
 
 def command(

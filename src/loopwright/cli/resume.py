@@ -7,7 +7,7 @@ import typer
 from loopwright.cli.options import JsonLines, OutputArgument, Quiet
 from loopwright.cli.overrides import Overrides, overrides_of
 from loopwright.cli.progress import run_with_progress
-from loopwright.scenario.output import reopen
+from loopwright.scenario.dispatch import reopen
 
 
 def command(

@@ -9,7 +9,7 @@ import typer
 from pydantic import BaseModel, ValidationError
 
 from loopwright.core.config import explain
-from loopwright.core.runtime import is_ignored
+from loopwright.execution.local.processes import is_ignored
 from loopwright.gateway.settings import read_token
 
 M = TypeVar("M", bound=BaseModel)

@@ -45,12 +45,13 @@ def mean_reward(rewards: Sequence[Reward | None]) -> Reward | None:
     return Reward(objectives[0], parts, tuple(objectives[1:]))
 
 
-@dataclass(frozen=True)
-class Penalties:
-    """The numbers an agent learns from for failed trials; None means *failed*. They are never recorded as rewards."""
+class Penalties(Config):
+    """What an agent learns for a failed trial. These numbers are never rewards and never recorded as such."""
 
     metric_failure: float | None = None
+    """For a trial that crashed, timed out, gave no metric or was invalid; by default it just learns of the failure."""
     constraint_failure: float | None = None
+    """For a trial that violates a constraint."""
 
     def for_outcome(self, outcome: Outcome) -> float | None:
         """The number for one kind of failure."""

@@ -55,13 +55,13 @@ class Checker:
             self.add(f"{table} type", f"{raw['type']!r} cannot be imported: {error}.")
         return None
 
-    def configured(self, table: str, raw: Any, registry: Registry[Any]) -> Any:
-        """The table as the config of the class that its `type` names, with that config's own problems."""
+    def configured(self, table: str, raw: Any, registry: Registry[Any]) -> tuple[Any, Any]:
+        """The class that the table's `type` names, and the table as its config, with that config's own problems."""
         item = self.registered(table, raw, registry)
         config = self.model(table, raw, item.Config) if item is not None else None
         if config is not None:
             self.add_all(table, config.problems(self.directory))
-        return config
+        return item, config
 
     def unknown_keys(self, table: str, raw: Mapping[str, Any], model: type[BaseModel]) -> None:
         """Report the keys that the model does not have."""

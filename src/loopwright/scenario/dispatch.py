@@ -1,29 +1,76 @@
-"""The dispatcher: builds and starts the runs of a scenario one after another. It knows no kinds of run or agent."""
+"""The dispatcher: builds and starts the runs of a scenario one after another. It knows no kinds of run or agent.
 
+It locks the output directory, writes what `resume` needs, and stops the run in progress when a signal comes.
+"""
+
+import fcntl
+import json
 import logging
+import os
+import signal
+import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from loopwright.agents.search.grid_random import Grid, GridConfig
 from loopwright.core.agent import Agent
-from loopwright.core.errors import LoopwrightError, sentence
+from loopwright.core.errors import LedgerError, LoopwrightError, OutputBusy, StorageError, sentence, storage
 from loopwright.core.outcome import Outcome
 from loopwright.envs.live.server import ServerError, ServerLost
+from loopwright.execution.local.processes import is_ignored
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer
-from loopwright.reports.export import write_best, write_csv
+from loopwright.ledger.trial_book import TrialBook
+from loopwright.reports.export import replacing, write_best, write_csv
 from loopwright.reports.page import write_report
 from loopwright.scenario.kinds.base import AnyEnv, BuildContext, LoadedScenario, RunKind
-from loopwright.scenario.output import begin, hold
-from loopwright.scenario.signals import Signals
+from loopwright.scenario.load import load
 
 log = logging.getLogger(__name__)
 
 Watch = Callable[[AnyEnv], Sequence[Observer]]
 """Makes the observers of a run that is about to start."""
+
+
+@dataclass
+class Signals:
+    """The first SIGINT, SIGTERM or SIGHUP stops a campaign in good order, the second one at once."""
+
+    received: int | None = None
+    """The first signal."""
+    book: TrialBook | None = None
+    """The trial book of the run in progress."""
+
+    def handle(self, number: int, _: FrameType | None = None) -> None:
+        """Stop the run. A second signal kills all its processes and exits; the ledger stays consistent."""
+        if self.received is not None:
+            if self.book is not None:
+                self.book.kill()
+            os._exit(128 + number)
+        self.received = number
+        if self.book is not None:
+            self.book.stop()
+
+    @contextmanager
+    def installed(self) -> Iterator["Signals"]:
+        """Handle signals inside the context. Only the main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        # Signals that were ignored when the process started stay ignored, as `nohup` and background jobs expect.
+        numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if not is_ignored(n)]
+        before = {number: signal.signal(number, self.handle) for number in numbers}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def dispatch(
@@ -52,7 +99,7 @@ def dispatch(
                     code |= _run(loaded, run, output, signals, watch, accept_changes=accept_changes)
         finally:
             code |= write_all(output)
-        return signals.exit_code or code
+        return code if signals.received is None else 128 + signals.received
 
 
 @dataclass
@@ -172,3 +219,63 @@ def write_all(output: Path) -> int:
         log.error("%s", error)
         code = 1
     return code
+
+
+# -- the output directory ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def hold(output: Path) -> Iterator[None]:
+    """Lock the directory against other processes. The lock ends with the process, however it ends."""
+    with storage(output, then="nothing was started"):
+        output.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(output / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + 5.0
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
+            # A child that a killed process was just starting keeps the lock a moment longer than its parent lived.
+            if Path(f"/proc/{holder or 'unknown'}").exists() or time.monotonic() > deadline:
+                raise OutputBusy(
+                    f"{output} is in use by process {holder or '(unknown)'}. Stop it, or choose another --output."
+                )
+            time.sleep(0.05)
+        with storage(output):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def begin(loaded: LoadedScenario, output: Path) -> None:
+    """Write what `resume` needs. A directory with an earlier campaign is an error."""
+    if (output / "campaign.json").exists() or any(output.glob("*/ledger.db")):
+        raise StorageError(
+            f"{output} already contains a campaign. Continue it with `loopwright resume {output}`, or choose another "
+            "--output."
+        )
+    with replacing(output / "scenario.toml") as file:
+        file.write(loaded.text)
+    campaign: dict[str, Any] = {"scenario": loaded.label, "home": str(loaded.directory), "started_at": time.time()}
+    if loaded.overrides:
+        campaign["set"] = loaded.overrides
+    with replacing(output / "campaign.json") as file:
+        json.dump(campaign, file, indent=2)
+
+
+def reopen(output: Path, set: Mapping[str, Any] | None = None) -> LoadedScenario:
+    """The scenario of an earlier campaign, as it was then, with its directory and overrides; `set` adds to these."""
+    file = output / "campaign.json"
+    if not file.is_file():
+        raise LedgerError(f"{output} contains no campaign. Give the --output directory of an earlier `loopwright run`.")
+    try:
+        campaign = json.loads(file.read_text())
+        directory, overrides = Path(campaign["home"]), {**campaign.get("set", {}), **(set or {})}
+    except (ValueError, KeyError, TypeError) as error:
+        raise LedgerError(f'{file} is damaged ({error!r}); its "home" is the scenario\'s directory.') from error
+    return load(output / "scenario.toml", directory=directory, set=overrides)

@@ -33,7 +33,11 @@ def load(
     `set` overrides keys: `{"system.parallel": 4, "run.agent.trials": 100}`; see `loopwright.scenario.overrides`.
     """
     if isinstance(source, Mapping):
-        text, raw, path, start = _dump(source), dict(source), None, Path.cwd()
+        raw, path, start = dict(source), None, Path.cwd()
+        try:
+            text = tomli_w.dumps(source)
+        except TypeError as error:
+            raise ScenarioError("scenario", [Problem("", f"{error}. Use the values that TOML has.")]) from error
     else:
         path = Path(source).absolute()
         text, raw = _read_file(Path(source))
@@ -50,14 +54,8 @@ def load(
     if checker.problems or system is None:
         raise ScenarioError("scenario" if path is None else str(source), checker.problems)
     scenario = Scenario.model_construct(name=name, home=str(directory), system=system, run=runs)
-    return LoadedScenario(scenario, runs, raw, text, path, directory, dict(set or {}))
-
-
-def _dump(source: Mapping[str, Any]) -> str:
-    try:
-        return tomli_w.dumps(source)
-    except TypeError as error:
-        raise ScenarioError("scenario", [Problem("", f"{error}. Use the values that TOML has.")]) from error
+    label = "scenario from Python" if path is None else str(path)
+    return LoadedScenario(scenario, runs, raw, text, path, directory, dict(set or {}), label)
 
 
 def _read_file(path: Path) -> tuple[str, dict[str, Any]]:

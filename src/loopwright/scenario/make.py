@@ -10,9 +10,9 @@ from typing import Any
 
 from loopwright.core.errors import MissingExtra, Problem, ScenarioError
 from loopwright.envs.live.server import GymServer
+from loopwright.scenario.dispatch import begin, hold
 from loopwright.scenario.kinds.base import AnyEnv, BuildContext, LoadedScenario, RunKind
 from loopwright.scenario.load import load
-from loopwright.scenario.output import begin, hold
 
 _VIEWS = ("flat", "dict", "discrete")
 

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 
 from loopwright.core.agent import AgentConfig
 from loopwright.core.config import Config, size_bytes
-from loopwright.core.reward import RewardFunction
+from loopwright.core.reward import Penalties, RewardFunction
 from loopwright.engines.base import EngineConfig
 from loopwright.envs.live.config import LiveConfig
 from loopwright.rollouts.config import RolloutConfig
@@ -41,15 +41,6 @@ class SystemConfig(Config):
     @classmethod
     def _bytes(cls, value: Any) -> Any:
         return size_bytes(value)
-
-
-class PenaltiesConfig(Config):
-    """What an agent learns for a failed trial. These numbers are never rewards and never recorded as such."""
-
-    metric_failure: float | None = None
-    """For a trial that crashed, timed out, gave no metric or was invalid; by default it just learns of the failure."""
-    constraint_failure: float | None = None
-    """For a trial that violates a constraint."""
 
 
 class RunBasics(Config):
@@ -87,7 +78,7 @@ class RunConfig(RunBasics):
     """Tasks that the policy is evaluated on while it is trained, and never trained on."""
     gateway: GatewayHostConfig | None = None
     """Where remote agents reach the policy, by `type`; by default a gateway in the process of the run."""
-    rewards: PenaltiesConfig = PenaltiesConfig()
+    rewards: Penalties = Penalties()
     """What the agent learns for failed trials."""
     env_params: Mapping[str, EnvParamConfig] = Field(default_factory=dict)
     """Arguments that the environment draws for each trial instead of the agent choosing them."""

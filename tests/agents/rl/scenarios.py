@@ -12,9 +12,8 @@ from tests.envs.helpers import wait_until
 
 from loopwright.core.errors import ScenarioError
 from loopwright.ledger.ledger import Ledger
-from loopwright.scenario.dispatch import dispatch
+from loopwright.scenario.dispatch import dispatch, reopen
 from loopwright.scenario.load import load
-from loopwright.scenario.output import reopen
 
 TOY = """
 import time

@@ -13,7 +13,7 @@ from tests.envs.helpers import LineServer, live_env, play, rows, wait_until
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.envs.live.server import ServerLost
 from loopwright.ledger.trial_book import RunStopped
-from loopwright.scenario.signals import Signals
+from loopwright.scenario.dispatch import Signals
 
 
 def sleeping():
@@ -154,5 +154,5 @@ def test_s12_a_signal_during_a_hanging_step_stops_the_run(tmp_path):
         with pytest.raises(RunStopped):
             env.start_episode()
         timer.join()
-    assert signals.exit_code == 143
+    assert signals.received == signal.SIGTERM
     env.close()

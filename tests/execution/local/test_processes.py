@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,17 @@ from loopwright.testing.executors import alive, written_pid
 
 RUN = f"{os.getpid()}-"
 """Makes markers unique, since other test runs may be active on this machine."""
+SIGNALS = """
+import os, signal, subprocess, sys
+from loopwright.execution.local.processes import is_ignored, shield_children
+
+print(is_ignored(signal.SIGINT), is_ignored(signal.SIGTERM))
+shield_children()
+print(is_ignored(signal.SIGINT), is_ignored(signal.SIGTERM))
+os.kill(os.getpid(), signal.SIGINT)
+print(subprocess.run(["sh", "-c", "kill -INT $$"]).returncode == -signal.SIGINT)
+"""
+"""A program that was started with SIGINT ignored, and its child."""
 
 
 @contextmanager
@@ -123,3 +135,18 @@ def test_a_process_that_keeps_forking_is_ended(tmp_path):
         time.sleep(0.1)
         assert end_leftovers([(root.pid, start_ticks(root.pid))], f"{RUN}run-12") > 1
         assert descendants([], [f"{RUN}run-12:1"]) == []
+
+
+def test_an_ignored_signal_stays_ignored_and_children_get_the_default():
+    command = ["sh", "-c", 'trap "" INT; exec "$0" -c "$1"', sys.executable, SIGNALS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False", "True", "False", "True"]
+
+
+def test_a_handler_of_the_program_is_left_alone():
+    program = (
+        "import signal; from loopwright.execution.local.processes import shield_children; "
+        "signal.signal(signal.SIGTERM, print); shield_children(); print(signal.getsignal(signal.SIGTERM) is print)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

@@ -18,7 +18,6 @@ from importlib.metadata import version
 from types import FrameType
 from typing import Any
 
-from loopwright.core.runtime import is_ignored
 from loopwright.envs.live.address import Address
 from loopwright.envs.live.channel import Channel
 from loopwright.envs.live.samples import Reader, reader
@@ -32,6 +31,7 @@ from loopwright.envs.live.wire import (
     encode_space,
     make_sendable,
 )
+from loopwright.execution.local.processes import is_ignored
 
 _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 30.0

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from loopwright.core.errors import LaunchError, StorageError
-from loopwright.core.runtime import shield_children
 from loopwright.execution.base import Usage
 from loopwright.execution.local import processes
 from loopwright.execution.local.processes import Process
@@ -77,7 +76,7 @@ def spawn(
 ) -> StartedProcess:
     """Start a process with default signal handling, or raise LaunchError."""
     global _spawn_count
-    shield_children()
+    processes.shield_children()
     with _lock:
         # A child inherits the affinity of the thread that starts it, so it never runs on another core.
         affinity = _pin(limits.cores) if limits.cores else None

@@ -3,6 +3,10 @@
 A process belongs to a trial if it is in the trial's session or process group, if its environment carries the trial's
 marker (this finds daemons that left the session), or if its parent belongs to the trial.
 
+Under `nohup` and in a script's background jobs, some signals are ignored from the start. They stay ignored here, but
+the processes that Loopwright starts get the default handling: a trial that is sent SIGINT ends, however Loopwright was
+started.
+
 Also run as a script by `reaper.py`, so it imports nothing but the standard library.
 """
 
@@ -10,11 +14,13 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 MARKER_VARIABLE = "LOOPWRIGHT_TRIAL"
 """Holds `:marker` for each trial a process runs under: several if a trial itself runs Loopwright."""
@@ -23,6 +29,7 @@ _WAIT_S = 10.0
 _ROUNDS = 100
 _START_UP_S = 0.1
 """Time until a process that is being started shows its marker."""
+_INHERITED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM)
 _PREFIX = f"{MARKER_VARIABLE}=".encode()
 
 
@@ -157,6 +164,23 @@ def release(pidfd: int) -> None:
     with suppress(ChildProcessError):
         os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG)
     os.close(pidfd)
+
+
+def ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing. Unlike SIG_IGN, a handler is not inherited: executing a program resets it to the default."""
+
+
+def shield_children() -> None:
+    """Replace SIG_IGN by `ignore`, so that children do not inherit it. Only the main thread can; others do nothing."""
+    if threading.current_thread() is threading.main_thread():
+        for number in _INHERITED:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                signal.signal(number, ignore)
+
+
+def is_ignored(number: int) -> bool:
+    """Whether this process was started with the signal ignored, and should keep ignoring it."""
+    return signal.getsignal(number) in (signal.SIG_IGN, ignore)
 
 
 def end_leftovers(records: Iterable[tuple[int, int]], marker: str) -> int:

@@ -8,7 +8,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +18,6 @@ from loopwright.agents import agents
 from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import LedgerError, did_you_mean, storage
 from loopwright.core.imports import import_function
-from loopwright.core.registry import Registry
 from loopwright.core.reward import Penalties, RewardFunction, rewards
 from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.live.server import GymServer
@@ -29,7 +28,7 @@ from loopwright.ledger.observer import Observer
 from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.scenario.checker import Checker
-from loopwright.scenario.schema import PenaltiesConfig, RunBasics, RunConfig, Scenario, SystemConfig
+from loopwright.scenario.schema import RunBasics, RunConfig, Scenario
 from loopwright.spaces.space import EnvParamConfig, problem_with
 
 AnyEnv = SearchEnv | LiveEnv | RolloutEnv
@@ -52,11 +51,8 @@ class LoadedScenario:
     directory: Path
     overrides: Mapping[str, Any]
     """What `set=` or `--set` changed, by dotted key."""
-
-    @property
-    def label(self) -> str:
-        """Where it came from, for messages and records."""
-        return "scenario from Python" if self.path is None else str(self.path)
+    label: str
+    """Where it came from, for messages and records."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +69,6 @@ class BuildContext:
     server: GymServer | None = None
     """Replaces the server that a live run names."""
 
-    @property
-    def directory(self) -> Path:
-        """The scenario's directory."""
-        return self.loaded.directory
-
-    @property
-    def system(self) -> SystemConfig:
-        """Where and how trials run."""
-        return self.loaded.scenario.system
-
 
 class RunKind(RunConfig, ABC):
     """A run as one of the four kinds. The loader decides which; nothing after it asks again.
@@ -93,13 +79,8 @@ class RunKind(RunConfig, ABC):
     kind: ClassVar[Literal["search", "live", "rollout", "training"]]
     needs: ClassVar[tuple[str, ...]]
     """The tables without which `check` makes no sense."""
-    agents: ClassVar[Registry[type[Agent]]] = agents
-    """Where the run's agent is registered: `ppo` is another agent in a run with rollouts."""
-
-    @property
-    def agent_class(self) -> type[Agent] | None:
-        """The agent's class."""
-        return None if self.agent is None else self.agents.get(self.agent.type)
+    agent_class: type[Agent] | None = None
+    """The agent's class; None if there is no agent, or if its table is broken."""
 
     # -- loading ------------------------------------------------------------------------------------------------
 
@@ -110,10 +91,17 @@ class RunKind(RunConfig, ABC):
         parts: dict[str, Any] = {}
         if "agent" in raw:
             parts["agent"] = checker.model("[run.agent]", raw["agent"], agent.Config) if agent else None
+            parts["agent_class"] = agent if parts["agent"] is not None else None
         parts["reward"] = _rewards(raw.get("reward", []), checker)
         parts |= cls.read_parts(raw, checker)
-        parts["env_params"] = _env_params(raw.get("env_params", {}), checker)
-        parts["rewards"] = checker.model("[run.rewards]", raw.get("rewards", {}), PenaltiesConfig)
+        draws = raw.get("env_params", {})
+        if isinstance(draws, dict):
+            configs = {n: checker.model(f"[run.env_params.{n}]", table, EnvParamConfig) for n, table in draws.items()}
+            parts["env_params"] = None if None in configs.values() else configs
+        else:
+            checker.add("[run.env_params]", "must be a table of tables, such as [run.env_params.size].")
+            parts["env_params"] = None
+        parts["rewards"] = checker.model("[run.rewards]", raw.get("rewards", {}), Penalties)
         basics = {key: value for key, value in raw.items() if key in RunBasics.model_fields}
         # A wrong name must not hide other problems.
         run = checker.model("[[run]]", basics, RunBasics) or RunBasics.model_construct(name="")
@@ -170,7 +158,7 @@ class RunKind(RunConfig, ABC):
 
     def open_book(self, context: BuildContext, fingerprint: str) -> TrialBook:
         """The run's trial book, over a new ledger or over that of an earlier process; closed with the context."""
-        observers = [import_observer(path, context.directory) for path in self.observers]
+        observers = [import_observer(path, context.loaded.directory) for path in self.observers]
         directory = (context.output / self.name).absolute()
         ledger = _open_ledger(directory, context, fingerprint)
         context.resources.callback(ledger.close)
@@ -184,11 +172,6 @@ class RunKind(RunConfig, ABC):
             count_cached=agent.count_cached,
             observers=observers,
         )
-
-    @property
-    def penalties(self) -> Penalties:
-        """What the agent learns for failed trials."""
-        return Penalties(self.rewards.metric_failure, self.rewards.constraint_failure)
 
     # -- describing ---------------------------------------------------------------------------------------------
 
@@ -214,16 +197,16 @@ class RunKind(RunConfig, ABC):
             "fingerprint": ledger.state("fingerprint"),
             "budget": context.agent.trials,
             "repeats": self.repeats,
-            "parallel": context.system.parallel,
+            "parallel": context.loaded.scenario.system.parallel,
             "conditions_on_regime": agent is not None and agent.conditions_on_regime and bool(self.env_params),
             **self.details(context.agent),
         }
         ledger.set_state("run", about)
         if self.workload is not None:
-            source = {"name": context.loaded.scenario.name, "home": str(context.directory), "run": table}
+            source = {"name": context.loaded.scenario.name, "home": str(context.loaded.directory), "run": table}
             ledger.set_state("source", {**source, "system": context.loaded.raw.get("system", {})})
         if ledger.state("provenance") is None:
-            ledger.set_state("provenance", _provenance(context))
+            ledger.set_state("provenance", _provenance(context.loaded))
 
 
 def import_observer(path: str, directory: Path) -> Observer:
@@ -244,18 +227,10 @@ def _rewards(raw: Any, checker: Checker) -> tuple[RewardFunction, ...] | None:
     return valid if len(valid) == len(tables) else None
 
 
-def _env_params(raw: Any, checker: Checker) -> dict[str, EnvParamConfig] | None:
-    if not isinstance(raw, dict):
-        checker.add("[run.env_params]", "must be a table of tables, such as [run.env_params.size].")
-        return None
-    configs = {name: checker.model(f"[run.env_params.{name}]", table, EnvParamConfig) for name, table in raw.items()}
-    return None if None in configs.values() else {name: config for name, config in configs.items() if config}
-
-
 def _open_ledger(directory: Path, context: BuildContext, fingerprint: str) -> Ledger:
     """The run's ledger, new or reopened. Processes that an earlier process left running are ended first."""
     path = directory / "ledger.db"
-    synchronous: Literal["FULL", "NORMAL"] = "FULL" if context.system.durability == "full" else "NORMAL"
+    synchronous: Literal["FULL", "NORMAL"] = "FULL" if context.loaded.scenario.system.durability == "full" else "NORMAL"
     if not path.exists():
         with storage(directory):
             directory.mkdir(parents=True, exist_ok=True)
@@ -275,7 +250,14 @@ def _open_ledger(directory: Path, context: BuildContext, fingerprint: str) -> Le
     return ledger
 
 
-def _provenance(context: BuildContext) -> dict[str, Any]:
+def _provenance(loaded: LoadedScenario) -> dict[str, Any]:
+    """Where the run was started; `git` is the commit beside the scenario, marked if there are changes."""
+    commit = None
+    if git := shutil.which("git"):
+        command = [git, "-C", str(loaded.directory), "describe", "--always", "--dirty", "--abbrev=12"]
+        with suppress(OSError, subprocess.TimeoutExpired):
+            process = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+            commit = process.stdout.strip() or None
     return {
         "loopwright": version("loopwright"),
         "python": platform.python_version(),
@@ -283,21 +265,8 @@ def _provenance(context: BuildContext) -> dict[str, Any]:
         "host": platform.node(),
         "cpus": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "name": context.loaded.scenario.name,
-        "scenario": context.loaded.label,
+        "name": loaded.scenario.name,
+        "scenario": loaded.label,
         "started_at": time.time(),
-        "git": _commit(context.directory),
+        "git": commit,
     }
-
-
-def _commit(directory: Path) -> str | None:
-    """The commit that is checked out in a directory, marked if there are changes."""
-    git = shutil.which("git")
-    if git is None:
-        return None
-    command = [git, "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return process.stdout.strip() or None

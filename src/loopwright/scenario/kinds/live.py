@@ -50,9 +50,9 @@ class LiveRun(RunKind):
         book = self.open_book(context, key_of(live.env_class, live.address, live.fixed()))
         return LiveEnv(
             book,
-            server=context.server or live.connect(context.directory),
+            server=context.server or live.connect(context.loaded.directory),
             draws=Draws(context.agent.seed, live.args, self.env_params),
-            penalties=self.penalties,
+            penalties=self.rewards,
             record=live.record,
             # At an address, each answer has its own deadline.
             timeout_s=live.timeout_s if context.server is not None or live.address is None else None,

@@ -3,9 +3,8 @@
 from typing import Any, ClassVar, Literal
 
 from loopwright.agents import rollout_agents
-from loopwright.core.agent import Agent, AgentConfig
+from loopwright.core.agent import AgentConfig
 from loopwright.core.errors import did_you_mean
-from loopwright.core.registry import Registry
 from loopwright.engines.base import EngineConfig, engines
 from loopwright.rollouts.build import fingerprint, rollout_env
 from loopwright.rollouts.config import RolloutConfig
@@ -46,14 +45,13 @@ class RolloutRun(RunKind):
 
     kind: ClassVar[Literal["rollout", "training"]] = "rollout"
     needs: ClassVar[tuple[str, ...]] = ("rollout",)
-    agents: ClassVar[Registry[type[Agent]]] = rollout_agents
     rollout: RolloutConfig
     engine: EngineConfig
 
     @classmethod
     def read_parts(cls, raw: dict[str, Any], checker: Checker) -> dict[str, Any]:
         parts: dict[str, Any] = {"rollout": checker.model("[run.rollout]", raw["rollout"], RolloutConfig)}
-        parts["engine"] = checker.configured("[run.engine]", raw["engine"], engines) if "engine" in raw else None
+        parts["engine"] = checker.configured("[run.engine]", raw["engine"], engines)[1] if "engine" in raw else None
         parts["gateway"] = _gateway(raw["gateway"], checker) if "gateway" in raw else None
         if isinstance(parts["gateway"], ExternalGatewayConfig | TrialServerGatewayConfig):
             parts["engine"] = EXTERNAL_ENGINE
@@ -99,13 +97,13 @@ class RolloutRun(RunKind):
 
     def build_env(self, context: BuildContext) -> RolloutEnv:
         held_out = self.eval.tasks if self.eval else ()
-        tasks = TaskMix.load(self.rollout.tasks, context.agent.seed, context.directory, held_out)
+        tasks = TaskMix.load(self.rollout.tasks, context.agent.seed, context.loaded.directory, held_out)
         return rollout_env(
-            self.open_book(context, fingerprint(self.rollout, self.engine, tasks, context.directory)),
+            self.open_book(context, fingerprint(self.rollout, self.engine, tasks, context.loaded.directory)),
             self.rollout,
             self.engine,
             tasks,
-            scenario_dir=context.directory,
+            scenario_dir=context.loaded.directory,
             seed=context.agent.seed,
             gateway=self.gateway,
             evaluation=self.eval,

@@ -14,7 +14,7 @@ from loopwright.ledger.shared_cache import SharedCache
 from loopwright.scenario.checker import Checker
 from loopwright.scenario.kinds.base import BuildContext, RunKind
 from loopwright.spaces.space import Draws, Space
-from loopwright.workloads.base import Site, WorkloadConfig, fingerprint_of, workloads
+from loopwright.workloads.base import Site, Workload, WorkloadConfig, fingerprint_of, workloads
 
 
 class SearchRun(RunKind):
@@ -23,11 +23,13 @@ class SearchRun(RunKind):
     kind: ClassVar[Literal["search"]] = "search"
     needs: ClassVar[tuple[str, ...]] = ("workload",)
     workload: WorkloadConfig
+    workload_class: type[Workload]
 
     @classmethod
     def read_parts(cls, raw: dict[str, Any], checker: Checker) -> dict[str, Any]:
         if "workload" in raw:
-            return {"workload": checker.configured("[run.workload]", raw["workload"], workloads)}
+            kind, config = checker.configured("[run.workload]", raw["workload"], workloads)
+            return {"workload": config, "workload_class": kind}
         agent = raw["agent"].get("type") if isinstance(raw.get("agent"), dict) else None
         if agent not in rollout_agents.names():  # otherwise [run.rollout] is what is missing
             checker.add("[run.workload]", "is missing; it says what a trial runs.")
@@ -107,9 +109,9 @@ class SearchRun(RunKind):
     # -- building and describing --------------------------------------------------------------------------------
 
     def build_env(self, context: BuildContext) -> SearchEnv:
-        system, config = context.system, self.workload
+        system, config = context.loaded.scenario.system, self.workload
         site = Site(
-            scenario_dir=context.directory,
+            scenario_dir=context.loaded.directory,
             directory=(context.output / self.name).absolute(),
             parallel=system.parallel,
             pin_cpus=system.pin_cpus,
@@ -117,16 +119,16 @@ class SearchRun(RunKind):
             output_bytes=system.output,
             grace_s=system.grace_s,
         )
-        workload = workloads.get(config.type)(config, site)
+        workload = self.workload_class(config, site)
         fingerprint = workload.fingerprint()
-        module = context.directory / f"{config.type.partition(':')[0].replace('.', '/')}.py"
+        module = context.loaded.directory / f"{config.type.partition(':')[0].replace('.', '/')}.py"
         if ":" in config.type and module.is_file():  # the user's own class
             fingerprint = fingerprint_of(fingerprint, module)
         book = self.open_book(context, fingerprint)
         shared = None
         if self.cache == "shared":
             path = Path(system.shared_cache).expanduser() if system.shared_cache else context.output / "cache.db"
-            shared = SharedCache(context.directory / path if system.shared_cache else path)
+            shared = SharedCache(context.loaded.directory / path if system.shared_cache else path)
             context.resources.callback(shared.close)
         space = self.space
         return SearchEnv(
@@ -137,7 +139,7 @@ class SearchRun(RunKind):
             objectives=Objectives(self.reward),
             metric_names=self.metric_names,
             rules=TrialRules(
-                self.penalties,
+                self.rewards,
                 self.repeats,
                 self.cache,
                 exhaustible=not (self.agent_class or Grid).measures_again,

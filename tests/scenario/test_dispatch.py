@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from loopwright.core.errors import LedgerError, OutputBusy, StorageError
-from loopwright.scenario.output import begin, hold, reopen
+from loopwright.scenario.dispatch import begin, hold, reopen
 
 HOLDER = """
 import sys
 from pathlib import Path
-from loopwright.scenario.output import hold
+from loopwright.scenario.dispatch import hold
 
 with hold(Path(sys.argv[1])):
     print("held", flush=True)
