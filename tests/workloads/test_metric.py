@@ -5,7 +5,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from loopwright.workloads.metric import MetricConfig, MetricMissing
+from loopwright.workloads.command import MetricConfig, MetricMissing
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopwright.workloads.template import CommandTemplate, as_text
+from loopwright.workloads.base import as_text
+from loopwright.workloads.command import CommandTemplate
 
 
 @given(st.text())

@@ -17,8 +17,7 @@ from loopwright.rollouts.tasks.mix import TaskMix
 from loopwright.scenario.load import load
 from loopwright.spaces.parameter import Choice, Range
 from loopwright.spaces.space import Draws
-from loopwright.workloads.command import CommandConfig
-from loopwright.workloads.template import CommandTemplate
+from loopwright.workloads.command import CommandConfig, CommandTemplate
 
 _EXAMPLES = 3
 

@@ -282,8 +282,7 @@ class SearchEnv:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """Open the workload inside the event loop of the run, and close it at the end."""
-        self.workload.open()
+        """Close the workload at the end, inside the event loop of the run."""
         try:
             yield self
         finally:

@@ -14,20 +14,10 @@ OnStart = Callable[[int, int], None]
 """Called with the process id and its start time (clock ticks since boot) as soon as the process exists."""
 
 
-@dataclass(frozen=True)
-class Usage:
-    """What a process used, including the children it waited for."""
-
-    wall_s: float
-    user_s: float
-    system_s: float
-    max_rss_bytes: int | None = None
-    """Peak memory, if it can be measured. The kernel starts a child's peak at the memory of its parent, so a peak below
-    our own is unknown, and a Python worker's peak may stem from an earlier call."""
-
-    def as_dict(self) -> dict[str, float]:
-        """The measured values by name."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+Usage = Mapping[str, float]
+"""What a process used, including the children it waited for: `wall_s`, `user_s`, `system_s`, and `max_rss_bytes` if
+that can be measured. The kernel starts a child's peak at the memory of its parent, so a peak below our own is unknown,
+and a Python worker's peak may stem from an earlier call."""
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,6 @@ class WorkloadContract(ABC):
         """Run `body` with an open workload in an event loop."""
 
         async def main() -> T:
-            workload.open()
             try:
                 return await asyncio.wait_for(body(workload), _DEADLINE_S)
             finally:

@@ -1,5 +1,6 @@
 """The base of all workloads: what a trial runs, and the parameters it takes."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar
 
+import orjson
 from pydantic import Field, field_validator
 
 from loopwright.core.config import Config
@@ -15,7 +17,7 @@ from loopwright.core.expression import Expression
 from loopwright.core.registry import Registry
 from loopwright.core.trial import Result
 from loopwright.execution.base import OnStart
-from loopwright.spaces.parameter import Parameter, parameter
+from loopwright.spaces.parameter import Fixed, Parameter, parameter
 from loopwright.spaces.space import Space
 
 RESERVED_FILES = ("parameters.json", "stdout", "stderr")
@@ -127,8 +129,13 @@ class Workload(ABC):
 
     Config: ClassVar[type[WorkloadConfig]] = WorkloadConfig
 
+    not_compared: ClassVar[set[str]] = {"args", "env", "constraints", "timeout_s"}
+    """Settings that are not part of the fingerprint. A timeout does not change a successful result."""
+
     def __init__(self, config: Any, site: "Site") -> None:
         self.config, self.site = config, site
+        fixed = {name: as_text(p.value) for name, p in config.env.items() if isinstance(p, Fixed)}
+        self._fixed_environment = {**os.environ, **fixed}
 
     @abstractmethod
     async def run(self, job: Job) -> Result:
@@ -136,16 +143,18 @@ class Workload(ABC):
 
     def fingerprint(self) -> str:
         """Identifies comparable measurements: the workload and the contents of its input files."""
-        return fingerprint_of(
-            self.config.model_dump_json(exclude={"args", "env", "constraints", "timeout_s"}), *self.inputs()
-        )
+        return fingerprint_of(self.config.model_dump_json(exclude=self.not_compared), *self.inputs())
 
     def inputs(self) -> list[Path]:
         """The files covered by the fingerprint."""
         return [self.site.scenario_dir / name for name in self.config.files]
 
-    def open(self) -> None:
-        """Prepare, inside the event loop of the run."""
+    def environment(self, arguments: Mapping[str, Any]) -> Mapping[str, str]:
+        """The environment of a trial's processes: that of this process, and the variables of `env`."""
+        if not self.config.env:
+            return self._fixed_environment
+        variables = {name: as_text(arguments[name]) for name in self.config.env if name in arguments}
+        return {**self._fixed_environment, **variables}
 
     async def close(self) -> None:
         """Release all resources."""
@@ -165,6 +174,18 @@ class Site:
     memory_bytes: int | None = None
     output_bytes: int = 64 * 2**20
     grace_s: float = 2.0
+
+
+def as_text(value: Any) -> str:
+    """A value as it is written on a command line."""
+    match value:
+        case str():
+            return value
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+    return orjson.dumps(value).decode()
 
 
 def fingerprint_of(text: str, *paths: Path) -> str:

@@ -1,14 +1,23 @@
-"""The command workload: runs a program with parameters, in a separate directory for each trial."""
+"""The command workload: runs a program with parameters, in a separate directory for each trial.
+
+A command is split into words before values are inserted, so that no value is interpreted by a shell. Metrics are
+numbers from its output, from a file it wrote, or from its resource usage.
+"""
 
 import asyncio
+import json
+import math
+import mmap
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from loopwright.core.canonical import key_of
 from loopwright.core.config import Config
@@ -24,14 +33,136 @@ from loopwright.workloads.base import (
     Site,
     Workload,
     WorkloadConfig,
-    fingerprint_of,
+    as_text,
     fresh_directory,
     link_into,
 )
-from loopwright.workloads.metric import MetricConfig, MetricMissing
-from loopwright.workloads.template import CommandTemplate, as_text
 
+_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)(?::([A-Za-z]*))?\}")
 _NOT_LINKED = (".done", "setup.stdout", "setup.stderr")
+
+
+class CommandTemplate:
+    """A command with placeholders for arguments.
+
+    >>> CommandTemplate("gcc {opt:words} bench.c -o bench").words({"opt": "-O3 -march=native"})
+    ['gcc', '-O3', '-march=native', 'bench.c', '-o', 'bench']
+    """
+
+    def __init__(self, text: str | tuple[str, ...]) -> None:
+        self._words = shlex.split(text) if isinstance(text, str) else list(text)
+        if not self._words:
+            raise ValueError("the command is empty")
+        for word in self._words:
+            for match in _PLACEHOLDER.finditer(word):
+                if match[2] is not None and (match[2] != "words" or match[0] != word):
+                    raise ValueError(f"{match[0]} in {word!r}: use {{name}}, or {{name:words}} as a separate word")
+        self.names = frozenset(m[1] for word in self._words for m in _PLACEHOLDER.finditer(word) if m[1])
+
+    @property
+    def program(self) -> str | None:
+        """The program to run; None if it contains a placeholder."""
+        first = self._words[0]
+        return None if any(m[1] for m in _PLACEHOLDER.finditer(first)) else first
+
+    def option_before(self, name: str) -> str | None:
+        """The option before the word `{name}`, which would lose its value if the argument is absent."""
+        for option, word in zip(self._words, self._words[1:], strict=False):
+            if word in (f"{{{name}}}", f"{{{name}:words}}") and option.startswith("-") and "=" not in option:
+                return option
+        return None
+
+    def problem_with(self, name: str, value: Any) -> str | None:
+        """Why a value cannot be part of a command line; None if it can."""
+        text = as_text(value)
+        if "\0" in text:
+            return f"{value!r} contains a NUL character, which a command line cannot."
+        if f"{{{name}:words}}" in self._words:
+            try:
+                shlex.split(text)
+            except ValueError as error:
+                return f"{value!r} cannot be split into words: {str(error).lower()}."
+        return None
+
+    def words(self, arguments: Mapping[str, Any]) -> list[str]:
+        """The words of the command; a word with an absent argument is omitted."""
+        words: list[str] = []
+        for word in self._words:
+            names = {m[1] for m in _PLACEHOLDER.finditer(word) if m[1]}
+            if not names <= arguments.keys():
+                continue
+            whole = _PLACEHOLDER.fullmatch(word)
+            if whole and whole[2] == "words":
+                words += shlex.split(as_text(arguments[whole[1]]))
+            else:
+                words.append(_PLACEHOLDER.sub(lambda m: as_text(arguments[m[1]]) if m[1] else m[0][0], word))
+        return words
+
+
+class MetricMissing(Exception):
+    """A metric that could not be read; the message says where it was expected."""
+
+
+class MetricConfig(Config):
+    """Where to read one metric: by `regex` or `json` in the output or in `file`, or from the `resource` usage."""
+
+    regex: str | None = None
+    """A pattern whose first group is the number; the last match counts."""
+    json_pointer: str | None = Field(default=None, alias="json", pattern=r"^(/.*)?$")
+    """A JSON pointer such as `/results/0/gflops` into the output, or into its last line."""
+    file: str | None = None
+    """A file that the command writes, relative to the trial's directory; by default standard output is read."""
+    resource: Literal["wall_s", "user_s", "system_s", "max_rss_bytes"] | None = None
+    """A resource that the trial used, instead of its output."""
+
+    @field_validator("regex")
+    @classmethod
+    def _check_pattern(cls, pattern: str | None) -> str | None:
+        if pattern is not None:
+            try:
+                groups = re.compile(pattern.encode()).groups
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+            if groups < 1:
+                raise ValueError(f"{pattern!r} needs a group, in parentheses, around the number")
+        return pattern
+
+    @field_validator("file")
+    @classmethod
+    def _check_file(cls, name: str | None) -> str | None:
+        if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
+            raise ValueError(f"{name!r} must be relative to the trial's directory and stay inside it")
+        return name
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if sum(source is not None for source in (self.regex, self.json_pointer, self.resource)) != 1:
+            raise ValueError("give exactly one of regex, json, resource")
+        if self.resource is not None and self.file is not None:
+            raise ValueError("`file` goes with regex or json, not with resource")
+        return self
+
+    def read(self, directory: Path, stdout: Path, usage: Mapping[str, float]) -> float:
+        """The value; raises MetricMissing if it cannot be read."""
+        if self.resource is not None:
+            if self.resource not in usage:
+                raise MetricMissing(f"{self.resource} is unknown, since it is below that of Loopwright's own process")
+            return float(usage[self.resource])
+        path = directory / self.file if self.file else stdout
+        source = self.file or "stdout"
+        if not path.is_file():
+            raise MetricMissing(f"the command did not write {source}")
+        pattern, pointer = self.regex, self.json_pointer or ""
+        text = _last_match(pattern, path, source) if pattern else _at_pointer(pointer, path, source)
+        try:
+            number = float(text)
+        except (TypeError, ValueError) as error:
+            raise MetricMissing(f"{text!r} in {source} is not a number") from error
+        except OverflowError as error:
+            raise MetricMissing(f"the number in {source} is not a finite number: {error}") from error
+        if not math.isfinite(number):
+            raise MetricMissing(f"{text!r} in {source} is not a finite number")
+        return number
 
 
 class SuccessConfig(Config):
@@ -147,6 +278,7 @@ class CommandWorkload(Workload):
     """Runs one command per trial through an executor, and its setup once per distinct set of arguments."""
 
     Config: ClassVar[type[WorkloadConfig]] = CommandConfig
+    not_compared: ClassVar[set[str]] = Workload.not_compared | {"type", "setup_timeout_s"}
     config: CommandConfig
 
     def __init__(self, config: CommandConfig, site: Site, executor: Executor | None = None) -> None:
@@ -162,13 +294,6 @@ class CommandWorkload(Workload):
         self._setup = CommandTemplate(config.setup) if config.setup is not None else None
         self._locks: dict[str, asyncio.Lock] = {}
         self._setup_failures: dict[str, Result] = {}
-        fixed = {n: as_text(p.value) for n, p in config.env.items() if isinstance(p, Fixed)}
-        self._base_environment = {**os.environ, **fixed}
-
-    def fingerprint(self) -> str:
-        # What a trial does and how its output is read. The timeout does not change a successful result.
-        text = self.config.model_dump_json(include={"command", "setup", "metrics", "success", "files"})
-        return fingerprint_of(text, *self.inputs())
 
     async def run(self, job: Job) -> Result:
         job.flush_reservation()
@@ -183,7 +308,7 @@ class CommandWorkload(Workload):
             command = Command(
                 argv=tuple(self._command.words(job.arguments)),
                 directory=job.directory,
-                environment=self._environment(job.arguments),
+                environment=self.environment(job.arguments),
                 stdout=job.directory / "stdout",
                 stderr=job.directory / "stderr",
                 timeout_s=self.config.timeout_s,
@@ -196,14 +321,10 @@ class CommandWorkload(Workload):
             return Result(Outcome.CRASHED, reason=str(error))
         return self._evaluate(job.directory, completion)
 
-    def _environment(self, arguments: Mapping[str, Any]) -> dict[str, str]:
-        variables = {name: as_text(arguments[name]) for name in self.config.env if name in arguments}
-        return {**self._base_environment, **variables}
-
     async def _prepare(self, job: Job, setup: CommandTemplate) -> Result | None:
         """Run the setup if needed, and link its files into the trial's directory; returns its failure."""
         arguments = {name: job.arguments[name] for name in sorted(setup.names) if name in job.arguments}
-        key = key_of(arguments, self.fingerprint_once)[:16]
+        key = key_of(arguments, self._first_fingerprint)[:16]
         directory = self.site.directory / "setup" / key
         async with self._locks.setdefault(key, asyncio.Lock()):
             if key not in self._setup_failures and not (directory / ".done").exists():
@@ -216,12 +337,10 @@ class CommandWorkload(Workload):
             _link_products(directory, job.directory, excluded=(*_NOT_LINKED, *RESERVED_FILES))
         return None
 
-    @property
-    def fingerprint_once(self) -> str:
-        """The fingerprint at the start of the run."""
-        if not hasattr(self, "_fingerprint"):
-            self._fingerprint = self.fingerprint()
-        return self._fingerprint
+    @cached_property
+    def _first_fingerprint(self) -> str:
+        """The fingerprint before the first setup."""
+        return self.fingerprint()
 
     async def _run_setup(
         self, job: Job, setup: CommandTemplate, arguments: Mapping[str, Any], directory: Path
@@ -231,7 +350,7 @@ class CommandWorkload(Workload):
         command = Command(
             argv=tuple(setup.words(arguments)),
             directory=directory,
-            environment=self._environment(arguments),
+            environment=self.environment(arguments),
             stdout=directory / "setup.stdout",
             stderr=directory / "setup.stderr",
             timeout_s=self.config.setup_timeout_s,
@@ -247,7 +366,7 @@ class CommandWorkload(Workload):
         return Result(outcome, reason=f"the setup in setup/{directory.name} failed: {ending}")
 
     def _evaluate(self, directory: Path, completion: Completion) -> Result:
-        usage = completion.usage.as_dict()
+        usage = completion.usage
         if completion.timed_out or completion.exit_code not in self.config.success.exit_codes:
             outcome = Outcome.TIMEOUT if completion.timed_out else Outcome.CRASHED
             return Result(outcome, reason=_ending(completion, self.config.timeout_s, directory / "stderr"), usage=usage)
@@ -309,3 +428,43 @@ def _last_line(path: Path) -> str:
         file.seek(max(0, path.stat().st_size - 400))
         lines = file.read().decode(errors="replace").strip().splitlines()
     return lines[-1].strip()[:300] if lines else ""
+
+
+def _last_match(pattern: str, path: Path, source: str) -> str:
+    if path.stat().st_size == 0:
+        raise MetricMissing(f"{source} is empty")
+    number: bytes | None = None
+    # Bytes, mapped: output may be large and need not be valid UTF-8.
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        for match in re.finditer(pattern.encode(), content):
+            number = match[1]
+    if number is None:
+        raise MetricMissing(f"nothing in {source} matches {pattern!r}")
+    return number.decode(errors="replace")
+
+
+def _at_pointer(pointer: str, path: Path, source: str) -> Any:
+    value = _load_json(path, source)
+    for part in pointer.split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        try:
+            value = value[int(name)] if isinstance(value, list) else value[name]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise MetricMissing(f"the JSON in {source} has no {pointer!r}") from error
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise MetricMissing(f"{pointer!r} in {source} is {value!r}, not a number")
+    return value
+
+
+def _load_json(path: Path, source: str) -> Any:
+    content = path.read_bytes()
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        pass
+    # Programs often print their result as a last line of JSON.
+    lines = content.rstrip().rsplit(b"\n", 1)
+    try:
+        return json.loads(lines[-1])
+    except (ValueError, RecursionError) as error:
+        raise MetricMissing(f"neither {source} nor its last line is JSON") from error

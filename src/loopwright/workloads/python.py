@@ -13,17 +13,7 @@ from loopwright.core.trial import Result
 from loopwright.execution.base import CallResult, FunctionCall
 from loopwright.execution.local.callables import inspect_callable
 from loopwright.execution.local.worker_pool import WorkerPool
-from loopwright.spaces.parameter import Fixed
-from loopwright.workloads.base import (
-    Job,
-    Site,
-    Workload,
-    WorkloadConfig,
-    fingerprint_of,
-    fresh_directory,
-    link_into,
-)
-from loopwright.workloads.template import as_text
+from loopwright.workloads.base import Job, Site, Workload, WorkloadConfig, fresh_directory, link_into
 
 
 class PythonConfig(WorkloadConfig):
@@ -60,6 +50,7 @@ class PythonWorkload(Workload):
     """Calls a function once per trial, in a pool of worker processes."""
 
     Config: ClassVar[type[WorkloadConfig]] = PythonConfig
+    not_compared: ClassVar[set[str]] = Workload.not_compared | {"type", "path"}
     config: PythonConfig
 
     def __init__(self, config: PythonConfig, site: Site) -> None:
@@ -72,12 +63,6 @@ class PythonWorkload(Workload):
             pin_cpus=site.pin_cpus,
         )
         self._paths = config.import_paths(site.scenario_dir)
-        fixed = {n: as_text(p.value) for n, p in config.env.items() if isinstance(p, Fixed)}
-        self._base_environment = {**os.environ, **fixed}
-
-    def fingerprint(self) -> str:
-        text = self.config.model_dump_json(include={"function", "files", "metrics"})
-        return fingerprint_of(text, *self.inputs())
 
     def inputs(self) -> list[Path]:
         module = self.config.function.partition(":")[0].replace(".", "/")
@@ -97,16 +82,12 @@ class PythonWorkload(Workload):
         if self.config.files or (job.is_retry and job.directory.exists()):
             fresh_directory(job.directory)
             link_into(job.directory, self.site.scenario_dir, self.config.files)
-        environment = self._base_environment
-        if self.config.env:
-            variables = {n: as_text(job.arguments[n]) for n in self.config.env if n in job.arguments}
-            environment = {**environment, **variables}
         arguments = {name: value for name, value in job.arguments.items() if name not in self.config.env}
         call = FunctionCall(
             function=self.config.function,
             path=self._paths,
             arguments=arguments,
-            environment=environment,
+            environment=self.environment(job.arguments),
             directory=job.directory,
             parameters=job.parameters_json,
             timeout_s=self.config.timeout_s,
@@ -118,7 +99,7 @@ class PythonWorkload(Workload):
             return Result(Outcome.LOST, reason=str(error), fault=Fault.INFRA)
 
     def _evaluate(self, call: CallResult) -> Result:
-        usage = call.usage.as_dict()
+        usage = call.usage
         if call.timed_out:
             return Result(Outcome.TIMEOUT, reason=f"timed out after {self.config.timeout_s:g} s", usage=usage)
         if call.worker_exit is not None:

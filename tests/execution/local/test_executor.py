@@ -8,11 +8,13 @@ import sys
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.children import children
 
 from loopwright.core.errors import LaunchError, StorageError
 from loopwright.execution.base import Completion, Executor
-from loopwright.execution.local.executor import LocalExecutor, core_sets
+from loopwright.execution.local.executor import TAIL_BYTES, CappedFile, LocalExecutor, core_sets
 from loopwright.execution.local.processes import end_leftovers
 from loopwright.testing.executors import ExecutorContract, alive, command, ignore, written_pid
 
@@ -242,3 +244,25 @@ def test_a_loopwright_inside_a_trial_keeps_the_outer_marker(tmp_path):
 )
 def test_core_sets_are_equal_and_disjoint_if_possible(cores, count, expected):
     assert core_sets(cores, count) == expected
+
+
+@given(
+    limit_bytes=st.integers(0, 300_000),
+    sizes=st.lists(st.one_of(st.integers(1, 100), st.integers(1, 100_000)), max_size=8),
+)
+def test_beginning_and_end_are_written_and_the_rest_is_counted(tmp_path_factory, limit_bytes, sizes):
+    path = tmp_path_factory.mktemp("output") / "stdout"
+    chunks = [bytes([index]) * size for index, size in enumerate(sizes)]
+    data = b"".join(chunks)
+    omitted = max(0, len(data) - limit_bytes - TAIL_BYTES)
+    if omitted:
+        marker = b"\n[loopwright: %d bytes left out]\n" % omitted
+        expected = data[:limit_bytes] + marker + data[-TAIL_BYTES:]
+    else:
+        expected = data
+    file = CappedFile(str(path), limit_bytes)
+    file.open()
+    for chunk in chunks:
+        file.write(chunk)
+    file.finish()
+    assert (file.produced_bytes, path.read_bytes()) == (len(data), expected)

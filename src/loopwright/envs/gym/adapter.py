@@ -54,15 +54,11 @@ class Driver:
         self._in_flight: list[asyncio.Future[Feedback]] = []
         env.book.when_stopped(self._cancel)
         try:
-            self._loop.run_until_complete(self._open())
             for trials in env.unfinished():
                 self._run([env.resume(trials)])
         except BaseException:
             self.close()
             raise
-
-    async def _open(self) -> None:
-        self.env.workload.open()  # workloads expect a running event loop
 
     def _cancel(self) -> None:
         for trial in self._in_flight:

@@ -47,16 +47,6 @@ class PidSnapshot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StartedProcess:
-    """A process that was just started. The caller closes its pidfd."""
-
-    process: subprocess.Popen[bytes]
-    start_ticks: int
-    pidfd: int
-    snapshot: PidSnapshot
-
-
-@dataclass(frozen=True)
 class ProcessLimits:
     """What a process may use."""
 
@@ -72,8 +62,9 @@ def spawn(
     stdout: int,
     stderr: int,
     limits: ProcessLimits,
+    marker: str = "",
     pass_fds: Sequence[int] = (),
-) -> StartedProcess:
+) -> "ProcessTree":
     """Start a process with default signal handling, or raise LaunchError."""
     global _spawn_count
     processes.shield_children()
@@ -106,7 +97,8 @@ def spawn(
     try:
         # Never None: at worst the process is our zombie, which is still listed.
         entry = processes.read(process.pid)
-        return StartedProcess(process, entry.start_ticks if entry else 0, os.pidfd_open(process.pid), snapshot)
+        ticks = entry.start_ticks if entry else 0
+        return ProcessTree(process.pid, ticks, process, os.pidfd_open(process.pid), snapshot, marker)
     except BaseException:
         process.kill()
         process.wait()
@@ -128,14 +120,14 @@ def exhaustion_as_launch_error() -> Iterator[None]:
 def pid_snapshot() -> PidSnapshot:
     """The current position in the sequence of process ids."""
     with _lock:
-        line = os.pread(_loadavg_fd(), 128, 0)
+        line = os.pread(_kernel()[0], 128, 0)
         return PidSnapshot(int(line[line.rfind(b" ") :]), _spawn_count, time.monotonic())
 
 
 def pids_between(start: PidSnapshot, end: PidSnapshot) -> Collection[int] | None:
     """The process ids handed out in between; empty if all of them are known to be ours, None if unknown."""
     count = end.pid - start.pid
-    may_have_wrapped = count < 0 or (end.at_s - start.at_s) * _MAX_FORKS_PER_S > _pid_max()
+    may_have_wrapped = count < 0 or (end.at_s - start.at_s) * _MAX_FORKS_PER_S > _kernel()[1]
     if may_have_wrapped or count > _MAX_CANDIDATES:
         return None
     if count == end.spawn_count - start.spawn_count:
@@ -183,14 +175,10 @@ def _launch_error(argv: Sequence[str], directory: Path, error: Exception) -> Lau
 
 
 @cache
-def _loadavg_fd() -> int:
-    # Stays open: it is read for each trial.
-    return os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
-
-
-@cache
-def _pid_max() -> int:
-    return int(Path("/proc/sys/kernel/pid_max").read_text())
+def _kernel() -> tuple[int, int]:
+    """A descriptor of /proc/loadavg, which stays open since it is read for each trial, and the largest process id."""
+    pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
+    return os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC), pid_max
 
 
 @dataclass(frozen=True)
@@ -202,35 +190,37 @@ class Exit:
     usage: Usage
 
 
+@dataclass(eq=False)
 class ProcessTree:
-    """The processes of one trial.
+    """The processes of one trial, as `spawn` started them.
 
     The main process stays unreaped until `reap`, so its id cannot be reused while we signal it.
     Apart from `wait`, no method is cut short by a cancellation: it sets `interrupted`, and the caller raises it.
     """
 
-    def __init__(self, started: StartedProcess, marker: str) -> None:
-        self.pid = started.process.pid
-        self.start_ticks = started.start_ticks
-        self.is_alive = True
-        """Whether the main process is still running."""
-        self.interrupted = False
-        self._process = started.process
-        self._pidfd = started.pidfd
-        self._start = started.snapshot
-        self._marker = marker
-        self._end_s: float | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._deadline_s: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._waiter: asyncio.Future[None] | None = None
+    pid: int
+    start_ticks: int
+    process: subprocess.Popen[bytes]
+    """The main process."""
+    pidfd: int
+    """Closed by `reap`."""
+    start: PidSnapshot
+    marker: str
+    is_alive: bool = True
+    """Whether the main process is still running."""
+    interrupted: bool = False
+    _end_s: float | None = None
+    _loop: asyncio.AbstractEventLoop | None = None
+    _deadline_s: float | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _waiter: asyncio.Future[None] | None = None
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Watch for the end of the main process."""
         self.detach()
         if self.is_alive:
             self._loop = loop
-            loop.add_reader(self._pidfd, self._on_end)
+            loop.add_reader(self.pidfd, self._on_end)
 
     def detach(self) -> None:
         """Stop watching. Safe to call twice, and after the loop was closed."""
@@ -239,7 +229,7 @@ class ProcessTree:
             self._timer = None
         if self._loop is not None:
             if not self._loop.is_closed():
-                self._loop.remove_reader(self._pidfd)
+                self._loop.remove_reader(self.pidfd)
             self._loop = None
 
     async def wait(self, timeout_s: float | None) -> None:
@@ -305,10 +295,6 @@ class ProcessTree:
             self.interrupted = True
         await self.end(0.0)
 
-    def is_alone(self) -> bool:
-        """Whether the main process certainly left nothing behind."""
-        return pids_between(self._start, pid_snapshot()) == ()
-
     async def kill_descendants(self, *, include_main: bool = False) -> None:
         """SIGKILL what the main process left behind, repeatedly until nothing is left."""
         for _ in range(_ROUNDS):
@@ -327,9 +313,9 @@ class ProcessTree:
     def reap(self) -> Exit:
         """Collect the exit status and release the process."""
         self.detach()
-        os.close(self._pidfd)
+        os.close(self.pidfd)
         # It is reaped here; otherwise Popen warns that it is still running.
-        self._process.returncode = 0
+        self.process.returncode = 0
         try:
             pid, status, used = os.wait4(self.pid, os.WNOHANG)
         except ChildProcessError as error:
@@ -346,9 +332,9 @@ class ProcessTree:
             )
         code = os.waitstatus_to_exitcode(status)
         end_s = time.monotonic() if self._end_s is None else self._end_s
-        own_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        max_rss_bytes = used.ru_maxrss * 1024 if used.ru_maxrss > own_rss else None
-        usage = Usage(end_s - self._start.at_s, used.ru_utime, used.ru_stime, max_rss_bytes)
+        usage = {"wall_s": end_s - self.start.at_s, "user_s": used.ru_utime, "system_s": used.ru_stime}
+        if used.ru_maxrss > resource.getrusage(resource.RUSAGE_SELF).ru_maxrss:
+            usage["max_rss_bytes"] = used.ru_maxrss * 1024
         return Exit(code if code >= 0 else None, -code if code < 0 else None, usage)
 
     def _kill(self, pidfds: Collection[int]) -> None:
@@ -363,7 +349,7 @@ class ProcessTree:
             candidates = [self.pid, *candidates]
         if candidates is not None and not candidates:
             return []
-        members = processes.descendants([self.pid], [self._marker], pids=candidates, since_ticks=self.start_ticks)
+        members = processes.descendants([self.pid], [self.marker], pids=candidates, since_ticks=self.start_ticks)
         return [process for process in members if include_main or process.pid != self.pid]
 
     @contextmanager
@@ -371,7 +357,7 @@ class ProcessTree:
         """Pidfds of the living processes of this tree: a snapshot, taken before any of them is signalled."""
         members: dict[int, Process] = {}
         try:
-            for process in self._find(pids_between(self._start, pid_snapshot()), include_main=include_main):
+            for process in self._find(pids_between(self.start, pid_snapshot()), include_main=include_main):
                 if (pidfd := processes.open_pidfd(process)) is not None:
                     members[pidfd] = process
             yield list(members)

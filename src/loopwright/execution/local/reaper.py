@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 
 from loopwright.execution.local import processes
-from loopwright.execution.local.process_tree import ProcessLimits, StartedProcess, spawn
+from loopwright.execution.local.process_tree import ProcessLimits, ProcessTree, spawn
 from loopwright.execution.sandbox.files import remove
 
 # As a file instead of -m, and with the standard library only, since it runs as long as we do.
@@ -28,7 +28,7 @@ class Reaper:
         self.marker = f"{name}-{uuid.uuid4().hex}"
         self._name = name
         self._directory: Path | None = None
-        self._started: StartedProcess | None = None
+        self._started: ProcessTree | None = None
 
     @property
     def directory(self) -> Path:

@@ -72,7 +72,7 @@ class CallServer:
         response["usable"] = self._flush(response.get("error"))
         # So that the parent, which is busier than we are, looks for output only if there is some.
         response["output"] = _has_unread_output(1) or _has_unread_output(2)
-        response["usage"] = [wall_s, end[0] - start[0], end[1] - start[1]]
+        response["usage"] = {"wall_s": wall_s, "user_s": end[0] - start[0], "system_s": end[1] - start[1]}
         return response
 
     def _flush(self, error: str | None) -> bool:

@@ -14,7 +14,7 @@ import orjson
 
 from loopwright.core.errors import StorageError, storage
 from loopwright.execution.base import CallResult, FunctionCall, OnStart, Usage
-from loopwright.execution.local.output import CappedFile, Pump
+from loopwright.execution.local.executor import CappedFile, Pump
 from loopwright.execution.local.process_tree import (
     Exit,
     ProcessLimits,
@@ -155,8 +155,8 @@ class WorkerProcess:
         self._snapshot = snapshot
         if not self.usable:
             await self._end(0.0)
-        usage = Usage(*response["usage"])
-        self._spent_s = self._spent_s[0] + usage.user_s, self._spent_s[1] + usage.system_s
+        usage: Usage = response["usage"]
+        self._spent_s = self._spent_s[0] + usage["user_s"], self._spent_s[1] + usage["system_s"]
         value: dict[str, int | float] | None = response.get("value")
         if value is not None and (nonfinite := response["nonfinite"]):
             value |= {name: float(text) for name, text in nonfinite.items()}
@@ -173,10 +173,12 @@ class WorkerProcess:
         for file in self._files:
             file.open_if_missing()
         self._finish_files()
-        user_s = max(0.0, exit_.usage.user_s - self._spent_s[0])
-        system_s = max(0.0, exit_.usage.system_s - self._spent_s[1])
+        usage = {
+            "wall_s": wall_s,
+            "user_s": max(0.0, exit_.usage["user_s"] - self._spent_s[0]),
+            "system_s": max(0.0, exit_.usage["system_s"] - self._spent_s[1]),
+        }
         worker_exit = None if timed_out else describe(exit_)
-        usage = Usage(wall_s, user_s, system_s)
         return CallResult(usage, *self._output_sizes(), timed_out=timed_out, worker_exit=worker_exit)
 
     def _output_sizes(self) -> tuple[int, int]:
@@ -211,19 +213,20 @@ class WorkerProcess:
 
     def _spawn(self, marker: str) -> ProcessTree:
         child = self._socket.child.fileno()
-        started = spawn(
+        tree = spawn(
             [*COMMAND, str(child)],
             directory=Path("/"),
             environment={**self._environment, MARKER_VARIABLE: self._variable(marker)},
             stdout=self._pumps[0].write_fd,
             stderr=self._pumps[1].write_fd,
             limits=self._limits,
+            marker=self._marker,
             pass_fds=[child],
         )
         self._socket.child.close()
         for pump in self._pumps:
             pump.close_writer()
-        return ProcessTree(started, self._marker)
+        return tree
 
     def _variable(self, marker: str) -> str:
         return f"{self._environment.get(MARKER_VARIABLE, '')}:{marker}:{self._marker}"

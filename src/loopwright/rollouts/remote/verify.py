@@ -287,7 +287,7 @@ def _copy(sources: Sequence[Path], target: Path, script: str) -> None:
 
 def _report(directory: Path, completion: Completion, timeout_s: float, exceeded_limit: str | None) -> VerifierReport:
     code = completion.exit_code
-    details = {"exit_code": code, "seconds": round(completion.usage.wall_s, 3), "output": _output_tail(directory)}
+    details = {"exit_code": code, "seconds": round(completion.usage["wall_s"], 3), "output": _output_tail(directory)}
     if completion.timed_out or exceeded_limit is not None:
         reason = f"after {timeout_s:g} s" if exceeded_limit is None else f"at a limit: {exceeded_limit}"
         return {"error": f"{TEST} was stopped {reason}", **details, "stopped": True}
