@@ -25,14 +25,19 @@ def canonical(value: Any) -> Any:
     elif kind is str and value.isascii():
         return value
     elif kind is dict:
-        return {_text(str(name)): canonical(value[name]) for name in sorted(value, key=str)}
+        return {canonical(str(name)): canonical(value[name]) for name in sorted(value, key=str)}
     elif kind is tuple:
         return [canonical(item) for item in value]
     match value:
         case bool() | None:
             return value
         case str():
-            return _text(value)
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidAction(f"{value!r} is not valid Unicode") from error
+            # Not `value` itself: numpy's strings and enumerations are subclasses of str.
+            return str.__str__(value)
         case int():
             if not -(2**63) <= value < 2**63:
                 raise InvalidAction(f"{value!r} does not fit into 64 bits")
@@ -42,22 +47,12 @@ def canonical(value: Any) -> Any:
                 raise InvalidAction(f"{value!r} is not a finite number")
             return int(value) if value.is_integer() and abs(value) <= _EXACT else float(value)
         case Mapping():
-            return {_text(str(name)): canonical(value[name]) for name in sorted(value, key=str)}
+            return {canonical(str(name)): canonical(value[name]) for name in sorted(value, key=str)}
         case list() | tuple():
             return [canonical(item) for item in value]
         case _ if hasattr(value, "tolist"):  # numpy's scalars and arrays, without importing numpy
             return canonical(value.tolist())
     raise InvalidAction(f"{value!r} of type {type(value).__name__} is not a number, string, boolean, list or table")
-
-
-def _text(value: str) -> str:
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidAction(f"{value!r} is not valid Unicode") from error
-    # Not `value` itself: numpy's strings and enumerations are subclasses of str.
-    return str.__str__(value)
 
 
 def key_of(*parts: Any) -> str:

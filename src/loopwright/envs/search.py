@@ -60,7 +60,7 @@ class SearchEnv:
         book.kill = workload.kill
         self._keys = set() if book.count_cached else {trial.key for trial in book.ledger.trials() if trial.key}
         # Remembering which keys have an answer is cheaper than asking the ledger about every new one.
-        self._answered = book.ledger.answered_keys()
+        self._answered = book.ledger.answered_keys() if book.step else set()
         self._in_flight: dict[str, asyncio.Event] = {}
         self._metrics: Mapping[str, float] = {}
         self._pending: dict[int, Observation] = {}

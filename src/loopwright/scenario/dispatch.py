@@ -125,9 +125,23 @@ def build(loaded: LoadedScenario, run: RunKind, output: Path, *, accept_changes:
 def _run(
     loaded: LoadedScenario, run: RunKind, output: Path, signals: Signals, watch: Watch, *, accept_changes: bool
 ) -> int:
-    built = _try_build(loaded, run, output, accept_changes=accept_changes)
-    if built is None:
-        return 0 if _is_complete(output, run) else 1
+    path = output / run.name / "ledger.db"
+    try:
+        built = build(loaded, run, output, accept_changes=accept_changes)
+    except (ServerLost, ServerError) as error:
+        with Ledger.open(path) as ledger:
+            budget = run.agent.trials if run.agent is not None else None
+            if budget is not None and ledger.last()[0] >= budget and ledger.state("finished"):
+                return 0  # a live run that has used its whole budget does not need its server
+            log.error("run %r: %s Continue with `loopwright resume`.", run.name, sentence(error))
+            ledger.set_state("failure", f"lost (infra): {error}" if isinstance(error, ServerLost) else str(error))
+        return 1
+    except LoopwrightError:
+        raise
+    except Exception as error:
+        with Ledger.open(path) if path.exists() else nullcontext() as ledger:
+            _record_failure(error, ledger, run.name, output)
+        raise
     book = built.env.book
     book.observers.extend(watch(built.env))
     signals.book = book
@@ -148,33 +162,6 @@ def _run(
         signals.book = None
         built.resources.close()
     return code
-
-
-def _try_build(loaded: LoadedScenario, run: RunKind, output: Path, *, accept_changes: bool) -> BuiltRun | None:
-    """Build a run; None if its live server cannot be reached or used. A bug is recorded, as during the run."""
-    path = output / run.name / "ledger.db"
-    try:
-        return build(loaded, run, output, accept_changes=accept_changes)
-    except (ServerLost, ServerError) as error:
-        if _is_complete(output, run):
-            return None
-        log.error("run %r: %s Continue with `loopwright resume`.", run.name, sentence(error))
-        with Ledger.open(path) as ledger:
-            ledger.set_state("failure", f"lost (infra): {error}" if isinstance(error, ServerLost) else str(error))
-        return None
-    except LoopwrightError:
-        raise
-    except Exception as error:
-        with Ledger.open(path) if path.exists() else nullcontext() as ledger:
-            _record_failure(error, ledger, run.name, output)
-        raise
-
-
-def _is_complete(output: Path, run: RunKind) -> bool:
-    """Whether a live run has used its whole budget, so that it does not need its server."""
-    with Ledger.read(output / run.name / "ledger.db") as ledger:
-        budget = run.agent.trials if run.agent is not None else None
-        return budget is not None and ledger.last()[0] >= budget and bool(ledger.state("finished"))
 
 
 def drive(agent: Agent) -> int:

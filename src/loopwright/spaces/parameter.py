@@ -2,11 +2,10 @@
 
 import math
 from abc import ABC, abstractmethod
-from functools import cached_property
 from random import Random
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from loopwright.core.canonical import canonical, key_of
 from loopwright.core.config import Config, explain
@@ -61,16 +60,15 @@ class Choice(Parameter):
     values: tuple[Any, ...] = Field(min_length=1)
     """The candidates."""
 
-    @field_validator("values")
-    @classmethod
-    def _distinct(cls, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        keys: set[str] = set()
-        for value in values:
-            key = key_of(value)
-            if key in keys:
+    _indices: dict[str, int] = PrivateAttr(default_factory=dict)
+    # By key: a list may be long, and True == 1 in Python, but a flag that is on is not the number one.
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        for index, value in enumerate(self.values):
+            if self._indices.setdefault(key_of(value), index) != index:
                 raise ValueError(f"{value!r} is listed twice")
-            keys.add(key)
-        return values
+        return self
 
     @property
     def size(self) -> int:
@@ -84,11 +82,6 @@ class Choice(Parameter):
 
     def validate_value(self, value: Any) -> Any:
         return self.values[self.index(value)]
-
-    @cached_property
-    def _indices(self) -> dict[str, int]:
-        # By key: a list may be long, and True == 1 in Python, but a flag that is on is not the number one.
-        return {key_of(value): index for index, value in enumerate(self.values)}
 
     def index(self, value: Any) -> int:
         """Which candidate a value is."""
@@ -237,9 +230,9 @@ def parameter(value: Any) -> Parameter:
     if isinstance(value, (list, tuple)):
         if not value:
             raise ValueError("an empty list has nothing to choose from")
-        return Fixed(value=value[0]) if len(value) == 1 else Choice(values=tuple(value))
+        value = {"value": value[0]} if len(value) == 1 else {"values": value}
     if not isinstance(value, dict):
-        return Fixed(value=value)
+        value = {"value": value}
     for key, form in _FORMS:
         if key in value:
             try:

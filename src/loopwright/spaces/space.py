@@ -91,7 +91,7 @@ class Space:
         wrong = [f"unknown parameter {name!r}" for name in action if name not in self.tunable]
         values: dict[str, Any] = {}
         for name, parameter in self.tunable.items():
-            if not self.active(name, values):
+            if name in self._conditions and not self.active(name, values):
                 continue
             if name not in action:
                 wrong.append(f"missing parameter {name!r}")
@@ -137,7 +137,7 @@ class Space:
         """The n-th random action; each parameter has its own random source, so that adding one changes no other."""
         values: dict[str, Any] = {}
         for name, parameter in self.tunable.items():
-            if self.active(name, values):
+            if name not in self._conditions or self.active(name, values):
                 values[name] = parameter.sample(Random(f"{seed}:{name}:{n}"))
         return values
 

@@ -152,8 +152,19 @@ class MetricConfig(Config):
         source = self.file or "stdout"
         if not path.is_file():
             raise MetricMissing(f"the command did not write {source}")
-        pattern, pointer = self.regex, self.json_pointer or ""
-        text = _last_match(pattern, path, source) if pattern else _at_pointer(pointer, path, source)
+        if self.regex is None:
+            text = _at_pointer(self.json_pointer or "", path, source)
+        elif path.stat().st_size == 0:
+            raise MetricMissing(f"{source} is empty")
+        else:
+            group: bytes | None = None
+            # Bytes, mapped: output may be large and need not be valid UTF-8.
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                for match in re.finditer(self.regex.encode(), content):
+                    group = match[1]
+            if group is None:
+                raise MetricMissing(f"nothing in {source} matches {self.regex!r}")
+            text = group.decode(errors="replace")
         try:
             number = float(text)
         except (TypeError, ValueError) as error:
@@ -428,19 +439,6 @@ def _last_line(path: Path) -> str:
         file.seek(max(0, path.stat().st_size - 400))
         lines = file.read().decode(errors="replace").strip().splitlines()
     return lines[-1].strip()[:300] if lines else ""
-
-
-def _last_match(pattern: str, path: Path, source: str) -> str:
-    if path.stat().st_size == 0:
-        raise MetricMissing(f"{source} is empty")
-    number: bytes | None = None
-    # Bytes, mapped: output may be large and need not be valid UTF-8.
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        for match in re.finditer(pattern.encode(), content):
-            number = match[1]
-    if number is None:
-        raise MetricMissing(f"nothing in {source} matches {pattern!r}")
-    return number.decode(errors="replace")
 
 
 def _at_pointer(pointer: str, path: Path, source: str) -> Any:

@@ -106,20 +106,17 @@ class SearchAgent(Agent):
         loop = asyncio.get_running_loop()
         async with self.env.running():
             slots = [asyncio.ensure_future(self._slot(unfinished)) for _ in range(self.parallel)]
-
-            def cancel() -> None:
-                for slot in slots:
-                    slot.cancel()
-
-            book.when_stopped(lambda: loop.call_soon_threadsafe(cancel))
+            campaign = asyncio.gather(*slots)
+            book.when_stopped(lambda: loop.call_soon_threadsafe(campaign.cancel))
             try:
-                await asyncio.gather(*slots)
+                await campaign
             except asyncio.CancelledError:
                 if not book.stopping:
                     raise
             finally:
                 book.when_stopped(None)
-                cancel()
+                for slot in slots:
+                    slot.cancel()
                 await asyncio.gather(*slots, return_exceptions=True)
                 book.ledger.flush()
 

@@ -156,13 +156,36 @@ class RunKind(RunConfig, ABC):
     def build_env(self, context: BuildContext) -> AnyEnv:
         """The environment, with its ledger open."""
 
-    def open_book(self, context: BuildContext, fingerprint: str) -> TrialBook:
-        """The run's trial book, over a new ledger or over that of an earlier process; closed with the context."""
+    def open_book(self, context: BuildContext, fingerprint: str, **details: Any) -> TrialBook:
+        """The run's trial book, over a new ledger or over that of an earlier process; closed with the context.
+
+        Processes that an earlier process left running are ended first. The ledger records `details` about the run.
+        """
         observers = [import_observer(path, context.loaded.directory) for path in self.observers]
         directory = (context.output / self.name).absolute()
-        ledger = _open_ledger(directory, context, fingerprint)
+        path = directory / "ledger.db"
+        synchronous: Literal["FULL", "NORMAL"] = (
+            "FULL" if context.loaded.scenario.system.durability == "full" else "NORMAL"
+        )
+        if path.exists():
+            ledger = Ledger.open(path, synchronous=synchronous)
+            end_leftovers(ledger.open_processes(), ledger.state("id"))
+            ledger.close_attempts()
+            ledger.close_episode()
+            if ledger.state("fingerprint") != fingerprint and not context.accept_changes:
+                ledger.close()
+                raise LedgerError(
+                    f"the inputs of run {self.name!r} have changed since it started, so old and new trials cannot be "
+                    "compared. Start again in another --output, or continue anyway with `resume --accept-changes`."
+                )
+            ledger.set_state("fingerprint", fingerprint)
+        else:
+            with storage(directory):
+                directory.mkdir(parents=True, exist_ok=True)
+            state = {"id": uuid.uuid4().hex, "fingerprint": fingerprint}
+            ledger = Ledger.create(path, synchronous=synchronous, state=state)
         context.resources.callback(ledger.close)
-        self.describe(context, ledger)
+        self.describe(context, ledger, details)
         agent = context.agent
         return TrialBook(
             self.name,
@@ -175,11 +198,7 @@ class RunKind(RunConfig, ABC):
 
     # -- describing ---------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def details(self, agent: AgentConfig) -> dict[str, Any]:
-        """What the ledger records about runs of this kind."""
-
-    def describe(self, context: BuildContext, ledger: Ledger) -> None:
+    def describe(self, context: BuildContext, ledger: Ledger, details: Mapping[str, Any]) -> None:
         """Record everything a report needs, so that it can be made from the ledger alone."""
         table = next(table for table in context.loaded.raw["run"] if table["name"] == self.name)
         part = table.get("workload") or table.get("live") or table["rollout"]
@@ -199,7 +218,7 @@ class RunKind(RunConfig, ABC):
             "repeats": self.repeats,
             "parallel": context.loaded.scenario.system.parallel,
             "conditions_on_regime": agent is not None and agent.conditions_on_regime and bool(self.env_params),
-            **self.details(context.agent),
+            **details,
         }
         ledger.set_state("run", about)
         if self.workload is not None:
@@ -225,29 +244,6 @@ def _rewards(raw: Any, checker: Checker) -> tuple[RewardFunction, ...] | None:
         functions.append(checker.model("[[run]] reward", table, function) if function else None)
     valid = tuple(function for function in functions if function is not None)
     return valid if len(valid) == len(tables) else None
-
-
-def _open_ledger(directory: Path, context: BuildContext, fingerprint: str) -> Ledger:
-    """The run's ledger, new or reopened. Processes that an earlier process left running are ended first."""
-    path = directory / "ledger.db"
-    synchronous: Literal["FULL", "NORMAL"] = "FULL" if context.loaded.scenario.system.durability == "full" else "NORMAL"
-    if not path.exists():
-        with storage(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-        state = {"id": uuid.uuid4().hex, "fingerprint": fingerprint}
-        return Ledger.create(path, synchronous=synchronous, state=state)
-    ledger = Ledger.open(path, synchronous=synchronous)
-    end_leftovers(ledger.open_processes(), ledger.state("id"))
-    ledger.close_attempts()
-    ledger.close_episode()
-    if ledger.state("fingerprint") != fingerprint and not context.accept_changes:
-        ledger.close()
-        raise LedgerError(
-            f"the inputs of run {directory.name!r} have changed since it started, so old and new trials cannot be "
-            "compared. Start again in another --output, or continue anyway with `resume --accept-changes`."
-        )
-    ledger.set_state("fingerprint", fingerprint)
-    return ledger
 
 
 def _provenance(loaded: LoadedScenario) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from typing import Any, ClassVar, Literal
 
 from loopwright.agents import agents
-from loopwright.core.agent import AgentConfig
 from loopwright.core.canonical import key_of
 from loopwright.envs.live.config import LiveConfig
 from loopwright.envs.live.env import LiveEnv
@@ -47,7 +46,12 @@ class LiveRun(RunKind):
 
     def build_env(self, context: BuildContext) -> LiveEnv:
         live = self.live
-        book = self.open_book(context, key_of(live.env_class, live.address, live.fixed()))
+        book = self.open_book(
+            context,
+            key_of(live.env_class, live.address, live.fixed()),
+            objectives=LiveEnv.objectives.labels,
+            metrics=LiveEnv.metric_names,
+        )
         return LiveEnv(
             book,
             server=context.server or live.connect(context.loaded.directory),
@@ -57,6 +61,3 @@ class LiveRun(RunKind):
             # At an address, each answer has its own deadline.
             timeout_s=live.timeout_s if context.server is not None or live.address is None else None,
         )
-
-    def details(self, agent: AgentConfig) -> dict[str, Any]:
-        return {"objectives": LiveEnv.objectives.labels, "metrics": LiveEnv.metric_names}

@@ -3,7 +3,6 @@
 from typing import Any, ClassVar, Literal
 
 from loopwright.agents import rollout_agents
-from loopwright.core.agent import AgentConfig
 from loopwright.core.errors import did_you_mean
 from loopwright.engines.base import EngineConfig, engines
 from loopwright.rollouts.build import fingerprint, rollout_env
@@ -98,8 +97,23 @@ class RolloutRun(RunKind):
     def build_env(self, context: BuildContext) -> RolloutEnv:
         held_out = self.eval.tasks if self.eval else ()
         tasks = TaskMix.load(self.rollout.tasks, context.agent.seed, context.loaded.directory, held_out)
+        book = self.open_book(
+            context,
+            fingerprint(self.rollout, self.engine, tasks, context.loaded.directory),
+            objectives=RolloutEnv.objectives.labels,
+            metrics=RolloutEnv.metric_names,
+            workload={"type": "rollout"},
+            rollout={
+                "tasks": [source.label() for source in self.rollout.tasks],
+                "loop": self.rollout.loop.model_dump(mode="json"),
+                "judger": self.rollout.judger.model_dump(mode="json"),
+                "produce": self.rollout.produce.model_dump(mode="json"),
+                "engine": self.engine.model_dump(mode="json"),
+                "group_size": getattr(context.agent, "group_size", 1),
+            },
+        )
         return rollout_env(
-            self.open_book(context, fingerprint(self.rollout, self.engine, tasks, context.loaded.directory)),
+            book,
             self.rollout,
             self.engine,
             tasks,
@@ -108,22 +122,6 @@ class RolloutRun(RunKind):
             gateway=self.gateway,
             evaluation=self.eval,
         )
-
-    def details(self, agent: AgentConfig) -> dict[str, Any]:
-        rollout = {
-            "tasks": [source.label() for source in self.rollout.tasks],
-            "loop": self.rollout.loop.model_dump(mode="json"),
-            "judger": self.rollout.judger.model_dump(mode="json"),
-            "produce": self.rollout.produce.model_dump(mode="json"),
-            "engine": self.engine.model_dump(mode="json"),
-            "group_size": getattr(agent, "group_size", 1),
-        }
-        return {
-            "objectives": RolloutEnv.objectives.labels,
-            "metrics": RolloutEnv.metric_names,
-            "workload": {"type": "rollout"},
-            "rollout": rollout,
-        }
 
 
 def _gateway(raw: Any, checker: Checker) -> GatewayHostConfig | None:

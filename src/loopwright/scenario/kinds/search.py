@@ -1,5 +1,6 @@
 """Search runs: an agent proposes parameters, a workload measures them. Without an agent, the one point is run once."""
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -35,15 +36,19 @@ class SearchRun(RunKind):
             checker.add("[run.workload]", "is missing; it says what a trial runs.")
         return {"workload": None}
 
-    @property
+    @cached_property
     def space(self) -> Space:
         """What the agent chooses from."""
         return self.workload.space(frozenset(self.env_params))
 
-    @property
+    @cached_property
     def metric_names(self) -> tuple[str, ...]:
         """The metrics of a trial: the workload's, or else those that the rewards read."""
-        return self.workload.metric_names() or tuple(sorted({name for one in self.reward for name in one.needs()}))
+        names = self.workload.metric_names()
+        return tuple(sorted(self._metrics_of_rewards())) if names is None else names
+
+    def _metrics_of_rewards(self) -> set[str]:
+        return {name for function in self.reward for name in function.needs()}
 
     # -- checking -----------------------------------------------------------------------------------------------
 
@@ -57,10 +62,9 @@ class SearchRun(RunKind):
         agent = self.agent_class
         if agent is not None or "agent" not in raw:
             self.check_draws(raw, {**self.workload.args, **self.workload.env}, checker)
-        if (metrics := self.workload.metric_names()) is not None:
-            for name in sorted({name for function in self.reward for name in function.needs()} - set(metrics)):
-                hint = did_you_mean(name, list(metrics))
-                checker.add("[[run]] reward", f"reads the metric {name!r}, which the workload does not give. {hint}")
+        for name in sorted(self._metrics_of_rewards() - set(self.metric_names)):
+            hint = did_you_mean(name, list(self.metric_names))
+            checker.add("[[run]] reward", f"reads the metric {name!r}, which the workload does not give. {hint}")
         self._check_conditions(space, checker)
         if agent is not None and self.agent is not None:
             self._check_agent(agent, self.agent, space, checker)
@@ -95,7 +99,7 @@ class SearchRun(RunKind):
         if not space.tunable:
             checker.add("[run.workload] args", "there is nothing to search: make an argument a list or a range.")
         if not self.reward:
-            metrics = self.workload.metric_names() or ("seconds",)
+            metrics = self.metric_names or ("seconds",)
             example = f'reward = {{ type = "identity", metrics = ["{metrics[0]}"] }}'
             checker.add("[[run]] reward", f"is missing; for example {example}.")
         if len(self.reward) > 1 and not agent.several_objectives:
@@ -124,13 +128,16 @@ class SearchRun(RunKind):
         module = context.loaded.directory / f"{config.type.partition(':')[0].replace('.', '/')}.py"
         if ":" in config.type and module.is_file():  # the user's own class
             fingerprint = fingerprint_of(fingerprint, module)
-        book = self.open_book(context, fingerprint)
+        space, budget = self.space, context.agent.trials
+        if budget is None and space.enumerable:
+            budget = space.grid_size * self.repeats
+        labels = tuple(function.label() for function in self.reward)
+        book = self.open_book(context, fingerprint, objectives=labels, metrics=self.metric_names, budget=budget)
         shared = None
         if self.cache == "shared":
             path = Path(system.shared_cache).expanduser() if system.shared_cache else context.output / "cache.db"
             shared = SharedCache(context.loaded.directory / path if system.shared_cache else path)
             context.resources.callback(shared.close)
-        space = self.space
         return SearchEnv(
             book,
             space=space,
@@ -147,10 +154,3 @@ class SearchRun(RunKind):
             ),
             shared=shared,
         )
-
-    def details(self, agent: AgentConfig) -> dict[str, Any]:
-        space = self.space
-        budget = agent.trials
-        if budget is None and space.enumerable:
-            budget = space.grid_size * self.repeats
-        return {"objectives": Objectives(self.reward).labels, "metrics": self.metric_names, "budget": budget}
