@@ -58,6 +58,8 @@ class Ledger:
         self.transaction = Transaction(path, connection)
         """Every write goes through it; what is held in it is written together."""
         self._rows = self.transaction.rows
+        self.flush = self.transaction.flush
+        """Write to disk everything that was reserved and committed."""
 
     # -- opening ------------------------------------------------------------------------------------------------
 
@@ -110,10 +112,6 @@ class Ledger:
             problem = f"has version {version}; this Loopwright reads {VERSION}" if version else "is not a ledger"
             raise LedgerError(f"{path} {problem}. Use the Loopwright that wrote it, or choose another --output.")
         return cls(path, connection)
-
-    def flush(self) -> None:
-        """Write to disk everything that was reserved and committed."""
-        self.transaction.flush()
 
     def close(self) -> None:
         """Fold the write-ahead log into the file and close it."""

@@ -107,7 +107,6 @@ class LocalExecutor(Executor):
         try:
             on_start(tree.pid, tree.start_ticks)
             for pump in output.pumps:
-                pump.close_writer()
                 pump.attach(loop)
             tree.attach(loop)
             await tree.wait(command.timeout_s)
@@ -279,8 +278,11 @@ class Pump:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Copy output as it arrives."""
+        """Copy output as it arrives. From now on only the process has the writing end."""
         self.detach()
+        if self.write_fd >= 0:
+            os.close(self.write_fd)
+            self.write_fd = -1
         self._loop = loop
         loop.add_reader(self._read_fd, self._copy_chunk)
 
@@ -291,12 +293,6 @@ class Pump:
                 self._loop.remove_reader(self._read_fd)
             self._loop = None
 
-    def close_writer(self) -> None:
-        """Close our copy of the writing end."""
-        if self.write_fd >= 0:
-            os.close(self.write_fd)
-            self.write_fd = -1
-
     def drain(self) -> None:
         """Copy what is in the pipe. Bounded: another process may hold the pipe open and keep writing."""
         for _ in range(_DRAIN_CHUNKS):
@@ -306,10 +302,10 @@ class Pump:
     def close(self) -> None:
         """Close the pipe."""
         self.detach()
-        self.close_writer()
-        if self._read_fd >= 0:
-            os.close(self._read_fd)
-            self._read_fd = -1
+        for descriptor in (self.write_fd, self._read_fd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.write_fd = self._read_fd = -1
 
     def _copy_chunk(self) -> bool:
         """Copy one chunk, so that other trials get their turn. Return whether there may be another one."""

@@ -224,8 +224,6 @@ class WorkerProcess:
             pass_fds=[child],
         )
         self._socket.child.close()
-        for pump in self._pumps:
-            pump.close_writer()
         return tree
 
     def _variable(self, marker: str) -> str:
