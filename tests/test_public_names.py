@@ -88,7 +88,7 @@ PACKAGES = {
         Submission TrialServer TrialServerClient TrialServerConfig
     """,
     "loopwright.scenario": """
-        LoadedScenario PenaltiesConfig RunConfig Scenario SystemConfig
+        LoadedScenario RunConfig Scenario SystemConfig
     """,
     "loopwright.spaces": """
         Choice ContinuousSpace EnvParamConfig Fixed Parameter Range Space

@@ -6,11 +6,10 @@ from loopwright.core.imports import lazy_exports
 
 if TYPE_CHECKING:
     from loopwright.scenario.kinds.base import LoadedScenario
-    from loopwright.scenario.schema import PenaltiesConfig, RunConfig, Scenario, SystemConfig
+    from loopwright.scenario.schema import RunConfig, Scenario, SystemConfig
 
 __all__ = [
     "LoadedScenario",
-    "PenaltiesConfig",
     "RunConfig",
     "Scenario",
     "SystemConfig",
@@ -20,6 +19,6 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "LoadedScenario": "kinds.base",
-        **dict.fromkeys(("PenaltiesConfig", "RunConfig", "Scenario", "SystemConfig"), "schema"),
+        **dict.fromkeys(("RunConfig", "Scenario", "SystemConfig"), "schema"),
     },
 )

@@ -6,8 +6,7 @@ from loopwright.core.imports import lazy_exports
 from loopwright.workloads.base import Job, Site, Workload, WorkloadConfig, workloads
 
 if TYPE_CHECKING:
-    from loopwright.workloads.command import CommandConfig, CommandWorkload, SuccessConfig
-    from loopwright.workloads.metric import MetricConfig
+    from loopwright.workloads.command import CommandConfig, CommandWorkload, MetricConfig, SuccessConfig
     from loopwright.workloads.python import PythonConfig, PythonWorkload
 
 __all__ = [
@@ -27,8 +26,7 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        **dict.fromkeys(("CommandConfig", "CommandWorkload", "SuccessConfig"), "command"),
-        "MetricConfig": "metric",
+        **dict.fromkeys(("CommandConfig", "CommandWorkload", "MetricConfig", "SuccessConfig"), "command"),
         **dict.fromkeys(("PythonConfig", "PythonWorkload"), "python"),
     },
 )
