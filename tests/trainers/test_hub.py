@@ -32,7 +32,7 @@ kept = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>")
 kept.chat_template = sys.stdin.read()
 kept.save_pretrained(snapshot)
 
-learner = LocalLearner(LearnerSettings(GrpoConfig(steps=1), GrpoAlgorithm, "some/model", out), out, near=False)
+learner = LocalLearner(LearnerSettings(GrpoConfig(steps=1), GrpoAlgorithm, "some/model", out), out, in_process=False)
 for write in (learner.save, learner.write):
     directory = out / write.__name__
     directory.mkdir()

@@ -135,11 +135,11 @@ def test_a_device_that_is_not_here_is_said_with_the_next_move(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("own", "engine", "near", "device"),
+    ("own", "engine", "in_process", "device"),
     [(None, "cuda", True, "cuda"), (None, "cuda", False, "cpu"), ("cuda:1", "cpu", True, "cuda:1")],
 )
-def test_training_is_where_it_is_said_or_where_the_engine_of_this_process_is(tmp_path, own, engine, near, device):
-    source = PolicySource(TransformersConfig(model="tiny", device=engine), Sampling(), tmp_path, in_process=near)
+def test_training_is_where_it_is_said_or_where_the_engine_of_this_process_is(tmp_path, own, engine, in_process, device):
+    source = PolicySource(TransformersConfig(model="tiny", device=engine), Sampling(), tmp_path, in_process=in_process)
     config = GrpoConfig(steps=1, device=own)
     assert learner_settings(config, GrpoAlgorithm, SimpleNamespace(source=source)).device == device
 

@@ -58,7 +58,7 @@ def test_two_workers_learn_what_one_learns(tmp_path, what, shard):
     """
     options = dict(epochs=2, minibatches=2, max_grad_norm=1.0, micro_tokens=16, lr=1e-8, kl=0.1, **what)
     setting = learner_settings("ppo", tmp_path, **options)
-    alone = LocalLearner(setting, tmp_path, near=True)
+    alone = LocalLearner(setting, tmp_path, in_process=True)
     config = setting.config.model_copy(update={"workers": 2, "shard": shard})
     elsewhere = replace(setting, config=config, device="cuda:99")  # workers have a device of their own
     together = RayLearner(elsewhere, tmp_path, workers=2, cpus=0.5, gpus=0)

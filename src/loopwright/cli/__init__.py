@@ -41,10 +41,10 @@ _STYLE: dict[str, Any] = {
 class _Verbs(TyperGroup):
     """Imports a verb's module when the verb is used, so that `--help` and the other verbs start at once."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, _: Any) -> list[str]:
         return list(VERBS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+    def get_command(self, _: Any, cmd_name: str) -> Any:
         if cmd_name not in VERBS:
             return None
         module = import_module(f"loopwright.cli.{VERBS[cmd_name][0]}")
@@ -55,7 +55,7 @@ class _Verbs(TyperGroup):
         verb.command(cmd_name)(module.command)
         return typer.main.get_command(verb)
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def format_commands(self, _: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in VERBS.items()])
 

@@ -80,9 +80,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve sessions until Ctrl-C. POST /sessions opens one; its agent gets the base URL and the key."""
-    values: dict[str, Any] = {**_environment(), "host": host, "port": port}
-    options = {"advertise": advertise, "access_log": access_log, "log_prompts": log_prompts or None}
-    values |= {name: value for name, value in options.items() if value is not None}
+    values = _options(host=host, port=port, advertise=advertise, access_log=access_log, log_prompts=log_prompts or None)
     tables = _settings_tables(settings or [], values)
     config = parse_settings(GatewayConfig, tables["gateway"])
     config.address(config.port)  # before the engine is loaded, which takes a while
@@ -198,12 +196,13 @@ def _token(file: Path | None, config: "GatewayConfig", *, relay: bool, public: b
     return token
 
 
-def _environment() -> dict[str, Any]:
-    """The gateway's settings in the environment, which options and --set override."""
+def _options(**options: Any) -> dict[str, Any]:
+    """The gateway's settings: those in the environment, overridden by the options that were given."""
     try:
-        return from_environment(GATEWAY, GatewayConfig)
+        values = from_environment(GATEWAY, GatewayConfig)
     except ValueError as error:
         raise typer.BadParameter(f"{error}.") from error
+    return values | {name: value for name, value in options.items() if value is not None}
 
 
 def load_engine(names: list[str], tokenizer: str | None, tables: dict[str, dict[str, Any]]) -> "Engine":

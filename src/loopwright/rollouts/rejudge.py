@@ -13,7 +13,7 @@ from math import fsum
 from pathlib import Path
 from typing import Any
 
-from loopwright.core.errors import Problem, ScenarioError
+from loopwright.core.errors import Problem, ScenarioError, sentence
 from loopwright.core.registry import look_for_types
 from loopwright.core.reward import Reward
 from loopwright.ledger.ledger import Ledger
@@ -34,13 +34,13 @@ def read_judger(file: Path) -> JudgerConfig:
     except OSError as error:
         raise ScenarioError(file, [Problem("", f"cannot be read: {error.strerror}. Give a TOML file.")]) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ScenarioError(file, [Problem("", f"is not TOML: {error}.")]) from error
+        raise ScenarioError(file, [Problem("", f"is not TOML: {sentence(error)}")]) from error
     key = "judger" if "judger" in raw else ""
     look_for_types(raw, file.absolute().parent)
     try:
         config = parse_judger(raw.get("judger", raw))
     except ValueError as error:
-        raise ScenarioError(file, [Problem(key, f"{error}.")]) from error
+        raise ScenarioError(file, [Problem(key, sentence(error))]) from error
     if problems := config.problems(file.absolute().parent):
         raise ScenarioError(file, problems)
     return config

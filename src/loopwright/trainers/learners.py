@@ -48,17 +48,17 @@ class LocalLearner:
     """A learner in this process. Engines in this process get its weights directly, others as a directory."""
 
     def __init__(
-        self, settings: LearnerSettings, directory: Path, *, near: bool, learner: Learner | None = None
+        self, settings: LearnerSettings, directory: Path, *, in_process: bool, learner: Learner | None = None
     ) -> None:
         self.learner = learner or Learner(settings)
-        self._settings, self._directory, self._near = settings, directory, near
+        self._settings, self._directory, self._in_process = settings, directory, in_process
         self._published = 0
 
     def update(self, samples: Sequence[Sample], step: int) -> dict[str, float]:
         return self.learner.update(samples, step)
 
     def weights(self) -> Any:
-        if self._near:
+        if self._in_process:
             return self.learner.policy.weights()
         # Alternate between two directories: an engine may still be reading the last one.
         self._published += 1

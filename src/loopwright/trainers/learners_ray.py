@@ -91,7 +91,7 @@ def _work(config: dict[str, Any]) -> None:
     """The loop of each worker: one job after another, until a job is None."""
     settings, queue = replace(config["settings"], device=str(get_device())), config["queue"]
     team = _RayTeam(shard=settings.config.shard)
-    learner = LocalLearner(settings, config["directory"], near=False, learner=Learner(settings, team))
+    learner = LocalLearner(settings, config["directory"], in_process=False, learner=Learner(settings, team))
     number = 0
     while (job := _wait(queue.job.remote(number))) is not None:
         method, args = job

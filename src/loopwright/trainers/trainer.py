@@ -302,7 +302,7 @@ class _Training:
 
             directory = book.directory.absolute()
             return RayLearner(settings, directory, workers=config.workers, cpus=config.cpus, gpus=config.gpus)
-        return LocalLearner(settings, book.directory, near=source_of(self.env).in_process)
+        return LocalLearner(settings, book.directory, in_process=source_of(self.env).in_process)
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Run it in torch's thread. Even a cancelled caller waits for the end: two calls must never overlap."""

@@ -119,12 +119,16 @@ class PolicyLearner(ABC):
     def save(self) -> None:
         """Write a checkpoint of the policy to `context.directory`."""
 
-    def imitate(self, pairs: list[tuple[Any, Any]]) -> None:
-        """Warm start: learn to choose these actions for these observations. Only if the algorithm `can_imitate`."""
-        raise NotImplementedError
-
     def close(self) -> None:
         """Release what the learner holds."""
+
+
+class ImitationLearner(PolicyLearner):
+    """A learner whose policy can be trained on recorded actions first, as `RlAlgorithm.can_imitate` says."""
+
+    @abstractmethod
+    def imitate(self, pairs: list[tuple[Any, Any]]) -> None:
+        """Warm start: learn to choose these actions for these observations."""
 
 
 class Backend(Protocol):

@@ -15,7 +15,7 @@ from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import TrainFreq, TrainFrequencyUnit
 from stable_baselines3.common.vec_env import VecEnv
 
-from loopwright.agents.rl.learner import LearnerContext, PolicyLearner, RlConfig
+from loopwright.agents.rl.learner import ImitationLearner, LearnerContext, RlConfig
 from loopwright.core.errors import storage
 from loopwright.envs.gym.adapter import Driver, step_info
 
@@ -90,7 +90,7 @@ class _BudgetCallback(BaseCallback):
         return every.unit is TrainFrequencyUnit.STEP and bool(self.locals["num_collected_steps"] >= every.frequency)
 
 
-class Sb3Learner(PolicyLearner):
+class Sb3Learner(ImitationLearner):
     """An SB3 algorithm. Continues from the checkpoint in the directory, if there is one."""
 
     def __init__(self, algorithm: str, env: Any, config: RlConfig, context: LearnerContext) -> None:

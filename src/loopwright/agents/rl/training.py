@@ -5,7 +5,15 @@ from collections import defaultdict
 from contextlib import closing, suppress
 from typing import Any
 
-from loopwright.agents.rl.learner import MAX_REGIMES, LearnerContext, PolicyLearner, RlAlgorithm, RlConfig, backend
+from loopwright.agents.rl.learner import (
+    MAX_REGIMES,
+    ImitationLearner,
+    LearnerContext,
+    PolicyLearner,
+    RlAlgorithm,
+    RlConfig,
+    backend,
+)
 from loopwright.agents.rl.observation_wrappers import wrap_for_library
 from loopwright.agents.rl.policy import policy_card, write_policy_card
 from loopwright.agents.search.warm_start import warm_trials
@@ -53,6 +61,7 @@ def _train_batch(env: SearchEnv, config: RlConfig, algorithm: RlAlgorithm, slots
             library.build_learner(algorithm.name, library.batch_env(driver, slots), config, context)
         ) as learner:
             if config.warm_start is not None and env.book.step == 0:
+                assert isinstance(learner, ImitationLearner)  # noqa: S101  others are refused when the scenario is loaded
                 learner.imitate(warm_start_pairs(driver, config.warm_start))
             _learn(learner, until, policy_card(env, config, algorithm))
             _evaluate(driver, learner, config.evaluate)
