@@ -17,6 +17,12 @@ from loopwright.reports.rollout.tokens import LEVELS, TokenText, token_texts, to
 
 _ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _LEVELS = ("default", "green", "yellow", "bright_red", "bold white on red")
+_USES = {
+    (False, False): "neither trained on nor in its group's baseline",
+    (False, True): "in its group's baseline, not trained on",
+    (True, False): "trained on, not in the baseline",
+}
+"""What an episode is used for, by (trainable, in its group's baseline), unless it is both."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -60,8 +66,8 @@ def _facts(ledger: Ledger, rollout: Rollout) -> Iterator[Text]:
     yield first
     if episode.reason:
         yield Text(f"reason: {_safe(episode.reason)}", "red")
-    if left_out := _left_out(episode):
-        yield Text(left_out, "yellow")
+    if use := _USES.get((episode.trainable, episode.in_baseline)):
+        yield Text(use, "yellow")
     if episode.task.label is not None:
         yield Text(f"label: {_safe(short(exact(episode.task.label)))}")
     for place, attempt in enumerate(episode.attempts, 1):
@@ -76,14 +82,6 @@ def _reward(reward: Any) -> str:
         return "no reward"
     parts = " + ".join(f"{name} {number(value)}" for name, value in reward.parts.items())
     return f"reward {number(reward.value)}" + (f" = {parts}" if len(reward.parts) > 1 else "")
-
-
-def _left_out(episode: Episode) -> str:
-    if episode.trainable and episode.in_baseline:
-        return ""
-    if not episode.trainable and not episode.in_baseline:
-        return "neither trained on nor in its group's baseline"
-    return "in its group's baseline, not trained on" if episode.in_baseline else "trained on, not in the baseline"
 
 
 def _attempt(place: int, attempt: Attempt, *, many: bool) -> str:

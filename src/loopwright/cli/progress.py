@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Group
 from rich.live import Live
@@ -18,7 +18,7 @@ from loopwright.core.trial import Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer
 from loopwright.ledger.steps import Kind, Step
-from loopwright.reports.formatting import number
+from loopwright.reports.formatting import duration, number
 from loopwright.reports.kinds import kind_of
 from loopwright.reports.live.digest import read_live
 from loopwright.reports.live.policy import comparison
@@ -36,6 +36,9 @@ _MAX_REASONS = 3
 
 class RunProgress(Observer):
     """Counts the outcomes of a run's trials, those before a resume included."""
+
+    training_parts: ClassVar[int | None] = None
+    """How many facts about a training its line starts with; by default all of them."""
 
     def __init__(self, env: AnyEnv) -> None:
         book = env.book
@@ -97,34 +100,24 @@ class RunProgress(Observer):
     def line(self) -> str:
         """The state of the run in one line."""
         counted, total = self.done - (self.cached if self.cached_are_free else 0), self.total
+        unscored = self.done - self.scored
         if self.training is not None:
-            parts, counted, total = self._steps(self.training), self.training.done, self.training.total
+            counted, total = self.training.done, self.training.total
+            parts = [*self.training.parts()[: self.training_parts], f"{number(self.done)} rollouts"]
+            parts += [f"{number(unscored)} without a reward"] if unscored else []
+            parts += self.training.speed()
+        elif self.has_rollouts:
+            parts = [f"{self.done}/{total or '?'} rollouts"]
+            parts += [f"mean reward {number(self.reward_sum / self.scored, 3)}"] if self.scored else []
+            parts.append(f"{unscored} without a reward")
         else:
-            parts = self._rollouts() if self.has_rollouts else self._trials(counted)
+            parts = [f"{counted}/{total or '?'} done", f"{self.failed} failed", f"{self.cached} cached"]
+            if self.best is not None and self.best.reward is not None:
+                parts.append(f"best {self.label} = {self.best.reward.value:.6g} (trial {self.best.number})")
         left = self.seconds_left
         if left is not None and counted < (total or 0):
-            parts.append(f"{_duration(left)} left")
+            parts.append(f"{duration(max(1, round(left)))} left")
         return f"{self.name}: {', '.join(parts)}"
-
-    def _steps(self, training: TrainingProgress) -> list[str]:
-        unscored = self.done - self.scored
-        rollouts = [f"{number(self.done)} rollouts", *([f"{number(unscored)} without a reward"] if unscored else [])]
-        return [*self._training_parts(training), *rollouts, *training.speed()]
-
-    def _training_parts(self, training: TrainingProgress) -> list[str]:
-        return training.parts()
-
-    def _trials(self, counted: int) -> list[str]:
-        parts = [f"{counted}/{self.total or '?'} done", f"{self.failed} failed", f"{self.cached} cached"]
-        if self.best is not None and self.best.reward is not None:
-            parts.append(f"best {self.label} = {self.best.reward.value:.6g} (trial {self.best.number})")
-        return parts
-
-    def _rollouts(self) -> list[str]:
-        parts = [f"{self.done}/{self.total or '?'} rollouts"]
-        if self.scored:
-            parts.append(f"mean reward {number(self.reward_sum / self.scored, 3)}")
-        return [*parts, f"{self.done - self.scored} without a reward"]
 
 
 class LogLines(RunProgress):
@@ -151,6 +144,8 @@ class LogLines(RunProgress):
 class ProgressBar(RunProgress):
     """A progress bar for a terminal, with the curves of a training."""
 
+    training_parts: ClassVar[int | None] = 1  # the others are drawn below
+
     def __init__(self, env: AnyEnv) -> None:
         super().__init__(env)
         self._progress = Progress(
@@ -167,9 +162,6 @@ class ProgressBar(RunProgress):
     def completed(self) -> int:
         """The length of the bar."""
         return self.done if self.training is None else self.training.done
-
-    def _training_parts(self, training: TrainingProgress) -> list[str]:
-        return training.parts()[:1]  # the others are drawn below
 
     def _render(self) -> Any:
         return self._progress if self.training is None else Group(self._progress, self.training.curves())
@@ -333,9 +325,3 @@ _RESULTS: dict[str, Callable[[Ledger], tuple[dict[str, Any], list[str]]]] = {
 
 def _pairs(values: Any, equals: str = "=") -> str:
     return "  ".join(f"{name}{equals}{value}" for name, value in values.items()) or "(nothing to choose)"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

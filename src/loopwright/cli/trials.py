@@ -3,7 +3,7 @@
 import os
 import secrets
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -70,7 +70,10 @@ def serve(
             param_hint="--host",
         )
     token = _own_token(output / "token") if token_file is None else token_from(token_file)
-    own = None if engine is None else _own_gateway(engine, tokenizer, engine_options)
+    own = None
+    if engine is not None:
+        served_engine = load_engine([engine], tokenizer, {"engine": engine_options, "fleet": {}})
+        own = EmbeddedGatewayHost(GatewayConfig(), lambda: served_engine)
     notice(f"the token is in {token_file or output / 'token'}; name that file as `token_file` in a run")
     raise typer.Exit(128 + run(_serve(config, token, output, home.resolve(), own)))
 
@@ -99,8 +102,3 @@ def _own_token(file: Path) -> str:
                 stream.write(secrets.token_urlsafe(24))
             part.rename(file)
     return token_from(file)
-
-
-def _own_gateway(name: str, tokenizer: str | None, options: dict[str, Any]) -> GatewayHost:
-    engine = load_engine([name], tokenizer, {"engine": options, "fleet": {}})
-    return EmbeddedGatewayHost(GatewayConfig(), lambda: engine)

@@ -19,8 +19,10 @@ def wrap_for_library(env: "gym.Env[Any, Any]", library: str) -> "gym.Env[Any, An
 
 def flatten_codec(space: "spaces.Space[Any]", library: str) -> FlattenCodec | None:
     """The codec that flattens observations for a library, or None if the library accepts them as they are."""
-    if library == "rllib":
-        accepted = _rllib_accepts(space)
+    if library == "rllib":  # an image (height, width, channels) or a vector of floats
+        accepted = isinstance(space, spaces.Box) and (
+            len(space.shape) == 3 or (len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating))
+        )
     else:  # named parts, but no nested ones
         accepted = all(map(_sb3_accepts, space.spaces.values() if isinstance(space, spaces.Dict) else [space]))
     if accepted:
@@ -41,10 +43,3 @@ def _sb3_accepts(space: "spaces.Space[Any]") -> bool:
         case spaces.MultiDiscrete():
             return space.nvec.ndim == 1 and not np.any(space.start)
     return isinstance(space, spaces.MultiBinary)
-
-
-def _rllib_accepts(space: "spaces.Space[Any]") -> bool:
-    """Whether RLlib's default networks accept it: an image (height, width, channels) or a vector of floats."""
-    if not isinstance(space, spaces.Box):
-        return False
-    return len(space.shape) == 3 or (len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating))

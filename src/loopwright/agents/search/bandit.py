@@ -52,16 +52,15 @@ class Bandit(SpaceAgent):
 
     def __init__(self, env: SearchEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
-        self._arms = {key_of(action): action for action in [*self._start, *self._candidates()]}
+        size = self.space.size
+        if size is not None and size <= config.arms and self.space.enumerable:
+            candidates = list(self.space.points())
+        else:
+            candidates = [self.space.sample(config.seed, f"arm:{index}") for index in range(config.arms)]
+        self._arms = {key_of(action): action for action in [*self._start, *candidates]}
         self._pulls: dict[tuple[str, str], _Pulls] = defaultdict(_Pulls)
         self._by_regime: dict[str, _Pulls] = defaultdict(_Pulls)
         self._extremes: dict[str, tuple[float, float]] = {}
-
-    def _candidates(self) -> list[Action]:
-        size = self.space.size
-        if size is not None and size <= self.config.arms and self.space.enumerable:
-            return list(self.space.points())
-        return [self.space.sample(self.config.seed, f"arm:{index}") for index in range(self.config.arms)]
 
     def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
         random = Random(f"{self.config.seed}:bandit:{n}:{retry}")

@@ -160,7 +160,11 @@ class SamplerAgent(SpaceAgent):
             optuna.trial.create_trial(
                 state=state.RUNNING if objectives is None else state.COMPLETE,
                 values=None if objectives is None else list(objectives),
-                params={name: _inward(self.space.tunable[name], action[name]) for name in searched},
+                params={
+                    name: parameter.index(action[name]) if isinstance(parameter, Choice) else action[name]
+                    for name, parameter in self.space.tunable.items()
+                    if name in searched
+                },
                 distributions=searched,
                 system_attrs=dict(attrs),
             )
@@ -259,7 +263,3 @@ def _suggest(trial: "optuna.trial.Trial", name: str, parameter: Parameter) -> An
         case optuna.distributions.CategoricalDistribution(choices=choices):
             inner = trial.suggest_categorical(name, choices)
     return parameter.decode(inner) if isinstance(parameter, Choice) else parameter.validate_value(inner)
-
-
-def _inward(parameter: Parameter, value: Any) -> Any:
-    return parameter.index(value) if isinstance(parameter, Choice) else value
