@@ -141,13 +141,10 @@ class Workload(ABC):
     async def run(self, job: Job) -> Result:
         """Run a trial in its directory. Cancellation ends its whole process tree."""
 
-    def fingerprint(self) -> str:
-        """Identifies comparable measurements: the workload and the contents of its input files."""
-        return fingerprint_of(self.config.model_dump_json(exclude=self.not_compared), *self.inputs())
-
-    def inputs(self) -> list[Path]:
-        """The files covered by the fingerprint."""
-        return [self.site.scenario_dir / name for name in self.config.files]
+    def fingerprint(self, *sources: Path) -> str:
+        """Identifies comparable measurements: the workload, and the contents of its input files and of `sources`."""
+        files = [self.site.scenario_dir / name for name in self.config.files]
+        return fingerprint_of(self.config.model_dump_json(exclude=self.not_compared), *files, *sources)
 
     def environment(self, arguments: Mapping[str, Any]) -> Mapping[str, str]:
         """The environment of a trial's processes: that of this process, and the variables of `env`."""

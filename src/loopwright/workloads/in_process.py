@@ -3,6 +3,7 @@
 import asyncio
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from loopwright.core.errors import LaunchError
@@ -60,7 +61,7 @@ class InProcessWorkload(Workload):
     def call(self, arguments: Mapping[str, Any]) -> Any:
         """Call the function."""
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, *sources: Path) -> str:
         return self.version
 
     async def run(self, job: Job) -> Result:

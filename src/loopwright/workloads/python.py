@@ -1,5 +1,6 @@
 """The Python workload: calls a function that returns metrics, in a worker process that can be killed."""
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -64,18 +65,15 @@ class PythonWorkload(Workload):
         )
         self._paths = config.import_paths(site.scenario_dir)
 
-    def inputs(self) -> list[Path]:
+    def fingerprint(self, *sources: Path) -> str:
         module = self.config.function.partition(":")[0].replace(".", "/")
-        source = next(
-            (
-                candidate
-                for base in (*self._paths, *map(Path, sys.path))
-                for candidate in (base / f"{module}.py", base / module / "__init__.py")
-                if candidate.is_file()
-            ),
-            None,
+        candidates = (
+            candidate
+            for base in (*self._paths, *map(Path, sys.path))
+            for candidate in (base / f"{module}.py", base / module / "__init__.py")
+            if candidate.is_file()
         )
-        return [*super().inputs(), *([source] if source else [])]
+        return super().fingerprint(*sources, *itertools.islice(candidates, 1))
 
     async def run(self, job: Job) -> Result:
         # The worker creates the directory, unless there are files to link or an earlier attempt to rename.
