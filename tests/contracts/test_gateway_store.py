@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import signal
 import sqlite3
+from contextlib import closing
 
 import aiohttp
 import openai
@@ -23,7 +24,7 @@ def test_t04_the_intent_is_stored_before_the_engine_is_asked(tmp_path):
         engine, seen = Teller(), []
 
         def look():
-            with sqlite3.connect(tmp_path / "gateway.db") as db:
+            with closing(sqlite3.connect(tmp_path / "gateway.db")) as db, db:
                 seen.append(
                     (
                         db.execute("SELECT node, ended_at FROM calls").fetchall(),
@@ -459,7 +460,7 @@ def test_t02_a_turn_that_failed_is_as_good_as_its_prompt_once_a_retry_ends_it_af
 
 def as_format_2(output):
     """What a store was before failures had columns of their own."""
-    with sqlite3.connect(output / "gateway.db") as store:
+    with closing(sqlite3.connect(output / "gateway.db")) as store, store:
         store.execute(
             "UPDATE calls SET verdict = 'broken', reason = failure, token = failed_at WHERE failure IS NOT NULL"
         )

@@ -6,6 +6,7 @@ Through the official SDKs as they are, wherever an agent is what causes it.
 import asyncio
 import json
 import sqlite3
+from contextlib import closing
 from itertools import pairwise
 
 import aiohttp
@@ -217,7 +218,7 @@ def test_row_ended_early(tmp_path):
         async with served(Teller("bye"), output=tmp_path) as gateway, client_of(await gateway.open()) as client:
             async for chunk in await chat(client, [user("a")], stream=True):
                 if chunk.choices and chunk.choices[0].finish_reason:
-                    with sqlite3.connect(tmp_path / "gateway.db") as store:
+                    with closing(sqlite3.connect(tmp_path / "gateway.db")) as store, store:
                         (ended,) = store.execute("SELECT ended_at FROM calls").fetchone()
                     assert ended is not None
                     return
@@ -255,11 +256,14 @@ def test_row_lost_call(tmp_path):
         async with served(engine, output=tmp_path) as gateway, client_of(session := await gateway.open()) as client:
             talking = asyncio.create_task(chat(client, [user("a")]))
             await engine.held.wait()
-            with sqlite3.connect(tmp_path / "gateway.db") as store:
+            with closing(sqlite3.connect(tmp_path / "gateway.db")) as store, store:
                 assert store.execute("SELECT ended_at FROM calls").fetchall() == [(None,)], "the intent is there"
             copy = tmp_path / "copy"
             copy.mkdir()
-            with sqlite3.connect(tmp_path / "gateway.db") as store, sqlite3.connect(copy / "gateway.db") as other:
+            with (
+                closing(sqlite3.connect(tmp_path / "gateway.db")) as store,
+                closing(sqlite3.connect(copy / "gateway.db")) as other,
+            ):
                 store.backup(other)  # what a power cut would have left
             engine.go.set()
             await talking
@@ -362,11 +366,11 @@ def test_t05_a_frozen_session_is_what_its_snapshot_says(tmp_path):
             assert (done["status"], done["snapshot"]) == ("complete", frozen["snapshot"])
             other = await asked(http, "GET", f"{url}?snapshot={'0' * 32}", key, 409)
             assert frozen["snapshot"] in other["error"]["message"]
-        with sqlite3.connect(tmp_path / "gateway.db") as store:
+        with closing(sqlite3.connect(tmp_path / "gateway.db")) as store, store:
             blob = store.execute("SELECT logprobs FROM nodes WHERE finish = 'stop'").fetchone()[0]
         async with served(Teller("yes"), output=tmp_path) as gateway:
             assert gateway.find(session.id).verify(frozen["snapshot"])["rows"], "after a restart too"
-        with sqlite3.connect(tmp_path / "gateway.db") as store:
+        with closing(sqlite3.connect(tmp_path / "gateway.db")) as store, store:
             store.execute("UPDATE nodes SET logprobs = ? WHERE finish = 'stop'", (blob[:-8] + bytes(8),))
         async with served(Teller("yes"), output=tmp_path) as gateway:
             with pytest.raises(PermissionError, match="differs from what was frozen"):

@@ -104,8 +104,12 @@ class Transaction:
 def connect(path: Path, synchronous: str) -> sqlite3.Connection:
     """A connection for writing: WAL, explicit transactions, usable from several threads under a lock."""
     connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=10)
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute(f"PRAGMA synchronous = {synchronous}")
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {synchronous}")
+    except sqlite3.Error:
+        connection.close()
+        raise
     return connection
 
 
@@ -122,6 +126,9 @@ def connect_to_read(path: Path) -> sqlite3.Connection:
         connection.close()
         uri = f"{uri}?mode=ro&immutable=1"
         connection = sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
+    except sqlite3.Error:
+        connection.close()
+        raise
     return connection
 
 
