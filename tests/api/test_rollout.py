@@ -24,18 +24,18 @@ class Half(lw.Judger):
         return lw.Reward(0.5)
 
 
-def test_a_function_judges_what_a_named_loop_and_engine_made():
-    seen = []
+def test_a_function_judges_the_episodes_of_a_named_loop_and_engine():
+    payloads = []
 
     def exact(answer, label):
-        seen.append(label)
+        payloads.append(label)
         return 1.0
 
     episodes = lw.rollout(TASKS, "single_turn", exact, engine="scripted", samples=2)
 
     assert [episode.task.id for episode in episodes] == ["0", "0", "1", "1", "2", "2"]
     assert [episode.reward.value for episode in episodes] == [1.0] * 6
-    assert sorted(seen) == ["1", "1", "2", "2", "3", "3"]
+    assert sorted(payloads) == ["1", "1", "2", "2", "3", "3"]
     assert episodes[0].rewards == {"exact": 1.0}
 
 
@@ -58,6 +58,6 @@ def test_an_engine_object_and_sampling_are_used():
     assert lw.Study.read("out").trials()[0].number == 1
 
 
-def test_no_tasks_are_refused():
+def test_an_empty_task_list_is_refused():
     with pytest.raises(ValueError, match="at least one task"):
         lw.rollout([], engine="scripted")

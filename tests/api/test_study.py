@@ -55,11 +55,11 @@ def test_ask_and_tell_use_the_whole_budget():
 
 def test_duplicates_come_from_the_cache_and_infeasible_points_are_recorded():
     with lw.Study.open(scenario(40, agent="random", constraints=["tile < 64"]), "out") as study:
-        asked = drain(study)
+        pending = drain(study)
 
     outcomes = [trial.outcome for trial in study.trials()]
     assert len(outcomes) == 40
-    assert asked == 6, "three tiles, two unrolls"
+    assert pending == 6, "three tiles, two unrolls"
     assert Outcome.INFEASIBLE in outcomes
 
 
@@ -161,7 +161,7 @@ def test_another_space_is_refused():
         pass
 
 
-def test_overrides_are_part_of_what_is_compared():
+def test_overrides_are_compared_too():
     overrides = {"run.workload.args.tile": [1, 2]}
     for _ in range(2):
         with lw.Study.open(scenario(2), "out", set=overrides) as study:

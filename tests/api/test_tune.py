@@ -136,7 +136,7 @@ def test_the_direction_is_required(objective):
         lw.tune(parabola, SPACE, trials=2, **objective)
 
 
-def test_a_wrong_argument_is_found_before_anything_runs():
+def test_a_wrong_argument_is_refused_before_anything_runs():
     with pytest.raises(lw.ScenarioError, match="takes no argument 'y'"):
         lw.tune(parabola, {"x": [1, 2], "shift": 0, "y": [1, 2]}, minimize="loss", trials=2, output="out")
 
@@ -148,7 +148,7 @@ def test_without_an_output_each_study_gets_a_directory():
     assert studies[0].output != studies[1].output
 
 
-def test_it_works_inside_a_running_event_loop_as_notebooks_have_one():
+def test_it_works_inside_a_running_event_loop_as_in_a_notebook():
     async def cell():
         return lw.tune(parabola, SPACE, minimize="loss", trials=2, output="out")
 

@@ -1,4 +1,4 @@
-"""The command line as a user has it: another process, its exit code and what it said."""
+"""The command line as a user runs it: a separate process, its exit code and its output."""
 
 import subprocess
 import sys

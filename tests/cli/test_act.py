@@ -11,21 +11,21 @@ from loopwright.cli import main
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    home = tmp_path_factory.mktemp("batch")
-    assert train(home, batch_scenario('type = "ppo", trials = 40, rollout = 16')) == 0
-    return home / "out" / "r" / "policy"
+    directory = tmp_path_factory.mktemp("batch")
+    assert train(directory, batch_scenario('type = "ppo", trials = 40, rollout = 16')) == 0
+    return directory / "out" / "r" / "policy"
 
 
 @pytest.fixture
 def act(monkeypatch, capsys):
-    """Calls the verb in this process: another one would import torch for seconds."""
+    """Calls the verb in this process: a new one would need seconds to import torch."""
 
     def act(*words: object):
         monkeypatch.setattr(sys, "argv", ["loopwright", "act", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main()
-        told = capsys.readouterr()
-        return ended.value.code, told.out, told.err
+        output = capsys.readouterr()
+        return exit_info.value.code, output.out, output.err
 
     return act
 
@@ -37,14 +37,14 @@ def test_a_policy_answers_for_a_regime(act, policy, wind):
     assert json.loads(out)["x"] in (0, 1, 2, 3)
 
 
-def test_it_answers_alike_in_a_process_of_its_own(act, policy, loopwright):
+def test_it_gives_the_same_answer_in_a_separate_process(act, policy, loopwright):
     done = loopwright("act", policy, "--regime", "wind=1")
     assert done.returncode == 0, done.stderr
     assert done.stdout == act(policy, "--regime", "wind=1")[1]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ((), "this policy acts on the regime wind; give each parameter with --regime"),
         (("--regime", "wind=0", "--regime", "sea=1"), "acts on the regime wind"),
@@ -54,19 +54,19 @@ def test_it_answers_alike_in_a_process_of_its_own(act, policy, loopwright):
         (("--regime", "wind=0", "--observation", "[0]"), "--observation is for live policies"),
     ],
 )
-def test_a_regime_that_it_does_not_know_is_named(act, policy, words, said):
+def test_an_unknown_regime_is_named(act, policy, words, message):
     code, _, err = act(policy, *words)
     assert code == 1
-    assert said in err
+    assert message in err
 
 
-def test_no_policy_is_said(act, tmp_path):
+def test_a_missing_policy_is_reported(act, tmp_path):
     code, _, err = act(tmp_path)
     assert code == 1
     assert "no policy in" in err
 
 
-def test_half_a_policy_is_said(act, policy, tmp_path):
+def test_an_incomplete_policy_is_reported(act, policy, tmp_path):
     (tmp_path / "policy.json").write_text((policy / "policy.json").read_text())
     code, _, err = act(tmp_path, "--regime", "wind=0")
     assert code == 1
@@ -78,20 +78,20 @@ def test_a_live_policy_answers_for_an_observation(act, tmp_path):
     policy = tmp_path / "out" / "r" / "policy"
     assert json.loads(act(policy, "--observation", "[0, 0, 0, 0]")[1]) in (0, 1)
     assert "give --observation" in act(policy)[2]
-    for wrong in ("[0, 0]", '["a"]', "x"):
-        code, _, err = act(policy, "--observation", wrong)
+    for observation in ("[0, 0]", '["a"]', "x"):
+        code, _, err = act(policy, "--observation", observation)
         assert code == 1
         assert "is not an observation of this policy" in err
 
 
 def test_a_live_policy_with_a_regime_needs_both(act, tmp_path):
-    drawn = "[run.live.args]\ngravity = [9.8, 1.6]\n[run.env_params.gravity]"
-    assert train(tmp_path, live_scenario('type = "a2c", trials = 40', more=drawn)) == 0
+    env_params = "[run.live.args]\ngravity = [9.8, 1.6]\n[run.env_params.gravity]"
+    assert train(tmp_path, live_scenario('type = "a2c", trials = 40', more=env_params)) == 0
     policy = tmp_path / "out" / "r" / "policy"
     code, out, _ = act(policy, "--regime", "gravity=1.6", "--observation", "[0, 0, 0, 0]")
     assert code == 0
     assert json.loads(out) in (0, 1)
-    for words, said in (
+    for words, message in (
         (("--regime", "gravity=1.6"), "give --observation with one of Box("),
         (
             ("--observation", "[0, 0, 0, 0]"),
@@ -101,4 +101,4 @@ def test_a_live_policy_with_a_regime_needs_both(act, tmp_path):
     ):
         code, _, err = act(policy, *words)
         assert code == 1
-        assert said in " ".join(err.split())
+        assert message in " ".join(err.split())

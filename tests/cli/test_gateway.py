@@ -1,4 +1,4 @@
-"""`loopwright gateway serve`: what it refuses before anything starts, and how it ends."""
+"""`loopwright gateway serve`: what it refuses at the start, and how it ends."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--engine", "scriptd"], "Did you mean 'scripted'?"),
         (["--engine", "scripted", "--host", "0.0.0.0"], "--advertise http://"),
@@ -29,30 +29,30 @@ import pytest
         (["--engine", "scripted", "-e", "scripted", "--set", "fleet.wait=1"], "wait_s"),
     ],
 )
-def test_what_cannot_work_is_said_at_once(loopwright, words, said):
+def test_bad_options_are_refused_at_once(loopwright, words, message):
     done = loopwright("gateway", "serve", *words)
     assert done.returncode in (1, 2)
-    assert said in " ".join(done.stderr.split())
+    assert message in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--connect", "http://box:1"], "ws://gateway:8400/ws/worker"),
         (["--connect", "ws://127.0.0.1:9/ws/worker", "--set", "port=1"], "engine.NAME=VALUE"),
     ],
 )
-def test_a_worker_that_cannot_work_is_told_at_once(loopwright, tmp_path, words, said):
+def test_bad_options_of_a_worker_are_refused_at_once(loopwright, tmp_path, words, message):
     token = tmp_path / "token"
     token.write_text("a-token-of-the-gateway")
     done = loopwright("gateway", "worker", "--engine", "scripted", "--token-file", str(token), *words)
     assert done.returncode == 2
-    assert said in " ".join(done.stderr.split())
+    assert message in " ".join(done.stderr.split())
 
 
 def test_several_engines_and_a_worker_with_another_token(tmp_path, loopwright):
-    """Two engines serve as one; a worker that comes to a gateway without a relay is told what is missing."""
+    """Two engines serve as one; a worker that connects to a gateway without a relay gets the reason."""
     token = tmp_path / "token"
     token.write_text("a-token-of-the-gateway")
     words = ["gateway", "serve", "--engine", "scripted", "--engine", "scripted", "--port", "0", "--token-file", token]
@@ -72,7 +72,7 @@ def test_several_engines_and_a_worker_with_another_token(tmp_path, loopwright):
         assert process.wait(10) == 130
 
 
-def test_it_serves_until_it_is_told_to_end(tmp_path):
+def test_it_serves_until_a_signal(tmp_path):
     words = ["gateway", "serve", "--engine", "scripted", "--port", "0", "--output", "gw"]
     command = [sys.executable, "-m", "loopwright", *words]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -86,7 +86,7 @@ def test_it_serves_until_it_is_told_to_end(tmp_path):
 
 
 def test_the_server_of_an_engine_is_asked_for_its_tokenizer(loopwright, tmp_path):
-    """A model that nobody has, so that it is known which one was looked for; without a server the option is missing."""
+    """The model does not exist, so the error names the one looked for; without a server the option is missing."""
 
     class Models(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -99,8 +99,8 @@ def test_the_server_of_an_engine_is_asked_for_its_tokenizer(loopwright, tmp_path
 
     with HTTPServer(("127.0.0.1", 0), Models) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        asked = loopwright("gateway", "serve", "--engine", f"vllm:http://127.0.0.1:{server.server_port}")
+        result = loopwright("gateway", "serve", "--engine", f"vllm:http://127.0.0.1:{server.server_port}")
         server.shutdown()
-    gone = loopwright("gateway", "serve", "--engine", f"vllm:http://127.0.0.1:{server.server_port}")
-    assert "no-such-model" in asked.stderr
-    assert "set the tokenizer" in gone.stderr
+    without_server = loopwright("gateway", "serve", "--engine", f"vllm:http://127.0.0.1:{server.server_port}")
+    assert "no-such-model" in result.stderr
+    assert "set the tokenizer" in without_server.stderr

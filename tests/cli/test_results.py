@@ -1,4 +1,4 @@
-"""`loopwright report`, `export` and `list`: what can be made from a run, and what a scenario can name."""
+"""`loopwright report`, `export` and `list`: the outputs of a run, and the names for a scenario."""
 
 import csv
 import json
@@ -10,7 +10,7 @@ from loopwright.ledger.ledger import Ledger
 
 @pytest.fixture
 def finished(loopwright, scenario, tmp_path):
-    """A run with a drawn parameter, of which a part failed."""
+    """A run with a drawn parameter, some of whose trials failed."""
     path = scenario(
         command="sh -c 'test {x} != 2 && echo y={x}' {mode}",
         agent='{ type = "random", trials = 12, seed = 3 }',
@@ -20,7 +20,7 @@ def finished(loopwright, scenario, tmp_path):
     return tmp_path / "out"
 
 
-def test_exports_say_what_the_ledger_says(loopwright, finished):
+def test_exports_match_the_ledger(loopwright, finished):
     for name in ("trajectory.csv", "env.csv"):
         (finished / "first" / name).unlink()
     csvs = loopwright("export", finished)
@@ -36,8 +36,8 @@ def test_exports_say_what_the_ledger_says(loopwright, finished):
     assert [json.loads(row["action"]) for row in rows] == [trial.action for trial in trials]
     assert [row["reward"] for row in rows] == [str(trial.reward.value) if trial.reward else "" for trial in trials]
     with (finished / "first" / "env.csv").open(newline="") as file:
-        drawn = list(csv.DictReader(file))
-    assert [(int(row["trial"]), row["mode"]) for row in drawn] == [(t.number, t.regime["mode"]) for t in trials]
+        drawn_rows = list(csv.DictReader(file))
+    assert [(int(row["trial"]), row["mode"]) for row in drawn_rows] == [(t.number, t.regime["mode"]) for t in trials]
     _same_in_parquet(finished / "first" / "trials.parquet", trials)
 
 
@@ -51,7 +51,7 @@ def _same_in_parquet(path, trials):
     assert [row["outcome"] for row in rows] == [trial.outcome for trial in trials]
 
 
-def test_the_report_is_made_again_from_the_ledgers_alone(loopwright, finished):
+def test_the_report_is_rebuilt_from_the_ledgers_alone(loopwright, finished):
     (finished / "report.html").unlink()
     (finished / "scenario.toml").unlink()
     done = loopwright("report", finished)
@@ -60,7 +60,7 @@ def test_the_report_is_made_again_from_the_ledgers_alone(loopwright, finished):
 
 
 @pytest.mark.parametrize("verb", ["report", "export"])
-def test_a_directory_without_a_ledger_is_1(loopwright, verb, tmp_path):
+def test_a_directory_without_a_ledger_exits_with_1(loopwright, verb, tmp_path):
     done = loopwright(verb, tmp_path)
     assert done.returncode == 1
     assert "no ledger found below" in done.stderr
@@ -74,14 +74,14 @@ def test_a_directory_without_a_ledger_is_1(loopwright, verb, tmp_path):
         ("rewards", ["identity", "negative", "inverse", "weighted", "expression"]),
     ],
 )
-def test_a_list_has_every_name_with_what_it_is(loopwright, family, names):
+def test_a_list_has_every_name_with_its_description(loopwright, family, names):
     lines = loopwright("list", family).stdout.splitlines()
     entries = [line.split(maxsplit=1) for line in lines if not line.startswith("   ")]
     assert set(names) <= {entry[0] for entry in entries}
     assert all(len(entry) == 2 for entry in entries)
 
 
-def test_an_unknown_verb_is_2(loopwright):
+def test_an_unknown_verb_exits_with_2(loopwright):
     assert loopwright("rum").returncode == 2
 
 
@@ -119,15 +119,15 @@ class Broken(gymnasium.Env):
 def test_the_end_of_a_live_run_says_what_failed_and_why(loopwright, tmp_path):
     (tmp_path / "live.toml").write_text(LIVE)
     (tmp_path / "broken.py").write_text(BROKEN)
-    ended = loopwright("run", "live.toml", "-o", "out", "-q")
-    assert ended.returncode == 0, ended.stderr
-    assert "first: 40 steps in 24 episodes, 20 failed" in ended.stdout
-    assert "mean return of the last 2 episodes: -5 (of the first 2: -5)" in ended.stdout
-    assert "20 × metric_missing: reward: expected a finite number, got nan" in ended.stdout
+    result = loopwright("run", "live.toml", "-o", "out", "-q")
+    assert result.returncode == 0, result.stderr
+    assert "first: 40 steps in 24 episodes, 20 failed" in result.stdout
+    assert "mean return of the last 2 episodes: -5 (of the first 2: -5)" in result.stdout
+    assert "20 × metric_missing: reward: expected a finite number, got nan" in result.stdout
 
 
 def test_the_end_of_a_training_says_how_the_policy_did(loopwright, scenario, tmp_path):
     path = scenario(agent='{ type = "a2c", trials = 12, seed = 1 }', more="[run.env_params.mode]")
-    ended = loopwright("run", path, "-o", "out", "-q")
-    assert ended.returncode == 0, ended.stderr
-    assert "policy, measured at the end: " in ended.stdout
+    result = loopwright("run", path, "-o", "out", "-q")
+    assert result.returncode == 0, result.stderr
+    assert "policy, measured at the end: " in result.stdout

@@ -1,4 +1,4 @@
-"""`loopwright episodes`, `rejudge` and `export` on rollouts, and what `run` says of them."""
+"""`loopwright episodes`, `rejudge` and `export` on rollouts, and what `run` prints for them."""
 
 import json
 import shutil
@@ -73,7 +73,7 @@ def call(directory: Path, *words: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A directory with a scenario of rollouts and its output; nobody may change it."""
+    """A directory with a rollout scenario and its output; tests must not change it."""
     directory = tmp_path_factory.mktemp("sums")
     (directory / "parts.py").write_text(TASKS)
     (directory / "sums.toml").write_text(SCENARIO)
@@ -92,7 +92,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def copied(finished, tmp_path):
-    """The same, to write into."""
+    """A copy that tests may change."""
     return Path(shutil.copytree(finished, tmp_path / "copy"))
 
 
@@ -104,17 +104,17 @@ def lines_of(done) -> list[dict]:
 # -- run ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_speaks_of_rollouts_not_of_a_best_configuration(finished):
-    said = (finished / "said").read_text()
-    assert "collect: 24/24 rollouts, mean reward" in said
-    assert "collect: 24 rollouts of 6 prompts, mean reward" in said
-    assert "(exact " in said
-    assert "0 lost" in said
-    assert "best" not in said
+def test_a_run_reports_rollouts_not_a_best_configuration(finished):
+    message = (finished / "said").read_text()
+    assert "collect: 24/24 rollouts, mean reward" in message
+    assert "collect: 24 rollouts of 6 prompts, mean reward" in message
+    assert "(exact " in message
+    assert "0 lost" in message
+    assert "best" not in message
     assert not (finished / "out" / "collect" / "best.toml").exists()
 
 
-def test_json_tells_the_same_to_scripts(finished, tmp_path):
+def test_json_has_the_same_results(finished, tmp_path):
     events = lines_of(call(finished, "run", "sums.toml", "-o", tmp_path / "out", "--json"))
     (result,) = [event for event in events if event["event"] == "result"]
     assert (result["rollouts"], result["prompts"], result["without_reward"]) == (24, 6, 0)
@@ -126,9 +126,9 @@ def test_a_dry_run_shows_the_first_prompts(finished):
     assert done.returncode == 0, done.stderr
     assert "24 rollouts in groups of 4" in done.stdout
     assert "sums: 5 tasks" in done.stdout
-    drawn = [line.split(":")[0].strip() for line in done.stdout.splitlines() if line.strip().startswith("sum-")]
+    prompts = [line.split(":")[0].strip() for line in done.stdout.splitlines() if line.strip().startswith("sum-")]
     with Ledger.read(finished / "out/collect/ledger.db") as ledger:
-        assert drawn == [ledger.group(group)[0].action["task"] for group in (1, 2, 3)]
+        assert prompts == [ledger.group(group)[0].action["task"] for group in (1, 2, 3)]
 
 
 # -- episodes -------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_an_episode_shows_task_reward_tools_and_label(finished):
     assert "generate" in done.stdout
 
 
-def test_what_a_model_says_cannot_command_the_terminal(finished):
+def test_control_characters_of_a_model_are_escaped(finished):
     for more in ((), ("--tokens",)):
         done = call(finished, "episodes", "out", "--worst", 24, *more)
         assert "no idea" in done.stdout.replace("\\x1b[31m", "")
@@ -171,7 +171,7 @@ def test_what_a_model_says_cannot_command_the_terminal(finished):
         assert "\\x1b[31m" in done.stdout
 
 
-def test_without_a_choice_the_latest_are_shown(finished):
+def test_the_latest_episodes_are_the_default(finished):
     done = call(finished, "episodes", "out", "--json")
     assert [line["trial"] for line in lines_of(done)] == [22, 23, 24]
 
@@ -183,19 +183,19 @@ def test_tokens_are_shown_with_a_legend(finished):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--trial", 99), "there is no trial 99; the last is 24"),
         (("--run", "colect"), "Did you mean 'collect'?"),
     ],
 )
-def test_what_is_not_there_is_said(finished, words, said):
+def test_missing_things_are_named(finished, words, message):
     done = call(finished, "episodes", "out", *words)
     assert done.returncode == 1
-    assert said in done.stderr
+    assert message in done.stderr
 
 
-def test_two_choices_at_once_are_refused(finished):
+def test_conflicting_options_are_refused(finished):
     done = call(finished, "episodes", "out", "--worst", 1, "--best", 1)
     assert done.returncode == 2
     assert "choose one of" in done.stderr
@@ -230,10 +230,12 @@ def odd(tmp_path):
         group=1,
     ).judged(Reward(1.0, {"exact": 1.0}))
     attempts = (Attempt(0.0, {"queue": 0.1}, Outcome.LOST, "node gone"), Attempt(1.0, {"queue": 0.2}, Outcome.LOST))
-    lost = Episode(branched.task, group=1, attempts=attempts).failed(Outcome.LOST, Fault.INFRA, "the worker died twice")
+    lost_episode = Episode(branched.task, group=1, attempts=attempts).failed(
+        Outcome.LOST, Fault.INFRA, "the worker died twice"
+    )
     with Ledger.create(directory / "ledger.db") as ledger:
         ledger.set_state("run", {"name": "collect", "rollout": {"engine": {"type": "scripted"}}})
-        for number, episode in enumerate((branched, lost, branched), 1):
+        for number, episode in enumerate((branched, lost_episode, branched), 1):
             trial = Trial(number, {"source": "riddles", "index": 0, "task": "riddle"}, "", 1, number - 1)
             ledger.reserve([trial])
             data = episode.to_bytes()
@@ -258,13 +260,13 @@ def test_faults_show_reason_and_attempts(odd):
     assert "trial 1" not in done.stdout
 
 
-def test_branches_show_what_they_share_once(odd):
+def test_branches_show_their_shared_messages_once(odd):
     done = call(odd, "episodes", "odd", "--trial", 1)
     assert "branch 2, after 1 messages" in done.stdout
     assert [done.stdout.count(text) for text in ("Why?", "Because.", "Therefore.")] == [1, 1, 1]
 
 
-def test_what_expired_is_exported_as_not_trainable(odd):
+def test_expired_episodes_are_exported_as_not_trainable(odd):
     assert call(odd, "export", "odd", "--format", "jsonl", "--rows").returncode == 0
     rows = [json.loads(line) for line in (odd / "odd/collect/rows.jsonl").read_text().splitlines()]
     assert [(row["trial"], row["trainable"], row["versions"][0]) for row in rows] == [
@@ -315,7 +317,7 @@ def test_a_group_judger_sees_whole_groups(finished):
     assert all(len(rewards) == 4 for rewards in by_group.values())
 
 
-def test_written_verdicts_stand_beside_the_old_ones(finished, copied):
+def test_new_verdicts_are_stored_beside_the_old_ones(finished, copied):
     for name in ("moody", "upside_down"):
         assert call(copied, "rejudge", "out", "--judger", f"{name}.toml", "--write").returncode == 0
     with (
@@ -333,14 +335,14 @@ def test_written_verdicts_stand_beside_the_old_ones(finished, copied):
     assert "judged again (upside_down-2): reward" in call(copied, "episodes", "out", "--best", 1).stdout
 
 
-def test_a_run_that_goes_on_is_not_written_into(copied):
+def test_a_run_in_progress_is_not_rejudged(copied):
     with hold(copied / "out"):
         done = call(copied, "rejudge", "out", "--judger", "same.toml", "--write")
     assert done.returncode == 1
     assert "is in use by process" in done.stderr
 
 
-def test_a_killed_judging_keeps_its_name(copied):
+def test_a_killed_rejudging_keeps_its_name(copied):
     with Ledger.open(copied / "out/collect/ledger.db") as ledger:
         ledger.set_state("rejudged", {"same-1": {"changes": None}})
     assert call(copied, "rejudge", "out", "--judger", "same.toml", "--write").returncode == 0
@@ -349,14 +351,14 @@ def test_a_killed_judging_keeps_its_name(copied):
         assert [one.id for one in rejudgements(ledger, 1)] == ["same-2"]
 
 
-def test_a_judged_again_run_still_resumes_and_reports(copied):
+def test_a_rejudged_run_still_resumes_and_reports(copied):
     call(copied, "rejudge", "out", "--judger", "same.toml", "--write")
     assert call(copied, "report", "out").returncode == 0
     assert call(copied, "resume", "out", "-q").returncode == 0
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("type = 'pythn'\n", "Did you mean 'python'?"),
         ("type = 'python'\nfunction = 'parts:absent'\n", "absent"),
@@ -364,15 +366,15 @@ def test_a_judged_again_run_still_resumes_and_reports(copied):
         ("type = \n", "is not TOML"),
     ],
 )
-def test_a_wrong_judger_is_2_and_explained(finished, tmp_path, text, said):
+def test_an_invalid_judger_exits_with_2_and_the_reason(finished, tmp_path, text, message):
     (tmp_path / "new.toml").write_text(text)
     done = call(finished, "rejudge", "out", "--judger", tmp_path / "new.toml")
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_missing_judger_file_is_said(finished):
+def test_a_missing_judger_file_is_named(finished):
     done = call(finished, "rejudge", "out", "--judger", "nowhere.toml")
     assert done.returncode == 2
     assert "nowhere.toml, cannot be read" in done.stderr
@@ -396,15 +398,15 @@ def test_episodes_and_rows_are_exported_token_for_token(copied):
         for name in ("episodes", "rows", "verl")
     )
     with Ledger.read(folder / "ledger.db") as ledger:
-        stored = {rollout.number: rollout.episode for rollout in rollouts(ledger)}
-    assert {line["trial"]: Episode.from_json(line) for line in episodes} == stored
-    for number, episode in stored.items():
+        recorded = {rollout.number: rollout.episode for rollout in rollouts(ledger)}
+    assert {line["trial"]: Episode.from_json(line) for line in episodes} == recorded
+    for number, episode in recorded.items():
         expected = episode.rows()
         assert sum(sum(row["response_mask"]) for row in rows if row["trial"] == number) == episode.sampled
         own = [row for row in rows if row["trial"] == number]
         assert [tuple(row["response_ids"]) for row in own] == [row.response_ids for row in expected]
         assert [tuple(row["logprobs"]) for row in own] == [row.logprobs for row in expected]
-    assert all(row["reward"] == stored[row["trial"]].reward.value and row["trainable"] for row in rows)
+    assert all(row["reward"] == recorded[row["trial"]].reward.value and row["trainable"] for row in rows)
     assert [row["response_mask"] for row in verl] == [row["response_mask"] for row in rows]
     assert [row["extra_fields"]["trial"] for row in verl] == [row["trial"] for row in rows]
     _same_in_parquet(folder / "rows.parquet", rows)
@@ -412,8 +414,8 @@ def test_episodes_and_rows_are_exported_token_for_token(copied):
 
 def _same_in_parquet(path, rows):
     parquet = pytest.importorskip("pyarrow.parquet")
-    found = parquet.read_table(path).to_pylist()
-    assert [{**row, "parts": dict(row["parts"])} for row in found] == rows
+    table = parquet.read_table(path).to_pylist()
+    assert [{**row, "parts": dict(row["parts"])} for row in table] == rows
 
 
 def test_rows_do_not_fit_into_csv(finished):
@@ -434,6 +436,6 @@ def test_rows_do_not_fit_into_csv(finished):
         ("engines", ["scripted"]),
     ],
 )
-def test_what_rollouts_are_made_of_is_listed(finished, family, names):
-    listed = {line.split()[0] for line in call(finished, "list", family).stdout.splitlines() if line.strip()}
-    assert set(names) <= listed
+def test_the_parts_of_rollouts_are_listed(finished, family, names):
+    entries = {line.split()[0] for line in call(finished, "list", family).stdout.splitlines() if line.strip()}
+    assert set(names) <= entries

@@ -1,4 +1,4 @@
-"""`loopwright run` and `resume`: what a user sees, and the code that a script gets."""
+"""`loopwright run` and `resume`: their output and exit codes."""
 
 import json
 import tomllib
@@ -6,19 +6,19 @@ import tomllib
 from loopwright.ledger.ledger import Ledger
 
 
-def test_a_run_says_what_is_best_and_where_the_results_are(loopwright, scenario, tmp_path):
+def test_a_run_prints_the_best_result_and_the_output_directory(loopwright, scenario, tmp_path):
     done = loopwright("run", scenario(), "--output", "out")
     assert done.returncode == 0, done.stderr
     assert "first: 6 ok of 6 trials" in done.stdout
     (best,) = (line.split() for line in done.stdout.splitlines() if line.startswith("  best"))
     assert {"3", "x=3", "mode=two"} <= set(best)
     assert "report: out/report.html" in done.stdout
-    made = {path.name for path in (tmp_path / "out" / "first").iterdir()}
-    assert {"ledger.db", "trajectory.csv", "best.toml", "trials"} <= made
+    files = {path.name for path in (tmp_path / "out" / "first").iterdir()}
+    assert {"ledger.db", "trajectory.csv", "best.toml", "trials"} <= files
     assert (tmp_path / "out" / "report.html").is_file()
 
 
-def test_json_lines_parse_and_say_everything(loopwright, scenario):
+def test_json_lines_are_valid_and_complete(loopwright, scenario):
     done = loopwright("run", scenario(), "--output", "out", "--json")
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert [event["event"] for event in events] == ["trial"] * 6 + ["result", "end"]
@@ -28,20 +28,20 @@ def test_json_lines_parse_and_say_everything(loopwright, scenario):
     assert events[-1] == {"event": "end", "code": 0, "output": "out"}
 
 
-def test_quiet_says_nothing_but_the_result(loopwright, scenario):
+def test_quiet_prints_only_the_result(loopwright, scenario):
     done = loopwright("run", scenario(), "-o", "out", "--quiet")
     assert done.stderr == ""
     assert done.stdout.splitlines()[0] == "first: 6 ok of 6 trials"
 
 
-def test_a_run_without_a_result_is_1_and_the_report_is_still_made(loopwright, scenario, tmp_path):
+def test_a_run_without_a_result_exits_with_1_and_writes_the_report(loopwright, scenario, tmp_path):
     done = loopwright("run", scenario(command="sh -c 'exit {x}' '{mode}'"), "-o", "out")
     assert done.returncode == 1
     assert "first: 0 ok of 6 trials" in done.stdout
     assert (tmp_path / "out" / "report.html").is_file()
 
 
-def test_a_bad_scenario_is_2_and_nothing_is_made(loopwright, scenario, tmp_path):
+def test_a_bad_scenario_exits_with_2_and_creates_nothing(loopwright, scenario, tmp_path):
     done = loopwright("run", scenario(agent='{ type = "grit" }'), "-o", "out")
     assert done.returncode == 2
     assert "[run.agent] type: unknown agent 'grit'." in done.stderr
@@ -50,14 +50,14 @@ def test_a_bad_scenario_is_2_and_nothing_is_made(loopwright, scenario, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_directory_that_is_in_use_is_1_with_the_next_move(loopwright, scenario):
+def test_a_directory_in_use_exits_with_1_and_the_next_step(loopwright, scenario):
     loopwright("run", scenario(), "-o", "out", "-q")
     again = loopwright("run", scenario(), "-o", "out")
     assert again.returncode == 1
     assert "already contains a campaign. Continue it with `loopwright resume out`" in again.stderr
 
 
-def test_resuming_what_is_complete_changes_nothing(loopwright, scenario, tmp_path):
+def test_resuming_a_complete_run_changes_nothing(loopwright, scenario, tmp_path):
     loopwright("run", scenario(), "-o", "out", "-q")
     with Ledger.read(tmp_path / "out" / "first" / "ledger.db") as ledger:
         before = list(ledger.trials())
@@ -67,7 +67,7 @@ def test_resuming_what_is_complete_changes_nothing(loopwright, scenario, tmp_pat
         assert list(ledger.trials()) == before
 
 
-def test_resuming_with_other_inputs_is_refused_unless_it_is_accepted(loopwright, scenario, tmp_path):
+def test_resuming_with_changed_inputs_is_refused_unless_accepted(loopwright, scenario, tmp_path):
     (tmp_path / "data").write_text("1")
     path = scenario()
     path.write_text(path.read_text().replace('type = "command"', 'type = "command"\nfiles = ["data"]'))
@@ -79,7 +79,7 @@ def test_resuming_with_other_inputs_is_refused_unless_it_is_accepted(loopwright,
     assert loopwright("resume", "out", "-q", "--accept-changes").returncode == 0
 
 
-def test_resuming_nothing_is_1(loopwright):
+def test_resuming_an_empty_directory_exits_with_1(loopwright):
     done = loopwright("resume", "nowhere")
     assert done.returncode == 1
     assert "contains no campaign" in done.stderr
@@ -97,7 +97,7 @@ def test_the_best_configuration_finds_its_inputs(loopwright, scenario, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_best_configuration_runs_as_it_is(loopwright, scenario, tmp_path):
+def test_the_best_configuration_runs_unchanged(loopwright, scenario, tmp_path):
     more = '[run.workload.env]\nLEVEL = ["low", "high"]'
     loopwright("run", scenario(more=more), "-o", "out", "-q")
     best = tmp_path / "out" / "first" / "best.toml"

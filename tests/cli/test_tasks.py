@@ -1,4 +1,4 @@
-"""`loopwright tasks scan`: what was found, what is wrong with it, and the dataset."""
+"""`loopwright tasks scan`: the tasks, their problems, and the dataset."""
 
 import json
 
@@ -78,7 +78,7 @@ def test_check_reports_the_tricks_that_a_task_falls_for(loopwright, tmp_path):
     assert [json.loads(line)["id"] for line in (tmp_path / "tasks.jsonl").read_text().splitlines()] == ["sound"]
 
 
-def test_nothing_there_is_an_error(loopwright, tmp_path):
+def test_an_empty_directory_is_an_error(loopwright, tmp_path):
     done = loopwright("tasks", "scan", ".")
     assert (done.returncode, done.stdout) == (2, "")
     assert "no task found in ." in done.stderr

@@ -1,4 +1,4 @@
-"""What `run`, `resume`, `export` and `episodes` say of a training."""
+"""What `run`, `resume`, `export` and `episodes` print for a training."""
 
 import csv
 import json
@@ -78,7 +78,7 @@ def test_every_step_is_a_line_of_json(trained):
     assert [e["done"] for e in steps] == [0, 1, 2, 2, 3, 3]
 
 
-def test_the_result_tells_before_and_after(trained):
+def test_the_result_compares_before_and_after(trained):
     directory, events = trained
     (result,) = (event for event in events if event["event"] == "result")
     assert [measured["step"] for measured in result["held_out"]] == [0, 3]
@@ -91,7 +91,7 @@ def test_the_result_tells_before_and_after(trained):
 
 def test_a_log_has_a_line_for_each_evaluation_and_the_summary(trained):
     directory, _ = trained
-    done = call(directory, "resume", "out")  # nothing is left to train: it looks at what it has
+    done = call(directory, "resume", "out")  # nothing is left to train: it reports the existing record
     assert done.returncode == 0
     assert "learn: step 3/3, reward " in done.stdout
     assert "held-out " in done.stdout
@@ -101,16 +101,16 @@ def test_a_log_has_a_line_for_each_evaluation_and_the_summary(trained):
     assert "?" not in done.stdout
 
 
-def test_event_files_of_tensorboard_hold_what_the_ledger_has(trained):
+def test_tensorboard_event_files_match_the_ledger(trained):
     directory, events = trained
-    found = scalars(directory / "out" / "learn" / "tensorboard")
+    values = scalars(directory / "out" / "learn" / "tensorboard")
     for event in events:
         if event["event"] == "step":
-            told = found[f"{event['kind']}/reward", event["step"]]
-            assert told == pytest.approx(event["numbers"]["reward"], abs=1e-6)
+            value = values[f"{event['kind']}/reward", event["step"]]
+            assert value == pytest.approx(event["numbers"]["reward"], abs=1e-6)
 
 
-def test_what_is_logged_stands_above_the_curves(tmp_path):
+def test_log_lines_appear_above_the_curves(tmp_path):
     pytest.importorskip("torch")
     (tmp_path / "parts.py").write_text(PARTS.replace("sum(map(ord, answer)) % 5 / 4", "1.0"))
     (tmp_path / "letters.toml").write_text(SCENARIO)
@@ -136,15 +136,15 @@ def test_steps_are_exported_in_three_formats(trained):
         rows = list(csv.DictReader(file))
     lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     table = pq.read_table(folder / "steps.parquet").to_pylist()
-    wanted = [("train", 1), ("train", 2), ("train", 3), ("eval", 0), ("eval", 2), ("eval", 3)]
-    assert [(row["kind"], int(row["step"])) for row in rows] == wanted
-    assert [(row["kind"], row["step"]) for row in lines] == [(row["kind"], row["step"]) for row in table] == wanted
+    expected = [("train", 1), ("train", 2), ("train", 3), ("eval", 0), ("eval", 2), ("eval", 3)]
+    assert [(row["kind"], int(row["step"])) for row in rows] == expected
+    assert [(row["kind"], row["step"]) for row in lines] == [(row["kind"], row["step"]) for row in table] == expected
     assert [float(row["reward"]) for row in rows] == [row["reward"] for row in table]
     assert rows[0]["pass@1"] == ""
     assert table[0]["pass@1"] is None
 
 
-def test_steps_are_no_rows(trained):
+def test_steps_are_not_rows(trained):
     directory, _ = trained
     for words in (("--rows", "--format", "jsonl"), ("--format", "verl")):
         done = call(directory, "export", "out", "--steps", *words)
@@ -152,10 +152,10 @@ def test_steps_are_no_rows(trained):
         assert "--steps are exported as csv, parquet or jsonl" in done.stderr
 
 
-def test_an_evaluation_says_that_it_is_one(trained):
+def test_an_evaluation_is_marked_as_one(trained):
     directory, _ = trained
-    shown = call(directory, "episodes", "out", "--trial", "1").stdout
-    assert "evaluation after step 0" in shown
+    output = call(directory, "episodes", "out", "--trial", "1").stdout
+    assert "evaluation after step 0" in output
 
 
 # -- the progress of a training, without one ------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def step(number: int, at: float = 0.0, **numbers) -> Step:
     return Step(number, at, {"reward": number / 10, "tokens": 300.0, "rollout_s": 2.0, "train_s": 1.0, **numbers})
 
 
-def test_a_line_tells_the_step_the_rewards_and_the_speed(ledger):
+def test_a_line_has_the_step_the_rewards_and_the_speed(ledger):
     progress = TrainingProgress.of(ledger)
     assert progress.parts() == ["step 0/10"]
     progress.add("eval", Step(0, 0.0, {"reward": 0.25, "reward_low": 0.125, "reward_high": 0.5}))
@@ -187,7 +187,7 @@ def test_a_line_tells_the_step_the_rewards_and_the_speed(ledger):
     assert progress.speed() == ["100 tokens/s"]
 
 
-def test_time_left_is_by_steps_and_leaves_out_those_before_a_resume(ledger):
+def test_time_left_counts_only_steps_since_a_resume(ledger):
     Steps(ledger).add("train", step(1, at=0.0))
     progress = TrainingProgress.of(ledger)
     assert progress.seconds_left is None
@@ -197,7 +197,7 @@ def test_time_left_is_by_steps_and_leaves_out_those_before_a_resume(ledger):
     assert progress.seconds_left == 10.0 * 7
 
 
-def test_steps_that_come_again_after_a_crash_replace_those_before(ledger):
+def test_steps_repeated_after_a_crash_replace_the_earlier_ones(ledger):
     for n in (1, 2, 3, 4):
         Steps(ledger).add("train", step(n))
     progress = TrainingProgress.of(ledger)
@@ -206,20 +206,20 @@ def test_steps_that_come_again_after_a_crash_replace_those_before(ledger):
     assert "9" in progress.parts()[1]
 
 
-def test_a_run_that_trains_nothing_has_no_course(ledger):
+def test_a_run_without_training_has_no_training_progress(ledger):
     ledger.set_state("run", {"rollout": {"loop": {}}, "agent": {"type": "collect", "trials": 5}})
     assert TrainingProgress.of(ledger) is None
 
 
 @pytest.mark.parametrize(
-    ("values", "drawn"),
+    ("values", "sparkline_text"),
     [([1.0], "▁"), ([2.0, 2.0], "▁▁"), ([0.0, 1.0], "▁█"), ([-1.0, 0.0, 1.0], "▁▅█"), ([0.0] * 8 + [1.0] * 8, "▁▁██")],
 )
-def test_a_sparkline_goes_from_the_lowest_to_the_highest(values, drawn):
-    assert sparkline(values, 4) == drawn
+def test_a_sparkline_spans_the_lowest_to_the_highest(values, sparkline_text):
+    assert sparkline(values, 4) == sparkline_text
 
 
-def test_curves_grow_a_row_each(ledger):
+def test_each_curve_has_a_row(ledger):
     from rich.console import Console
 
     progress = TrainingProgress.of(ledger)

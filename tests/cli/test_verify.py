@@ -5,7 +5,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_good_scenario_is_0(loopwright, scenario):
+def test_a_good_scenario_exits_with_0(loopwright, scenario):
     done = loopwright("verify", scenario())
     assert (done.returncode, done.stdout.strip()) == (0, f"{scenario()}: good (first)")
 
@@ -23,13 +23,13 @@ def test_every_scenario_of_a_folder_is_checked_and_every_problem_listed(loopwrig
     assert any(line.startswith("all/worse.toml, ") for line in lines)
 
 
-def test_our_examples_are_good_and_their_tasks_are_no_scenarios(loopwright):
+def test_our_examples_are_valid_and_their_tasks_are_not_scenarios(loopwright):
     done = loopwright("verify", ROOT / "examples")
     assert "quickstart.toml: good (matmul)" in done.stdout
     assert "task.toml" not in done.stderr
 
 
-def test_nothing_to_check_is_2(loopwright, tmp_path):
+def test_nothing_to_check_exits_with_2(loopwright, tmp_path):
     (tmp_path / "empty").mkdir()
     done = loopwright("verify", "empty")
     assert done.returncode == 2
@@ -55,7 +55,7 @@ def test_a_dry_run_begins_with_the_pinned_trials(loopwright, scenario):
         assert len(lines[first:]) == 2
 
 
-def test_a_dry_run_shows_values_as_they_are(loopwright, scenario):
+def test_a_dry_run_shows_values_unchanged(loopwright, scenario):
     path = scenario(name="[i].toml")
     path.write_text(path.read_text().replace('"study"', '"a [/study]"').replace('"b"', '"[/b]", "[red]"'))
     done = loopwright("dry-run", path)
@@ -71,11 +71,11 @@ def test_a_dry_run_runs_nothing(loopwright, scenario, tmp_path):
     assert set(tmp_path.rglob("*")) == before
 
 
-def test_a_dry_run_of_a_bad_scenario_is_2(loopwright, scenario):
+def test_a_dry_run_of_a_bad_scenario_exits_with_2(loopwright, scenario):
     assert loopwright("dry-run", scenario(agent='{ type = "random" }')).returncode == 2
 
 
-def test_settings_of_remote_loops_are_checked_and_shown_as_a_run_would_have_them(loopwright):
+def test_overridden_settings_of_remote_loops_are_checked_and_shown(loopwright):
     remote = ROOT / "examples" / "rollouts" / "remote.toml"
     done = loopwright("verify", remote, "--set", "gateway.port=eighty")
     assert done.returncode == 2

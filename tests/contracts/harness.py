@@ -1,4 +1,4 @@
-"""What the contract tests share: tiny environments and agents in process, and whole campaigns from TOML."""
+"""Shared by the contract tests: tiny in-process environments and agents, and whole campaigns from TOML."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ from loopwright.workloads.base import Job, Workload
 
 
 class AnySpace:
-    """A space that holds every action."""
+    """A space that contains every action."""
 
     size = None
 
@@ -35,7 +35,7 @@ class AnySpace:
 
 
 class Function(Workload):
-    """Calls a function of the arguments, which gives the metric `y` or a Result."""
+    """Calls a function of the arguments, which returns the metric `y` or a Result."""
 
     def __init__(self, function: Callable[[Action], Any]) -> None:
         self.function, self.measured = function, list[int]()
@@ -78,7 +78,7 @@ class FunctionEnv(SearchEnv):
 
 
 class ListedAgent(SearchAgent):
-    """Proposes the actions of a list and keeps the feedback."""
+    """Proposes the actions of a list and records the feedback."""
 
     def __init__(self, env: Env, actions: list[Action], *, parallel: int = 1) -> None:
         super().__init__(env, AgentConfig(type="listed"), parallel=parallel)

@@ -61,9 +61,9 @@ def test_g01_spaces_of_lists_pass_both_checkers_in_every_view(tmp_path, view):
 @given(space=made_spaces(), data=st.data(), view=st.sampled_from(["dict", "flat"]))
 def test_g01_any_space_passes_the_checkers(tmp_path_factory, space, data, view):
     candidates = [name for name in space.tunable if name.startswith("list")][1:]
-    drawn = data.draw(st.sets(st.sampled_from(candidates))) if candidates else set()
-    space = type(space)({**space.parameters, "d": parameter([1, 2.5, 30])}, (), frozenset({*drawn, "d"}))
-    configs = {name: EnvParamConfig() for name in drawn}
+    env_params = data.draw(st.sets(st.sampled_from(candidates))) if candidates else set()
+    space = type(space)({**space.parameters, "d": parameter([1, 2.5, 30])}, (), frozenset({*env_params, "d"}))
+    configs = {name: EnvParamConfig() for name in env_params}
     configs["d"] = EnvParamConfig(encoding=data.draw(st.sampled_from(["categorical", "scalar", "log"])))
     env = SearchEnv(
         trial_book(tmp_path_factory.mktemp("any")),
@@ -223,10 +223,10 @@ def test_g05_the_context_has_a_leaf_for_each_drawn_parameter(study):
 
 
 def test_g05_live_and_batch_observations_have_the_same_context(tmp_path):
-    drawn = {"drop": [0.1, 0.2], "size": [1, 10, 100], "kind": ["x", "y"]}
+    env_params = {"drop": [0.1, 0.2], "size": [1, 10, 100], "kind": ["x", "y"]}
     encodings = {name: how["encoding"] for name, how in DRAWN.items()}
     for view in ("dict", "flat"):
-        one = LiveAdapter(live_env(tmp_path / view, drawn=drawn, encodings=encodings), view=view)
+        one = LiveAdapter(live_env(tmp_path / view, drawn=env_params, encodings=encodings), view=view)
         other = GymnasiumAdapter(search_env(tmp_path / f"{view} batch", ARGUMENTS, score, env_params=DRAWN), view=view)
         assert one.observation_space["observation"] == LineServer.observation_space
         assert one.observation_space["context"] == other.observation_space["context"]

@@ -132,9 +132,9 @@ def test_g10_numbers_rise_across_episodes_and_files_are_in_the_runs_directory(tm
     with (tmp_path / "out" / "p" / "trajectory.csv").open() as file:
         trajectory = list(csv.DictReader(file))
     with (tmp_path / "out" / "p" / "env.csv").open() as file:
-        drawn = list(csv.DictReader(file))
+        env_rows = list(csv.DictReader(file))
     numbers = list(range(1, 24)) if record == "steps" else [5, 10, 15, 20, 23]
-    assert [int(row["trial"]) for row in trajectory] == [int(row["trial"]) for row in drawn] == numbers
+    assert [int(row["trial"]) for row in trajectory] == [int(row["trial"]) for row in env_rows] == numbers
     assert [row.number for row in trials] == numbers
     if record == "episodes":
         assert [json.loads(row["observation"])["first"] for row in trajectory] == [1, 6, 11, 16, 21]

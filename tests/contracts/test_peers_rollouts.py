@@ -1,4 +1,4 @@
-"""What hurts the users of other rollout systems, a test for each way."""
+"""Known problems of other rollout systems, one test each."""
 
 import asyncio
 from collections import Counter
@@ -16,32 +16,32 @@ from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, SingleTurn, SingleTurnConfig
 from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
 from loopwright.testing import simulate
-from tests.rollouts.harness import World, instantly, spoken, tasks
+from tests.rollouts.harness import World, episode_of, instantly, tasks
 
 
-def lost(task: Task) -> Episode:
+def lost_episode(task: Task) -> Episode:
     return Episode(task).failed(Outcome.LOST, Fault.INFRA, "the engine died")
 
 
-def working(loop: type[AgentLoop], home: Path, **config: float) -> LoopWorker:
-    engine = ScriptedEngine(ScriptedConfig(slip=0), home)
-    return LoopWorker(loop(LoopConfig(type="x", **config), home), engine)
+def working(loop: type[AgentLoop], directory: Path, **config: float) -> LoopWorker:
+    engine = ScriptedEngine(ScriptedConfig(slip=0), directory)
+    return LoopWorker(loop(LoopConfig(type="x", **config), directory), engine)
 
 
 def test_an_infrastructure_failure_is_not_trained_as_reward_zero(tmp_path):
     async def roll(request: RolloutRequest) -> Episode:
-        return lost(request.task)
+        return lost_episode(request.task)
 
     async def main():
         async with World(tmp_path, roll, budget=12) as world:
             assert await world.producer.batch(1, 1) == []
             assert {t.reward for t in world.ledger.trials()} == {None}
-            assert world.judge.judged == [], "nothing was there to be judged"
+            assert world.judge.judged == [], "there was nothing to judge"
 
     simulate(main())
 
 
-def test_a_judge_outage_is_no_zero_and_does_not_distort_the_mean(tmp_path):
+def test_a_judge_outage_is_not_zero_and_does_not_distort_the_mean(tmp_path):
     def verdict(episode: Episode) -> float:
         if len(world.judge.judged) == 3:
             raise JudgeFailed("out")
@@ -78,12 +78,12 @@ def test_one_raising_loop_does_not_abort_the_batch(tmp_path):
     asyncio.run(main())
 
 
-def test_one_bad_sample_costs_one_sample_not_its_group(tmp_path):
+def test_one_bad_sample_does_not_lose_its_group(tmp_path):
     calls = Counter[str]()
 
     async def roll(request: RolloutRequest) -> Episode:
         calls[request.task.id] += 1
-        return lost(request.task) if calls[request.task.id] <= 2 else spoken(request.task, 0)
+        return lost_episode(request.task) if calls[request.task.id] <= 2 else episode_of(request.task, 0)
 
     async def main():
         async with World(tmp_path, roll, group_size=8, concurrency=1) as world:
@@ -94,10 +94,10 @@ def test_one_bad_sample_costs_one_sample_not_its_group(tmp_path):
     simulate(main())
 
 
-def test_a_resume_loses_no_prompt_and_no_more_of_the_long_ones(tmp_path):
+def test_a_resume_loses_no_prompt_however_long(tmp_path):
     async def roll(request: RolloutRequest) -> Episode:
         await asyncio.sleep(400 if int(request.task.label) % 2 else 1)
-        return spoken(request.task, 0)
+        return episode_of(request.task, 0)
 
     async def before():
         async with World(tmp_path, roll, type="async", over_sample=1.0) as world:
@@ -108,12 +108,12 @@ def test_a_resume_loses_no_prompt_and_no_more_of_the_long_ones(tmp_path):
     async def after():
         async with World(tmp_path, roll, type="async", over_sample=1.0) as world:
             world.producer.restore(1)
-            seen = set[str]()
+            task_ids = set[str]()
             step = 1
             while asyncio.get_running_loop().time() < 500:
                 step += 1
-                seen |= {group.prompt.task.id for group in await world.producer.batch(4, step)}
-            return seen
+                task_ids |= {group.prompt.task.id for group in await world.producer.batch(4, step)}
+            return task_ids
 
     under_way = simulate(before())
     assert any(int(name.split("/")[1]) % 2 for name in under_way)
@@ -121,20 +121,20 @@ def test_a_resume_loses_no_prompt_and_no_more_of_the_long_ones(tmp_path):
 
 
 def test_each_token_carries_the_version_that_sampled_it(tmp_path):
-    engine = ScriptedConfig(replies=("abcdefgh" * 20,), token_s=0.1, slip=0.0)
+    config = ScriptedConfig(replies=("abcdefgh" * 20,), token_s=0.1, slip=0.0)
 
     async def main():
-        made = ScriptedEngine(engine, tmp_path)
-        worker = LoopWorker(SingleTurn(SingleTurnConfig(), tmp_path), made)
+        engine = ScriptedEngine(config, tmp_path)
+        worker = LoopWorker(SingleTurn(SingleTurnConfig(), tmp_path), engine)
         async with World(tmp_path, instantly, group_size=1, type="async", worker=worker) as world:
             waiting = asyncio.ensure_future(world.producer.batch(1, 1))
             await asyncio.sleep(5)
             await world.producer.update(1)
             (group,) = await waiting
             (episode,) = group.episodes.values()
-            assert made.version == 1
+            assert engine.version == 1
             (row,) = episode.rows()
-            assert episode.answer == "abcdefgh" * 20, "the turn went on where it was"
+            assert episode.answer == "abcdefgh" * 20, "the turn continued"
             assert set(row.versions) == {0, 1}
             assert list(row.versions) == sorted(row.versions)
             assert 30 <= row.versions.index(1) <= 70
@@ -159,7 +159,7 @@ def test_a_sub_agent_and_a_retry_are_branches_and_every_token_is_trained_once(tm
     asyncio.run(main())
 
 
-def test_many_rows_of_one_rollout_weigh_as_one_in_the_baseline(tmp_path):
+def test_many_rows_of_one_rollout_count_once_in_the_baseline(tmp_path):
     class Twice(AgentLoop):
         async def run(self, task: Task, session: Session) -> Episode:
             await session.turn(task.messages)
@@ -195,7 +195,7 @@ def test_a_loop_that_never_returns_ends_at_its_deadline(tmp_path):
     simulate(main())
 
 
-def test_a_synchronous_judge_does_not_hold_up_the_event_loop(tmp_path):
+def test_a_synchronous_judge_does_not_block_the_event_loop(tmp_path):
     (tmp_path / "slow_judge_of_peers.py").write_text(
         "import threading\ngo = threading.Event()\ndef judge(answer):\n    return float(go.wait(30))\n"
     )
@@ -203,13 +203,13 @@ def test_a_synchronous_judge_does_not_hold_up_the_event_loop(tmp_path):
     async def main():
         judge = build_judger_client(parse_judger({"type": "python", "function": "slow_judge_of_peers:judge"}), tmp_path)
         await judge.start()
-        waiting = asyncio.ensure_future(judge.judge(spoken(Task("t", ({"role": "user", "content": "x"},)), 0)))
+        waiting = asyncio.ensure_future(judge.judge(episode_of(Task("t", ({"role": "user", "content": "x"},)), 0)))
         await asyncio.sleep(0.05)
         assert not waiting.done()
 
         import slow_judge_of_peers
 
-        slow_judge_of_peers.go.set()  # only a loop that still turns gets here
+        slow_judge_of_peers.go.set()  # only a running event loop gets here
         assert (await waiting).value == 1.0
         await judge.close()
 

@@ -18,7 +18,7 @@ from tests.contracts.harness import FunctionEnv, ListedAgent, campaign, scenario
 COMMAND = "echo y={x}{size}"
 
 
-def drawn(*more: str, agent: str = '{ type = "random", trials = 24, seed = 3 }', size: str = "[10, 20]") -> str:
+def with_draws(*more: str, agent: str = '{ type = "random", trials = 24, seed = 3 }', size: str = "[10, 20]") -> str:
     return scenario(agent, COMMAND, {"x": "[1, 2]", "size": size}, *(more or ("[run.env_params.size]",)))
 
 
@@ -39,7 +39,7 @@ class Weather:
 
 
 def test_r01_the_same_action_is_measured_once_per_regime(tmp_path):
-    assert campaign(tmp_path, drawn()) == 0
+    assert campaign(tmp_path, with_draws()) == 0
     fresh = [(row.action["x"], row.regime["size"]) for row in trials(tmp_path) if row.cached_from is None]
     assert sorted(fresh) == [(1, 10), (1, 20), (2, 10), (2, 20)]
 
@@ -56,9 +56,9 @@ def test_r01_a_fresh_repeat_is_measured_again(tmp_path):
     assert len({trial.key for trial in env.book.ledger.trials()}) == 3
 
 
-def test_r01_another_workload_is_another_question(tmp_path):
-    """With a shared cache the fingerprint tells workloads apart; the equal one is answered."""
-    shared = drawn('cache = "shared"', "[run.env_params.size]").replace(
+def test_r01_another_workload_has_another_key(tmp_path):
+    """In a shared cache the fingerprint distinguishes workloads; an equal one is a hit."""
+    shared = with_draws('cache = "shared"', "[run.env_params.size]").replace(
         "parallel = 1", 'parallel = 1\nshared_cache = "c.db"'
     )
     assert campaign(tmp_path, shared, "one") == 0
@@ -69,16 +69,16 @@ def test_r01_another_workload_is_another_question(tmp_path):
 
 
 def test_r02_a_drawn_argument_leaves_the_action_space(tmp_path):
-    assert campaign(tmp_path, drawn()) == 0
+    assert campaign(tmp_path, with_draws()) == 0
     for row in trials(tmp_path):
         assert set(row.action) == {"x"}
         assert set(row.regime) == {"size"}
 
 
 def test_r02_env_params_say_how_to_draw_never_what(tmp_path):
-    said = problem(tmp_path, drawn("[run.env_params.size]\nvalues = [1, 2]"))
-    assert "[run.env_params.size]" in said
-    assert "unknown key 'values'" in said
+    message = problem(tmp_path, with_draws("[run.env_params.size]\nvalues = [1, 2]"))
+    assert "[run.env_params.size]" in message
+    assert "unknown key 'values'" in message
 
 
 @pytest.mark.parametrize(
@@ -97,20 +97,20 @@ def test_r02_env_params_say_how_to_draw_never_what(tmp_path):
     ],
 )
 def test_r03_impossible_draws_are_refused_at_load_time(tmp_path, table, size, words):
-    said = problem(tmp_path, drawn(table, size=size))
+    message = problem(tmp_path, with_draws(table, size=size))
     for word in words:
-        assert word in said
+        assert word in message
 
 
 def test_r03_a_plain_run_cannot_draw(tmp_path):
-    text = drawn().replace('agent = { type = "random", trials = 24, seed = 3 }\n', "").replace("[1, 2]", "1")
+    text = with_draws().replace('agent = { type = "random", trials = 24, seed = 3 }\n', "").replace("[1, 2]", "1")
     assert "[run.env_params]: needs an agent" in problem(tmp_path, text)
 
 
 @pytest.mark.parametrize("kind", ["grid", "tpe", "cmaes", "nsga2", "gp"])
 def test_r03_an_agent_that_does_not_declare_draws_is_refused(tmp_path, kind):
-    said = problem(tmp_path, drawn(agent=f'{{ type = "{kind}", trials = 4 }}'))
-    assert f"agent '{kind}' does not sample them; agents that do: random, bandit" in said
+    message = problem(tmp_path, with_draws(agent=f'{{ type = "{kind}", trials = 4 }}'))
+    assert f"agent '{kind}' does not sample them; agents that do: random, bandit" in message
 
 
 def test_r03_every_agent_that_draws_says_how_it_uses_the_regime():
@@ -120,10 +120,10 @@ def test_r03_every_agent_that_draws_says_how_it_uses_the_regime():
 
 
 def test_r03_an_unknown_agent_gets_that_error_only(tmp_path):
-    said = problem(tmp_path, drawn(agent='{ type = "tpee", trials = 4 }'))
-    assert "unknown agent 'tpee'" in said
-    assert "Did you mean 'tpe'?" in said
-    assert "env_params" not in said
+    message = problem(tmp_path, with_draws(agent='{ type = "tpee", trials = 4 }'))
+    assert "unknown agent 'tpee'" in message
+    assert "Did you mean 'tpe'?" in message
+    assert "env_params" not in message
 
 
 def test_r04_a_draw_depends_on_seed_name_and_index_alone(tmp_path):
@@ -134,19 +134,19 @@ def test_r04_a_draw_depends_on_seed_name_and_index_alone(tmp_path):
     assert [alone.sample(n) for n in range(50)] != [
         Draws(4, {"size": size}, {"size": config}).sample(n) for n in range(50)
     ]
-    campaign(tmp_path, drawn(), "one")
-    campaign(tmp_path, drawn().replace("parallel = 1", "parallel = 2"), "two")
+    campaign(tmp_path, with_draws(), "one")
+    campaign(tmp_path, with_draws().replace("parallel = 1", "parallel = 2"), "two")
     regimes = [[(t.draw, t.regime) for t in trials(tmp_path, output=output)] for output in ("one", "two")]
     assert regimes[0] == regimes[1], "in any process, however many are in flight"
 
 
-def test_r04_the_weights_are_kept(tmp_path):
+def test_r04_the_weights_are_respected(tmp_path):
     draws = Draws(1, {"size": Choice(values=(10, 20))}, {"size": EnvParamConfig(weights=(0.9, 0.1))})
     tens = sum(draws.sample(n)["size"] == 10 for n in range(1000))
     assert 850 < tens < 950
 
 
-def test_r04_reset_burns_no_draw_and_the_index_is_a_column_of_its_own(tmp_path):
+def test_r04_reset_uses_no_draw_and_the_index_has_its_own_column(tmp_path):
     env = FunctionEnv(tmp_path, lambda action: 1.0, draws=Weather())
     for _ in range(10):
         assert env.reset().draw == 1
@@ -155,7 +155,7 @@ def test_r04_reset_burns_no_draw_and_the_index_is_a_column_of_its_own(tmp_path):
 
 
 def test_r05_the_regime_reaches_workload_ledger_key_and_observation(tmp_path):
-    assert campaign(tmp_path, drawn()) == 0
+    assert campaign(tmp_path, with_draws()) == 0
     rows = trials(tmp_path)
     for row in rows:
         assert row.metrics["y"] == float(f"{row.action['x']}{row.regime['size']}"), "a value, never the list"
@@ -179,11 +179,11 @@ def test_r07_the_agent_acts_on_the_regime_that_the_trial_will_run_under(tmp_path
     assert [row.action["seen"] for row in rows] == [row.regime["wind"] for row in rows]
     assert all(feedback.previous.context == feedback.regime for feedback in agent.feedback)
     assert rows[2].cached_from == "1", "the draw came before the look-up: the same regime is answered"
-    assert agent.feedback[-1].observation.context == env.reset().context, "and a step's observation is the next one's"
+    assert agent.feedback[-1].observation.context == env.reset().context, "a step's observation shows the next regime"
 
 
 def test_r08_a_drawn_value_is_not_checked_again_as_an_env_param(tmp_path):
-    """A drawn 10 is a scalar where the rules for env_params ask for a list: overlaid, it must pass."""
-    assert campaign(tmp_path, drawn(agent='{ type = "bandit", trials = 12 }')) == 0
+    """A drawn 10 is a scalar where the rules for env_params need a list; it must not be checked by them."""
+    assert campaign(tmp_path, with_draws(agent='{ type = "bandit", trials = 12 }')) == 0
     assert all(row.outcome is Outcome.OK for row in trials(tmp_path))
     assert campaign(tmp_path, (tmp_path / "out/r/best.toml").read_text(), "again") == 0

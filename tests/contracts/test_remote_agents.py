@@ -64,7 +64,7 @@ def test_a01_an_agent_is_started_with_its_base_urls_and_its_episode_is_returned(
     assert (output["LOOPWRIGHT_TRIAL_NUMBER"], output["MORE"]) == ("1", "1")
     assert output["LOOPWRIGHT_WORKSPACE"] == output["cwd"]
     assert output["LOOPWRIGHT_SESSION"] in url
-    assert "PYTEST_CURRENT_TEST" not in output, "little of our own environment"
+    assert "PYTEST_CURRENT_TEST" not in output, "only a few of our own variables"
     phases = episode.attempts[-1].phases_s
     assert set(phases) == {"boot", "agent", "generate", "collect", "teardown"}
     assert phases["agent"] >= phases["generate"]
@@ -216,7 +216,7 @@ def test_a01_cancelling_releases_session_process_and_workspace(tmp_path):
     asyncio.run(main())
 
 
-def test_a01_deeply_nested_directories_cost_no_episode(tmp_path):
+def test_a01_deeply_nested_directories_lose_no_episode(tmp_path):
     dig = "chat()\nfor _ in range(1500):\n    os.mkdir('d')\n    os.chdir('d')"
     assert run_agent(tmp_path, dig).outcome is Outcome.OK
 
@@ -242,7 +242,7 @@ def test_a01_an_agent_cannot_delay_its_episode_by_the_files_it_leaves(tmp_path, 
     assert 0.5 < episode.attempts[-1].phases_s["teardown"] < 5
 
 
-def test_a01_a_failed_clean_up_costs_no_episode(tmp_path, monkeypatch, caplog):
+def test_a01_a_failed_clean_up_loses_no_episode(tmp_path, monkeypatch, caplog):
     def fail(_):
         raise RuntimeError("the disk is broken")
 

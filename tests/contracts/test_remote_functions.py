@@ -67,7 +67,7 @@ def test_a03_a_function_that_raises_after_a_call_or_never_ends(tmp_path):
     assert (late.outcome, late.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
 
 
-def test_a03_the_parameters_of_a_function_are_checked_before_anything_starts(tmp_path):
+def test_a03_the_parameters_of_a_function_are_checked_at_load_time(tmp_path):
     name = write_functions(tmp_path)
 
     def problems(function, **more):
@@ -90,11 +90,11 @@ class TestRemoteFunction(LoopContract):
     def make_config(self, directory, **settings):
         return RemoteConfig(function=f"{write_functions(directory)}:solve", args={"state": {"trials": []}}, **settings)
 
-    def use(self, home, body, *, engine=None, **settings):
+    def use(self, directory, body, *, engine=None, **settings):
         async def main():
-            config = self.make_config(home, **settings)
-            policy = RecordingEngine(ScriptedConfig(replies=self.replies, **(engine or {})), home)
-            setup = RemoteSetup(home, policy, **config.model_dump(exclude_unset=True))
+            config = self.make_config(directory, **settings)
+            policy = RecordingEngine(ScriptedConfig(replies=self.replies, **(engine or {})), directory)
+            setup = RemoteSetup(directory, policy, **config.model_dump(exclude_unset=True))
             await setup.pool.start()
             setup.pool.handle = setup.pool.call
             setup.pool.apply_update = setup.pool.publish

@@ -43,7 +43,7 @@ from tests.rollouts.remote.agents import (
 SCRIPTED = ScriptedConfig(replies=("yes", "no"), slip=0.2)
 
 
-def test_t10_a_remote_agent_without_an_address_is_an_error_before_anything_starts(tmp_path):
+def test_t10_a_remote_agent_without_an_address_is_an_error_at_load_time(tmp_path):
     (tmp_path / "s.toml").write_text(scenario(tmp_path, "chat()", more=ENGINE + '[run.gateway]\nhost = "0.0.0.0"\n'))
     with pytest.raises(ScenarioError, match=r"\[run.gateway\] host: 0.0.0.0 means all addresses"):
         load(tmp_path / "s.toml")
@@ -60,13 +60,13 @@ def test_t10_a_remote_agent_without_an_address_is_an_error_before_anything_start
 
 
 class ScriptedContract(GatewayContract):
-    def make_engine(self, home):
-        return engines.get("scripted")(SCRIPTED, home)
+    def make_engine(self, directory):
+        return engines.get("scripted")(SCRIPTED, directory)
 
 
 class TestT11Embedded(ScriptedContract):
-    def make_host(self, home):
-        return build_gateway_host(EmbeddedGatewayConfig(), SCRIPTED, home, "r")
+    def make_host(self, directory):
+        return build_gateway_host(EmbeddedGatewayConfig(), SCRIPTED, directory, "r")
 
 
 class TestT11External(ScriptedContract):
@@ -75,15 +75,15 @@ class TestT11External(ScriptedContract):
     token = "the-token-of-this-test"
 
     @asynccontextmanager
-    async def around(self, home):
-        async with Gateway(self.make_engine(home), token=self.token, output=home / "gw") as gateway:
+    async def around(self, directory):
+        async with Gateway(self.make_engine(directory), token=self.token, output=directory / "gw") as gateway:
             self.url = gateway.address
             yield
 
-    def make_host(self, home):
+    def make_host(self, directory):
         return ExternalGatewayHost(GatewayAccess(self.url, self.token))
 
-    def test_a_wrong_token_is_found_before_anything_starts(self, tmp_path):
+    def test_a_wrong_token_is_reported_at_the_start(self, tmp_path):
         async def main():
             async with (
                 self.around(tmp_path),
@@ -99,8 +99,8 @@ class TestT11Relay(TestT11External):
     """An external gateway with an engine that connects to it through a relay."""
 
     @asynccontextmanager
-    async def around(self, home):
-        async with relayed(self.make_engine(home), output=home / "gw") as gateway:
+    async def around(self, directory):
+        async with relayed(self.make_engine(directory), output=directory / "gw") as gateway:
             self.url, self.token = gateway.address, TOKEN
             yield
 
@@ -122,10 +122,10 @@ class TestT11Ray(ScriptedContract):
     def _connect(self, on_ray):
         self.runner, self.host = on_ray
 
-    def make_host(self, home):
+    def make_host(self, directory):
         return self.host
 
-    def use(self, home, body):
+    def use(self, directory, body):
         return self.runner.run(asyncio.wait_for(body(self.host), 60))
 
 

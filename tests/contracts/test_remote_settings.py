@@ -58,7 +58,7 @@ def test_t09_an_external_gateway_by_its_url(loaded):
             endpoint(bad)
 
 
-def test_t09_the_address_that_agents_are_given(loaded):
+def test_t09_the_address_for_agents(loaded):
     environ = {"LLM_PROXY_IP": "10.0.0.7"}
     with pytest.raises(ScenarioError, match=r"advertise_host: agents would connect to 10.0.0.7, but the gateway"):
         loaded(environ=environ)

@@ -27,17 +27,17 @@ def python(function, **settings):
     return {"type": "python", "function": f"{FUNCTIONS}:{function}", "retries": 0, **settings}
 
 
-def asked(table, story, home=Path()):
-    """Run a story with the verdicts of a judger in a pool."""
+def use_judger(table, body, directory=Path()):
+    """Run `body` with a client of this judger in a pool."""
 
     async def main():
         config = parse_judger(table)
-        found = JudgerClient(LocalPool(partial(JudgeWorker.build, config, home)), config)
-        await found.start()
+        client = JudgerClient(LocalPool(partial(JudgeWorker.build, config, directory)), config)
+        await client.start()
         try:
-            return await story(found)
+            return await body(client)
         finally:
-            await found.close()
+            await client.close()
 
     return asyncio.run(main())
 
@@ -51,12 +51,12 @@ def test_l02_a_judger_has_its_own_cpus_and_memory():
 
 
 def test_l02_training_and_evaluation_share_one_built_judger():
-    async def story(shared):
+    async def body(shared):
         training = asyncio.gather(*(shared.judge(episode("4")) for _ in range(20)))
         evaluation = shared.judge_group([episode("5"), episode("4")])
         return await training, await evaluation
 
-    training, evaluation = asked(EXACT, story)
+    training, evaluation = use_judger(EXACT, body)
     assert [reward.value for reward in training] == [1.0] * 20
     assert [reward.value for reward in evaluation] == [0.0, 1.0]
 
@@ -65,7 +65,7 @@ def test_l02_training_and_evaluation_share_one_built_judger():
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "message"),
     [
         ({"type": "pyton", "function": "a:b"}, "unknown judger 'pyton'. .*Did you mean 'python'"),
         ([EXACT, LENGTH], "2 judgers without a rule for combining them.*composed"),
@@ -90,13 +90,13 @@ def test_l02_training_and_evaluation_share_one_built_judger():
         ({"type": "command", "command": []}, "command"),
     ],
 )
-def test_l03_what_config_can_tell_is_told_when_it_is_built(table, said):
-    with pytest.raises(ValueError, match=said):
+def test_l03_config_errors_are_raised_at_construction(table, message):
+    with pytest.raises(ValueError, match=message):
         parse_judger(table)
 
 
 @pytest.mark.parametrize(
-    ("table", "key", "said"),
+    ("table", "key", "message"),
     [
         ({"type": "python", "function": "no_such_module_at_all:f"}, "function", "No module named"),
         (python("no_such_function"), "function", "no attribute"),
@@ -118,13 +118,13 @@ def test_l03_what_config_can_tell_is_told_when_it_is_built(table, said):
         ),
     ],
 )
-def test_l03_what_only_the_scenario_can_tell_is_a_problem_before_anything_starts(tmp_path, table, key, said):
+def test_l03_errors_that_depend_on_the_scenario_are_problems_at_load_time(tmp_path, table, key, message):
     (problem,) = parse_judger(table).problems(tmp_path)
-    with pytest.raises(AssertionError, match=f"^{key}: .*{said}"):
+    with pytest.raises(AssertionError, match=f"^{key}: .*{message}"):
         raise AssertionError(str(problem))
 
 
-def test_l03_a_data_source_without_a_route_is_told_beforehand():
+def test_l03_a_data_source_without_a_route_is_a_problem_at_load_time():
     config = parse_judger({"type": "composed", "routes": {"sums": EXACT, "riddles": EXACT}})
     assert config.routing_problems(["sums", "riddles"]) == []
     (problem,) = config.routing_problems(["riddle", "sums"])
@@ -134,36 +134,36 @@ def test_l03_a_data_source_without_a_route_is_told_beforehand():
 
 
 def test_l03_a_single_named_judger_keeps_its_name_as_the_rewards_part():
-    async def story(found):
-        return await found.judge(episode("4"))
+    async def body(client):
+        return await client.judge(episode("4"))
 
-    assert asked({**EXACT, "name": "truth"}, story) == Reward(1.0, {"truth": 1.0})
-    assert asked(EXACT, story) == Reward(1.0, {"exact": 1.0})
-    assert asked({"type": "composed", "parts": [{**EXACT, "name": "truth"}]}, story) == Reward(1.0, {"truth": 1.0})
-    assert asked({"type": "composed", "routes": {"sums": EXACT}}, story).parts == {"exact": 1.0}
+    assert use_judger({**EXACT, "name": "truth"}, body) == Reward(1.0, {"truth": 1.0})
+    assert use_judger(EXACT, body) == Reward(1.0, {"exact": 1.0})
+    assert use_judger({"type": "composed", "parts": [{**EXACT, "name": "truth"}]}, body) == Reward(1.0, {"truth": 1.0})
+    assert use_judger({"type": "composed", "routes": {"sums": EXACT}}, body).parts == {"exact": 1.0}
 
 
-def test_l03_a_handler_is_imported_from_the_scenarios_directory(tmp_path):
+def test_l03_a_function_is_imported_from_the_scenarios_directory(tmp_path):
     (tmp_path / "judge_of_this_scenario.py").write_text("def exact(answer, label):\n    return answer == label\n")
     table = {"type": "python", "function": "judge_of_this_scenario:exact"}
     assert parse_judger(table).problems(tmp_path) == []
 
-    async def story(found):
-        return await found.judge(episode())
+    async def body(client):
+        return await client.judge(episode())
 
-    assert asked(table, story, tmp_path).value == 1.0
+    assert use_judger(table, body, tmp_path).value == 1.0
 
 
 # -- L04 --------------------------------------------------------------------------------------------------------
 
 
-def test_l04_a_synchronous_judger_does_not_hold_up_the_event_loop():
+def test_l04_a_synchronous_judger_does_not_block_the_event_loop():
     """While the function blocks, another coroutine runs and releases it."""
     judge_functions.RELEASE.clear()
     judge_functions.STARTED.clear()
 
-    async def story(found):
-        flight = asyncio.ensure_future(found.judge(episode()))
+    async def body(client):
+        flight = asyncio.ensure_future(client.judge(episode()))
         while not judge_functions.STARTED.is_set():
             await asyncio.sleep(0)
         for _ in range(1000):
@@ -172,23 +172,23 @@ def test_l04_a_synchronous_judger_does_not_hold_up_the_event_loop():
         judge_functions.RELEASE.set()
         return await flight
 
-    assert asked(python("blocked"), story).value == 1.0
+    assert use_judger(python("blocked"), body).value == 1.0
 
 
 def test_l04_composed_judgers_weigh_route_and_merge():
-    async def story(found):
-        return await found.judge_group([episode("4"), episode("5"), episode("12", "12", "long")])
+    async def body(client):
+        return await client.judge_group([episode("4"), episode("5"), episode("12", "12", "long")])
 
-    four, five, _ = asked({"type": "composed", "parts": [EXACT, LENGTH]}, story)
+    four, five, _ = use_judger({"type": "composed", "parts": [EXACT, LENGTH]}, body)
     assert four == Reward(0.99, {"exact": 1.0, "length": -0.01})
     assert five == Reward(-0.01, {"exact": 0.0, "length": -0.01})
     routes = {"sums": EXACT, "*": {"type": "length"}}
-    assert [v.value for v in asked({"type": "composed", "routes": routes}, story)] == [1.0, 0.0, 2.0]
+    assert [v.value for v in use_judger({"type": "composed", "routes": routes}, body)] == [1.0, 0.0, 2.0]
     merged = {"type": "composed", "parts": [EXACT, {"type": "length"}], "merge": f"{FUNCTIONS}:smaller"}
-    assert asked(merged, story)[2] == Reward(1.0, {"exact": 1.0, "length": 2.0})
+    assert use_judger(merged, body)[2] == Reward(1.0, {"exact": 1.0, "length": 2.0})
 
 
-def test_l04_parts_take_over_the_limits_that_they_do_not_set():
+def test_l04_parts_inherit_the_limits_that_they_do_not_set():
     parts = [EXACT, {**LENGTH, "timeout_s": 5}, {"type": "command", "command": ["true"]}]
     first, second, third = (
         parse_judger({"type": "composed", "parts": parts, "timeout_s": 30, "retries": 1}).members().values()
@@ -208,13 +208,13 @@ def test_l04_parts_take_over_the_limits_that_they_do_not_set():
         ("returns_nothing_named", ValueError),
     ],
 )
-def test_l04_what_a_handler_returns_is_checked(function, kind):
-    async def story(found):
+def test_l04_return_values_are_checked(function, kind):
+    async def body(client):
         with pytest.raises(JudgeFailed) as caught:
-            await found.judge(episode())
+            await client.judge(episode())
         return caught.value
 
-    error = asked(python(function, retries=3, pause_s=100), story)
+    error = use_judger(python(function, retries=3, pause_s=100), body)
     assert isinstance(error, kind)
     assert function in str(error)
 
@@ -231,7 +231,7 @@ def test_l04_checks_hold_without_assertions():
     assert done.stdout == "refused\n"
 
 
-def test_l04_a_hanging_handler_does_not_hold_up_the_end_of_the_process():
+def test_l04_a_hanging_function_does_not_block_the_end_of_the_process():
     script = (
         "import asyncio, pathlib; from loopwright.rollouts.judgers import build_judger, parse_judger; "
         "from loopwright.rollouts.judgers.base import Payload\n"
@@ -249,12 +249,12 @@ def test_l04_a_hanging_handler_does_not_hold_up_the_end_of_the_process():
 def test_l04_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "aiohttp", None)
 
-    async def story(found):
+    async def body(client):
         with pytest.raises(JudgeFailed, match=r"pip install 'loopwright\[rollouts\]'") as caught:
-            await found.judge(episode())
+            await client.judge(episode())
         return caught.value
 
-    error = asked({"type": "http", "url": "http://127.0.0.1:1", "retries": 0}, story)
+    error = use_judger({"type": "http", "url": "http://127.0.0.1:1", "retries": 0}, body)
     assert isinstance(error.__cause__, MissingExtra)
 
 
@@ -262,53 +262,53 @@ def test_l04_a_missing_extra_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("table", [python("fail"), python("hang", timeout_s=0.05)], ids=["fails", "hangs"])
-def test_l05_no_verdict_is_no_reward_and_never_a_zero(table):
-    async def story(found):
+def test_l05_a_failed_verdict_gives_no_reward_and_never_zero(table):
+    async def body(client):
         with pytest.raises(JudgeFailed) as caught:
-            await found.judge(episode())
+            await client.judge(episode())
         assert caught.value.__cause__ is not None
         return str(caught.value)
 
-    reason = asked(table, story)
+    reason = use_judger(table, body)
     failed = episode().failed(Outcome.JUDGE_FAILED, Fault.JUDGE, reason)
     assert (failed.reward, failed.trainable, failed.in_baseline) == (None, False, False)
 
 
-def test_l05_a_failed_part_leaves_no_verdict_for_the_whole():
-    async def story(found):
-        return await found.judge_group([episode()])
+def test_l05_a_failed_part_fails_the_whole_verdict():
+    async def body(client):
+        return await client.judge_group([episode()])
 
     for merge in ({}, {"merge": f"{FUNCTIONS}:smaller"}):
         table = {"type": "composed", "parts": [python("fail"), {"type": "length"}], **merge}
-        (verdict,) = asked(table, story)
+        (verdict,) = use_judger(table, body)
         assert isinstance(verdict, JudgeFailed)
         assert "'fail'" in str(verdict)
 
 
-def test_l05_a_failure_in_a_group_costs_no_other_its_reward():
-    async def story(found):
-        return await found.judge_group([episode("4"), episode("4", data_source="other"), episode("5")])
+def test_l05_a_failure_in_a_group_does_not_affect_the_others():
+    async def body(client):
+        return await client.judge_group([episode("4"), episode("4", data_source="other"), episode("5")])
 
     table = {"type": "composed", "routes": {"sums": EXACT}}
-    first, second, third = asked({"type": "ranking", "of": table}, story)
+    first, second, third = use_judger({"type": "ranking", "of": table}, body)
     assert (first.value, third.value) == (1.0, 0.0)
     assert isinstance(second, JudgeFailed)
     assert "no route for data_source 'other'" in str(second)
 
 
-def test_l05_a_worker_that_is_lost_is_no_verdict():
+def test_l05_a_lost_worker_gives_no_verdict():
     class Lost(LocalPool):
         async def call(self, request, *, timeout_s=None):
             raise ConnectionError("the actor died")
 
     async def main():
         config = parse_judger(EXACT)
-        found = JudgerClient(Lost(partial(JudgeWorker.build, config, Path())), config)
-        await found.start()
+        client = JudgerClient(Lost(partial(JudgeWorker.build, config, Path())), config)
+        await client.start()
         with pytest.raises(JudgeFailed, match="the actor died") as caught:
-            await found.judge(episode())
+            await client.judge(episode())
         assert isinstance(caught.value.__cause__, ConnectionError)
-        await found.close()
+        await client.close()
 
     asyncio.run(main())
 
@@ -317,44 +317,44 @@ def test_l05_a_worker_that_is_lost_is_no_verdict():
 
 
 def test_l06_only_what_a_judger_needs_crosses_a_process_boundary():
-    """Every request is pickled; one for the answer alone is the same for an episode a thousand times as long."""
+    """Every request is pickled; one with only the answer has the same size for an episode a thousand times as long."""
     sizes = []
 
     class Counting(LocalPool):
         async def call(self, request, *, timeout_s=None):
-            sent = pickle.dumps(request)
-            sizes.append(len(sent))
-            return pickle.loads(pickle.dumps(await super().call(pickle.loads(sent), timeout_s=timeout_s)))
+            message = pickle.dumps(request)
+            sizes.append(len(message))
+            return pickle.loads(pickle.dumps(await super().call(pickle.loads(message), timeout_s=timeout_s)))
 
     async def main():
         config = parse_judger(EXACT)
-        found = JudgerClient(Counting(partial(JudgeWorker.build, config, Path())), config)
-        await found.start()
-        assert found.needs == ("answer", "label")
+        client = JudgerClient(Counting(partial(JudgeWorker.build, config, Path())), config)
+        await client.start()
+        assert client.needs == ("answer", "label")
         short = episode("4")
         long_ = type(short)(short.task, (*short.nodes[:2], *[short.nodes[1]] * 1000, short.nodes[2]))
-        rewards = [await found.judge(short), await found.judge(long_)]
-        await found.close()
+        rewards = [await client.judge(short), await client.judge(long_)]
+        await client.close()
         return rewards
 
     assert asyncio.run(main()) == [Reward(1.0, {"exact": 1.0})] * 2
     assert sizes[0] == sizes[1] < 300
 
 
-def test_l06_a_part_is_sent_its_own_needs_alone():
+def test_l06_a_part_gets_only_its_own_needs():
     async def main():
         table = {"type": "composed", "parts": [EXACT, {"type": "length"}], "merge": f"{FUNCTIONS}:smaller"}
         judger = build_judger(parse_judger(table), Path())
-        found = await verdicts(judger, episode())
+        results = await verdicts(judger, episode())
         await judger.close()
-        return set(judger.needs), found
+        return set(judger.needs), results
 
-    needs, found = asyncio.run(main())
+    needs, results = asyncio.run(main())
     assert needs == {"answer", "label", "tokens"}
-    assert isinstance(found[0], Reward)
+    assert isinstance(results[0], Reward)
 
 
-def test_l06_what_was_not_asked_for_is_not_there():
+def test_l06_other_facts_are_not_in_the_payload():
     payload = Payload.of(episode(), ("answer",))
     with pytest.raises(AttributeError, match="did not ask for 'label'"):
         payload.label  # noqa: B018

@@ -93,7 +93,7 @@ def test_l01_values_that_cannot_be_sent_are_named():
     use(pool_of(1), body)
 
 
-def test_l03_a_pool_that_is_too_large_fails_in_seconds_with_the_numbers():
+def test_l03_an_oversized_pool_fails_in_seconds_with_the_numbers():
     has = sum(node.cpus for node in cluster_nodes())
     start_s = time.monotonic()
     with pytest.raises(ResourcesError) as caught:
@@ -127,7 +127,7 @@ def test_l03_resources_that_others_hold_fail_after_a_bounded_wait():
     asyncio.run(main())
 
 
-def test_l07_killed_actors_cost_nothing():
+def test_l07_killed_actors_lose_nothing():
     async def body(pool):
         first = await pids(pool, 2)
         calls = [asyncio.ensure_future(pool.call(("sleep", 0.5 + n / 100))) for n in range(40)]

@@ -39,7 +39,7 @@ class OwnLoopConfig(AgentConfig):
 
 
 class OwnLoop(Agent):
-    """An agent with a training loop of its own, as RL and LLM agents have."""
+    """An agent with its own training loop, like RL and LLM agents."""
 
     Config: ClassVar[type[AgentConfig]] = OwnLoopConfig
     events: ClassVar[list[str]] = []
@@ -74,14 +74,14 @@ def two_runs(first: str, second: str) -> str:
 # -- S01 to S04: dispatch, the loop, the counter ----------------------------------------------------------------
 
 
-def test_s01_an_agent_with_its_own_loop_enters_by_the_same_door(tmp_path, own_loop):
+def test_s01_an_agent_with_its_own_loop_is_started_by_run_too(tmp_path, own_loop):
     code = campaign(tmp_path, two_runs('{ type = "own-loop", code = 4 }', '{ type = "grid" }'))
     assert own_loop.events == ["run r", "shutdown"]
     assert code & 4, "the code of a run accumulates"
-    assert len(trials(tmp_path, "s")) == 2, "and the next run starts"
+    assert len(trials(tmp_path, "s")) == 2, "the next run starts"
 
 
-def test_s02_the_default_loop_tells_the_agent_everything(tmp_path):
+def test_s02_the_default_loop_gives_the_agent_all_feedback(tmp_path):
     env = FunctionEnv(tmp_path, lambda action: 2.0 * action["x"], budget=2)
     agent = ListedAgent(env, points(1, 2, 3))
     assert agent.run() == 0
@@ -92,7 +92,7 @@ def test_s02_the_default_loop_tells_the_agent_everything(tmp_path):
     assert first.observation.metrics == {"y": 2.0}
     assert first.previous.metrics == {"y": None}
     assert (first.done, second.done) == (False, True)
-    assert agent.seen[1].metrics == {"y": 2.0}, "the agent sees what the last trial gave"
+    assert agent.seen[1].metrics == {"y": 2.0}, "the agent gets the last trial's feedback"
     assert len(agent.feedback) == 2, "the budget ends the run"
 
 
@@ -112,12 +112,12 @@ def test_s02_several_trials_are_in_flight_and_feedback_comes_as_they_finish(tmp_
     assert [trial.number for trial in by_end] == [2, 1], waits
 
 
-def test_s03_only_the_environment_moves_the_counter_and_reset_never_rewinds_it(tmp_path):
+def test_s03_only_the_environment_advances_the_counter_and_reset_never_rewinds_it(tmp_path):
     env = FunctionEnv(tmp_path, lambda action: 1.0)
 
     class Resetting(ListedAgent):
         def select_action(self, observation: Observation) -> Action | None:
-            for _ in range(5):  # RLlib and SB3 reset as they please
+            for _ in range(5):  # RLlib and SB3 reset at any time
                 assert self.env.reset() is observation
             return super().select_action(observation)
 
@@ -131,7 +131,7 @@ def test_s03_only_the_environment_moves_the_counter_and_reset_never_rewinds_it(t
     }
 
 
-def test_s04_the_number_is_there_before_path_and_rows_for_every_kind_of_trial(tmp_path):
+def test_s04_the_number_is_reserved_before_path_and_rows_for_every_kind_of_trial(tmp_path):
     text = scenario(
         '{ type = "random", trials = 8, seed = 3 }', ECHO, {"x": "[1, 2, 3]"}, 'workload.constraints = ["x < 3"]'
     )
@@ -150,7 +150,7 @@ def test_s04_the_number_is_there_before_path_and_rows_for_every_kind_of_trial(tm
 # -- S05 to S07: failure ----------------------------------------------------------------------------------------
 
 
-def test_s05_a_bug_stops_the_scenario_and_reaches_the_user_as_it_was(tmp_path, own_loop):
+def test_s05_a_bug_stops_the_scenario_and_is_raised_unchanged(tmp_path, own_loop):
     bug = ZeroDivisionError("a bug in the agent")
     own_loop.failing["run"] = bug
     with pytest.raises(ZeroDivisionError) as raised:
@@ -220,7 +220,7 @@ def test_s08_a_failed_trial_has_no_metrics_and_no_reward_and_no_function_sees_it
     assert (row.reward, row.metrics, row.fault) == (None, {}, Fault.WORKLOAD)
 
 
-def test_s08_without_a_penalty_a_search_agent_is_told_that_it_failed(tmp_path):
+def test_s08_without_a_penalty_a_search_agent_learns_of_the_failure(tmp_path):
     env = FunctionEnv(tmp_path, lambda action: CRASHED)
     agent = ListedAgent(env, points(1))
     agent.run()
@@ -286,7 +286,7 @@ class WildConfig(RandomConfig):
 
 
 class Wild(RandomSearch):
-    """Leaves its space once, whatever the regime."""
+    """Proposes one action outside its space, whatever the regime."""
 
     Config: ClassVar[type[AgentConfig]] = WildConfig
 
@@ -318,12 +318,12 @@ def test_s11_trajectory_and_env_csv_have_the_same_trials_in_the_same_order(tmp_p
     assert list(env[0]) == ["trial", "size"]
     assert [row["trial"] for row in trajectory] == [row["trial"] for row in env] == [str(n) for n in range(1, 13)]
     assert {row["outcome"] for row in trajectory} >= {"ok", "crashed"}
-    for row, drawn in zip(trajectory, env, strict=True):
-        assert json.loads(row["env_params"]) == {"size": int(drawn["size"])}
+    for row, env_row in zip(trajectory, env, strict=True):
+        assert json.loads(row["env_params"]) == {"size": int(env_row["size"])}
         assert (row["reward"] != "") == (row["outcome"] == "ok")
 
 
-def test_s11_env_csv_is_written_only_where_something_is_drawn(tmp_path):
+def test_s11_env_csv_is_written_only_if_something_is_drawn(tmp_path):
     campaign(tmp_path, scenario('{ type = "grid" }', ECHO, {"x": "[1, 2]"}))
     assert (tmp_path / "out/r/trajectory.csv").exists()
     assert not (tmp_path / "out/r/env.csv").exists()
@@ -333,7 +333,7 @@ def test_s11_env_csv_is_written_only_where_something_is_drawn(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_s12_a_signal_aborts_what_is_in_flight_and_stops_the_campaign(tmp_path, number, code):
+def test_s12_a_signal_aborts_trials_in_flight_and_stops_the_campaign(tmp_path, number, code):
     text = two_runs('{ type = "grid" }', '{ type = "random", trials = 2 }').replace(
         ECHO, "sh -c 'echo y=1; sleep 60' {x}"
     )
@@ -362,11 +362,11 @@ def test_s12_a_second_signal_stops_at_once(tmp_path):
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130
-    assert trials(tmp_path)[0].outcome is None, "it stays unfinished, to be attempted again"
+    assert trials(tmp_path)[0].outcome is None, "it stays unfinished and will be attempted again"
     _wait_for(lambda: not _running(tmp_path))
 
 
-def test_s13_after_kill_9_resume_goes_on_as_if_nothing_had_happened(tmp_path):
+def test_s13_after_kill_9_resume_continues_with_the_same_trials(tmp_path):
     """One kill here; tests/survival kills at many moments."""
     text = scenario(
         '{ type = "tpe", trials = 12, seed = 5, startup = 4 }',
@@ -414,8 +414,8 @@ def test_s13_an_aborted_trial_keeps_its_number_and_its_draw(tmp_path):
         assert [outcome for _, _, _, outcome in ledger.attempts(1)] == ["aborted", "ok"]
 
 
-def test_s14_the_look_up_uses_an_index_whatever_the_number_of_trials(tmp_path):
-    """The cost itself is measured by `benchmarks ledger`; here the plan of the query is pinned."""
+def test_s14_the_look_up_uses_an_index(tmp_path):
+    """The time is measured by `benchmarks ledger`; this pins the query plan."""
     ledger = Ledger.create(tmp_path / "ledger.db")
     plan = ledger._rows(
         "EXPLAIN QUERY PLAN SELECT number FROM trials WHERE key = ? AND outcome IN ('ok', 'infeasible') "
@@ -464,17 +464,17 @@ def test_s15_free_cached_trials_end_after_ten_times_the_budget(tmp_path):
 def _wait_for(condition: Any, deadline_s: float = 60.0) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "the condition never became true"
         time.sleep(0.01)
 
 
 def _running(directory: Path) -> list[int]:
-    """Processes whose working directory lies below this one."""
-    found = []
+    """Processes whose working directory is below this one."""
+    commands = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if str((entry / "cwd").readlink()).startswith(str(directory / "out")):
-                found.append(int(entry.name))
+                commands.append(int(entry.name))
         except OSError:
             continue
-    return found
+    return commands

@@ -19,7 +19,7 @@ def _own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(harbor_cache, "_SETTLE_NS", -(10**12))
 
 
-def test_a02_two_files_suffice_and_the_rest_is_used(tmp_path):
+def test_a02_two_files_suffice_and_others_are_used(tmp_path):
     write(tmp_path / "tasks/bare", toml="", instruction="Just this.", test=None)
     write(tmp_path / "tasks/whole", **{"environment__a.txt": "a", "solution__solve.sh": "echo"})
     bare, whole = HarborTasks(path="tasks").load(tmp_path)
@@ -28,7 +28,7 @@ def test_a02_two_files_suffice_and_the_rest_is_used(tmp_path):
     assert whole.extra["difficulty"] == "easy"
 
 
-def test_a02_rows_say_where_they_are_and_have_the_columns_that_verl_reads(tmp_path):
+def test_a02_rows_have_their_path_and_the_columns_that_verl_reads(tmp_path):
     path = write(tmp_path / "tasks/deep/one")
     (row,) = HarborTasks(path="tasks").rows(tmp_path)
     assert (row["instance_id"], row["local_task_path"]) == ("deep/one", str(path))
@@ -99,7 +99,7 @@ judger = { type = "verifier" }
 
 
 def test_a02_a_run_over_task_directories_is_judged_by_their_tests(tmp_path):
-    """A reward where the tests give one; where they are broken, nothing, and the judge's fault: never a zero."""
+    """The reward of the tests; if they are broken, no reward and the judge's fault, never zero."""
     reward = '> "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"'
     only = '[ "$(cat seen.txt)" = "$(printf "a.txt\\nseen.txt")" ]'
     write(tmp_path / "tasks/good", test=f"[ -e done ] && {only} && echo 1 {reward}", **{"environment__a.txt": "a"})
@@ -109,8 +109,8 @@ def test_a02_a_run_over_task_directories_is_judged_by_their_tests(tmp_path):
     (tmp_path / "study.toml").write_text(SCENARIO)
     assert loopwright.dispatch(loopwright.load(tmp_path / "study.toml"), tmp_path / "out") == 0
     with loopwright.Ledger.read(tmp_path / "out/first/ledger.db") as ledger:
-        found = {t.action["task"]: (t.outcome, t.fault, t.reward and t.reward.value) for t in ledger.trials()}
-    assert found == {
+        results = {t.action["task"]: (t.outcome, t.fault, t.reward and t.reward.value) for t in ledger.trials()}
+    assert results == {
         "good": (Outcome.OK, None, 1.0),
         "zero": (Outcome.OK, None, 0.0),
         "nan": (Outcome.JUDGE_FAILED, Fault.JUDGE, None),

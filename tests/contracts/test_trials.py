@@ -72,7 +72,7 @@ def test_a04_rollout_details_contain_each_sampled_token_once_and_no_others():
 
 
 def test_a04_the_tests_of_a_task_run_and_give_rewards(server):
-    task = server.home / "task"
+    task = server.directory / "task"
     (task / "tests").mkdir(parents=True)
     (task / "task.toml").write_text("")
     (task / "instruction.md").write_text("Write x.")
@@ -86,25 +86,25 @@ def test_a04_the_tests_of_a_task_run_and_give_rewards(server):
 
 
 def test_a04_a_long_poll_answers_when_the_status_changes(server):
-    text, starts = held_agent(server.home, "polled")
+    text, starts = held_agent(server.directory, "polled")
     trial = server.submit("polled", text)
     wait_for(starts)
     assert server.status(trial, wait_s=30, seen="queued")["status"] == "running"
-    assert server.status(trial, wait_s=0.05)["status"] == "running", "the time was up"
-    (server.home / "go").touch()
+    assert server.status(trial, wait_s=0.05)["status"] == "running", "the poll timed out"
+    (server.directory / "go").touch()
     try:
         assert server.status(trial, wait_s=60)["status"] == "ended"
     finally:
-        (server.home / "go").unlink()
+        (server.directory / "go").unlink()
     assert server.refusal("GET", f"/trials/{trial['id']}?wait_s=soon", key=server.token)[0] == 400
 
 
 def test_a04_artifacts_are_regular_files_of_the_workspace_only(server):
-    (server.home / "secret.txt").write_text("secret")
+    (server.directory / "secret.txt").write_text("secret")
     text = f"""
 chat()
 os.makedirs("deep/er"); open("deep/er/a.txt", "w").write("a"); open("b.log", "w").write("b")
-os.symlink({str(server.home / "secret.txt")!r}, "link.txt"); os.symlink({str(server.home)!r}, "linked")
+os.symlink({str(server.directory / "secret.txt")!r}, "link.txt"); os.symlink({str(server.directory)!r}, "linked")
 os.mkfifo("pipe.txt"); open("big.txt", "w").write("x" * 20_000_000)
 """
     trial = server.submit("kept", text, artifacts=["*.txt"])
@@ -141,8 +141,8 @@ def test_a04_artifacts_of_a_sandboxed_agent_are_kept(server):
         sandbox_of("bwrap").check()
     except SandboxError as error:
         pytest.skip(str(error))
-    (server.home / "bin").mkdir()
-    (server.home / "bin" / "agent.py").write_text(CHAT + "chat(); open('note.txt', 'w').write('!')")
+    (server.directory / "bin").mkdir()
+    (server.directory / "bin" / "agent.py").write_text(CHAT + "chat(); open('note.txt', 'w').write('!')")
     loop = {"command": [sys.executable, "{home}/bin/agent.py"], "sandbox": "bwrap", "readable": ["bin"]}
     result = server.result(server.submit("walled", "", loop=loop, artifacts=["note.*"]))
     assert (result["outcome"], result["artifacts"]["kept"]) == ("ok", {"note.txt": 1}), result["output"]
@@ -176,8 +176,8 @@ def test_a04_requests_without_the_token_are_refused(server):
         for request in (("GET", "/trials"), ("POST", "/trials", {}), ("POST", "/trials/x/cancel"), ("GET", "/nothing")):
             assert server.refusal(*request, key=key)[0] == 401
     assert server.ask("GET", "/healthz") == {"status": "ok"}
-    assert (server.home / "out" / "token").stat().st_mode & 0o777 == 0o600
-    assert (server.home / "out" / "trials.db").stat().st_mode & 0o777 == 0o600
+    assert (server.directory / "out" / "token").stat().st_mode & 0o777 == 0o600
+    assert (server.directory / "out" / "trials.db").stat().st_mode & 0o777 == 0o600
 
 
 def test_a04_other_machines_can_connect_only_with_a_token_file(tmp_path):
@@ -230,14 +230,14 @@ def test_a04_running_and_queued_trials_are_limited(tmp_path):
 
 
 def test_a04_the_same_key_gives_the_same_trial_which_runs_once(server):
-    text = f"chat(); open({str(server.home / 'once')!r}, 'a').write('x')"
+    text = f"chat(); open({str(server.directory / 'once')!r}, 'a').write('x')"
     first = server.submit("twice", text)
     server.wait(first)
     again = server.submit("twice", text)
     assert (again["id"], again["status"]) == (first["id"], "ended")
     elsewhere = server.submit("twice", text, gateway={"url": "http://127.0.0.1:9", "token": "t" * 20})
     assert elsewhere["id"] == first["id"], "a resumed run has another gateway"
-    assert (server.home / "once").read_text() == "x"
+    assert (server.directory / "once").read_text() == "x"
     body = {"key": "twice", "task": {"id": "t", "prompt": "Another."}, "loop": server.loop(text)}
     status, _, error = server.refusal("POST", "/trials", body, server.token)
     assert (status, error["type"]) == (409, "conflict")
@@ -267,7 +267,7 @@ def test_a04_a_cancellation_that_arrives_before_its_trial_is_remembered(server):
 
 
 def test_a04_submissions_are_answered_while_a_sandbox_is_checked(tmp_path, monkeypatch):
-    """And it is checked once."""
+    """It is checked once."""
     (tmp_path / "bin").mkdir()
     bwrap = tmp_path / "bin" / "bwrap"
     bwrap.write_text(f"#!/bin/sh\necho x >> {tmp_path}/checks\nwhile [ ! -e {tmp_path}/go ]; do sleep 0.01; done\n")
@@ -297,7 +297,7 @@ def test_a04_a_killed_server_continues_after_a_restart(tmp_path):
         server.kill()
         wait_for(lambda: not running(str(tmp_path / "agent.py")))
     with serve(tmp_path, "-j", "1", *ENGINE_ARGS) as server:
-        assert server.result(process) == before, "what had ended stays"
+        assert server.result(process) == before, "finished trials stay"
         assert server.submit("process", "chat()")["status"] == "ended"
         wait_for(lambda: starts() == 2)
         result = server.status(trial)

@@ -39,8 +39,8 @@ class ServerSetup:
     """A pool with an embedded gateway and a loop with `server`."""
 
     def __init__(self, server, text, *, run_id="run", token=None, patience_s=30.0, **settings):
-        (server.home / "client.token").write_text(token or server.token)
-        self.engine = ScriptedEngine(ScriptedConfig(replies=("an answer",), slip=0.0), server.home)
+        (server.directory / "client.token").write_text(token or server.token)
+        self.engine = ScriptedEngine(ScriptedConfig(replies=("an answer",), slip=0.0), server.directory)
         self.config = RemoteConfig(server=server.address, **server.loop(text, **settings))
         client = TrialServerClient(server.address, token or server.token, patience_s=patience_s)
         self.pool = GatewayPool(
@@ -82,7 +82,7 @@ def test_a04_the_loop_gets_the_episode_that_its_gateway_recorded(server):
     assert (episode.outcome, episode.fault, episode.answer) == (Outcome.OK, None, "an answer")
     assert episode.task == TASK, "with its label, which was not sent"
     assert episode.evidence["agent"]["stdout"] == "an answer 1\n"
-    assert b"secret label" not in (server.home / "out" / "trials.db-wal").read_bytes()
+    assert b"secret label" not in (server.directory / "out" / "trials.db-wal").read_bytes()
 
 
 def test_a04_faults_are_the_same_as_for_local_agents(server):
@@ -93,22 +93,22 @@ def test_a04_faults_are_the_same_as_for_local_agents(server):
 
 
 def test_a04_a_repeated_trial_does_not_run_twice_unless_it_was_cancelled(server):
-    count = server.home / "asked"
+    count = server.directory / "asked"
     text = f"chat(); open({str(count)!r}, 'a').write('x')"
     first, second = (run_agent(server, text, run_id="again") for _ in range(2))
     assert first.nodes == second.nodes
     assert count.read_text() == "x"
 
     async def main():
-        agent, starts = held_agent(server.home, "cancelled")
+        agent, starts = held_agent(server.directory, "cancelled")
         async with open_setup(server, agent, run_id="resumed") as setup:
             flight = asyncio.ensure_future(setup.roll())
             await until(starts, 60.0)
             flight.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await flight
-            assert running(str(server.home / "cancelled")) == []
-        (server.home / "go").touch()
+            assert running(str(server.directory / "cancelled")) == []
+        (server.directory / "go").touch()
         async with open_setup(server, agent, run_id="resumed") as setup:
             assert (await setup.roll()).outcome is Outcome.OK
         assert starts() == 2
@@ -116,7 +116,7 @@ def test_a04_a_repeated_trial_does_not_run_twice_unless_it_was_cancelled(server)
     try:
         asyncio.run(main())
     finally:
-        (server.home / "go").unlink(missing_ok=True)
+        (server.directory / "go").unlink(missing_ok=True)
 
 
 def test_a04_a_key_of_another_trial_is_skipped(server):
@@ -151,7 +151,7 @@ def test_a04_another_kind_of_server_is_recognised(server):
 
 def test_a04_a_resumed_run_restarts_trials_whose_gateway_is_gone(server):
     async def main():
-        agent, starts = held_agent(server.home, "moved")
+        agent, starts = held_agent(server.directory, "moved")
         async with open_setup(server, agent, run_id="moved") as former:
             first = asyncio.ensure_future(former.roll())
             await until(starts, 60.0)
@@ -160,16 +160,16 @@ def test_a04_a_resumed_run_restarts_trials_whose_gateway_is_gone(server):
                 await until(lambda: starts() == 2, 60.0)
                 with pytest.raises(WorkerLost, match="cancelled"):
                     await first
-                (server.home / "go").touch()
+                (server.directory / "go").touch()
                 assert (await second).turns == 1
 
     try:
         asyncio.run(main())
     finally:
-        (server.home / "go").unlink(missing_ok=True)
+        (server.directory / "go").unlink(missing_ok=True)
 
 
-def test_a04_a_server_that_is_killed_and_restarted_costs_no_rollout(tmp_path):
+def test_a04_a_server_that_is_killed_and_restarted_loses_no_rollout(tmp_path):
     async def main():
         agent, starts = held_agent(tmp_path, "held")
         with serve(tmp_path) as first:
@@ -190,7 +190,7 @@ def test_a04_a_server_that_is_killed_and_restarted_costs_no_rollout(tmp_path):
     asyncio.run(main())
 
 
-def test_a04_a_server_that_stays_away_is_not_the_policys_fault(tmp_path):
+def test_a04_a_server_that_stays_down_is_not_the_policys_fault(tmp_path):
     async def main():
         agent, starts = held_agent(tmp_path, "held")
         with serve(tmp_path) as server:
@@ -224,18 +224,18 @@ ENGINE = '[run.engine]\ntype = "scripted"\nreplies = ["an answer"]'
 
 
 def scenario(server, text, *, trials=4, engine=ENGINE, more=""):
-    (server.home / "tasks.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    (server.home / "served_judge.py").write_text("def one(answer):\n    return float(len(answer) > 0)\n")
+    (server.directory / "tasks.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    (server.directory / "served_judge.py").write_text("def one(answer):\n    return float(len(answer) > 0)\n")
     command = json.dumps(server.loop(text)["command"])
     return SCENARIO.format(trials=trials, address=server.address, command=command, engine=engine, more=more)
 
 
 def test_a04_a_run_can_use_its_own_engine_or_the_servers(server):
-    assert campaign(server.home, scenario(server, "chat()"), output="run") == 0
+    assert campaign(server.directory, scenario(server, "chat()"), output="run") == 0
     own = scenario(server, "chat()", engine='[run.gateway]\ntype = "server"')
-    assert campaign(server.home, own, output="own") == 0
+    assert campaign(server.directory, own, output="own") == 0
     for output in ("run", "own"):
-        results = trials(server.home, "work", output)
+        results = trials(server.directory, "work", output)
         assert [(trial.outcome, trial.reward.value) for trial in results] == [(Outcome.OK, 1.0)] * 4
 
 
@@ -247,7 +247,7 @@ def test_a04_a_run_can_use_its_own_engine_or_the_servers(server):
     ],
 )
 def test_a04_conflicting_settings_are_errors_at_load_time(server, more, engine, message):
-    file = server.home / "wrong.toml"
+    file = server.directory / "wrong.toml"
     file.write_text(scenario(server, "chat()", engine=engine, more=more))
     with pytest.raises(ScenarioError) as raised:
         load(file)
@@ -257,7 +257,7 @@ def test_a04_conflicting_settings_are_errors_at_load_time(server, more, engine, 
 
 
 @pytest.mark.slow
-def test_a04_a_run_that_is_killed_and_resumed_does_not_repeat_trials_that_ended(tmp_path):
+def test_a04_a_run_that_is_killed_and_resumed_does_not_repeat_finished_trials(tmp_path):
     with serve(tmp_path, "-j", "1") as server:
         text = f"chat(); open({str(tmp_path / 'count')!r}, 'a').write('x')"
         campaign_run = Campaign(tmp_path, scenario(server, text, trials=12))

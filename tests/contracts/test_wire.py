@@ -1,6 +1,6 @@
-"""What goes wrong with captured tokens: each way by its name, and the remedy for it.
+"""Known problems of captured tokens, each with its name and its remedy.
 
-Through the official SDKs as they are, wherever an agent is what causes it.
+Problems that agents cause are tested through the unmodified official SDKs.
 """
 
 import asyncio
@@ -15,9 +15,8 @@ import pytest
 
 from loopwright.engines.base import Chunk
 from loopwright.gateway.sessions.served_session import snapshot_of
-from tests.engines.test_http import engine_of
-from tests.engines.test_http import said as said_by
-from tests.engines.wires import served as engines_served
+from tests.engines.fake_servers import chunks_from, engine_of
+from tests.engines.fake_servers import serve as serve_engine
 from tests.gateway.harness import ADD, END, Teller, call, claude_of, client_of, run, served, user
 from tests.gateway.sessions.test_template import Player
 
@@ -37,9 +36,9 @@ ROWS = {
 
 
 def test_every_row_of_the_table_has_a_test():
-    written = [name.removeprefix("test_row_") for name in globals() if name.startswith("test_row_")]
+    names = [name.removeprefix("test_row_") for name in globals() if name.startswith("test_row_")]
     for row, name in ROWS.items():
-        assert any(each.startswith(name) for each in written), row
+        assert any(each.startswith(name) for each in names), row
 
 
 async def chat(client, messages, **more):
@@ -51,13 +50,13 @@ def kinds(session):
 
 
 def spliced(engine):
-    """That each prompt begins with all that the engine was given and gave before it."""
+    """Check that each prompt starts with all earlier prompt and sampled tokens."""
     streams = [(tuple(ids), tuple(gave)) for ids, gave, *_ in engine.calls]
     return all(later[: len(ids) + len(gave)] == (*ids, *gave) for (ids, gave), (later, _) in pairwise(streams))
 
 
 class Odd(Teller):
-    """Says `yes` in tokens that no tokenizer would choose: here, an ill-formed byte after it."""
+    """Samples `yes` in tokens that no tokenizer would choose: here, with an invalid byte after it."""
 
     async def generate(self, ids, sampling, *, seed):
         gave = [*b"yes", 0xFF, END]
@@ -66,63 +65,63 @@ class Odd(Teller):
 
 
 def test_row_retokenised():
-    async def story():
+    async def body():
         engine = Odd()
         async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
             history = [user("hi")]
             for _ in range(3):
                 answer = (await chat(client, history)).choices[0].message
-                assert engine.tokenizer.encode(answer.content) != [*b"yes", 0xFF], "its text has other ids"
+                assert engine.tokenizer.encode(answer.content) != [*b"yes", 0xFF], "its text encodes to other ids"
                 history += [{"role": "assistant", "content": answer.content}, user("more")]
             assert spliced(engine)
             assert kinds(session) == ["exact"] * 3
 
-    run(story)
+    run(body)
 
 
 @pytest.mark.parametrize("number", ["7", "7.0", "123456789012345678901234567890", "-1e2"])
 def test_row_rerendered_call(number):
-    """By Anthropic's SDK, which parses arguments, and by a client of OpenAI's that does."""
-    said = f'<tool_call>{{"name":"add",  "arguments":{{ "b" : {number}, "a":"\\u20ac" }}}}</tool_call>'
+    """By Anthropic's SDK, which parses arguments, and by an OpenAI client that does."""
+    call_text = f'<tool_call>{{"name":"add",  "arguments":{{ "b" : {number}, "a":"\\u20ac" }}}}</tool_call>'
 
-    async def story():
-        engine = Teller(lambda prompt: "done" if "tool\n" in prompt else said)
+    async def body():
+        engine = Teller(lambda prompt: "done" if "tool\n" in prompt else call_text)
         async with served(engine) as gateway:
             async with client_of(session := await gateway.open()) as client:
-                (made,) = (await chat(client, [user("hi")], tools=[ADD])).choices[0].message.tool_calls
-                assert made.function.arguments == f'{{ "b" : {number}, "a":"\\u20ac" }}', "as it was sampled"
-                again = json.dumps(dict(reversed(json.loads(made.function.arguments).items())), indent=2)
-                sent = {"id": "x", "type": "function", "function": {"name": "add", "arguments": again}}
-                history = [user("hi"), {"role": "assistant", "content": None, "tool_calls": [sent]}]
+                (call,) = (await chat(client, [user("hi")], tools=[ADD])).choices[0].message.tool_calls
+                assert call.function.arguments == f'{{ "b" : {number}, "a":"\\u20ac" }}', "the sampled ids are kept"
+                again = json.dumps(dict(reversed(json.loads(call.function.arguments).items())), indent=2)
+                resent = {"id": "x", "type": "function", "function": {"name": "add", "arguments": again}}
+                history = [user("hi"), {"role": "assistant", "content": None, "tool_calls": [resent]}]
                 await chat(client, [*history, {"role": "tool", "tool_call_id": "x", "content": "8"}], tools=[ADD])
                 assert (spliced(engine), kinds(session)) == (True, ["exact", "exact"])
             engine.calls.clear()
             async with claude_of(session := await gateway.open()) as claude:
                 tools = [{"name": "add", "input_schema": {"type": "object"}}]
-                asked = {"model": "any", "max_tokens": 900, "tools": tools}
-                answer = await claude.messages.create(messages=[user("hi")], **asked)
+                options = {"model": "any", "max_tokens": 900, "tools": tools}
+                answer = await claude.messages.create(messages=[user("hi")], **options)
                 (block,) = answer.content
                 assert block.input["b"] == json.loads(number)
                 result = {"type": "tool_result", "tool_use_id": block.id, "content": "8"}
                 history = [user("hi"), {"role": "assistant", "content": answer.content}, user([result])]
-                await claude.messages.create(messages=history, **asked)
+                await claude.messages.create(messages=history, **options)
                 assert (spliced(engine), kinds(session)) == (True, ["exact", "exact"])
 
-    run(story)
+    run(body)
 
 
 @pytest.mark.parametrize("policy", ["preserve", "fork"])
 @pytest.mark.parametrize("sends_back", [False, True])
 def test_row_dropped_reasoning(policy, sends_back):
-    async def story():
+    async def body():
         engine = Teller(lambda prompt: f"<think>\nhm {prompt.count('user')}\n</think>\n\nyes {prompt.count('user')}")
         async with served(engine, reasoning=policy) as gateway, client_of(session := await gateway.open()) as client:
             history = [user("a")]
             for turn in range(3):
-                said = (await chat(client, history)).choices[0].message
-                assert (said.reasoning_content, said.content) == (f"hm {turn + 1}", f"yes {turn + 1}")
-                thought = {"reasoning_content": said.reasoning_content} if sends_back else {}
-                history += [{"role": "assistant", "content": said.content, **thought}, user("more")]
+                message = (await chat(client, history)).choices[0].message
+                assert (message.reasoning_content, message.content) == (f"hm {turn + 1}", f"yes {turn + 1}")
+                thought = {"reasoning_content": message.reasoning_content} if sends_back else {}
+                history += [{"role": "assistant", "content": message.content, **thought}, user("more")]
             last = engine.tokenizer.decode(engine.calls[-1][0])
             if policy == "preserve":
                 assert (spliced(engine), kinds(session)) == (True, ["exact"] * 3)
@@ -136,54 +135,54 @@ def test_row_dropped_reasoning(policy, sends_back):
             assert len(rows) == (1 if policy == "preserve" else 3)
             assert sum(sum(row.response_mask) for row in rows) == sum(len(gave) for _, gave, *_ in engine.calls)
 
-    run(story)
+    run(body)
 
 
-def test_row_dropped_reasoning_stays_until_the_user_speaks_again():
-    """As the families' own templates have it: between the calls of one task the policy goes on thinking."""
+def test_row_dropped_reasoning_stays_until_the_next_user_message():
+    """As in the model families' templates: between the calls of one task the reasoning is kept."""
 
-    async def story():
+    async def body():
         engine = Teller(lambda prompt: "<think>so</think>7" if "tool\n" in prompt else f"<think>hm</think>{call(a=1)}")
         async with served(engine, reasoning="fork") as gateway, client_of(session := await gateway.open()) as client:
-            said = (await chat(client, [user("a")], tools=[ADD])).choices[0].message
-            result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "7"}
-            history = [user("a"), said.model_dump(exclude_none=True), result]
+            message = (await chat(client, [user("a")], tools=[ADD])).choices[0].message
+            result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "7"}
+            history = [user("a"), message.model_dump(exclude_none=True), result]
             final = (await chat(client, history, tools=[ADD])).choices[0].message
             assert (spliced(engine), kinds(session)) == (True, ["exact", "exact"])
             await chat(client, [*history, {"role": "assistant", "content": final.content}, user("b")], tools=[ADD])
             assert kinds(session)[-1] == "forked"
             assert "<think>" not in engine.tokenizer.decode(engine.calls[-1][0])
 
-    run(story)
+    run(body)
 
 
 def test_row_omitted_ids():
-    """Reasoning, calls and stop strings take nothing away from the ids."""
+    """Reasoning, calls and stop strings do not remove ids."""
     text = f"<think>hm</think>so{call(a=1)}END and more"
 
-    async def story():
+    async def body():
         engine = Teller(text)
         async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
-            asked = {"tools": [ADD], "logprobs": True, "stop": ["END"]}
-            whole = await chat(client, [user("hi")], **asked)
+            options = {"tools": [ADD], "logprobs": True, "stop": ["END"]}
+            whole = await chat(client, [user("hi")], **options)
             (choice,) = whole.choices
             assert (choice.message.content, choice.message.reasoning_content) == ("so", "hm")
-            assert [made.function.name for made in choice.message.tool_calls] == ["add"]
+            assert [call.function.name for call in choice.message.tool_calls] == ["add"]
             ids = engine.tokenizer.encode(text[: text.index("END") + 3])
             assert len(choice.logprobs.content) == whole.usage.completion_tokens == len(ids)
-            chunks = [chunk async for chunk in await chat(client, [user("hi")], stream=True, **asked)]
-            told = [
+            chunks = [chunk async for chunk in await chat(client, [user("hi")], stream=True, **options)]
+            logprobs = [
                 entry for c in chunks if c.choices and c.choices[0].logprobs for entry in c.choices[0].logprobs.content
             ]
-            assert len(told) == len(ids), "the stream tells them all too"
+            assert len(logprobs) == len(ids), "the stream has all of them too"
             for row in session.episode().rows():
                 assert [i for i, mark in zip(row.response_ids, row.response_mask, strict=True) if mark] == ids
 
-    run(story)
+    run(body)
 
 
 def test_row_bos():
-    async def story():
+    async def body():
         engine = Player("llama3")
         begin = engine.tokenizer.specials["<|begin_of_text|>"]
         async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
@@ -195,40 +194,40 @@ def test_row_bos():
             assert all(ids[0] == begin for ids, _ in engine.calls)
             assert (spliced(engine), kinds(session)) == (True, ["exact"] * 3)
 
-    run(story)
+    run(body)
 
 
 def test_row_dropped_turn():
-    async def story():
+    async def body():
         engine = Teller(lambda prompt: "better" if "retry" in prompt else "nonsense")
         async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
             await chat(client, [user("a")])
             await chat(client, [user("a"), user("retry")])
             assert kinds(session) == ["exact", "forked"]
             trained = [sum(row.response_mask) for row in session.episode().rows()]
-            assert trained == [len("nonsense") + 1, len("better") + 1], "it was sampled: it is exported"
+            assert trained == [len("nonsense") + 1, len("better") + 1], "sampled tokens are exported"
 
-    run(story)
+    run(body)
 
 
 def test_row_ended_early(tmp_path):
-    """An agent that leaves at once when it has its last token: the turn is in the store by then."""
+    """An agent that disconnects right after its last token: the turn is already in the store."""
 
-    async def story():
+    async def body():
         async with served(Teller("bye"), output=tmp_path) as gateway, client_of(await gateway.open()) as client:
             async for chunk in await chat(client, [user("a")], stream=True):
                 if chunk.choices and chunk.choices[0].finish_reason:
                     with closing(sqlite3.connect(tmp_path / "gateway.db")) as store, store:
-                        (ended,) = store.execute("SELECT ended_at FROM calls").fetchone()
-                    assert ended is not None
+                        (ended_at,) = store.execute("SELECT ended_at FROM calls").fetchone()
+                    assert ended_at is not None
                     return
             pytest.fail("no terminal event came")
 
-    run(story)
+    run(body)
 
 
 def test_row_parallel():
-    async def story():
+    async def body():
         engine = Teller(lambda prompt: f"so {prompt[-24:-11]}")
         async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
 
@@ -243,37 +242,37 @@ def test_row_parallel():
             assert len(rows) == 4, "a branch for each"
             assert sum(sum(row.response_mask) for row in rows) == sum(len(gave) for _, gave, *_ in engine.calls)
             assert set(kinds(session)) <= {"exact", "forked"}
-            assert kinds(session).count("exact") == 9, "only the beginnings part"
+            assert kinds(session).count("exact") == 9, "only the beginnings differ"
 
-    run(story)
+    run(body)
 
 
 def test_row_lost_call(tmp_path):
-    """The gateway is gone in mid-call: what comes back says so, and nothing of it may be trained on."""
+    """The gateway dies in mid-call: the turn says so after a restart, and is not trained on."""
 
-    async def story():
+    async def body():
         engine = Teller("a long answer", hold_at=4)
         async with served(engine, output=tmp_path) as gateway, client_of(session := await gateway.open()) as client:
             talking = asyncio.create_task(chat(client, [user("a")]))
             await engine.held.wait()
             with closing(sqlite3.connect(tmp_path / "gateway.db")) as store, store:
-                assert store.execute("SELECT ended_at FROM calls").fetchall() == [(None,)], "the intent is there"
+                assert store.execute("SELECT ended_at FROM calls").fetchall() == [(None,)], "the intent is stored"
             copy = tmp_path / "copy"
             copy.mkdir()
             with (
                 closing(sqlite3.connect(tmp_path / "gateway.db")) as store,
                 closing(sqlite3.connect(copy / "gateway.db")) as other,
             ):
-                store.backup(other)  # what a power cut would have left
+                store.backup(other)  # the state after a power cut
             engine.go.set()
             await talking
         async with served(Teller(), output=copy) as gateway:
             live = gateway.find(session.id)
-            shown = live.describe()
-            assert (shown["trainable"], shown["verdicts"]["broken"]) == (False, 1)
-            assert "stopped before this turn ended" in shown["turns"][0]["reason"]
+            description = live.describe()
+            assert (description["trainable"], description["verdicts"]["broken"]) == (False, 1)
+            assert "stopped before this turn ended" in description["turns"][0]["reason"]
 
-    run(story)
+    run(body)
 
 
 @pytest.mark.parametrize("logprob", [None, float("nan")])
@@ -282,29 +281,29 @@ def test_row_none_logprobs(logprob):
         async def generate(self, ids, sampling, *, seed):
             yield Chunk((97, END), (-0.5, logprob), 0, "stop")
 
-    async def story():
+    async def body():
         async with served(Silent()) as gateway, client_of(session := await gateway.open()) as client:
             with pytest.raises(openai.InternalServerError, match="as a logprob"):
                 await chat(client, [user("a")])
             assert kinds(session) == ["broken"]
-            shown = session.served.describe()
-            assert (shown["trainable"], shown["rows"]) == (False, [])
+            description = session.served.describe()
+            assert (description["trainable"], description["rows"]) == (False, [])
 
-    run(story)
+    run(body)
 
 
 def test_row_stale_sockets():
     async def main(server):
         engine = engine_of(server, "vllm")
         try:
-            await said_by(engine)
-            server.stale = set(server.connections)  # as after an update, when the server let them go
-            assert await said_by(engine, seed="2")
+            await chunks_from(engine)
+            server.stale = set(server.connections)  # as after an update, when the server closed them
+            assert await chunks_from(engine, seed="2")
             assert server.connections - server.stale, "on a fresh connection"
         finally:
             await engine.close()
 
-    with engines_served() as server:
+    with serve_engine() as server:
         asyncio.run(main(server))
 
 
@@ -312,7 +311,7 @@ def test_row_stale_sockets():
 
 
 def test_a_nonce_in_the_system_message_is_stripped():
-    async def story():
+    async def body():
         engine = Teller("yes")
         async with served(engine) as gateway, claude_of(session := await gateway.open()) as claude:
             history = [user("a")]
@@ -324,47 +323,47 @@ def test_a_nonce_in_the_system_message_is_stripped():
             assert (spliced(engine), kinds(session)) == (True, ["exact"] * 3)
             assert "cch=" not in engine.tokenizer.decode(engine.calls[-1][0])
 
-    run(story)
+    run(body)
 
 
 def test_a_truncated_turn_is_bridged_and_says_so():
-    async def story():
+    async def body():
         engine = Teller("one two")
         async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
-            cut = (await chat(client, [user("a")], max_tokens=3)).choices[0]
-            assert (cut.message.content, cut.finish_reason) == ("one", "length")
+            choice = (await chat(client, [user("a")], max_tokens=3)).choices[0]
+            assert (choice.message.content, choice.finish_reason) == ("one", "length")
             await chat(client, [user("a"), {"role": "assistant", "content": "one"}, user("b")])
             assert kinds(session) == ["exact", "bridged"]
             (row,) = session.episode().rows()
-            assert row.response_mask[:5] == (1, 1, 1, 0, 0), "the end was added, not sampled"
+            assert row.response_mask[:5] == (1, 1, 1, 0, 0), "the end token was added, not sampled"
 
-    run(story)
+    run(body)
 
 
-def test_t05_a_frozen_session_is_what_its_snapshot_says(tmp_path):
-    async def asked(http, method, url, key, expected=200, **more):
+def test_t05_a_frozen_session_matches_its_snapshot(tmp_path):
+    async def request(http, method, url, key, expected=200, **more):
         async with http.request(method, url, headers={"authorization": f"Bearer {key}"}, **more) as answer:
             assert answer.status == expected, await answer.text()
             return await answer.json()
 
-    async def story():
+    async def body():
         async with served(Teller("yes"), output=tmp_path) as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open()
             url, key = f"{gateway.address}/sessions/{session.id}", session.key
             async with client_of(session) as client:
                 await chat(client, [user("a")])
-                early = await asked(http, "GET", f"{url}?snapshot=0", key, 409)
+                early = await request(http, "GET", f"{url}?snapshot=0", key, 409)
                 assert "not frozen" in early["error"]["message"]
-                frozen = await asked(http, "POST", f"{url}/freeze", key)
+                frozen = await request(http, "POST", f"{url}/freeze", key)
                 assert (frozen["status"], len(frozen["snapshot"])) == ("frozen", 32)
-                assert frozen == await asked(http, "POST", f"{url}/freeze", key), "once is enough"
+                assert frozen == await request(http, "POST", f"{url}/freeze", key), "once is enough"
                 with pytest.raises(openai.ConflictError, match="frozen"):
                     await chat(client, [user("b")])
-            shown = await asked(http, "GET", f"{url}?snapshot={frozen['snapshot']}", key)
-            assert snapshot_of(shown) == shown["snapshot"] == frozen["snapshot"], "anybody can check it"
-            done = await asked(http, "POST", f"{url}/complete", key, json={"outcome": "ok"})
+            description = await request(http, "GET", f"{url}?snapshot={frozen['snapshot']}", key)
+            assert snapshot_of(description) == description["snapshot"] == frozen["snapshot"], "it can be verified"
+            done = await request(http, "POST", f"{url}/complete", key, json={"outcome": "ok"})
             assert (done["status"], done["snapshot"]) == ("complete", frozen["snapshot"])
-            other = await asked(http, "GET", f"{url}?snapshot={'0' * 32}", key, 409)
+            other = await request(http, "GET", f"{url}?snapshot={'0' * 32}", key, 409)
             assert frozen["snapshot"] in other["error"]["message"]
         with closing(sqlite3.connect(tmp_path / "gateway.db")) as store, store:
             blob = store.execute("SELECT logprobs FROM nodes WHERE finish = 'stop'").fetchone()[0]
@@ -376,13 +375,13 @@ def test_t05_a_frozen_session_is_what_its_snapshot_says(tmp_path):
             with pytest.raises(PermissionError, match="differs from what was frozen"):
                 gateway.find(session.id).verify()
 
-    run(story)
+    run(body)
 
 
-def test_a_template_that_the_tokenizer_cannot_write_is_refused_before_anything_starts():
-    async def story():
+def test_a_template_that_the_tokenizer_cannot_encode_is_refused_at_the_start():
+    async def body():
         with pytest.raises(ValueError, match="'llama3' needs the special tokens"):
             async with served(Teller(), template="llama3"):
                 pass
 
-    run(story)
+    run(body)

@@ -20,14 +20,14 @@ values = st.recursive(
 
 
 @given(st.integers(-(2**53), 2**53))
-def test_an_integer_is_one_value_however_it_is_held(number):
+def test_an_integer_of_any_type_is_one_value(number):
     forms = [number, float(number), np.int64(number), np.float64(number), np.array(number)]
     assert {key_of(form) for form in forms} == {key_of(number)}
     assert {type(canonical(form)) for form in forms} == {int}
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_a_float_is_one_value_however_it_is_held(number):
+def test_a_float_of_any_type_is_one_value(number):
     assert key_of(number) == key_of(np.float64(number))
 
 
@@ -38,7 +38,7 @@ def test_a_small_float_of_numpy_is_the_float_that_equals_it(number):
 
 @given(values, values)
 def test_keys_are_equal_exactly_when_canonical_values_are(one, other):
-    # As JSON text, since Python holds True to be equal to 1.
+    # As JSON text, since True == 1 in Python.
     same = json.dumps(canonical(one)) == json.dumps(canonical(other))
     assert (key_of(one) == key_of(other)) == same
 
@@ -59,11 +59,11 @@ def test_a_tuple_is_a_list(items):
 
 
 @pytest.mark.parametrize(("one", "other"), [(True, 1), (1, "1"), (None, ""), (0, False), ([1], 1), ({}, [])])
-def test_values_that_only_look_alike_have_keys_of_their_own(one, other):
+def test_similar_values_have_different_keys(one, other):
     assert key_of(one) != key_of(other)
 
 
-def test_the_parts_of_a_key_keep_their_places():
+def test_the_order_of_key_parts_matters():
     assert key_of("a", "b") != key_of("b", "a")
     assert key_of("ab") != key_of("a", "b")
 
@@ -72,7 +72,7 @@ def test_minus_zero_is_zero():
     assert key_of(-0.0) == key_of(0)
 
 
-def test_neighbouring_large_integers_are_told_apart():
+def test_neighbouring_large_integers_have_different_keys():
     assert key_of(2**53 + 1) != key_of(2**53 + 2)
 
 
@@ -83,6 +83,6 @@ def test_strings_of_other_types_are_plain_strings():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2**63, -(2**63) - 1, "\ud800", object(), {1, 2}, b""])
-def test_what_no_record_can_hold_is_refused(value):
+def test_values_that_cannot_be_recorded_are_refused(value):
     with pytest.raises(InvalidAction):
         canonical([value])

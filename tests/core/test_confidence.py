@@ -1,4 +1,4 @@
-"""Intervals of means: they hold the mean, narrow with more values, and come out the same each time."""
+"""Intervals of means: they contain the mean, narrow with more values, and are reproducible."""
 
 import math
 
@@ -21,12 +21,12 @@ def test_the_bounds_lie_within_the_values(values):
     # Wilson's formula by hand: of 0 in n, the upper bound is z² / (n + z²).
     [(0, 26, 0.0, 0.1287), (26, 26, 0.8713, 1.0), (1, 1, 0.2065, 1.0), (50, 100, 0.4038, 0.5962)],
 )
-def test_none_or_all_of_a_few_is_no_certainty(solved, of, low, high):
+def test_zero_or_all_of_a_few_is_not_certain(solved, of, low, high):
     values = [1.0] * solved + [0.0] * (of - solved)
     assert interval(values, "a") == pytest.approx((solved / of, low, high), abs=1e-4)
 
 
-def test_one_value_says_nothing_of_others():
+def test_one_value_gives_no_interval():
     mean, low, high = interval([0.5], "a")
     assert mean == 0.5
     assert math.isnan(low)
@@ -45,5 +45,5 @@ def test_more_values_give_a_narrower_interval():
     assert (low, high) == (pytest.approx(0.4, abs=0.03), pytest.approx(0.6, abs=0.03))
 
 
-def test_where_nothing_varies_there_is_nothing_to_doubt():
+def test_equal_values_give_a_point():
     assert interval([0.5] * 8, "a") == (0.5, 0.5, 0.5)

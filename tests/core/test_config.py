@@ -1,4 +1,4 @@
-"""Configuration: strict, frozen, and explained in words when it is wrong."""
+"""Configuration: strict, frozen, and with explained errors."""
 
 import pytest
 from pydantic import ValidationError
@@ -15,25 +15,25 @@ class Outer(Config):
     name: str
 
 
-def wrong(**values):
+def problems_of(**values):
     with pytest.raises(ValidationError) as raised:
         Outer(**values)
     return list(explain(raised.value, Outer))
 
 
 def test_a_typo_names_the_known_keys_and_the_nearest():
-    ((key, message),) = wrong(name="x", nmae="y")
+    ((key, message),) = problems_of(name="x", nmae="y")
     assert (key, message) == ("", "unknown key 'nmae'. Known: inner, name. Did you mean 'name'?")
 
 
-def test_a_typo_inside_gets_the_keys_of_its_own_place():
-    assert wrong(name="x", inner={"second": 1}) == [
+def test_a_nested_typo_names_the_keys_of_its_table():
+    assert problems_of(name="x", inner={"second": 1}) == [
         ("inner", "unknown key 'second'. Known: seconds. Did you mean 'seconds'?")
     ]
 
 
 def test_every_problem_is_listed():
-    assert wrong(inner={"seconds": "soon"}, extra=1) == [
+    assert problems_of(inner={"seconds": "soon"}, extra=1) == [
         ("inner.seconds", "input should be a valid number, unable to parse string as a number, not 'soon'"),
         ("name", "is missing"),
         ("", "unknown key 'extra'. Known: inner, name."),
@@ -42,10 +42,10 @@ def test_every_problem_is_listed():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_numbers_are_finite(value):
-    assert wrong(name="x", inner={"seconds": value})
+    assert problems_of(name="x", inner={"seconds": value})
 
 
-def test_a_value_never_changes():
+def test_a_config_is_immutable():
     config = Outer(name="x")
     with pytest.raises(ValidationError):
         config.name = "y"

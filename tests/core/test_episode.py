@@ -1,4 +1,4 @@
-"""The message graph: what it must be, and what is trained on however many branches it has."""
+"""The message graph: its rules, and its trainable tokens in any number of branches."""
 
 import math
 
@@ -20,7 +20,7 @@ RUNS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from([None, 0, 1, 2])), 
 
 
 def node_of(parent, runs, first):
-    """A node whose ids count on from `first`: each is one of a kind, so that it can be followed."""
+    """A node whose ids count up from `first`, so that each id is unique."""
     spans, stop = [], 0
     for length, version in runs:
         if version is not None:
@@ -33,12 +33,12 @@ def node_of(parent, runs, first):
 
 @st.composite
 def episodes(draw):
-    """Any tree of nodes with sampled and given tokens in any mixture."""
-    found, first = [ROOT], 0
+    """Any tree of nodes with any mixture of sampled and inserted tokens."""
+    nodes, first = [ROOT], 0
     for index, runs in enumerate(draw(st.lists(RUNS, max_size=9))):
-        found.append(node_of(draw(st.integers(0, index)), runs, first))
-        first += len(found[-1].ids)
-    return Episode(TASK, tuple(found))
+        nodes.append(node_of(draw(st.integers(0, index)), runs, first))
+        first += len(nodes[-1].ids)
+    return Episode(TASK, tuple(nodes))
 
 
 def joined(episode, path, what="ids"):
@@ -68,7 +68,7 @@ def test_a_row_is_its_branch_token_by_token(episode):
 
 
 @given(episodes())
-def test_branches_are_the_paths_to_the_leaves_and_share_what_they_share(episode):
+def test_branches_are_the_paths_to_the_leaves(episode):
     paths = list(episode.branches())
     assert len(set(paths)) == len(paths)
     assert {index for path in paths for index in path} == set(range(1, len(episode.nodes)))
@@ -77,18 +77,18 @@ def test_branches_are_the_paths_to_the_leaves_and_share_what_they_share(episode)
 
 
 @given(episodes(), st.integers(0, 3))
-def test_tokens_that_are_too_old_are_kept_but_not_trained_on(episode, oldest):
+def test_stale_tokens_are_kept_but_not_trained_on(episode, oldest):
     young = sum(s.stop - s.start for n in episode.nodes for s in n.spans if s.version >= oldest)
     rows = episode.rows(oldest)
     assert sum(sum(row.response_mask) for row in rows) == young
     everything = {(row.prompt_ids, row.response_ids, row.versions) for row in episode.rows()}
     for row in rows:
-        assert (row.prompt_ids, row.response_ids, row.versions) in everything, "the prompt ends where it did"
+        assert (row.prompt_ids, row.response_ids, row.versions) in everything, "the prompt is unchanged"
         assert 1 in row.response_mask
         assert all(v >= oldest for v, mark in zip(row.versions, row.response_mask, strict=True) if mark)
 
 
-def test_a_turn_of_two_versions_is_trained_on_from_the_younger_one():
+def test_a_turn_of_two_versions_is_trained_on_from_the_newer_one():
     node = Node(
         1, {"role": "assistant", "content": "four"}, (7, 8, 9), (-1.0, -2.0, -3.0), (Span(0, 2, 1), Span(2, 3, 2))
     )
@@ -126,7 +126,7 @@ class TestWhatCannotBe:
             Node(0, {}, (1, 2), (-0.5,))
 
     @pytest.mark.parametrize("logprob", [math.nan, -math.inf])
-    def test_a_logprob_that_is_no_number(self, logprob):
+    def test_a_logprob_that_is_not_a_number(self, logprob):
         with pytest.raises(ValueError, match="not finite"):
             Node(0, {}, (1,), (logprob,))
 
@@ -150,7 +150,7 @@ class TestWhatCannotBe:
         [(), (ROOT, ROOT), (Node(0, {}),), (ROOT, Node(2, {}), Node(0, {})), (ROOT, Node(1, {})), (ROOT, Node(-1, {}))],
         ids=["no node", "two roots", "no root", "child before parent", "its own parent", "parent before all"],
     )
-    def test_a_graph_that_is_no_tree(self, graph):
+    def test_a_graph_that_is_not_a_tree(self, graph):
         with pytest.raises(ValueError, match=r"one root|before its parent"):
             Episode(TASK, graph)
 
@@ -164,37 +164,37 @@ class TestWhatCannotBe:
             Episode(TASK, **{fact: True})
 
 
-def spoken(**facts):
-    said = Node(1, {"role": "assistant", "content": "4"}, (5, 6), (-0.1, -0.2), (Span(1, 2, 0),), "stop")
-    return Episode(TASK, (ROOT, Node(0, TASK.messages[0], (1, 2), (0.0, 0.0)), said), **facts)
+def answered_episode(**facts):
+    reply = Node(1, {"role": "assistant", "content": "4"}, (5, 6), (-0.1, -0.2), (Span(1, 2, 0),), "stop")
+    return Episode(TASK, (ROOT, Node(0, TASK.messages[0], (1, 2), (0.0, 0.0)), reply), **facts)
 
 
 class TestWhatCounts:
     @pytest.mark.parametrize("fault", [None, Fault.POLICY])
-    def test_what_the_policy_did_or_caused_is_trained_on_and_compared(self, fault):
-        episode = spoken(fault=fault).judged(REWARD)
+    def test_outcomes_caused_by_the_policy_are_trained_on_and_count(self, fault):
+        episode = answered_episode(fault=fault).judged(REWARD)
         assert (episode.trainable, episode.in_baseline) == (True, True)
 
     @pytest.mark.parametrize("fault", sorted(set(Fault) - {Fault.POLICY}))
-    def test_what_it_could_not_cause_is_neither(self, fault):
-        episode = spoken(fault=fault).judged(REWARD)
+    def test_other_outcomes_are_neither_trained_on_nor_counted(self, fault):
+        episode = answered_episode(fault=fault).judged(REWARD)
         assert (episode.trainable, episode.in_baseline) == (False, False)
 
-    def test_a_policy_that_said_nothing_counts_in_the_baseline_alone(self):
+    def test_an_episode_without_tokens_counts_only_in_the_baseline(self):
         episode = Episode(TASK).judged(REWARD)
         assert (episode.trainable, episode.in_baseline) == (False, True)
         assert episode.rows() == []
 
-    def test_a_failure_has_no_reward_and_is_neither(self):
-        episode = spoken().judged(REWARD).failed(Outcome.JUDGE_FAILED, Fault.JUDGE, "no verdict")
+    def test_a_failure_has_no_reward_and_does_not_count(self):
+        episode = answered_episode().judged(REWARD).failed(Outcome.JUDGE_FAILED, Fault.JUDGE, "no verdict")
         assert episode.reward is None
         assert (episode.trainable, episode.in_baseline) == (False, False)
         assert (episode.outcome, episode.fault, episode.reason) == (Outcome.JUDGE_FAILED, Fault.JUDGE, "no verdict")
         assert episode.rows()[0].reward is None, "never a zero"
 
 
-def test_the_answer_is_what_was_said_last():
-    episode = spoken()
+def test_the_answer_is_the_last_assistant_message():
+    episode = answered_episode()
     assert episode.answer == "4"
     assert episode.messages() == [TASK.messages[0], {"role": "assistant", "content": "4"}]
     assert episode.turns == 1
@@ -204,7 +204,7 @@ def test_the_answer_is_what_was_said_last():
 
 def test_verl_gets_the_fields_that_it_knows():
     attempt = Attempt(0.0, {"generate": 1.5, "tools": 0.5})
-    episode = spoken(attempts=(attempt,)).judged(REWARD)
+    episode = answered_episode(attempts=(attempt,)).judged(REWARD)
     (row,) = episode.as_verl()
     assert row == {
         "prompt_ids": [1, 2, 5],

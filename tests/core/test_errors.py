@@ -1,4 +1,4 @@
-"""The exception tree: each error is also the standard one that it refines, and says the next move."""
+"""The exception tree: each error extends a standard one, and its message names the fix."""
 
 import ast
 import errno
@@ -43,22 +43,22 @@ def test_an_error_is_also_the_standard_one(error, standard):
 
 def test_the_tree_shows_every_error_under_its_parent_with_its_file():
     package = Path(errors.__file__).parents[1]
-    written = {"LoopwrightError": ("", "core/errors.py")}
+    expected = {"LoopwrightError": ("", "core/errors.py")}
     for file in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef) and node.bases and isinstance(node.bases[0], ast.Name):
-                written[node.name] = written.get(node.name) or (node.bases[0].id, str(file.relative_to(package)))
+                expected[node.name] = expected.get(node.name) or (node.bases[0].id, str(file.relative_to(package)))
 
     def is_error(name):
-        return name == "LoopwrightError" or (name in written and is_error(written[name][0]))
+        return name == "LoopwrightError" or (name in expected and is_error(expected[name][0]))
 
-    drawn, line_of = {}, ["LoopwrightError", ""]
+    tree, line_of = {}, ["LoopwrightError", ""]
     for lead, name, rest in re.findall(r"^    ([│├└─ ]+) (\w+) (.*)$", errors.__doc__, re.MULTILINE):
         depth = len(lead) // 4
         line_of[depth + 1 :] = [name]
         file = re.search(r"\S+\.py$", rest)
-        drawn[name] = line_of[depth], file[0] if file else "core/errors.py"
-    assert drawn == {name: place for name, place in written.items() if name != "LoopwrightError" and is_error(name)}
+        tree[name] = line_of[depth], file[0] if file else "core/errors.py"
+    assert tree == {name: place for name, place in expected.items() if name != "LoopwrightError" and is_error(name)}
 
 
 def test_a_scenario_error_has_a_line_for_each_problem_with_file_and_key():
@@ -66,12 +66,12 @@ def test_a_scenario_error_has_a_line_for_each_problem_with_file_and_key():
     assert str(error) == "study.toml, [run.agent] type: is missing.\nstudy.toml, cannot be read."
 
 
-def test_a_missing_extra_names_the_line_to_type():
+def test_a_missing_extra_names_the_pip_command():
     assert "pip install 'loopwright[gp]'" in str(MissingExtra("agent 'gp'", "gp"))
 
 
 @pytest.mark.parametrize(("code", "words"), [(errno.ENOSPC, "the disk is full"), (errno.EROFS, "it is read-only")])
-def test_a_disk_that_takes_no_more_is_named_with_the_next_move(code, words):
+def test_a_full_disk_is_named_with_the_next_step(code, words):
     with (
         pytest.raises(StorageError, match=rf"cannot write to out: {words}\. .*loopwright resume"),
         storage(Path("out")),
@@ -79,7 +79,7 @@ def test_a_disk_that_takes_no_more_is_named_with_the_next_move(code, words):
         raise OSError(code, "refused")
 
 
-def test_an_error_of_ours_passes_through_storage_as_it_is():
+def test_our_own_errors_pass_through_storage_unchanged():
     with pytest.raises(LedgerError, match=r"^damaged$"), storage(Path("out")):
         raise LedgerError("damaged")
 

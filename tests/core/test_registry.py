@@ -50,12 +50,12 @@ def test_an_entry_point_may_name_something_inside_a_class(installed, registry):
     assert registry.get("settings").__doc__ == "Cools down."
 
 
-def test_nothing_is_imported_until_it_is_asked_for(installed, registry):
+def test_nothing_is_imported_until_it_is_used(installed, registry):
     assert "broken" in registry.names()
     assert "loopwright_plugin_of_test" not in sys.modules
 
 
-def test_a_broken_package_is_an_import_error_when_it_is_asked_for(installed, registry):
+def test_a_broken_package_is_an_import_error_when_it_is_used(installed, registry):
     with pytest.raises(ImportError, match="loopwright_plugin_that_is_not_there"):
         registry.get("broken")
 
@@ -70,7 +70,7 @@ def test_a_name_that_the_package_lacks_is_an_import_error(registry):
         registry.get("gone")
 
 
-def test_our_own_name_stays_ours(installed, registry):
+def test_a_package_cannot_replace_a_built_in_name(installed, registry):
     registry.add_lazily("grid", "collections:Counter")
     assert registry.get("grid").__name__ == "Counter"
     assert registry.names().count("grid") == 1

@@ -51,12 +51,12 @@ def test_a_reward_is_finite(value):
 
 
 @pytest.mark.parametrize("expression", ["seconds.real", "9 +", "open('x')"])
-def test_a_bad_expression_is_found_when_it_is_configured(expression):
+def test_a_bad_expression_is_refused_at_load_time(expression):
     with pytest.raises(ValidationError):
         ExpressionReward(expression=expression)
 
 
-def test_several_objectives_stand_side_by_side():
+def test_several_objectives_are_kept_separate():
     objectives = Objectives((Negative(metrics=("seconds",)), Identity(metrics=("watts",))))
     assert objectives.score(METRICS) == Reward(-4.0, {"−seconds": -4.0, "watts": 10.0}, (10.0,))
 
@@ -70,6 +70,6 @@ def test_the_mean_of_repeats_averages_parts_and_objectives():
     assert mean == Reward(2.0, {"a": 2.0}, (20.0,))
 
 
-def test_the_mean_of_the_survivors_is_not_a_mean():
+def test_a_failed_repeat_leaves_no_mean():
     assert mean_reward([Reward(1.0), None]) is None
     assert mean_reward([]) is None

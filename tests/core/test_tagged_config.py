@@ -19,7 +19,7 @@ class Half(Config, ABC):
 
 
 class Whole(Config):
-    """What is chosen."""
+    """The config of the chosen type."""
 
     type: Literal["whole"] = "whole"
     size: int = 1
@@ -48,6 +48,6 @@ def test_the_type_chooses(parse):
         ({"type": "whole", "sice": 3}, "Did you mean 'size'?"),
     ],
 )
-def test_what_is_wrong_is_named(parse, table, words):
+def test_problems_are_named(parse, table, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         parse(table)

@@ -14,18 +14,18 @@ JSON = st.recursive(
 )
 
 
-def test_a_text_becomes_the_users_message_and_the_rest_is_handed_on():
+def test_a_text_becomes_the_users_message_and_other_columns_are_kept():
     task = Task.of({"prompt": "2+2=", "label": 4, "level": "easy"}, id="sums/0", data_source="sums")
     assert task == Task("sums/0", ({"role": "user", "content": "2+2="},), 4, "sums", {"level": "easy"})
 
 
-def test_a_row_names_itself():
+def test_a_row_may_set_its_id_and_source():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     task = Task.of({"messages": messages, "id": 7, "data_source": "talk"}, id="x", data_source="y")
     assert (task.id, task.data_source, task.messages) == ("7", "talk", tuple(messages))
 
 
-def test_a_null_of_a_table_is_nothing():
+def test_a_null_in_a_table_is_ignored():
     row = {"prompt": "Hi", "messages": None, "id": None, "data_source": None, "label": None}
     assert Task.of(row, id="t/3", data_source="t") == Task("t/3", ({"role": "user", "content": "Hi"},), None, "t")
 
@@ -35,7 +35,7 @@ def test_a_null_of_a_table_is_nothing():
     [{}, {"prompt": None}, {"prompt": 3}, {"prompt": []}, {"prompt": ["hi"]}, {"prompt": [{"role": "user"}]},
      {"prompt": [{"role": 1, "content": ""}]}, {"prompt": b"hi"}, {"messages": {"role": "user", "content": ""}}],
 )  # fmt: skip
-def test_a_row_without_a_prompt_is_no_task(row):
+def test_a_row_without_a_prompt_is_refused(row):
     with pytest.raises(ValueError, match="a task needs `prompt`"):
         Task.of(row, id="t")
 

@@ -1,4 +1,4 @@
-"""Several engines as one: sessions keep to theirs, and no failure of an engine is a failure of a stream."""
+"""Several engines as one: sessions are sticky, and a failing engine does not fail a stream."""
 
 import asyncio
 from collections import Counter
@@ -32,14 +32,14 @@ QUICK = {"rest_s": 0.02, "check_s": 0.05, "wait_s": 5.0}
 
 
 class TestContract(EngineContract):
-    def make_engine(self, home, *, slow=False):
+    def make_engine(self, directory, *, slow=False):
         replies = ("one two three four five six seven eight nine ten", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16")
         each = ScriptedConfig(replies=replies, slip=0.1, token_s=0.005 if slow else 0.0)
-        return Fleet(FleetConfig(engines=(each, each, each)), home)
+        return Fleet(FleetConfig(engines=(each, each, each)), directory)
 
 
 class Counting(Engine):
-    """Counts on from its last id, a token per chunk; fails or freezes where it is told to."""
+    """Counts up from the last id, one token per chunk; fails at `fails_at` and freezes at `freezes_at`."""
 
     def __init__(self, version=0):
         super().__init__(EngineConfig(type="counting"), Path())
@@ -75,20 +75,20 @@ class Counting(Engine):
 
 
 def fleet_of(*members, **settings):
-    """A fleet of engines by the names a, b, c …"""
+    """A fleet of engines named a, b, c …"""
     fleet = Fleet(FleetSettings(type="any", **{**QUICK, **settings}), Path())
     for name, engine in zip("abcdefghij", members, strict=False):
         fleet.add(name, engine)
     return fleet
 
 
-async def said(engine, first=0, most=10, seed="s"):
+async def chunks_from(engine, first=0, most=10, seed="s"):
     stream = engine.generate([first], Sampling(max_tokens=most), seed=seed)
     return [chunk async for chunk in stream]
 
 
 def key_of(first, *others):
-    """A session that wants the first of these engines most."""
+    """A session key that prefers the first of these engines."""
     names = (first, *others)
     members = [FleetMember(name, None) for name in names]
     return next(k for k in map(str, range(99)) if max(members, key=lambda m: m.weight(k)).name == first)
@@ -98,54 +98,54 @@ def ids_of(chunks):
     return [token for chunk in chunks for token in chunk.ids]
 
 
-def run(story):
-    return asyncio.run(asyncio.wait_for(story(), 30))
+def run(body):
+    return asyncio.run(asyncio.wait_for(body(), 30))
 
 
 # -- placing -------------------------------------------------------------------------------------------------------
 
 
-async def homes(fleet, keys):
-    """The engine that each session's turn goes to, a turn at a time."""
-    found = {}
+async def engines_of(fleet, keys):
+    """The engine that serves each session, asked one turn at a time."""
+    homes_by_key = {}
     for key in keys:
         before = {name: len(member.engine.calls) for name, member in fleet._members.items()}
-        await said(fleet.for_session(key), most=1)
-        (found[key],) = [n for n, m in fleet._members.items() if len(m.engine.calls) > before[n]]
-    return found
+        await chunks_from(fleet.for_session(key), most=1)
+        (homes_by_key[key],) = [n for n, m in fleet._members.items() if len(m.engine.calls) > before[n]]
+    return homes_by_key
 
 
-def test_a_session_keeps_to_its_engine_and_churn_moves_as_few_as_possible():
-    async def story():
+def test_sessions_are_sticky_and_churn_moves_as_few_as_possible():
+    async def body():
         keys = [f"session-{n}" for n in range(300)]
         fleet = fleet_of(*(Counting() for _ in range(4)))
-        before = await homes(fleet, keys)
-        assert before == await homes(fleet, keys), "the same again"
-        assert min(Counter(before.values()).values()) > 300 / 4 / 2, "and all of them are used"
+        before = await engines_of(fleet, keys)
+        assert before == await engines_of(fleet, keys), "sessions are sticky"
+        assert min(Counter(before.values()).values()) > 300 / 4 / 2, "all engines are used"
         joined = fleet.add("e", Counting())
-        after = await homes(fleet, keys)
+        after = await engines_of(fleet, keys)
         moved = {key for key in keys if before[key] != after[key]}
-        assert {after[key] for key in moved} == {"e"}, "only to the new one"
+        assert {after[key] for key in moved} == {"e"}, "sessions move only to the new engine"
         assert 300 / 5 / 2 < len(moved) < 300 / 5 * 2
         fleet._leave(joined, "it goes again")
-        assert await homes(fleet, keys) == before
+        assert await engines_of(fleet, keys) == before
         await fleet.close()
 
-    run(story)
+    run(body)
 
 
-def test_a_busy_engine_gives_sessions_away_and_streams_without_one_go_where_least_is_done():
-    async def story():
+def test_a_busy_engine_sheds_sessions_and_other_streams_go_to_the_least_busy():
+    async def body():
         engines = [Counting() for _ in range(4)]
         for engine in engines:
             engine.freezes_at = 2
         fleet = fleet_of(*engines, check_s=60)
-        tasks = [asyncio.create_task(said(fleet.for_session("one"))) for _ in range(8)]
+        tasks = [asyncio.create_task(chunks_from(fleet.for_session("one"))) for _ in range(8)]
         await asyncio.sleep(0.05)
         running = [member.running for member in fleet._members.values()]
         assert sum(running) == 8
         assert max(running) <= 3, "a quarter more than the average, rounded up"
-        tasks += [asyncio.create_task(said(fleet)) for _ in range(4)]
+        tasks += [asyncio.create_task(chunks_from(fleet)) for _ in range(4)]
         await asyncio.sleep(0.05)
         assert [member.running for member in fleet._members.values()] == [3] * 4
         for task in tasks:
@@ -154,22 +154,22 @@ def test_a_busy_engine_gives_sessions_away_and_streams_without_one_go_where_leas
         assert [member.running for member in fleet._members.values()] == [0] * 4
         await fleet.close()
 
-    run(story)
+    run(body)
 
 
 # -- failures ------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(1, 21), max_size=6), st.integers(1, 20))
-def test_whatever_fails_where_a_stream_is_what_it_would_have_been(fails, most):
-    """Each token once and in order, with its own logprob, a finish at the end, and the budget kept."""
+def test_engine_failures_do_not_change_a_stream(fails, most):
+    """Each token arrives once, in order, with its logprob; the stream ends with a finish reason in its budget."""
 
-    async def story():
+    async def body():
         engines = [Counting() for _ in range(len(fails) + 1)]
         for engine, at in zip(engines, fails, strict=False):
             engine.fails_at = at
         fleet = fleet_of(*engines, tries=len(fails) + 1, rest_s=3600)
-        chunks = await said(fleet.for_session("x"), most=most)
+        chunks = await chunks_from(fleet.for_session("x"), most=most)
         assert ids_of(chunks) == list(range(1, most + 1))
         assert [p for c in chunks for p in c.logprobs] == [-1.0 / token for token in range(1, most + 1)]
         assert [c.finish for c in chunks][-1] == "length"
@@ -177,47 +177,47 @@ def test_whatever_fails_where_a_stream_is_what_it_would_have_been(fails, most):
         assert {seed for e in engines for _, _, seed in e.calls} == {"s"}
         await fleet.close()
 
-    simulate(story())
+    simulate(body())
 
 
-def test_an_engine_that_failed_is_left_alone_and_comes_back():
-    async def story():
+def test_a_failed_engine_backs_off_and_returns():
+    async def body():
         ill, well = Counting(), Counting()
         fleet = fleet_of(ill, well, rest_s=10.0, check_s=1000)
         key = key_of("a", "b")
         seat = fleet.for_session(key)
         ill.fails_at, before = 4, len(ill.calls)
-        assert ids_of(await said(seat)) == list(range(1, 11))
+        assert ids_of(await chunks_from(seat)) == list(range(1, 11))
         assert well.calls[-1][0] == (0, 1, 2, 3)
         assert well.calls[-1][1].max_tokens == 7
         assert fleet.describe()[0]["state"] == "backing off (out of memory)"
-        await said(seat)
+        await chunks_from(seat)
         assert len(ill.calls) == before + 1
         ill.fails_at = None
         await asyncio.sleep(10.1)
-        await said(seat)
+        await chunks_from(seat)
         assert len(ill.calls) == before + 2
         assert fleet.describe()[0]["state"] == "serving"
         await fleet.close()
 
-    simulate(story())
+    simulate(body())
 
 
-def test_rests_grow_as_failures_go_on():
-    async def story():
+def test_backoff_grows_with_repeated_failures():
+    async def body():
         ill = Counting()
         fleet, clock = fleet_of(ill, rest_s=1.0, tries=5, wait_s=1000, check_s=10_000), asyncio.get_running_loop().time
-        ill.fails_at, begun = 1, clock()
+        ill.fails_at, start = 1, clock()
         with pytest.raises(EngineError, match="out of memory"):
-            await said(fleet)
-        assert clock() - begun == pytest.approx(1 + 2 + 4 + 8, abs=0.1)
+            await chunks_from(fleet)
+        assert clock() - start == pytest.approx(1 + 2 + 4 + 8, abs=0.1)
         assert len(ill.calls) == 5
         await fleet.close()
 
-    simulate(story())
+    simulate(body())
 
 
-def test_what_is_the_request_s_own_fault_is_not_the_engine_s():
+def test_a_bad_request_is_not_the_engines_fault():
     class Full(Counting):
         async def generate(self, ids, sampling, *, seed):
             raise ContextFull(5, len(ids))
@@ -228,81 +228,81 @@ def test_what_is_the_request_s_own_fault_is_not_the_engine_s():
             raise BadSampling("no top-p here")
             yield
 
-    async def story():
+    async def body():
         fleet = fleet_of(Full())
         with pytest.raises(ContextFull):
-            await said(fleet)
+            await chunks_from(fleet)
         assert fleet.describe()[0]["state"] == "serving"
         picky = fleet_of(Picky())
         with pytest.raises(BadSampling):
-            await said(picky)
+            await chunks_from(picky)
         assert picky.describe()[0]["state"] == "serving"
         await picky.close()
         first = Counting()
         first.fails_at = 3
         fleet = fleet_of(first, Full())
-        chunks = await said(fleet.for_session(key_of("a", "b")))
-        assert (ids_of(chunks), chunks[-1].finish) == ([1, 2], "length"), "elsewhere there is no room to go on"
+        chunks = await chunks_from(fleet.for_session(key_of("a", "b")))
+        assert (ids_of(chunks), chunks[-1].finish) == ([1, 2], "length"), "the other context is too small"
         await fleet.close()
 
-    run(story)
+    run(body)
 
 
 def test_a_frozen_engine_loses_its_streams():
-    async def story():
+    async def body():
         frozen, well = Counting(), Counting()
         fleet = fleet_of(frozen, well)
         key = key_of("a", "b")
         frozen.freezes_at = 5
-        stream = asyncio.create_task(said(fleet.for_session(key)))
+        stream = asyncio.create_task(chunks_from(fleet.for_session(key)))
         await asyncio.sleep(0.3)
-        assert not stream.done(), "an engine that is well may take its time"
+        assert not stream.done(), "a healthy engine may be slow"
         frozen.ill = True
         assert ids_of(await stream) == list(range(1, 11))
         assert well.calls[-1][0] == (0, 1, 2, 3, 4)
         await fleet.close()
 
-    run(story)
+    run(body)
 
 
-def test_a_fleet_is_well_as_long_as_one_of_its_engines_is():
+def test_a_fleet_is_healthy_while_one_engine_is():
     class Silent(Counting):
         async def check(self):
             await asyncio.sleep(3600)
 
-    async def story():
+    async def body():
         ill, well = Counting(), Counting()
         ill.ill = True
         await fleet_of(ill, well, Silent()).check()
-        await fleet_of().check()  # one that engines are yet to come to
+        await fleet_of().check()  # a fleet that engines have yet to join
         well.ill = True
         fleet = fleet_of(ill, well)
         with pytest.raises(EngineError, match="a: not well; b: not well"):
             await fleet.check()
-        assert [each["state"] for each in fleet.describe()] == ["serving"] * 2, "to ask changes nothing"
+        assert [each["state"] for each in fleet.describe()] == ["serving"] * 2, "a check changes no state"
 
-    run(story)
+    run(body)
 
 
-def test_while_there_is_none_requests_wait_and_then_fail_with_the_reason():
-    async def story():
+def test_without_engines_requests_wait_then_fail_with_the_reason():
+    async def body():
         fleet = fleet_of(wait_s=100.0, check_s=1000)
-        waiting = asyncio.create_task(said(fleet))
+        waiting = asyncio.create_task(chunks_from(fleet))
         await asyncio.sleep(99)
         member = fleet.add("a", Counting())
         assert ids_of(await waiting) == list(range(1, 11))
         member.leaving = True
         with pytest.raises(EngineError, match="no engine could serve for 100 s: a is leaving"):
-            await said(fleet)
+            await chunks_from(fleet)
         await fleet.close()
 
-    simulate(story())
+    simulate(body())
 
 
 @pytest.mark.parametrize("error", [EngineAway, EngineGone])
-def test_an_engine_that_is_away_has_failed_nothing_and_is_waited_for(error):
+def test_an_absent_engine_is_awaited_and_does_not_count_as_failed(error):
     class Away(Counting):
-        away = 7  # more than may fail a request
+        away = 7  # more failures than fail a request
 
         async def generate(self, ids, sampling, *, seed):
             self.away -= 1
@@ -311,18 +311,18 @@ def test_an_engine_that_is_away_has_failed_nothing_and_is_waited_for(error):
             async for chunk in super().generate(ids, sampling, seed=seed):
                 yield chunk
 
-    async def story():
+    async def body():
         engine = Away()
-        assert ids_of(await said(fleet_of(engine), most=3)) == [1, 2, 3]
+        assert ids_of(await chunks_from(fleet_of(engine), most=3)) == [1, 2, 3]
         engine.away = 10**6
         with pytest.raises(EngineError, match="nobody is there"):
-            await said(fleet_of(engine, wait_s=0.1))
+            await chunks_from(fleet_of(engine, wait_s=0.1))
 
-    run(story)
+    run(body)
 
 
 def test_closing_a_stream_frees_its_engine():
-    async def story():
+    async def body():
         engine = Counting()
         engine.freezes_at = 3
         fleet = fleet_of(engine)
@@ -332,14 +332,14 @@ def test_closing_a_stream_frees_its_engine():
         assert fleet.describe()[0]["running"] == 0
         await fleet.close()
 
-    run(story)
+    run(body)
 
 
 # -- versions ------------------------------------------------------------------------------------------------------
 
 
-def test_all_engines_get_the_weights_and_one_that_cannot_is_left_out_until_it_can():
-    async def story():
+def test_an_engine_that_cannot_load_the_weights_is_excluded_until_it_can():
+    async def body():
         good, bad = Counting(), Counting()
         fleet = fleet_of(good, bad)
         bad.stubborn = True
@@ -349,28 +349,28 @@ def test_all_engines_get_the_weights_and_one_that_cannot_is_left_out_until_it_ca
         assert fleet.version == 3
         assert fleet.describe()[1]["state"] == "excluded: it has version 0, not 3 (no such file)"
         for n in range(8):
-            assert {c.version for c in await said(fleet.for_session(str(n)))} == {3}
+            assert {c.version for c in await chunks_from(fleet.for_session(str(n)))} == {3}
         assert not bad.calls
         bad.stubborn = False
         async with asyncio.timeout(5):
             while bad.version != 3:
                 await asyncio.sleep(0.01)
         assert bad.source == "w3"
-        await asyncio.gather(*(said(fleet) for _ in range(8)))
+        await asyncio.gather(*(chunks_from(fleet) for _ in range(8)))
         assert bad.calls
         await fleet.close()
 
-    run(story)
+    run(body)
 
 
-def test_an_engine_that_comes_later_gets_the_weights_of_the_beginning_too():
-    """Its server may hold what another run has taught it, under a version that is 0 for whoever has just connected."""
+def test_an_engine_that_joins_later_gets_version_0_too():
+    """Its server may hold the weights of another run, which also look like version 0 to a new client."""
 
-    async def story():
+    async def body():
         fleet = fleet_of(Counting())
         await fleet.load_weights("w0", 0)
         late = fleet.add("late", Counting()).engine
-        await asyncio.gather(*(said(fleet.for_session(str(n))) for n in range(8)))
+        await asyncio.gather(*(chunks_from(fleet.for_session(str(n))) for n in range(8)))
         assert not late.calls
         async with asyncio.timeout(5):
             while late.source != "w0":
@@ -378,11 +378,11 @@ def test_an_engine_that_comes_later_gets_the_weights_of_the_beginning_too():
         assert late.version == 0
         await fleet.close()
 
-    run(story)
+    run(body)
 
 
-def test_weights_that_no_engine_takes_change_nothing():
-    async def story():
+def test_weights_that_no_engine_can_load_change_nothing():
+    async def body():
         engines = [Counting(), Counting()]
         fleet = fleet_of(*engines)
         for engine in engines:
@@ -390,30 +390,30 @@ def test_weights_that_no_engine_takes_change_nothing():
         with pytest.raises(EngineError, match="a: no such file; b: no such file"):
             await fleet.load_weights("w", 1)
         assert fleet.version == 0
-        assert ids_of(await said(fleet))
+        assert ids_of(await chunks_from(fleet))
         await fleet.close()
 
-    run(story)
+    run(body)
 
 
-def test_a_stream_goes_on_under_the_fleet_s_version_never_under_an_older_one():
-    async def story():
+def test_a_stream_never_continues_under_an_older_version():
+    async def body():
         old, new = Counting(), Counting(version=2)
         fleet = fleet_of(old, new)
-        assert fleet.version == 2, "who joins with more than we know of was updated before we began"
+        assert fleet.version == 2, "a joining engine with a newer version was updated before the fleet started"
         new.fails_at = 3
         with pytest.raises(EngineError):
-            await said(fleet, first=2)
+            await chunks_from(fleet, first=2)
         assert not old.calls
         await fleet.close()
 
-    run(story)
+    run(body)
 
 
 # -- what it is made of --------------------------------------------------------------------------------------------
 
 
-def test_engines_of_different_tokens_are_refused():
+def test_engines_with_different_tokenizers_are_refused():
     class Other(ByteTokenizer):
         specials: ClassVar = {"<|im_start|>": 256, "<|eot|>": 257}
 
@@ -424,7 +424,7 @@ def test_engines_of_different_tokens_are_refused():
     assert fingerprint(ByteTokenizer()) == fingerprint(ByteTokenizer())
 
 
-def test_problems_say_which_engine_has_them(tmp_path):
+def test_problems_name_the_engine(tmp_path):
     config = FleetConfig(engines=({"type": "scripted"}, {"type": "scripted", "script": "nowhere:f"}))
     (problem,) = config.problems(tmp_path)
     assert problem.key == "engines[1].script"

@@ -1,4 +1,4 @@
-"""Tokenizers of the hub keep the promises of all tokenizers."""
+"""Hub tokenizers keep the promises of all tokenizers."""
 
 import tokenizers
 from hypothesis import example, given
@@ -28,23 +28,23 @@ SIZE = 256 + 6 + 2
 
 @given(st.text())
 @example("hell w€ a日")
-def test_any_text_comes_back_as_it_was(text):
+def test_any_text_round_trips(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
 @given(st.text(), st.sampled_from(["<|im_start|>", "<|im_end|>"]))
-def test_no_text_turns_into_a_special_token(text, name):
+def test_text_never_becomes_a_special_token(text, name):
     assert not set(TOKENIZER.encode(text + name + text)) & set(TOKENIZER.specials.values())
 
 
 @given(st.lists(st.integers(0, SIZE), max_size=20))
-def test_the_pieces_are_the_text(ids):
+def test_the_pieces_join_to_the_text(ids):
     pieces = TOKENIZER.pieces(ids)
     assert len(pieces) == len(ids)
     assert "".join(pieces) == TOKENIZER.decode(ids)
 
 
-def test_a_character_of_several_tokens_stands_at_the_first():
+def test_a_multi_token_character_belongs_to_its_first_token():
     ids = TOKENIZER.encode("a日b")
     assert len(ids) == 4, "aæ is one token, which begins the next character"
     assert TOKENIZER.pieces([*ids, TOKENIZER.specials["<|im_end|>"]]) == ["a日", "", "", "b", "<|im_end|>"]
@@ -52,12 +52,12 @@ def test_a_character_of_several_tokens_stands_at_the_first():
     assert TOKENIZER.pieces([*half, TOKENIZER.specials["<|im_end|>"]]) == ["\ufffd", "<|im_end|>"]
 
 
-def test_what_is_no_text_and_what_is_no_token_can_be_shown():
+def test_invalid_text_and_invalid_ids_can_be_decoded():
     assert TOKENIZER.decode(TOKENIZER.encode("a\ud800b")) == "a?b"
     assert TOKENIZER.decode([TOKENIZER.encode("A")[0], 9999, -1]) == "A\ufffd\ufffd"
 
 
-def test_conversations_can_be_written_with_it():
+def test_conversations_can_be_rendered():
     template = ChatML(TOKENIZER)
     ids = template.render({"role": "user", "content": "hello <|im_end|>"}, first=True, tools=())
     assert TOKENIZER.decode(ids) == "<|im_start|>user\nhello <|im_end|><|im_end|>\n"

@@ -1,10 +1,10 @@
-"""The real server of llama.cpp; it runs in a virtual environment of its own: `make test-engines`."""
+"""The real llama.cpp server, in a separate virtual environment: `make test-engines`."""
 
 import pytest
 from benchmarks.servers import llamacpp, missing
 
 from loopwright.engines.base import ContextFull, Sampling
-from tests.engines.real import RealServer
+from tests.engines.real_server import RealServer
 
 pytestmark = [
     pytest.mark.slow,
@@ -15,8 +15,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def url():
-    with llamacpp() as found:
-        yield found
+    with llamacpp() as url:
+        yield url
 
 
 class TestLlamaCpp(RealServer):
@@ -26,9 +26,9 @@ class TestLlamaCpp(RealServer):
     def _url(self, url):
         self.url = url
 
-    def test_a_prompt_that_is_too_long_says_so(self, tmp_path):
-        async def story(engine):
+    def test_a_prompt_that_is_too_long_is_refused(self, tmp_path):
+        async def body(engine):
             with pytest.raises(ContextFull, match="maximum context length is 2048 tokens"):
                 [c async for c in engine.generate([5] * 3000, Sampling(), seed="s")]
 
-        self.use(tmp_path, story)
+        self.use(tmp_path, body)

@@ -1,4 +1,4 @@
-"""Packed weights multiply as the weights themselves do, and follow them."""
+"""Packed weights give the same products as the weights, and follow their changes."""
 
 import pytest
 import torch
@@ -24,12 +24,12 @@ def logits(model):
     return model(input_ids=IDS, use_cache=False).logits
 
 
-def test_packed_weights_give_the_same(models):
+def test_packed_weights_give_the_same_products(models):
     plain, packed = models
     assert torch.allclose(logits(packed), logits(plain), atol=1e-5)
 
 
-def test_new_weights_are_packed_anew(models):
+def test_new_weights_are_repacked(models):
     _, packed = models
     before, other = logits(packed), tiny(2).eval()
     put_weights(packed, other.state_dict())
@@ -37,7 +37,7 @@ def test_new_weights_are_packed_anew(models):
     assert torch.allclose(logits(packed), logits(other), atol=1e-5)
 
 
-def test_weights_that_learn_in_place_are_packed_anew(models):
+def test_weights_changed_in_place_are_repacked(models):
     plain, packed = models
     logits(packed)
     for model in models:
@@ -48,7 +48,7 @@ def test_weights_that_learn_in_place_are_packed_anew(models):
     assert not torch.allclose(logits(packed), logits(tiny(1).eval()), atol=1e-3)
 
 
-def test_small_matrices_stay_as_they_are():
+def test_small_matrices_are_not_packed():
     model = tiny(1)
     pack(model)
     assert not isinstance(model.lm_head.forward, _Packed)

@@ -1,4 +1,4 @@
-"""The scripted engine keeps the contract of all engines, and samples for real."""
+"""The scripted engine keeps the engine contract, and really samples."""
 
 import asyncio
 import math
@@ -17,34 +17,34 @@ END = 257
 
 
 class TestContract(EngineContract):
-    def make_engine(self, home, *, slow=False):
+    def make_engine(self, directory, *, slow=False):
         replies = ("one two three four five six seven eight nine ten", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16")
-        return ScriptedEngine(ScriptedConfig(replies=replies, slip=0.1, token_s=0.005 if slow else 0.0), home)
+        return ScriptedEngine(ScriptedConfig(replies=replies, slip=0.1, token_s=0.005 if slow else 0.0), directory)
 
 
 class TestThatNeverSlips(EngineContract):
-    def make_engine(self, home, *, slow=False):
+    def make_engine(self, directory, *, slow=False):
         replies = ("one two three four five six seven eight nine ten",)
-        return ScriptedEngine(ScriptedConfig(replies=replies, slip=0.0, token_s=0.005 if slow else 0.0), home)
+        return ScriptedEngine(ScriptedConfig(replies=replies, slip=0.0, token_s=0.005 if slow else 0.0), directory)
 
     def logprobs_of(self, engine, prompt, ids):
         return [0.0] * len(ids)
 
 
-@pytest.mark.parametrize("meant", [ord("a"), ord(" "), ord("~"), 200, END])
+@pytest.mark.parametrize("intended", [ord("a"), ord(" "), ord("~"), 200, END])
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(), Sampling(temperature=0.7), Sampling(temperature=1.6), Sampling(top_k=5), Sampling(top_p=0.8),
      Sampling(min_p=0.001), Sampling(temperature=1.3, top_k=20, top_p=0.9)],
     ids=["plain", "cold", "hot", "top_k", "top_p", "min_p", "all"],
 )  # fmt: skip
-def test_tokens_come_as_often_as_their_logprobs_say(meant, sampling):
-    random, draws = Random(f"{meant}"), 20_000
-    found = [sample(meant, 0.6, sampling, random) for _ in range(draws)]
-    counts = Counter(token for token, _ in found)
-    chances = {token: math.exp(logprob) for token, logprob in found}
-    assert len(chances) == len(set(found)), "one token, one logprob"
-    assert sum(chances.values()) == pytest.approx(1.0), "nothing is left over, and nothing is counted twice"
+def test_token_frequencies_match_their_logprobs(intended, sampling):
+    random, draws = Random(f"{intended}"), 20_000
+    tokens = [sample(intended, 0.6, sampling, random) for _ in range(draws)]
+    counts = Counter(token for token, _ in tokens)
+    chances = {token: math.exp(logprob) for token, logprob in tokens}
+    assert len(chances) == len(set(tokens)), "one token, one logprob"
+    assert sum(chances.values()) == pytest.approx(1.0), "the probabilities sum to one"
     for token, chance in chances.items():
         deviation = math.sqrt(draws * chance * (1 - chance)) + 1e-9
         assert abs(counts[token] - draws * chance) < 5 * deviation
@@ -57,21 +57,21 @@ def test_tokens_come_as_often_as_their_logprobs_say(meant, sampling):
     st.integers(0, 300),
     st.integers(0, END),
 )
-def test_any_sampling_gives_a_token_and_a_true_logprob(slip, temperature, top_p, top_k, meant):
+def test_any_settings_give_a_token_and_a_true_logprob(slip, temperature, top_p, top_k, intended):
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
     for seed in range(5):
-        token, logprob = sample(meant, slip, sampling, Random(seed))
+        token, logprob = sample(intended, slip, sampling, Random(seed))
         assert 0 <= token <= END
         assert math.isfinite(logprob)
         assert logprob <= 0
 
 
-def test_with_min_p_nothing_unlikely_is_sampled():
-    found = {sample(ord("a"), 0.6, Sampling(min_p=0.1), Random(seed)) for seed in range(200)}
-    assert found == {(ord("a"), 0.0)}
+def test_min_p_excludes_unlikely_tokens():
+    tokens = {sample(ord("a"), 0.6, Sampling(min_p=0.1), Random(seed)) for seed in range(200)}
+    assert tokens == {(ord("a"), 0.0)}
 
 
-def said(engine, text, seed="0", **sampling):
+def reply_of(engine, text, seed="0", **sampling):
     async def main():
         opening = [256, *engine.tokenizer.encode(f"user\n{text}"), END, 256, *engine.tokenizer.encode("assistant\n")]
         chunks = [c async for c in engine.generate(opening, Sampling(**sampling), seed=seed)]
@@ -86,35 +86,35 @@ def test_a_script_answers_the_prompt_by_its_seed(tmp_path):
         "    return prompt.split('user\\n')[1].split('<')[0].upper() + str(random.randrange(10**9))\n"
     )
     engine = ScriptedEngine(ScriptedConfig(script="scripts_here:echo", slip=0.0), tmp_path)
-    first = said(engine, "hello", "a")
+    first = reply_of(engine, "hello", "a")
     assert first.startswith("HELLO")
-    assert first == said(engine, "hello", "a") != said(engine, "hello", "b")
+    assert first == reply_of(engine, "hello", "a") != reply_of(engine, "hello", "b")
 
 
-def test_a_script_that_raises_is_an_engine_that_fails(tmp_path):
+def test_a_script_that_raises_is_an_engine_failure(tmp_path):
     (tmp_path / "scripts_bad.py").write_text("def broken(prompt, random):\n    raise KeyError('x')\n")
     config = ScriptedConfig(script="scripts_bad:broken")
     with pytest.raises(EngineError, match=r"scripts_bad:broken failed: KeyError: 'x'"):
-        said(ScriptedEngine(config, tmp_path), "hello")
+        reply_of(ScriptedEngine(config, tmp_path), "hello")
 
 
-def test_a_script_that_is_not_there_is_found_before_anything_starts(tmp_path):
+def test_a_missing_script_is_a_config_problem(tmp_path):
     (problem,) = ScriptedConfig(script="nowhere_at_all:f").problems(tmp_path)
     assert (problem.key, "nowhere_at_all" in problem.message) == ("script", True)
 
 
-def test_it_fails_as_often_as_it_is_told(tmp_path):
+def test_the_fault_rate_is_respected(tmp_path):
     engine = ScriptedEngine(ScriptedConfig(fault_rate=0.3), tmp_path)
     failed = 0
     for seed in range(300):
         try:
-            said(engine, "hello", str(seed))
+            reply_of(engine, "hello", str(seed))
         except EngineError:
             failed += 1
     assert 60 < failed < 120
 
 
-def test_tokens_carry_the_version_that_sampled_them_not_the_one_they_arrived_under(tmp_path):
+def test_tokens_carry_the_version_that_sampled_them(tmp_path):
     async def main():
         engine = ScriptedEngine(ScriptedConfig(replies=("x" * 40,), token_s=0.002, slip=0.0), tmp_path)
         stream = engine.generate([1], Sampling(max_tokens=64), seed="0")

@@ -10,12 +10,12 @@ IDS = st.lists(st.integers(0, TOKENIZER.size - 1) | st.sampled_from([0xE2, 0x82,
 
 
 @given(st.text())
-def test_any_text_comes_back_as_it_was(text):
+def test_any_text_round_trips(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
 @given(st.text(), st.sampled_from(list(TOKENIZER.specials)))
-def test_no_text_turns_into_a_special_token(text, name):
+def test_text_never_becomes_a_special_token(text, name):
     assert not set(TOKENIZER.encode(text + name + text)) & set(TOKENIZER.specials.values())
 
 
@@ -23,20 +23,20 @@ def test_no_text_turns_into_a_special_token(text, name):
 @example([0xE2, 0x82, 0xE2, 0x82, 0xAC])
 @example([0xE2, 257, 0x82, 0xAC])
 @example([0x41, 0xE2])
-def test_the_pieces_are_the_text(ids):
+def test_the_pieces_join_to_the_text(ids):
     pieces = TOKENIZER.pieces(ids)
     assert len(pieces) == len(ids)
     assert "".join(pieces) == TOKENIZER.decode(ids)
 
 
-def test_a_long_character_stands_at_its_first_byte():
+def test_a_long_character_belongs_to_its_first_byte():
     assert TOKENIZER.pieces([*TOKENIZER.encode("a€b"), 257]) == ["a", "€", "", "", "b", "<|im_end|>"]
 
 
-def test_what_is_no_text_does_not_become_ids_that_are_no_text():
+def test_invalid_unicode_is_replaced_before_encoding():
     assert TOKENIZER.decode(TOKENIZER.encode("a\ud800b")) == "a?b"
 
 
-def test_ids_that_are_no_tokens_can_be_shown():
+def test_unknown_ids_can_be_decoded():
     assert TOKENIZER.decode([65, 9999, -1]) == "A\ufffd\ufffd"
     assert TOKENIZER.pieces([65, 9999, -1]) == ["A", "\ufffd", "\ufffd"]

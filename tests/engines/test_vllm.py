@@ -1,4 +1,4 @@
-"""The real server of vLLM, new weights included; it runs in a virtual environment of its own: `make test-engines`."""
+"""The real vLLM server, weight updates included, in a separate virtual environment: `make test-engines`."""
 
 import asyncio
 import shutil
@@ -9,7 +9,7 @@ from benchmarks.servers import missing, vllm
 from loopwright.engines.base import ContextFull, Sampling
 from loopwright.engines.inprocess import smollm2
 from loopwright.testing.engines import ids_of, logprobs_of
-from tests.engines.real import RealServer, engine_at, forward
+from tests.engines.real_server import RealServer, engine_at, forward
 from tests.gateway.test_audit import reported, talked
 
 pytestmark = [
@@ -21,8 +21,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def url():
-    with vllm() as found:
-        yield found
+    with vllm() as url:
+        yield url
 
 
 class TestVllm(RealServer):
@@ -32,45 +32,47 @@ class TestVllm(RealServer):
     def _url(self, url):
         self.url = url
 
-    def test_a_prompt_that_is_too_long_says_so(self, tmp_path):
-        async def story(engine):
+    def test_a_prompt_that_is_too_long_is_refused(self, tmp_path):
+        async def body(engine):
             for length in (4096, 5000):
                 with pytest.raises(ContextFull, match="maximum context length is 4096 tokens"):
                     [c async for c in engine.generate([5] * length, Sampling(max_tokens=1), seed="s")]
 
-        self.use(tmp_path, story)
+        self.use(tmp_path, body)
 
     def test_t06_new_weights_under_a_running_stream(self, tmp_path):
-        """Hold, load, resume: what was said before carries the old version, what comes after the new one, and the
+        """Pause, load, resume: earlier tokens carry the old version, later ones the new version, and the
         logprobs are those of the weights that sampled."""
         changed = other_weights(tmp_path / "changed")
 
-        async def story(engine):
+        async def body(engine):
             prompt = self.prompt_ids(engine)
-            begun = []
+            beginning = []
 
             async def listen():
                 async for chunk in engine.generate(prompt, Sampling(max_tokens=512), seed="s"):
-                    begun.append(chunk)  # noqa: PERF401  one by one: somebody waits for them
+                    beginning.append(chunk)  # noqa: PERF401  one by one: somebody waits for them
 
             running = asyncio.ensure_future(listen())
-            while len(begun) < 4:
+            while len(beginning) < 4:
                 await asyncio.sleep(0.05)
             await engine.pause()
             await running
-            assert begun[-1].finish == "abort"
-            held = asyncio.ensure_future(self.chunks_of(engine, ids=ids_of(begun), max_tokens=12))
+            assert beginning[-1].finish == "abort"
+            stream = asyncio.ensure_future(self.chunks_of(engine, ids=ids_of(beginning), max_tokens=12))
             await engine.load_weights(changed.name_or_path, 1)
-            assert not held.done()
+            assert not stream.done()
             await engine.resume()
-            rest = await held
-            assert {chunk.version for chunk in begun} == {0}
+            rest = await stream
+            assert {chunk.version for chunk in beginning} == {0}
             assert {chunk.version for chunk in rest} == {1}
-            assert logprobs_of(begun) == pytest.approx(self.logprobs_of(engine, prompt, ids_of(begun)), abs=1e-3)
-            whole = [*prompt, *ids_of(begun)]
+            assert logprobs_of(beginning) == pytest.approx(
+                self.logprobs_of(engine, prompt, ids_of(beginning)), abs=1e-3
+            )
+            whole = [*prompt, *ids_of(beginning)]
             assert logprobs_of(rest) == pytest.approx(forward(changed, whole, ids_of(rest)), abs=1e-3)
             before = self.logprobs_of(engine, whole, ids_of(rest))
-            assert logprobs_of(rest) != pytest.approx(before, abs=0.01), "the weights do differ"
+            assert logprobs_of(rest) != pytest.approx(before, abs=0.01), "the weights differ"
 
             await engine.pause()
             await engine.load_weights(smollm2.directory(), 2)
@@ -78,10 +80,10 @@ class TestVllm(RealServer):
             again = await self.chunks_of(engine, max_tokens=12)
             assert logprobs_of(again) == pytest.approx(self.logprobs_of(engine, prompt, ids_of(again)), abs=1e-3)
 
-        self.use(tmp_path, story)
+        self.use(tmp_path, body)
 
 
-def test_what_is_captured_from_it_passes_the_audit(url, tmp_path):
+def test_captured_tokens_pass_the_audit(url, tmp_path):
     asyncio.run(talked(engine_at(url, "vllm"), tmp_path / "gw"))
     turns, result = reported(tmp_path / "gw", "--engine", "smollm2")
     print(result)
@@ -90,7 +92,7 @@ def test_what_is_captured_from_it_passes_the_audit(url, tmp_path):
 
 
 def other_weights(directory):
-    """SmolLM2 after some training, as it were."""
+    """SmolLM2 with slightly changed weights, as after some training."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Training with a real vLLM behind it: the server samples from the weights of each step, also after it was killed."""
+"""Training with a real vLLM server: it samples from the weights of each step, also after it was killed."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from loopwright.engines.inprocess import smollm2
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import rollouts
 from loopwright.ledger.steps import steps
-from tests.engines.real import forward, reference
+from tests.engines.real_server import forward, reference
 from tests.survival.campaign import Campaign, end_of, wait_for
 
 pytestmark = [
@@ -83,19 +83,19 @@ async def between_turns():
 """
 
 
-class Story(Campaign):
-    """A training of which each rollout has two turns; with `hold`, those of the second step wait between them."""
+class TwoTurnTraining(Campaign):
+    """A training with two turns per rollout; with `hold`, rollouts of the second step wait between their turns."""
 
-    def __init__(self, home, url, *, steps, seed, hold=False):
-        super().__init__(home, SCENARIO.format(url=url, steps=steps, seed=seed))
-        (home / "story.py").write_text(STORY)
-        self.home = home
+    def __init__(self, directory, url, *, steps, seed, hold=False):
+        super().__init__(directory, SCENARIO.format(url=url, steps=steps, seed=seed))
+        (directory / "story.py").write_text(STORY)
+        self.directory = directory
         if hold:
-            (home / "hold").touch()
+            (directory / "hold").touch()
 
-    def begun(self):
-        """How many rollouts have had their first turn."""
-        file = self.home / "begun"
+    def first_turns(self):
+        """How many rollouts have finished their first turn."""
+        file = self.directory / "begun"
         return len(file.read_text()) if file.exists() else 0
 
     @cache  # noqa: B019  two of them, for the length of this module
@@ -107,15 +107,16 @@ class Story(Campaign):
         return PeftModel.from_pretrained(base, self.output / "work" / "checkpoints" / f"step-{step:06d}").eval()
 
     def distance(self, version, model):
-        """How far the recorded logprobs of what a version sampled are from a model's: mean and largest difference."""
-        found = []
+        """Mean and largest difference between the recorded logprobs of a version and those of a model."""
+        differences = []
         rows = [row for rollout in self.rollouts() for row in rollout.episode.rows() if version in row.versions]
         for row in rows:
             computed = forward(model, row.prompt_ids, row.response_ids)
-            told = zip(row.versions, row.logprobs, computed, strict=True)
-            found += [abs(recorded - ours) for by, recorded, ours in told if by == version]
-        print(f"version {version}: {len(found)} tokens, mean {sum(found) / len(found):.2e}, largest {max(found):.2e}")
-        return sum(found) / len(found), max(found)
+            tokens = zip(row.versions, row.logprobs, computed, strict=True)
+            differences += [abs(recorded - ours) for by, recorded, ours in tokens if by == version]
+        mean, largest = sum(differences) / len(differences), max(differences)
+        print(f"version {version}: {len(differences)} tokens, mean {mean:.2e}, largest {largest:.2e}")
+        return mean, largest
 
     def rollouts(self):
         with Ledger.read(self.ledger) as ledger:
@@ -135,36 +136,36 @@ class Story(Campaign):
 
 @pytest.fixture(scope="module")
 def url():
-    with vllm() as found:
-        yield found
+    with vllm() as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
 def first(url, tmp_path_factory):
     """Two steps."""
-    made = Story(tmp_path_factory.mktemp("first"), url, steps=2, seed=1)
-    ended = made.call()
-    assert ended.code == 0, ended.err
-    return made
+    training = TwoTurnTraining(tmp_path_factory.mktemp("first"), url, steps=2, seed=1)
+    result = training.call()
+    assert result.code == 0, result.err
+    return training
 
 
 @pytest.fixture(scope="module")
 def second(first, url, tmp_path_factory):
-    """Three more from the beginning, by the same server; it is killed amid the rollouts of the second, which go on
-    asking for it while it is started again."""
-    made = Story(tmp_path_factory.mktemp("second"), url, steps=3, seed=2, hold=True)
-    process = made.start()
+    """Three steps by the same server, from the beginning. It is killed during the rollouts of the second step, which
+    wait while it restarts."""
+    training = TwoTurnTraining(tmp_path_factory.mktemp("second"), url, steps=3, seed=2, hold=True)
+    process = training.start()
     try:
-        wait_for(lambda: process.poll() is not None or made.begun() == 2 * STEP)
+        wait_for(lambda: process.poll() is not None or training.first_turns() == 2 * STEP)
         kill(url)
-        (made.home / "hold").unlink()
+        (training.directory / "hold").unlink()
         with vllm(int(url.rpartition(":")[2])):
-            made.ended = end_of(process)
+            training.result = end_of(process)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-    return made
+    return training
 
 
 def test_t06_a_vllm_server_samples_from_the_weights_of_each_step(first):
@@ -172,19 +173,19 @@ def test_t06_a_vllm_server_samples_from_the_weights_of_each_step(first):
     assert [step["updates"] for step in first.steps()] == [1, 1]
     for version in (0, 1):
         assert first.distance(version, first.policy(version))[1] < TOLERANCE
-    assert first.distance(1, first.policy(0))[0] > MOVED, "the weights do differ"
+    assert first.distance(1, first.policy(0))[0] > MOVED, "the weights differ"
 
 
-def test_t06_what_another_run_taught_a_server_is_not_where_the_next_begins(first, second):
+def test_t06_a_run_does_not_start_from_the_weights_of_another_run(first, second):
     assert second.distance(0, second.policy(0))[1] < TOLERANCE
-    assert second.distance(0, first.policy(2))[0] > MOVED, "which the server had before"
+    assert second.distance(0, first.policy(2))[0] > MOVED, "the weights that the server had before"
 
 
-def test_t06_a_server_that_is_killed_and_started_again_goes_on_with_the_weights_of_the_step(second):
-    assert second.ended.code == 0, second.ended.err
-    assert "it is waited for" in second.ended.err
-    assert "was started anew; it gets version 1 of the weights again" in second.ended.err
+def test_t06_a_restarted_server_continues_with_the_weights_of_the_step(second):
+    assert second.result.code == 0, second.result.err
+    assert "waiting up to" in second.result.err
+    assert "was restarted; loading version 1 of the weights again" in second.result.err
     assert second.versions() == [{0}] * STEP + [{1}] * STEP + [{2}] * STEP, "none was lost"
     for version in (1, 2):
         assert second.distance(version, second.policy(version))[1] < TOLERANCE
-        assert second.distance(version, second.policy(version - 1))[0] > MOVED, "the weights do differ"
+        assert second.distance(version, second.policy(version - 1))[0] > MOVED, "the weights differ"

@@ -24,7 +24,7 @@ Measure = Callable[[Job], Awaitable[Result]]
 
 
 class Measuring(Workload):
-    """Calls a function, and remembers the trials that it was called for."""
+    """Calls a function, and records the trials that it was called for."""
 
     def __init__(self, function: Measure) -> None:
         self.function, self.measured = function, list[int]()
@@ -47,7 +47,7 @@ class Numbers(AnySpace):
 
 
 class Diary(Observer):
-    """Writes down what it is told."""
+    """Records its notifications."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, int, str | None]] = []
@@ -69,7 +69,7 @@ async def crash(job: Job) -> Result:
 
 @pytest.fixture
 def make(tmp_path):
-    """Makes environments, each with a run and a ledger of its own."""
+    """Makes environments, each with its own run and ledger."""
     ledgers = []
 
     def make(
@@ -115,7 +115,7 @@ def rows(env: SearchEnv) -> list[Trial]:
 
 
 class TestAStep:
-    def test_is_numbered_run_and_written_down(self, make):
+    def test_is_numbered_run_and_recorded(self, make):
         env = make()
         feedbacks = step(env, 3, 4)
         assert [(f.trial, f.values, f.outcome) for f in feedbacks] == [(1, (3.0,), "ok"), (2, (4.0,), "ok")]
@@ -159,17 +159,17 @@ class TestAStep:
         assert [row.number for row in env.book.ledger.unfinished()] == [1]
 
     def test_that_is_cancelled_is_recorded_as_aborted(self, make):
-        async def story() -> None:
+        async def body() -> None:
             flight = asyncio.ensure_future(env.step({"x": 1}))
             await asyncio.sleep(0)
             flight.cancel()
             await asyncio.wait([flight])
 
         env = make(lambda job: asyncio.Event().wait())
-        asyncio.run(story())
+        asyncio.run(body())
         assert (rows(env)[0].outcome, rows(env)[0].fault) == (Outcome.ABORTED, Fault.SYSTEM)
 
-    def test_tells_a_penalty_apart_from_a_reward(self, make):
+    def test_distinguishes_a_penalty_from_a_reward(self, make):
         env = make(crash, penalties=Penalties(metric_failure=-50.0, constraint_failure=-9.0))
         crashed, infeasible = step(env, 1, 100)
         assert (crashed.values, crashed.reward, infeasible.values, infeasible.reward) == ((-50.0,), None, (-9.0,), None)
@@ -180,7 +180,7 @@ class TestAStep:
 
 
 class TestTheCache:
-    def test_answers_an_equal_question(self, make):
+    def test_answers_an_equal_trial(self, make):
         env = make()
         first, second = step(env, 3, 3.0)
         assert env.workload.measured == [1]
@@ -197,7 +197,7 @@ class TestTheCache:
         step(env, 3, 3)
         assert env.workload.measured == [1, 2]
 
-    def test_is_not_asked_for_a_fresh_measurement(self, make):
+    def test_is_skipped_for_a_fresh_measurement(self, make):
         env = make()
         step(env, 3)
         step(env, 3, 3, fresh=True)
@@ -213,7 +213,7 @@ class TestTheCache:
         assert [bool(env.workload.measured) for env in (one, same, other)] == [True, False, True]
         assert rows(same)[0].cached_from == f"{one.book.directory}#1"
 
-    def test_is_told_to_other_runs_only_once_it_is_on_disk(self, make, tmp_path):
+    def test_is_shared_with_other_runs_only_once_it_is_on_disk(self, make, tmp_path):
         on_disk = []
 
         class Watched(SharedCache):
@@ -233,11 +233,11 @@ class TestTheCache:
 
 
 class TestEqualTrialsInFlight:
-    """Two equal questions at the same time: one is measured, the other waits for its answer."""
+    """Two equal trials at the same time: one is measured, the other waits for its result."""
 
     @staticmethod
     def fly(env: SearchEnv, gate: Callable[[], asyncio.Event], *, cancel_first: bool = False) -> list:
-        async def story() -> list:
+        async def body() -> list:
             gate_ = gate()
             flights = [asyncio.ensure_future(env.step({"x": 1})) for _ in range(3)]
             while not env.workload.measured:
@@ -248,7 +248,7 @@ class TestEqualTrialsInFlight:
             gate_.set()
             return await asyncio.gather(*flights, return_exceptions=True)
 
-        return asyncio.run(story())
+        return asyncio.run(body())
 
     @pytest.fixture
     def gated(self, make):
@@ -274,10 +274,10 @@ class TestEqualTrialsInFlight:
         assert env.workload.measured == [1]
         assert [row.cached_from for row in rows(env)] == [None, "1", "1"]
 
-    def test_let_what_has_ended_be_written_meanwhile(self, gated):
+    def test_do_not_block_the_commit_of_finished_trials(self, gated):
         env, gate = gated(Outcome.OK)
 
-        async def story() -> list[str | None]:
+        async def body() -> list[str | None]:
             gate_ = gate()
             gate_.set()
             await env.step({"x": 2})
@@ -285,12 +285,12 @@ class TestEqualTrialsInFlight:
             flights = [asyncio.ensure_future(env.step({"x": 1})) for _ in range(2)]
             await asyncio.sleep(0)
             with Ledger.read(env.book.ledger.path) as beside:
-                seen = [trial.outcome for trial in beside.trials()]
+                outcomes = [trial.outcome for trial in beside.trials()]
             gate_.set()
             await asyncio.gather(*flights)
-            return seen
+            return outcomes
 
-        assert asyncio.run(story()) == ["ok", None, None]
+        assert asyncio.run(body()) == ["ok", None, None]
 
     def test_are_measured_again_after_a_crash(self, gated):
         env, gate = gated(Outcome.CRASHED)
@@ -306,7 +306,7 @@ class TestEqualTrialsInFlight:
 
 
 class TestRepeats:
-    def test_are_a_group_with_numbers_of_their_own(self, make):
+    def test_are_a_group_with_separate_numbers(self, make):
         env = make(repeats=3, budget=6)
         first, second = step(env, 1, 2)
         assert [(row.number, row.group, row.repeat) for row in rows(env)] == [
@@ -320,7 +320,7 @@ class TestRepeats:
         assert [(f.trial, f.group, f.done) for f in (first, second)] == [(1, 1, False), (4, 2, True)]
         assert env.workload.measured == [1, 2, 3, 4, 5, 6]
 
-    def test_are_told_as_their_mean(self, make):
+    def test_give_their_mean_as_feedback(self, make):
         async def growing(job: Job) -> Result:
             return Result(Outcome.OK, {"y": float(job.trial)})
 
@@ -335,7 +335,7 @@ class TestRepeats:
         assert (feedback.outcome, feedback.values) == (Outcome.CRASHED, None)
         assert [row.outcome for row in rows(env)] == ["ok", "crashed", "ok"]
 
-    def test_that_were_interrupted_are_finished_under_their_numbers(self, make):
+    def test_that_were_interrupted_finish_under_their_numbers(self, make):
         env = make(repeats=2)
         env.step({"x": 5}).close()
         (group,) = env.unfinished()
@@ -348,7 +348,7 @@ class TestRepeats:
 
 
 class TestObservers:
-    def test_are_told_before_and_after_every_trial_whatever_becomes_of_it(self, make):
+    def test_are_notified_before_and_after_every_trial(self, make):
         diary = Diary()
         env = make(itself, diary)
         step(env, 1, 1, "x", 100)
@@ -373,8 +373,8 @@ class TestObservers:
         assert "trial 1" in record.getMessage()
         assert len(diary.lines) == 4
 
-    def test_are_told_of_the_steps_of_a_training(self, make, caplog):
-        told = []
+    def test_are_notified_of_training_steps(self, make, caplog):
+        steps = []
 
         class Broken(Observer):
             def after_step(self, kind: str, step: Step) -> None:
@@ -382,28 +382,28 @@ class TestObservers:
 
         class Curve(Observer):
             def after_step(self, kind: str, step: Step) -> None:
-                told.append((kind, step.step))
+                steps.append((kind, step.step))
 
         env = make(itself, Broken(), Curve())
         env.book.observers.after_step("train", Step(1, 0.0, {}))
         env.book.observers.after_step("eval", Step(1, 0.0, {}))
-        assert told == [("train", 1), ("eval", 1)]
+        assert steps == [("train", 1), ("eval", 1)]
         assert [record.getMessage() for record in caplog.records] == [
             "observer Broken.after_step failed on step 1 and is switched off"
         ]
 
-    def test_find_the_ended_trial_in_the_ledger(self, make):
-        found = []
+    def test_can_read_the_finished_trial_from_the_ledger(self, make):
+        outcomes = []
 
         class Looks(Observer):
             def after(self, trial: Trial) -> None:
-                found.append(env.book.ledger.trial(trial.number) == trial)
+                outcomes.append(env.book.ledger.trial(trial.number) == trial)
 
         env = make(itself, Looks())
         step(env, 1)
-        assert found == [True]
+        assert outcomes == [True]
 
-    def test_can_be_added_to_those_that_are_there(self, make):
+    def test_can_be_added_later(self, make):
         one, other = Diary(), Diary()
         env = make(itself, one)
         env.book.observers.append(other)
@@ -411,7 +411,7 @@ class TestObservers:
         assert one.lines == other.lines == [("before", 1, None), ("after", 1, "ok")]
 
 
-def test_a_reset_is_no_trial(make):
+def test_a_reset_is_not_a_trial(make):
     env = make()
     for _ in range(5):
         env.reset()
@@ -427,8 +427,8 @@ def test_the_observation_has_a_slot_for_every_metric_also_before_and_after_a_fai
     assert dict(step(env, 2)[0].observation.metrics) == {"y": 2.0}
 
 
-def test_history_tells_again_what_was_told(make):
+def test_history_repeats_the_feedback(make):
     env = make(penalties=Penalties(metric_failure=-1.0))
-    told = step(env, 1, 100, "x")
-    assert [proposal.feedback.values for proposal in env.history()] == [feedback.values for feedback in told]
+    first = step(env, 1, 100, "x")
+    assert [proposal.feedback.values for proposal in env.history()] == [feedback.values for feedback in first]
     assert [proposal.group for proposal in env.history()] == [1, 2, 3]

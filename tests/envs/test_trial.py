@@ -16,7 +16,7 @@ from loopwright.workloads.base import Job, Site, WorkloadConfig
 
 
 class Recording(FunctionWorkload):
-    """Keeps the jobs that it was given."""
+    """Records its jobs."""
 
     jobs: list[Job]
 
@@ -67,7 +67,7 @@ def test_the_workload_gets_chosen_fixed_and_drawn_values(make):
     }
 
 
-def test_each_trial_has_a_directory_and_a_marker_of_its_own(make):
+def test_each_trial_has_its_own_directory_and_marker(make):
     env = make({"x": [1, 2]})
     step(env, x=1)
     step(env, x=2)
@@ -99,6 +99,6 @@ def test_the_key_covers_fixed_values(make):
     assert first.key != second.key
 
 
-def test_cardinality_counts_what_is_drawn(make):
+def test_cardinality_counts_drawn_values(make):
     assert make({"x": [1, 2, 3], "size": [1, 2]}, ("size",)).cardinality == 6
     assert make({"x": {"low": 0, "high": 1}}).cardinality is None

@@ -1,4 +1,4 @@
-"""The real Harbor, in an interpreter of its own, runs the shipped tasks; `make test-harbor` sets it up."""
+"""The real Harbor, in a separate interpreter, runs the shipped tasks; `make test-harbor` sets it up."""
 
 import json
 import os
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def rewards(agent: str, jobs: Path) -> dict[str, dict[str, float]]:
-    """What Harbor says each of our tasks scored with one of its agents."""
+    """Harbor's score of each of our tasks with one of its agents."""
     command = [
         HARBOR,
         "run",
@@ -51,6 +51,6 @@ def rewards(agent: str, jobs: Path) -> dict[str, dict[str, float]]:
 def test_harbor_scores_the_solutions_one_and_the_untouched_state_zero(tmp_path):
     names = {f"loopwright/{path.parent.name}" for path in (HOME / "examples" / "tasks").rglob("task.toml")}
     assert len(names) >= 20
-    for agent, wanted in (("oracle", 1.0), ("nop", 0.0)):
+    for agent, expected in (("oracle", 1.0), ("nop", 0.0)):
         (tmp_path / agent).mkdir()
-        assert rewards(agent, tmp_path / agent) == {name: {"reward": wanted} for name in names}
+        assert rewards(agent, tmp_path / agent) == {name: {"reward": expected} for name in names}

@@ -1,4 +1,4 @@
-"""Harbor's environment on this machine, without Harbor: what an agent leaves leads nowhere."""
+"""Harbor's local environment, without Harbor: what an agent leaves behind cannot reach other files."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bub
 
 
 class Base:
-    """What LocalEnvironment takes of Harbor's own."""
+    """The parts of Harbor that LocalEnvironment uses."""
 
     logger = logging.getLogger(__name__)
     task_env_config = SimpleNamespace(workdir=None)
@@ -42,27 +42,27 @@ def environment(monkeypatch):
     for name, module in harbor.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, NAME, raising=False)
-    made = import_module(NAME).LocalEnvironment()
-    asyncio.run(made.start(force_build=False))
-    yield made
-    asyncio.run(made.stop(delete=True))
+    environment = import_module(NAME).LocalEnvironment()
+    asyncio.run(environment.start(force_build=False))
+    yield environment
+    asyncio.run(environment.stop(delete=True))
     sys.modules.pop(NAME, None)
 
 
-def done(environment, command, **options):
-    ended = asyncio.run(environment.exec(command, **options))
-    assert ended.return_code == 0, ended.stderr
-    return ended.stdout
+def output_of(environment, command, **options):
+    result = asyncio.run(environment.exec(command, **options))
+    assert result.return_code == 0, result.stderr
+    return result.stdout
 
 
-def test_files_go_in_and_out(environment, tmp_path):
+def test_files_are_uploaded_and_downloaded(environment, tmp_path):
     (tmp_path / "tests/sub").mkdir(parents=True)
     (tmp_path / "tests/sub/test.sh").write_text("echo tested > /logs/deep/said")
     (tmp_path / "tests/sub/test.sh").chmod(0o755)
     (tmp_path / "one").write_text("1")
     asyncio.run(environment.upload_dir(tmp_path / "tests", "/tests"))
     asyncio.run(environment.upload_file(tmp_path / "one", "/data/new/one"))
-    assert done(environment, "cat /data/new/one; mkdir /logs/deep; /tests/sub/test.sh; pwd") == "1/app\n"
+    assert output_of(environment, "cat /data/new/one; mkdir /logs/deep; /tests/sub/test.sh; pwd") == "1/app\n"
     asyncio.run(environment.download_dir("/logs", tmp_path / "logs"))
     asyncio.run(environment.download_file("/logs/deep/said", tmp_path / "far/said"))
     assert (tmp_path / "logs/deep/said").read_text() == (tmp_path / "far/said").read_text() == "tested\n"
@@ -70,16 +70,16 @@ def test_files_go_in_and_out(environment, tmp_path):
         asyncio.run(environment.download_file("/logs/none", tmp_path / "none"))
 
 
-def test_links_lead_neither_reads_nor_writes_out_of_the_room(environment, tmp_path):
-    """Given an agent that put links to this machine's files in the way, then those are neither changed nor shown."""
+def test_symlinks_lead_neither_reads_nor_writes_out_of_the_sandbox(environment, tmp_path):
+    """Links that an agent makes to files of this machine neither change nor reveal them."""
     outside, secret = tmp_path / "outside", tmp_path / "outside/secret"
     outside.mkdir()
     secret.write_text("precious")
     (tmp_path / "tests/sub").mkdir(parents=True)
     for name in ("test.sh", "sub/more.sh"):
         (tmp_path / "tests" / name).write_text("echo ours")
-    done(environment, f"ln -s {secret} /tests/test.sh; ln -s {outside} /tests/sub; ln -s {secret} /app/file")
-    done(
+    output_of(environment, f"ln -s {secret} /tests/test.sh; ln -s {outside} /tests/sub; ln -s {secret} /app/file")
+    output_of(
         environment, f"ln -s {secret} /logs/file; ln -s {outside} /logs/folder; mkfifo /logs/pipe; echo hi > /logs/own"
     )
 
@@ -91,19 +91,21 @@ def test_links_lead_neither_reads_nor_writes_out_of_the_room(environment, tmp_pa
 
     assert [(path.name, path.read_text()) for path in outside.iterdir()] == [("secret", "precious")]
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["own"]
-    assert done(environment, "bash /tests/test.sh; bash /tests/sub/more.sh; bash /app/file") == "ours\n" * 3
+    assert output_of(environment, "bash /tests/test.sh; bash /tests/sub/more.sh; bash /app/file") == "ours\n" * 3
 
 
-def test_its_room_has_no_powers_and_shows_nothing_that_is_not_named(environment):
-    said = done(environment, "grep Cap /proc/self/status; ls / /etc; mount -t tmpfs none /tmp 2>/dev/null || echo no")
-    powers, seen = said.splitlines()[:5], set(said.splitlines()[5:])
+def test_the_sandbox_has_no_capabilities_and_shows_only_named_paths(environment):
+    output = output_of(
+        environment, "grep Cap /proc/self/status; ls / /etc; mount -t tmpfs none /tmp 2>/dev/null || echo no"
+    )
+    powers, entries = output.splitlines()[:5], set(output.splitlines()[5:])
     assert {line.split()[1].strip("0") for line in powers} == {""}
-    assert "no" in seen
-    assert not seen & {"shadow", "home", "work", "srv", "opt", "mnt", "boot", "sudoers"}
+    assert "no" in entries
+    assert not entries & {"shadow", "home", "work", "srv", "opt", "mnt", "boot", "sudoers"}
 
 
 def test_its_output_is_bounded(environment, monkeypatch):
     monkeypatch.setattr(f"{NAME}._MAX_OUTPUT", 1000)
-    assert len(done(environment, "head -c 1000000 /dev/zero | tr '\\0' x")) == 1000
+    assert len(output_of(environment, "head -c 1000000 /dev/zero | tr '\\0' x")) == 1000
     with pytest.raises(TimeoutError):
-        done(environment, "sleep 100", timeout_sec=0.2)
+        output_of(environment, "sleep 100", timeout_sec=0.2)

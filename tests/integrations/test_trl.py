@@ -1,4 +1,4 @@
-"""TRL's own GRPOTrainer learns from our rollouts: what reaches its loss is what was captured."""
+"""TRL's GRPOTrainer learns from our rollouts: its loss gets exactly the captured tokens."""
 
 import json
 from dataclasses import replace
@@ -13,10 +13,10 @@ from loopwright.engines.inprocess.models import tiny
 from loopwright.integrations.branch import SeveralRows, one_row
 from loopwright.integrations.trl import TrlRollouts
 from loopwright.ledger.ledger import Ledger
-from tests.integrations.making import byte_tokenizer
+from tests.integrations.scenarios import byte_tokenizer
 
 trl = pytest.importorskip("trl")
-pytestmark = pytest.mark.timeout(300)  # TRL takes its time to import on a busy machine
+pytestmark = pytest.mark.timeout(300)  # importing TRL is slow on a busy machine
 
 SCENARIO = """
 name = "trl"
@@ -66,18 +66,18 @@ def _quiet(monkeypatch):
     torch.set_num_threads(before)
 
 
-def scenario(home: Path, *, loop: str = SINGLE, judge: str = "share") -> Path:
+def scenario(directory: Path, *, loop: str = SINGLE, judge: str = "share") -> Path:
     tasks = [{"id": f"t{n}", "prompt": f"Say {n}.", "label": n} for n in range(6)]
-    (home / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    (home / "judge_trl.py").write_text(JUDGE)
-    (home / "study.toml").write_text(SCENARIO.format(loop=loop, judge=judge))
-    return home / "study.toml"
+    (directory / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    (directory / "judge_trl.py").write_text(JUDGE)
+    (directory / "study.toml").write_text(SCENARIO.format(loop=loop, judge=judge))
+    return directory / "study.toml"
 
 
-def trainer_of(rollouts: TrlRollouts, home: Path, *, steps: int = 3, peft_config=None, **options):
-    """A GRPOTrainer that keeps what its loss was given."""
+def trainer_of(rollouts: TrlRollouts, directory: Path, *, steps: int = 3, peft_config=None, **options):
+    """A GRPOTrainer that records the inputs of its loss."""
     config = trl.GRPOConfig(
-        output_dir=str(home / "trl"),
+        output_dir=str(directory / "trl"),
         per_device_train_batch_size=8,
         num_generations=4,
         max_steps=steps,
@@ -100,7 +100,7 @@ def trainer_of(rollouts: TrlRollouts, home: Path, *, steps: int = 3, peft_config
         rollout_func=rollouts,
         reward_funcs=rollouts.judged,
     )
-    trainer.seen = []
+    trainer.batches = []
     loss = trainer._compute_loss
 
     def keeping(model, inputs):
@@ -110,7 +110,7 @@ def trainer_of(rollouts: TrlRollouts, home: Path, *, steps: int = 3, peft_config
             torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
             inputs["completion_ids"].size(1),
         )
-        trainer.seen.append({**inputs, "own_logprobs": logprobs.detach()})
+        trainer.batches.append({**inputs, "own_logprobs": logprobs.detach()})
         return loss(model, inputs)
 
     trainer._compute_loss = keeping
@@ -118,12 +118,12 @@ def trainer_of(rollouts: TrlRollouts, home: Path, *, steps: int = 3, peft_config
 
 
 def rows_seen(trainer) -> list[tuple]:
-    """What the loss was given, row by row, without padding: prompt, completion, mask, logprobs."""
-    found = []
-    for inputs in trainer.seen:
+    """The rows that the loss got, without padding: prompt, completion, mask, logprobs."""
+    rows = []
+    for inputs in trainer.batches:
         for n in range(len(inputs["prompt_ids"])):
             prompt, there = inputs["prompt_mask"][n].bool(), inputs["completion_mask"][n].bool()
-            found.append(
+            rows.append(
                 (
                     tuple(inputs["prompt_ids"][n][prompt].tolist()),
                     tuple(inputs["completion_ids"][n][there].tolist()),
@@ -131,7 +131,7 @@ def rows_seen(trainer) -> list[tuple]:
                     tuple(inputs["sampling_per_token_logps"][n][there].tolist()),
                 )
             )
-    return found
+    return rows
 
 
 def recorded(output: Path) -> dict[int, Episode]:
@@ -151,17 +151,17 @@ def captured(episodes) -> list[tuple]:
 
 
 def off_policy(trainer) -> float:
-    """How far the logprobs that were captured are from those of TRL's model when it computed its loss."""
+    """The distance between the captured logprobs and those of TRL's model when it computed its loss."""
     offs = [
         (inputs["own_logprobs"] - inputs["sampling_per_token_logps"])[
             (inputs["completion_mask"] * inputs["tool_mask"]).bool()
         ]
-        for inputs in trainer.seen
+        for inputs in trainer.batches
     ]
     return float(torch.cat(offs).abs().max())
 
 
-def test_what_reaches_trls_loss_is_exactly_what_was_captured(tmp_path):
+def test_trls_loss_gets_exactly_the_captured_tokens(tmp_path):
     with TrlRollouts(scenario(tmp_path), output=tmp_path / "out") as rollouts:
         trainer = trainer_of(rollouts, tmp_path)
         before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
@@ -171,7 +171,7 @@ def test_what_reaches_trls_loss_is_exactly_what_was_captured(tmp_path):
     assert len(episodes) == 3 * 8
     assert sorted(rows_seen(trainer)) == sorted(captured(episodes.values()))
     assert any(not torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
-    # Each step's rollouts are of the weights that TRL had then, and say so.
+    # Each step's rollouts use TRL's weights of that step and carry its version.
     assert off_policy(trainer) < 1e-4
     rewards = [episode.reward.value for episode in episodes.values()]
     for step, logged in enumerate(trainer.state.log_history[:3]):
@@ -180,20 +180,20 @@ def test_what_reaches_trls_loss_is_exactly_what_was_captured(tmp_path):
         assert logged["rewards/judged/mean"] == pytest.approx(sum(rewards[8 * step : 8 * step + 8]) / 8, abs=1e-5)
 
 
-def test_tokens_that_an_agent_behind_the_gateway_was_given_are_masked(tmp_path):
+def test_prompt_tokens_of_an_agent_behind_the_gateway_are_masked(tmp_path):
     loop = '{ type = "remote", function = "judge_trl:ask_twice" }'
     with TrlRollouts(scenario(tmp_path, loop=loop), output=tmp_path / "out") as rollouts:
         trainer = trainer_of(rollouts, tmp_path, steps=2)
         trainer.train()
 
-    seen = rows_seen(trainer)
-    assert sorted(seen) == sorted(captured(recorded(tmp_path / "out").values()))
-    assert all(0 in mask and mask[0] == mask[-1] == 1 for _, _, mask, _ in seen)
-    assert all(sum(mask) <= 8 for _, _, mask, _ in seen)
+    rows = rows_seen(trainer)
+    assert sorted(rows) == sorted(captured(recorded(tmp_path / "out").values()))
+    assert all(0 in mask and mask[0] == mask[-1] == 1 for _, _, mask, _ in rows)
+    assert all(sum(mask) <= 8 for _, _, mask, _ in rows)
     assert off_policy(trainer) < 1e-4
 
 
-def test_adapters_are_folded_into_what_the_engine_samples_with(tmp_path):
+def test_adapters_are_merged_into_the_engines_weights(tmp_path):
     import peft
 
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
@@ -204,7 +204,7 @@ def test_adapters_are_folded_into_what_the_engine_samples_with(tmp_path):
     assert off_policy(trainer) < 1e-4
 
 
-def test_an_engine_elsewhere_reads_trls_weights_from_the_runs_directory(tmp_path):
+def test_a_remote_engine_reads_trls_weights_from_the_runs_directory(tmp_path):
     with TrlRollouts(scenario(tmp_path), output=tmp_path / "out") as rollouts:
         rollouts._source = replace(rollouts._source, in_process=False)
         trainer = trainer_of(rollouts, tmp_path, steps=2)
@@ -213,8 +213,8 @@ def test_an_engine_elsewhere_reads_trls_weights_from_the_runs_directory(tmp_path
     assert sorted(path.name for path in (tmp_path / "out" / "bytes" / "weights").iterdir()) == ["0", "1"]
 
 
-def test_without_a_verdict_trl_is_told_nothing_and_trains_on_nothing(tmp_path):
-    """No zero: the mean is that of those that were judged, and what stands for the others is masked."""
+def test_rollouts_without_a_verdict_are_not_trained_on(tmp_path):
+    """They do not count as zero: the mean is over judged rollouts, and the others' rows are masked."""
     with TrlRollouts(scenario(tmp_path, judge="odd_only"), output=tmp_path / "out") as rollouts:
         trainer = trainer_of(rollouts, tmp_path)
         trainer.train()
@@ -223,7 +223,7 @@ def test_without_a_verdict_trl_is_told_nothing_and_trains_on_nothing(tmp_path):
     assert sum(step["loopwright/without_reward"] for step in logged) == 1.5  # three groups of six
     assert {step["rewards/judged/mean"] for step in logged if step["loopwright/without_reward"] < 1} == {1.0}
     assert [mask for _, _, mask, _ in rows_seen(trainer)].count((0,)) == 12
-    # They were tried again, and all of that is written down.
+    # They were retried, and every attempt is recorded.
     failed = [e for e in recorded(tmp_path / "out").values() if e.outcome == "judge_failed"]
     assert len(failed) == 36
 
@@ -234,26 +234,26 @@ def test_held_out_tasks_are_evaluated_and_never_trained_on(tmp_path):
     file.write_text(file.read_text() + '[run.eval]\ntasks = { type = "jsonl", path = "held.jsonl" }\n')
     with TrlRollouts(file, output=tmp_path / "out") as rollouts:
         trainer = trainer_of(rollouts, tmp_path, per_device_eval_batch_size=4)
-        found = trainer.evaluate(rollouts.dataset(held_out=True))
+        metrics = trainer.evaluate(rollouts.dataset(held_out=True))
     episodes = recorded(tmp_path / "out").values()
     assert [episode.task.id for episode in episodes] == ["h0"] * 4
     assert not any(episode.trainable or episode.in_baseline for episode in episodes)
     mean = sum(episode.reward.value for episode in episodes) / 4
-    assert found["eval_rewards/judged/mean"] == pytest.approx(mean, abs=1e-5)
+    assert metrics["eval_rewards/judged/mean"] == pytest.approx(mean, abs=1e-5)
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
 
 
 def twice() -> Episode:
-    """Two answers to one prompt: the second after the first was given up."""
-    asked = Node(0, {"role": "user", "content": "?"}, (1, 2), (0.0, 0.0))
+    """Two answers to one prompt; the first was abandoned."""
+    question = Node(0, {"role": "user", "content": "?"}, (1, 2), (0.0, 0.0))
     first = Node(1, {"role": "assistant", "content": "a"}, (3,), (-0.1,), (Span(0, 1, 0),), "stop")
     again = Node(1, {"role": "assistant", "content": "bc"}, (4, 5), (-0.2, -0.3), (Span(0, 2, 0),), "stop")
-    return Episode(Task("t", ({"role": "user", "content": "?"},)), (ROOT, asked, first, again))
+    return Episode(Task("t", ({"role": "user", "content": "?"},)), (ROOT, question, first, again))
 
 
-def test_of_several_branches_none_is_dropped_unsaid():
+def test_no_branch_is_dropped_silently():
     with pytest.raises(SeveralRows, match=r'task .t. has 2 branches.*branches="main"'):
         one_row(twice(), "refuse")
     row, left_out = one_row(twice(), "main")
@@ -261,7 +261,7 @@ def test_of_several_branches_none_is_dropped_unsaid():
     assert (row.response_ids, left_out) == ((4, 5), 1)
 
 
-def test_another_temperature_than_trls_is_refused(tmp_path):
+def test_a_temperature_other_than_trls_is_refused(tmp_path):
     loop = '{ type = "single_turn", sampling = { max_tokens = 6, temperature = 0.5 } }'
     with TrlRollouts(scenario(tmp_path, loop=loop)) as rollouts:
         trainer = trainer_of(rollouts, tmp_path)
@@ -269,7 +269,7 @@ def test_another_temperature_than_trls_is_refused(tmp_path):
             trainer.train()
 
 
-def test_a_prompt_of_no_task_is_refused(tmp_path):
+def test_a_prompt_without_a_task_is_refused(tmp_path):
     with TrlRollouts(scenario(tmp_path)) as rollouts:
         trainer = trainer_of(rollouts, tmp_path)
         with pytest.raises(KeyError, match="no task of run 'bytes' has this prompt"):
@@ -284,7 +284,7 @@ def test_tasks_that_trl_could_not_tell_apart_are_refused(tmp_path):
         TrlRollouts(file).__enter__()
 
 
-def test_a_second_process_has_a_record_and_seeds_of_its_own(tmp_path, monkeypatch):
+def test_a_second_process_has_its_own_ledger_and_seeds(tmp_path, monkeypatch):
     answers = []
     for rank in "01":
         monkeypatch.setenv("RANK", rank)

@@ -1,6 +1,6 @@
-"""verl's own worker runs our remote agents, in an interpreter of its own: `make test-verl` sets it up.
+"""verl's worker runs our remote agents, in a separate interpreter: `make test-verl` sets it up.
 
-Its servers, which need a GPU, are the one thing that is not verl's here: `Servers` answers in their place.
+Only its servers, which need a GPU, are replaced: `Servers` answers in their place.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.integrations.making import byte_tokenizer
+from tests.integrations.scenarios import byte_tokenizer
 
 pytestmark = [
     pytest.mark.slow,
@@ -69,7 +69,7 @@ def broken(answer):
 
 
 class Servers:
-    """Answers as verl's servers do, and keeps what it was asked and said."""
+    """Answers as verl's servers do, and records prompts and answers."""
 
     def __init__(self) -> None:
         self.calls: list[SimpleNamespace] = []
@@ -87,7 +87,7 @@ class Servers:
 
 
 def worker_of(servers: Servers, **options):
-    """verl's worker, as it is inside its actor but for its model, which nobody asks for."""
+    """verl's worker as it is inside its actor, without its model, which is not used."""
     from omegaconf import OmegaConf
     from verl.experimental.agent_loop import agent_loop
     from verl.utils.dataset.rl_dataset import RLHFDataset
@@ -105,20 +105,20 @@ def worker_of(servers: Servers, **options):
     return worker
 
 
-def rolled(home: Path, *labels: str, agent: str = "twice", judge: str = "exact", **options):
-    """What verl has after its worker ran these rows: its batch, and the calls of its servers."""
+def rolled(directory: Path, *labels: str, agent: str = "twice", judge: str = "exact", **options):
+    """verl's batch after its worker ran these rows, and the calls to its servers."""
     from loopwright.integrations import verl
 
-    (home / "tasks.jsonl").write_text(json.dumps({"prompt": "?", "label": ""}) + "\n")
-    (home / "agent_verl.py").write_text(AGENT)
-    (home / "study.toml").write_text(SCENARIO.format(agent=agent, judge=judge))
+    (directory / "tasks.jsonl").write_text(json.dumps({"prompt": "?", "label": ""}) + "\n")
+    (directory / "agent_verl.py").write_text(AGENT)
+    (directory / "study.toml").write_text(SCENARIO.format(agent=agent, judge=judge))
     servers = Servers()
-    worker = worker_of(servers, scenario=str(home / "study.toml"), **{"branches": "refuse", **options})
+    worker = worker_of(servers, scenario=str(directory / "study.toml"), **{"branches": "refuse", **options})
 
     async def rows():
         trajectory = {"step": 5, "sample_index": 0, "rollout_n": 0, "validate": False}
         try:
-            found = []
+            batch_rows = []
             for index, label in enumerate(labels):
                 row = {
                     "raw_prompt": [{"role": "user", "content": f"Task {index}"}],
@@ -127,19 +127,19 @@ def rolled(home: Path, *labels: str, agent: str = "twice", judge: str = "exact",
                     "extra_info": {"index": index},
                 }
                 sampling = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
-                found.append(
+                batch_rows.append(
                     await worker._run_agent_loop(
                         sampling, trajectory, agent_name="loopwright_remote", trace=False, **row
                     )
                 )
-            return worker._postprocess(found)
+            return worker._postprocess(batch_rows)
         finally:
             await verl.close()
 
     return asyncio.run(rows()), servers.calls
 
 
-def test_verls_batch_is_exactly_what_its_servers_were_given_and_gave(tmp_path):
+def test_verls_batch_holds_exactly_the_tokens_of_its_servers(tmp_path):
     batch, calls = rolled(tmp_path, "answer 1", "something else")
 
     assert len(calls) == 4  # two turns each
@@ -147,14 +147,14 @@ def test_verls_batch_is_exactly_what_its_servers_were_given_and_gave(tmp_path):
         first, second = calls[2 * row : 2 * row + 2]
         prompts, responses = batch.batch["prompts"][row].tolist(), batch.batch["responses"][row].tolist()
         assert prompts[-len(first.prompt) :] == first.prompt
-        given = second.prompt[len(first.prompt) + len(first.ids) :]
-        assert second.prompt == first.prompt + first.ids + given
-        length = len(first.ids) + len(given) + len(second.ids)
-        assert responses[:length] == first.ids + given + second.ids
+        inserted = second.prompt[len(first.prompt) + len(first.ids) :]
+        assert second.prompt == first.prompt + first.ids + inserted
+        length = len(first.ids) + len(inserted) + len(second.ids)
+        assert responses[:length] == first.ids + inserted + second.ids
         mask = batch.batch["response_mask"][row].tolist()
-        assert mask == [1] * len(first.ids) + [0] * len(given) + [1] * len(second.ids) + [0] * (96 - length)
+        assert mask == [1] * len(first.ids) + [0] * len(inserted) + [1] * len(second.ids) + [0] * (96 - length)
         logprobs = batch.batch["rollout_log_probs"][row].tolist()
-        assert logprobs[:length] == pytest.approx(first.p + [0.0] * len(given) + second.p)
+        assert logprobs[:length] == pytest.approx(first.p + [0.0] * len(inserted) + second.p)
         assert first.id == second.id  # so that verl sends both to one server
     assert calls[0].id != calls[2].id
 
@@ -169,7 +169,7 @@ def test_rewards_versions_and_sampling_are_handed_over(tmp_path):
     assert {call.params["max_tokens"] for call in calls} == {16}
 
 
-def test_of_several_branches_none_is_dropped_unsaid(tmp_path):
+def test_no_branch_is_dropped_silently(tmp_path):
     from loopwright.integrations.branch import SeveralRows
 
     with pytest.raises(SeveralRows, match='branches="main"'):
@@ -178,7 +178,7 @@ def test_of_several_branches_none_is_dropped_unsaid(tmp_path):
     assert batch.non_tensor_batch["left_out"].tolist() == [len(calls[1].ids)]
 
 
-def test_what_is_longer_than_verl_takes_is_cut_and_counted(tmp_path):
+def test_responses_beyond_verls_limit_are_cut_and_counted(tmp_path):
     batch, calls = rolled(tmp_path, "x", rollout={"response_length": 4})
     assert batch.batch["responses"].tolist() == [calls[0].ids[:4]]
     assert [list(versions) for versions in batch.non_tensor_batch["versions"]] == [[5] * 4]
@@ -187,14 +187,14 @@ def test_what_is_longer_than_verl_takes_is_cut_and_counted(tmp_path):
         rolled(tmp_path, "x", rollout={"prompt_length": 4})
 
 
-def test_without_a_reward_there_is_an_error_and_no_zero(tmp_path):
+def test_a_missing_reward_is_an_error_not_zero(tmp_path):
     from loopwright.integrations.branch import NoReward
 
     with pytest.raises(NoReward, match=r"no reward after 3 attempts.*no verdict"):
         rolled(tmp_path, "x", judge="broken")
 
 
-def test_an_agent_that_never_asked_is_scored_and_masked(tmp_path):
+def test_an_agent_without_calls_is_scored_and_masked(tmp_path):
     batch, calls = rolled(tmp_path, "", agent="never")
     assert calls == []
     assert batch.batch["response_mask"].sum().item() == 0

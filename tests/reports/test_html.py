@@ -1,4 +1,4 @@
-"""The report says what the ledgers say: the answer first, every failure, nothing lost and nothing executed."""
+"""The report matches the ledgers: the result first, every failure, and no foreign markup."""
 
 import json
 import re
@@ -12,7 +12,7 @@ import pytest
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.reports.page import write_report
 from loopwright.reports.search.charts import DRAWN
-from tests.reports.story import action_of, gflops, logs
+from tests.reports.ledgers import action_of, gflops, logs
 
 HOSTILE = "</script><img src=x onerror=\"document.documentElement.dataset.owned='1'\"><!--'&"
 
@@ -22,7 +22,7 @@ def page(output: Path) -> str:
 
 
 def words(output: Path, source: str = "") -> str:
-    """What a reader sees, in one line."""
+    """The visible text, in one line."""
     body = re.search(r"<main>(.*)</main>", source or page(output), re.DOTALL)[1]
     return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body)))
 
@@ -35,10 +35,10 @@ def chart(output: Path, source: str = "") -> dict:
 
 
 def test_the_best_action_comes_first_with_its_gain(begin, tmp_path):
-    story = begin(budget=3)
-    story.tell({"tile": 8, "opt": "-O0"}, 2.0)
-    story.tell({"tile": 64, "opt": "-O3 -march=native"}, 9.0, metrics={"gflops": 9.0, "seconds": 0.25})
-    story.tell({"tile": 128, "opt": "-O2"}, 4.0)
+    run = begin(budget=3)
+    run.add({"tile": 8, "opt": "-O0"}, 2.0)
+    run.add({"tile": 64, "opt": "-O3 -march=native"}, 9.0, metrics={"gflops": 9.0, "seconds": 0.25})
+    run.add({"tile": 128, "opt": "-O2"}, 4.0)
 
     text = words(tmp_path)
 
@@ -52,31 +52,31 @@ def test_the_best_action_comes_first_with_its_gain(begin, tmp_path):
 
 
 def test_repeats_are_averaged_with_their_spread(begin, tmp_path):
-    story = begin(repeats=2, objectives=["−seconds"])
+    run = begin(repeats=2, objectives=["−seconds"])
     for group, action, rewards in ((1, {"tile": 8}, (-2.0, -2.0)), (2, {"tile": 16}, (-0.9, -1.1))):
         for repeat, reward in enumerate(rewards):
-            story.tell(action, reward, group=group, repeat=repeat)
+            run.add(action, reward, group=group, repeat=repeat)
 
     text = words(tmp_path)
 
     assert "Best −seconds −1 ± 0.14 s" in text
     assert "+50 % against the first ok trial (−2 s, trial 1)" in text
     assert "trials 3, 4" in text
-    # The line moves when a group of repeats has ended, never to a lucky single one.
+    # The line moves when a group of repeats is complete, never for a single lucky trial.
     assert chart(tmp_path)["lines"][0][0]["steps"] == [[2, -2.0], [4, -1.0], [4, -1.0]]
 
 
-def test_an_expression_has_no_unit_of_its_own(begin, tmp_path):
-    begin(objectives=["goodput - 0.03 * rtt_ms"]).tell({"tile": 8}, 9.0)
+def test_an_expression_has_no_unit(begin, tmp_path):
+    begin(objectives=["goodput - 0.03 * rtt_ms"]).add({"tile": 8}, 9.0)
 
     assert "Best goodput - 0.03 * rtt_ms 9 The only trial" in words(tmp_path)
 
 
 def test_several_objectives_give_a_front(begin, tmp_path):
-    story = begin(objectives=["tokens_per_s", "−ttft_s"])
-    story.tell({"tile": 8}, 10.0, -1.0)
-    story.tell({"tile": 16}, 20.0, -2.0)
-    story.tell({"tile": 32}, 5.0, -3.0)
+    run = begin(objectives=["tokens_per_s", "−ttft_s"])
+    run.add({"tile": 8}, 10.0, -1.0)
+    run.add({"tile": 16}, 20.0, -2.0)
+    run.add({"tile": 32}, 5.0, -3.0)
 
     text, data = words(tmp_path), chart(tmp_path)
 
@@ -89,9 +89,9 @@ def test_several_objectives_give_a_front(begin, tmp_path):
 
 @pytest.mark.parametrize("conditions", [False, True])
 def test_regimes_give_one_action_for_all_or_one_for_each(begin, tmp_path, conditions):
-    story = begin(parameters={"tile": [8, 16], "load": ["low", "high"]}, conditions_on_regime=conditions)
+    run = begin(parameters={"tile": [8, 16], "load": ["low", "high"]}, conditions_on_regime=conditions)
     for load, tile, reward in (("high", 8, 5.0), ("high", 16, 4.0), ("low", 8, 6.0), ("low", 16, 9.0)):
-        story.tell({"tile": tile}, reward, regime={"load": load})
+        run.add({"tile": tile}, reward, regime={"load": load})
 
     text, data = words(tmp_path), chart(tmp_path)
 
@@ -104,19 +104,19 @@ def test_regimes_give_one_action_for_all_or_one_for_each(begin, tmp_path, condit
         assert "single trials from 4 to 9" in text
 
 
-def test_an_action_that_met_one_regime_of_several_is_said_to(begin, tmp_path):
-    story = begin()
-    story.tell({"tile": 8}, 1.0, regime={"load": 1})
-    story.tell({"tile": 16}, 2.0, regime={"load": 2})
+def test_an_action_measured_under_one_regime_of_several_says_so(begin, tmp_path):
+    run = begin()
+    run.add({"tile": 8}, 1.0, regime={"load": 1})
+    run.add({"tile": 16}, 2.0, regime={"load": 2})
 
     assert "Best gflops, measured only under load = 2; 2 regimes were met 2 GFLOP/s" in words(tmp_path)
 
 
-def test_when_nothing_succeeded_it_says_so_first_with_the_commonest_reason(begin, tmp_path):
-    story = begin(budget=4)
-    story.tell({"tile": 8}, outcome=Outcome.TIMEOUT, reason="timed out after 20 s")
+def test_a_run_without_success_starts_with_the_commonest_reason(begin, tmp_path):
+    run = begin(budget=4)
+    run.add({"tile": 8}, outcome=Outcome.TIMEOUT, reason="timed out after 20 s")
     for _ in range(3):
-        story.tell({"tile": 8}, outcome=Outcome.CRASHED, reason="./bench: not found")
+        run.add({"tile": 8}, outcome=Outcome.CRASHED, reason="./bench: not found")
 
     text = words(tmp_path)
 
@@ -129,11 +129,11 @@ def test_when_nothing_succeeded_it_says_so_first_with_the_commonest_reason(begin
 
 
 def test_failures_are_listed_with_links_to_the_logs_that_exist(begin, tmp_path):
-    story = begin("my run #1")
-    story.tell({"tile": 8}, 1.0)
-    story.tell({"tile": 8}, outcome=Outcome.CRASHED, reason="exit code 3")
-    story.tell({"tile": 9}, outcome=Outcome.CRASHED, reason="exit code 3")
-    story.tell({"tile": 9}, outcome=Outcome.LOST, reason="the node went away", fault=Fault.INFRA)
+    run = begin("my run #1")
+    run.add({"tile": 8}, 1.0)
+    run.add({"tile": 8}, outcome=Outcome.CRASHED, reason="exit code 3")
+    run.add({"tile": 9}, outcome=Outcome.CRASHED, reason="exit code 3")
+    run.add({"tile": 9}, outcome=Outcome.LOST, reason="the node went away", fault=Fault.INFRA)
     logs(tmp_path, "my run #1", 2)
 
     text, source = words(tmp_path), page(tmp_path)
@@ -144,10 +144,10 @@ def test_failures_are_listed_with_links_to_the_logs_that_exist(begin, tmp_path):
     assert links == ["./my%20run%20%231/trials/2/stdout", "./my%20run%20%231/trials/2/stderr"]
 
 
-def test_an_unfinished_run_says_how_to_go_on(begin, tmp_path):
-    story = begin(budget=10)
-    story.tell({"tile": 8}, 1.0)
-    story.hang({"tile": 16})
+def test_an_unfinished_run_says_how_to_continue(begin, tmp_path):
+    run = begin(budget=10)
+    run.add({"tile": 8}, 1.0)
+    run.start({"tile": 16})
 
     text = words(tmp_path)
 
@@ -157,9 +157,9 @@ def test_an_unfinished_run_says_how_to_go_on(begin, tmp_path):
 
 
 def test_a_run_that_raised_shows_the_traceback(begin, tmp_path):
-    story = begin()
-    story.tell({"tile": 8}, 1.0)
-    story.ledger.set_state("failure", "Traceback (most recent call last):\n  in select_action\nIndexError: <oops>\n")
+    run = begin()
+    run.add({"tile": 8}, 1.0)
+    run.ledger.set_state("failure", "Traceback (most recent call last):\n  in select_action\nIndexError: <oops>\n")
 
     text = words(tmp_path)
 
@@ -167,8 +167,8 @@ def test_a_run_that_raised_shows_the_traceback(begin, tmp_path):
     assert text.index("IndexError") < text.index("Best gflops")
 
 
-def test_provenance_is_there(begin, tmp_path):
-    begin().tell({"tile": 8}, 1.0)
+def test_the_provenance_is_shown(begin, tmp_path):
+    begin().add({"tile": 8}, 1.0)
 
     text = words(tmp_path)
 
@@ -205,21 +205,21 @@ def test_parameters_keep_their_kind_and_fixed_ones_have_no_chart(campaign, tmp_p
 
 
 def test_a_few_terrible_trials_do_not_flatten_the_rest(begin, tmp_path):
-    story = begin(objectives=["−seconds"])
+    run = begin(objectives=["−seconds"])
     for n in range(40):
-        story.tell({"tile": n}, -5000.0 if n == 7 else -1.0 - n / 40)
+        run.add({"tile": n}, -5000.0 if n == 7 else -1.0 - n / 40)
 
     assert chart(tmp_path)["floors"] == [pytest.approx(-2.1, abs=0.1)]
     assert "below the axis" in words(tmp_path)
 
 
 def test_twenty_thousand_trials_are_thinned_but_the_line_is_exact(begin, tmp_path):
-    story, random = begin(), Random(1)
+    run, random = begin(), Random(1)
     rewards = []
     for _ in range(20_000):
         action = {"tile": random.random()}
         rewards.append(gflops(action_of(random), random))
-        story.tell(action, rewards[-1])
+        run.add(action, rewards[-1])
 
     started = time.perf_counter()
     source = page(tmp_path)
@@ -242,9 +242,9 @@ def test_twenty_thousand_trials_are_thinned_but_the_line_is_exact(begin, tmp_pat
 
 
 def test_a_ledger_without_any_state_is_still_reported(begin, tmp_path):
-    story = begin("old", state=False)
-    story.tell({"x": 1.5, "flag": True}, 3.0, 4.0)
-    story.tell({"x": 2.5, "flag": False}, 2.0, 3.0)
+    run = begin("old", state=False)
+    run.add({"x": 1.5, "flag": True}, 3.0, 4.0)
+    run.add({"x": 2.5, "flag": False}, 2.0, 3.0)
 
     text = words(tmp_path)
 
@@ -253,14 +253,14 @@ def test_a_ledger_without_any_state_is_still_reported(begin, tmp_path):
 
 
 @pytest.mark.parametrize("about", [{"parameters": [1]}, {"objectives": 7}, {"agent": None}, {"budget": "many"}])
-def test_state_of_another_shape_does_no_harm(begin, tmp_path, about):
-    begin(**about).tell({"tile": 8}, 1.0)
+def test_malformed_state_does_not_break_the_report(begin, tmp_path, about):
+    begin(**about).add({"tile": 8}, 1.0)
 
     assert "The only trial that succeeded." in words(tmp_path)
 
 
 def test_damaged_and_missing_ledgers_become_notes_and_hide_nothing(begin, tmp_path):
-    begin("good").tell({"tile": 8}, 1.0)
+    begin("good").add({"tile": 8}, 1.0)
     begin("empty")
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "ledger.db").write_bytes(b"junk" * 1000)
@@ -276,13 +276,13 @@ def test_damaged_and_missing_ledgers_become_notes_and_hide_nothing(begin, tmp_pa
     assert "unrelated" not in text
 
 
-def test_what_stands_before_the_damage_is_kept(begin, tmp_path):
-    story = begin("half")
-    story.tell({"tile": 8}, 1.0)
-    story.tell({"tile": 16}, 2.0)
-    with story.ledger.transaction as connection:
+def test_trials_before_the_damage_are_kept(begin, tmp_path):
+    run = begin("half")
+    run.add({"tile": 8}, 1.0)
+    run.add({"tile": 16}, 2.0)
+    with run.ledger.transaction as connection:
         connection.execute("UPDATE trials SET reward_detail = '{' WHERE number = 2")
-    begin("whole").tell({"tile": 8}, 5.0)
+    begin("whole").add({"tile": 8}, 5.0)
 
     text = words(tmp_path)
 
@@ -291,11 +291,11 @@ def test_what_stands_before_the_damage_is_kept(begin, tmp_path):
     assert "Best gflops 5" in text
 
 
-def test_a_ledger_that_makes_no_sense_hides_no_other_run(begin, tmp_path):
-    story = begin("mixed")
-    story.tell({"tile": 8}, 1.0)
-    story.tell({"tile": 8}, 1.0, 2.0)
-    begin("whole").tell({"tile": 8}, 5.0)
+def test_an_inconsistent_ledger_does_not_hide_other_runs(begin, tmp_path):
+    run = begin("mixed")
+    run.add({"tile": 8}, 1.0)
+    run.add({"tile": 8}, 1.0, 2.0)
+    begin("whole").add({"tile": 8}, 5.0)
 
     text = words(tmp_path)
 
@@ -303,22 +303,22 @@ def test_a_ledger_that_makes_no_sense_hides_no_other_run(begin, tmp_path):
     assert "Best gflops 5" in text
 
 
-def test_an_empty_output_directory_gives_a_page_too(tmp_path):
+def test_an_empty_output_directory_has_a_page(tmp_path):
     assert "no run was found here" in words(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
 def hostile(begin, tmp_path: Path) -> None:
-    story = begin(
+    run = begin(
         "a" + HOSTILE.replace("/", "∕"), objectives=[HOSTILE], parameters={HOSTILE: [HOSTILE, "b"], "c": [1, 2]}
     )
     for n in range(6):
         action, regime = {HOSTILE: HOSTILE if n % 2 else "b", "c": 1 + n % 2}, {"r" + HOSTILE: HOSTILE + str(n % 3)}
-        story.tell(action, float(n), regime=regime, metrics={HOSTILE: 1.0}, usage={"wall_s": 1.0})
-    logs(tmp_path, story.ledger.path.parent.name, 7)
-    story.tell({HOSTILE: "b"}, outcome=Outcome.CRASHED, reason=HOSTILE)
-    story.ledger.set_state("failure", HOSTILE)
-    story.ledger.set_state("provenance", {"scenario": HOSTILE, "git": HOSTILE, "host": HOSTILE})
+        run.add(action, float(n), regime=regime, metrics={HOSTILE: 1.0}, usage={"wall_s": 1.0})
+    logs(tmp_path, run.ledger.path.parent.name, 7)
+    run.add({HOSTILE: "b"}, outcome=Outcome.CRASHED, reason=HOSTILE)
+    run.ledger.set_state("failure", HOSTILE)
+    run.ledger.set_state("provenance", {"scenario": HOSTILE, "git": HOSTILE, "host": HOSTILE})
 
 
 def test_foreign_text_never_becomes_markup(begin, tmp_path):
@@ -340,28 +340,28 @@ def assert_drawn(dom: str, log: str) -> None:
     assert "data-error" not in root, root
     assert "data-owned" not in root, "foreign text was executed"
     assert "CONSOLE" not in log, log
-    drawn, charts = (int(re.search(rf'data-{name}="(\d+)"', root)[1]) for name in ("rendered", "charts"))
-    assert drawn == charts == dom.count("<svg") > 0
+    rendered, charts = (int(re.search(rf'data-{name}="(\d+)"', root)[1]) for name in ("rendered", "charts"))
+    assert rendered == charts == dom.count("<svg") > 0
 
 
 def test_it_renders_in_a_browser_without_errors(campaign, begin, tmp_path, render):
     campaign("single", 60)
-    story, random = begin("several", objectives=["tokens_per_s", "−ttft_s", "−cost"]), Random(2)
+    run, random = begin("several", objectives=["tokens_per_s", "−ttft_s", "−cost"]), Random(2)
     for n in range(40):
-        story.tell(action_of(random), random.random(), -random.random(), -random.random() * 1e6 ** (n % 20 == 0))
-    story = begin("regimes", repeats=2)
+        run.add(action_of(random), random.random(), -random.random(), -random.random() * 1e6 ** (n % 20 == 0))
+    run = begin("regimes", repeats=2)
     for n in range(40):
-        story.tell(action_of(random), random.random(), regime={"load": n % 4}, group=n // 2 + 1, repeat=n % 2)
-    begin("one").tell({"tile": 8}, 1.0)
+        run.add(action_of(random), random.random(), regime={"load": n % 4}, group=n // 2 + 1, repeat=n % 2)
+    begin("one").add({"tile": 8}, 1.0)
     hostile(begin, tmp_path)
 
-    shown = render(write_report(tmp_path))
+    dom = render(write_report(tmp_path))
 
-    assert_drawn(shown.dom, shown.log)
+    assert_drawn(dom.dom, dom.log)
 
 
 def with_script(source: str, script: str) -> str:
-    """The page with one more script, which its own policy would not let run."""
+    """The page with one more script, which its content policy would block."""
     head, _, tail = re.sub(r"<meta http-equiv[^>]*>", "", source).rpartition("</body>")
     return f"{head}<script>{script}</script></body>{tail}"
 
@@ -372,10 +372,10 @@ def test_hovering_shows_the_action_as_text(begin, tmp_path, render):
     script = hover.format("{type: 'showTip', seriesIndex: 0, dataIndex: 0}")
     (tmp_path / "hover.html").write_text(with_script(page(tmp_path), f"setTimeout(() => {script}, 3000)"), "utf-8")
 
-    shown = render(tmp_path / "hover.html")
+    dom = render(tmp_path / "hover.html")
 
-    assert_drawn(shown.dom, shown.log)
-    tip = re.search(r'<div class="tip">(.*?)</div>', shown.dom, re.DOTALL)[1]
+    assert_drawn(dom.dom, dom.log)
+    tip = re.search(r'<div class="tip">(.*?)</div>', dom.dom, re.DOTALL)[1]
     assert "<b>Trial 1</b>" in tip
     assert "<dt>c</dt><dd>1</dd>" in tip
     assert "&lt;img src=x" in tip
@@ -388,18 +388,18 @@ def test_the_page_is_never_wider_than_the_window(campaign, begin, tmp_path, rend
     hostile(begin, tmp_path)
     report = "setTimeout(() => parent.postMessage(document.documentElement.scrollWidth, '*'), 5000)"
     (tmp_path / "copy.html").write_text(with_script(page(tmp_path), report), "utf-8")
-    # A window has a least width, a frame has none.
+    # A window has a minimum width, a frame has not.
     (tmp_path / "frame.html").write_text(
         f"<iframe src='copy.html' style='width: {width}px; height: 2000px; border: 0'></iframe>"
         "<script>onmessage = (event) => { document.body.dataset.width = event.data }</script>"
     )
 
-    shown = render(tmp_path / "frame.html")
+    dom = render(tmp_path / "frame.html")
 
-    assert int(re.search(r'data-width="(\d+)"', shown.dom)[1]) <= width
+    assert int(re.search(r'data-width="(\d+)"', dom.dom)[1]) <= width
 
 
-def test_a_page_whose_script_breaks_is_noticed(campaign, tmp_path, render):
+def test_a_script_error_is_detected(campaign, tmp_path, render):
     campaign(trials=5)
     source = re.sub(r"script-src [^\"]*", "script-src 'unsafe-inline'", page(tmp_path))
     (tmp_path / "broken.html").write_text(source.replace("drawAll(figures);", "drawAll(nothing);"), "utf-8")

@@ -1,4 +1,4 @@
-"""RL in the report: live runs by their episodes, and a trained policy beside the best static action."""
+"""RL in the report: live runs by episode, and a trained policy beside the best static action."""
 
 import time
 import tracemalloc
@@ -10,7 +10,7 @@ import pytest
 from loopwright.reports.kinds import read_run
 from loopwright.reports.live.digest import Episodes, LiveDigest
 from loopwright.reports.page import write_report
-from tests.reports.story import LIVE, live
+from tests.reports.ledgers import LIVE, live
 from tests.reports.test_html import HOSTILE, assert_drawn, chart, page, with_script, words
 
 
@@ -30,10 +30,10 @@ def learning(episodes: int, *, seed: int = 1) -> list[dict]:
 # -- live runs ------------------------------------------------------------------------------------------------------
 
 
-def test_a_live_run_is_told_by_its_last_hundred_episodes_against_the_first(begin, tmp_path):
-    story = begin("paddle", **LIVE, budget=1200)
-    live(story.ledger, [{"return": 1.0 if n < 200 else 4.0, "length": 4} for n in range(300)])
-    story.ledger.set_state("finished", True)
+def test_a_live_run_compares_its_last_hundred_episodes_with_the_first(begin, tmp_path):
+    run = begin("paddle", **LIVE, budget=1200)
+    live(run.ledger, [{"return": 1.0 if n < 200 else 4.0, "length": 4} for n in range(300)])
+    run.ledger.set_state("finished", True)
 
     text = words(tmp_path)
 
@@ -43,11 +43,11 @@ def test_a_live_run_is_told_by_its_last_hundred_episodes_against_the_first(begin
     assert "live environment paddle:PaddleServer" in text
     assert "finished" in text
     assert "cached" not in text
-    assert "Best" not in text, "no configuration is best in a live run"
+    assert "Best" not in text, "a live run has no best configuration"
 
 
 @pytest.mark.parametrize(
-    ("returns", "said"),
+    ("returns", "message"),
     [
         ([5.0], "Return of the last episode 5 One episode so far"),
         ([5.0, 2.0], "Return of the last episode 2 −3 worse than the first (5)"),
@@ -55,17 +55,17 @@ def test_a_live_run_is_told_by_its_last_hundred_episodes_against_the_first(begin
         ([2.0] * 4, "Mean return of the last 2 episodes 2 the same as the first 2 (2)"),
     ],
 )
-def test_few_episodes_are_compared_half_by_half(begin, tmp_path, returns, said):
+def test_few_episodes_are_compared_by_halves(begin, tmp_path, returns, message):
     live(begin("paddle", **LIVE).ledger, [{"return": value, "length": 3} for value in returns])
 
-    assert said in words(tmp_path)
+    assert message in words(tmp_path)
 
 
-def test_before_an_episode_has_ended_it_says_so(begin, tmp_path):
+def test_a_run_without_a_finished_episode_says_so(begin, tmp_path):
     begin("empty", **LIVE)
-    story = begin("begun", **LIVE)
-    live(story.ledger, [{"return": 1.0, "length": 3}])
-    with story.ledger.transaction as connection:
+    run = begin("begun", **LIVE)
+    live(run.ledger, [{"return": 1.0, "length": 3}])
+    with run.ledger.transaction as connection:
         connection.execute("DELETE FROM payloads")
 
     text = words(tmp_path)
@@ -76,12 +76,12 @@ def test_before_an_episode_has_ended_it_says_so(begin, tmp_path):
 
 
 def test_returns_are_listed_by_regime_in_the_order_of_the_scenario(begin, tmp_path):
-    told = [
+    records = [
         {"return": 1.0, "length": 3, "regime": {"ball_speed": 2.0}},
         {"return": 5.0, "length": 7, "regime": {"ball_speed": 1.0}},
         {"return": 3.0, "length": 5, "regime": {"ball_speed": 2.0}},
     ]
-    live(begin("paddle", **LIVE).ledger, told)
+    live(begin("paddle", **LIVE).ledger, records)
 
     text, data = words(tmp_path), chart(tmp_path)
 
@@ -102,20 +102,20 @@ def test_failed_steps_are_listed_as_in_any_run(begin, tmp_path):
 
 
 @pytest.mark.parametrize("steps", [True, False])
-def test_an_episode_that_a_failed_step_ended_is_in_no_mean(begin, tmp_path, steps):
-    told = [{"return": -9.0, "length": 3}] * 4 + [{"return": 0.0, "length": 1}] * 4
-    live(begin("paddle", **LIVE).ledger, told, steps=steps, failed=[5, 6, 7, 8])
+def test_an_episode_ended_by_a_failed_step_is_in_no_mean(begin, tmp_path, steps):
+    records = [{"return": -9.0, "length": 3}] * 4 + [{"return": 0.0, "length": 1}] * 4
+    live(begin("paddle", **LIVE).ledger, records, steps=steps, failed=[5, 6, 7, 8])
 
     text = words(tmp_path)
 
     assert "Mean return of the last 2 episodes −9 the same as the first 2 (−9)" in text, (
-        "a broken server is no better policy"
+        "a broken server does not improve the policy"
     )
     assert "best return −9" in text
     assert "ended by a failed step 4 episodes, in no mean" in text
 
 
-def test_where_every_episode_failed_there_is_no_return(begin, tmp_path):
+def test_without_a_good_episode_there_is_no_return(begin, tmp_path):
     begin("empty", **LIVE)
     live(begin("paddle", **LIVE).ledger, [{"return": 0.0, "length": 1}] * 2, failed=[1, 2])
 
@@ -125,33 +125,33 @@ def test_where_every_episode_failed_there_is_no_return(begin, tmp_path):
     assert "every episode ended with a failed step" in text, "in the list of runs"
 
 
-def test_with_whole_episodes_recorded_steps_are_counted_all_the_same(begin, tmp_path):
+def test_steps_are_counted_also_if_only_episodes_are_recorded(begin, tmp_path):
     live(begin("paddle", **LIVE).ledger, [{"return": 1.0, "length": 50}] * 4, steps=False)
 
     assert "episodes 4 steps 200" in words(tmp_path)
 
 
-def test_the_running_mean_is_exact_and_the_points_are_an_even_share():
-    told = [{"first": n, "last": n, "return": float(n), "length": 1} for n in range(1, 20_001)]
+def test_the_running_mean_is_exact_and_the_points_are_evenly_spaced():
+    records = [{"first": n, "last": n, "return": float(n), "length": 1} for n in range(1, 20_001)]
 
-    found = Episodes.of(told)
+    summary = Episodes.of(records)
 
-    numbers = [episode.number for episode in found.points]
+    numbers = [episode.number for episode in summary.points]
     assert len(numbers) < 4000
     assert len({b - a for a, b in pairwise(numbers)}) == 1
-    assert all(e.mean_reward == pytest.approx(e.number - 49.5) for e in found.points if e.number >= 100)
-    assert (found.before, found.after) == (50.5, 19_950.5)
+    assert all(e.mean_reward == pytest.approx(e.number - 49.5) for e in summary.points if e.number >= 100)
+    assert (summary.before, summary.after) == (50.5, 19_950.5)
 
 
 def test_a_million_steps_are_reported_in_seconds_and_in_little_memory(begin, tmp_path):
-    story = begin("long", **LIVE)
+    run = begin("long", **LIVE)
     row = (1, "1", 1, "{}", "ok", None, "", 1.0, '{"parts":{},"more":[]}', '{"observation":[0.1,0.2]}', 1.0, 2.0)
     for start in range(1, 1_000_001, 50_000):
         episodes = [
             (n, b'{"episode":1,"first":%d,"last":%d,"return":%d,"length":20,"regime":{}}' % (n - 19, n, n // 1000))
             for n in range(start + 19, start + 50_000, 20)
         ]
-        story.ledger.append([(n, *row) for n in range(start, start + 50_000)], episodes)
+        run.ledger.append([(n, *row) for n in range(start, start + 50_000)], episodes)
 
     started = time.perf_counter()
     source = page(tmp_path)
@@ -177,12 +177,12 @@ def side(reward: float | None, *trials: int, **action) -> dict:
 
 
 def trained(begin, name: str, *rows: dict):
-    story = begin(name, conditions_on_regime=True, parameters={"cc": ["bbr", "cubic"], "streams": [1, 8]})
+    run = begin(name, conditions_on_regime=True, parameters={"cc": ["bbr", "cubic"], "streams": [1, 8]})
     for streams, cc in ((1, "bbr"), (8, "cubic")):
         for drop in (0, 5):
-            story.tell({"cc": cc, "streams": streams, "fixed": 3}, 5.0 + streams, regime={"drop": drop})
-    story.ledger.set_state("policy", {"evaluated_at": 1.0, "regimes": list(rows)})
-    return story
+            run.add({"cc": cc, "streams": streams, "fixed": 3}, 5.0 + streams, regime={"drop": drop})
+    run.ledger.set_state("policy", {"evaluated_at": 1.0, "regimes": list(rows)})
+    return run
 
 
 def both(policy: float | None, static: float | None, drop: int) -> dict:
@@ -194,22 +194,22 @@ def both(policy: float | None, static: float | None, drop: int) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "message"),
     [
         ([both(9.0, 6.0, 0), both(5.0, 6.0, 5)], "The policy wins : 7 GFLOP/s against 6 GFLOP/s"),
         ([both(4.0, 6.0, 0), both(7.0, 6.0, 5)], "The best static action wins : 5.5 GFLOP/s against 6 GFLOP/s"),
         ([both(6.0, 6.0, 0), both(6.0, 6.0, 5)], "Neither wins : 6 GFLOP/s against 6 GFLOP/s"),
     ],
 )
-def test_a_policy_stands_beside_the_best_static_action_and_the_winner_is_named(begin, tmp_path, rows, said):
+def test_a_policy_is_compared_with_the_best_static_action(begin, tmp_path, rows, message):
     trained(begin, "tcp", *rows)
 
     text = words(tmp_path)
 
-    assert said in text
+    assert message in text
     assert "Mean gflops of the policy over 2 regimes" in text
     assert "the same under every regime: cc = cubic, streams = 1" in text
-    assert "drop cc streams policy static trials 0 bbr 8 " in text, "what could not be chosen is left out"
+    assert "drop cc streams policy static trials 0 bbr 8 " in text, "parameters that cannot be chosen are left out"
     assert "The best action under each regime alone" in text
     assert chart(tmp_path)["answer"] == [0], "the policy's own trial"
 
@@ -227,7 +227,7 @@ def test_the_means_are_over_regimes_where_both_were_measured(begin, tmp_path):
     assert "failed 60 GFLOP/s" in text
 
 
-def test_a_policy_alone_is_shown_alone(begin, tmp_path):
+def test_a_policy_without_a_static_action_is_shown_alone(begin, tmp_path):
     trained(begin, "tcp", {"regime": {}, "policy": side(3.0, 1, cc="bbr")})
     trained(begin, "failed", {"regime": {}, "policy": side(None, 1, cc="bbr")})
 
@@ -239,8 +239,8 @@ def test_a_policy_alone_is_shown_alone(begin, tmp_path):
 
 @pytest.mark.parametrize("state", [None, {}, {"regimes": []}, {"regimes": 3}, 7])
 def test_a_policy_that_was_not_evaluated_changes_nothing(begin, tmp_path, state):
-    story = trained(begin, "tcp")
-    story.ledger.set_state("policy", state)
+    run = trained(begin, "tcp")
+    run.ledger.set_state("policy", state)
 
     assert "The best action for each of 2 regimes" in words(tmp_path)
 
@@ -249,8 +249,8 @@ def test_a_policy_that_was_not_evaluated_changes_nothing(begin, tmp_path, state)
 
 
 def test_live_and_policy_runs_render_without_errors(begin, tmp_path, render):
-    story = begin("paddle", **LIVE, budget=40_000)
-    live(story.ledger, learning(400), failed=[50, 60])
+    run = begin("paddle", **LIVE, budget=40_000)
+    live(run.ledger, learning(400), failed=[50, 60])
     live(begin("plain", **LIVE).ledger, [{**episode, "regime": {}} for episode in learning(30)])
     live(begin("hostile", **LIVE).ledger, [{"return": n, "length": 2, "regime": {HOSTILE: HOSTILE}} for n in range(3)])
     trained(begin, "tcp", both(9.0, 6.0, 0), both(5.0, 6.0, 5))
@@ -263,6 +263,6 @@ def test_live_and_policy_runs_render_without_errors(begin, tmp_path, render):
     (tmp_path / "hover.html").write_text(with_script(source, hover), "utf-8")
 
     for name in ("report.html", "hover.html"):
-        shown = render(tmp_path / name)
-        assert_drawn(shown.dom, shown.log)
-    assert "<b>Episode 1, trials" in shown.dom
+        dom = render(tmp_path / name)
+        assert_drawn(dom.dom, dom.log)
+    assert "<b>Episode 1, trials" in dom.dom

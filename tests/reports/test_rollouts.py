@@ -42,9 +42,11 @@ def episode(number: int, source: str, exact: float, answer: str = "It is 4.") ->
     task = Task(f"{source}-{number % 7}", ({"role": "user", "content": "2+2=?"},), "4", source)
     question, tool = node(0, "2+2=?", role="user"), node(2, answer, role="tool")
     nodes = (ROOT, question, node(1, answer, -0.02), tool, node(3, "four", -6.0))
-    made = Episode(task, nodes, attempts=(Attempt(0.0, {"queue": 0.01, "generate": 0.4, "loop": 0.5, "judge": 0.1}),))
-    length = -0.001 * made.sampled
-    return made.judged(Reward(exact + length, {"exact": exact, "length": length}))
+    rollout = Episode(
+        task, nodes, attempts=(Attempt(0.0, {"queue": 0.01, "generate": 0.4, "loop": 0.5, "judge": 0.1}),)
+    )
+    length = -0.001 * rollout.sampled
+    return rollout.judged(Reward(exact + length, {"exact": exact, "length": length}))
 
 
 def store(ledger: Ledger, groups: Groups, group: int, episodes: list[Episode], first: int) -> None:
@@ -61,13 +63,15 @@ def store(ledger: Ledger, groups: Groups, group: int, episodes: list[Episode], f
         ledger.commit(trial, result)
 
 
-def lost(one: Episode, *, outcome: Outcome = Outcome.LOST, fault: Fault = Fault.INFRA, reason: str = "gone") -> Episode:
+def failed_episode(
+    one: Episode, *, outcome: Outcome = Outcome.LOST, fault: Fault = Fault.INFRA, reason: str = "gone"
+) -> Episode:
     return one.failed(outcome, fault, reason)
 
 
 @pytest.fixture
 def rolled(tmp_path):
-    """Writes the ledger of a rollout run with so many groups, some rollouts of which went wrong."""
+    """Writes the ledger of a rollout run with this many groups, with some failed rollouts."""
 
     def rolled(groups: int = 12, answer: str = "It is 4.", name: str = "collect"):
         (tmp_path / name).mkdir()
@@ -80,10 +84,12 @@ def rolled(tmp_path):
                 source = ("arith", "riddles")[group % 3 == 0]
                 members = [episode(group, source, float((group + i) % 3 == 0), answer) for i in range(SIZE)]
                 if group == 2:
-                    members[0] = lost(members[0], outcome=Outcome.JUDGE_FAILED, fault=Fault.JUDGE, reason="<i>down</i>")
+                    members[0] = failed_episode(
+                        members[0], outcome=Outcome.JUDGE_FAILED, fault=Fault.JUDGE, reason="<i>down</i>"
+                    )
                 if group == 3:
                     again = Attempt(0.0, {"queue": 0.1}, Outcome.LOST)
-                    members[1] = replace(lost(members[1]), attempts=(again, again))
+                    members[1] = replace(failed_episode(members[1]), attempts=(again, again))
                     members[2] = replace(members[2], attempts=(again, *members[2].attempts))
                 if group == 4:
                     members = [episode(group, source, 1.0, answer)] * SIZE
@@ -109,7 +115,7 @@ def body(text: str) -> str:
     return text[text.index("<main>") : text.index("</main>")]
 
 
-def test_the_digest_counts_what_the_ledger_holds(rolled):
+def test_the_digest_matches_the_ledger(rolled):
     digest = read_run(rolled() / "collect")
     assert isinstance(digest, RolloutDigest)
     assert (digest.count, digest.succeeded, digest.unscored) == (48, 46, 2)
@@ -122,7 +128,7 @@ def test_the_digest_counts_what_the_ledger_holds(rolled):
     assert total.mean == pytest.approx(sum(total.part_means.values()))
 
 
-def test_no_reward_is_in_no_mean(rolled):
+def test_rollouts_without_a_reward_are_in_no_mean(rolled):
     digest = read_run(rolled() / "collect")
     assert len(digest.rollouts.rewards) == 46
     assert digest.rollouts.total.mean == pytest.approx(sum(digest.rollouts.rewards) / 46)
@@ -139,14 +145,14 @@ def test_the_result_in_words(rolled):
     assert any("judge_failed (fault: judge)" in line for line in lines)
 
 
-def test_the_page_tells_rewards_faults_groups_phases_and_tasks(rolled):
+def test_the_page_shows_rewards_faults_groups_phases_and_tasks(rolled):
     text = body(page(rolled()))
     for title in ("Rewards", "Distributions", "Rewards by task source", "Outcomes and faults", "Groups"):
         assert f"<h3>{title}</h3>" in text
     for title in ("Time per phase", "Hardest tasks", "Easiest tasks", "Samples"):
         assert f"<h3>{title}</h3>" in text
-    for said in ("Mean reward of 46 rollouts", "never a zero", "scored, trained on", "took a second attempt"):
-        assert said in text
+    for phrase in ("Mean reward of 46 rollouts", "never a zero", "scored, trained on", "took a second attempt"):
+        assert phrase in text
     for phase in ("queue", "generate", "other", "judge"):
         assert f"<b>{phase}</b>" in text
     assert "Best" not in re.sub(r"<b>Best</b>", "", text)
@@ -154,7 +160,7 @@ def test_the_page_tells_rewards_faults_groups_phases_and_tasks(rolled):
     assert "<i>down" not in text
 
 
-def test_samples_shade_tokens_by_probability_and_dim_what_was_given(rolled):
+def test_samples_shade_tokens_by_probability_and_dim_inserted_ones(rolled):
     text = body(page(rolled()))
     assert text.count("<details class='sample' open>") == 4
     assert "<span class='given'>&lt;assistant&gt;</span>" in text
@@ -169,7 +175,7 @@ def test_hostile_answers_stay_text(rolled):
     assert "<span class='given'>&lt;/span&gt;&lt;script&gt;alert(1)" in text
 
 
-def test_a_run_that_has_only_begun_is_shown(tmp_path):
+def test_a_run_that_has_just_started_is_shown(tmp_path):
     (tmp_path / "collect").mkdir()
     with Ledger.create(tmp_path / "collect" / "ledger.db") as ledger:
         ledger.set_state("run", {"name": "collect", "rollout": ABOUT, "budget": 8})
@@ -183,7 +189,7 @@ def test_a_run_without_any_reward_says_so(tmp_path):
     (tmp_path / "collect").mkdir()
     with Ledger.create(tmp_path / "collect" / "ledger.db") as ledger:
         ledger.set_state("run", {"name": "collect", "rollout": ABOUT})
-        bad = replace(lost(episode(1, "arith", 0.0)), attempts=(Attempt(0.0, {"queue": 0.1}),))
+        bad = replace(failed_episode(episode(1, "arith", 0.0)), attempts=(Attempt(0.0, {"queue": 0.1}),))
         store(ledger, Groups(ledger), 1, [bad, bad], 1)
     text = body(page(tmp_path))
     assert "No rollout has a reward." in text
@@ -228,12 +234,12 @@ def test_many_rollouts_are_thinned_and_the_page_stays_small(tmp_path):
     "values", [[1.0], [0.0, 0.0], [-0.2, 0.9, 0.1], [3.0, 500.0, 7.0], [1e-9, 2e-9], [5e12, -5e12]]
 )
 def test_a_histogram_counts_each_value_once(values):
-    found = histogram(values)
-    assert sum(found["counts"]) == len(values)
-    assert len(found["counts"]) == len(found["from"]) == len(found["names"]) <= 70
+    bins = histogram(values)
+    assert sum(bins["counts"]) == len(values)
+    assert len(bins["counts"]) == len(bins["from"]) == len(bins["names"]) <= 70
 
 
-def test_tokens_without_a_known_tokenizer_are_told_by_number():
+def test_tokens_without_a_known_tokenizer_are_shown_by_id():
     assert tokenizer_of({"type": "elsewhere"}) is None
     one = node(0, "hi", -0.1)
     assert [piece.text for piece in token_texts(one, None)][1:] == ["⟨104⟩", "⟨105⟩"]

@@ -29,16 +29,16 @@ AGENT = {"type": "grpo", "steps": 20, "prompts_per_step": 1, "group_size": SIZE,
 
 
 def episode(task: str, answer: str, reward: float, *, branches: int = 1) -> Episode:
-    """An answer; with several branches, so many answers to the same question."""
-    asked = node(0, "2+2=?", role="user")
-    said = [node(1, answer, -0.02 if place % 2 else -3.0) for place in range(branches)]
-    return Episode(Task(task, ({"role": "user", "content": "2+2=?"},), "4", "sums"), (ROOT, asked, *said)).judged(
+    """An answer; with several branches, several answers to the same question."""
+    question = node(0, "2+2=?", role="user")
+    answers = [node(1, answer, -0.02 if place % 2 else -3.0) for place in range(branches)]
+    return Episode(Task(task, ({"role": "user", "content": "2+2=?"},), "4", "sums"), (ROOT, question, *answers)).judged(
         Reward(reward, {"exact": reward})
     )
 
 
 class Training:
-    """The ledger of a training as its trainer writes it."""
+    """The ledger of a training, as its trainer writes it."""
 
     def __init__(self, ledger: Ledger, **agent) -> None:
         self.ledger, self.steps, self.groups = ledger, Steps(ledger), Groups(ledger)
@@ -55,13 +55,15 @@ class Training:
         else:
             self.ledger.reserve(trials)
         for trial, one in zip(trials, episodes, strict=True):
-            kept = one if evaluated is None else replace(one, trainable=False, in_baseline=False)
+            recorded = one if evaluated is None else replace(one, trainable=False, in_baseline=False)
             metrics = {"tokens": float(one.sampled), "turns": 1.0} if one.reward else {}
-            result = Result(one.outcome, metrics, one.reason, one.fault, {}, reward=one.reward, episode=kept.to_bytes())
+            result = Result(
+                one.outcome, metrics, one.reason, one.fault, {}, reward=one.reward, episode=recorded.to_bytes()
+            )
             self.ledger.commit(trial, result)
 
     def train(self, step: int, reward: float = 0.5, *, branches: int = 1, **numbers) -> None:
-        """A step, and the group that it was learned from."""
+        """A step, and its group."""
         rewards = [reward - 0.1, reward + 0.1, reward - 0.2, reward + 0.2]
         answers = [episode(f"sums-{step}", f"train {step} got {r:.2f}", r, branches=branches) for r in rewards]
         self.roll({"source": "sums", "index": step, "task": f"sums-{step}"}, answers)
@@ -72,30 +74,30 @@ class Training:
 
     def note(self, step: int, **numbers) -> None:
         usual = {"entropy": 5 - step / 10, "grad_norm": 0.1 + step % 3, "kl": 0.0, "skipped": 0.0, "tokens": 100.0}
-        spent = {"rollout_s": 1.0, "train_s": 1.0}
-        told = {name: value for name, value in {**usual, **spent, **numbers}.items() if value != "missing"}
-        self.steps.add("train", Step(step, 1000.0 + step, told))
+        times = {"rollout_s": 1.0, "train_s": 1.0}
+        values = {name: value for name, value in {**usual, **times, **numbers}.items() if value != "missing"}
+        self.steps.add("train", Step(step, 1000.0 + step, values))
 
-    def examine(self, step: int, rewards, *, width: float = 0.125, lost: int = 0) -> None:
+    def examine(self, step: int, rewards, *, width: float = 0.125, faults: int = 0) -> None:
         """An evaluation: a rollout per held-out task."""
         for index, reward in enumerate(rewards):
             one = episode(f"held-{index}", f"examined after {step}: {reward:.2f}", reward)
-            if index < lost:
+            if index < faults:
                 one = one.failed(Outcome.LOST, Fault.INFRA, "the worker is gone")
             action = {"source": "eval:sums", "index": index, "task": f"held-{index}", "evaluated": step}
             self.roll(action, [one], evaluated=step)
-        scored = rewards[lost:]
-        told = {"tasks": len(rewards), "rollouts": len(scored), "faults": lost}
+        scored = rewards[faults:]
+        values = {"tasks": len(rewards), "rollouts": len(scored), "faults": faults}
         if scored:
             mean = sum(scored) / len(scored)
-            told |= {"reward": mean, "reward_low": mean - width, "reward_high": mean + width}
-            told |= {"pass@1": mean / 2, "pass@1_low": 0.0, "pass@1_high": mean}
-        self.steps.add("eval", Step(step, 1000.0 + step, told))
+            values |= {"reward": mean, "reward_low": mean - width, "reward_high": mean + width}
+            values |= {"pass@1": mean / 2, "pass@1_low": 0.0, "pass@1_high": mean}
+        self.steps.add("eval", Step(step, 1000.0 + step, values))
 
 
 @pytest.fixture
 def training(tmp_path):
-    """A training whose ledger goes on until the test ends."""
+    """A training whose ledger stays open until the test ends."""
     (tmp_path / "learn").mkdir()
     with Ledger.create(tmp_path / "learn" / "ledger.db") as ledger:
         yield Training(ledger)
@@ -103,7 +105,7 @@ def training(tmp_path):
 
 @pytest.fixture
 def finished(training):
-    """Twenty steps, after which every held-out task is done better."""
+    """Twenty steps that improve every held-out task."""
     training.examine(0, [0.125] * TASKS)
     for step in range(1, 21):
         training.train(step, 0.2 + step / 40)
@@ -113,18 +115,20 @@ def finished(training):
     return training
 
 
-def test_the_page_begins_with_the_verdict(finished, tmp_path):
+def test_the_page_starts_with_the_verdict(finished, tmp_path):
     text = body(page(tmp_path))
-    said = re.search(r"<p class='verdict'>(.*?)</p>", text)[1]
-    assert said.startswith("On 6 held-out tasks the mean reward was 0.125 (95 %: 0 … 0.25) before training and 0.625")
-    assert "it got better" in said
+    verdict = re.search(r"<p class='verdict'>(.*?)</p>", text)[1]
+    assert verdict.startswith(
+        "On 6 held-out tasks the mean reward was 0.125 (95 %: 0 … 0.25) before training and 0.625"
+    )
+    assert "it got better" in verdict
     order = [text.index(mark) for mark in ("class='verdict'", ">Curves<", ">Episodes<", ">Settings<")]
     assert order == sorted(order)
     assert "pass@1" in text
     assert "chip good" in text
 
 
-def test_evaluations_are_told_apart_from_what_is_trained_on(finished, tmp_path):
+def test_evaluations_are_separate_from_training_rollouts(finished, tmp_path):
     digest = read_run(tmp_path / "learn")
     assert isinstance(digest, TrainingDigest)
     assert digest.rollouts.total.ended == 20 * SIZE
@@ -134,7 +138,7 @@ def test_evaluations_are_told_apart_from_what_is_trained_on(finished, tmp_path):
     assert sum(digest.outcomes.values()) == 20 * SIZE
 
 
-def test_evaluations_are_never_exported_as_rows_to_train_on(finished, tmp_path):
+def test_evaluations_are_never_exported_as_training_rows(finished, tmp_path):
     import pyarrow.parquet as pq
 
     with Ledger.read(tmp_path / "learn" / "ledger.db") as ledger:
@@ -150,30 +154,30 @@ def test_evaluations_are_never_exported_as_rows_to_train_on(finished, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("after", "told"),
+    ("after", "message"),
     [([0.9] * TASKS, "it got better"), ([0.0] * TASKS, "it got worse"), ([0.0, 0.2, 0.1] * 2, "may be chance")],
 )
-def test_what_may_be_chance_is_said(training, after, told):
+def test_a_change_within_chance_is_marked(training, after, message):
     training.examine(0, [0.1] * TASKS)
     training.examine(5, after)
-    assert told in verdict(read_training(training.ledger))
+    assert message in verdict(read_training(training.ledger))
 
 
 @pytest.mark.parametrize(
-    ("tasks", "told"), [(1, "1 task with a reward in both"), (5, "5 tasks with a reward in both"), (6, "got better")]
+    ("tasks", "message"), [(1, "1 task with a reward in both"), (5, "5 tasks with a reward in both"), (6, "got better")]
 )
-def test_a_few_tasks_tell_nothing(training, tasks, told, tmp_path):
-    """All of five coins fall alike once in sixteen throws."""
+def test_a_few_tasks_prove_nothing(training, tasks, message, tmp_path):
+    """Five coins all land alike once in sixteen throws."""
     training.examine(0, [0.0] * tasks)
     training.examine(5, [1.0] * tasks)
     digest = read_training(training.ledger)
-    assert told in verdict(digest)
+    assert message in verdict(digest)
     assert (digest.change is None) == (tasks < 6)
     assert ("too few tasks to tell" in body(page(tmp_path))) == (tasks < 6)
 
 
-def test_one_task_of_many_that_is_solved_may_be_chance(training):
-    """Changes of 0 and 1 are no shares, of which one would say that it is not none."""
+def test_one_newly_solved_task_of_many_may_be_chance(training):
+    """Changes of 0 and 1 are not shares, whose interval would exclude zero."""
     training.examine(0, [0.0] * 8)
     training.examine(5, [1.0] + [0.0] * 7)
     assert "may be chance" in verdict(read_training(training.ledger))
@@ -190,7 +194,7 @@ def test_only_tasks_that_both_evaluations_scored_are_compared(training):
     )
 
 
-def test_the_same_task_stands_before_and_after(finished, tmp_path):
+def test_the_same_tasks_are_shown_before_and_after(finished, tmp_path):
     text = re.sub(r"<[^>]*>", "", body(page(tmp_path)))
     episodes = text[text.index("colour tokens by") : text.index("Rollouts trained on")]
     for task, reward in ((5, "0.65"), (0, "0.60")):  # the largest gain and the smallest
@@ -211,11 +215,11 @@ def test_tokens_are_coloured_by_logprob_or_by_advantage(finished, tmp_path, rend
         (tmp_path / "probe.html").write_text(each + probe, "utf-8")
         shades.append(re.findall(r'data-(?:up|down)2="([^"]*)"', render(tmp_path / "probe.html").dom))
     (logprob, same), (better, worse) = shades
-    assert logprob == same  # both were as likely
+    assert logprob == same  # both were equally likely
     assert len({logprob, better, worse}) == 3
 
 
-def test_rollouts_of_a_prompt_alone_have_no_advantage_to_show(training, tmp_path):
+def test_single_rollouts_of_a_prompt_show_no_advantage(training, tmp_path):
     """As with PPO, whose baseline is a critic."""
     training.examine(0, [0.1] * TASKS)
     training.roll({"source": "sums", "index": 1, "task": "sums-1"}, [episode("sums-1", "alone", 1.0)])
@@ -252,21 +256,21 @@ def test_a_run_before_its_first_step_has_a_page(training, tmp_path):
     assert "no two steps have a reward yet" in body(page(tmp_path))
 
 
-def test_without_held_out_tasks_the_training_reward_is_no_measure(training, tmp_path):
+def test_without_held_out_tasks_there_is_no_verdict(training, tmp_path):
     for step in range(1, 5):
         training.train(step, step / 10)
     text = body(page(tmp_path))
     assert "went from 0.15 to 0.35 in 4 steps, which says little about other tasks. Add [run.eval] to know." in text
 
 
-def test_an_evaluation_without_a_reward_is_no_zero(training):
+def test_an_evaluation_without_a_reward_is_not_zero(training):
     training.examine(0, [0.5] * 2, lost=2)
     digest = read_training(training.ledger)
     assert digest.measured == []
     assert verdict(digest).startswith("No evaluation has a reward")
 
 
-def test_steps_that_changed_nothing_are_said(training, tmp_path):
+def test_skipped_steps_are_reported(training, tmp_path):
     training.train(1)
     training.train(2, skipped=1.0, updates=0.0, grad_norm=None)
     training.note(3, skipped="missing")
@@ -303,17 +307,17 @@ def test_ten_thousand_steps_make_a_small_page(training, tmp_path):
     reward = chart["curves"][0]["lines"][0]["rows"]
     assert (reward[0][0], reward[-1][4]) == (1, 10_000)
     assert all(low <= mean <= high for _, mean, low, high, _ in reward)
-    assert len(page(tmp_path)) < 1_200_000  # of which 720 kB draw charts
+    assert len(page(tmp_path)) < 1_200_000  # 720 kB of which is the chart library
 
 
-def test_what_never_changes_has_no_curve_but_is_said(finished, tmp_path):
+def test_constant_numbers_are_listed_without_a_curve(finished, tmp_path):
     chart = chart_data(read_training(finished.ledger))
     assert chart["level"]["KL"] == 0.0
     assert "KL" not in [curve["title"] for curve in chart["curves"]]
     assert "The same in every step: KL 0" in body(page(tmp_path))
 
 
-def test_the_distance_to_the_sampler_is_not_called_that_to_the_reference(training):
+def test_kl_to_the_sampler_and_to_the_reference_have_different_names(training):
     for step in (1, 2):
         training.note(step, reward=0.1, kl="missing", mismatch_kl=0.1 * step)
     curves = {curve["title"]: curve["meaning"] for curve in chart_data(read_training(training.ledger))["curves"]}
@@ -330,7 +334,7 @@ def test_an_evaluation_whose_interval_is_unknown_is_drawn(training, tmp_path):
     assert "95 %: unknown" in body(page(tmp_path))
 
 
-def test_a_trainer_s_own_numbers_have_curves_too(training):
+def test_custom_numbers_of_a_trainer_have_curves_too(training):
     for step in (1, 2):
         training.note(step, reward=0.1, value_loss=1.0 / step)
     assert "value loss" in [curve["title"] for curve in chart_data(read_training(training.ledger))["curves"]]
@@ -365,7 +369,7 @@ def test_reports_never_import_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_what_was_trained_tells_its_own_tokenizer(tmp_path):
+def test_the_trained_policy_provides_its_tokenizer(tmp_path):
     assert tokenizer_of({"type": "vllm", "model": "someone/large"}, tmp_path) is None
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "byte_tokenizer").write_text("258\n")

@@ -31,12 +31,12 @@ def task_at(path: Path, **extra: object) -> Task:
     return Task("t", ({"role": "user", "content": "Do it."},), extra={"local_task_path": str(path), **extra})
 
 
-def _script(text: str, home: Path) -> Command:
-    outputs = {name: home / f"agent.{name}" for name in ("stdout", "stderr")}
+def _script(text: str, directory: Path) -> Command:
+    outputs = {name: directory / f"agent.{name}" for name in ("stdout", "stderr")}
     environment = {"PATH": "/usr/bin:/bin"}
     return Command(
         ("/bin/sh", "-c", text),
-        home / "workspace",
+        directory / "workspace",
         environment,
         **outputs,
         timeout_s=20.0,
@@ -44,23 +44,25 @@ def _script(text: str, home: Path) -> Command:
     )
 
 
-async def verified(path: Path, home: Path, work=lambda workspace: None, sandbox=None, agent: str = ""):
-    """What the tests of the task say after `work` was done to the workspace, and this script was run in its sandbox."""
-    (home / "workspace").mkdir()
-    prepared = prepare(task_at(path), home / "workspace", TaskLocator(home))
-    executor, said = LocalExecutor(), []
+async def run_verifier(path: Path, directory: Path, work=lambda workspace: None, sandbox=None, agent: str = ""):
+    """The report of the task's tests after `work` changed the workspace and this script ran in its sandbox."""
+    (directory / "workspace").mkdir()
+    prepared = prepare(task_at(path), directory / "workspace", TaskLocator(directory))
+    executor, reports = LocalExecutor(), []
     try:
         async with (sandbox or NoSandbox()).open(
-            home / "workspace", mount_at=prepared.layout.workdir, hide=prepared.hide
+            directory / "workspace", mount_at=prepared.layout.workdir, hide=prepared.hide
         ) as instance:
             for step in prepared.task.steps:
-                stage(prepared, step, home / "workspace")
-                work(home / "workspace")
+                stage(prepared, step, directory / "workspace")
+                work(directory / "workspace")
                 if agent:
-                    await executor.run(instance.wrap(_script(agent, home)), lambda _pid, _ticks: None)
-                said.append(await verify(prepared, step, instance, executor, home, marker=f"verify-{os.getpid()}"))
-                if not step.allows_next(said[-1]):
+                    await executor.run(instance.wrap(_script(agent, directory)), lambda _pid, _ticks: None)
+                reports.append(
+                    await verify(prepared, step, instance, executor, directory, marker=f"verify-{os.getpid()}")
+                )
+                if not step.allows_next(reports[-1]):
                     break
     finally:
         await executor.close()
-    return combine_reports(prepared, said)
+    return combine_reports(prepared, reports)

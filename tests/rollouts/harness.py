@@ -1,4 +1,4 @@
-"""What the tests of production share: an environment whose rollouts and verdicts are functions, in simulated time."""
+"""An environment for production tests: rollouts and verdicts are functions, and time is simulated."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,7 +28,7 @@ def tasks(count: int, name: str = "t") -> list[Task]:
     return [Task(f"{name}/{i}", ({"role": "user", "content": str(i)},), label=str(i)) for i in range(count)]
 
 
-def spoken(task: Task, *versions: int, text: str = "x", outcome: Outcome = Outcome.OK) -> Episode:
+def episode_of(task: Task, *versions: int, text: str = "x", outcome: Outcome = Outcome.OK) -> Episode:
     """An episode whose tokens were sampled by these versions of the policy."""
     ids = tuple(range(len(versions)))
     spans = tuple(Span(i, i + 1, version) for i, version in enumerate(versions))
@@ -71,7 +71,7 @@ class FunctionJudge:
 
 
 class World:
-    """A ledger on disk and everything over it; made again, it is a process that goes on after a crash."""
+    """A ledger on disk and everything above it; created again, it acts as a process that resumes after a crash."""
 
     def __init__(
         self,
@@ -120,13 +120,13 @@ class World:
 def instantly(request: RolloutRequest) -> Awaitable[Episode]:
     async def roll() -> Episode:
         await asyncio.sleep(0)
-        return spoken(request.task, 0)
+        return episode_of(request.task, 0)
 
     return roll()
 
 
 async def timed(main: Awaitable[Any]) -> tuple[Any, float]:
-    """What a coroutine gives, and the seconds that it took by the event loop's clock."""
+    """The result of a coroutine, and the seconds that it took by the event loop's clock."""
     clock = asyncio.get_running_loop().time
-    begun = clock()
-    return await main, clock() - begun
+    start = clock()
+    return await main, clock() - start

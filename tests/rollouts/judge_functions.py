@@ -1,4 +1,4 @@
-"""Handlers of judgers, as a user would write them."""
+"""Judging functions, as a user would write them."""
 
 import os
 import threading
@@ -83,7 +83,7 @@ def returns_text(answer):
     return "1.0"
 
 
-def returns_nothing_named(answer):
+def returns_none_by_name(answer):
     return {}
 
 
@@ -131,5 +131,5 @@ def exact_or_die(answer, label):
 
 
 def exact_by(answer, label):
-    """Tells by which process it was judged."""
+    """Returns the process id that judged."""
     return Reward(float(answer == label), {"exact": float(answer == label), "pid": float(os.getpid())})

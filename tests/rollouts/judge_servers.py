@@ -1,4 +1,4 @@
-"""A real HTTP server on the loopback for judgers, in a thread of its own, so that any event loop can talk to it."""
+"""A real HTTP judge server on loopback, in a separate thread, so that any event loop can call it."""
 
 import asyncio
 import threading
@@ -8,40 +8,40 @@ from aiohttp import web
 
 
 class Server:
-    """Answers by story; remembers what it was asked."""
+    """Answers by path, and records its requests."""
 
     def __init__(self):
         self.requests, self.connections, self.url = [], set(), ""
         self.over = asyncio.Event()
         self.broken = 0
-        """How many requests are refused before all is well."""
+        """How many requests are refused first."""
 
     async def judge(self, request):
-        body = await self._taken(request)
+        body = await self._record(request)
         if self.broken:
             self.broken -= 1
             return web.Response(status=503, text="busy")
         return web.json_response([_verdict(each) for each in body] if isinstance(body, list) else _verdict(body))
 
     async def answer(self, request):
-        """Whatever the query asks for, as it stands."""
-        await self._taken(request)
+        """The answer that the query asks for, unchanged."""
+        await self._record(request)
         return web.Response(status=int(request.query.get("status", 200)), text=request.query["text"])
 
     async def hang(self, request):
-        await self._taken(request)
+        await self._record(request)
         await self.over.wait()
         return web.Response(status=500)
 
     async def chat(self, request):
-        body = await self._taken(request)
+        body = await self._record(request)
         text = request.match_info["text"]
         if text == "exact":
-            shown = body["messages"][1]["content"]
-            text = '{"score": 10}' if "<answer>\n4\n" in shown else "Reasons.\nScore: 5"
+            prompt = body["messages"][1]["content"]
+            text = '{"score": 10}' if "<answer>\n4\n" in prompt else "Reasons.\nScore: 5"
         return web.json_response({"choices": [{"message": {"role": "assistant", "content": text}}]})
 
-    async def _taken(self, request):
+    async def _record(self, request):
         body = await request.json()
         self.connections.add(request.transport.get_extra_info("peername"))
         self.requests.append((dict(request.headers), body))
@@ -49,7 +49,7 @@ class Server:
 
 
 def _verdict(body):
-    """By what was said: nothing can be told of one answer, another is answered with something that is no verdict."""
+    """A verdict by the answer; one answer gets an error, another an invalid verdict."""
     odd = {"unclear": {"error": "cannot tell"}, "odd": {"reward": "much"}}
     return odd.get(body.get("answer"), {"reward": float(body.get("answer") == body.get("label"))})
 

@@ -1,4 +1,4 @@
-"""Both buffers keep one contract: each group is used once, the oldest version first, and a crash changes nothing."""
+"""Both buffers keep one contract: each group is used once, oldest version first, and a crash changes nothing."""
 
 import tempfile
 from pathlib import Path
@@ -25,13 +25,13 @@ def buffer(request, tmp_path):
         yield Groups(ledger)
 
 
-def opened(buffer, *numbers, source="t"):
+def open_groups(buffer, *numbers, source="t"):
     for number in numbers:
         buffer.open(number, source, [Trial(number, {}, "", number)])
 
 
 def test_the_oldest_version_is_taken_first(buffer):
-    opened(buffer, 1, 2, 3)
+    open_groups(buffer, 1, 2, 3)
     buffer.ready(1, 5)
     buffer.ready(2, 3)
     assert buffer.take(1, 1) == [2]
@@ -40,8 +40,8 @@ def test_the_oldest_version_is_taken_first(buffer):
     assert buffer.unfinished() == [3]
 
 
-def test_l09_what_was_taken_after_the_checkpoint_comes_again_and_what_was_trained_never(buffer):
-    opened(buffer, 1, 2, 3, 4)
+def test_l09_groups_taken_after_the_checkpoint_return_and_trained_ones_do_not(buffer):
+    open_groups(buffer, 1, 2, 3, 4)
     for number in (1, 2, 3):
         buffer.ready(number, 0)
     assert buffer.take(1, 1) == [1]
@@ -51,8 +51,8 @@ def test_l09_what_was_taken_after_the_checkpoint_comes_again_and_what_was_traine
     assert buffer.take(9, 2) == [2, 3]
 
 
-def test_l09_what_a_step_was_trained_on_can_be_found_again_when_its_checkpoint_is_lost(buffer):
-    opened(buffer, 1, 2, 3)
+def test_l09_the_groups_of_a_step_can_be_found_when_its_checkpoint_is_lost(buffer):
+    open_groups(buffer, 1, 2, 3)
     for number in (1, 2, 3):
         buffer.ready(number, 0)
     buffer.take(2, 1)
@@ -61,27 +61,27 @@ def test_l09_what_a_step_was_trained_on_can_be_found_again_when_its_checkpoint_i
     assert [buffer.groups_of_step(step) for step in (1, 2, 3)] == [[1, 2], [3], []]
 
 
-def test_l08_what_is_too_old_expires_and_is_owed_until_it_is_tried_again(buffer):
-    opened(buffer, 1, 2)
+def test_l08_stale_groups_expire_and_their_prompts_are_retried(buffer):
+    open_groups(buffer, 1, 2)
     buffer.ready(1, 0)
     buffer.ready(2, 2)
     assert buffer.expire(1) == [1]
     assert buffer.expired() == [1]
     buffer.open(3, "t", [Trial(3, {}, "", 3)], again=1)
     assert buffer.expired() == []
-    assert buffer.draws() == {"t": 2}, "a prompt that is tried again was drawn once"
+    assert buffer.draws() == {"t": 2}, "a retried prompt was drawn once"
     assert buffer.waiting == 1
 
 
 @pytest.mark.parametrize("move", ["ready", "close"])
-def test_a_group_ends_once(buffer, move):
-    opened(buffer, 1)
+def test_a_group_is_closed_once(buffer, move):
+    open_groups(buffer, 1)
     buffer.close(1, "failed")
     with pytest.raises(ValueError, match="group 1 is not open"):
         buffer.ready(1, 0) if move == "ready" else buffer.close(1, "filtered")
 
 
-def test_trials_of_a_group_that_is_left_out_say_so_and_keep_their_rewards(tmp_path):
+def test_trials_of_a_filtered_group_are_marked_and_keep_their_rewards(tmp_path):
     with Ledger.create(tmp_path / "ledger.db") as ledger:
         groups = Groups(ledger)
         trials = [Trial(number, {}, "", 1, number) for number in (1, 2)]
@@ -96,7 +96,7 @@ def test_trials_of_a_group_that_is_left_out_say_so_and_keep_their_rewards(tmp_pa
 
 
 class BothAgree(RuleBasedStateMachine):
-    """Whatever happens, in any order, the one in memory and the one in the ledger say the same."""
+    """After any sequence of operations, the memory buffer and the ledger buffer agree."""
 
     def __init__(self):
         super().__init__()
@@ -116,8 +116,8 @@ class BothAgree(RuleBasedStateMachine):
     @rule(source=st.sampled_from("ab"))
     def open(self, source):
         self.number += 1
-        owed = self.both(lambda b: b.expired())
-        again = owed[0] if owed else None
+        expired = self.both(lambda b: b.expired())
+        again = expired[0] if expired else None
         for buffer in self.buffers:
             buffer.open(self.number, source, [Trial(self.number, {}, "", self.number)], again=again)
 

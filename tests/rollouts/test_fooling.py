@@ -1,4 +1,4 @@
-"""An agent that would fool its tests: what it left in its sandbox sways them as little as can be."""
+"""An agent that tries to cheat its tests: what it leaves in its sandbox must not influence them."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from loopwright.execution.sandbox import Bounds, sandbox_of
 from loopwright.execution.sandbox.bubblewrap import home_inside
 from loopwright.execution.sandbox.resource_monitor import MonitoredSandbox
 from loopwright.testing.sandboxes import SandboxHarness
-from tests.rollouts.harbor import PASS, verified, write
+from tests.rollouts.harbor import PASS, run_verifier, write
 
 TASKS = Path(__file__).parents[2] / "examples" / "tasks"
 NEEDS_BWRAP = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
@@ -35,13 +35,13 @@ os.system("cd " + logs + " && rm -rf reward.json && mkdir -p reward.json/full; c
 """
 
 
-def told(path, home, **given):
-    return asyncio.run(asyncio.wait_for(verified(path, home, **given), 60))
+def verify_task(path, directory, **options):
+    return asyncio.run(asyncio.wait_for(run_verifier(path, directory, **options), 60))
 
 
 @NEEDS_BWRAP
-def test_programs_and_settings_in_the_agents_home_are_not_those_of_its_tests(tmp_path, monkeypatch):
-    """Given our own PATH begins in the home, a shell that an agent puts there never runs."""
+def test_tests_do_not_use_programs_and_settings_in_the_agents_home(tmp_path, monkeypatch):
+    """If our own PATH starts in the home directory, a shell that an agent puts there never runs."""
     monkeypatch.setenv("PATH", f"{home_inside()}/.local/bin:relative::{os.environ['PATH']}")
     monkeypatch.setenv("LD_LIBRARY_PATH", f":lib:{home_inside()}/lib:/usr/lib")
     agent = """
@@ -54,16 +54,18 @@ def test_programs_and_settings_in_the_agents_home_are_not_those_of_its_tests(tmp
     """
     show = f'echo "[$(ls -A ~)] $LD_LIBRARY_PATH"; ls -A {home_inside()} | tr "\n" " "'
     test = f"{show}; echo 0 > /logs/verifier/reward.txt"
-    said = told(write(tmp_path / "task", test=test), tmp_path, sandbox=sandbox_of("bwrap"), agent=agent)
-    assert said["rewards"] == {"reward": 0.0}
-    assert said["output"].startswith("[] /usr/lib\n")
-    assert {".bashrc", ".gitconfig", ".local"} <= {*said["output"].split()}, "where the agent left it, it is"
+    report = verify_task(write(tmp_path / "task", test=test), tmp_path, sandbox=sandbox_of("bwrap"), agent=agent)
+    assert report["rewards"] == {"reward": 0.0}
+    assert report["output"].startswith("[] /usr/lib\n")
+    assert {".bashrc", ".gitconfig", ".local"} <= {*report["output"].split()}, "the agent's file is still there"
 
 
 @NEEDS_BWRAP
-def test_our_own_interpreter_is_there_for_tests(tmp_path):
-    said = told(write(tmp_path / "task", test=f"command -v python3 && {PASS}"), tmp_path, sandbox=sandbox_of("bwrap"))
-    assert said["rewards"] == {"reward": 1.0}
+def test_our_own_interpreter_is_available_to_tests(tmp_path):
+    report = verify_task(
+        write(tmp_path / "task", test=f"command -v python3 && {PASS}"), tmp_path, sandbox=sandbox_of("bwrap")
+    )
+    assert report["rewards"] == {"reward": 1.0}
 
 
 @NEEDS_BWRAP
@@ -71,30 +73,32 @@ def test_tests_cannot_be_changed_while_they_run(tmp_path):
     test = (
         f'echo 0 > "{LOGS}/reward.txt"; printf \'echo 1 > "{LOGS}/reward.txt"\\n\' >> /tests/test.sh; touch /tests/new'
     )
-    said = told(write(tmp_path / "task", test=test), tmp_path, sandbox=sandbox_of("bwrap"))
-    assert said["rewards"] == {"reward": 0.0}
-    assert said["output"].count("Read-only file system") == 2
+    report = verify_task(write(tmp_path / "task", test=test), tmp_path, sandbox=sandbox_of("bwrap"))
+    assert report["rewards"] == {"reward": 0.0}
+    assert report["output"].count("Read-only file system") == 2
 
 
 @NEEDS_BWRAP
 def test_an_agent_that_filled_the_disk_is_scored(tmp_path):
-    """Given a workspace over its bound, tests have as much again, and no more."""
+    """If a workspace exceeds its bound, tests get the same amount again, and no more."""
     bounds = Bounds(disk_bytes=4 << 20)
     agent = "head -c 3M /dev/zero > a; head -c 3M /dev/zero > b; sleep 30"
     test = f'echo 0 > "{LOGS}/reward.txt"; head -c 3M /dev/zero > c; sleep 1'
-    said = told(write(tmp_path / "task", test=test), tmp_path, sandbox=sandbox_of("bwrap", bounds), agent=agent)
+    report = verify_task(
+        write(tmp_path / "task", test=test), tmp_path, sandbox=sandbox_of("bwrap", bounds), agent=agent
+    )
     assert (tmp_path / "workspace/b").stat().st_size == 3 << 20
-    assert said["rewards"] == {"reward": 0.0}
+    assert report["rewards"] == {"reward": 0.0}
 
     (tmp_path / "more").mkdir()
     test = f"{PASS}; head -c 3M /dev/zero > c; head -c 3M /dev/zero > d; sleep 30"
     path = write(tmp_path / "more/task", test=test)
-    said = told(path, tmp_path / "more", sandbox=sandbox_of("bwrap", bounds), agent=agent)
-    assert "test.sh was stopped at a limit: disk: " in said["error"]
-    assert said["stopped"]
+    report = verify_task(path, tmp_path / "more", sandbox=sandbox_of("bwrap", bounds), agent=agent)
+    assert "test.sh was stopped at a limit: disk: " in report["error"]
+    assert report["stopped"]
 
 
-def test_what_could_not_be_measured_when_the_agent_left_is_not_counted(tmp_path, monkeypatch):
+def test_an_unmeasurable_workspace_is_not_counted(tmp_path, monkeypatch):
     watched = MonitoredSandbox(0, Bounds(disk_bytes=1), (tmp_path,), print)
     monkeypatch.setattr("loopwright.execution.sandbox.resource_monitor.size_bytes", lambda *_: None)
     assert "cannot be measured" in watched.exceeded_disk()
@@ -104,8 +108,8 @@ def test_what_could_not_be_measured_when_the_agent_left_is_not_counted(tmp_path,
 
 
 @NEEDS_BWRAP
-def test_no_door_is_open_while_tests_run(tmp_path):
-    """Between two steps the session takes calls, but the tests run the agent's code, which may know its key."""
+def test_sessions_refuse_calls_while_tests_run(tmp_path):
+    """Between two steps the session accepts calls, but tests run the agent's code, which may know the key."""
     harness = SandboxHarness(tmp_path, sandbox_of("bwrap"))
 
     async def main():
@@ -120,29 +124,29 @@ def test_no_door_is_open_while_tests_run(tmp_path):
             server,
             harness.sandbox.open(harness.workspace, allowed_urls=(f"http://127.0.0.1:{port}",)) as instance,
         ):
-            heard = []
+            statuses = []
             for tests in (False, True, False):
                 if tests:
                     instance.begin_verification()
                 await harness.run(instance, harness.python(script))
-                heard.append(harness.stdout.strip())
-            return heard
+                statuses.append(harness.stdout.strip())
+            return statuses
 
     assert asyncio.run(asyncio.wait_for(main(), 60)) == ["b'hello'", "b''", "b'hello'"]
 
 
 @pytest.mark.parametrize("code", [DAEMON, FORGED, IN_THE_WAY, "import os; os.kill(os.getppid(), 9)"])
-def test_code_under_test_neither_forges_nor_dodges_the_reward_of_a_shipped_task(tmp_path, code):
-    """Given a module that does this and knows no answer, the reward is 0."""
+def test_code_under_test_cannot_forge_the_reward_of_a_shipped_task(tmp_path, code):
+    """A module that does this without solving the task gets 0."""
 
     def work(workspace):
         (workspace / "palindrome.py").write_text(f"{code}\ndef is_palindrome(text):\n    return None\n")
 
     shutil.copytree(TASKS / "train/palindrome", tmp_path / "task")
-    assert told(tmp_path / "task", tmp_path, work=work)["rewards"] == {"reward": 0.0}
+    assert verify_task(tmp_path / "task", tmp_path, work=work)["rewards"] == {"reward": 0.0}
 
 
-def test_what_is_only_to_be_made_executable_is_not_run(tmp_path):
+def test_files_that_are_only_made_executable_are_not_run(tmp_path):
     def work(workspace):
         (workspace / "tool.sh").write_text(
             f'#!/bin/bash\necho \'{{"reward": 1}}\' > "{LOGS}/reward.json"; echo ready\n'
@@ -150,16 +154,16 @@ def test_what_is_only_to_be_made_executable_is_not_run(tmp_path):
         (workspace / "tool.sh").chmod(0o755)
 
     shutil.copytree(TASKS / "train/make-executable", tmp_path / "task")
-    assert told(tmp_path / "task", tmp_path, work=work)["rewards"] == {"reward": 0.0}
+    assert verify_task(tmp_path / "task", tmp_path, work=work)["rewards"] == {"reward": 0.0}
 
 
 @pytest.mark.parametrize("name", ["count-lines", "csv-to-json"])
-def test_a_pipe_in_the_place_of_an_answer_is_a_wrong_answer(tmp_path, name):
-    """Tests that wait for it would run out of time, and that is no reward."""
+def test_a_pipe_instead_of_an_answer_file_is_a_wrong_answer(tmp_path, name):
+    """Tests that wait for it would time out and give no reward."""
 
     def work(workspace):
         for answer in ("count.txt", "people.json"):
             os.mkfifo(workspace / answer)
 
     shutil.copytree(TASKS / "train" / name, tmp_path / "task")
-    assert told(tmp_path / "task", tmp_path, work=work)["rewards"] == {"reward": 0.0}
+    assert verify_task(tmp_path / "task", tmp_path, work=work)["rewards"] == {"reward": 0.0}

@@ -16,18 +16,18 @@ from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.producer import ProductionFailed
 from loopwright.testing import simulate
-from tests.rollouts.harness import World, instantly, spoken, tasks
+from tests.rollouts.harness import World, episode_of, instantly, tasks
 
 
 def lasting(seconds: float | dict[str, float]):
     async def roll(request: RolloutRequest) -> Episode:
         await asyncio.sleep(seconds if isinstance(seconds, float) else seconds.get(request.task.id, 1.0))
-        return spoken(request.task, 0)
+        return episode_of(request.task, 0)
 
     return roll
 
 
-def test_synchronous_production_makes_a_batch_when_it_is_asked_for_one(tmp_path):
+def test_synchronous_production_makes_a_batch_on_request(tmp_path):
     async def main():
         async with World(tmp_path, instantly) as world:
             groups = await world.producer.batch(3, 1)
@@ -38,7 +38,7 @@ def test_synchronous_production_makes_a_batch_when_it_is_asked_for_one(tmp_path)
     simulate(main())
 
 
-def test_asynchronous_production_hands_out_what_is_done_first_and_keeps_the_rest(tmp_path):
+def test_asynchronous_production_returns_finished_groups_first_and_keeps_the_rest(tmp_path):
     slow = {f"t/{i}": 100.0 for i in range(0, 1000, 5)}
 
     async def main():
@@ -46,24 +46,24 @@ def test_asynchronous_production_hands_out_what_is_done_first_and_keeps_the_rest
             loop = asyncio.get_running_loop()
             first = await world.producer.batch(4, 1)
             assert loop.time() < 100
-            seen = [group.prompt.task.id for group in first]
+            task_ids = [group.prompt.task.id for group in first]
             while loop.time() < 100:
-                seen += [group.prompt.task.id for group in await world.producer.batch(4, 2)]
-            seen += [group.prompt.task.id for group in await world.producer.batch(4, 3)]
-            assert any(name in slow for name in seen), "the long ones come later, but they come"
-            assert len(seen) == len(set(seen))
+                task_ids += [group.prompt.task.id for group in await world.producer.batch(4, 2)]
+            task_ids += [group.prompt.task.id for group in await world.producer.batch(4, 3)]
+            assert any(name in slow for name in task_ids), "long groups come later"
+            assert len(task_ids) == len(set(task_ids))
 
     simulate(main())
 
 
-def test_l07_a_lost_sample_is_made_again_alone(tmp_path):
+def test_l07_only_a_lost_sample_is_repeated(tmp_path):
     calls = Counter[str]()
 
     async def roll(request: RolloutRequest) -> Episode:
         calls[request.task.id] += 1
         if calls[request.task.id] in (1, 2):  # the first sample and its second attempt
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, "the engine died")
-        return spoken(request.task, 0)
+        return episode_of(request.task, 0)
 
     async def main():
         async with World(tmp_path, roll, group_size=8, concurrency=1) as world:
@@ -72,18 +72,18 @@ def test_l07_a_lost_sample_is_made_again_alone(tmp_path):
             assert group.trials == 9
             rows = list(world.ledger.trials())
             assert Counter(str(t.outcome) for t in rows) == {"ok": 8, "lost": 1}
-            lost = next(t for t in rows if t.outcome is Outcome.LOST)
-            assert lost.reward is None
-            assert lost.fault is Fault.INFRA
+            lost_trial = next(t for t in rows if t.outcome is Outcome.LOST)
+            assert lost_trial.reward is None
+            assert lost_trial.fault is Fault.INFRA
 
     simulate(main())
 
 
-def test_l07_one_prompt_that_always_breaks_does_not_end_the_batch(tmp_path):
+def test_l07_one_prompt_that_always_fails_does_not_end_the_batch(tmp_path):
     async def roll(request: RolloutRequest) -> Episode:
         if request.task.id == "t/0":
             return Episode(request.task).failed(Outcome.CRASHED, Fault.WORKLOAD, "ValueError: no")
-        return spoken(request.task, 0)
+        return episode_of(request.task, 0)
 
     async def main():
         async with World(tmp_path, roll, sources={"t": tasks(3)}) as world:
@@ -111,7 +111,7 @@ def test_l05_a_judge_that_always_fails_gives_no_reward_and_never_zero(tmp_path):
     simulate(main())
 
 
-def test_l07_where_every_group_fails_production_ends_and_says_why(tmp_path):
+def test_l07_if_every_group_fails_production_ends_with_the_reason(tmp_path):
     async def roll(request: RolloutRequest) -> Episode:
         await asyncio.sleep(0.1)
         return Episode(request.task).failed(Outcome.CRASHED, Fault.WORKLOAD, "ValueError: no")
@@ -125,23 +125,23 @@ def test_l07_where_every_group_fails_production_ends_and_says_why(tmp_path):
     simulate(main())
 
 
-def test_what_the_policy_caused_is_scored_and_counts(tmp_path):
+def test_failures_caused_by_the_policy_are_scored_and_count(tmp_path):
     async def roll(request: RolloutRequest) -> Episode:
-        return spoken(request.task, 0, outcome=Outcome.TRUNCATED)
+        return episode_of(request.task, 0, outcome=Outcome.TRUNCATED)
 
     async def main():
         async with World(tmp_path, roll, verdict=lambda _: 0.0) as world:
             (group,) = await world.producer.batch(1, 1)
-            assert group.trials == 4, "nothing was made again"
+            assert group.trials == 4, "nothing was repeated"
             assert all(e.trainable and e.in_baseline and e.reward.value == 0.0 for e in group.episodes.values())
             assert {t.reward.value for t in world.ledger.trials()} == {0.0}
 
     simulate(main())
 
 
-def test_groups_from_which_nothing_can_be_learned_are_left_out_and_recorded(tmp_path):
+def test_groups_without_contrast_are_filtered_and_recorded(tmp_path):
     async def roll(request: RolloutRequest) -> Episode:
-        return spoken(request.task, 0, text=request.seed)
+        return episode_of(request.task, 0, text=request.seed)
 
     async def main():
         async with World(
@@ -155,19 +155,19 @@ def test_groups_from_which_nothing_can_be_learned_are_left_out_and_recorded(tmp_
             assert all(int(group.prompt.task.label) % 2 for group in groups)
             filtered = [t for t in world.ledger.trials() if t.outcome is Outcome.FILTERED]
             assert filtered
-            assert all(t.reward is not None for t in filtered), "left out, but what it was worth is known"
+            assert all(t.reward is not None for t in filtered), "filtered, with its reward recorded"
 
     simulate(main())
 
 
-def test_where_nearly_all_groups_are_left_out_a_batch_has_what_there_is(tmp_path, caplog):
-    """Of the prompts, in the order in which they come, two are of use, the third fails, and no other has a contrast."""
+def test_if_nearly_all_groups_are_filtered_a_batch_has_the_rest(tmp_path, caplog):
+    """In order, the first two prompts are useful, the third fails, and no other has a contrast."""
     came: dict[str, int] = {}
 
     async def roll(request: RolloutRequest) -> Episode:
         came.setdefault(request.task.id, len(came))
         await asyncio.sleep(0.1)
-        return spoken(request.task, 0, text=request.seed)
+        return episode_of(request.task, 0, text=request.seed)
 
     def verdict(episode: Episode) -> float:
         if came[episode.task.id] == 2:
@@ -180,7 +180,7 @@ def test_where_nearly_all_groups_are_left_out_a_batch_has_what_there_is(tmp_path
             assert [came[group.prompt.task.id] for group in groups] == [0, 1]
             discarded = world.producer.discarded
             assert discarded.groups == {"filtered": 29, "failed": 1}
-            assert discarded.trials == 29 * 4 + 12, "of a group that fails all samples are tried three times"
+            assert discarded.trials == 29 * 4 + 12, "all samples of a failing group are attempted three times"
             assert discarded.rewards == [0.5] * 29 * 4
             assert "2 groups instead of 3" in caplog.text
             assert "1 failed (the last: no verdict on this one) and 29 had equal rewards" in caplog.text
@@ -191,10 +191,10 @@ def test_where_nearly_all_groups_are_left_out_a_batch_has_what_there_is(tmp_path
 
 
 @pytest.mark.parametrize("staleness", ["group", "token"])
-def test_l08_a_group_that_never_called_the_policy_is_as_young_as_it(tmp_path, staleness):
+def test_l08_a_group_that_never_called_the_policy_has_its_current_version(tmp_path, staleness):
     async def roll(request: RolloutRequest) -> Episode:
         await asyncio.sleep(0.1)
-        return spoken(request.task)
+        return episode_of(request.task)
 
     async def main():
         async with World(tmp_path, roll, max_staleness=1, staleness=staleness) as world, asyncio.timeout(60):
@@ -206,20 +206,20 @@ def test_l08_a_group_that_never_called_the_policy_is_as_young_as_it(tmp_path, st
     simulate(main())
 
 
-def test_l08_groups_that_are_too_old_expire_and_their_prompts_come_again(tmp_path):
+def test_l08_stale_groups_expire_and_their_prompts_are_repeated(tmp_path):
     world: World
 
     async def roll(request: RolloutRequest) -> Episode:
         version = world.worker.version
         await asyncio.sleep(1.0)
-        return spoken(request.task, version)
+        return episode_of(request.task, version)
 
     async def main():
         nonlocal world
         world = World(tmp_path, roll, type="async", over_sample=1.0, max_staleness=1)
         async with world:
             first = await world.producer.batch(2, 1)
-            await asyncio.sleep(10)  # those that were made ahead are ready now, of version 0
+            await asyncio.sleep(10)  # groups of version 0, made ahead, are ready now
             for version in (1, 2):
                 await world.producer.update(version)
             later = await world.producer.batch(4, 2)
@@ -233,18 +233,18 @@ def test_l08_groups_that_are_too_old_expire_and_their_prompts_come_again(tmp_pat
     simulate(main())
 
 
-def test_l08_what_broke_a_rule_expires_with_its_group_and_is_not_trained_on(tmp_path):
+def test_l08_invalid_episodes_expire_with_their_group_and_are_not_trained_on(tmp_path):
     policy = [0]
 
     async def roll(request: RolloutRequest) -> Episode:
         broken = request.seed.endswith(":1:0")
-        episode = spoken(request.task, policy[-1], outcome=Outcome.INVALID if broken else Outcome.OK)
+        episode = episode_of(request.task, policy[-1], outcome=Outcome.INVALID if broken else Outcome.OK)
         return replace(episode, fault=Fault.POLICY) if broken else episode
 
     async def main():
         async with World(tmp_path, roll, max_staleness=0, group_size=2) as world:
             await world.producer.batch(1, 1)
-            world.env.buffer.restore(0)  # the step was never trained on
+            world.env.buffer.restore(0)  # the step was never trained
             policy.append(1)
             await world.producer.update(1)
             await world.producer.batch(1, 1)
@@ -257,9 +257,9 @@ def test_l08_what_broke_a_rule_expires_with_its_group_and_is_not_trained_on(tmp_
     simulate(main())
 
 
-def test_l08_staleness_by_token_keeps_a_group_of_which_something_is_young(tmp_path):
+def test_l08_staleness_by_token_keeps_a_group_with_some_fresh_tokens(tmp_path):
     async def roll(request: RolloutRequest) -> Episode:
-        return spoken(request.task, 0, 0, 3)
+        return episode_of(request.task, 0, 0, 3)
 
     async def main():
         async with World(tmp_path, roll, staleness="token", max_staleness=1) as world:
@@ -272,16 +272,16 @@ def test_l08_staleness_by_token_keeps_a_group_of_which_something_is_young(tmp_pa
     simulate(main())
 
 
-def test_l08_pause_leaves_nothing_pending_and_accounts_for_what_it_cancelled(tmp_path):
+def test_l08_pause_leaves_nothing_pending_and_records_cancelled_rollouts(tmp_path):
     async def main():
         durations = {f"t/{i}": 1000.0 for i in range(0, 1000, 2)}
         async with World(tmp_path, lasting(durations), type="async", over_sample=1.0) as world:
             loop = asyncio.get_running_loop()
             waiting = asyncio.ensure_future(world.producer.batch(4, 1))
             await asyncio.sleep(0.5)
-            begun = loop.time()
+            start = loop.time()
             cancelled = await world.producer.pause(5)
-            assert loop.time() - begun <= 6
+            assert loop.time() - start <= 6
             assert world.producer.in_flight == world.env.loop.in_flight == 0
             aborted = [t for t in world.ledger.trials() if t.outcome is Outcome.ABORTED]
             assert len(aborted) == cancelled > 0
@@ -302,31 +302,31 @@ def test_l09_sources_share_each_batch_by_weight(tmp_path, kind):
     async def main():
         sources = {"a": tasks(50, "a"), "b": tasks(7, "b")}
         async with World(tmp_path, instantly, sources=sources, weights={"a": 3.0, "b": 1.0}, type=kind) as world:
-            drawn = Counter[str]()
+            counts = Counter[str]()
             for step in range(1, 11):
                 for group in await world.producer.batch(8, step):
-                    drawn[group.prompt.source] += 1
-            assert drawn["a"] in range(58, 63)
-            assert drawn.total() == 80
+                    counts[group.prompt.source] += 1
+            assert counts["a"] in range(58, 63)
+            assert counts.total() == 80
 
     simulate(main())
 
 
 def test_l09_a_crash_at_any_moment_loses_no_prompt_and_trains_none_twice(tmp_path):
-    """The process is dropped as it stands, again and again; the ledger alone goes on."""
+    """The process dies repeatedly at any moment; only the ledger remains."""
     random = Random(1)
 
     async def roll(request: RolloutRequest) -> Episode:
         await asyncio.sleep(random.lognormvariate(0, 1))
         if random.random() < 0.05:
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, "gone")
-        return spoken(request.task, 0)
+        return episode_of(request.task, 0)
 
     trained: list[int] = []
     checkpoint = 0
 
     async def life(directory: Path, seconds: float, grave: Path) -> bool:
-        """Work until the end, or until the process dies: then only what was on disk at that moment remains."""
+        """Work until the end, or until the process dies, after which only the ledger on disk remains."""
         nonlocal checkpoint
         async with World(directory, roll, type="async", over_sample=0.5, budget=480) as world:
             world.producer.restore(checkpoint)
@@ -334,7 +334,7 @@ def test_l09_a_crash_at_any_moment_loses_no_prompt_and_trains_none_twice(tmp_pat
             try:
                 async with asyncio.timeout_at(dies):
                     while groups := await world.producer.batch(5, checkpoint + 1):
-                        await asyncio.sleep(0.3)  # the step itself; after a crash here the groups come again
+                        await asyncio.sleep(0.3)  # the step itself; after a crash here its groups return
                         trained.extend(group.number for group in groups)
                         checkpoint += 1
                         world.env.buffer.settle(checkpoint)
@@ -357,12 +357,12 @@ def test_l09_a_crash_at_any_moment_loses_no_prompt_and_trains_none_twice(tmp_pat
     counts = world.env.buffer.counts()
     assert counts.get("open", 0) == counts.get("ready", 0) == counts.get("taken", 0) == 0
     assert counts["trained"] == len(trained)
-    drawn = world.env.buffer.draws()["t"]
-    assert drawn == counts["trained"] + counts.get("failed", 0), "every prompt that was drawn is accounted for"
+    draw_count = world.env.buffer.draws()["t"]
+    assert draw_count == counts["trained"] + counts.get("failed", 0), "every drawn prompt is accounted for"
     world.ledger.close()
 
 
-def test_at_five_percent_faults_and_groups_of_eight_little_is_made_again(tmp_path):
+def test_with_five_percent_faults_few_samples_are_repeated(tmp_path):
     random = Random(7)
     rolled = 0
 
@@ -371,7 +371,7 @@ def test_at_five_percent_faults_and_groups_of_eight_little_is_made_again(tmp_pat
         rolled += 1
         if random.random() < 0.05:
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, "gone")
-        return spoken(request.task, 0)
+        return episode_of(request.task, 0)
 
     async def main():
         async with World(tmp_path, roll, group_size=8) as world:
@@ -382,7 +382,7 @@ def test_at_five_percent_faults_and_groups_of_eight_little_is_made_again(tmp_pat
     simulate(main())
 
 
-def test_a_group_judger_sees_the_whole_group_refills_included(tmp_path):
+def test_a_group_judger_gets_the_whole_group_including_replacements(tmp_path):
     calls = Counter[str]()
 
     async def roll(request: RolloutRequest) -> Episode:
@@ -390,7 +390,7 @@ def test_a_group_judger_sees_the_whole_group_refills_included(tmp_path):
         if calls[request.task.id] <= 2:
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, "gone")
         await asyncio.sleep(calls.total())
-        return spoken(request.task, 0)
+        return episode_of(request.task, 0)
 
     async def main():
         async with World(tmp_path, roll, compares=True, concurrency=2, group_size=5) as world:
@@ -401,14 +401,14 @@ def test_a_group_judger_sees_the_whole_group_refills_included(tmp_path):
     simulate(main())
 
 
-def test_a_group_judger_judges_what_there_is_when_the_budget_allows_no_refill(tmp_path):
+def test_a_group_judger_judges_an_incomplete_group_when_the_budget_is_spent(tmp_path):
     calls = Counter[str]()
 
     async def roll(request: RolloutRequest) -> Episode:
         calls[request.task.id] += 1
         if calls[request.task.id] <= 2:
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, "gone")
-        return spoken(request.task, 0)
+        return episode_of(request.task, 0)
 
     async def main():
         async with World(tmp_path, roll, compares=True, concurrency=1, group_size=5, budget=5) as world:
@@ -418,7 +418,7 @@ def test_a_group_judger_judges_what_there_is_when_the_budget_allows_no_refill(tm
     simulate(main())
 
 
-def test_a_bug_reaches_whoever_waits_for_a_batch(tmp_path):
+def test_a_bug_is_raised_to_the_caller_that_waits_for_a_batch(tmp_path):
     async def roll(request: RolloutRequest) -> Episode:
         raise KeyError("a bug")
 
@@ -430,19 +430,19 @@ def test_a_bug_reaches_whoever_waits_for_a_batch(tmp_path):
     simulate(main())
 
 
-def test_an_episode_that_cannot_be_stored_costs_its_own_sample(tmp_path):
+def test_an_episode_that_cannot_be_stored_loses_only_its_own_sample(tmp_path):
     async def roll(request: RolloutRequest) -> Episode:
-        episode = spoken(request.task, 0)
+        episode = episode_of(request.task, 0)
         odd = replace(request.task, extra={"handle": object()})
         return replace(episode, task=odd) if request.seed.split(":")[1] == "1" else episode
 
     async def main():
         async with World(tmp_path, roll) as world:
             (group,) = await world.producer.batch(1, 1)
-            (lost,) = rollouts(world.ledger, [1])
+            (rollout,) = rollouts(world.ledger, [1])
         assert sorted(group.episodes) == [2, 3, 4, 5]
-        assert (lost.episode.outcome, lost.episode.fault) == (Outcome.CRASHED, Fault.WORKLOAD)
-        assert "cannot be serialized" in lost.episode.reason
-        assert lost.episode.reward is None
+        assert (rollout.episode.outcome, rollout.episode.fault) == (Outcome.CRASHED, Fault.WORKLOAD)
+        assert "cannot be serialized" in rollout.episode.reason
+        assert rollout.episode.reward is None
 
     simulate(main())

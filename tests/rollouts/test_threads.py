@@ -1,4 +1,4 @@
-"""Threads for what cannot be awaited."""
+"""Threads for blocking calls."""
 
 import asyncio
 import threading
@@ -16,11 +16,11 @@ def gate():
     gate.set()
 
 
-def run(story, *, most=2):
+def run(body, *, most=2):
     async def main():
         pool = Threads("test-threads", max_threads=most)
         try:
-            return await asyncio.wait_for(story(pool), 20)
+            return await asyncio.wait_for(body(pool), 20)
         finally:
             pool.close()
 
@@ -33,15 +33,15 @@ async def given_up(pool, work):
             await pool.run(work)
 
 
-def test_calls_run_off_the_event_loop_and_come_back():
-    async def story(pool):
-        found = await asyncio.gather(*(pool.run(lambda n=n: (n, threading.current_thread().name)) for n in range(50)))
-        assert found == [(n, "test-threads") for n in range(50)]
+def test_calls_run_off_the_event_loop_and_return():
+    async def body(pool):
+        results = await asyncio.gather(*(pool.run(lambda n=n: (n, threading.current_thread().name)) for n in range(50)))
+        assert results == [(n, "test-threads") for n in range(50)]
 
-    run(story)
+    run(body)
 
 
-def test_no_more_run_at_a_time_than_there_are_places():
+def test_concurrent_calls_are_limited():
     running, most, lock = 0, 0, threading.Lock()
 
     def work():
@@ -53,66 +53,66 @@ def test_no_more_run_at_a_time_than_there_are_places():
         with lock:
             running -= 1
 
-    async def story(pool):
+    async def body(pool):
         await asyncio.gather(*(pool.run(work) for _ in range(20)))
 
-    run(story, most=3)
+    run(body, most=3)
     assert most == 3
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), TimeoutError("mine")])
-def test_exceptions_arrive_as_themselves(error):
+def test_exceptions_are_raised_to_the_caller(error):
     def work():
         raise error
 
-    async def story(pool):
+    async def body(pool):
         with pytest.raises(type(error)) as raised:
             await pool.run(work)
         assert raised.value is error
 
-    run(story)
+    run(body)
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), asyncio.CancelledError(), StopIteration()])
-def test_what_would_end_the_event_loop_is_a_failure_of_the_call(error):
+def test_exceptions_that_would_end_the_event_loop_fail_only_the_call(error):
     def work():
         raise error
 
-    async def story(pool):
+    async def body(pool):
         with pytest.raises(RuntimeError, match=f"the call raised {type(error).__name__}"):
             await pool.run(work)
 
-    run(story)
+    run(body)
 
 
-def test_a_call_that_hangs_gives_its_place_to_the_next(gate):
-    async def story(pool):
+def test_a_hanging_call_gives_its_slot_to_the_next(gate):
+    async def body(pool):
         for _ in range(3):
             await given_up(pool, gate.wait)
             assert await pool.run(lambda: "next") == "next"
 
-    run(story, most=1)
+    run(body, most=1)
 
 
-def test_a_call_that_was_given_up_while_it_waited_is_not_made(gate):
-    made = []
+def test_a_call_cancelled_while_waiting_is_not_made(gate):
+    calls = []
 
-    async def story(pool):
+    async def body(pool):
         first = asyncio.ensure_future(pool.run(gate.wait))
         await asyncio.sleep(0)
-        await given_up(pool, lambda: made.append(1))
+        await given_up(pool, lambda: calls.append(1))
         gate.set()
         await first
         assert await pool.run(lambda: "next") == "next"
 
-    run(story, most=1)
-    assert made == []
+    run(body, most=1)
+    assert calls == []
 
 
-def test_when_too_many_never_return_no_more_are_made_until_some_do(gate, monkeypatch):
+def test_with_too_many_hanging_calls_no_more_are_made_until_some_return(gate, monkeypatch):
     monkeypatch.setattr(threads, "MAX_HANGING_CALLS", 2)
 
-    async def story(pool):
+    async def body(pool):
         for _ in range(2):
             await given_up(pool, gate.wait)
         with pytest.raises(TooManyHangingCalls, match="2 calls never returned"):
@@ -124,21 +124,21 @@ def test_when_too_many_never_return_no_more_are_made_until_some_do(gate, monkeyp
             except TooManyHangingCalls:
                 await asyncio.sleep(0.001)
 
-    assert run(story) == 1
+    assert run(body) == 1
 
 
-def test_an_event_loop_that_ended_meanwhile_is_left_in_peace(gate):
-    async def story(pool):
+def test_a_result_for_a_closed_event_loop_is_dropped(gate):
+    async def body(pool):
         await given_up(pool, gate.wait)
 
-    run(story)
+    run(body)
     gate.set()
     for thread in threading.enumerate():
         if thread.name == "test-threads":
             thread.join(5)
 
 
-def test_closing_lets_the_threads_go():
+def test_closing_ends_the_threads():
     async def main():
         pool = Threads("closing-threads")
         await asyncio.gather(*(pool.run(lambda: None) for _ in range(5)))

@@ -1,4 +1,4 @@
-"""Scenarios as text, with one part of them changed."""
+"""Scenarios as text, with one part changed."""
 
 import pytest
 

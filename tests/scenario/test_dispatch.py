@@ -1,4 +1,4 @@
-"""The output directory: held by one process at a time, and enough to go on from."""
+"""The output directory: locked by one process at a time, and sufficient to resume."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ with hold(Path(sys.argv[1])):
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that holds the directory until it is told to end."""
+    """Another process that holds the directory until the test ends it."""
     command = [sys.executable, "-c", HOLDER, tmp_path / "out"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "held\n"
@@ -34,26 +34,26 @@ def test_a_directory_that_another_process_holds_is_refused_with_its_id(tmp_path,
         pass
 
 
-def test_the_hold_ends_with_the_process_however_it_ends(tmp_path, holder):
+def test_the_lock_ends_with_the_process_however_it_ends(tmp_path, holder):
     holder.kill()
     holder.wait()
     with hold(tmp_path / "out"):
         pass
 
 
-def test_the_hold_can_be_taken_again(tmp_path):
+def test_the_lock_can_be_taken_again(tmp_path):
     for _ in range(2):
         with hold(tmp_path / "out"):
             pass
 
 
-def test_a_place_where_nothing_can_be_made_is_named(tmp_path):
+def test_an_unwritable_place_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot write to"), hold(tmp_path / "file" / "out"):
         pass
 
 
-def test_what_was_begun_is_reopened_as_it_was_then(tmp_path, write, loaded):
+def test_a_campaign_is_reopened_with_its_original_scenario(tmp_path, write, loaded):
     (tmp_path / "out").mkdir()
     begin(loaded(), tmp_path / "out")
     write(args="[run.workload.args]\nx = [7, 8]")
@@ -62,7 +62,7 @@ def test_what_was_begun_is_reopened_as_it_was_then(tmp_path, write, loaded):
     assert again.directory == tmp_path
 
 
-def test_a_directory_with_a_campaign_is_not_begun_again(tmp_path, loaded):
+def test_a_directory_with_a_campaign_is_not_started_again(tmp_path, loaded):
     (tmp_path / "out").mkdir()
     begin(loaded(), tmp_path / "out")
     with pytest.raises(StorageError, match=r"already contains a campaign\. Continue it with `loopwright resume"):

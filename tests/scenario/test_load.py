@@ -1,4 +1,4 @@
-"""Loading: every problem that can be found before anything runs, with its key and the next move."""
+"""Loading reports every problem before anything runs, with its key and the fix."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def args(text: str) -> dict[str, str]:
     return {"args": f"[run.workload.args]\n{text}"}
 
 
-def test_a_good_scenario_is_loaded_whole(loaded):
+def test_a_good_scenario_is_loaded_completely(loaded):
     scenario = loaded().scenario
     assert (scenario.name, scenario.system.parallel) == ("study", 2)
     (run,) = scenario.run
@@ -133,13 +133,13 @@ def test_a_good_scenario_is_loaded_whole(loaded):
         ),
     ],
 )
-def test_a_problem_has_its_key_and_the_next_move(write, parts, key, words):
-    found = problems(write(**parts))
-    assert any(line.startswith(f"{key}") and words in line for line in found), found
+def test_a_problem_names_its_key_and_the_fix(write, parts, key, words):
+    messages = problems(write(**parts))
+    assert any(line.startswith(f"{key}") and words in line for line in messages), messages
 
 
 def test_every_problem_is_listed_at_once(write):
-    found = problems(
+    messages = problems(
         write(
             head='name = "x"\n[system]\nparallel = 0',
             agent='agent = { type = "tpee", trials = 4 }',
@@ -147,8 +147,8 @@ def test_every_problem_is_listed_at_once(write):
             args="[run.workload.args]\nx = [1, 2]\nz = [3, 4]",
         )
     )
-    assert len(found) == 4, found
-    assert [line.split(":")[0] for line in found] == [
+    assert len(messages) == 4, messages
+    assert [line.split(":")[0] for line in messages] == [
         "[system] parallel",
         "[run.agent] type",
         "[run.workload] args.z",
@@ -156,12 +156,12 @@ def test_every_problem_is_listed_at_once(write):
     ]
 
 
-def test_a_wrong_name_hides_nothing_else(write):
-    found = problems(write(run='[[run]]\nname = "a b"', more="[run.env_params.x]\nweights = [0.5, 0.6]"))
-    assert [line.split(":")[0] for line in found] == ["[[run]] name", "[run.env_params.x]", "[run.workload] args"]
+def test_a_wrong_name_does_not_hide_other_problems(write):
+    messages = problems(write(run='[[run]]\nname = "a b"', more="[run.env_params.x]\nweights = [0.5, 0.6]"))
+    assert [line.split(":")[0] for line in messages] == ["[[run]] name", "[run.env_params.x]", "[run.workload] args"]
 
 
-def test_paths_are_relative_to_home_where_it_is_given(write, loaded, tmp_path):
+def test_paths_are_relative_to_home_if_it_is_set(write, loaded, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "in").touch()
     parts = {"head": 'name = "x"\nhome = "elsewhere"', "workload": f'{W}files = ["in"]\ncommand = "echo y={{x}}"\n{Y}'}
@@ -179,14 +179,14 @@ def test_problems_of_several_runs_say_which_run(write):
     ]
 
 
-def test_two_runs_of_one_name_are_refused(write):
+def test_two_runs_with_one_name_are_refused(write):
     path = write()
     path.write_text(f"{path.read_text()}\n{path.read_text().partition('parallel = 2')[2]}")
     assert problems(path) == ["[[run]] name: 'first' is used 2 times; each run needs its own folder."]
 
 
 @pytest.mark.parametrize("name", ["[1]", "{ a = 1 }", "5", "true"])
-def test_a_name_that_is_no_text_is_a_problem_and_not_a_bug(write, name):
+def test_a_name_that_is_not_text_is_a_problem(write, name):
     path = write(run=f"[[run]]\nname = {name}")
     path.write_text(f"{path.read_text()}\n{path.read_text().partition('parallel = 2')[2]}")
     assert any(line.startswith("[[run]] name") for line in problems(path))
@@ -204,13 +204,13 @@ def test_a_name_that_is_no_text_is_a_problem_and_not_a_bug(write, name):
         (b"name = 'x'\n[run]\nname = 'a'", "[[run]]: is missing"),
     ],
 )
-def test_a_file_that_is_no_scenario(tmp_path, content, words):
+def test_a_file_that_is_not_a_scenario(tmp_path, content, words):
     path = tmp_path / "study.toml"
     path.write_bytes(content)
     assert any(words in line for line in problems(path))
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file(tmp_path):
     assert "there is no such file" in problems(tmp_path / "gone.toml")[0]
     assert "is a directory" in problems(tmp_path)[0]
 

@@ -1,4 +1,4 @@
-"""`loopwright.make`: a run of a scenario as an environment for an algorithm of one's own."""
+"""`loopwright.make`: a run of a scenario as an environment for a user's algorithm."""
 
 import tempfile
 import warnings
@@ -30,7 +30,7 @@ LIVE = {
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch):
-    """Temporary directories, where they can be seen."""
+    """Temporary directories in a place that the test can list."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     return tmp_path / "tmp"
@@ -51,7 +51,7 @@ def test_a_run_is_an_environment(write):
     env.close()
 
 
-def test_the_budget_of_the_agent_does_not_bind_the_caller(write):
+def test_the_agents_budget_does_not_limit_the_caller(write):
     env = loopwright.make(write())
     for n in range(1, 8):
         *_, terminated, truncated, info = env.step(np.array([n % 2]))
@@ -76,13 +76,13 @@ def test_without_an_output_nothing_is_left_behind(write, temporary):
     assert list(temporary.iterdir()) == []
 
 
-def test_nothing_is_left_behind_by_one_that_cannot_be_made(write, temporary):
+def test_a_failed_make_leaves_nothing_behind(write, temporary):
     with pytest.raises(ValueError, match="view 'discrete' needs"):
         loopwright.make(write(args="[run.workload.args]\nx = { low = 0, high = 1 }"), view="discrete")
     assert list(temporary.iterdir()) == []
 
 
-def test_an_output_is_kept_and_gone_on_with(write, tmp_path):
+def test_an_output_is_kept_and_resumed(write, tmp_path):
     for expected in ([1], [1, 2]):
         env = loopwright.make(write(**DRAWN), output=tmp_path / "out")
         env.step(np.array([0]))
@@ -110,7 +110,7 @@ def test_views(write, view, kind):
     env.close()
 
 
-def test_it_passes_the_checker_whole_and_can_be_made_again_from_its_spec(write):
+def test_it_passes_gymnasiums_checker_and_can_be_made_from_its_spec(write):
     env = loopwright.make(write(**DRAWN))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -142,7 +142,7 @@ def test_a_live_run_has_the_spaces_of_its_server(write, tmp_path):
         loopwright.make(write(**LIVE), num_envs=2)
 
 
-def test_what_is_not_there_is_said(write):
+def test_missing_things_are_named(write):
     with pytest.raises(ScenarioError, match=r"there is no run 'other' with an agent. Runs: first."):
         loopwright.make(write(), run="other")
     with pytest.raises(ScenarioError, match="Runs: none"):

@@ -1,4 +1,4 @@
-"""Overrides: `set=` and `--set` over the environment over the file, and a dict in the place of a file."""
+"""Overrides: `set=` and `--set` win over the environment and the file; a dict replaces a file."""
 
 import tomllib
 
@@ -17,7 +17,7 @@ def test_dotted_keys_override_the_file(write):
     assert (run.agent.trials, run.cache) == (9, "off")
 
 
-def test_a_run_is_named_by_its_name_or_all_are_meant(write):
+def test_a_key_applies_to_the_named_run_or_to_all(write):
     path = write()
     path.write_text(f"{path.read_text()}\n{path.read_text().partition('parallel = 2')[2].replace('first', 'v1.2')}")
     runs = load(path, set={"run.agent.seed": 7, "run.v1.2.agent.trials": 9}).scenario.run
@@ -44,7 +44,7 @@ def test_a_key_that_does_not_exist_is_a_problem(write, key, words):
         load(write(), set={key: 1})
 
 
-def test_assignments_are_json_or_text_as_the_key_wants():
+def test_assignments_are_json_or_text_depending_on_the_key():
     texts = ["system.parallel=4", "name=12", "run.agent.start=first", 'run.workload.args.x=["a", 1]', "gateway.host=1"]
     assert parse_assignments(texts) == {
         "system.parallel": 4,
@@ -70,12 +70,12 @@ def test_a_dict_is_a_scenario_too(write, tmp_path, monkeypatch):
     loaded = load(raw, set={"system.parallel": 3})
     assert loaded.scenario == load(write(), set={"system.parallel": 3}).scenario
     assert (loaded.path, loaded.directory) == (None, tmp_path)
-    assert raw["system"]["parallel"] == 2, "the caller's dict is left alone"
+    assert raw["system"]["parallel"] == 2, "the caller's dict is unchanged"
     (tmp_path / "elsewhere").mkdir()
     assert load(raw, directory="elsewhere").directory == tmp_path / "elsewhere"
 
 
-def test_what_is_wrong_with_a_dict_is_named(write):
+def test_problems_of_a_dict_are_named(write):
     raw = tomllib.loads(write().read_text())
     with pytest.raises(ScenarioError, match=r"scenario, \[\[run\]\] name: is missing"):
         load({**raw, "run": [{key: value for key, value in raw["run"][0].items() if key != "name"}]})
@@ -83,7 +83,7 @@ def test_what_is_wrong_with_a_dict_is_named(write):
         load({**raw, "system": {"memory": None}})
 
 
-def test_a_resumed_campaign_has_the_overrides_of_its_start(write, tmp_path):
+def test_a_resumed_campaign_keeps_its_overrides(write, tmp_path):
     (tmp_path / "out").mkdir()
     begin(load(tomllib.loads(write().read_text()), directory=tmp_path, set={"system.parallel": 3}), tmp_path / "out")
     again = reopen(tmp_path / "out", {"run.agent.trials": 6})

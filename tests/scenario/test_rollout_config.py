@@ -1,4 +1,4 @@
-"""Rollouts in a scenario: whatever is wrong is told before anything starts, where it stands and what to do."""
+"""Rollouts in a scenario: every problem is reported at load time, with its place and the fix."""
 
 import tomllib
 
@@ -80,7 +80,7 @@ def engine(text):
     return {"engine": f"[run.engine]\n{text}"}
 
 
-def test_a_good_rollout_is_loaded_whole(write):
+def test_a_good_rollout_is_loaded_completely(write):
     (run,) = load(write()).scenario.run
     assert (run.agent.type, run.agent.group_size, run.engine.type) == ("collect", 4, "scripted")
     assert [source.label() for source in run.rollout.tasks] == ["sums"]
@@ -201,7 +201,7 @@ R = "[run.rollout]"
         (agent('{ type = "colect", trials = 4 }'), "[run.agent] type", "Did you mean 'collect'?"),
         (agent('{ type = "collect" }'), "[run.agent] trials", "is missing"),
         (agent('{ type = "collect", trials = 4, group_sice = 2 }'), "[run.agent]", "Did you mean 'group_size'?"),
-        # what does not go together
+        # conflicting settings
         ({"more": WORKLOAD}, "[[run]] workload", "give the workload its own [[run]]"),
         ({"more": '[run.live]\nenv_class = "a:B"'}, "[[run]] live", "give the live environment its own [[run]]"),
         ({"more": "[run.rewards]\nmetric_failure = -1"}, "[[run]] rewards", "is left out, not penalised"),
@@ -227,14 +227,14 @@ R = "[run.rollout]"
         ),
     ],
 )
-def test_a_problem_has_its_place_and_the_next_move(write, parts, key, words):
-    found = problems(write(**parts))
-    assert any(line.startswith(f"{key}: ") and words in line for line in found), found
-    assert all(line.endswith((".", "?")) and not line.endswith(("..", "?.")) for line in found)
+def test_a_problem_names_its_place_and_the_fix(write, parts, key, words):
+    messages = problems(write(**parts))
+    assert any(line.startswith(f"{key}: ") and words in line for line in messages), messages
+    assert all(line.endswith((".", "?")) and not line.endswith(("..", "?.")) for line in messages)
 
 
 def test_l03_one_broken_part_does_not_hide_the_next(write):
-    found = problems(
+    messages = problems(
         write(
             tasks='tasks = [{ type = "jsonl" }, { type = "jsom" }]',
             loop='loop = { type = "single_turn", memory = "much", cpus = 0 }',
@@ -243,7 +243,7 @@ def test_l03_one_broken_part_does_not_hide_the_next(write):
             agent='agent = { type = "colect" }',
         )
     )
-    assert sorted(line.split(":")[0] for line in found) == [
+    assert sorted(line.split(":")[0] for line in messages) == [
         "[run.agent] type",
         "[run.engine] type",
         "[run.rollout] judger.parts[0].function",
@@ -256,7 +256,7 @@ def test_l03_one_broken_part_does_not_hide_the_next(write):
 
 
 @pytest.mark.parametrize(("text", "size"), [('"1GiB"', 2**30), ('"512 MiB"', 2**29), ("1000", 1000)])
-def test_l02_memory_is_read_as_people_write_it(text, size):
+def test_l02_memory_is_read_with_its_unit(text, size):
     table = tomllib.loads(
         f'tasks = {{ type = "jsonl", path = "x" }}\nloop = {{ type = "single_turn", memory = {text} }}\n'
         f'judger = {{ type = "length", memory = {text} }}'
@@ -269,7 +269,7 @@ def test_a_route_for_every_data_source_is_enough(write):
     both = '[{ type = "jsonl", path = "sums.jsonl" }, { type = "python", function = "rollout_parts:one" }]'
     judger = 'judger = { type = "composed", routes = { sums = { type = "length" }, thirds = { type = "length" } } }'
     assert load(write(tasks=f"tasks = {both}", judger=judger)).scenario.run[0].rollout is not None
-    found = problems(write(tasks=f"tasks = {both}", judger=judger.replace("thirds", "third")))
-    assert found == [
+    messages = problems(write(tasks=f"tasks = {both}", judger=judger.replace("thirds", "third")))
+    assert messages == [
         "[run.rollout] judger.routes: no route for data_source 'thirds'. Known: sums, third. Did you mean 'third'?"
     ]

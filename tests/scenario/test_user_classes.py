@@ -195,7 +195,7 @@ def test_a_class_for_rollouts_that_cannot_be_used_is_a_problem_of_the_scenario(s
         load(study(ROLLOUT.replace(old, new)))
 
 
-def test_the_example_of_the_guide_works(tmp_path):
+def test_the_example_in_the_guide_works(tmp_path):
     guide = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
     (code,) = re.findall(r"```python\n# my_judge.py\n(.*?)```", guide, re.DOTALL)
     (scenario,) = re.findall(r"```toml\n# study.toml\n(.*?)```", guide, re.DOTALL)

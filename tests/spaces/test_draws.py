@@ -12,9 +12,11 @@ from loopwright.spaces.parameter import parameter
 from loopwright.spaces.space import Draws, EnvParamConfig, problem_with
 
 
-def draws(seed: int = 0, weights=None, **written) -> Draws:
+def draws(seed: int = 0, weights=None, **parameters) -> Draws:
     return Draws(
-        seed, {n: parameter(v) for n, v in written.items()}, dict.fromkeys(written, EnvParamConfig(weights=weights))
+        seed,
+        {n: parameter(v) for n, v in parameters.items()},
+        dict.fromkeys(parameters, EnvParamConfig(weights=weights)),
     )
 
 
@@ -31,28 +33,28 @@ def test_a_draw_does_not_depend_on_those_before_it(one, other):
     assert source.sample(other) == expected
 
 
-def test_another_process_draws_the_same():
+def test_another_process_draws_the_same_values():
     script = (
         "from loopwright.spaces.space import *; from loopwright.spaces.parameter import parameter; "
         "print([Draws(7, {'a': parameter([1, 2, 3])}, {'a': EnvParamConfig()}).sample(i)['a'] for i in range(20)])"
     )
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert told.strip() == str([draws(7, a=[1, 2, 3]).sample(index)["a"] for index in range(20)])
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == str([draws(7, a=[1, 2, 3]).sample(index)["a"] for index in range(20)])
 
 
-def test_weights_say_how_often():
+def test_weights_set_the_frequencies():
     source = draws(a=["rare", "often", "never"], weights=(0.1, 0.9, 0.0))
     counts = Counter(source.sample(index)["a"] for index in range(2000))
     assert counts["never"] == 0
     assert 100 < counts["rare"] < 300
 
 
-def test_nothing_drawn_is_an_empty_regime():
+def test_no_drawn_parameters_give_an_empty_regime():
     assert Draws(0, {"a": parameter([1, 2])}, {}).sample(1) == {}
 
 
 @pytest.mark.parametrize(
-    ("written", "weights", "words"),
+    ("parameters", "weights", "words"),
     [
         (5, None, "has one value, 5; drawing needs a list of at least two"),
         ([5], None, "has one value, 5"),
@@ -66,10 +68,10 @@ def test_nothing_drawn_is_an_empty_regime():
         ([1, 2], (0.5, 0.6), "add up to 1.1, not 1"),
     ],
 )
-def test_what_cannot_be_drawn_is_explained(written, weights, words):
-    assert words in problem_with(parameter(written), EnvParamConfig(weights=weights))
+def test_invalid_draws_are_explained(parameters, weights, words):
+    assert words in problem_with(parameter(parameters), EnvParamConfig(weights=weights))
 
 
 @pytest.mark.parametrize("weights", [None, (0.5, 0.5), (1.0, 0.0), (1 / 3, 2 / 3)])
-def test_what_can_be_drawn(weights):
+def test_valid_draws(weights):
     assert problem_with(parameter([1, 2]), EnvParamConfig(weights=weights)) is None

@@ -1,4 +1,4 @@
-"""Parameters: what may be written, what is valid, and numbers for learners that stand for values."""
+"""Parameters: their notation, valid values, and their encoding as numbers for learners."""
 
 import math
 from random import Random
@@ -36,7 +36,7 @@ parameters = ranges() | choices | st.just(Fixed(value="one"))
 
 class TestEncodeAndDecode:
     @given(parameters, st.integers())
-    def test_a_value_survives_the_way_there_and_back(self, parameter, seed):
+    def test_a_value_round_trips(self, parameter, seed):
         value = parameter.sample(Random(seed))
         back = parameter.decode(parameter.encode(value))
         assert type(back) is type(value)
@@ -47,7 +47,7 @@ class TestEncodeAndDecode:
             assert back == value
 
     @given(ranges(), st.floats(allow_nan=False))
-    def test_every_number_stands_for_a_value_of_the_range(self, parameter, number):
+    def test_every_number_decodes_to_a_value_of_the_range(self, parameter, number):
         value = parameter.decode(number)
         assert parameter.validate_value(value) == value
 
@@ -60,24 +60,24 @@ class TestEncodeAndDecode:
         with pytest.raises(InvalidAction, match=r"outside 0\.\.2"):
             Choice(values=("a", "b", "c")).decode(number)
 
-    def test_no_number_at_all_is_no_position(self):
+    def test_nan_is_not_a_position(self):
         with pytest.raises(InvalidAction):
             Range(low=0, high=1).decode(math.nan)
 
     @given(st.floats(-0.2, 0.2))
-    def test_jitter_does_not_make_another_whole_number(self, jitter):
+    def test_jitter_does_not_change_a_whole_number(self, jitter):
         span = Range(low=0, high=10, dtype="int")
         assert span.decode(span.encode(4) + jitter / 10) == 4
 
 
 class TestValidation:
     @pytest.mark.parametrize("value", [5, 5.0, np.int64(5), np.float64(5), np.float32(5)])
-    def test_one_number_in_all_its_forms_is_one_candidate(self, value):
+    def test_one_number_of_any_type_is_one_candidate(self, value):
         assert Choice(values=(1, 5)).validate_value(value) == 5
         assert type(Range(low=0, high=9, dtype="int").validate_value(value)) is int
         assert type(Range(low=0, high=9).validate_value(value)) is float
 
-    def test_a_fraction_of_numpy_is_found_in_a_list(self):
+    def test_a_numpy_float_matches_a_candidate(self):
         assert Choice(values=(0.5, 1.5)).validate_value(np.float64(0.5)) == 0.5
         assert Choice(values=("a", "b")).validate_value(np.str_("b")) == "b"
 
@@ -85,16 +85,16 @@ class TestValidation:
         assert repr(Choice(values=(1.0, 2)).validate_value(1)) == "1.0"
 
     @pytest.mark.parametrize("value", [True, "1", 2, None, [1]])
-    def test_what_only_looks_like_a_candidate_is_none(self, value):
+    def test_similar_values_are_not_candidates(self, value):
         with pytest.raises(InvalidAction):
             Choice(values=(1, 3)).validate_value(value)
 
     @pytest.mark.parametrize("value", [-0.1, 1.1, "0.5", True, None, math.nan, math.inf])
-    def test_what_is_outside_of_a_range(self, value):
+    def test_values_outside_a_range(self, value):
         with pytest.raises(InvalidAction):
             Range(low=0, high=1).validate_value(value)
 
-    def test_a_fraction_is_no_whole_number(self):
+    def test_a_fraction_is_not_a_whole_number(self):
         with pytest.raises(InvalidAction, match="not a whole number"):
             Range(low=0, high=9, dtype="int").validate_value(0.5)
 
@@ -124,7 +124,7 @@ class TestTheGrid:
 
 class TestWriting:
     @pytest.mark.parametrize(
-        ("written", "kind"),
+        ("text", "kind"),
         [
             (5, Fixed),
             ("x", Fixed),
@@ -136,11 +136,11 @@ class TestWriting:
             ({"value": [1, 2]}, Fixed),
         ],
     )
-    def test_each_form(self, written, kind):
-        assert type(parameter(written)) is kind
+    def test_each_form(self, text, kind):
+        assert type(parameter(text)) is kind
 
     @pytest.mark.parametrize(
-        ("written", "message"),
+        ("text", "message"),
         [
             ([], "an empty list has nothing to choose from"),
             ({}, "a table must have low and high"),
@@ -160,9 +160,9 @@ class TestWriting:
             (2**70, "64 bits"),
         ],
     )
-    def test_what_is_wrong_is_said(self, written, message):
+    def test_invalid_parameters_are_explained(self, text, message):
         with pytest.raises(ValueError, match=r".+") as raised:
-            parameter(written)
+            parameter(text)
         assert message in str(raised.value)
 
     def test_true_and_one_are_two_candidates(self):

@@ -1,4 +1,4 @@
-"""Spaces: what an agent may choose, what depends on what, and what is forbidden."""
+"""Spaces: parameters, their conditions and their constraints."""
 
 import pytest
 from hypothesis import given
@@ -9,8 +9,8 @@ from loopwright.spaces.parameter import parameter
 from loopwright.spaces.space import Space
 
 
-def space(constraints: tuple[str, ...] = (), drawn: tuple[str, ...] = (), **written) -> Space:
-    return Space({name: parameter(value) for name, value in written.items()}, constraints, frozenset(drawn))
+def space(constraints: tuple[str, ...] = (), env_params: tuple[str, ...] = (), **parameters) -> Space:
+    return Space({name: parameter(value) for name, value in parameters.items()}, constraints, frozenset(env_params))
 
 
 TREE = space(
@@ -34,20 +34,20 @@ class TestConditions:
         ]
         assert TREE.size == TREE.grid_size == 4
 
-    def test_an_inactive_parameter_is_absent_or_otherwise(self):
+    def test_an_inactive_parameter_is_absent_or_has_its_default(self):
         assert TREE.arguments({"kind": "line"}, {}) == {"kind": "line", "leaves": 0, "seed": 5}
 
     def test_an_inactive_parameter_need_not_be_given(self):
         assert TREE.validate({"kind": "line"}) == {"kind": "line"}
 
-    def test_what_is_given_for_an_inactive_parameter_is_dropped(self):
+    def test_a_value_for_an_inactive_parameter_is_dropped(self):
         assert TREE.validate({"kind": "line", "depth": 2, "leaves": 9}) == {"kind": "line"}
 
     def test_a_fixed_value_can_be_conditional(self):
         switch = space(mode=["a", "b"], turbo={"value": 9, "when": "mode == 'b'"})
         assert list(switch.points()) == [{"mode": "a"}, {"mode": "b", "turbo": 9}]
 
-    def test_a_circle_is_named(self):
+    def test_a_cycle_is_named(self):
         with pytest.raises(ValueError, match="goes round in a circle: a, b"):
             space(a={"values": [1, 2], "when": "b == 1"}, b={"values": [1, 2], "when": "a == 1"}, c=[1, 2])
 
@@ -64,7 +64,7 @@ class TestConditions:
         assert TREE.validate(sample) == sample
 
     @given(st.integers(0, 1000))
-    def test_encoding_keeps_what_is_active(self, n):
+    def test_encoding_keeps_active_parameters(self, n):
         sample = TREE.sample(0, n)
         assert TREE.decode(TREE.encode(sample)) == sample
 
@@ -80,7 +80,7 @@ class TestValidation:
             ({"x": 1, "y": 0.5, "f": 7}, "unknown parameter 'f'"),
         ],
     )
-    def test_everything_that_is_wrong_is_named(self, action, message):
+    def test_every_problem_is_named(self, action, message):
         with pytest.raises(InvalidAction) as raised:
             space(x=[1, 2], y={"low": 0, "high": 1}, f=7).validate(action)
         assert str(raised.value) == message
@@ -91,33 +91,33 @@ class TestValidation:
 
 
 class TestConstraints:
-    def test_the_one_that_is_not_met_is_named(self):
+    def test_the_violated_constraint_is_named(self):
         limited = space(("tile <= size", "tile > 1"), tile=[1, 8, 16], size=8)
         assert limited.violated({"tile": 8}, {}) is None
         assert limited.violated({"tile": 16}, {}) == "constraint 'tile <= size' is not met"
         assert limited.violated({"tile": 1}, {}) == "constraint 'tile > 1' is not met"
 
-    def test_what_is_drawn_counts(self):
-        limited = space(("tile <= size",), drawn=("size",), tile=[4, 8], size=[4, 8])
+    def test_drawn_values_count(self):
+        limited = space(("tile <= size",), env_params=("size",), tile=[4, 8], size=[4, 8])
         assert limited.violated({"tile": 8}, {"size": 8}) is None
         assert limited.violated({"tile": 8}, {"size": 4}) is not None
 
-    def test_one_on_an_absent_parameter_is_met(self):
+    def test_a_constraint_on_an_absent_parameter_holds(self):
         assert space(("m > 5",), n=[0, 1], m={"values": [1, 2], "when": "n == 1"}).violated({"n": 0}, {}) is None
 
-    def test_one_that_has_no_value_is_not_met(self):
+    def test_a_constraint_without_a_value_does_not_hold(self):
         assert "division by zero" in space(("1 / n > 0",), n=[0, 1]).violated({"n": 0}, {})
 
 
 class TestChoosing:
-    def test_what_is_drawn_or_fixed_is_not_the_agents(self):
-        mixed = space(drawn=("size",), tile=[1, 2], size=[4, 8], mode="fast")
+    def test_drawn_and_fixed_parameters_are_not_the_agents(self):
+        mixed = space(env_params=("size",), tile=[1, 2], size=[4, 8], mode="fast")
         assert list(mixed.tunable) == ["tile"]
         assert mixed.fixed == {"mode": "fast"}
         assert mixed.size == 2
 
     def test_arguments_come_in_the_order_of_the_scenario(self):
-        mixed = space(drawn=("size",), tile=[1, 2], size=[4, 8], mode="fast")
+        mixed = space(env_params=("size",), tile=[1, 2], size=[4, 8], mode="fast")
         assert list(mixed.arguments({"tile": 1}, {"size": 8}).items()) == [("tile", 1), ("size", 8), ("mode", "fast")]
 
     def test_the_last_parameter_of_a_grid_changes_fastest(self):
@@ -132,7 +132,7 @@ class TestChoosing:
         assert space(a=[3, 1], b={"low": 2, "high": 5}).first() == {"a": 3, "b": 2.0}
 
     @given(st.integers(), st.integers(0, 10**6))
-    def test_adding_a_parameter_disturbs_no_other(self, seed, n):
+    def test_adding_a_parameter_changes_no_other(self, seed, n):
         small, large = space(a={"low": 0, "high": 1}), space(b=[1, 2, 3], a={"low": 0, "high": 1})
         assert small.sample(seed, n)["a"] == large.sample(seed, n)["a"]
 
@@ -141,7 +141,7 @@ class TestChoosing:
         assert len({wide.sample(seed, n)["a"] for seed in range(5) for n in range(5)}) == 25
 
     @pytest.mark.parametrize(
-        ("written", "size", "enumerable"),
+        ("parameters", "size", "enumerable"),
         [
             ({"a": [1, 2], "b": [1, 2, 3]}, 6, True),
             ({"a": {"low": 0, "high": 1}}, None, False),
@@ -150,5 +150,5 @@ class TestChoosing:
             ({"a": 5}, 1, True),
         ],
     )
-    def test_size(self, written, size, enumerable):
-        assert (space(**written).size, space(**written).enumerable) == (size, enumerable)
+    def test_size(self, parameters, size, enumerable):
+        assert (space(**parameters).size, space(**parameters).enumerable) == (size, enumerable)

@@ -1,4 +1,4 @@
-"""A campaign as a user has it: a scenario on disk, the command line in a process of its own, a ledger afterwards."""
+"""A campaign as a user runs it: a scenario on disk, the command line in a separate process, then a ledger."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ COMMAND = (str(Path(sys.executable).with_name("loopwright")),)
 _PATIENCE_S = 300.0
 
 WORK = """#!/bin/sh
-# A child that would outlive its trial, a point that fails, some time in which to be killed, and an answer.
+# A child that would outlive its trial, a point that fails, a delay in which to be killed, and a result.
 sleep 1000 > /dev/null 2>&1 &
 [ "$1" = 3 ] && { echo "three is bad" >&2; exit 3; }
 sleep 0.0$1
@@ -45,8 +45,8 @@ metrics = {{ y = {{ regex = 'y: (\\d+)' }}, z = {{ regex = 'z: (\\d+)' }} }}
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a command line ended."""
+class CommandResult:
+    """The result of a command."""
 
     code: int
     out: str
@@ -56,42 +56,42 @@ class Ended:
 class Campaign:
     """One scenario and one output directory."""
 
-    def __init__(self, home: Path, scenario: str, *, work: str = WORK, output: Path | None = None) -> None:
-        home.mkdir(parents=True, exist_ok=True)
-        self.scenario = home / "survivor.toml"
+    def __init__(self, directory: Path, scenario: str, *, work: str = WORK, output: Path | None = None) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.scenario = directory / "survivor.toml"
         self.scenario.write_text(scenario)
-        self.output = output or home / "out"
+        self.output = output or directory / "out"
         self.ledger = self.output / "work" / "ledger.db"
-        program = home / "work.sh"
+        program = directory / "work.sh"
         program.write_text(work)
         program.chmod(0o755)
 
     # -- the command line ---------------------------------------------------------------------------------------
 
     def start(self, verb: str = "run", **options: object) -> "subprocess.Popen[str]":
-        """Begin to run or resume, in a process group of its own."""
+        """Start to run or resume, in a new process group."""
         arguments = [self.scenario, "--output", self.output] if verb == "run" else [self.output]
         defaults = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
         return subprocess.Popen([*COMMAND, verb, *map(str, arguments)], **{**defaults, **options})
 
-    def call(self, verb: str = "run") -> Ended:
+    def call(self, verb: str = "run") -> CommandResult:
         """Run or resume to the end."""
         return end_of(self.start(verb))
 
     def holding(self, process: "subprocess.Popen[str]") -> None:
-        """Wait until this process has the output directory, which is when its campaign begins."""
+        """Wait until this process has locked the output directory, which is when its campaign starts."""
         lock = self.output / ".lock"
         wait_for(lambda: process.poll() is not None or (lock.exists() and lock.read_text() == str(process.pid)))
 
     # -- what became of it --------------------------------------------------------------------------------------
 
     def trials(self) -> list[Trial]:
-        """The trials, as the ledger has them."""
+        """The trials in the ledger."""
         with Ledger.read(self.ledger) as ledger:
             return list(ledger.trials())
 
     def result(self) -> list[tuple[object, ...]]:
-        """All of the trials that must not depend on what happened on the way."""
+        """The fields of all trials that must not depend on interruptions."""
         return [
             (t.number, t.group, t.repeat, t.action, t.outcome, t.reason, t.reward, t.cached_from, t.draw, t.regime)
             for t in self.trials()
@@ -102,7 +102,7 @@ class Campaign:
         return [trial.number for trial in self.trials()]
 
     def left_running(self) -> list[str]:
-        """The processes that still carry the mark of one of this campaign's trials."""
+        """The processes of this campaign's trials that are still running."""
         if not self.ledger.exists():
             return []
         with Ledger.read(self.ledger) as ledger:
@@ -110,36 +110,36 @@ class Campaign:
         return [command for environment, command in processes() if mark in environment]
 
 
-def end_of(process: "subprocess.Popen[str]") -> Ended:
-    """Wait for a command line to end."""
+def end_of(process: "subprocess.Popen[str]") -> CommandResult:
+    """Wait for a command to end."""
     out, err = process.communicate(timeout=_PATIENCE_S)
-    return Ended(process.returncode, out or "", err or "")
+    return CommandResult(process.returncode, out or "", err or "")
 
 
 def wait_for(condition: "object") -> None:
-    """Wait until something is true; that it never is, is a failure."""
+    """Wait until the condition is true; fail if it never is."""
     deadline = time.monotonic() + _PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition never became true"
         time.sleep(0.002)
 
 
 def read_all(descriptor: int) -> str:
-    """Everything that a terminal shows until nobody holds it any more."""
-    shown = b""
+    """Everything written to a terminal until its last writer closes it."""
+    output = b""
     try:
         while chunk := os.read(descriptor, 65536):
-            shown += chunk
-    except OSError:  # how Linux says that the other side is closed
+            output += chunk
+    except OSError:  # Linux reports the closed other side this way
         pass
     finally:
         os.close(descriptor)
-    return shown.decode()
+    return output.decode()
 
 
 def processes() -> list[tuple[bytes, str]]:
-    """(environment, command line) of everything that runs."""
-    found = []
+    """(environment, command line) of all running processes."""
+    entries = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -148,14 +148,14 @@ def processes() -> list[tuple[bytes, str]]:
             except OSError:
                 continue
             if command:
-                found.append((environment, f"{entry.name} {command}"))
-    return found
+                entries.append((environment, f"{entry.name} {command}"))
+    return entries
 
 
-def kill_again_and_again(campaign: Campaign, kills: int, *, within_s: float, seed: int) -> int:
-    """Kill the campaign's process group at random moments, resume, and so on, then let it end.
+def kill_repeatedly(campaign: Campaign, kills: int, *, within_s: float, seed: int) -> int:
+    """Kill the campaign's process group at random moments and resume, repeatedly, then let it finish.
 
-    Returns how many kills hit a campaign at work; it may be over before it was killed as often as wished.
+    Returns how many kills hit a running campaign; it may finish before the requested number of kills.
     """
     random = Random(seed)
     hits = 0
@@ -167,8 +167,8 @@ def kill_again_and_again(campaign: Campaign, kills: int, *, within_s: float, see
         if not over:
             os.killpg(process.pid, signal.SIGKILL)
             hits += 1
-        ended = end_of(process)
-        assert ended.code in (0, -signal.SIGKILL), ended.err
+        result = end_of(process)
+        assert result.code in (0, -signal.SIGKILL), result.err
         if over:
             break
     last = campaign.call("resume" if (campaign.output / "campaign.json").exists() else "run")

@@ -1,4 +1,4 @@
-"""A gateway as a user has it: `loopwright gateway serve` in a process of its own, which can be killed."""
+"""A gateway as a user runs it: `loopwright gateway serve` in a separate process that can be killed."""
 
 import json
 import re
@@ -13,20 +13,20 @@ COMMAND = (str(Path(sys.executable).with_name("loopwright")), "gateway", "serve"
 
 
 class Gateway:
-    """One process that serves."""
+    """A process that serves."""
 
-    command, said = COMMAND, r"serving sessions at (http://\S+);"
+    command, announcement = COMMAND, r"serving sessions at (http://\S+);"
 
-    def __init__(self, home, *words):
-        self.home, self._log = Path(home), (Path(home) / "gateway.log").open("ab")
+    def __init__(self, directory, *words):
+        self.directory, self._log = Path(directory), (Path(directory) / "gateway.log").open("ab")
         command = [*self.command, *map(str, words)]
-        self.process = subprocess.Popen(command, cwd=home, stdout=subprocess.PIPE, stderr=self._log, text=True)
-        said = self.process.stdout.readline()
-        found = re.search(self.said, said)
-        if found is None:
+        self.process = subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=self._log, text=True)
+        announcement = self.process.stdout.readline()
+        match = re.search(self.announcement, announcement)
+        if match is None:
             self.kill()
-            raise AssertionError(said + (self.home / "gateway.log").read_text())
-        self.address = found[1]
+            raise AssertionError(announcement + (self.directory / "gateway.log").read_text())
+        self.address = match[1]
 
     def ask(self, method, path, body=None, key=None):
         """A request and its answer, as JSON."""
@@ -39,20 +39,20 @@ class Gateway:
     def open(self, id=None, **terms):
         return self.ask("POST", "/sessions" if id is None else f"/sessions/{id}", terms)
 
-    def shown(self, session):
+    def describe(self, session):
         return self.ask("GET", f"/sessions/{session['id']}", key=session["key"])
 
     def kill(self):
-        """As when the machine goes down."""
+        """End it with SIGKILL, as when the machine goes down."""
         self.process.kill()
-        self._gone()
+        self._wait()
 
     def end(self):
-        """As an orchestrator ends it: its exit code."""
+        """End it with SIGTERM, as an orchestrator does, and return its exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self._gone()
+        return self._wait()
 
-    def _gone(self):
+    def _wait(self):
         code = self.process.wait(60)
         self.process.stdout.close()
         self._log.close()
@@ -60,8 +60,8 @@ class Gateway:
 
 
 @contextmanager
-def serving(home, *words):
-    gateway = Gateway(home, *words)
+def serving(directory, *words):
+    gateway = Gateway(directory, *words)
     try:
         yield gateway
     finally:

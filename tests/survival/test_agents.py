@@ -47,21 +47,27 @@ def policy(prompt, random):
 '''
 
 
-def run_mini(home, session, *arguments):
+def run_mini(directory, session, *arguments):
     """Run mini-swe-agent, which gets only a URL and a key."""
     env = {
         **{name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ},
-        "HOME": str(home),
-        "MSWEA_GLOBAL_CONFIG_DIR": str(home / "mini"),
+        "HOME": str(directory),
+        "MSWEA_GLOBAL_CONFIG_DIR": str(directory / "mini"),
         "MSWEA_CONFIGURED": "true",
         "MSWEA_COST_TRACKING": "ignore_errors",
         "OPENAI_BASE_URL": session["openai_base_url"],
         "OPENAI_API_KEY": session["key"],
     }
     command = [MINI, "-m", "openai/any", "-t", "fix add in calc.py", "-y", "--exit-immediately", *arguments]
-    (home / "project").mkdir(exist_ok=True)
+    (directory / "project").mkdir(exist_ok=True)
     return subprocess.run(
-        command, cwd=home / "project", env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=800
+        command,
+        cwd=directory / "project",
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=800,
     )
 
 
@@ -88,7 +94,7 @@ def test_mini_swe_agent_edits_a_file(tmp_path):
         session = gateway.open("mini")
         process = run_mini(tmp_path, session)
         assert process.returncode == 0, process.stdout + process.stderr
-        record = gateway.shown(session)
+        record = gateway.describe(session)
     assert "return a + b" in (tmp_path / "project" / "calc.py").read_text()
     assert "23" in record["episode"]["nodes"][-2]["message"]["content"], "the output of its commands is in the episode"
     # It drops a turn that it cannot use, which becomes a branch; all later turns continue exactly.
@@ -105,7 +111,7 @@ def test_mini_swe_agent_with_a_real_model(tmp_path):
         limits = ("-c", "agent.step_limit=3", "-c", "agent.max_consecutive_format_errors=0")
         process = run_mini(tmp_path, session, "-c", "mini.yaml", *limits)
         assert "LimitsExceeded" in process.stdout + process.stderr, process.stdout + process.stderr
-        record = gateway.shown(session)
+        record = gateway.describe(session)
     assert len(record["turns"]) == 3
     # The model cannot use tools, so mini drops its answers; each turn is exact or has a reason.
     assert record["verdicts"]["broken"] == 0
@@ -137,14 +143,14 @@ slip = 0.0
 """
 
 
-def episodes_of(home, **parts):
+def episodes_of(directory, **parts):
     """The episodes of a run, by task and in the order of their trials."""
-    (home / "study.toml").write_text(SCENARIO.format(**{"env": "{}", **parts}))
+    (directory / "study.toml").write_text(SCENARIO.format(**{"env": "{}", **parts}))
     command = [COMMAND[0], "run", "study.toml", "--output", "out"]
-    process = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=800)
+    process = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=800)
     assert process.returncode == 0, process.stdout + process.stderr
     episodes = {}
-    with Ledger.read(home / "out" / "work" / "ledger.db") as ledger:
+    with Ledger.read(directory / "out" / "work" / "ledger.db") as ledger:
         assert [trial.number for trial in ledger.trials()] == [1, 2, 3, 4]
         for rollout in rollouts(ledger):
             episodes.setdefault(rollout.episode.task.id, []).append(rollout.episode)

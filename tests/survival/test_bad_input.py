@@ -1,9 +1,9 @@
-"""Bad input always gets a message that says what, where and the next move, and never a traceback."""
+"""Bad input always gets a message that names the problem, the place and the fix, and never a traceback."""
 
 import pytest
 
 from loopwright.cli import main
-from tests.survival.campaign import Ended
+from tests.survival.campaign import CommandResult
 
 PLAIN = """
 name = "plain"
@@ -30,20 +30,20 @@ SCENARIOS = {
 
 @pytest.fixture
 def loopwright(tmp_path, monkeypatch, capfd):
-    """The command line, in this process: there are many ways to get it wrong."""
+    """The command line, called in this process because there are many cases."""
 
     def call(*arguments):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("sys.argv", ["loopwright", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             main()
-        said = capfd.readouterr()
-        return Ended(ended.value.code or 0, said.out, said.err)
+        output = capfd.readouterr()
+        return CommandResult(exit_info.value.code or 0, output.out, output.err)
 
     return call
 
 
-def written(path, content):
+def write(path, content):
     if content == "directory":
         path.mkdir()
     elif content is not None:
@@ -52,78 +52,78 @@ def written(path, content):
 
 
 @pytest.mark.parametrize("verb", ["run", "dry-run", "verify"])
-def test_a_file_that_is_no_scenario_is_named_with_what_is_wrong(loopwright, tmp_path, verb):
+def test_an_invalid_scenario_file_is_reported_with_its_problem(loopwright, tmp_path, verb):
     options = ["--output", tmp_path / "out"] if verb == "run" else []
     for name, (content, message) in SCENARIOS.items():
         if verb == "verify" and content == "directory":
-            continue  # a directory of scenarios is what it takes
-        path = written(tmp_path / f"{name}.toml", content)
+            continue  # `verify` accepts a directory of scenarios
+        path = write(tmp_path / f"{name}.toml", content)
 
-        ended = loopwright(verb, path, *options)
+        result = loopwright(verb, path, *options)
 
-        assert ended.code == 2, name
-        assert message in ended.out + ended.err, name
-        assert str(path) in ended.out + ended.err, name
-        assert "Traceback" not in ended.err, name
+        assert result.code == 2, name
+        assert message in result.out + result.err, name
+        assert str(path) in result.out + result.err, name
+        assert "Traceback" not in result.err, name
         assert not (tmp_path / "out").exists(), name
 
 
 def test_a_scenario_that_begins_with_a_byte_order_mark_is_read(loopwright, tmp_path):
     (tmp_path / "marked.toml").write_bytes(b"\xef\xbb\xbf" + PLAIN.encode())
 
-    ended = loopwright("verify", "marked.toml")
+    result = loopwright("verify", "marked.toml")
 
-    assert ended.code == 0, ended.err
+    assert result.code == 0, result.err
 
 
 @pytest.mark.parametrize("verb", ["resume", "report", "export"])
 @pytest.mark.parametrize("place", ["nowhere", "folder", "file"])
-def test_a_place_without_a_campaign_is_named(loopwright, tmp_path, verb, place):
+def test_a_directory_without_a_campaign_is_named(loopwright, tmp_path, verb, place):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
 
-    ended = loopwright(verb, place)
+    result = loopwright(verb, place)
 
-    assert ended.code == 1
-    assert ended.err.startswith("error: ")
-    assert place in ended.err
-    assert "Give the --output directory" in ended.err
-    assert ended.err.count("\n") == 1
+    assert result.code == 1
+    assert result.err.startswith("error: ")
+    assert place in result.err
+    assert "Give the --output directory" in result.err
+    assert result.err.count("\n") == 1
 
 
 def test_an_output_that_is_a_file_is_refused(loopwright, tmp_path):
     (tmp_path / "plain.toml").write_text(PLAIN)
     (tmp_path / "file").write_text("mine")
 
-    ended = loopwright("run", "plain.toml", "--output", "file")
+    result = loopwright("run", "plain.toml", "--output", "file")
 
-    assert ended.code == 1
-    assert ended.err.startswith("error: cannot write to file: ")
-    assert "choose another --output" in ended.err.lower()
+    assert result.code == 1
+    assert result.err.startswith("error: cannot write to file: ")
+    assert "choose another --output" in result.err.lower()
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_an_output_with_an_earlier_campaign_is_refused_and_left_as_it_is(loopwright, tmp_path):
+def test_an_output_with_an_earlier_campaign_is_refused_and_unchanged(loopwright, tmp_path):
     (tmp_path / "plain.toml").write_text(PLAIN)
     assert loopwright("run", "plain.toml", "--output", "out").code == 0
     ledger = (tmp_path / "out" / "once" / "ledger.db").read_bytes()
 
-    ended = loopwright("run", "plain.toml", "--output", "out")
+    result = loopwright("run", "plain.toml", "--output", "out")
 
-    assert ended.code == 1
+    assert result.code == 1
     continue_it = "Continue it with `loopwright resume out`, or choose another --output."
-    assert ended.err == f"error: out already contains a campaign. {continue_it}\n"
+    assert result.err == f"error: out already contains a campaign. {continue_it}\n"
     assert (tmp_path / "out" / "once" / "ledger.db").read_bytes() == ledger
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff\xfe", b"[]", b"{}", b'{"home": 3}'])
-def test_a_damaged_record_of_the_campaign_is_named(loopwright, tmp_path, damage):
+def test_a_damaged_campaign_file_is_named(loopwright, tmp_path, damage):
     (tmp_path / "plain.toml").write_text(PLAIN)
     assert loopwright("run", "plain.toml", "--output", "out").code == 0
     (tmp_path / "out" / "campaign.json").write_bytes(damage)
 
-    ended = loopwright("resume", "out")
+    result = loopwright("resume", "out")
 
-    assert ended.code == 1
-    assert "out/campaign.json is damaged" in ended.err
-    assert "Traceback" not in ended.err
+    assert result.code == 1
+    assert "out/campaign.json is damaged" in result.err
+    assert "Traceback" not in result.err

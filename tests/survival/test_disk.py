@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or damaged: a message that helps, nothing recorded is lost, and `resume` goes on."""
+"""Disks that are full, read-only or damaged: a message that helps, nothing recorded is lost, and `resume` continues."""
 
 import gc
 import os
@@ -49,7 +49,7 @@ def disk(tmp_path):
 
 
 def fill(disk, leaving):
-    """Leave so many bytes free."""
+    """Leave this many bytes free."""
     free = shutil.disk_usage(disk).free
     (disk / "ballast").write_bytes(b"x" * max(0, free - leaving))
 
@@ -58,7 +58,7 @@ def fill(disk, leaving):
 
 
 def moments():
-    """How many KiB are free, and how much each trial prints: at some the output fails first, at some the ledger."""
+    """Free KiB and output per trial: in some cases the output fails first, in others the ledger."""
     for free in (8, 32, 64, 96, 128, 160, 192, 224, 256, 288, 320, 400):
         for output_bytes in (10, 30_000):
             some = (free, output_bytes) in ((8, 10), (96, 10), (192, 10), (256, 10), (288, 30_000))
@@ -66,7 +66,7 @@ def moments():
 
 
 @pytest.mark.parametrize(("free", "output_bytes"), [*moments()])
-def test_a_full_disk_stops_the_campaign_and_room_lets_it_go_on(tmp_path, disk, free, output_bytes):
+def test_a_full_disk_stops_the_campaign_and_freed_space_lets_it_continue(tmp_path, disk, free, output_bytes):
     campaign = Campaign(tmp_path / "home", scenario(output_bytes), work=NOISY, output=disk / "out")
     fill(disk, free * 1024)
 
@@ -87,7 +87,7 @@ def test_a_full_disk_stops_the_campaign_and_room_lets_it_go_on(tmp_path, disk, f
     assert campaign.left_running() == []
 
 
-def test_trials_that_meet_a_full_disk_together_are_one_error_without_noise(tmp_path, caplog):
+def test_parallel_trials_on_a_full_disk_give_one_error(tmp_path, caplog):
     def refuse(_):
         raise StorageError("the disk is full")
 
@@ -107,26 +107,26 @@ def test_a_read_only_output_directory_is_refused_before_anything_runs(tmp_path, 
     campaign = Campaign(tmp_path / "home", scenario(), work=NOISY, output=disk / "out")
     assert mount("-o", "remount,ro", disk)
 
-    ended = campaign.call()
+    result = campaign.call()
 
-    assert ended.code == 1
-    assert ended.err == (
+    assert result.code == 1
+    assert result.err == (
         f"error: cannot write to {campaign.output}: it is read-only. Make it writable, or choose another --output; "
         "nothing was started.\n"
     )
 
 
-def test_a_campaign_on_a_disk_that_became_read_only_can_be_read_and_says_why_it_cannot_go_on(tmp_path, disk):
+def test_a_campaign_on_a_read_only_disk_can_be_read_and_says_why_it_cannot_continue(tmp_path, disk):
     campaign = Campaign(tmp_path / "home", scenario(), work=NOISY, output=disk / "out")
     assert mount("-o", "remount,size=64m", disk)
     assert campaign.call().code == 0
     assert mount("-o", "remount,ro", disk)
 
-    ended = campaign.call("resume")
+    result = campaign.call("resume")
 
-    assert ended.code == 1
-    assert "read-only" in ended.err
-    assert "Traceback" not in ended.err
+    assert result.code == 1
+    assert "read-only" in result.err
+    assert "Traceback" not in result.err
     assert campaign.numbers() == list(range(1, TRIALS + 1))
 
 
@@ -148,24 +148,24 @@ DAMAGE = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A campaign that went well."""
+    """A completed campaign."""
     campaign = Campaign(tmp_path_factory.mktemp("whole"), scenario(), work=NOISY)
     assert campaign.call().code == 0
     return campaign
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_ledger_is_reported_and_left_as_it_is(whole, tmp_path, how):
+def test_a_damaged_ledger_is_reported_and_unchanged(whole, tmp_path, how):
     output = tmp_path / "out"
     shutil.copytree(whole.output, output, symlinks=True)
     damaged = Campaign(tmp_path / "home", scenario(), work=NOISY, output=output)
     content = DAMAGE[how](damaged.ledger.read_bytes())
     damaged.ledger.write_bytes(content)
 
-    ended = damaged.call("resume")
+    result = damaged.call("resume")
 
-    assert ended.code == 1
-    assert "Traceback" not in ended.err
-    assert str(damaged.ledger) in ended.err
-    assert "damaged" in ended.err or "is not a ledger" in ended.err
+    assert result.code == 1
+    assert "Traceback" not in result.err
+    assert str(damaged.ledger) in result.err
+    assert "damaged" in result.err or "is not a ledger" in result.err
     assert damaged.ledger.read_bytes() == content

@@ -1,4 +1,4 @@
-"""Death before each single effect of a campaign, one after another: whatever was half done, `resume` goes on."""
+"""A kill before each single effect of a campaign: whatever was half done, `resume` continues."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ TINY = SCENARIO.format(
 
 
 def in_a_child(work):
-    """Do something in a forked process of its own group; its exit status, or minus the signal."""
+    """Call a function in a forked process with its own group; returns its exit status, or minus the signal."""
     pid = os.fork()
     if pid == 0:
         code = 99
@@ -51,7 +51,7 @@ def begin_or_go_on(campaign):
 
 
 def is_effect(function):
-    """Whether a call changes something outside this process, or could have been made by SQLite to do so."""
+    """Whether a call changes something outside this process, directly or in SQLite."""
     if function.__name__ not in EFFECTS:
         return False
     owner = getattr(function, "__self__", None)
@@ -59,13 +59,13 @@ def is_effect(function):
 
 
 def dying_before(effect, work):
-    """Work, but be killed just before the n-th effect."""
-    left = [effect]
+    """Work until killed just before the n-th effect."""
+    remaining = [effect]
 
     def watch(_, event, function):
         if event == "c_call" and is_effect(function):
-            left[0] -= 1
-            if left[0] == 0:
+            remaining[0] -= 1
+            if remaining[0] == 0:
                 os.killpg(0, signal.SIGKILL)
 
     def watched():
@@ -76,7 +76,7 @@ def dying_before(effect, work):
 
 
 def dies_before(effects, tmp_path):
-    """Die before each of these effects and go on; returns how many there were before the campaign was over."""
+    """Die before each of these effects and resume; returns how many there were before the campaign was complete."""
     calm = Campaign(tmp_path / "calm", TINY)
     assert in_a_child(lambda: begin_or_go_on(calm)) == 0
     survived = 0
@@ -93,15 +93,15 @@ def dies_before(effects, tmp_path):
     return survived
 
 
-def test_s13_death_before_any_of_the_first_effects_is_survived(tmp_path):
-    # All of those that make the campaign's files, and some of the trials'.
+def test_s13_a_kill_before_any_of_the_first_effects_loses_nothing(tmp_path):
+    # All effects that create the campaign's files, and some of the trials' effects.
     effects = [*range(1, 20), *range(45, 120, 7)]
     assert dies_before(effects, tmp_path) == len(effects)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_s13_death_before_any_effect_at_all_is_survived(tmp_path):
+def test_s13_a_kill_before_any_effect_loses_nothing(tmp_path):
     survived = dies_before(count(1), tmp_path)
     print(survived, "effects")
     assert survived > 150

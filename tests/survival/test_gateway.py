@@ -1,4 +1,4 @@
-"""A gateway that is killed, starved of disk, misused and spoken to badly: what it committed is there, and no more."""
+"""A gateway that is killed, runs out of disk and gets bad requests: it keeps exactly what it committed."""
 
 import asyncio
 import json
@@ -28,32 +28,32 @@ SLOWLY = ("--engine", "scripted", "--set", "engine.token_s=0.0005", "--port", 0,
 
 
 class Talker(threading.Thread):
-    """An agent that talks as long as anybody answers, and remembers each turn that it saw come to its end."""
+    """An agent that talks until the gateway is gone, and records each completed turn."""
 
     def __init__(self, gateway, session):
         super().__init__(daemon=True)
-        self.gateway, self.session, self.seen = gateway, session, []
+        self.gateway, self.session, self.answers = gateway, session, []
 
     def run(self):
-        path, said = f"/{self.session['id']}/v1/chat/completions", [user("begin")]
+        path, messages = f"/{self.session['id']}/v1/chat/completions", [user("begin")]
         while True:
-            body = {"model": "m", "messages": said, "logprobs": True, "max_tokens": 40}
+            body = {"model": "m", "messages": messages, "logprobs": True, "max_tokens": 40}
             try:
                 answer = self.gateway.ask("POST", path, body, self.session["key"])
             except (OSError, ValueError, EOFError):
                 return
             choice = answer["choices"][0]
-            self.seen.append([each["logprob"] for each in choice["logprobs"]["content"]])
-            said = [*said, choice["message"], user("go on")]
-            if len(said) > 20:
-                said = [user("begin anew")]
+            self.answers.append([each["logprob"] for each in choice["logprobs"]["content"]])
+            messages = [*messages, choice["message"], user("go on")]
+            if len(messages) > 20:
+                messages = [user("begin anew")]
 
 
-def checked(told, seen, kills):
-    """That the turns which an agent saw are there, token by token, and that no turn claims what it does not have."""
-    nodes = [None, *told["episode"]["nodes"]]
+def checked(described, answers, kills):
+    """Check that all turns the agent saw are stored, token by token, and that no turn claims more."""
+    nodes = [None, *described["episode"]["nodes"]]
     committed = []
-    for turn in told["turns"]:
+    for turn in described["turns"]:
         node = nodes[turn["node"]]
         sampled = [at for start, stop, _ in node["spans"] for at in range(start, stop)]
         assert len(node["ids"]) == len(node["logprobs"])
@@ -64,15 +64,17 @@ def checked(told, seen, kills):
         else:
             assert turn["finish"] in ("stop", "length")
             committed.append([node["logprobs"][at] for at in sampled])
-    for turn in seen:
+    for turn in answers:
         committed.remove(turn)
-    assert len(committed) <= kills, "at most the last one before a kill was committed before anybody saw it"
-    assert told["trainable"] == (not told["verdicts"]["broken"] and bool(told["rows"]))
-    assert sum(sum(row["response_mask"]) for row in told["rows"]) == sum(t["sampled_tokens"] for t in told["turns"])
+    assert len(committed) <= kills, "at most the last turn before each kill was committed but not seen"
+    assert described["trainable"] == (not described["verdicts"]["broken"] and bool(described["rows"]))
+    assert sum(sum(row["response_mask"]) for row in described["rows"]) == sum(
+        t["sampled_tokens"] for t in described["turns"]
+    )
 
 
 def killed_and_restarted(tmp_path, kills, agents, seconds):
-    chance, seen = random.Random(7), {}
+    chance, answers = random.Random(7), {}
     for _ in range(kills):
         with serving(tmp_path, *SLOWLY) as gateway:
             sessions = [gateway.open(f"agent-{number}") for number in range(agents)]
@@ -85,34 +87,34 @@ def killed_and_restarted(tmp_path, kills, agents, seconds):
             gateway.kill()
             for talker in talkers:
                 talker.join(60)
-                seen.setdefault(talker.session["id"], []).extend(talker.seen)
-    assert sum(map(len, seen.values())) > kills, "there was a load to be killed under"
+                answers.setdefault(talker.session["id"], []).extend(talker.answers)
+    assert sum(map(len, answers.values())) > kills, "the kills happened under load"
     with serving(tmp_path, *SLOWLY) as gateway:
-        for id, turns in seen.items():
-            told = gateway.shown(gateway.open(id))
-            left_open = told["verdicts"]["broken"]
-            assert left_open <= kills, "one call of an agent was under way at each kill, at most"
-            checked(told, turns, kills)
+        for id, turns in answers.items():
+            described = gateway.describe(gateway.open(id))
+            left_open = described["verdicts"]["broken"]
+            assert left_open <= kills, "at most one call per agent was in flight at each kill"
+            checked(described, turns, kills)
         assert gateway.end() == 143
     with closing(sqlite3.connect(tmp_path / "gw" / "gateway.db")) as store:
         assert store.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-def test_killed_under_load_every_committed_turn_is_there(tmp_path):
+def test_a_kill_under_load_keeps_every_committed_turn(tmp_path):
     killed_and_restarted(tmp_path, kills=1, agents=4, seconds=2.0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_again_and_again_no_turn_is_lost_and_none_made_up(tmp_path):
+def test_repeated_kills_neither_lose_nor_invent_turns(tmp_path):
     killed_and_restarted(tmp_path, kills=8, agents=8, seconds=4.0)
 
 
 # -- the disk -------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_refuses_calls_keeps_what_there_is_and_is_got_over(tmp_path):
-    async def story():
+def test_a_full_disk_refuses_calls_keeps_turns_and_recovers(tmp_path):
+    async def main():
         async with served(Teller("hello"), output=tmp_path) as gateway:
             session = await gateway.open("t")
             async with client_of(session) as client, aiohttp.ClientSession() as http:
@@ -132,16 +134,16 @@ def test_a_full_disk_refuses_calls_keeps_what_there_is_and_is_got_over(tmp_path)
                 async with http.get(f"{gateway.address}/healthz") as answer:
                     assert answer.status == 200
         async with served(output=tmp_path) as gateway:
-            told = gateway.find("t").describe()
-            sampled = [turn["sampled_tokens"] for turn in told["turns"]]
-            asked = [node["message"]["content"][:5] for node in told["episode"]["nodes"] if not node["spans"]]
-            assert "befor" in asked
-            assert "after" in asked
-            assert sampled == [6, 0, 0, 0, 6], "what was refused has no tokens"
-            assert told["verdicts"]["broken"] == 0
-            assert told["trainable"]
+            described = gateway.find("t").describe()
+            sampled = [turn["sampled_tokens"] for turn in described["turns"]]
+            prompts = [node["message"]["content"][:5] for node in described["episode"]["nodes"] if not node["spans"]]
+            assert "befor" in prompts
+            assert "after" in prompts
+            assert sampled == [6, 0, 0, 0, 6], "refused turns have no tokens"
+            assert described["verdicts"]["broken"] == 0
+            assert described["trainable"]
 
-    run(story)
+    run(main)
 
 
 # -- clients --------------------------------------------------------------------------------------------------------
@@ -155,8 +157,8 @@ def raw_request(session, gateway, body):
     return connection
 
 
-def test_clients_that_vanish_in_mid_stream_cost_only_their_own_turns():
-    async def story():
+def test_clients_that_disconnect_in_mid_stream_lose_only_their_own_turns():
+    async def main():
         engine = Teller("x" * 2000)
         async with served(engine) as gateway:
             session = await gateway.open(config=SessionConfig(max_tokens=4000))
@@ -164,24 +166,24 @@ def test_clients_that_vanish_in_mid_stream_cost_only_their_own_turns():
             sockets = [raw_request(session, gateway, {**body, "messages": [user(str(n))]}) for n in range(30)]
             await until(lambda: session.served.running, 30)
             for number, one in enumerate(sockets):
-                if number % 2:  # a reset, and not even a goodbye
+                if number % 2:  # a reset, without a closing handshake
                     one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
                 one.close()
             async with client_of(session) as client:
                 answer = await client.chat.completions.create(model="m", messages=[user("b")], max_tokens=5)
                 assert answer.choices[0].message.content == "xxxxx"
             await until(lambda: not session.served.running and not engine.running, 30)
-            told = session.served.describe()
-            assert sum(sum(row["response_mask"]) for row in told["rows"]) == sum(
-                turn["sampled_tokens"] for turn in told["turns"]
+            described = session.served.describe()
+            assert sum(sum(row["response_mask"]) for row in described["rows"]) == sum(
+                turn["sampled_tokens"] for turn in described["turns"]
             )
 
-    run(story)
+    run(main)
 
 
 @pytest.mark.slow
-def test_a_client_that_reads_a_byte_a_second_holds_nobody_up():
-    async def story():
+def test_a_client_that_reads_a_byte_a_second_delays_no_other():
+    async def main():
         engine = Teller("x" * 20_000)
         async with served(engine, write_s=3.0) as gateway:
             session = await gateway.open(config=SessionConfig(max_tokens=100_000))
@@ -194,12 +196,14 @@ def test_a_client_that_reads_a_byte_a_second_holds_nobody_up():
                     await asyncio.sleep(1.0)
                     with suppress(BlockingIOError, ConnectionError):
                         slow.recv(1)
-                    heard = await client.chat.completions.create(model="m", messages=[user(str(number))], max_tokens=5)
-                    assert heard.choices[0].message.content == "xxxxx"
+                    completion = await client.chat.completions.create(
+                        model="m", messages=[user(str(number))], max_tokens=5
+                    )
+                    assert completion.choices[0].message.content == "xxxxx"
             await until(lambda: not session.served.running, 40)
             slow.close()
 
-    run(story)
+    run(main)
 
 
 TRICKS = [
@@ -226,7 +230,7 @@ TRICKS = [
 
 
 def raw_get(gateway, path, key):
-    """As it is: no client would send some of these paths."""
+    """Send the path unchanged; a client library would normalise some of these."""
     with socket.create_connection(("127.0.0.1", urlsplit(gateway.address).port)) as connection:
         head = f"GET {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\nconnection: close\r\n\r\n"
         connection.sendall(head.encode())
@@ -235,28 +239,28 @@ def raw_get(gateway, path, key):
 
 @pytest.mark.parametrize("trick", TRICKS)
 def test_no_path_leads_from_one_session_to_another(tmp_path, trick):
-    async def story():
+    async def main():
         async with served(Teller("the other's secret"), output=tmp_path) as gateway:
             mine, other = await gateway.open("mine"), await gateway.open("other")
             async with client_of(other) as client:
                 await client.chat.completions.create(model="m", messages=[user("what the other asked")])
             path = trick.format(mine="mine", other="other", OTHER="OTHER")
-            said = await asyncio.to_thread(raw_get, gateway, path, mine.key)
-            status = int(said.split(b" ", 2)[1])
-            echoed = b'"id":"../../../sessions/other"' in said  # a model may have any name
-            assert status in (400, 401, 404, 405) or echoed, said
+            response = await asyncio.to_thread(raw_get, gateway, path, mine.key)
+            status = int(response.split(b" ", 2)[1])
+            echoed = b'"id":"../../../sessions/other"' in response  # a model may have any name
+            assert status in (400, 401, 404, 405) or echoed, response
             for secret in (b"secret", b"what the other asked", other.key.encode(), mine.key.encode(), b"SQLite"):
-                assert secret not in said
-            assert sorted(gateway.sessions) == ["mine", "other"], "nothing is made by asking for it"
+                assert secret not in response
+            assert sorted(gateway.sessions) == ["mine", "other"], "a GET creates nothing"
             assert {entry.name for entry in tmp_path.iterdir()} <= {
                 "gateway.db", "gateway.db-wal", "gateway.db-shm", "gateway.lock",
             }  # fmt: skip
 
-    run(story)
+    run(main)
 
 
 def test_no_key_but_its_own_opens_a_session(tmp_path):
-    async def story():
+    async def main():
         token = "the gateway's own token"
         async with served(Teller("secret"), output=tmp_path, token=token) as gateway, aiohttp.ClientSession() as http:
             mine, other = await gateway.open("mine"), await gateway.open("other")
@@ -269,16 +273,16 @@ def test_no_key_but_its_own_opens_a_session(tmp_path):
                 for method, path in routes:
                     for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
                         async with http.request(method, gateway.address + path, headers=headers, data=b"{}") as answer:
-                            said = await answer.text()
-                            assert answer.status == 401, (method, path, key, said)
-                            assert mine.key not in said
-            # The token reads sessions, and is no key for speaking in one.
+                            text = await answer.text()
+                            assert answer.status == 401, (method, path, key, text)
+                            assert mine.key not in text
+            # The token reads sessions but is not a key to call the model in one.
             async with http.get(f"{gateway.address}/sessions/mine", headers={"x-api-key": token}) as answer:
                 assert answer.status == 200
             async with http.post(f"{gateway.address}/mine/v1/completions", headers={"x-api-key": token}) as answer:
                 assert answer.status == 401
 
-    run(story)
+    run(main)
 
 
 # -- bodies ---------------------------------------------------------------------------------------------------------
@@ -321,8 +325,8 @@ BODY = WEIRD | st.dictionaries(FIELD, HUGE, max_size=3).map(lambda more: json.du
 @pytest.mark.parametrize(
     "examples", [150, pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])], ids=["some", "many"]
 )
-def test_no_bytes_make_it_fail(examples):
-    async def story():
+def test_arbitrary_bytes_do_not_crash_it(examples):
+    async def main():
         async with served(body_bytes=100_000) as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open(config=SessionConfig(max_tokens=8))
             loop, auth = asyncio.get_running_loop(), {"authorization": f"Bearer {session.key}"}
@@ -333,8 +337,8 @@ def test_no_bytes_make_it_fail(examples):
                     return answer.status, await answer.read()
 
             def check(path, body, kind):
-                status, said = asyncio.run_coroutine_threadsafe(send(path, body, kind), loop).result(60)
-                assert status in (200, 400, 405, 413), (path, body, said)
+                status, text = asyncio.run_coroutine_threadsafe(send(path, body, kind), loop).result(60)
+                assert status in (200, 400, 405, 413), (path, body, text)
 
             kinds = st.sampled_from(
                 ["application/json", "text/plain", "multipart/form-data", "x", "application/x-gzip"]
@@ -345,13 +349,13 @@ def test_no_bytes_make_it_fail(examples):
             await asyncio.to_thread(quick(given(PATHS, BODY, kinds)(check)))
             assert not session.served.running
 
-    run(story) if examples < 1000 else asyncio.run(story())
+    run(main) if examples < 1000 else asyncio.run(main())
 
 
 # -- SIGTERM --------------------------------------------------------------------------------------------------------
 
 
-def test_told_to_end_it_lets_calls_end_and_refuses_new_ones(tmp_path):
+def test_sigterm_lets_calls_finish_and_refuses_new_ones(tmp_path):
     slow = ("--engine", "scripted", "--set", "engine.token_s=0.05", "--set", "engine.slip=0", "--port", 0)
     with serving(tmp_path, *slow, "--set", "drain_s=50", "--output", "gw") as gateway:
         session = gateway.open("t")
@@ -359,7 +363,7 @@ def test_told_to_end_it_lets_calls_end_and_refuses_new_ones(tmp_path):
         answers = []
         talk = threading.Thread(target=lambda: answers.append(gateway.ask("POST", path, body, session["key"])))
         talk.start()
-        while not gateway.shown(session)["running"]:
+        while not gateway.describe(session)["running"]:
             pass
         assert gateway.end() == 143
         talk.join(60)
@@ -367,5 +371,5 @@ def test_told_to_end_it_lets_calls_end_and_refuses_new_ones(tmp_path):
         with pytest.raises(urllib.error.URLError):
             gateway.open("late")
     with serving(tmp_path, *slow, "--output", "gw") as gateway:
-        told = gateway.shown(session)
-        assert [(turn["verdict"], turn["finish"]) for turn in told["turns"]] == [("exact", "stop")]
+        described = gateway.describe(session)
+        assert [(turn["verdict"], turn["finish"]) for turn in described["turns"]] == [("exact", "stop")]

@@ -1,8 +1,8 @@
-"""`kill -9` at any moment, then `resume`: the same trials as if nothing had happened, and nothing left running."""
+"""`kill -9` at any moment, then `resume`: the same trials as without the kill, and nothing left running."""
 
 import pytest
 
-from tests.survival.campaign import SCENARIO, Campaign, kill_again_and_again
+from tests.survival.campaign import SCENARIO, Campaign, kill_repeatedly
 
 LISTS = "a = [1, 2, 3, 4, 5]\nb = [{}]"
 TINY = "a = [3, 4]\nb = [1, 2, 3, 4, 5]"
@@ -18,7 +18,7 @@ def scenario(agent, args, *, parallel=1, reward=ONE, run="", workload="", more="
 
 
 def cases(trials):
-    """Each kind of campaign that must not notice, by name."""
+    """The kinds of campaign that kills must not affect, by name."""
     # Small enough for duplicates and, at a = 3, for failures that must not be proposed again.
     lists = LISTS.format(", ".join(map(str, range(trials // 5))))
     weights = [0.4, 0.3, 0.1, 0.1, 0.1]
@@ -55,7 +55,7 @@ def survives(tmp_path, text, kills, within_s, seed):
     assert calm.call().code == 0
     stormy = Campaign(tmp_path / "stormy", text)
 
-    hits = kill_again_and_again(stormy, kills, within_s=within_s, seed=seed)
+    hits = kill_repeatedly(stormy, kills, within_s=within_s, seed=seed)
 
     assert stormy.result() == calm.result()
     assert stormy.numbers() == list(range(1, len(calm.trials()) + 1))

@@ -1,4 +1,4 @@
-"""Rollouts that outlive their driver, their actors and their faults: no prompt lost, none counted twice."""
+"""Rollouts survive kills of their driver and actors, and faults: no prompt is lost, none is counted twice."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ import pytest
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.ledger.ledger import Ledger
-from tests.survival.campaign import Campaign, end_of, kill_again_and_again, processes, wait_for
+from tests.survival.campaign import Campaign, end_of, kill_repeatedly, processes, wait_for
 
 SCENARIO = """
 name = "survivor"
@@ -43,25 +43,25 @@ def exact(answer, label):
 """
 
 
-def campaign(directory, *, trials=800, workers=0, judges=0, delay_s=0.05, fault_rate=0.0):
+def make_campaign(directory, *, trials=800, workers=0, judges=0, delay_s=0.05, fault_rate=0.0):
     text = SCENARIO.format(trials=trials, workers=workers, judges=judges, delay_s=delay_s, fault_rate=fault_rate)
-    made = Campaign(directory, text)
+    campaign = Campaign(directory, text)
     (directory / "sums.py").write_text(SUMS)
-    return made
+    return campaign
 
 
-def statuses(made):
-    connection = sqlite3.connect(made.ledger)
-    found = dict(connection.execute("SELECT status, count(*) FROM groups GROUP BY 1"))
+def statuses(campaign):
+    connection = sqlite3.connect(campaign.ledger)
+    counts = dict(connection.execute("SELECT status, count(*) FROM groups GROUP BY 1"))
     connection.close()
-    return found
+    return counts
 
 
 def survives(tmp_path, kills, within_s, seed, **options):
-    calm, stormy = campaign(tmp_path / "calm", **options), campaign(tmp_path / "stormy", **options)
+    calm, stormy = make_campaign(tmp_path / "calm", **options), make_campaign(tmp_path / "stormy", **options)
     assert calm.call().code == 0
 
-    hits = kill_again_and_again(stormy, kills, within_s=within_s, seed=seed)
+    hits = kill_repeatedly(stormy, kills, within_s=within_s, seed=seed)
 
     assert stormy.result() == calm.result()
     assert stormy.numbers() == list(range(1, len(calm.trials()) + 1))
@@ -85,9 +85,9 @@ def test_l09_kills_of_a_driver_on_ray_change_nothing(tmp_path):
     assert survives(tmp_path, kills=3, within_s=16, seed=5, trials=1600, workers=2, judges=1, delay_s=0.3) == 3
 
 
-def complete(made, size=8):
-    """Every group that was begun is there in full, and whatever was lost has a reason and no reward."""
-    with Ledger.read(made.ledger) as ledger:
+def complete(campaign, size=8):
+    """Check that every started group is complete, and that lost rollouts have a reason and no reward."""
+    with Ledger.read(campaign.ledger) as ledger:
         trials = list(ledger.trials())
         assert [trial.number for trial in trials] == list(range(1, len(trials) + 1))
         scored = Counter(trial.group for trial in trials if trial.reward is not None)
@@ -97,79 +97,91 @@ def complete(made, size=8):
             assert episode.in_baseline == (trial.reward is not None)
             assert trial.outcome is Outcome.OK or trial.reason
     short = [group for group, count in scored.items() if count < size]
-    assert len(short) <= 1, "only the budget's end may leave a group short"
+    assert len(short) <= 1, "only the last group may be incomplete"
     return trials
 
 
-def test_faults_of_the_engine_cost_no_rollout(tmp_path):
-    made = campaign(tmp_path, trials=2000, fault_rate=0.05, delay_s=0.0)
-    assert made.call().code == 0
-    trials = complete(made)
+def test_engine_faults_lose_no_rollout(tmp_path):
+    campaign = make_campaign(tmp_path, trials=2000, fault_rate=0.05, delay_s=0.0)
+    assert campaign.call().code == 0
+    trials = complete(campaign)
     assert len(trials) <= 2000
     assert sum(trial.reward is not None for trial in trials) >= 1980
 
 
 def test_python_o_changes_nothing(tmp_path):
-    made = campaign(tmp_path, trials=80, delay_s=0.0)
-    command = [sys.executable, "-O", "-m", "loopwright", "run", str(made.scenario), "--output", str(made.output)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 0, ended.stderr
-    complete(made)
+    campaign = make_campaign(tmp_path, trials=80, delay_s=0.0)
+    command = [
+        sys.executable,
+        "-O",
+        "-m",
+        "loopwright",
+        "run",
+        str(campaign.scenario),
+        "--output",
+        str(campaign.output),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    complete(campaign)
 
 
-def on_ray(made, mark):
-    return made.start(env={**os.environ, "LOOPWRIGHT_TEST_MARK": mark})
+def on_ray(campaign, mark):
+    return campaign.start(env={**os.environ, "LOOPWRIGHT_TEST_MARK": mark})
 
 
 def workers_of(mark):
-    """The processes of our actors in this test; Ray has helpers of its own by such names, which it does not survive."""
-    found = (command.split(maxsplit=1) for environment, command in processes() if mark.encode() in environment)
-    return [int(pid) for pid, *words in found if words and words[0].startswith("ray::RayActorHost")]
+    """The processes of our actors in this test; Ray's own helpers have similar names and must not be killed."""
+    commands = (command.split(maxsplit=1) for environment, command in processes() if mark.encode() in environment)
+    return [int(pid) for pid, *words in commands if words and words[0].startswith("ray::RayActorHost")]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_l07_killed_actors_cost_nothing_but_time(tmp_path):
-    made, mark = campaign(tmp_path, trials=2000, workers=2, judges=1, delay_s=0.3, fault_rate=0.05), uuid.uuid4().hex
-    process = on_ray(made, mark)
-    wait_for(lambda: made.ledger.exists() and len(made.trials()) > 100)
+def test_l07_killed_actors_lose_nothing(tmp_path):
+    campaign, mark = (
+        make_campaign(tmp_path, trials=2000, workers=2, judges=1, delay_s=0.3, fault_rate=0.05),
+        uuid.uuid4().hex,
+    )
+    process = on_ray(campaign, mark)
+    wait_for(lambda: campaign.ledger.exists() and len(campaign.trials()) > 100)
     random, killed = Random(2), 0
     for _ in range(6):
         time.sleep(0.5)
         if actors := workers_of(mark):
             os.kill(random.choice(actors), signal.SIGKILL)
             killed += 1
-    ended = end_of(process)
+    result = end_of(process)
     assert killed >= 3
-    assert ended.code == 0, ended.err
-    trials = complete(made)
+    assert result.code == 0, result.err
+    trials = complete(campaign)
     assert sum(trial.reward is not None for trial in trials) >= 1900
 
 
 @pytest.mark.slow
-def test_l03_a_pool_that_is_too_large_fails_in_seconds_with_the_numbers(tmp_path):
-    made = campaign(tmp_path, workers=500, judges=300)
-    ended = made.call()
-    assert ended.code != 0
-    assert "'loop' asks for 500 workers of 0.5 CPUs" in ended.err
-    assert "'judger' asks for 300 workers of 0.5 CPUs" in ended.err
-    assert made.trials() == []
+def test_l03_an_oversized_pool_fails_in_seconds_with_the_numbers(tmp_path):
+    campaign = make_campaign(tmp_path, workers=500, judges=300)
+    result = campaign.call()
+    assert result.code != 0
+    assert "'loop' asks for 500 workers of 0.5 CPUs" in result.err
+    assert "'judger' asks for 300 workers of 0.5 CPUs" in result.err
+    assert campaign.trials() == []
 
 
 def test_l05_a_judge_that_always_fails_gives_no_reward_and_says_why(tmp_path):
-    made = campaign(tmp_path, trials=64, delay_s=0.0)
-    made.scenario.write_text(
-        made.scenario.read_text().replace("retries = 1", "retries = 0, breaker = 4, cooldown_s = 0.1")
+    campaign = make_campaign(tmp_path, trials=64, delay_s=0.0)
+    campaign.scenario.write_text(
+        campaign.scenario.read_text().replace("retries = 1", "retries = 0, breaker = 4, cooldown_s = 0.1")
     )
     (tmp_path / "sums.py").write_text(SUMS.replace("return float(answer == label)", "raise OSError('no grader today')"))
-    ended = made.call()
-    assert ended.code == 1
-    with Ledger.read(made.ledger) as ledger:
+    result = campaign.call()
+    assert result.code == 1
+    with Ledger.read(campaign.ledger) as ledger:
         trials = list(ledger.trials())
     assert {trial.outcome for trial in trials} == {Outcome.JUDGE_FAILED}
     assert {trial.reward for trial in trials} == {None}
     assert all("no grader today" in trial.reason for trial in trials)
-    assert set(statuses(made)) == {"failed"}
+    assert set(statuses(campaign)) == {"failed"}
 
 
 LOOPS = """
@@ -186,10 +198,10 @@ class Stubborn(AgentLoop):
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_l07_a_loop_that_never_returns_costs_its_own_samples(tmp_path, workers):
-    made = campaign(tmp_path / "scenario", trials=96, workers=workers, delay_s=0.0)
-    text = made.scenario.read_text().replace('"single_turn"', '"stubborn", deadline_s = 0.5')
-    made.scenario.write_text(text)
+def test_l07_a_hanging_loop_loses_only_its_own_samples(tmp_path, workers):
+    campaign = make_campaign(tmp_path / "scenario", trials=96, workers=workers, delay_s=0.0)
+    text = campaign.scenario.read_text().replace('"single_turn"', '"stubborn", deadline_s = 0.5')
+    campaign.scenario.write_text(text)
     package = tmp_path / "package"
     (package / "odd_loops-1.dist-info").mkdir(parents=True)
     (package / "odd_loops-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-loops\nVersion: 1\n")
@@ -197,10 +209,10 @@ def test_l07_a_loop_that_never_returns_costs_its_own_samples(tmp_path, workers):
         "[loopwright.loops]\nstubborn = odd_loops:Stubborn\n"
     )
     (package / "odd_loops.py").write_text(LOOPS)
-    process = made.start(env={**os.environ, "PYTHONPATH": str(package)})
-    ended = end_of(process)
-    assert ended.code == 0, ended.err
-    with Ledger.read(made.ledger) as ledger:
+    process = campaign.start(env={**os.environ, "PYTHONPATH": str(package)})
+    result = end_of(process)
+    assert result.code == 0, result.err
+    with Ledger.read(campaign.ledger) as ledger:
         ends = Counter((trial.outcome, trial.fault) for trial in ledger.trials())
     assert ends[Outcome.OK, None] > 0
     assert set(ends) == {(Outcome.OK, None), (Outcome.TIMEOUT, Fault.WORKLOAD)}

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: trials in flight are `aborted`, reports are made, `resume` completes; a second one ends all."""
+"""Ctrl-C and SIGTERM: trials are `aborted`, reports written, `resume` completes; a second signal ends all."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from loopwright.core.outcome import Outcome
 from tests.survival.campaign import SCENARIO, Campaign, end_of, read_all, wait_for
 
 TRIALS = 6
-# The second half waits to be told to go on, so that the signal always comes in the middle.
+# The second half waits for a file, so that the signal always comes in the middle.
 GATED = """#!/bin/sh
 echo started
 [ $1 -gt 2 ] && while [ ! -e {gate} ]; do sleep 0.05; done
@@ -41,8 +41,8 @@ def in_the_middle(campaign, process):
 
 def completes(campaign, tmp_path):
     (tmp_path / "gate").touch()
-    ended = campaign.call("resume")
-    assert (ended.code, ended.err) == (0, "")
+    result = campaign.call("resume")
+    assert (result.code, result.err) == (0, "")
     assert [(trial.number, trial.outcome) for trial in campaign.trials()] == [
         (number, Outcome.OK) for number in range(1, TRIALS + 1)
     ]
@@ -55,19 +55,19 @@ def test_s12_a_signal_aborts_the_trials_in_flight_and_resume_completes(tmp_path,
     in_the_middle(campaign, process)
 
     process.send_signal(number)
-    ended = end_of(process)
+    result = end_of(process)
 
-    assert (ended.code, ended.err) == (code, "")
+    assert (result.code, result.err) == (code, "")
     assert [trial.outcome for trial in campaign.trials()] == ["ok", "ok", "aborted", "aborted"]
     assert (campaign.output / "report.html").exists()
     assert (campaign.output / "work" / "trajectory.csv").exists()
-    assert f"loopwright resume {campaign.output}" in ended.out
+    assert f"loopwright resume {campaign.output}" in result.out
     assert campaign.left_running() == []
     completes(campaign, tmp_path)
 
 
-def test_s12_a_second_signal_ends_it_at_once_with_all_that_it_started(tmp_path):
-    # Given commands that do not listen to SIGTERM, and a grace that nobody would wait for.
+def test_s12_a_second_signal_ends_everything_at_once(tmp_path):
+    # Commands that ignore SIGTERM, and a very long grace period.
     campaign = campaign_at(tmp_path, STUBBORN, grace_s=1000)
     process = campaign.start()
     in_the_middle(campaign, process)
@@ -76,9 +76,9 @@ def test_s12_a_second_signal_ends_it_at_once_with_all_that_it_started(tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=0.5)
     process.send_signal(signal.SIGINT)
-    ended = end_of(process)
+    result = end_of(process)
 
-    assert ended.code == 130
+    assert result.code == 130
     wait_for(lambda: campaign.left_running() == [])
     completes(campaign, tmp_path)
 
@@ -105,17 +105,17 @@ def test_s12_ctrl_c_in_a_terminal_with_a_live_bar(tmp_path):
     completes(campaign, tmp_path)
 
 
-def test_a_second_process_on_one_output_directory_is_refused_and_the_first_goes_on(tmp_path):
+def test_a_second_process_on_one_output_directory_is_refused_and_the_first_continues(tmp_path):
     campaign = campaign_at(tmp_path)
     process = campaign.start()
     in_the_middle(campaign, process)
 
     refused = [campaign.call("run"), campaign.call("resume")]
 
-    for ended in refused:
-        assert ended.code == 1
-        assert ended.err.startswith(f"error: {campaign.output} is in use by process {process.pid}. ")
-        assert ended.err.count("\n") == 1
+    for result in refused:
+        assert result.code == 1
+        assert result.err.startswith(f"error: {campaign.output} is in use by process {process.pid}. ")
+        assert result.err.count("\n") == 1
     (tmp_path / "gate").touch()
     first = end_of(process)
     assert (first.code, first.err) == (0, "")
@@ -134,7 +134,7 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path, number):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=0.5)
     process.send_signal(signal.SIGTERM)
-    ended = end_of(process)
+    result = end_of(process)
 
-    assert (ended.code, ended.err) == (143, "")
+    assert (result.code, result.err) == (143, "")
     assert campaign.left_running() == []

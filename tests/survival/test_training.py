@@ -1,4 +1,4 @@
-"""Training that outlives its process: killed and resumed, it ends where it would have ended."""
+"""Training that is killed and resumed ends with the same weights."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.steps import steps
-from tests.survival.campaign import Campaign, end_of, kill_again_and_again, processes, wait_for
+from tests.survival.campaign import Campaign, end_of, kill_repeatedly, processes, wait_for
 
 SCENARIO = """
 name = "survivor"
@@ -43,34 +43,34 @@ def vowels(answer):
 GRPO = 'type = "grpo", steps = 8, prompts_per_step = 3, group_size = 4, lr = 1e-3, seed = 3'
 
 
-def campaign(directory, agent=GRPO, produce='type = "sync"'):
-    made = Campaign(directory, SCENARIO.format(agent=agent, produce=produce))
+def make_campaign(directory, agent=GRPO, produce='type = "sync"'):
+    campaign = Campaign(directory, SCENARIO.format(agent=agent, produce=produce))
     (directory / "letters.py").write_text(LETTERS)
-    return made
+    return campaign
 
 
-def policy(made):
-    return load_file(made.output / "work" / "policy" / "model.safetensors")
+def policy(campaign):
+    return load_file(campaign.output / "work" / "policy" / "model.safetensors")
 
 
-def statuses(made):
-    connection = sqlite3.connect(made.ledger)
-    found = dict(connection.execute("SELECT status, count(*) FROM groups GROUP BY 1"))
+def statuses(campaign):
+    connection = sqlite3.connect(campaign.ledger)
+    counts = dict(connection.execute("SELECT status, count(*) FROM groups GROUP BY 1"))
     connection.close()
-    return found
+    return counts
 
 
 def close(mine, theirs):
-    """Equal to rounding: what was in the engine's batch beside a rollout decides its logprobs' last digits."""
+    """Equal up to rounding: the rest of the engine's batch affects the last digits of logprobs."""
     assert mine.keys() == theirs.keys()
     for name, weight in theirs.items():
         torch.testing.assert_close(mine[name], weight, atol=2e-5, rtol=1e-4)
 
 
 def ends_alike(tmp_path, agent, kills, seed):
-    calm, stormy = campaign(tmp_path / "calm", agent), campaign(tmp_path / "stormy", agent)
+    calm, stormy = make_campaign(tmp_path / "calm", agent), make_campaign(tmp_path / "stormy", agent)
     assert calm.call().code == 0
-    hits = kill_again_and_again(stormy, kills, within_s=6.0, seed=seed)
+    hits = kill_repeatedly(stormy, kills, within_s=6.0, seed=seed)
     assert stormy.result() == calm.result()
     assert statuses(stormy) == statuses(calm) == {"trained": 24}
     close(policy(stormy), policy(calm))
@@ -104,9 +104,9 @@ def test_l09_every_kind_of_training_ends_with_the_same_weights(tmp_path, agent):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_l09_a_killed_asynchronous_training_trains_on_no_group_twice(tmp_path):
-    made = campaign(tmp_path, produce='type = "async", max_staleness = 2')
-    kill_again_and_again(made, 6, within_s=6.0, seed=4)
-    connection = sqlite3.connect(made.ledger)
+    campaign = make_campaign(tmp_path, produce='type = "async", max_staleness = 2')
+    kill_repeatedly(campaign, 6, within_s=6.0, seed=4)
+    connection = sqlite3.connect(campaign.ledger)
     trained = connection.execute("SELECT step, count(*) FROM groups WHERE status = 'trained' GROUP BY 1").fetchall()
     connection.close()
     assert trained == [(step, 3) for step in range(1, 9)]
@@ -114,16 +114,19 @@ def test_l09_a_killed_asynchronous_training_trains_on_no_group_twice(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_l09_a_worker_of_ray_train_that_is_killed_costs_no_step(tmp_path):
-    calm, stormy = campaign(tmp_path / "calm"), campaign(tmp_path / "stormy", f"{GRPO}, workers = 2, cpus = 0.5")
+def test_l09_a_killed_ray_train_worker_loses_no_step(tmp_path):
+    calm, stormy = (
+        make_campaign(tmp_path / "calm"),
+        make_campaign(tmp_path / "stormy", f"{GRPO}, workers = 2, cpus = 0.5"),
+    )
     assert calm.call().code == 0
     process = stormy.start(env={**os.environ, "SURVIVOR": str(tmp_path)})
     wait_for((stormy.output / "work" / "checkpoints" / "step-000002").exists)
     ours = [command for environment, command in processes() if f"SURVIVOR={tmp_path}".encode() in environment]
     worker = next(command for command in ours if "ray::RayTrainWorker" in command)
     os.kill(int(worker.split()[0]), signal.SIGKILL)
-    ended = end_of(process)
-    assert (ended.code, "the Ray Train workers are gone" in ended.err) == (1, True), ended.err
+    result = end_of(process)
+    assert (result.code, "the Ray Train workers are gone" in result.err) == (1, True), result.err
     resumed = stormy.call("resume")
     assert resumed.code == 0, resumed.err
     assert statuses(stormy) == {"trained": 24}

@@ -47,18 +47,18 @@ def judge(answer):
 TRIAL = "trial = int(os.environ['LOOPWRIGHT_TRIAL_NUMBER'])\n"
 
 
-def campaign(home: Path, agent_program: str, agent: str = GRPO, **parts: str) -> Campaign:
+def campaign(directory: Path, agent_program: str, agent: str = GRPO, **parts: str) -> Campaign:
     """A training whose agents run this code, in which `trial` is the trial number."""
-    home.mkdir(exist_ok=True)
-    (home / "letters.py").write_text(LETTERS)
+    directory.mkdir(exist_ok=True)
+    (directory / "letters.py").write_text(LETTERS)
     row = {
         "tasks": '{ type = "python", function = "letters:tasks" }',
         "judger": '{ type = "python", function = "letters:judge" }',
         "produce": 'type = "sync"',
         **parts,
     }
-    command = json.dumps(program(home, TRIAL + agent_program))
-    return Campaign(home, SCENARIO.format(agent=agent, command=command, **row))
+    command = json.dumps(program(directory, TRIAL + agent_program))
+    return Campaign(directory, SCENARIO.format(agent=agent, command=command, **row))
 
 
 def training_record(training: Campaign):
@@ -195,9 +195,9 @@ def test_a01_an_agent_killed_during_a_call_is_a_fault_and_training_continues(tmp
         assert episode.fault is fault, episode.reason
         assert "SIGKILL" in episode.reason
     assert {r.episode.outcome for r in all_rollouts if r.number % 4 != 1} == {Outcome.OK}
-    lost = sum(episode.fault is Fault.WORKLOAD for episode in killed_episodes)
-    assert len(all_rollouts) == 24 + lost
-    assert (max(row["fault_rate"] for row in numbers.values()) > 0) == (lost > 0)
+    killed_count = sum(episode.fault is Fault.WORKLOAD for episode in killed_episodes)
+    assert len(all_rollouts) == 24 + killed_count
+    assert (max(row["fault_rate"] for row in numbers.values()) > 0) == (killed_count > 0)
 
 
 CHANGER = """
@@ -212,12 +212,12 @@ if trial == 8:
 SCORE = 'echo $(( $(wc -c < said) % 2 )) > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"'
 
 
-def harbor(home: Path, changed: str) -> Campaign:
+def harbor(directory: Path, changed: str) -> Campaign:
     """A training on three tasks, some of which the eighth agent changes."""
     for name in ("one", "two", "three"):
-        write(home / "tasks" / name, instruction=f"Do {name}.", test=SCORE)
+        write(directory / "tasks" / name, instruction=f"Do {name}.", test=SCORE)
     tasks, judger = '{ type = "harbor", path = "tasks" }', '{ type = "verifier" }'
-    return campaign(home, CHANGER.replace("{names}", changed), tasks=tasks, judger=judger)
+    return campaign(directory, CHANGER.replace("{names}", changed), tasks=tasks, judger=judger)
 
 
 def test_a02_a_task_that_changes_during_training_is_skipped_afterwards(tmp_path):

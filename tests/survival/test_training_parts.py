@@ -1,5 +1,5 @@
-"""Training whose gateway and engine are processes of their own, which are killed in mid-step: all steps are trained,
-and on nothing but what the policy of each step said."""
+"""Training with the gateway and the engine in separate processes that are killed in mid-step: all steps are trained,
+each on the tokens of its own policy only."""
 
 import json
 import signal
@@ -73,46 +73,46 @@ chat("two")
 
 
 class Parts:
-    """A gateway, the engine behind it, and a training that has neither in its own process."""
+    """A gateway, the engine behind it, and a training, all in separate processes."""
 
-    def __init__(self, home, *, relay=True):
-        self.home, self.relay = home, relay
+    def __init__(self, directory, *, relay=True):
+        self.directory, self.relay = directory, relay
         self._token = "a-token-for-this-test"
-        (home / "token").write_text(self._token)
-        (home / "letters.py").write_text(LETTERS)
-        (home / "agent.py").write_text(AGENT)
+        (directory / "token").write_text(self._token)
+        (directory / "letters.py").write_text(LETTERS)
+        (directory / "agent.py").write_text(AGENT)
         self._port, self.worker = "0", None
         self.start_gateway()
         self._port = self.gateway.address.rpartition(":")[2]
         self.start_worker()
         command = json.dumps(["python3", "{home}/agent.py"])
-        told = {"address": self.gateway.address, "token": home / "token", "command": command}
-        self.campaign = Campaign(home, SCENARIO.format(**told))
+        settings = {"address": self.gateway.address, "token": directory / "token", "command": command}
+        self.campaign = Campaign(directory, SCENARIO.format(**settings))
         self.training = self.campaign.start()
 
     def start_gateway(self):
         what = ("--relay", "--output", "gw") if self.relay else ("--engine", "tiny", "--set", "engine.threads=1")
-        self.gateway = Gateway(self.home, *what, "--token-file", "token", "--port", self._port)
+        self.gateway = Gateway(self.directory, *what, "--token-file", "token", "--port", self._port)
 
     def start_worker(self):
         if self.relay:
             url = f"ws://127.0.0.1:{self._port}/ws/worker"
             words = ("--connect", url, "--token-file", "token", "--engine", "tiny", "--set", "engine.threads=1")
             command = [*COMMAND, "gateway", "worker", *words, "--name", "w"]
-            with (self.home / "worker.log").open("ab") as log:
-                self.worker = subprocess.Popen(command, cwd=self.home, stdout=log, stderr=log)
+            with (self.directory / "worker.log").open("ab") as log:
+                self.worker = subprocess.Popen(command, cwd=self.directory, stdout=log, stderr=log)
 
     def engines(self):
         return self.gateway.ask("GET", "/engines", key=self._token)
 
-    def begun(self):
-        """Each trial whose agent has had its first answer, as often as it had one."""
-        file = self.home / "begun"
+    def first_answers(self):
+        """How many first answers each trial's agent has got."""
+        file = self.directory / "begun"
         return Counter(map(int, file.read_text().split() if file.exists() else ()))
 
     def hold_in_step_two(self):
-        """Wait until agents of the second step are in mid-call, and have no token given to them from then on."""
-        wait_for(lambda: max(self.begun(), default=0) > 6 or self.training.poll() is not None)
+        """Wait until agents of the second step are in mid-call, and freeze the engine."""
+        wait_for(lambda: max(self.first_answers(), default=0) > 6 or self.training.poll() is not None)
         engine = self.worker if self.relay else self.gateway.process
         engine.send_signal(signal.SIGSTOP)
         assert self.training.poll() is None, self.training.communicate()
@@ -133,76 +133,76 @@ class Parts:
 
 
 @contextmanager
-def parts(home, **how):
-    made = Parts(home, **how)
+def parts(directory, **how):
+    running = Parts(directory, **how)
     try:
-        yield made
+        yield running
     finally:
-        made.end()
+        running.end()
 
 
-def ends_well(made):
-    """All steps are trained, each on what its own policy said, token by token. What the ledger has, what was said."""
-    ended = end_of(made.training)
-    assert ended.code == 0, ended.err
-    numbers, found = training_record(made.campaign)
+def ends_well(running):
+    """Check that all steps were trained, each on the tokens of its own policy; returns the rollouts and the log."""
+    result = end_of(running.training)
+    assert result.code == 0, result.err
+    numbers, rollouts = training_record(running.campaign)
     assert list(numbers) == [1, 2, 3, 4]
-    assert made.campaign.numbers() == list(range(1, len(found) + 1))
-    assert sum(rollout.episode.trainable for rollout in found) == 24
-    for rollout in found:
+    assert running.campaign.numbers() == list(range(1, len(rollouts) + 1))
+    assert sum(rollout.episode.trainable for rollout in rollouts) == 24
+    for rollout in rollouts:
         assert rollout.episode.fault in (None, Fault.INFRA), rollout.episode.reason
         assert rollout.episode.turns == 2 or rollout.episode.fault is Fault.INFRA
-    audit = [*COMMAND, "audit", str(made.campaign.output), "--engine", "tiny", "--json"]
+    audit = [*COMMAND, "audit", str(running.campaign.output), "--engine", "tiny", "--json"]
     audited = subprocess.run(audit, capture_output=True, text=True, timeout=120)
     assert audited.returncode == 0, audited.stdout[-2000:] + audited.stderr
-    told = json.loads(audited.stdout.splitlines()[-1])
-    assert told["turns"] >= 48
-    assert told["largest"] < 1e-4
-    assert made.engines()["version"] == 4
-    return found, ended.err
+    summary = json.loads(audited.stdout.splitlines()[-1])
+    assert summary["turns"] >= 48
+    assert summary["largest"] < 1e-4
+    assert running.engines()["version"] == 4
+    return rollouts, result.err
 
 
-def attempts(found):
-    return Counter(len(rollout.episode.attempts) for rollout in found)
+def attempts(rollouts):
+    return Counter(len(rollout.episode.attempts) for rollout in rollouts)
 
 
-def test_t06_an_engine_killed_in_mid_step_gets_the_weights_of_the_step_before_it_says_a_word(tmp_path):
-    """Calls under way go on with the new one, from the ids that they had: no agent notices."""
-    with parts(tmp_path) as made:
-        made.hold_in_step_two()
-        made.kill_worker()
-        wait_for(lambda: not made.engines()["engines"])
-        made.start_worker()
-        found, _ = ends_well(made)
+def test_t06_an_engine_killed_in_mid_step_gets_the_weights_before_it_serves(tmp_path):
+    """Calls in flight continue on the new engine from their ids, unnoticed by the agents."""
+    with parts(tmp_path) as running:
+        running.hold_in_step_two()
+        running.kill_worker()
+        wait_for(lambda: not running.engines()["engines"])
+        running.start_worker()
+        rollouts, _ = ends_well(running)
         assert (tmp_path / "gateway.log").read_text().count("tiny at version 0") == 2
-    assert attempts(found) == {1: 24}
+    assert attempts(rollouts) == {1: 24}
 
 
-def test_t07_a_gateway_killed_in_mid_step_goes_on_with_its_sessions_or_their_trials_are_made_again(tmp_path):
-    """Agents that retry go on where they were; of those that do not, not a token counts."""
-    with parts(tmp_path) as made:
-        made.hold_in_step_two()
-        made.gateway.kill()
-        time.sleep(6)  # longer than a connection that was lost is tried again
-        made.start_gateway()
-        made.worker.send_signal(signal.SIGCONT)
-        found, said = ends_well(made)
-    held = [rollout for rollout in found if len(rollout.episode.attempts) > 1]
-    assert {rollout.number % 2 for rollout in held} == {1}, "agents that retry went on where they were"
-    assert {str(rollout.episode.attempts[0].outcome) for rollout in held} == {"lost"}
-    assert "told again" not in said
+def test_t07_a_gateway_killed_in_mid_step_resumes_its_sessions_or_their_trials_are_repeated(tmp_path):
+    """Agents that retry continue; the tokens of agents that do not retry are discarded."""
+    with parts(tmp_path) as running:
+        running.hold_in_step_two()
+        running.gateway.kill()
+        time.sleep(6)  # longer than a lost connection is retried
+        running.start_gateway()
+        running.worker.send_signal(signal.SIGCONT)
+        rollouts, log = ends_well(running)
+    retried = [rollout for rollout in rollouts if len(rollout.episode.attempts) > 1]
+    assert {rollout.number % 2 for rollout in retried} == {1}, "agents that retry continued"
+    assert {str(rollout.episode.attempts[0].outcome) for rollout in retried} == {"lost"}
+    assert "publishing them again" not in log
 
 
 @pytest.mark.parametrize("relay", [True, False], ids=["relay", "one-process"])
-def test_t06_a_gateway_and_its_engine_killed_together_are_given_the_weights_again(tmp_path, relay):
-    """Nobody is left who knows of the policy but its trainer: what the old weights say counts nowhere."""
-    with parts(tmp_path, relay=relay) as made:
-        made.hold_in_step_two()
+def test_t06_a_gateway_and_engine_killed_together_get_the_weights_again(tmp_path, relay):
+    """Only the trainer still has the policy; tokens sampled with the old weights are discarded."""
+    with parts(tmp_path, relay=relay) as running:
+        running.hold_in_step_two()
         if relay:
-            made.kill_worker()
-        made.gateway.kill()
-        made.start_gateway()
-        made.start_worker()
-        found, said = ends_well(made)
-    assert attempts(found)[2] >= 2
-    assert "older weights than those of version 1: it is told again" in said
+            running.kill_worker()
+        running.gateway.kill()
+        running.start_gateway()
+        running.start_worker()
+        rollouts, log = ends_well(running)
+    assert attempts(rollouts)[2] >= 2
+    assert "the gateway serves weights older than version 1; publishing them again" in log

@@ -26,7 +26,7 @@ judger = {{ type = "python", function = "letters:judge" }}
 [run.rollout.loop]
 type = "remote"
 server = "{server.address}"
-token_file = "{server.home}/out/token"
+token_file = "{server.directory}/out/token"
 command = {command}
 deadline_s = 60
 concurrency = 4
@@ -42,16 +42,16 @@ while int(trial) > 8 and not os.path.exists("{home}/go"):
 """
 
 
-def campaign(home, server):
-    command = json.dumps(server.loop(AGENT.replace("{home}", str(server.home)))["command"])
-    training = Campaign(home, SCENARIO.format(server=server, command=command))
-    (home / "letters.py").write_text(LETTERS)
+def campaign(directory, server):
+    command = json.dumps(server.loop(AGENT.replace("{home}", str(server.directory)))["command"])
+    training = Campaign(directory, SCENARIO.format(server=server, command=command))
+    (directory / "letters.py").write_text(LETTERS)
     return training
 
 
 def count_starts(server):
     """How often the agent of each trial has called the policy."""
-    file = server.home / "starts"
+    file = server.directory / "starts"
     return Counter(map(int, file.read_text().split() if file.exists() else ()))
 
 
@@ -59,22 +59,26 @@ def count_starts(server):
 @pytest.mark.timeout(400)
 def test_a04_a_training_whose_trial_server_is_killed_during_a_step_trains_on_the_same_trials(tmp_path):
     """Four agents of the second step have called the policy and are working when their server is killed."""
-    homes = {name: tmp_path / name for name in ("undisturbed", "interrupted", "undisturbed-run", "interrupted-run")}
-    for home in homes.values():
-        home.mkdir()
-    (homes["undisturbed"] / "go").touch()
-    server = TrialServerProcess(homes["undisturbed"], "-j", "4")
-    undisturbed = campaign(homes["undisturbed-run"], server)
+    directories = {
+        name: tmp_path / name for name in ("undisturbed", "interrupted", "undisturbed-run", "interrupted-run")
+    }
+    for directory in directories.values():
+        directory.mkdir()
+    (directories["undisturbed"] / "go").touch()
+    server = TrialServerProcess(directories["undisturbed"], "-j", "4")
+    undisturbed = campaign(directories["undisturbed-run"], server)
     assert undisturbed.call().code == 0
     server.end()
 
-    server = TrialServerProcess(homes["interrupted"], "-j", "4")
-    interrupted = campaign(homes["interrupted-run"], server)
+    server = TrialServerProcess(directories["interrupted"], "-j", "4")
+    interrupted = campaign(directories["interrupted-run"], server)
     process = interrupted.start()
     wait_for(lambda: sum(count_starts(server).values()) == 12 or process.poll() is not None)
     server.kill()
-    server = TrialServerProcess(homes["interrupted"], "-j", "4", "--port", re.search(r":(\d+)$", server.address)[1])
-    (homes["interrupted"] / "go").touch()
+    server = TrialServerProcess(
+        directories["interrupted"], "-j", "4", "--port", re.search(r":(\d+)$", server.address)[1]
+    )
+    (directories["interrupted"] / "go").touch()
     result = end_of(process)
     listing = server.ask("GET", "/trials", key=server.token)
     server.end()

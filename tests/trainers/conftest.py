@@ -1,4 +1,4 @@
-"""One thread: the models are tiny, and tests run beside one another."""
+"""One thread per test: the models are tiny, and tests run in parallel."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there at all, wherever a process is killed."""
+"""Checkpoints are complete or absent, whenever the process is killed."""
 
 import subprocess
 import sys
@@ -56,36 +56,39 @@ print(moment)
 """
 
 
-def test_l09_killed_at_any_moment_of_a_save_the_one_before_or_the_new_one_is_there(tmp_path):
+def test_l09_a_kill_during_a_save_leaves_the_old_or_the_new_checkpoint(tmp_path):
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert ended.returncode == 0, ended.stderr
-    assert int(ended.stdout) > 10
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 10
 
 
-def test_l09_one_that_is_there_is_not_written_again(tmp_path):
-    made = Checkpoints(tmp_path, 2)
-    made.save(1, lambda draft: (draft / "a").touch())
+def test_l09_an_existing_checkpoint_is_not_written_again(tmp_path):
+    checkpoints = Checkpoints(tmp_path, 2)
+    checkpoints.save(1, lambda draft: (draft / "a").touch())
 
     def write(draft):
         raise AssertionError("written again")
 
-    assert made.save(1, write) == tmp_path / "step-000001"
-    assert made.latest().step == 1
+    assert checkpoints.save(1, write) == tmp_path / "step-000001"
+    assert checkpoints.latest().step == 1
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
-        (lambda made: (made / "state.json").write_text("{"), "JSONDecodeError"),
-        (lambda made: (made / "model.safetensors").write_bytes(b"wei"), "model.safetensors has 3 bytes, not 7"),
-        (lambda made: (made / "model.safetensors").unlink(), "FileNotFoundError"),
+        (lambda checkpoints: (checkpoints / "state.json").write_text("{"), "JSONDecodeError"),
+        (
+            lambda checkpoints: (checkpoints / "model.safetensors").write_bytes(b"wei"),
+            "model.safetensors has 3 bytes, not 7",
+        ),
+        (lambda checkpoints: (checkpoints / "model.safetensors").unlink(), "FileNotFoundError"),
     ],
 )
-def test_a_damaged_one_is_named_with_what_to_do(tmp_path, damage, said):
-    made = Checkpoints(tmp_path, 2)
+def test_a_damaged_checkpoint_is_reported_with_the_next_step(tmp_path, damage, message):
+    checkpoints = Checkpoints(tmp_path, 2)
     for step in (1, 2):
-        made.save(step, lambda draft: (draft / "model.safetensors").write_bytes(b"weights"))
+        checkpoints.save(step, lambda draft: (draft / "model.safetensors").write_bytes(b"weights"))
     damage(tmp_path / "step-000002")
-    with pytest.raises(StorageError, match=rf"step-000002 is damaged .*{said}.* Remove that directory"):
-        made.latest()
+    with pytest.raises(StorageError, match=rf"step-000002 is damaged .*{message}.* Remove that directory"):
+        checkpoints.latest()

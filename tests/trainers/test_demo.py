@@ -1,4 +1,4 @@
-"""`make demo-train`: an agent that knows nothing of training is trained, from end to end."""
+"""`make demo-train`: an agent that is unaware of training is trained, end to end."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ SHORTER = {
     "checkpoint_every = 6": "checkpoint_every = 1",
     "samples = 4": "samples = 1",
     ", lora = { r = 8, layers = 10 }": "",
-    # A random model gets no task right: so that it learns something, it is rewarded for how it writes, too.
+    # A random model solves no task, so its writing style is rewarded too, to give a signal.
     '{ type = "verifier" }': JUDGER,
 }
 
@@ -38,7 +38,7 @@ def loopwright(*arguments, directory: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory) -> Path:
-    """What is left of the demo as it is, but shorter, and with a tiny model."""
+    """The output of a shorter demo with a tiny model."""
     directory, text = tmp_path_factory.mktemp("demo"), EXAMPLE.read_text()
     for old, new in SHORTER.items():
         assert text.count(old) == 1, old
@@ -52,13 +52,13 @@ def output(tmp_path_factory) -> Path:
     return directory / "out"
 
 
-def test_each_rollout_is_a_process_that_was_captured_and_tested(output):
+def test_each_rollout_is_a_captured_and_verified_process(output):
     with Ledger.read(output / "shell" / "ledger.db") as ledger:
-        found = list(rollouts(ledger))
-        assert len([one for one in found if one.evaluated is None]) == 2 * 2 * 3, "trials are in the ledger"
-        assert {one.evaluated for one in found} == {None, 0, 2}, "and so are those on held-out tasks"
+        episodes = list(rollouts(ledger))
+        assert len([one for one in episodes if one.evaluated is None]) == 2 * 2 * 3, "trials are in the ledger"
+        assert {one.evaluated for one in episodes} == {None, 0, 2}, "held-out tasks too"
         assert [step.step for step in steps(ledger, "train")] == [1, 2]
-    for one in found:
+    for one in episodes:
         episode = one.episode
         assert (episode.turns, episode.trainable) == (1, one.evaluated is None)
         assert episode.evidence["agent"]["stdout"].startswith("$ ")
@@ -66,18 +66,18 @@ def test_each_rollout_is_a_process_that_was_captured_and_tested(output):
         assert {"boot", "agent", "generate", "collect", "verify", "teardown"} <= set(episode.attempts[-1].phases_s)
 
 
-def test_it_learns_from_them_and_there_is_a_report(output):
-    learned = load_file(output / "shell" / "policy" / "model.safetensors")
-    assert any(not value.equal(learned[name]) for name, value in tiny(attention="sdpa").state_dict().items())
+def test_the_weights_change_and_a_report_is_written(output):
+    weights = load_file(output / "shell" / "policy" / "model.safetensors")
+    assert any(not value.equal(weights[name]) for name, value in tiny(attention="sdpa").state_dict().items())
     assert "held-out" in (output / "report.html").read_text()
 
 
-def test_what_was_captured_is_what_was_sampled(output):
+def test_the_audit_confirms_the_captured_tokens(output):
     done = loopwright("audit", "out", directory=output.parent)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_untouched_tasks_score_0_and_solved_ones_1(tmp_path):
+def test_untouched_tasks_score_0_and_solved_tasks_1(tmp_path):
     done = loopwright("tasks", "scan", EXAMPLE.parent / "tasks", "--check", "--sandbox", "bwrap", directory=tmp_path)
     assert done.returncode == 0, done.stdout
     assert "20 tasks" in done.stdout
@@ -85,6 +85,6 @@ def test_untouched_tasks_score_0_and_solved_ones_1(tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_learns_held_out_tasks():
-    found = train(1)
-    assert 0 < found.before < found.after
-    assert found.after - found.before >= RISE
+    result = train(1)
+    assert 0 < result.before < result.after
+    assert result.after - result.before >= RISE

@@ -1,9 +1,9 @@
-"""The gradient of each loss equals that of the formula as it was published, written down token by token."""
+"""The gradient of each loss equals that of the published formula, computed token by token."""
 
 import pytest
 import torch
 
-from tests.trainers.making import gradients, learner_of, logprobs_of, samples
+from tests.trainers.factories import gradients, learner_of, logprobs_of, samples
 
 CLIP = 0.2
 
@@ -14,8 +14,8 @@ def naive_grpo(new, old, recorded, sample, config):
     for n, o, r in zip(new, old, recorded, strict=True):
         ratio = torch.exp(n - o.detach())
         high = config.clip_high or config.clip
-        kept = torch.clamp(ratio, 1 - config.clip, 1 + high)
-        surrogate = torch.min(ratio * sample.advantage, kept * sample.advantage)
+        clipped = torch.clamp(ratio, 1 - config.clip, 1 + high)
+        surrogate = torch.min(ratio * sample.advantage, clipped * sample.advantage)
         total = total - surrogate * min(float(torch.exp(o.detach() - r)), config.importance)
     return total
 
@@ -77,26 +77,26 @@ def test_the_published_variants_weigh_tokens_as_published(tmp_path, length, divi
     compare(learner, loss / (len(batch) * divide if divide else sum(s.tokens for s in batch)), got)
 
 
-def test_a_second_step_on_a_batch_is_clipped_against_the_policy_that_the_update_began_with(tmp_path):
+def test_a_second_step_on_a_batch_is_clipped_against_the_policy_at_the_start_of_the_update(tmp_path):
     learner, batch = learner_of("grpo", tmp_path, epochs=2, lr=0.05, clip_high=0.3), samples()
     with torch.no_grad():
         before = [logprobs_of(learner.policy.model, sample)[0] for sample in batch]
-    real, seen = learner.optimizer.step, []
+    real, gradients_seen = learner.optimizer.step, []
 
     def step():
-        seen.append([p.grad.clone() for p in learner.policy.parameters()])
-        if len(seen) == 1:
+        gradients_seen.append([p.grad.clone() for p in learner.policy.parameters()])
+        if len(gradients_seen) == 1:
             real()
 
     learner.optimizer.step = step
-    told = learner.update(batch, 1)
+    numbers = learner.update(batch, 1)
     loss = sum(
         naive_grpo(new, old, recorded_of(sample), sample, learner.config) / sample.tokens
         for sample, old in zip(batch, before, strict=True)
         for new, _ in [logprobs_of(learner.policy.model, sample)]
     )
-    compare(learner, loss / len(batch), seen[1])
-    assert told["clip_fraction"] > 0  # so far did the first step go
+    compare(learner, loss / len(batch), gradients_seen[1])
+    assert numbers["clip_fraction"] > 0  # the effect of the first step
 
 
 def test_ppo_has_the_gradient_of_its_formula(tmp_path):
@@ -115,7 +115,7 @@ def test_ppo_has_the_gradient_of_its_formula(tmp_path):
     advantages = []
     for sample, values in zip(batch, guessed, strict=True):
         own = []
-        for start in range(len(values)):  # the sum over all that comes, as the paper has it
+        for start in range(len(values)):  # the sum over all later steps, as in the paper
             total = 0.0
             for later in range(start, len(values)):
                 follows = float(values[later + 1]) if later + 1 < len(values) else 0.0
@@ -129,13 +129,13 @@ def test_ppo_has_the_gradient_of_its_formula(tmp_path):
     loss = 0.0
     for sample, before, own, values, scaled in zip(batch, old, advantages, guessed, normal, strict=True):
         ratio = torch.exp(logprobs_of(hub, sample)[0] - before)
-        bound = torch.clamp(ratio, 1 - CLIP, 1 + CLIP)
-        loss = loss - torch.min(ratio * scaled, bound * scaled).sum()
+        clipped = torch.clamp(ratio, 1 - CLIP, 1 + CLIP)
+        loss = loss - torch.min(ratio * scaled, clipped * scaled).sum()
         loss = loss + 0.5 * (values_of(sample) - (own + values)).square().sum()
     compare(learner, loss / sum(sample.tokens for sample in batch), got)
 
 
-def test_distance_to_the_reference_costs_what_its_formula_says(tmp_path):
+def test_the_reference_penalty_has_the_gradient_of_its_formula(tmp_path):
     learner, batch = learner_of("grpo", tmp_path, kl=0.5), samples()
     with torch.no_grad():
         reference = [logprobs_of(learner.policy.model, sample)[0] for sample in batch]
@@ -150,7 +150,7 @@ def test_distance_to_the_reference_costs_what_its_formula_says(tmp_path):
     compare(learner, loss / len(batch), got)
 
 
-def test_branches_of_one_rollout_weigh_as_one(tmp_path):
+def test_branches_of_one_rollout_share_its_weight(tmp_path):
     """Two rows with half the weight each move the policy as one row of all their tokens would."""
     learner, batch = learner_of("grpo", tmp_path), samples(4, rows=2)
     for episode in range(4):

@@ -1,4 +1,4 @@
-"""A model of the hub, from a cache as the hub's own client leaves it: what is trained has its tokenizer beside it."""
+"""A hub model from the hub client's cache: the trained policy is saved with its tokenizer."""
 
 import os
 import subprocess
@@ -43,12 +43,12 @@ for write in (learner.save, learner.write):
 """
 
 
-def test_a_policy_of_the_hub_is_saved_with_its_tokenizer(tmp_path):
+def test_a_policy_from_the_hub_is_saved_with_its_tokenizer(tmp_path):
     (tmp_path / "out").mkdir()
     command = [sys.executable, "-c", TRAINED, str(tmp_path / "cache"), str(tmp_path / "out")]
     env = {**os.environ, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(
+    result = subprocess.run(
         command, env=env, input=TEMPLATE, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=100
     )
-    assert ended.returncode == 0, ended.stderr
+    assert result.returncode == 0, result.stderr
     assert (tmp_path / "out" / "save" / "chat_template.jinja").read_text() == TEMPLATE

@@ -1,4 +1,4 @@
-"""Several workers of Ray Train learn as one."""
+"""Several Ray Train workers learn as one."""
 
 import gc
 from dataclasses import replace
@@ -15,34 +15,34 @@ from loopwright.trainers.learners import LocalLearner
 from loopwright.trainers.learners_ray import RayLearner
 from loopwright.trainers.ppo import PpoAlgorithm
 from tests.rollouts.pools.ray_cluster import cluster as cluster
-from tests.trainers.making import learner_of, samples
+from tests.trainers.factories import learner_of, samples
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Ray warns of itself
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # Ray's own
 ]
 
 
-def learner_settings(kind, home, **options):
-    return learner_of(kind, home, **options).settings
+def learner_settings(kind, directory, **options):
+    return learner_of(kind, directory, **options).settings
 
 
 class Weighing(PpoAlgorithm):
-    """Tells how many weights lie with a worker in parts."""
+    """Reports how many sharded weights a worker holds."""
 
-    def loss(self, said, tokens):
-        cost, told = super().loss(said, tokens)
+    def loss(self, output, tokens):
+        cost, numbers = super().loss(output, tokens)
         parts = [one for one in gc.get_objects() if type(one) is DTensor and isinstance(one, torch.nn.Parameter)]
-        held = sum(one.to_local().numel() for one in parts)
-        return cost, {**told, "held": torch.full_like(said.logprobs.detach(), held)}
+        local_size = sum(one.to_local().numel() for one in parts)
+        return cost, {**numbers, "held": torch.full_like(output.logprobs.detach(), local_size)}
 
 
-def close(found, expected):
-    """Equal but for rounding, by name."""
-    assert found.keys() == expected.keys()
+def close(actual, expected):
+    """Equal by name, up to rounding."""
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(actual[name], value, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("cluster")
@@ -60,7 +60,7 @@ def test_two_workers_learn_what_one_learns(tmp_path, what, shard):
     setting = learner_settings("ppo", tmp_path, **options)
     alone = LocalLearner(setting, tmp_path, in_process=True)
     config = setting.config.model_copy(update={"workers": 2, "shard": shard})
-    elsewhere = replace(setting, config=config, device="cuda:99")  # workers have a device of their own
+    elsewhere = replace(setting, config=config, device="cuda:99")  # each worker has its own device
     together = RayLearner(elsewhere, tmp_path, workers=2, cpus=0.5, gpus=0)
     try:
         for step, count in ((1, 7), (2, 2)):
@@ -75,7 +75,7 @@ def test_two_workers_learn_what_one_learns(tmp_path, what, shard):
         for name in names:
             if name.endswith(".safetensors"):
                 close(load_file(tmp_path / "two" / name), load_file(tmp_path / "one" / name))
-        # Going on from the state of one, far from the beginning.
+        # Resume from the state of one worker, far from the start.
         random = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in alone.learner.policy.parameters():
@@ -88,7 +88,7 @@ def test_two_workers_learn_what_one_learns(tmp_path, what, shard):
         one, two = alone.update(batch, 3), together.update(batch, 3)
         assert one["kl"] > 0.01
         assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
-        # And from the state of two, by one or by two.
+        # Resume from the state of two workers, with one or two.
         for learner in (alone, together):
             learner.read(tmp_path / "two")
         batch = samples(5, seed=4, weight=1.0)
@@ -98,7 +98,7 @@ def test_two_workers_learn_what_one_learns(tmp_path, what, shard):
 
 
 @pytest.mark.usefixtures("cluster")
-def test_of_shards_each_worker_holds_its_own(tmp_path):
+def test_each_worker_holds_its_own_shards(tmp_path):
     setting = replace(learner_settings("ppo", tmp_path, workers=2), algorithm=Weighing)
     every = sum(parameter.numel() for parameter in Learner(setting).policy.module.parameters())
     setting = replace(setting, config=setting.config.model_copy(update={"shard": True}))
@@ -110,13 +110,13 @@ def test_of_shards_each_worker_holds_its_own(tmp_path):
 
 
 @pytest.mark.usefixtures("cluster")
-def test_gpus_that_nobody_has_are_not_waited_for(tmp_path):
+def test_missing_gpus_fail_at_once(tmp_path):
     with pytest.raises(ResourcesError, match=r"2 workers with 1 GPUs each .* cluster has 0 GPUs"):
         RayLearner(learner_settings("grpo", tmp_path), tmp_path, workers=2, cpus=0.5, gpus=1)
 
 
 @pytest.mark.usefixtures("cluster")
-def test_workers_that_fail_are_said_and_end_nothing_else(tmp_path):
+def test_failing_workers_are_reported_and_end_only_the_training(tmp_path):
     setting = learner_settings("grpo", tmp_path)
     together = RayLearner(setting, tmp_path, workers=1, cpus=0.5, gpus=0)
     try:

@@ -1,4 +1,4 @@
-"""What a learner sees of episodes: every sampled token once, and nothing that nobody sampled."""
+"""The samples of a learner: every sampled token once, and no other."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from loopwright.core.reward import Reward
 from loopwright.core.task import Task
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.sample import build_samples, micro_batches, scale_of, shares, split
-from tests.trainers.making import samples
+from tests.trainers.factories import samples
 
 TASK = Task("t", ({"role": "user", "content": "?"},))
 
@@ -23,7 +23,7 @@ def node(parent, ids, sampled=False, version=0):
 
 
 def forked(versions=(0, 0, 0)):
-    """A prompt, a turn, and two ways on from it."""
+    """A prompt, a turn, and two continuations."""
     nodes = (
         ROOT,
         node(0, [1, 2]),
@@ -35,40 +35,40 @@ def forked(versions=(0, 0, 0)):
 
 
 def test_every_sampled_token_is_in_one_sample():
-    found = build_samples([{7: forked()}], [{7: 2.0}], version=0, oldest=None)
-    trained = [int(i) for sample in found for i in sample.ids[sample.mask]]
+    batch = build_samples([{7: forked()}], [{7: 2.0}], version=0, oldest=None)
+    trained = [int(i) for sample in batch for i in sample.ids[sample.mask]]
     assert sorted(trained) == [3, 4, 5, 6, 7, 8]
-    assert {sample.advantage for sample in found} == {2.0}
-    assert [float(v) for v in found[1].recorded[found[1].mask]] == pytest.approx([-0.1])
+    assert {sample.advantage for sample in batch} == {2.0}
+    assert [float(v) for v in batch[1].recorded[batch[1].mask]] == pytest.approx([-0.1])
 
 
-def test_branches_of_an_episode_weigh_as_one():
-    found = build_samples([{7: forked()}], [{7: 2.0}], version=0, oldest=None)
-    assert sum(sample.weight * sample.tokens for sample in found) == pytest.approx(1.0)
-    assert scale_of(found, "episode", 10) == 1.0
-    assert scale_of(found, "token", 10) == 1 / 6
-    assert scale_of(found, "constant", 10) == 1 / 10
+def test_branches_of_an_episode_share_its_weight():
+    batch = build_samples([{7: forked()}], [{7: 2.0}], version=0, oldest=None)
+    assert sum(sample.weight * sample.tokens for sample in batch) == pytest.approx(1.0)
+    assert scale_of(batch, "episode", 10) == 1.0
+    assert scale_of(batch, "token", 10) == 1 / 6
+    assert scale_of(batch, "constant", 10) == 1 / 10
 
 
-def test_tokens_that_are_too_old_stay_and_are_not_trained_on():
-    found = build_samples([{7: forked((3, 5, 5))}], [{7: 2.0}], version=6, oldest=5)
-    assert sorted(int(i) for sample in found for i in sample.ids[sample.mask]) == [5, 6, 7, 8]
-    assert {sample.staleness for sample in found} == {1}
+def test_stale_tokens_stay_in_the_row_and_are_not_trained_on():
+    batch = build_samples([{7: forked((3, 5, 5))}], [{7: 2.0}], version=6, oldest=5)
+    assert sorted(int(i) for sample in batch for i in sample.ids[sample.mask]) == [5, 6, 7, 8]
+    assert {sample.staleness for sample in batch} == {1}
 
 
-def test_what_was_sampled_otherwise_than_training_reckons_with_is_refused():
-    """A loop of the user's own may sample as it likes; its logprobs would be those of another policy."""
+def test_episodes_sampled_with_other_settings_are_refused():
+    """A user's loop may sample with any settings; its logprobs would be those of another policy."""
     cold = replace(node(1, [3], True), sampling={"temperature": 0.5})
     episode = Episode(TASK, (ROOT, node(0, [1, 2]), cold)).judged(Reward(1.0))
     assert build_samples([{7: episode}], [{7: 1.0}], version=0, oldest=None, temperature=0.5)
-    for wrong, temperature in ((episode, 1.0), (forked(), 0.5)):
+    for sample, temperature in ((episode, 1.0), (forked(), 0.5)):
         with pytest.raises(
             TrainingFailed, match=r"task 't' was sampled with temperature .* but the policy is trained at temp"
         ):
-            build_samples([{7: wrong}], [{7: 1.0}], version=0, oldest=None, temperature=temperature)
+            build_samples([{7: sample}], [{7: 1.0}], version=0, oldest=None, temperature=temperature)
 
 
-def test_which_episode_ended_first_does_not_matter():
+def test_the_order_of_completion_does_not_matter():
     """A step that is repeated after a crash has its episodes in the order of the ledger."""
     one, two, three = (Episode(TASK, (ROOT, node(0, [n], True))).judged(Reward(1.0)) for n in (1, 2, 3))
     orders = [{7: one, 8: two}, {9: three}], [{9: three}, {8: two, 7: one}]
@@ -78,7 +78,7 @@ def test_which_episode_ended_first_does_not_matter():
     assert [(list(s.ids), s.episode) for s in first] == [(list(s.ids), s.episode) for s in second]
 
 
-def test_what_may_not_be_trained_on_is_left_out():
+def test_untrainable_episodes_are_left_out():
     episode = replace(forked(), trainable=False)
     assert build_samples([{7: episode, 8: forked()}], [{7: 1.0, 8: 1.0}], version=0, oldest=None)[0].episode == 1
     assert build_samples([{7: forked()}], [{}], version=0, oldest=None) == []
@@ -86,10 +86,10 @@ def test_what_may_not_be_trained_on_is_left_out():
 
 @settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 6), st.integers(1, 40), st.integers(1, 4))
-def test_dividing_up_loses_nothing(count, parts, most_tokens, workers):
+def test_splitting_a_batch_loses_nothing(count, parts, most_tokens, workers):
     batch = samples(count, rows=2)
-    for found in (split(batch, parts, "seed"), micro_batches(batch, most_tokens), shares(batch, workers)):
-        assert sorted(map(id, batch)) == sorted(id(sample) for part in found for sample in part)
+    for parts_list in (split(batch, parts, "seed"), micro_batches(batch, most_tokens), shares(batch, workers)):
+        assert sorted(map(id, batch)) == sorted(id(sample) for part in parts_list for sample in part)
     for part in split(batch, parts, "seed"):
         whole = {sample.episode for sample in part}
         assert sum(sample.episode in whole for sample in batch) == len(part)

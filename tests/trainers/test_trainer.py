@@ -1,4 +1,4 @@
-"""The trainer with a learner that learns nothing: what it tells the engines, and what it makes of bad steps."""
+"""The trainer with a fake learner: its weight updates, and how it handles bad steps."""
 
 import asyncio
 import time
@@ -11,13 +11,13 @@ from loopwright.rollouts.pools.base import Worker
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.grpo import GrpoConfig, GrpoTrainer
 from loopwright.trainers.trainer import _Training
-from tests.rollouts.harness import World, spoken
+from tests.rollouts.harness import World, episode_of
 
 FINE = {"updates": 1.0, "skipped": 0.0}
 
 
 class Pausing(Worker):
-    """A loop whose engine says nothing while it is paused; `updates` is all that it was told."""
+    """A worker whose engine generates nothing while it is paused; `updates` records the weight updates."""
 
     def __init__(self):
         self.version, self.updates, self._open = 0, [], asyncio.Event()
@@ -26,7 +26,7 @@ class Pausing(Worker):
     async def handle(self, request):
         await asyncio.sleep(0.02)
         await self._open.wait()
-        return spoken(request.task, self.version)
+        return episode_of(request.task, self.version)
 
     async def apply_update(self, update):
         self.updates.append(update)
@@ -40,17 +40,17 @@ class Pausing(Worker):
 
 
 class FakeLearner:
-    """Does as it is told to by `learn`."""
+    """Returns what `learn` returns."""
 
     def __init__(self, learn=lambda step: FINE):
-        self.learn, self.learned = learn, []
+        self.learn, self.batches = learn, []
 
     def update(self, samples, step):
-        self.learned.append(step)
+        self.batches.append(step)
         return dict(self.learn(step))
 
     def weights(self):
-        return f"after {len(self.learned)}"
+        return f"after {len(self.batches)}"
 
     def write(self, directory): ...
 
@@ -66,46 +66,46 @@ def training(directory, learner, *, produce=None, **options):
     worker, rewards = Pausing(), count()
     world = World(directory, None, worker=worker, verdict=lambda _: next(rewards), group_size=2, **(produce or {}))
     config = GrpoConfig(**{"steps": 3, "prompts_per_step": 2, "group_size": 2, **options})
-    made = _Training(GrpoTrainer(world.env, config))
-    made._build_learner = lambda: learner
-    return made, worker
+    training_run = _Training(GrpoTrainer(world.env, config))
+    training_run._build_learner = lambda: learner
+    return training_run, worker
 
 
-async def ended(made, within_s=20.0):
-    with closing(made.env.book.ledger):
+async def run_to_end(training_run, within_s=20.0):
+    with closing(training_run.env.book.ledger):
         async with asyncio.timeout(within_s):
-            await made.run()
+            await training_run.run()
 
 
 def test_the_engine_gets_the_first_weights_too(tmp_path):
-    async def story():
-        made, worker = training(tmp_path, FakeLearner())
-        await ended(made)
+    async def body():
+        training_run, worker = training(tmp_path, FakeLearner())
+        await run_to_end(training_run)
         return worker.updates
 
-    told = asyncio.run(story())
-    assert [(update.version, update.paused, update.weights) for update in told[:2]] == [
+    updates = asyncio.run(body())
+    assert [(update.version, update.paused, update.weights) for update in updates[:2]] == [
         (0, True, "after 0"),
         (0, False, "after 0"),
     ]
 
 
-def test_rollouts_that_may_not_go_on_end_before_the_engine_rests(tmp_path):
+def test_rollouts_that_may_not_continue_end_before_the_engine_pauses(tmp_path):
     """Otherwise every step would wait for `drain_s`, here half a minute."""
     produce = {"type": "async", "partial": False, "drain_s": 30.0}
 
-    async def story():
-        made, _ = training(tmp_path, FakeLearner(), produce=produce, colocated=True)
-        begun = time.monotonic()
-        await ended(made, 100)
-        return time.monotonic() - begun
+    async def body():
+        training_run, _ = training(tmp_path, FakeLearner(), produce=produce, colocated=True)
+        start = time.monotonic()
+        await run_to_end(training_run, 100)
+        return time.monotonic() - start
 
-    assert asyncio.run(story()) < 15
+    assert asyncio.run(body()) < 15
 
 
 @pytest.mark.parametrize("how", ["fails", "is cancelled"])
-def test_an_engine_that_rests_goes_on_when_training_ends_early(tmp_path, how):
-    """It may be an external gateway's, which serves others, too."""
+def test_a_paused_engine_resumes_when_training_ends_early(tmp_path, how):
+    """It may belong to an external gateway that also serves others."""
     learning = []
 
     def learn(step):
@@ -115,9 +115,9 @@ def test_an_engine_that_rests_goes_on_when_training_ends_early(tmp_path, how):
         time.sleep(0.2)
         return FINE
 
-    async def story():
-        made, worker = training(tmp_path, FakeLearner(learn), colocated=True)
-        running = asyncio.ensure_future(ended(made))
+    async def body():
+        training_run, worker = training(tmp_path, FakeLearner(learn), colocated=True)
+        running = asyncio.ensure_future(run_to_end(training_run))
         while not learning:
             await asyncio.sleep(0.01)
         if how == "is cancelled":
@@ -126,35 +126,35 @@ def test_an_engine_that_rests_goes_on_when_training_ends_early(tmp_path, how):
         with pytest.raises(TrainingFailed if how == "fails" else asyncio.CancelledError):
             await running
         assert not worker.paused
-        assert {update.version for update in worker.updates} == {0}, "and under the weights that it has"
+        assert {update.version for update in worker.updates} == {0}, "with the weights that it has"
 
-    asyncio.run(story())
+    asyncio.run(body())
 
 
-def test_only_steps_that_changed_nothing_count_as_bad_and_only_those_that_did_end_the_count(tmp_path):
-    async def story():
-        made, _ = training(tmp_path, FakeLearner(), bad_steps=3)
-        made.env.book.ledger.close()
+def test_skipped_steps_count_as_bad_and_a_good_step_resets_the_count(tmp_path):
+    async def body():
+        training_run, _ = training(tmp_path, FakeLearner(), bad_steps=3)
+        training_run.env.book.ledger.close()
         skipped, partly = {"updates": 0.0, "skipped": 2.0}, {"updates": 1.0, "skipped": 1.0}
         counted = []
-        for told in (skipped, {}, skipped, partly, skipped, FINE, skipped, {"updates": 0.0, "skipped": 0.0}):
-            made._count_failures(1, told)
-            counted.append(made._failed_steps)
+        for numbers in (skipped, {}, skipped, partly, skipped, FINE, skipped, {"updates": 0.0, "skipped": 0.0}):
+            training_run._count_failures(1, numbers)
+            counted.append(training_run._failed_steps)
         assert counted == [1, 1, 2, 0, 1, 0, 1, 1]
 
-    asyncio.run(story())
+    asyncio.run(body())
 
 
-def test_a_training_that_gave_up_goes_on_after_its_bad_steps_when_it_is_resumed(tmp_path):
-    """Also where checkpoints are rare: its batches would be as bad again."""
+def test_a_resumed_training_continues_after_its_bad_steps(tmp_path):
+    """Also if checkpoints are rare: the same batches would be bad again."""
 
-    async def story(learner):
-        made, _ = training(tmp_path, learner, steps=6, bad_steps=2, checkpoint_every=100)
-        await ended(made)
+    async def body(learner):
+        training_run, _ = training(tmp_path, learner, steps=6, bad_steps=2, checkpoint_every=100)
+        await run_to_end(training_run)
 
     first = FakeLearner(lambda step: {"updates": 0.0, "skipped": 1.0} if step in (2, 3) else FINE)
     with pytest.raises(TrainingFailed, match=r"2 steps in a row, up to step 3"):
-        asyncio.run(story(first))
+        asyncio.run(body(first))
     second = FakeLearner()
-    asyncio.run(story(second))
-    assert (first.learned, second.learned) == ([1, 2, 3], [4, 5, 6])
+    asyncio.run(body(second))
+    assert (first.batches, second.batches) == ([1, 2, 3], [4, 5, 6])

@@ -1,4 +1,4 @@
-"""Training as a run of a scenario: what it makes, and what it does when things go wrong."""
+"""Training as a run of a scenario: its output, and how it handles failures."""
 
 import os
 import shutil
@@ -75,7 +75,7 @@ tasks = {HELD_OUT}
 LLAMACPP = '{ type = "llamacpp", url = "http://localhost:8000", tokenizer = "tiny" }'
 
 
-def written(directory, *, agent="", sampling="", judge="lower", judger="", produce='type = "sync"', more=EVAL):
+def write_scenario(directory, *, agent="", sampling="", judge="lower", judger="", produce='type = "sync"', more=EVAL):
     (directory / "letters.py").write_text(LETTERS)
     path = directory / "letters.toml"
     text = SCENARIO.format(agent=agent, sampling=sampling, judge=judge, judger=judger, produce=produce, more=more)
@@ -99,25 +99,25 @@ def ledger(directory):
 
 def statuses(directory):
     connection = sqlite3.connect(directory / "out" / "work" / "ledger.db")
-    found = dict(connection.execute("SELECT status, count(*) FROM groups GROUP BY 1"))
+    counts = dict(connection.execute("SELECT status, count(*) FROM groups GROUP BY 1"))
     connection.close()
-    return found
+    return counts
 
 
 def by_step(directory):
     """Which groups each step was trained on."""
     connection = sqlite3.connect(directory / "out" / "work" / "ledger.db")
-    found = connection.execute("SELECT step, grp FROM groups WHERE status = 'trained' ORDER BY 1, 2").fetchall()
+    rows = connection.execute("SELECT step, grp FROM groups WHERE status = 'trained' ORDER BY 1, 2").fetchall()
     connection.close()
-    return found
+    return rows
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     directory = tmp_path_factory.mktemp("trained")
-    made = written(directory, agent=', log = ["tensorboard"]')
-    ended = run(directory, made, "--output", "out")
-    assert ended.returncode == 0, ended.stderr
+    scenario = write_scenario(directory, agent=', log = ["tensorboard"]')
+    result = run(directory, scenario, "--output", "out")
+    assert result.returncode == 0, result.stderr
     return directory
 
 
@@ -128,13 +128,13 @@ def test_a_training_leaves_a_policy_checkpoints_and_numbers(trained):
     last = load_file(work / "checkpoints" / "step-000003" / "model.safetensors")
     assert all(weight.equal(last[name]) for name, weight in policy.items())
     assert list((work / "tensorboard").iterdir())
-    with ledger(trained) as found:
-        numbers = [step.numbers for step in steps(found, "train")]
-        told = {name for one in numbers for name in one}
-        held_out = {step.step: step.numbers for step in steps(found, "eval")}
+    with ledger(trained) as record:
+        numbers = [step.numbers for step in steps(record, "train")]
+        names = {name for one in numbers for name in one}
+        held_out = {step.step: step.numbers for step in steps(record, "eval")}
     curves = {"reward", "mismatch_kl", "entropy", "clip_fraction", "grad_norm", "length", "staleness", "fault_rate"}
-    assert {*curves, "lr"} <= told
-    assert "kl" not in told  # there is no reference
+    assert {*curves, "lr"} <= names
+    assert "kl" not in names  # no reference model
     assert held_out.keys() == {0, 2, 3}
     assert held_out[0]["rollouts"] == 4
     assert held_out[3]["reward_low"] <= held_out[3]["reward"] <= held_out[3]["reward_high"]
@@ -142,19 +142,19 @@ def test_a_training_leaves_a_policy_checkpoints_and_numbers(trained):
 
 
 def test_every_version_samples_for_its_own_step(trained):
-    """Synchronous production is on policy: step n learns from what version n - 1 said, and evaluation is by n."""
-    with ledger(trained) as found:
-        seen = Counter(
+    """Synchronous production is on policy: step n learns from version n - 1, and version n is evaluated."""
+    with ledger(trained) as record:
+        versions = Counter(
             (node_version, rollout.episode.task.messages[0]["content"] in "yz")
-            for rollout in rollouts(found)
+            for rollout in rollouts(record)
             for node_version in {span.version for node in rollout.episode.nodes for span in node.spans}
         )
-    assert seen == {(0, False): 6, (1, False): 6, (2, False): 6, (0, True): 4, (2, True): 4, (3, True): 4}
+    assert versions == {(0, False): 6, (1, False): 6, (2, False): 6, (0, True): 4, (2, True): 4, (3, True): 4}
 
 
-def test_what_is_held_out_is_never_trained_on(trained):
-    with ledger(trained) as found:
-        for rollout in rollouts(found):
+def test_held_out_tasks_are_never_trained_on(trained):
+    with ledger(trained) as record:
+        for rollout in rollouts(record):
             held_out = rollout.episode.task.messages[0]["content"] in "yz"
             assert rollout.episode.trainable == rollout.episode.in_baseline == (not held_out)
             assert rollout.episode.reward is not None
@@ -165,22 +165,22 @@ def test_a_finished_training_is_not_trained_further(trained):
     work = trained / "out" / "work"
     before, last = (work / "policy" / "model.safetensors").read_bytes(), work / "checkpoints" / "step-000003"
     written_at = (last / "state.json").stat().st_mtime_ns
-    ended = run(trained, "out", verb="resume")
-    assert ended.returncode == 0, ended.stderr
+    result = run(trained, "out", verb="resume")
+    assert result.returncode == 0, result.stderr
     assert (work / "policy" / "model.safetensors").read_bytes() == before
     assert (last / "state.json").stat().st_mtime_ns == written_at, "the last checkpoint is not written again"
     assert statuses(trained) == {"trained": 6}
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-def test_l09_steps_whose_checkpoint_was_lost_are_repeated_from_what_was_recorded(trained, tmp_path, lost):
-    """As the error of a damaged checkpoint advises: remove it, and go on from the one before, or from the beginning."""
+def test_l09_steps_after_a_lost_checkpoint_are_repeated_from_the_ledger(trained, tmp_path, lost):
+    """As the error about a damaged checkpoint advises: remove it and continue from an earlier one or the start."""
     shutil.copytree(trained / "out", tmp_path / "out")
     work = tmp_path / "out" / "work"
     for directory in sorted((work / "checkpoints").iterdir())[-lost:]:
         shutil.rmtree(directory)
-    ended = run(tmp_path, "out", verb="resume")
-    assert ended.returncode == 0, ended.stderr
+    result = run(tmp_path, "out", verb="resume")
+    assert result.returncode == 0, result.stderr
     with ledger(trained) as one, ledger(tmp_path) as other:
         assert [trial.number for trial in other.trials()] == [trial.number for trial in one.trials()]
         for kind in ("train", "eval"):
@@ -192,23 +192,23 @@ def test_l09_steps_whose_checkpoint_was_lost_are_repeated_from_what_was_recorded
 
 
 def test_a_policy_can_be_served_and_trained_further(trained, tmp_path):
-    made = written(tmp_path, more="")
-    text = made.read_text().replace('model = "tiny"', f'model = "{policy_of(trained)}"')
-    made.write_text(text)
-    ended = run(tmp_path, made, "--output", "out")
-    assert ended.returncode == 0, ended.stderr
+    scenario = write_scenario(tmp_path, more="")
+    text = scenario.read_text().replace('model = "tiny"', f'model = "{policy_of(trained)}"')
+    scenario.write_text(text)
+    result = run(tmp_path, scenario, "--output", "out")
+    assert result.returncode == 0, result.stderr
 
 
-def test_asynchronous_training_uses_what_is_not_too_old(tmp_path):
-    made = written(
+def test_asynchronous_training_uses_rollouts_within_the_staleness_limit(tmp_path):
+    scenario = write_scenario(
         tmp_path,
         agent=", colocated = true",
         sampling=", temperature = 0.7",
         produce='type = "async", max_staleness = 1',
         more="",
     )
-    ended = run(tmp_path, made, "--output", "out")
-    assert ended.returncode == 0, ended.stderr
+    result = run(tmp_path, scenario, "--output", "out")
+    assert result.returncode == 0, result.stderr
     connection = sqlite3.connect(tmp_path / "out" / "work" / "ledger.db")
     trained = connection.execute("SELECT step - 1 - version FROM groups WHERE status = 'trained'").fetchall()
     connection.close()
@@ -216,93 +216,93 @@ def test_asynchronous_training_uses_what_is_not_too_old(tmp_path):
     assert {staleness for (staleness,) in trained} <= {0, 1}
 
 
-def test_losses_that_are_no_numbers_are_skipped_said_and_end_the_training(tmp_path):
-    made = written(tmp_path, judge="huge", agent=", std = false, bad_steps = 2", more="")
-    ended = run(tmp_path, made, "--output", "out")
-    with ledger(tmp_path) as found:
-        skipped = [step.numbers.get("skipped", 0.0) for step in steps(found, "train")]
-    assert ended.returncode == 1
-    assert "2 steps in a row" in ended.stderr
-    assert "resume" in ended.stderr
+def test_non_finite_losses_are_skipped_reported_and_end_the_training(tmp_path):
+    scenario = write_scenario(tmp_path, judge="huge", agent=", std = false, bad_steps = 2", more="")
+    result = run(tmp_path, scenario, "--output", "out")
+    with ledger(tmp_path) as record:
+        skipped = [step.numbers.get("skipped", 0.0) for step in steps(record, "train")]
+    assert result.returncode == 1
+    assert "2 steps in a row" in result.stderr
+    assert "resume" in result.stderr
     assert skipped == [1.0, 1.0]
-    assert statuses(tmp_path) == {"trained": 4}, "what failed is not tried again"
+    assert statuses(tmp_path) == {"trained": 4}, "a failed training is not repeated"
     again = run(tmp_path, "out", verb="resume")
     assert again.returncode == 0, again.stderr
-    with ledger(tmp_path) as found:
-        assert [step.step for step in steps(found, "train")] == [1, 2, 3]
+    with ledger(tmp_path) as record:
+        assert [step.step for step in steps(record, "train")] == [1, 2, 3]
     assert statuses(tmp_path) == {"trained": 6}
 
 
-def test_a_training_whose_trials_are_used_up_is_measured_and_says_so(tmp_path):
-    made = written(tmp_path, agent=", trials = 8")
-    ended = run(tmp_path, made, "--output", "out")
-    assert ended.returncode == 0, ended.stderr
-    assert "training stopped at step 1 of 3: trial budget exhausted" in ended.stderr
-    with ledger(tmp_path) as found:
-        assert [step.step for step in steps(found, "train")] == [1]
-        assert [step.step for step in steps(found, "eval")] == [0, 1]
-        evaluated = sum(rollout.evaluated is not None for rollout in rollouts(found))
-    assert evaluated == 8, "evaluations use up no trials"
+def test_a_training_that_uses_up_its_trials_is_evaluated_and_says_so(tmp_path):
+    scenario = write_scenario(tmp_path, agent=", trials = 8")
+    result = run(tmp_path, scenario, "--output", "out")
+    assert result.returncode == 0, result.stderr
+    assert "training stopped at step 1 of 3: trial budget exhausted" in result.stderr
+    with ledger(tmp_path) as record:
+        assert [step.step for step in steps(record, "train")] == [1]
+        assert [step.step for step in steps(record, "eval")] == [0, 1]
+        evaluated = sum(rollout.evaluated is not None for rollout in rollouts(record))
+    assert evaluated == 8, "evaluations do not use up trials"
     assert run(tmp_path, "out", verb="resume").returncode == 0
-    with ledger(tmp_path) as found:
-        assert len(list(found.trials())) == 6 + 8, "and a resumed run still counts right"
+    with ledger(tmp_path) as record:
+        assert len(list(record.trials())) == 6 + 8, "a resumed run counts correctly"
 
 
-def test_the_first_rollouts_are_by_the_policy_that_is_trained_whatever_the_engine_began_with(trained, tmp_path):
-    made = written(tmp_path, agent=f', model = "{policy_of(trained)}"', more="")
-    ended = run(tmp_path, made, "--output", "out")
-    assert ended.returncode == 0, ended.stderr
-    with ledger(tmp_path) as found:
-        assert next(iter(steps(found, "train"))).numbers["mismatch_kl"] < 1e-6
+def test_the_first_rollouts_use_the_trained_policy_not_the_engines_weights(trained, tmp_path):
+    scenario = write_scenario(tmp_path, agent=f', model = "{policy_of(trained)}"', more="")
+    result = run(tmp_path, scenario, "--output", "out")
+    assert result.returncode == 0, result.stderr
+    with ledger(tmp_path) as record:
+        assert next(iter(steps(record, "train"))).numbers["mismatch_kl"] < 1e-6
 
 
 def test_dynamic_sampling_trains_on_groups_that_differ(tmp_path):
-    made = written(tmp_path, judge="half_equal", agent=", dynamic_sampling = true", more="")
-    ended = run(tmp_path, made, "--output", "out")
-    assert ended.returncode == 0, ended.stderr
-    found = statuses(tmp_path)
-    assert found["trained"] == 6
-    assert found["filtered"] >= 3
-    with ledger(tmp_path) as kept:
-        episodes = [rollout.episode for rollout in rollouts(kept)]
-        assert sum(step.numbers["filtered"] for step in steps(kept, "train")) >= 1
-    easy = [said for said in episodes if said.task.messages[0]["content"] in "ab"]
+    scenario = write_scenario(tmp_path, judge="half_equal", agent=", dynamic_sampling = true", more="")
+    result = run(tmp_path, scenario, "--output", "out")
+    assert result.returncode == 0, result.stderr
+    counts = statuses(tmp_path)
+    assert counts["trained"] == 6
+    assert counts["filtered"] >= 3
+    with ledger(tmp_path) as record:
+        episodes = [rollout.episode for rollout in rollouts(record)]
+        assert sum(step.numbers["filtered"] for step in steps(record, "train")) >= 1
+    easy = [episode for episode in episodes if episode.task.messages[0]["content"] in "ab"]
     assert len(easy) >= 9
-    assert {said.outcome for said in easy} == {"filtered"}
+    assert {episode.outcome for episode in easy} == {"filtered"}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_on_two_workers_of_ray_train(tmp_path):
-    made = written(tmp_path, agent=", workers = 2, cpus = 0.5, checkpoint_every = 2")
-    ended = run(tmp_path, made, "--output", "out")
-    assert ended.returncode == 0, ended.stderr
+def test_a_run_with_two_ray_train_workers(tmp_path):
+    scenario = write_scenario(tmp_path, agent=", workers = 2, cpus = 0.5, checkpoint_every = 2")
+    result = run(tmp_path, scenario, "--output", "out")
+    assert result.returncode == 0, result.stderr
     assert statuses(tmp_path)["trained"] == 6
     assert len(load_file(policy_of(tmp_path) / "model.safetensors")) > 10
 
 
-def test_equal_rewards_teach_nothing_and_break_nothing(tmp_path):
-    made = written(tmp_path, judge="equal", more="")
-    ended = run(tmp_path, made, "--output", "out")
-    assert ended.returncode == 0, ended.stderr
+def test_equal_rewards_change_nothing_and_break_nothing(tmp_path):
+    scenario = write_scenario(tmp_path, judge="equal", more="")
+    result = run(tmp_path, scenario, "--output", "out")
+    assert result.returncode == 0, result.stderr
     assert statuses(tmp_path) == {"trained": 6}
-    assert "step 3 skipped: there is nothing to learn from its 2 groups" in ended.stderr
+    assert "step 3 skipped: there is nothing to learn from its 2 groups" in result.stderr
 
 
-def test_a_judge_outage_is_waited_for(tmp_path):
-    """The judge breaks in mid-training: its breaker opens, rollouts wait, and none is trained on as a zero."""
-    made = written(tmp_path, judge="outage", judger="retries = 0, breaker = 3, cooldown_s = 0.2", more="")
-    ended = run(tmp_path, made, "--output", "out")
-    assert ended.returncode == 0, ended.stderr
+def test_training_waits_for_a_judge_outage_to_end(tmp_path):
+    """The judge fails in mid-training: its breaker opens, rollouts wait, and none is trained on as a zero."""
+    scenario = write_scenario(tmp_path, judge="outage", judger="retries = 0, breaker = 3, cooldown_s = 0.2", more="")
+    result = run(tmp_path, scenario, "--output", "out")
+    assert result.returncode == 0, result.stderr
     assert statuses(tmp_path)["trained"] == 6
-    assert len((tmp_path / "calls").read_text()) > 24, "the judge was away, and came back"
-    with ledger(tmp_path) as found:
-        for rollout in rollouts(found):
-            said = rollout.episode
-            if said.reward is not None:
-                assert said.reward.value == pytest.approx(sum(map(str.islower, said.answer)) / 6)
+    assert len((tmp_path / "calls").read_text()) > 24, "the judge was down and recovered"
+    with ledger(tmp_path) as record:
+        for rollout in rollouts(record):
+            episode = rollout.episode
+            if episode.reward is not None:
+                assert episode.reward.value == pytest.approx(sum(map(str.islower, episode.answer)) / 6)
             else:
-                assert not said.trainable
+                assert not episode.trainable
 
 
 @pytest.mark.parametrize(
@@ -328,9 +328,9 @@ def test_a_judge_outage_is_waited_for(tmp_path):
         ({"more": EVAL.replace("{", "[{").replace("}", f"}}, {HELD_OUT}]")}, "two sources are called 'held_out'"),
     ],
 )
-def test_what_cannot_be_trained_is_said_before_anything_starts(tmp_path, options, words):
+def test_untrainable_scenarios_are_refused_at_load_time(tmp_path, options, words):
     with pytest.raises(ScenarioError) as error:
-        load(written(tmp_path, **options))
+        load(write_scenario(tmp_path, **options))
     assert words in str(error.value)
 
 
@@ -342,34 +342,34 @@ def test_what_cannot_be_trained_is_said_before_anything_starts(tmp_path, options
         (f'{{ type = "fleet", engines = [{LLAMACPP}] }}', "", "[run.engine] type: 'fleet' takes no weights"),
     ],
 )
-def test_an_engine_that_takes_no_weights_is_refused(tmp_path, engine, agent, words):
-    refused = replaced(written(tmp_path, agent=agent), f"engine = {engine}\n")
+def test_an_engine_that_cannot_load_weights_is_refused(tmp_path, engine, agent, words):
+    refused = replaced(write_scenario(tmp_path, agent=agent), f"engine = {engine}\n")
     assert words in refused
 
 
-def test_an_external_gateway_does_not_say_what_is_trained(tmp_path):
+def test_an_external_gateway_needs_a_named_model(tmp_path):
     gateway = '[run.gateway]\ntype = "external"\nurl = "http://127.0.0.1:9"\n'
-    refused = replaced(written(tmp_path, more=gateway), "", 'loop = { type = "remote", command = ["true"] }')
+    refused = replaced(write_scenario(tmp_path, more=gateway), "", 'loop = { type = "remote", command = ["true"] }')
     assert "[run.agent] model: is missing: engine 'external' does not say which model it has" in refused
 
 
-def test_what_is_trained_behind_a_server_is_what_its_tokenizer_belongs_to():
+def test_the_model_trained_behind_a_server_matches_its_tokenizer():
     vllm = VllmConfig(url="http://localhost:8000", tokenizer="models/qwen", model="the-served-name")
     assert vllm.policy == "models/qwen"
     assert FleetConfig(engines=(vllm,)).policy == "models/qwen"
 
 
-def test_a_trial_server_s_own_gateway_takes_no_weights_and_is_refused(tmp_path):
-    made = written(tmp_path, more='[run.gateway]\ntype = "server"')
-    refused = replaced(made, "", 'loop = { type = "remote", server = "http://127.0.0.1:9", command = ["true"] }')
+def test_the_gateway_of_a_trial_server_cannot_load_weights_and_is_refused(tmp_path):
+    scenario = write_scenario(tmp_path, more='[run.gateway]\ntype = "server"')
+    refused = replaced(scenario, "", 'loop = { type = "remote", server = "http://127.0.0.1:9", command = ["true"] }')
     assert '[run.gateway] type: "server" takes no weights' in refused
 
 
-def replaced(made, engine, loop=None):
-    """What is said of a scenario with another engine, and another loop."""
-    text = made.read_text()
+def replaced(scenario, engine, loop=None):
+    """The problems of a scenario with another engine and another loop."""
+    text = scenario.read_text()
     text = text.replace(text[text.index("[run.engine]") : text.index("[run.rollout]")], engine)
-    made.write_text("\n".join(loop if loop and line.startswith("loop =") else line for line in text.splitlines()))
+    scenario.write_text("\n".join(loop if loop and line.startswith("loop =") else line for line in text.splitlines()))
     with pytest.raises(ScenarioError) as error:
-        load(made)
+        load(scenario)
     return str(error.value)

@@ -26,7 +26,7 @@ VERBS = {
     "serve-env": ("serve_env", "Serve an environment over a socket."),
     "act": ("act", "Apply a trained policy."),
     "gateway": ("gateway", "Serve an engine to any agent, and capture it token by token."),
-    "tasks": ("tasks", "Look through directories of tasks."),
+    "tasks": ("tasks", "List and check directories of tasks."),
     "trials": ("trials", "Run trials for trainers on other machines."),
 }
 """Each verb's module and its line in `loopwright --help`."""

@@ -40,8 +40,8 @@ def show(ledger: Ledger, numbers: Sequence[int], engine: Mapping[str, Any] | Non
             console.print(*_branch_note(rollout.episode, place, path), sep="\n", end="")
             for index in path:
                 node = rollout.episode.nodes[index]
-                said = None if engine is None or not node.spans else list(token_texts(node, tokenizer))
-                _message(console, node, said)
+                texts = None if engine is None or not node.spans else list(token_texts(node, tokenizer))
+                _message(console, node, texts)
         console.print()
 
 
@@ -86,8 +86,8 @@ def _reward(reward: Any) -> str:
 
 def _attempt(place: int, attempt: Attempt, *, many: bool) -> str:
     phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in attempt.phases_s.items())
-    ended = f" ended {attempt.outcome}" + (f" ({_safe(attempt.reason)})" if attempt.reason else "") if many else ""
-    return f"attempt {place}{ended}: {phases}" if many else phases
+    outcome = f" ended {attempt.outcome}" + (f" ({_safe(attempt.reason)})" if attempt.reason else "") if many else ""
+    return f"attempt {place}{outcome}: {phases}" if many else phases
 
 
 def _branches(episode: Episode) -> list[tuple[int, ...]]:
@@ -111,8 +111,8 @@ def _branch_note(episode: Episode, place: int, path: tuple[int, ...]) -> list[Te
 def _message(console: Console, node: Node, tokens: Sequence[TokenText] | None) -> None:
     role = str(node.message.get("role", "?"))
     name = f" {node.message['name']}" if role == "tool" and node.message.get("name") else ""
-    cut = "" if node.finish in (None, "stop") else f" (ended by {node.finish})"
-    console.print(Text(f"{_safe(role + name)}{cut}", f"bold {_ROLES.get(role, 'white')}"))
+    finish = "" if node.finish in (None, "stop") else f" (ended by {node.finish})"
+    console.print(Text(f"{_safe(role + name)}{finish}", f"bold {_ROLES.get(role, 'white')}"))
     body = Text()
     if tokens is None:
         content = node.message.get("content")
@@ -137,4 +137,4 @@ def _legend() -> Text:
 
 def _safe(text: str) -> str:
     """What a model said may hold codes that a terminal obeys; they are shown instead."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -25,12 +25,12 @@ def command(
     public: Annotated[bool, typer.Option("--public", help="Let other machines connect. There is no password.")] = False,
 ) -> None:
     """Serve an environment over a socket: each client gets its own instance. Ctrl-C stops it."""
-    args, home = dict(assignment(text, "--arg") for text in arg or ()), Path.cwd()
-    if reason := check_server_class(environment, home):
+    args, directory = dict(assignment(text, "--arg") for text in arg or ()), Path.cwd()
+    if reason := check_server_class(environment, directory):
         raise ServerError(reason)
 
     def make() -> GymServer:
-        return make_server(environment, args, home)
+        return make_server(environment, args, directory)
 
     # Made once as a test, so that wrong arguments are reported here and not to the first client.
     first = make()

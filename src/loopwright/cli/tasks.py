@@ -1,4 +1,4 @@
-"""`loopwright tasks`: what is in directories of Harbor tasks, and whether it can be trusted."""
+"""`loopwright tasks`: what is in directories of Harbor tasks, and whether it can be used."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from loopwright.rollouts.tasks.harbor.check import TaskCheck
     from loopwright.rollouts.tasks.harbor.source import TaskDirectory
 
-app = typer.Typer(help="Look through directories of tasks.", no_args_is_help=True)
+app = typer.Typer(help="List and check directories of tasks.", no_args_is_help=True)
 _SUFFIXES = (".parquet", ".jsonl")
 
 
@@ -49,23 +49,23 @@ def scan(
     """List the tasks, and everything that is wrong with them. Exit code 2 if something is."""
     if output is not None and output.suffix not in _SUFFIXES:
         raise typer.BadParameter(f"{output}: a dataset ends in {' or '.join(_SUFFIXES)}.", param_hint="--output")
-    found = list(scan_directory(directory))
-    checked = _checked([each for each in found if each.task is not None], sandbox, jobs) if check else {}
-    _show(found, checked)
-    problems = [each.problem for each in found if each.task is None]
-    problems += [f"{id}: {problem}" for id, done in checked.items() for problem in done.problems]
+    entries = list(scan_directory(directory))
+    checks = _run_checks([each for each in entries if each.task is not None], sandbox, jobs) if check else {}
+    _show(entries, checks)
+    problems = [each.problem for each in entries if each.task is None]
+    problems += [f"{id}: {problem}" for id, done in checks.items() for problem in done.problems]
     for problem in problems:
         typer.echo(problem, err=True)
-    good = [each for each in found if each.task is not None and not (each.id in checked and checked[each.id].problems)]
+    good = [each for each in entries if each.task is not None and not (each.id in checks and checks[each.id].problems)]
     if output is not None and good:
         _write(good, directory, name, split, output)
         typer.echo(f"wrote {len(good)} tasks to {output}")
-    if not found:
+    if not entries:
         typer.echo(f"no task found in {directory}: a task is a directory with task.toml and instruction.md", err=True)
-    raise typer.Exit(2 if problems or not found else 0)
+    raise typer.Exit(2 if problems or not entries else 0)
 
 
-def _checked(found: Sequence["TaskDirectory"], sandbox: str, jobs: int) -> "Mapping[str, TaskCheck]":
+def _run_checks(entries: Sequence["TaskDirectory"], sandbox: str, jobs: int) -> "Mapping[str, TaskCheck]":
     import asyncio
 
     from rich.console import Console
@@ -74,40 +74,40 @@ def _checked(found: Sequence["TaskDirectory"], sandbox: str, jobs: int) -> "Mapp
     async def main() -> "dict[str, TaskCheck]":
         done = {}
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            bar = progress.add_task("running tests", total=len(found))
-            async for each in check_tasks(found, place, jobs=jobs):
+            bar = progress.add_task("running tests", total=len(entries))
+            async for each in check_tasks(entries, place, jobs=jobs):
                 done[each.directory.id] = each
                 progress.advance(bar)
-        return {each.id: done[each.id] for each in found}
+        return {each.id: done[each.id] for each in entries}
 
     console, place = Console(stderr=True), sandbox_of(sandbox)
     place.check()
     return asyncio.run(main())
 
 
-def _show(found: Sequence["TaskDirectory"], checked: "Mapping[str, TaskCheck]") -> None:
+def _show(entries: Sequence["TaskDirectory"], checks: "Mapping[str, TaskCheck]") -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    results = ("initial", "solved", "tricks") if checked else ()
+    results = ("initial", "solved", "tricks") if checks else ()
     columns = ("task", "difficulty", "steps", "tests", "solution", *results)
     table = Table(*columns, box=None, padding=(0, 1), pad_edge=False)
-    for each in found:
+    for each in entries:
         task = each.task
         if task is None:
             table.add_row(escape(each.id), "[red]unusable[/red]")
             continue
         solved = task.solution(task.steps[0]) is not None
         facts = [str(task.metadata.get("difficulty", "")), str(len(task.steps)), _yes(task.has_tests), _yes(solved)]
-        if done := checked.get(each.id):
+        if done := checks.get(each.id):
             facts += [_reward(done.initial), _reward(done.solved), ", ".join(done.fooled_by) or "none"]
         table.add_row(escape(each.id), *map(escape, facts))
-    if found:
+    if entries:
         Console(highlight=False).print(table)
-        good = sum(each.task is not None for each in found)
+        good = sum(each.task is not None for each in entries)
         typer.echo(
-            f"{len(found)} tasks, {len(found) - good} of them unusable" if good < len(found) else f"{good} tasks"
+            f"{len(entries)} tasks, {len(entries) - good} of them unusable" if good < len(entries) else f"{good} tasks"
         )
 
 
@@ -115,22 +115,22 @@ def _yes(there: bool) -> str:
     return "yes" if there else "no"
 
 
-def _reward(said: Mapping[str, Any] | None) -> str:
-    if said is None:
+def _reward(verdict: Mapping[str, Any] | None) -> str:
+    if verdict is None:
         return ""
-    if "error" in said:
+    if "error" in verdict:
         return "broken"
-    rewards = said["rewards"]
+    rewards = verdict["rewards"]
     return ", ".join(f"{value:g}" if list(rewards) == ["reward"] else f"{n} {value:g}" for n, value in rewards.items())
 
 
-def _write(found: Sequence["TaskDirectory"], root: Path, name: str | None, split: str | None, output: Path) -> None:
+def _write(entries: Sequence["TaskDirectory"], root: Path, name: str | None, split: str | None, output: Path) -> None:
     import orjson
 
     from loopwright.rollouts.tasks.harbor.cache import write_parquet
 
     label, part = name or root.resolve().name, split or default_split(root)
-    tasks = [(each, each.task) for each in found if each.task is not None]
+    tasks = [(each, each.task) for each in entries if each.task is not None]
     rows = [dataset_row(each, task, index, label, part) for index, (each, task) in enumerate(tasks)]
     with storage(output, then="nothing was written"):
         if output.suffix == ".jsonl":

@@ -1,14 +1,14 @@
-"""What every agent loop promises, as tests.
+"""The contract of every agent loop, as tests.
 
     class TestMine(LoopContract):
         replies = ("first answer", "second answer")
 
-        def make_config(self, home: Path, **settings: Any) -> LoopConfig:
+        def make_config(self, directory: Path, **settings: Any) -> LoopConfig:
             return MineConfig(style="short", **settings)
 
 The policy is a scripted engine that gives one of `replies` in each turn, token by token.
 """
-# ruff: noqa: S101  These are tests, wherever they stand.
+# ruff: noqa: S101  These are tests.
 
 import asyncio
 import pickle
@@ -34,26 +34,26 @@ _DEADLINE_S = 60.0
 
 
 class RecordingEngine(ScriptedEngine):
-    """A scripted engine that keeps what it was given and what it gave, to be compared with what was recorded."""
+    """A scripted engine that records its prompts and its tokens, to compare them with the episode."""
 
-    def __init__(self, config: ScriptedConfig, home: Path) -> None:
-        super().__init__(config, home)
+    def __init__(self, config: ScriptedConfig, directory: Path) -> None:
+        super().__init__(config, directory)
         self.calls: list[tuple[tuple[int, ...], list[int]]] = []
         """For each stream, the ids that it was given and those that it gave."""
-        self.begun = asyncio.Event()
+        self.started = asyncio.Event()
         self.running = 0
         self.fails = False
         """Whether streams break off after their first chunk."""
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
-        given: list[int] = []
-        self.calls.append((tuple(ids), given))
-        self.begun.set()
+        sampled: list[int] = []
+        self.calls.append((tuple(ids), sampled))
+        self.started.set()
         self.running += 1
         try:
             async with aclosing(super().generate(ids, sampling, seed=seed)) as stream:
                 async for chunk in stream:
-                    given += chunk.ids
+                    sampled += chunk.ids
                     yield chunk
                     if self.fails:
                         raise EngineError("the engine died")
@@ -70,38 +70,38 @@ class LoopContract(ABC):
     """What it is asked to do."""
 
     @abstractmethod
-    def make_config(self, home: Path, **settings: Any) -> LoopConfig:
+    def make_config(self, directory: Path, **settings: Any) -> LoopConfig:
         """The loop's config, with these settings."""
 
     def use(
         self,
-        home: Path,
-        story: Callable[[LoopWorker, RecordingEngine], Awaitable[T]],
+        directory: Path,
+        body: Callable[[LoopWorker, RecordingEngine], Awaitable[T]],
         *,
         engine: dict[str, Any] | None = None,
         **settings: Any,
     ) -> T:
-        """Run `story` with the loop and an engine in an event loop, and close both."""
+        """Run `body` with the loop and an engine in an event loop, and close both."""
 
         async def main() -> T:
-            config = self.make_config(home, **settings)
-            policy = RecordingEngine(ScriptedConfig(replies=self.replies, **(engine or {})), home)
-            worker = LoopWorker(agent_loop(config, home), policy)
+            config = self.make_config(directory, **settings)
+            policy = RecordingEngine(ScriptedConfig(replies=self.replies, **(engine or {})), directory)
+            worker = LoopWorker(agent_loop(config, directory), policy)
             try:
-                return await asyncio.wait_for(story(worker, policy), _DEADLINE_S)
+                return await asyncio.wait_for(body(worker, policy), _DEADLINE_S)
             finally:
                 await worker.close()
 
         return asyncio.run(main())
 
     def request(self, seed: str = "0") -> RolloutRequest:
-        """A rollout to be made."""
+        """A request for a rollout."""
         return RolloutRequest(self.task, seed)
 
-    def test_an_episode_holds_exactly_what_the_engine_was_given_and_gave(self, tmp_path: Path) -> None:
-        """In each turn; and each sampled token is trained on once."""
+    def test_an_episode_holds_exactly_the_tokens_of_the_engine(self, tmp_path: Path) -> None:
+        """In each turn, and each sampled token is trained on once."""
 
-        async def story(worker: LoopWorker, engine: RecordingEngine) -> None:
+        async def body(worker: LoopWorker, engine: RecordingEngine) -> None:
             for seed in "abcdef":
                 engine.calls.clear()
                 episode = await worker.handle(self.request(seed))
@@ -109,59 +109,59 @@ class LoopContract(ABC):
                 assert episode.fault in (None, Fault.POLICY), episode.reason
                 check_recorded(episode, engine)
 
-        self.use(tmp_path, story)
+        self.use(tmp_path, body)
 
     def test_the_same_seed_gives_the_same_episode(self, tmp_path: Path) -> None:
         """Alone, or with others at the same time."""
 
-        async def story(worker: LoopWorker, _: RecordingEngine) -> None:
+        async def body(worker: LoopWorker, _: RecordingEngine) -> None:
             together = await asyncio.gather(*(worker.handle(self.request(str(n))) for n in range(6)))
             for n, episode in enumerate(together):
                 assert (await worker.handle(self.request(str(n)))).nodes == episode.nodes
 
-        self.use(tmp_path, story)
+        self.use(tmp_path, body)
 
-    def test_an_engine_that_dies_is_no_fault_of_the_policy(self, tmp_path: Path) -> None:
-        """The episode is lost, with what had been sampled until then."""
+    def test_an_engine_failure_is_not_the_policys_fault(self, tmp_path: Path) -> None:
+        """The outcome is `lost`, and the episode keeps the tokens sampled so far."""
 
-        async def story(worker: LoopWorker, engine: RecordingEngine) -> None:
+        async def body(worker: LoopWorker, engine: RecordingEngine) -> None:
             engine.fails = True
             episode = await worker.handle(self.request())
             assert (episode.outcome, episode.fault) == (Outcome.LOST, Fault.INFRA)
             check_recorded(episode, engine)
 
-        self.use(tmp_path, story)
+        self.use(tmp_path, body)
 
-    def test_a_budget_that_is_spent_is_the_fault_of_the_policy(self, tmp_path: Path) -> None:
-        """Otherwise it would learn to escape bad scores by talking on."""
+    def test_a_spent_budget_is_the_policys_fault(self, tmp_path: Path) -> None:
+        """Otherwise it would learn to avoid bad scores by long answers."""
 
-        async def story(worker: LoopWorker, engine: RecordingEngine) -> None:
+        async def body(worker: LoopWorker, engine: RecordingEngine) -> None:
             episode = await worker.handle(self.request())
             assert (episode.outcome, episode.fault) == (Outcome.TRUNCATED, Fault.POLICY)
             assert episode.sampled <= 1
             check_recorded(episode, engine)
 
-        self.use(tmp_path, story, max_tokens=1)
+        self.use(tmp_path, body, max_tokens=1)
 
     def test_cancelling_ends_it_with_its_streams(self, tmp_path: Path) -> None:
-        """Whoever cancels gets a cancellation, and the engine is free."""
+        """The caller gets a CancelledError, and the engine is free."""
 
-        async def story(worker: LoopWorker, engine: RecordingEngine) -> None:
+        async def body(worker: LoopWorker, engine: RecordingEngine) -> None:
             flight = asyncio.ensure_future(worker.handle(self.request()))
-            await engine.begun.wait()
+            await engine.started.wait()
             flight.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await flight
             assert engine.running == 0
 
-        self.use(tmp_path, story, engine={"delay_s": 30.0})
+        self.use(tmp_path, body, engine={"delay_s": 30.0})
 
-    def test_it_goes_on_after_a_weight_update(self, tmp_path: Path) -> None:
-        """In the middle of a turn, and each token says which version sampled it."""
+    def test_it_continues_after_a_weight_update(self, tmp_path: Path) -> None:
+        """In the middle of a turn, and each token carries the version that sampled it."""
 
-        async def story(worker: LoopWorker, engine: RecordingEngine) -> None:
+        async def body(worker: LoopWorker, engine: RecordingEngine) -> None:
             flight = asyncio.ensure_future(worker.handle(self.request()))
-            await engine.begun.wait()
+            await engine.started.wait()
             await worker.apply_update(WeightUpdate(3, paused=True))
             await asyncio.sleep(0.02)
             await worker.apply_update(WeightUpdate(3))
@@ -170,20 +170,20 @@ class LoopContract(ABC):
             assert max(span.version for node in episode.nodes for span in node.spans) == 3
             check_recorded(episode, engine)
 
-        self.use(tmp_path, story, engine={"delay_s": 0.01})
+        self.use(tmp_path, body, engine={"delay_s": 0.01})
 
-    def test_its_episodes_travel(self, tmp_path: Path) -> None:
-        """As JSON into the ledger, and pickled from a worker."""
+    def test_its_episodes_can_be_sent(self, tmp_path: Path) -> None:
+        """As JSON to the ledger, and pickled from a worker."""
 
-        async def story(worker: LoopWorker, _: RecordingEngine) -> Episode:
+        async def body(worker: LoopWorker, _: RecordingEngine) -> Episode:
             return await worker.handle(self.request())
 
-        episode = self.use(tmp_path, story)
+        episode = self.use(tmp_path, body)
         assert Episode.from_bytes(episode.to_bytes()) == episode
         assert pickle.loads(pickle.dumps(episode)) == episode  # noqa: S301
 
-    def test_its_config_travels(self, tmp_path: Path) -> None:
-        """It survives pickling and JSON, and a typo is found before anything starts."""
+    def test_its_config_can_be_sent(self, tmp_path: Path) -> None:
+        """It survives pickling and JSON, and a typo is an error at load time."""
         config = self.make_config(tmp_path)
         assert pickle.loads(pickle.dumps(config)) == config  # noqa: S301
         assert config_parser(loops)(config.model_dump(mode="json")) == config
@@ -195,8 +195,8 @@ class LoopContract(ABC):
 def check_recorded(episode: Episode, engine: RecordingEngine) -> None:
     """Each stream is a path of the episode, token by token, and each sampled token is in one row's mask."""
     paths = [tuple(token for index in path for token in episode.nodes[index].ids) for path in episode.branches()]
-    for given, gave in engine.calls:
-        whole = (*given, *gave)
+    for prompt, sampled in engine.calls:
+        whole = (*prompt, *sampled)
         assert any(path[: len(whole)] == whole for path in paths), "a stream is not in the episode"
-    assert sum(len(gave) for _, gave in engine.calls) == episode.sampled
+    assert sum(len(sampled) for _, sampled in engine.calls) == episode.sampled
     assert sum(sum(row.response_mask) for row in episode.rows()) == episode.sampled

@@ -62,7 +62,7 @@ def test_r05_a_live_policy_learns_from_the_regime(tmp_path):
 
 @pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
 @pytest.mark.parametrize(
-    ("name", "observation", "wrong", "words"),
+    ("name", "observation", "bad_observation", "words"),
     [
         ("Index", 2, 3, "is not in Discrete(3)"),
         ("Later", 5, 0, "is not in Discrete(3, start=5)"),
@@ -74,13 +74,15 @@ def test_r05_a_live_policy_learns_from_the_regime(tmp_path):
         ("Grid", [[0, 1], [0, 1]], "north", "expected numbers of float64, got 'north'"),
     ],
 )
-def test_a_live_policy_acts_on_observations_of_every_space(tmp_path, algorithm, name, observation, wrong, words):
+def test_a_live_policy_acts_on_observations_of_every_space(
+    tmp_path, algorithm, name, observation, bad_observation, words
+):
     policy = train_on(tmp_path, f'type = "{algorithm}", trials = 24, rollout = 8', name)
     assert len(rows(tmp_path)) == 24
     assert act(policy, {"side": "left"}, observation) in (0, 1)
     with pytest.raises(PolicyError) as raised:
-        act(policy, {"side": "left"}, wrong)
-    assert str(raised.value).startswith(f"{wrong!r} is not an observation of this policy: observation")
+        act(policy, {"side": "left"}, bad_observation)
+    assert str(raised.value).startswith(f"{bad_observation!r} is not an observation of this policy: observation")
     assert words in str(raised.value)
 
 

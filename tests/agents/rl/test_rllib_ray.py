@@ -44,9 +44,9 @@ def test_rllib_steps_a_live_run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_r05_rllib_observes_the_regime_of_a_live_run(tmp_path):
-    drawn = "[run.live.args]\ngravity = [9.8, 1.6]\n[run.env_params.gravity]"
+    env_params = "[run.live.args]\ngravity = [9.8, 1.6]\n[run.env_params.gravity]"
     path = write_scenario(
-        tmp_path, live_scenario('type = "ppo", library = "rllib", trials = 200, rollout = 64', more=drawn)
+        tmp_path, live_scenario('type = "ppo", library = "rllib", trials = 200, rollout = 64', more=env_params)
     )
     done = loopwright("run", path, "--output", tmp_path / "out", "--quiet")
     assert done.returncode == 0, done.stderr

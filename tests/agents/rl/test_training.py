@@ -166,8 +166,8 @@ def test_s13_a_killed_training_resumes_with_its_policy(tmp_path, algorithm, more
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    before, learned = rows(tmp_path), timesteps(tmp_path, algorithm.upper())
-    assert 20 <= learned <= len(before) < 296
+    before, timesteps_before = rows(tmp_path), timesteps(tmp_path, algorithm.upper())
+    assert 20 <= timesteps_before <= len(before) < 296
     assert resume(tmp_path) == 0
     after = rows(tmp_path)
     assert [row.number for row in after] == list(range(1, 301))
@@ -175,7 +175,7 @@ def test_s13_a_killed_training_resumes_with_its_policy(tmp_path, algorithm, more
     assert [(row.action, row.draw, row.regime) for row in after[: len(before)]] == [
         (row.action, row.draw, row.regime) for row in before
     ]
-    assert timesteps(tmp_path, algorithm.upper()) == learned + 296 - len(before)
+    assert timesteps(tmp_path, algorithm.upper()) == timesteps_before + 296 - len(before)
 
 
 def test_an_incomplete_checkpoint_does_not_replace_the_last_one(tmp_path):

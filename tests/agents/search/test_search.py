@@ -1,4 +1,4 @@
-"""What search agents share: pinned first trials, retries, warm starts, and actions that no space can hold."""
+"""What search agents share: pinned first trials, retries, warm starts, and invalid actions."""
 
 import math
 from pathlib import Path
@@ -18,8 +18,10 @@ SAMPLERS = ["tpe", "cmaes", "nsga2"]
 ROOMY = {**SMALL, "x": {"low": -1.0, "high": 1.0}, "n": {"low": 1, "high": 64, "dtype": "int"}}
 
 
-def campaign(directory: Path, agent: str, function=measured, *, args=SMALL, trials: int = 6, **told: Any) -> Campaign:
-    settings = {"type": agent, "trials": trials, "seed": 1, **told}
+def campaign(
+    directory: Path, agent: str, function=measured, *, args=SMALL, trials: int = 6, **options: Any
+) -> Campaign:
+    settings = {"type": agent, "trials": trials, "seed": 1, **options}
     return Campaign(directory, agents.get(agent), settings, args, function)
 
 
@@ -43,7 +45,7 @@ class TestPinnedFirstTrials:
         trials = campaign(tmp_path, "grid", trials=99, start=[{"mode": "b", "n": 2}]).run()
         assert len(trials) == len({key_of(trial.action) for trial in trials}) == 9
 
-    def test_survive_a_stop_in_their_midst(self, tmp_path):
+    def test_survive_an_interruption(self, tmp_path):
         pinned = [{"mode": "c", "n": n} for n in (1, 2, 3)]
         undisturbed = campaign(tmp_path / "one", "tpe", start=pinned).run()
         stopped = campaign(tmp_path / "two", "tpe", start=pinned)
@@ -51,7 +53,7 @@ class TestPinnedFirstTrials:
         stopped.run()
         assert actions(campaign(tmp_path / "two", "tpe", start=pinned).run()) == actions(undisturbed)
 
-    def test_that_lie_outside_of_the_space_are_found_before_anything_runs(self, tmp_path):
+    def test_outside_the_space_are_a_problem_at_load_time(self, tmp_path):
         config = agents.get("tpe").Config(trials=5, start=({"x": 1}, {"x": 9}))
         space = Space({"x": parameter([1, 2])})
         (problem,) = agents.get("tpe").problems(config, space, tmp_path)
@@ -71,11 +73,11 @@ class TestAWarmStart:
         assert {trial.outcome for trial in warm} == {Outcome.OK}
         assert actions(cold) != actions(warm)
 
-    def test_leaves_out_what_does_not_fit(self, tmp_path):
+    def test_leaves_out_trials_that_do_not_fit(self, tmp_path):
         campaign(tmp_path / "earlier", "random", args={**SMALL, "n": [1, 2, 3, 4]}, trials=9).run()
         assert len(campaign(tmp_path, "tpe", warm_start="earlier").run()) == 6
 
-    def test_from_nowhere_is_found_before_anything_runs(self, tmp_path):
+    def test_from_a_missing_run_is_a_problem_at_load_time(self, tmp_path):
         config = agents.get("tpe").Config(trials=5, warm_start="nowhere")
         (problem,) = agents.get("tpe").problems(config, Space({"x": parameter([1, 2])}), tmp_path)
         assert problem.key == "warm_start"
@@ -95,10 +97,10 @@ class Stubborn(SpaceAgent):
         return self.config.proposal
 
 
-class TestAnAgentThatProposesNonsense:
+class TestAnAgentWithInvalidProposals:
     @pytest.mark.parametrize("x", [math.nan, "many", 99, None, 2**80, {1}, "\ud800"])
-    def test_has_invalid_trials_and_goes_on(self, tmp_path, x):
-        """Once, since it is a point that fails; then something that can be run."""
+    def test_has_invalid_trials_and_continues(self, tmp_path, x):
+        """One invalid trial, since a failed point is not proposed again; then a valid one."""
         settings = {"type": "stubborn", "trials": 3, "proposal": {"n": x, "mode": "a"}}
         trials = Campaign(tmp_path, Stubborn, settings, SMALL, measured).run()
         assert [trial.outcome for trial in trials] == ["invalid", "ok", "ok"]
@@ -116,8 +118,8 @@ class TestTheGrid:
         assert "a grid cannot visit the range 'x'; give it `points`" in problem.message
 
 
-def test_the_bandit_comes_back_to_what_is_best_under_each_regime(tmp_path):
-    """Given two regimes with opposite best arms, it learns both."""
+def test_the_bandit_learns_the_best_arm_of_each_regime(tmp_path):
+    """Two regimes have opposite best arms."""
 
     best = {"sun": "hat", "rain": "umbrella"}
 
@@ -125,14 +127,14 @@ def test_the_bandit_comes_back_to_what_is_best_under_each_regime(tmp_path):
         return {"y": float(arm == best[weather])}
 
     args = {"arm": ["hat", "umbrella", "scarf"], "weather": ["sun", "rain"]}
-    story = campaign(tmp_path, "bandit", opposite, args=args, trials=120)
-    story.env_params = {"weather": {}}
-    late = story.run()[60:]
+    finished = campaign(tmp_path, "bandit", opposite, args=args, trials=120)
+    finished.env_params = {"weather": {}}
+    late = finished.run()[60:]
     assert sum(trial.action["arm"] == best[trial.regime["weather"]] for trial in late) > 0.8 * len(late)
 
 
 @pytest.mark.parametrize("agent", ["tpe", "cmaes"])
-def test_a_sampler_finds_what_random_search_hardly_does(tmp_path, agent):
+def test_a_sampler_beats_random_search(tmp_path, agent):
     def bowl(x: float, y: float) -> dict[str, float]:
         return {"y": -((x - 0.7) ** 2) - (y + 0.2) ** 2}
 

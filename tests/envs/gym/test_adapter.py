@@ -1,4 +1,4 @@
-"""The Gymnasium adapter: one slot and several, what it tells, and what it never does."""
+"""The Gymnasium adapter: one slot and several, feedback, and limits."""
 
 import asyncio
 

@@ -68,7 +68,7 @@ class Nothing:
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-    # A name of its own for each test: modules are imported once per process.
+    # A new name for each test: modules are imported once per process.
     (tmp_path / f"probed_{tmp_path.name}.py").write_text(SERVERS)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -138,7 +138,7 @@ def test_an_impossible_address_is_a_problem(tmp_path, address, message):
 
 
 @pytest.mark.parametrize("address", ["tcp://localhost:7000", "tcp://[::1]:7000", "unix:///run/sim.sock"])
-def test_a_usable_address_is_no_problem(tmp_path, address):
+def test_a_usable_address_gives_no_problem(tmp_path, address):
     assert LiveConfig(address=address, args={"speed": [1, 2]}).problems(tmp_path, ["speed"]) == []
 
 

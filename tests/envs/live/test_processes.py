@@ -1,4 +1,4 @@
-"""Servers in processes of their own: `loopwright serve-env`, one that is killed, and one in another language."""
+"""Servers in separate processes: `loopwright serve-env`, one that is killed, and one in another language."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Which server is meant: objects, classes and factories by path, gymnasium's own; and what is wrong with a bad one."""
+"""Finding a server: objects, classes and factories by path, gymnasium's registry, and errors."""
 
 import re
 import subprocess
@@ -37,7 +37,7 @@ number = 5
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
+def scenario_dir(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "live_home.py").write_text(MODULE)
     (tmp_path / "live_broken.py").write_text("1 / 0")
@@ -47,38 +47,38 @@ def home(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_g08_an_object_is_used_as_it_is(home):
+def test_g08_an_object_is_used_unchanged(scenario_dir):
     walker = Walker()
-    assert make_server(walker, {"start": 3}, home) is walker
+    assert make_server(walker, {"start": 3}, scenario_dir) is walker
     env = gymnasium.make("CartPole-v1")
-    assert make_server(env, {}, home) is env
+    assert make_server(env, {}, scenario_dir) is env
     env.close()
 
 
 @pytest.mark.parametrize("path", ["live_home:Walker", "live_home.Walker", "live_home:make", "live_home:Box.Inner"])
-def test_g08_a_class_or_factory_gets_the_arguments_that_it_accepts(home, path):
-    assert check_server_class(path, home) is None
-    assert make_server(path, {"start": 2.0, "colour": "red"}, home).start == 2.0
+def test_g08_a_class_or_factory_gets_the_arguments_that_it_accepts(scenario_dir, path):
+    assert check_server_class(path, scenario_dir) is None
+    assert make_server(path, {"start": 2.0, "colour": "red"}, scenario_dir).start == 2.0
 
 
-def test_g08_a_factory_with_kwargs_gets_all_arguments(home):
-    assert make_server("live_home:Greedy", {"start": 2.0, "colour": "red"}, home).options == {
+def test_g08_a_factory_with_kwargs_gets_all_arguments(scenario_dir):
+    assert make_server("live_home:Greedy", {"start": 2.0, "colour": "red"}, scenario_dir).options == {
         "start": 2.0,
         "colour": "red",
     }
 
 
-def test_g08_a_class_object_is_instantiated(home):
-    assert make_server(Walker, {"start": 4.0}, home).start == 4.0
+def test_g08_a_class_object_is_instantiated(scenario_dir):
+    assert make_server(Walker, {"start": 4.0}, scenario_dir).start == 4.0
 
 
-def test_g08_a_registered_environment_is_made_by_gymnasium(home):
-    assert check_server_class("gymnasium:CartPole-v1", home) is None
-    server = make_server("gymnasium:CartPole-v1", {"max_episode_steps": 3}, home)
+def test_g08_a_registered_environment_is_made_by_gymnasium(scenario_dir):
+    assert check_server_class("gymnasium:CartPole-v1", scenario_dir) is None
+    server = make_server("gymnasium:CartPole-v1", {"max_episode_steps": 3}, scenario_dir)
     assert server.spec.max_episode_steps == 3
     server.close()
     with pytest.raises(ServerError, match="nonsense"):
-        make_server("gymnasium:CartPole-v1", {"nonsense": 3}, home)
+        make_server("gymnasium:CartPole-v1", {"nonsense": 3}, scenario_dir)
 
 
 @pytest.mark.parametrize(
@@ -97,18 +97,18 @@ def test_g08_a_registered_environment_is_made_by_gymnasium(home):
         ("gymnasium:KartPole-v1", "gymnasium has no environment 'KartPole-v1'"),
     ],
 )
-def test_g11_a_bad_class_fails_with_the_reason(home, path, words):
-    reason = check_server_class(path, home)
+def test_g11_a_bad_class_fails_with_the_reason(scenario_dir, path, words):
+    reason = check_server_class(path, scenario_dir)
     assert reason is not None
     assert re.search(words, reason), reason
 
 
-def test_g11_the_created_object_must_be_a_server(home):
+def test_g11_the_created_object_must_be_a_server(scenario_dir):
     with pytest.raises(ServerError, match="'dict' is not a GymServer: it has no observation_space, action_space"):
-        make_server({}, {}, home)
+        make_server({}, {}, scenario_dir)
 
 
-def test_g07_without_the_extra_the_error_says_what_to_install(home):
+def test_g07_without_the_extra_the_error_says_what_to_install(scenario_dir):
     code = """
 import sys
 sys.modules["gymnasium"] = sys.modules["msgpack"] = None

@@ -108,7 +108,7 @@ def test_only_calls_of_the_server_are_interrupted(tmp_path):
     env = live_env(tmp_path, timeout_s=0.05)
     other = live_env(tmp_path / "other", timeout_s=0.05)
     play(env, 3)
-    time.sleep(0.4)  # a policy takes its time to learn
+    time.sleep(0.4)  # learning may be slow
     play(other, 1)
     env.step_now(1)
     env.close()

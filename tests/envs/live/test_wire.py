@@ -1,4 +1,4 @@
-"""Frames, arrays and spaces: what goes in comes out, to the bit, and what is wrong is named."""
+"""Frames, arrays and spaces round-trip bit by bit, and errors name the field."""
 
 import math
 import re

@@ -47,7 +47,7 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def spoken(*texts, **more):
+def episode_of(*texts, **more):
     content = [{"type": "output_text", "text": text, "annotations": []} for text in texts]
     return {"type": "message", "role": "assistant", "id": "m", "status": "completed", "content": content, **more}
 
@@ -79,7 +79,7 @@ def test_instructions_come_first_and_developers_are_the_system():
 
 
 def test_calls_and_outputs_become_calls_and_tool_messages():
-    given = [spoken("Let me see."), called("c1", '{"a":1}'), called("c2"), output("c1", "2")]
+    given = [episode_of("Let me see."), called("c1", '{"a":1}'), called("c2"), output("c1", "2")]
     given += [output("c2", [{"type": "input_text", "text": "3"}]), user("and now?")]
     assert messages(*given) == [
         {
@@ -97,16 +97,16 @@ def test_calls_and_outputs_become_calls_and_tool_messages():
 
 
 def test_what_was_said_in_one_turn_is_one_message():
-    around = messages(spoken("before"), called("c"), spoken(" after"), output("c", "1"))
+    around = messages(episode_of("before"), called("c"), episode_of(" after"), output("c", "1"))
     assert [message["role"] for message in around] == ["assistant", "tool"]
     assert around[0]["content"] == "before after"
-    assert [m["content"] for m in messages(spoken("one"), spoken("two"), user("hi"))] == ["one", "two", "hi"]
+    assert [m["content"] for m in messages(episode_of("one"), episode_of("two"), user("hi"))] == ["one", "two", "hi"]
 
 
 def test_reasoning_in_the_history_is_accepted_and_is_no_text():
     thought = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
     hidden = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"}
-    assert messages(thought, spoken("yes"), hidden, called("c"), output("c", "1"))[:2] == [
+    assert messages(thought, episode_of("yes"), hidden, called("c"), output("c", "1"))[:2] == [
         {"role": "assistant", "content": "yes", "reasoning_content": "hm"},
         {"role": "assistant", "content": "", "tool_calls": messages(called("c"), output("c", ""))[0]["tool_calls"]},
     ]

@@ -149,7 +149,7 @@ def test_the_tokenizer_of_a_hub_s_model_is_sent():
     run(story)
 
 
-async def spoken(gateway, *messages):
+async def episode_of(gateway, *messages):
     """What the gateway answers to a worker that says this after the greeting."""
     answers = []
     async with (
@@ -185,7 +185,7 @@ ANNOUNCED = {"t": "announce", "protocol": PROTOCOL, "name": "n", "version": 0, "
 def test_who_announces_nonsense_is_refused(message, said):
     async def story():
         async with relayed() as gateway:
-            (answer,) = await spoken(gateway, message)
+            (answer,) = await episode_of(gateway, message)
             assert answer["t"] == "refused"
             assert said in answer["reason"]
             assert gateway.engine.describe() == []
@@ -210,7 +210,7 @@ def test_who_announces_nonsense_is_refused(message, said):
 def test_a_worker_that_says_nonsense_is_lost_and_nobody_else_is_hurt(message):
     async def story():
         async with relayed(Teller("hello")) as gateway:
-            await spoken(gateway, {**ANNOUNCED, "fingerprint": fingerprint(ByteTokenizer())}, message)
+            await episode_of(gateway, {**ANNOUNCED, "fingerprint": fingerprint(ByteTokenizer())}, message)
             await until(lambda: len(gateway.engine.describe()) == 1)
             assert ids_of(await said(gateway.engine)) == [*b"hello", END]
 

@@ -30,19 +30,19 @@ def server():
 
 
 class TestPython(JudgerContract):
-    def make_config(self, home, story, **settings):
-        return PythonJudgerConfig(function=f"{FUNCTIONS}:{ {'score': 'exact'}.get(story, story) }", **settings)
+    def make_config(self, directory, behaviour, **settings):
+        return PythonJudgerConfig(function=f"{FUNCTIONS}:{ {'score': 'exact'}.get(behaviour, behaviour) }", **settings)
 
 
 class TestPythonAsynchronous(JudgerContract):
-    def make_config(self, home, story, **settings):
-        function = {"score": "exact_async", "fail": "fail", "hang": "hang_async"}[story]
+    def make_config(self, directory, behaviour, **settings):
+        function = {"score": "exact_async", "fail": "fail", "hang": "hang_async"}[behaviour]
         return PythonJudgerConfig(function=f"{FUNCTIONS}:{function}", **settings)
 
 
 class TestPythonInBatches(JudgerContract):
-    def make_config(self, home, story, **settings):
-        function = {"score": "exact_each"}.get(story, story)
+    def make_config(self, directory, behaviour, **settings):
+        function = {"score": "exact_each"}.get(behaviour, behaviour)
         return PythonJudgerConfig(function=f"{FUNCTIONS}:{function}", batch=4, **settings)
 
 
@@ -51,14 +51,14 @@ class TestHttp(JudgerContract):
     def _server(self, server):
         self.url = server.url
 
-    def make_config(self, home, story, **settings):
-        place = {"score": "judge", "fail": "answer?text=%7B%22reward%22:1%7D&status=500", "hang": "hang"}[story]
+    def make_config(self, directory, behaviour, **settings):
+        place = {"score": "judge", "fail": "answer?text=%7B%22reward%22:1%7D&status=500", "hang": "hang"}[behaviour]
         return HttpJudgerConfig(url=f"{self.url}/{place}", **settings)
 
 
 class TestHttpInBatches(TestHttp):
-    def make_config(self, home, story, **settings):
-        return super().make_config(home, story, batch=4, **settings)
+    def make_config(self, directory, behaviour, **settings):
+        return super().make_config(directory, behaviour, batch=4, **settings)
 
 
 class TestLlm(JudgerContract):
@@ -66,71 +66,71 @@ class TestLlm(JudgerContract):
     def _server(self, server):
         self.url = server.url
 
-    def make_config(self, home, story, **settings):
-        place = {"score": "chat/exact", "fail": "chat/It deserves a ten", "hang": "hang"}[story]
+    def make_config(self, directory, behaviour, **settings):
+        place = {"score": "chat/exact", "fail": "chat/It deserves a ten", "hang": "hang"}[behaviour]
         return LlmJudgerConfig(base_url=f"{self.url}/{place}", model="judge", rubric="Is it right?", **settings)
 
 
 class TestCommand(JudgerContract):
-    def make_config(self, home, story, **settings):
-        return CommandJudgerConfig(command=(sys.executable, "-IS", "-c", SCRIPTS[story]), **settings)
+    def make_config(self, directory, behaviour, **settings):
+        return CommandJudgerConfig(command=(sys.executable, "-IS", "-c", SCRIPTS[behaviour]), **settings)
 
 
 class TestLength(JudgerContract):
-    def make_config(self, home, story, **settings):
-        return LengthJudgerConfig(**settings) if story == "score" else None
+    def make_config(self, directory, behaviour, **settings):
+        return LengthJudgerConfig(**settings) if behaviour == "score" else None
 
 
 class TestComposed(JudgerContract):
-    def make_config(self, home, story, **settings):
-        first = {"type": "python", "function": f"{FUNCTIONS}:{ {'score': 'exact'}.get(story, story) }"}
+    def make_config(self, directory, behaviour, **settings):
+        first = {"type": "python", "function": f"{FUNCTIONS}:{ {'score': 'exact'}.get(behaviour, behaviour) }"}
         return ComposedJudgerConfig(parts=(first, {"type": "length", "weight": -0.01}), **settings)
 
 
 class TestMerged(JudgerContract):
-    def make_config(self, home, story, **settings):
-        first = {"type": "python", "function": f"{FUNCTIONS}:{ {'score': 'exact'}.get(story, story) }"}
+    def make_config(self, directory, behaviour, **settings):
+        first = {"type": "python", "function": f"{FUNCTIONS}:{ {'score': 'exact'}.get(behaviour, behaviour) }"}
         return ComposedJudgerConfig(parts=(first, {"type": "length"}), merge=f"{FUNCTIONS}:smaller", **settings)
 
 
 class TestRouted(JudgerContract):
-    def make_config(self, home, story, **settings):
-        function = f"{FUNCTIONS}:{ {'score': 'exact'}.get(story, story) }"
+    def make_config(self, directory, behaviour, **settings):
+        function = f"{FUNCTIONS}:{ {'score': 'exact'}.get(behaviour, behaviour) }"
         return ComposedJudgerConfig(routes={"sums": {"type": "python", "function": function}}, **settings)
 
 
 class TestRanking(JudgerContract):
-    def make_config(self, home, story, **settings):
-        function = {"score": "shortest", "fail": "fail_group", "hang": "hang_group"}[story]
+    def make_config(self, directory, behaviour, **settings):
+        function = {"score": "shortest", "fail": "fail_group", "hang": "hang_group"}[behaviour]
         return RankingJudgerConfig(function=f"{FUNCTIONS}:{function}", **settings)
 
 
 class TestRanks(JudgerContract):
-    def make_config(self, home, story, **settings):
-        inner = {"score": "exact"}.get(story, story)
+    def make_config(self, directory, behaviour, **settings):
+        inner = {"score": "exact"}.get(behaviour, behaviour)
         own = {key: settings.pop(key) for key in ("timeout_s", "retries", "pause_s") if key in settings}
         return RankingJudgerConfig(of={"type": "python", "function": f"{FUNCTIONS}:{inner}", **own}, **settings)
 
 
-class TestComposedOfAGroup(JudgerContract):
-    def make_config(self, home, story, **settings):
-        group = {"score": "shortest", "fail": "fail_group", "hang": "hang_group"}[story]
+class TestComposedWithAGroupJudger(JudgerContract):
+    def make_config(self, directory, behaviour, **settings):
+        group = {"score": "shortest", "fail": "fail_group", "hang": "hang_group"}[behaviour]
         ranking = {"type": "ranking", "function": f"{FUNCTIONS}:{group}"}
         return ComposedJudgerConfig(parts=(ranking, {"type": "length", "weight": -0.01}), **settings)
 
 
 class TestVerifier(JudgerContract):
-    def make_config(self, home, story, **settings):
-        if story == "hang":
+    def make_config(self, directory, behaviour, **settings):
+        if behaviour == "hang":
             return None
-        return VerifierJudgerConfig(reward={"score": "correct", "fail": "missing"}[story], **settings)
+        return VerifierJudgerConfig(reward={"score": "correct", "fail": "missing"}[behaviour], **settings)
 
     def make_episode(self, answer="4"):
         rewards = {"correct": float(answer == "4"), "lines": 3}
         return replace(super().make_episode(answer), evidence={"verifier": {"rewards": rewards}})
 
 
-def test_every_shipped_judger_is_held_to_it():
+def test_every_shipped_judger_is_tested():
     from loopwright.rollouts.judgers.base import judgers
 
     text = Path(__file__).read_text()

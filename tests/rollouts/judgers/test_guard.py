@@ -19,7 +19,7 @@ def config(**settings):
 
 
 class Flaky:
-    """Fails a number of times, then is well; takes a while."""
+    """Fails a number of times, then succeeds, after a delay."""
 
     def __init__(self, failures, takes_s=0.0):
         self.failures, self.takes_s = failures, takes_s
@@ -44,7 +44,7 @@ async def failing(guard, judge):
     return caught.value
 
 
-def test_a_failed_try_is_made_again_after_twice_the_pause():
+def test_a_failed_attempt_is_retried_after_twice_the_pause():
     async def main():
         judge = Flaky(3)
         assert await Guard(config(retries=3, pause_s=1.0), Random(1)).run(judge) == 1.0
@@ -57,7 +57,7 @@ def test_a_failed_try_is_made_again_after_twice_the_pause():
     assert all(0.5 * 2**n <= pause <= 1.5 * 2**n for n, pause in enumerate(pauses))
 
 
-def test_after_the_last_try_the_cause_is_told():
+def test_after_the_last_attempt_the_cause_is_reported():
     async def main():
         return await failing(Guard(config(retries=1)), Flaky(9))
 
@@ -66,7 +66,7 @@ def test_after_the_last_try_the_cause_is_told():
     assert isinstance(error.__cause__, ConnectionError)
 
 
-def test_a_try_that_takes_too_long_is_given_up():
+def test_an_attempt_that_takes_too_long_is_cancelled():
     async def main():
         return await failing(Guard(config(retries=1, timeout_s=5, pause_s=0)), Flaky(0, takes_s=1000))
 
@@ -77,7 +77,7 @@ def test_a_try_that_takes_too_long_is_given_up():
     assert took_s <= config(retries=1, timeout_s=5, pause_s=0).total_timeout_s() + 1e-6
 
 
-def test_waiting_for_room_is_not_held_against_a_verdict():
+def test_waiting_for_a_slot_does_not_count_towards_the_timeout():
     async def main():
         judge, guard = Flaky(0, takes_s=4), Guard(config(concurrency=2, timeout_s=5))
         await asyncio.gather(*(guard.run(judge) for _ in range(10)))
@@ -86,7 +86,7 @@ def test_waiting_for_room_is_not_held_against_a_verdict():
     assert simulate(timed(main())) == (2, 20.0)
 
 
-def test_a_breach_is_not_tried_again():
+def test_an_invalid_verdict_is_not_retried():
     calls = []
 
     async def judge():
@@ -111,7 +111,7 @@ def test_the_breaker_opens_probes_once_and_closes():
         assert "down" in str(down)
         assert "3 consecutive failures, the last: ConnectionError: no answer" in str(down)
         assert 0 < down.retry_in_s <= 60
-        assert len(judge.starts) == 3  # it was not asked
+        assert len(judge.starts) == 3  # the judger was not called
 
         await asyncio.sleep(down.retry_in_s)
         probe, bystander = await asyncio.gather(failing(guard, judge), failing(guard, judge))
@@ -127,7 +127,7 @@ def test_the_breaker_opens_probes_once_and_closes():
     assert simulate(main()) == 7
 
 
-def test_a_cancelled_probe_tells_nothing():
+def test_a_cancelled_probe_has_no_effect():
     async def main():
         judge, guard = Flaky(1, takes_s=1), Guard(config(retries=0, breaker=1, cooldown_s=10))
         await failing(guard, judge)
@@ -142,6 +142,6 @@ def test_a_cancelled_probe_tells_nothing():
     assert simulate(main()) == 1.0
 
 
-def test_failures_cross_processes_as_they_are():
+def test_failures_can_be_pickled():
     error = pickle.loads(pickle.dumps(JudgerDown("down", 3.5)))
     assert (str(error), error.retry_in_s) == ("down", 3.5)

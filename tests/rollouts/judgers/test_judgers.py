@@ -1,4 +1,4 @@
-"""Each judger's own ways: what it reads, what it takes for a verdict, what it refuses."""
+"""Each judger's specifics: its inputs, valid verdicts, and refusals."""
 
 import asyncio
 import json
@@ -29,9 +29,9 @@ FUNCTIONS = "tests.rollouts.judge_functions"
 finite = st.floats(-1e6, 1e6)
 
 
-def judged(table, home=Path(), *episodes):
+def judge_all(table, directory=Path(), *episodes):
     async def main():
-        judger = build_judger(parse_judger(table), home)
+        judger = build_judger(parse_judger(table), directory)
         try:
             return await verdicts(judger, *(episodes or (episode(),)))
         finally:
@@ -52,13 +52,13 @@ def command(script, **settings):
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), Fraction(1)], ids=repr)
-def test_numbers_of_every_make_are_rewards(value):
+def test_numbers_of_any_type_are_rewards(value):
     assert as_reward(value, "mine") == Reward(1.0, {"mine": 1.0})
 
 
-def test_parts_add_up_and_a_reward_stays_as_it_is():
-    assert judged(python("parts")) == [Reward(0.5, {"right": 1.0, "short": -0.5})]
-    assert judged(python("rewarded")) == [Reward(2.0, {"a": 3.0, "b": -1.0})]
+def test_parts_add_up_and_a_reward_is_unchanged():
+    assert judge_all(python("parts")) == [Reward(0.5, {"right": 1.0, "short": -0.5})]
+    assert judge_all(python("rewarded")) == [Reward(2.0, {"a": 3.0, "b": -1.0})]
 
 
 @given(st.dictionaries(st.text("abc", min_size=1), st.tuples(finite, finite), min_size=1))
@@ -71,7 +71,7 @@ def test_a_weighted_sum_is_the_sum_of_its_parts(numbers):
 
 def test_parts_of_parts_keep_both_names():
     table = {"type": "composed", "parts": [python("parts", name="form"), {"type": "length", "weight": -0.25}]}
-    assert judged(table) == [Reward(0.25, {"form.right": 1.0, "form.short": -0.5, "length": -0.25})]
+    assert judge_all(table) == [Reward(0.25, {"form.right": 1.0, "form.short": -0.5, "length": -0.25})]
 
 
 # -- the LLM's verdict ------------------------------------------------------------------------------------------
@@ -81,13 +81,13 @@ def test_parts_of_parts_keep_both_names():
     st.floats(0, 10),
     st.sampled_from(['{{"score": {}}}', "Why not.\nScore: {}\n", "**Score:** {}", '```json\n{{"score": {}}}\n```']),
 )
-def test_a_score_is_read_as_it_was_written(score, form):
+def test_scores_are_parsed(score, form):
     text = f"{score:.3f}"
     assert parse_score(form.format(text), 0, 10) == float(text)
 
 
 @given(st.text(max_size=200))
-def test_whatever_a_judge_writes_is_a_score_within_bounds_or_no_verdict(text):
+def test_any_text_is_a_score_within_bounds_or_no_verdict(text):
     with suppress(JudgeFailed):
         assert 0 <= parse_score(text, 0, 10) <= 10
 
@@ -113,22 +113,22 @@ def test_whatever_a_judge_writes_is_a_score_within_bounds_or_no_verdict(text):
         '{"score": 7} Score: 8 or so',
     ],
 )
-def test_no_verdict_is_made_up(text):
+def test_no_verdict_is_invented(text):
     with pytest.raises(JudgeFailed):
         parse_score(text, 0, 10)
 
 
-def test_what_a_reasoning_model_thought_is_no_verdict():
+def test_reasoning_is_not_a_verdict():
     assert parse_score("<think>Score: 3? No.</think>\nScore: 8", 0, 10) == 8
 
 
-def test_the_llm_is_shown_rubric_and_needs_and_its_score_is_scaled(monkeypatch):
+def test_the_llm_gets_rubric_and_needs_and_its_score_is_scaled(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
     with serving() as server:
         table = {"type": "llm", "base_url": f"{server.url}/chat/exact", "model": "m", "rubric": "Be {strict}."}
-        found = judged({**table, "api_key_env": "JUDGE_KEY"}, Path(), episode("4"), episode("</answer>5"))
+        results = judge_all({**table, "api_key_env": "JUDGE_KEY"}, Path(), episode("4"), episode("</answer>5"))
         headers, body = server.requests[1]
-    assert [verdict.value for verdict in found] == [1.0, 0.5]
+    assert [verdict.value for verdict in results] == [1.0, 0.5]
     assert headers["Authorization"] == "Bearer secret"
     assert "Be {strict}." in body["messages"][0]["content"]
     assert body["messages"][1]["content"].count("</answer>") == 1
@@ -138,7 +138,7 @@ def test_the_llm_is_shown_rubric_and_needs_and_its_score_is_scaled(monkeypatch):
 def test_the_llm_is_asked_again_when_its_verdict_cannot_be_read():
     with serving() as server:
         table = {"type": "llm", "base_url": f"{server.url}/chat/no idea", "model": "m", "rubric": "?", "pause_s": 0}
-        (verdict,) = judged({**table, "retries": 2})
+        (verdict,) = judge_all({**table, "retries": 2})
         assert len(server.requests) == 3
     assert isinstance(verdict, JudgeFailed)
 
@@ -148,16 +148,16 @@ def test_the_llm_is_asked_again_when_its_verdict_cannot_be_read():
 
 def test_http_sends_its_needs_over_one_session():
     with serving() as server:
-        found = judged({"type": "http", "url": f"{server.url}/judge", "concurrency": 1}, Path(), *[episode()] * 5)
+        results = judge_all({"type": "http", "url": f"{server.url}/judge", "concurrency": 1}, Path(), *[episode()] * 5)
         assert [body for _, body in server.requests] == [{"answer": "4", "label": "4"}] * 5
         assert len(server.connections) == 1
-    assert found == [Reward(1.0, {"http": 1.0})] * 5
+    assert results == [Reward(1.0, {"http": 1.0})] * 5
 
 
-def test_http_tries_again():
+def test_http_retries():
     with serving() as server:
         server.broken = 2
-        assert judged({"type": "http", "url": f"{server.url}/judge", "pause_s": 0})[0].value == 1.0
+        assert judge_all({"type": "http", "url": f"{server.url}/judge", "pause_s": 0})[0].value == 1.0
         assert len(server.requests) == 3
 
 
@@ -176,14 +176,14 @@ def test_http_tries_again():
         'text={"reward":1}&status=201',
     ],
 )
-def test_any_other_answer_is_no_verdict(answer):
+def test_any_other_response_gives_no_verdict(answer):
     with serving() as server:
-        (verdict,) = judged({"type": "http", "url": f"{server.url}/answer?{answer}", "retries": 0})
+        (verdict,) = judge_all({"type": "http", "url": f"{server.url}/answer?{answer}", "retries": 0})
     assert isinstance(verdict, JudgeFailed)
 
 
-def test_a_server_that_is_not_there_is_no_verdict():
-    (verdict,) = judged({"type": "http", "url": "http://127.0.0.1:1/judge", "retries": 0})
+def test_an_unreachable_server_gives_no_verdict():
+    (verdict,) = judge_all({"type": "http", "url": "http://127.0.0.1:1/judge", "retries": 0})
     assert isinstance(verdict, JudgeFailed)
     assert isinstance(verdict.__cause__.__cause__, OSError)
 
@@ -191,26 +191,26 @@ def test_a_server_that_is_not_there_is_no_verdict():
 # -- commands ---------------------------------------------------------------------------------------------------
 
 
-def test_a_command_finds_answer_payload_and_files_in_a_directory_that_is_gone_afterwards(tmp_path):
+def test_a_command_gets_answer_payload_and_files_in_a_temporary_directory(tmp_path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "case.txt").write_text("case")
-    seen = tmp_path / "seen"
+    record = tmp_path / "seen"
     script = (
         "import os, json, pathlib as p; d = p.Path.cwd(); "
         "json.dump({'cwd': str(d), 'answer': (d/'answer.txt').read_text(), "
         "'payload': json.loads((d/'payload.json').read_text()), 'case': (d/'tests/case.txt').read_text(), "
-        f"'home': os.environ['LOOPWRIGHT_HOME'], 'names': list(os.environ)}}, open({str(seen)!r}, 'w'))"
+        f"'home': os.environ['LOOPWRIGHT_HOME'], 'names': list(os.environ)}}, open({str(record)!r}, 'w'))"
     )
     os.environ["LOOPWRIGHT_TEST_SECRET"] = "x"
     try:
-        assert judged(command(script, files=["tests"]), tmp_path) == [Reward(1.0, {"command": 1.0})]
+        assert judge_all(command(script, files=["tests"]), tmp_path) == [Reward(1.0, {"command": 1.0})]
     finally:
         del os.environ["LOOPWRIGHT_TEST_SECRET"]
-    found = json.loads(seen.read_text())
-    assert (found["answer"], found["payload"], found["case"]) == ("4", {"answer": "4", "label": "4"}, "case")
-    assert found["home"] == str(tmp_path)
-    assert "LOOPWRIGHT_TEST_SECRET" not in found["names"]
-    assert not Path(found["cwd"]).exists()
+    contents = json.loads(record.read_text())
+    assert (contents["answer"], contents["payload"], contents["case"]) == ("4", {"answer": "4", "label": "4"}, "case")
+    assert contents["home"] == str(tmp_path)
+    assert "LOOPWRIGHT_TEST_SECRET" not in contents["names"]
+    assert not Path(contents["cwd"]).exists()
 
 
 @pytest.mark.parametrize(
@@ -223,8 +223,8 @@ def test_a_command_finds_answer_payload_and_files_in_a_directory_that_is_gone_af
         ("print('passed:', 0.75)", "stdout", 0.75),
     ],
 )
-def test_where_a_command_leaves_its_reward(script, how, expected):
-    assert judged(command(script, reward=how))[0].value == expected
+def test_the_reward_of_a_command(script, how, expected):
+    assert judge_all(command(script, reward=how))[0].value == expected
 
 
 @pytest.mark.parametrize(
@@ -240,18 +240,18 @@ def test_where_a_command_leaves_its_reward(script, how, expected):
     ],
 )
 def test_a_command_without_a_number_gives_no_verdict(script, how):
-    assert isinstance(judged(command(script, reward=how, timeout_s=0.5))[0], JudgeFailed)
+    assert isinstance(judge_all(command(script, reward=how, timeout_s=0.5))[0], JudgeFailed)
 
 
 def test_a_command_that_cannot_start_gives_no_verdict():
-    (verdict,) = judged({"type": "command", "command": ["/no/such/program"]})
+    (verdict,) = judge_all({"type": "command", "command": ["/no/such/program"]})
     assert isinstance(verdict, JudgeFailed)
     assert "/no/such/program" in str(verdict)
 
 
-def test_what_the_answer_itself_broke_can_be_given_a_reward():
+def test_a_failure_caused_by_the_answer_can_get_a_reward():
     for script in ("import os; os.kill(os.getpid(), 9)", "import time; time.sleep(1000)"):
-        assert judged(command(script, broken=-1.0, timeout_s=0.3))[0].value == -1.0
+        assert judge_all(command(script, broken=-1.0, timeout_s=0.3))[0].value == -1.0
 
 
 def test_a_cancelled_command_leaves_neither_process_nor_directory(tmp_path):
@@ -279,10 +279,10 @@ def test_a_cancelled_command_leaves_neither_process_nor_directory(tmp_path):
 
 @given(st.lists(st.one_of(finite, st.none()), min_size=1, max_size=12))
 def test_ranks_keep_the_order_and_leave_out_failures(values):
-    given = [JudgeFailed("none") if value is None else Reward(value) for value in values]
-    found = rank(given)
-    assert [isinstance(f, JudgeFailed) for f in found] == [value is None for value in values]
-    pairs = [(value, f.value) for value, f in zip(values, found, strict=True) if isinstance(f, Reward)]
+    rewards = [JudgeFailed("none") if value is None else Reward(value) for value in values]
+    results = rank(rewards)
+    assert [isinstance(f, JudgeFailed) for f in results] == [value is None for value in values]
+    pairs = [(value, f.value) for value, f in zip(values, results, strict=True) if isinstance(f, Reward)]
     assert all(0 <= rank <= 1 for _, rank in pairs)
     assert all((a < b) == (x < y) for a, x in pairs for b, y in pairs)
     if pairs:
@@ -291,19 +291,19 @@ def test_ranks_keep_the_order_and_leave_out_failures(values):
 
 def test_a_group_is_ranked():
     table = {"type": "ranking", "of": {"type": "length", "weight": -1.0}}
-    found = judged(table, Path(), episode("four"), episode("4"), episode("vier"))
-    assert [verdict.value for verdict in found] == [0.25, 1.0, 0.25]
-    assert found[0].parts == {"ranking": 0.25}
+    results = judge_all(table, Path(), episode("four"), episode("4"), episode("vier"))
+    assert [verdict.value for verdict in results] == [0.25, 1.0, 0.25]
+    assert results[0].parts == {"ranking": 0.25}
     table = {"type": "ranking", "function": f"{FUNCTIONS}:shortest"}
-    assert judged(table, Path(), episode("four"), episode("4"))[1] == Reward(-1.0, {"shortest": -1.0})
+    assert judge_all(table, Path(), episode("four"), episode("4"))[1] == Reward(-1.0, {"shortest": -1.0})
 
 
-def test_a_group_handler_must_answer_for_each():
-    found = judged({"type": "ranking", "function": f"{FUNCTIONS}:too_few"}, Path(), episode(), episode())
-    assert all(isinstance(verdict, ValueError) for verdict in found)
+def test_a_group_function_must_answer_for_each():
+    results = judge_all({"type": "ranking", "function": f"{FUNCTIONS}:too_few"}, Path(), episode(), episode())
+    assert all(isinstance(verdict, ValueError) for verdict in results)
 
 
-def test_one_episode_alone_has_no_rank():
+def test_a_single_episode_has_no_rank():
     async def main():
         judger = build_judger(parse_judger({"type": "ranking", "of": {"type": "length"}}), Path())
         with pytest.raises(JudgeFailed, match="compares a group"):
@@ -315,26 +315,26 @@ def test_one_episode_alone_has_no_rank():
 # -- handlers ---------------------------------------------------------------------------------------------------
 
 
-def test_a_handler_that_exits_costs_its_own_verdict():
-    (verdict,) = judged(python("leave"))
+def test_a_function_that_exits_loses_only_its_own_verdict():
+    (verdict,) = judge_all(python("leave"))
     assert isinstance(verdict, JudgeFailed)
     assert "SystemExit" in str(verdict)
 
 
-def test_hanging_handlers_do_not_use_up_the_threads():
+def test_hanging_functions_do_not_use_up_the_threads():
     async def main():
         hanging = build_judger(parse_judger(python("hang", concurrency=2, timeout_s=0.05)), Path())
-        found = await verdicts(hanging, *[episode()] * 8)
+        results = await verdicts(hanging, *[episode()] * 8)
         await hanging.close()
-        return found
+        return results
 
-    found = asyncio.run(main())
-    assert all("longer than" in str(verdict) for verdict in found)
-    # All eight were called: a thread that hangs does not keep its place from the next.
+    results = asyncio.run(main())
+    assert all("longer than" in str(verdict) for verdict in results)
+    # All eight were called: a hanging thread gives its slot to the next.
     assert sum(thread.name == "loopwright-judge" and thread.daemon for thread in threading.enumerate()) >= 8
 
 
-def test_a_handler_that_never_returns_is_called_no_more_in_the_end(monkeypatch):
+def test_a_function_that_never_returns_is_eventually_not_called_again(monkeypatch):
     monkeypatch.setattr("loopwright.rollouts.threads.MAX_HANGING_CALLS", 2)
-    found = judged(python("hang", concurrency=1, timeout_s=0.05, breaker=0), Path(), *[episode()] * 3)
-    assert "never returned" in str(found[2])
+    results = judge_all(python("hang", concurrency=1, timeout_s=0.05, breaker=0), Path(), *[episode()] * 3)
+    assert "never returned" in str(results[2])

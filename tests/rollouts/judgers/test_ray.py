@@ -1,4 +1,4 @@
-"""Judgers in Ray actors, one or several, on a real cluster: callers cannot tell, and little crosses."""
+"""Judgers in one or several Ray actors on a real cluster: same results, and little data is sent."""
 
 import asyncio
 import os
@@ -36,27 +36,27 @@ def python(function, workers, **settings):
     return {**table, **settings}
 
 
-def asked(table, story, home=Path()):
+def use_judger(table, body, directory=Path()):
     async def main():
-        found = build_judger_client(parse_judger(table), home)
-        await found.start()
+        client = build_judger_client(parse_judger(table), directory)
+        await client.start()
         try:
-            return await asyncio.wait_for(story(found), 100)
+            return await asyncio.wait_for(body(client), 100)
         finally:
-            await found.close()
+            await client.close()
 
     return asyncio.run(main())
 
 
-async def failure(found, *answers):
+async def failure(client, *answers):
     with pytest.raises(JudgeFailed) as caught:
-        await found.judge(episode(*answers))
+        await client.judge(episode(*answers))
     return caught.value
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_l01_verdicts_and_failures_are_those_of_a_judger_in_this_process(workers, tmp_path):
-    """One judger that does by data source everything that a judger can do."""
+def test_l01_verdicts_and_failures_equal_those_of_a_local_judger(workers, tmp_path):
+    """One judger that behaves differently for each data source."""
     (tmp_path / "odd_judge.py").write_text(
         "class Odd(Exception):\n    def __init__(self, a, b):\n        super().__init__(f'{a} and {b}')\n"
         "def odd(answer):\n    raise Odd('one', 'other')\n"
@@ -68,10 +68,10 @@ def test_l01_verdicts_and_failures_are_those_of_a_judger_in_this_process(workers
         del route["workers"]
     table = {"type": "composed", "routes": routes, "cpus": 0.1}
 
-    async def story(found):
-        return await found.judge_group([episode("4", data_source=kind) for kind in [*kinds, "unheard of"]])
+    async def body(client):
+        return await client.judge_group([episode("4", data_source=kind) for kind in [*kinds, "unheard of"]])
 
-    near, far = (asked({**table, "workers": count}, story, tmp_path) for count in (0, workers))
+    near, far = (use_judger({**table, "workers": count}, body, tmp_path) for count in (0, workers))
     assert [type(verdict) for verdict in far] == [type(verdict) for verdict in near]
     assert [str(verdict) for verdict in far] == [str(verdict) for verdict in near]
     assert [isinstance(verdict, Reward) for verdict in far] == [True, True, *[False] * 7]
@@ -79,13 +79,13 @@ def test_l01_verdicts_and_failures_are_those_of_a_judger_in_this_process(workers
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_l01_what_the_guard_knows_arrives_too(workers):
-    async def story(found):
-        first = await failure(found)
-        downs = [await failure(found) for _ in range(4 * workers)]
+def test_l01_settings_of_the_guard_apply_too(workers):
+    async def body(client):
+        first = await failure(client)
+        downs = [await failure(client) for _ in range(4 * workers)]
         return first, downs[-1]
 
-    first, down = asked(python("fail", workers, breaker=1, cooldown_s=1000), story)
+    first, down = use_judger(python("fail", workers, breaker=1, cooldown_s=1000), body)
     assert str(first) == "judger 'fail' gave no verdict: RuntimeError: broken on purpose"
     assert isinstance(down, JudgerDown)
     assert 900 < down.retry_in_s <= 1000
@@ -93,21 +93,21 @@ def test_l01_what_the_guard_knows_arrives_too(workers):
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_l04_a_group_is_compared_and_a_batch_is_judged_far_away(workers):
-    async def story(found):
-        return await found.judge_group([episode("four"), episode("4"), episode("vier")])
+def test_l04_groups_and_batches_are_judged_remotely(workers):
+    async def body(client):
+        return await client.judge_group([episode("four"), episode("4"), episode("vier")])
 
     ranking = {"type": "ranking", "function": f"{FUNCTIONS}:shortest", "workers": workers, "cpus": 0.1}
-    assert [verdict.value for verdict in asked(ranking, story)] == [-4.0, -1.0, -4.0]
-    assert [verdict.value for verdict in asked(python("exact_each", workers, batch=4), story)] == [0.0, 1.0, 0.0]
+    assert [verdict.value for verdict in use_judger(ranking, body)] == [-4.0, -1.0, -4.0]
+    assert [verdict.value for verdict in use_judger(python("exact_each", workers, batch=4), body)] == [0.0, 1.0, 0.0]
 
 
 def test_l05_a_judger_that_dies_with_its_actor_gives_no_verdict_and_is_replaced():
-    async def story(found):
-        error = await failure(found, "die")
-        return error, await found.judge(episode("4"))
+    async def body(client):
+        error = await failure(client, "die")
+        return error, await client.judge(episode("4"))
 
-    error, reward = asked(python("exact_or_die", 1), story)
+    error, reward = use_judger(python("exact_or_die", 1), body)
     assert "gave no verdict: WorkerLost: " in str(error)
     assert reward.value == 1.0
 
@@ -120,8 +120,8 @@ def test_a_command_does_not_outlive_the_actor_that_ran_it(tmp_path):
     )
     table = {"type": "command", "command": [sys.executable, "-IS", "-c", script], "workers": 1, "cpus": 0.1}
 
-    async def story(found):
-        flight = asyncio.ensure_future(found.judge(episode()))
+    async def body(client):
+        flight = asyncio.ensure_future(client.judge(episode()))
         await appears(pid)
         first = written_pid(pid)
         os.kill(written_pid(actor), signal.SIGKILL)
@@ -130,14 +130,14 @@ def test_a_command_does_not_outlive_the_actor_that_ran_it(tmp_path):
         flight.cancel()
         await asyncio.wait((flight,))
 
-    asked(table, story)
+    use_judger(table, body)
 
 
 # -- L06 --------------------------------------------------------------------------------------------------------
 
 
 class Weighed(RayPool):
-    """Remembers how many bytes went over to its actors in each call."""
+    """Records how many bytes were sent to its actors in each call."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -150,21 +150,21 @@ class Weighed(RayPool):
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_l06_bytes_that_cross_do_not_depend_on_the_episodes_length(workers):
+def test_l06_the_bytes_sent_do_not_depend_on_the_episodes_length(workers):
     async def main():
         config = parse_judger(python("exact", workers))
         pool = Weighed(partial(JudgeWorker.build, config, Path()), workers=workers, cpus=0.1, name="judger")
-        found = JudgerClient(pool, config)
-        await found.start()
+        client = JudgerClient(pool, config)
+        await client.start()
         short = episode("4")
         long_ = Episode(short.task, (*short.nodes[:2], *[short.nodes[1]] * 10_000, short.nodes[2]))
-        rewards = [await found.judge(short), await found.judge(long_)]
-        await found.close()
+        rewards = [await client.judge(short), await client.judge(long_)]
+        await client.close()
         return rewards, pool.sizes
 
     rewards, (first, second) = asyncio.run(main())
     assert rewards == [Reward(1.0, {"exact": 1.0})] * 2
-    assert abs(first - second) <= 8  # what is left of the time is a number in it
+    assert abs(first - second) <= 8  # the remaining time is part of it
     assert second < 400
 
 
@@ -172,7 +172,7 @@ def test_l06_bytes_that_cross_do_not_depend_on_the_episodes_length(workers):
 
 
 def test_l02_loops_that_sample_differently_share_one_built_judger():
-    """Training and evaluation: a pool of loops each, with a sampling of its own, and one judger for both."""
+    """Training and evaluation have separate loops with different sampling, and one judger."""
 
     def loop(**sampling):
         engine = ScriptedConfig(replies=("4",), slip=0.5)
@@ -183,9 +183,9 @@ def test_l02_loops_that_sample_differently_share_one_built_judger():
     async def rewards(loop, verdicts, count):
         await loop.start()
         episodes = await asyncio.gather(*(loop.call(RolloutRequest(task, str(seed))) for seed in range(count)))
-        found = await asyncio.gather(*map(verdicts.judge, episodes))
+        rewards_list = await asyncio.gather(*map(verdicts.judge, episodes))
         await loop.close()
-        return [reward.value for reward in found]
+        return [reward.value for reward in rewards_list]
 
     async def main():
         config = parse_judger(python("exact_by", 1))
@@ -193,12 +193,12 @@ def test_l02_loops_that_sample_differently_share_one_built_judger():
         training, evaluation = JudgerClient(pool, config), JudgerClient(pool, config)
         await training.start()
         await evaluation.start()
-        found = await asyncio.gather(
+        rewards_list = await asyncio.gather(
             rewards(loop(temperature=1.0), training, 40), rewards(loop(temperature=0.0), evaluation, 8)
         )
         pids = {(await user.judge(episode("4"))).parts["pid"] for user in (training, evaluation)}
         await training.close()
-        return *found, pids
+        return *rewards_list, pids
 
     trained, evaluated, pids = asyncio.run(main())
     assert {0.0, 1.0} == set(trained)

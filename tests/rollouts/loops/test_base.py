@@ -1,4 +1,4 @@
-"""Agent loops keep one contract, ours and those that another package brings."""
+"""Agent loops keep one contract, ours and those of other packages."""
 
 import asyncio
 from importlib.metadata import EntryPoint
@@ -35,7 +35,7 @@ class Twice(AgentLoop):
 
 
 class Fan(AgentLoop):
-    """Sub-agents side by side, and one that sums up."""
+    """Parallel sub-agents, and one that summarises."""
 
     async def run(self, task, session):
         aside = [[*task.messages, {"role": "user", "content": str(n)}] for n in range(3)]
@@ -54,31 +54,31 @@ def _registered():
 
 
 class TestSingleTurn(LoopContract):
-    def make_config(self, home, **settings):
+    def make_config(self, directory, **settings):
         return SingleTurnConfig(**settings)
 
 
 class TestTools(LoopContract):
     replies = ('<tool_call>{"name": "double", "arguments": {"x": 2}}</tool_call>', "4", "<tool_call>{")
 
-    def make_config(self, home, **settings):
-        (home / "contract_tools.py").write_text("def double(x: int) -> int:\n    return 2 * x\n")
+    def make_config(self, directory, **settings):
+        (directory / "contract_tools.py").write_text("def double(x: int) -> int:\n    return 2 * x\n")
         return ToolLoopConfig(tools=("contract_tools:double",), **settings)
 
 
 class TestTwice(LoopContract):
-    def make_config(self, home, **settings):
+    def make_config(self, directory, **settings):
         return TwiceConfig(**settings)
 
 
 class TestFan(LoopContract):
-    def make_config(self, home, **settings):
+    def make_config(self, directory, **settings):
         return LoopConfig(type="fan", **settings)
 
 
-def roll(home, config, **engine):
+def roll(directory, config, **engine):
     async def main():
-        worker = LoopWorker.build(config, ScriptedConfig(slip=0.0, **engine), home)
+        worker = LoopWorker.build(config, ScriptedConfig(slip=0.0, **engine), directory)
         try:
             return await worker.handle(RolloutRequest(TASK, "0"))
         finally:
@@ -87,18 +87,18 @@ def roll(home, config, **engine):
     return asyncio.run(main())
 
 
-def test_a_single_turn_asks_once(tmp_path):
+def test_a_single_turn_calls_once(tmp_path):
     episode = roll(tmp_path, SingleTurnConfig(), replies=("yes",))
     assert (episode.turns, episode.answer, episode.outcome) == (1, "yes", Outcome.OK)
     assert episode.messages() == [*TASK.messages, {"role": "assistant", "content": "yes"}]
 
 
-def test_an_answer_that_does_not_end_is_truncated_and_scored_as_it_stands(tmp_path):
+def test_an_unfinished_answer_is_truncated_and_scored(tmp_path):
     episode = roll(tmp_path, SingleTurnConfig(sampling=Sampling(max_tokens=2)), replies=("yes",))
     assert (episode.outcome, episode.fault, episode.answer) == (Outcome.TRUNCATED, "policy", "ye")
 
 
-def test_a_request_can_be_sampled_otherwise_than_the_loop_says(tmp_path):
+def test_a_request_can_override_the_loops_sampling(tmp_path):
     async def main():
         worker = LoopWorker.build(SingleTurnConfig(), ScriptedConfig(replies=("a long answer",), slip=0.5), tmp_path)
         plain = await worker.handle(RolloutRequest(TASK, "0"))
@@ -110,11 +110,11 @@ def test_a_request_can_be_sampled_otherwise_than_the_loop_says(tmp_path):
     assert greedy == "a long answer" != plain
 
 
-def test_memory_is_written_as_people_write_it():
+def test_memory_is_written_with_its_unit():
     assert config_parser(loops)({"type": "single_turn", "memory": "1GiB"}).memory == 2**30
 
 
-def test_another_package_brings_a_loop_by_an_entry_point(monkeypatch):
+def test_another_package_adds_a_loop_by_an_entry_point(monkeypatch):
     point = EntryPoint("twice", f"{__name__}:Twice", "loopwright.loops")
     monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "loopwright.loops" else [])
     installed = Registry("agent loop", "loopwright.loops", AgentLoop)
@@ -122,6 +122,6 @@ def test_another_package_brings_a_loop_by_an_entry_point(monkeypatch):
     assert config_parser(installed)({"type": "twice", "max_turns": 2}) == TwiceConfig(max_turns=2)
 
 
-def test_an_unknown_loop_is_named_with_those_that_there_are():
+def test_an_unknown_loop_is_named_with_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown agent loop 'singleturn'.*Did you mean 'single_turn'\?"):
         config_parser(loops)({"type": "singleturn"})

@@ -1,4 +1,4 @@
-"""The tool loop: what the policy is told about tools, and what it is told when it calls them."""
+"""The tool loop: tool descriptions, calls and results."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ def convert(
 
 
 class TestSchemas:
-    def test_a_signature_and_a_docstring_are_what_the_policy_is_told(self):
+    def test_a_tool_is_described_by_its_signature_and_docstring(self):
         function = FunctionTool(convert).schema["function"]
         assert function["name"] == "convert"
         assert function["description"] == "Convert a length.\n\nRounds half to even."
@@ -64,7 +64,7 @@ class TestSchemas:
             "required": ["value", "unit", "places"],
         }
 
-    def test_a_call_gets_what_was_given_and_its_own_defaults(self):
+    def test_a_call_gets_its_arguments_and_defaults(self):
         def tool(unit: Unit, title: str = "t", marker: object = threads):
             return unit, title, marker
 
@@ -80,7 +80,7 @@ class TestSchemas:
             FunctionTool(tool).bind(arguments)
 
     @pytest.mark.parametrize("source", ["*values", "**values", "value, /", "value: threading.Lock", "value: 'Missing'"])
-    def test_a_signature_that_cannot_be_described_to_a_policy(self, source):
+    def test_a_signature_that_cannot_be_described(self, source):
         scope = {"threading": threading}
         exec(f"def tool({source}): ...", scope)
         with pytest.raises(TypeError, match="cannot be described to a policy"):
@@ -165,25 +165,25 @@ def lazy():
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    home = tmp_path_factory.mktemp("tools")
-    (home / "tools_of_test.py").write_text(TOOLS)
-    (home / "tools_script.py").write_text(
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tools")
+    (directory / "tools_of_test.py").write_text(TOOLS)
+    (directory / "tools_script.py").write_text(
         "turns = []\ndef script(prompt, random):\n    return turns[prompt.count('<|im_start|>assistant') - 1]\n"
     )
-    return home
+    return directory
 
 
 def call(tool, /, **arguments):
     return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
 
 
-def roll(home, turns, names=("double",), **settings):
-    """Let a policy take these turns; the episode, and what it was told in between."""
+def roll(directory, turns, names=("double",), **settings):
+    """Let a policy take these turns; returns the episode and the tool results."""
 
     async def main():
         config = ToolLoopConfig(tools=tuple(f"tools_of_test:{name}" for name in names), **settings)
-        worker = LoopWorker.build(config, ScriptedConfig(script="tools_script:script", slip=0.0), home)
+        worker = LoopWorker.build(config, ScriptedConfig(script="tools_script:script", slip=0.0), directory)
         import tools_script
 
         tools_script.turns[:] = turns
@@ -196,39 +196,41 @@ def roll(home, turns, names=("double",), **settings):
     return episode, [m["content"] for m in episode.messages() if m["role"] == "tool"]
 
 
-def test_tools_are_called_until_the_policy_answers_without_a_call(home):
-    episode, told = roll(home, [call("double", x=4), call("double", x=8), "16"])
-    assert told == ["8", "16"]
+def test_tools_are_called_until_the_policy_answers_without_a_call(directory):
+    episode, results = roll(directory, [call("double", x=4), call("double", x=8), "16"])
+    assert results == ["8", "16"]
     assert (episode.outcome, episode.answer, episode.turns) == (Outcome.OK, "16", 3)
     assert episode.attempts[-1].phases_s["tools"] > 0
 
 
-def test_what_tools_say_is_masked_out_of_training(home):
-    episode, _ = roll(home, [call("double", x=4), "8"])
+def test_tool_results_are_masked_out_of_training(directory):
+    episode, _ = roll(directory, [call("double", x=4), "8"])
     (row,) = episode.rows()
-    kept = [i for i, mark in zip(row.response_ids, row.response_mask, strict=True) if mark]
-    assert bytes(i for i in kept if i < 256).decode() == call("double", x=4) + "8"
+    sampled = [i for i, mark in zip(row.response_ids, row.response_mask, strict=True) if mark]
+    assert bytes(i for i in sampled if i < 256).decode() == call("double", x=4) + "8"
     assert sum(row.response_mask) < len(row.response_ids)
     tool = next(node for node in episode.nodes if node.message.get("role") == "tool")
     assert tool.sampled == 0
 
 
-def test_calls_of_one_turn_run_side_by_side_and_are_answered_in_order(home):
-    _, told = roll(
-        home, [call("meet", name="a") + call("ameet", name="b") + call("meet", name="c"), "done"], ("meet", "ameet")
+def test_calls_of_one_turn_run_in_parallel_and_are_answered_in_order(directory):
+    _, results = roll(
+        directory,
+        [call("meet", name="a") + call("ameet", name="b") + call("meet", name="c"), "done"],
+        ("meet", "ameet"),
     )
-    assert told == ["a", "b", "c"]
+    assert results == ["a", "b", "c"]
 
 
-def test_synchronous_tools_run_off_the_event_loop(home):
+def test_synchronous_tools_run_off_the_event_loop(directory):
     import tools_of_test
 
-    roll(home, [call("double", x=1), "done"])
+    roll(directory, [call("double", x=1), "done"])
     assert tools_of_test.where[-1] == "loopwright-tool"
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("turn", "expected"),
     [
         (call("broken"), "error: KeyError: 'no such key'"),
         (call("mute"), "error: Mute"),
@@ -248,38 +250,38 @@ def test_synchronous_tools_run_off_the_event_loop(home):
     ],
     ids=lambda value: None,
 )
-def test_whatever_becomes_of_a_call_is_told_to_the_policy(home, said, told):
+def test_the_policy_gets_the_result_or_error_of_each_call(directory, turn, expected):
     names = ("broken", "mute", "leave", "aleave", "cancel", "slow", "double", "big", "names", "odd", "long", "lazy")
-    episode, (heard,) = roll(home, [said, "well"], names, max_tool_chars=50 if "long" in said else 8000)
-    assert heard.startswith(told)
+    episode, (result,) = roll(directory, [turn, "well"], names, max_tool_chars=50 if "long" in turn else 8000)
+    assert result.startswith(expected)
     assert (episode.outcome, episode.answer) == (Outcome.OK, "well")
     assert episode.to_bytes()
 
 
 @pytest.mark.parametrize("name", ["hang", "ahang"])
-def test_a_tool_that_hangs_is_told_after_its_time_and_holds_up_nothing(home, name):
-    begun = time.monotonic()
-    episode, told = roll(home, [call(name) + call("double", x=3), "well"], (name, "double"), tool_timeout_s=0.2)
-    assert told == [f"error: {name} took longer than 0.2 s", "6"]
+def test_a_hanging_tool_times_out_and_blocks_nothing(directory, name):
+    start = time.monotonic()
+    episode, results = roll(directory, [call(name) + call("double", x=3), "well"], (name, "double"), tool_timeout_s=0.2)
+    assert results == [f"error: {name} took longer than 0.2 s", "6"]
     assert episode.answer == "well"
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - start < 2
 
 
-def test_a_policy_that_wants_more_turns_is_truncated_and_that_is_its_fault(home):
-    episode, told = roll(home, [call("double", x=1)] * 3, max_turns=2)
+def test_exceeding_max_turns_is_the_policys_fault(directory):
+    episode, results = roll(directory, [call("double", x=1)] * 3, max_turns=2)
     assert (episode.outcome, episode.fault) == (Outcome.TRUNCATED, Fault.POLICY)
-    assert (episode.turns, len(told)) == (2, 1)
+    assert (episode.turns, len(results)) == (2, 1)
 
 
-def test_a_policy_cannot_escape_its_score_by_calling_a_tool_until_the_deadline(home):
-    episode, _ = roll(home, [call("ahang"), "well"], ("ahang",), deadline_s=0.2)
+def test_a_policy_cannot_escape_its_score_by_calling_a_tool_until_the_deadline(directory):
+    episode, _ = roll(directory, [call("ahang"), "well"], ("ahang",), deadline_s=0.2)
     assert (episode.outcome, episode.fault) == (Outcome.TRUNCATED, Fault.POLICY)
     assert "waited for tools" in episode.reason
 
 
-def test_tools_of_which_too_many_never_return_are_called_no_more(home, monkeypatch):
+def test_a_tool_with_too_many_hanging_calls_is_not_called_again(directory, monkeypatch):
     monkeypatch.setattr(threads, "MAX_HANGING_CALLS", 2)
-    said = [call("hang"), call("hang"), call("hang"), "well"]
-    episode, _ = roll(home, said, ("hang",), tool_timeout_s=0.05)
+    turns = [call("hang"), call("hang"), call("hang"), "well"]
+    episode, _ = roll(directory, turns, ("hang",), tool_timeout_s=0.05)
     assert (episode.outcome, episode.fault) == (Outcome.CRASHED, Fault.WORKLOAD)
     assert "2 calls never returned" in episode.reason

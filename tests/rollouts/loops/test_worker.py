@@ -1,4 +1,4 @@
-"""The loop worker: whatever goes wrong in a rollout is part of its episode, with whoever caused it."""
+"""The loop worker: every failure of a rollout is recorded in its episode, with the fault."""
 
 import asyncio
 from dataclasses import replace
@@ -34,7 +34,7 @@ class FunctionLoop(AgentLoop):
 
 
 def rolled(run, *, engine=None, **settings):
-    """The episode that a loop's function makes, in simulated time."""
+    """The episode of a loop that runs this function, in simulated time."""
 
     async def main():
         policy = ScriptedEngine(ScriptedConfig(slip=0.0, **(engine or {})), Path())
@@ -55,12 +55,12 @@ async def hang(task, session):
     await asyncio.sleep(10_000)
 
 
-def test_l02_what_a_request_says_of_sampling_lies_over_what_the_loop_says():
+def test_l02_the_requests_sampling_overrides_the_loops():
     loop = Sampling(temperature=0.7, max_tokens=3, stop=("!",))
     assert RolloutRequest(TASK, "0").merge_sampling(loop) == loop
-    told = RolloutRequest(TASK, "0", Sampling(temperature=0)).merge_sampling(loop)
-    assert told == Sampling(temperature=0, max_tokens=3, stop=("!",))
-    assert told.model_fields_set == {"temperature", "max_tokens", "stop"}
+    merged = RolloutRequest(TASK, "0", Sampling(temperature=0)).merge_sampling(loop)
+    assert merged == Sampling(temperature=0, max_tokens=3, stop=("!",))
+    assert merged.model_fields_set == {"temperature", "max_tokens", "stop"}
 
     async def main():
         policy = ScriptedEngine(ScriptedConfig(slip=0.0, replies=("long words",)), Path())
@@ -71,14 +71,14 @@ def test_l02_what_a_request_says_of_sampling_lies_over_what_the_loop_says():
 
 
 class TestDeadlines:
-    def test_a_policy_that_is_still_talking_is_truncated(self):
+    def test_a_policy_that_is_still_generating_is_truncated(self):
         episode, seconds = rolled(talk, engine={"replies": ("x" * 250,), "token_s": 1.0}, deadline_s=100)
         assert (episode.outcome, episode.fault) == (Outcome.TRUNCATED, Fault.POLICY)
         assert "still sampling" in episode.reason
         assert seconds == pytest.approx(100)
         assert episode.sampled == 96, "six chunks of sixteen"
 
-    def test_an_engine_that_gives_nothing_is_lost(self):
+    def test_an_engine_that_returns_nothing_is_lost(self):
         episode, _ = rolled(talk, engine={"delay_s": 1000}, deadline_s=100)
         assert (episode.outcome, episode.fault) == (Outcome.LOST, Fault.INFRA)
         assert episode.sampled == 0
@@ -94,7 +94,7 @@ class TestDeadlines:
         assert (episode.outcome, episode.fault) == (Outcome.LOST, Fault.INFRA)
         assert episode.sampled > 0
 
-    def test_a_policy_that_began_another_turn_at_the_last_moment_is_truncated(self):
+    def test_a_turn_started_at_the_last_moment_is_truncated(self):
         async def run(task, session):
             messages = list(task.messages)
             while True:
@@ -107,9 +107,9 @@ class TestDeadlines:
     def test_a_loop_that_hangs_is_the_workloads_fault(self):
         episode, _ = rolled(hang, deadline_s=5)
         assert (episode.outcome, episode.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
-        assert episode.sampled > 0, "what was said before is kept"
+        assert episode.sampled > 0, "earlier tokens are kept"
 
-    def test_a_loop_that_hangs_after_it_gave_up_a_turn_is_the_workloads_fault(self):
+    def test_a_loop_that_hangs_after_cancelling_a_turn_is_the_workloads_fault(self):
         async def run(task, session):
             try:
                 async with asyncio.timeout(1):
@@ -120,7 +120,7 @@ class TestDeadlines:
         episode, _ = rolled(run, engine={"delay_s": 100}, deadline_s=60)
         assert (episode.outcome, episode.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
 
-    def test_a_loop_that_comes_back_in_time_after_all_gives_its_episode(self):
+    def test_a_loop_that_returns_within_the_grace_period_keeps_its_episode(self):
         async def run(task, session):
             try:
                 return await hang(task, session)
@@ -130,7 +130,7 @@ class TestDeadlines:
         episode, _ = rolled(run, deadline_s=5)
         assert episode.outcome is Outcome.OK
 
-    def test_a_timeout_of_the_loops_own_is_no_deadline(self):
+    def test_a_timeout_inside_the_loop_is_not_the_deadline(self):
         async def run(task, session):
             raise TimeoutError("mine")
 
@@ -155,7 +155,7 @@ class Mute(Exception):
     ],
     ids=["error", "without words", "without text", "exit", "cancellation", "group"],
 )
-def test_a_loop_that_raises_has_crashed(error, reason):
+def test_a_loop_that_raises_is_crashed(error, reason):
     async def run(task, session):
         await session.turn(task.messages)
         raise error
@@ -166,7 +166,7 @@ def test_a_loop_that_raises_has_crashed(error, reason):
     assert episode.turns == 1
 
 
-def test_a_loop_that_returns_something_else_has_crashed():
+def test_a_loop_that_returns_something_else_is_crashed():
     async def run(task, session):
         return "an answer"
 
@@ -184,7 +184,7 @@ def test_a_loop_that_returns_something_else_has_crashed():
     ],
 )
 @pytest.mark.parametrize("how", ["as itself", "in a group", "as a cause"])
-def test_what_a_session_raised_keeps_its_fault_however_it_comes_out(error, outcome, fault, how):
+def test_an_error_of_the_session_keeps_its_fault_when_wrapped(error, outcome, fault, how):
     async def run(task, session):
         if how == "as itself":
             raise error
@@ -196,7 +196,7 @@ def test_what_a_session_raised_keeps_its_fault_however_it_comes_out(error, outco
     assert (episode.outcome, episode.fault, episode.reason) == (outcome, fault, str(error))
 
 
-def test_a_budget_that_is_spent_in_one_of_several_tasks_is_the_policys_doing():
+def test_a_budget_spent_in_one_of_several_tasks_is_the_policys_fault():
     async def run(task, session):
         async with asyncio.TaskGroup() as group:
             for _ in range(3):
@@ -207,7 +207,7 @@ def test_a_budget_that_is_spent_in_one_of_several_tasks_is_the_policys_doing():
     assert (episode.outcome, episode.fault) == (Outcome.TRUNCATED, Fault.POLICY)
 
 
-def test_cancelling_a_rollout_is_no_outcome():
+def test_a_cancelled_rollout_has_no_outcome():
     async def main():
         worker = LoopWorker(FunctionLoop(hang), ScriptedEngine(ScriptedConfig(), Path()))
         flight = asyncio.ensure_future(worker.handle(RolloutRequest(TASK, "0")))
@@ -220,7 +220,7 @@ def test_cancelling_a_rollout_is_no_outcome():
 
 
 class TestNews:
-    def test_says_how_things_are(self):
+    def test_reports_its_state(self):
         async def main():
             engine = ScriptedEngine(ScriptedConfig(slip=0.0), Path())
             worker = LoopWorker(FunctionLoop(talk), engine)
@@ -233,7 +233,7 @@ class TestNews:
 
         simulate(main())
 
-    def test_of_new_weights_reaches_a_turn_that_runs(self):
+    def test_of_new_weights_reaches_a_running_turn(self):
         async def main():
             engine = ScriptedEngine(ScriptedConfig(slip=0.0, replies=("x" * 40,), token_s=0.1), Path())
             worker = LoopWorker(FunctionLoop(talk), engine)
@@ -267,7 +267,7 @@ def test_closing_closes_both_even_if_one_fails():
     simulate(main())
 
 
-def test_an_exception_that_is_its_own_cause_costs_one_rollout():
+def test_a_cyclic_exception_chain_fails_only_its_rollout():
     async def run(task, session):
         error = KeyError("odd")
         raise error from error
@@ -276,7 +276,7 @@ def test_an_exception_that_is_its_own_cause_costs_one_rollout():
     assert (episode.outcome, episode.fault, episode.reason) == (Outcome.CRASHED, Fault.WORKLOAD, "KeyError: 'odd'")
 
 
-def test_a_reward_that_a_loop_gives_itself_does_not_outlive_a_fault():
+def test_a_reward_set_by_the_loop_is_removed_by_a_fault():
     async def run(task, session):
         await session.turn(task.messages)
         return replace(session.episode(task).judged(Reward(1.0)), outcome=Outcome.LOST, fault=Fault.INFRA)

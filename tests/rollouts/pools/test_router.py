@@ -1,4 +1,4 @@
-"""The router: the least loaded worker first, in order when all are full, and no call waits in vain."""
+"""The router: the least loaded worker first, in order when all are full, and no call waits forever."""
 
 import asyncio
 

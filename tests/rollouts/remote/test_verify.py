@@ -22,7 +22,7 @@ from loopwright.rollouts.tasks.harbor.source import TaskLocator
 from loopwright.rollouts.tasks.harbor.task import TaskChanged, directory_digest, resolve_env
 from loopwright.rollouts.tasks.sources import TasksError
 from loopwright.testing.executors import alive
-from tests.rollouts.harbor import PASS, task_at, verified, write
+from tests.rollouts.harbor import PASS, run_verifier, task_at, write
 from tests.rollouts.remote.agents import open_setup, program
 
 NEEDS_BWRAP = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
@@ -36,7 +36,7 @@ def judge(report, **settings):
 
 
 def run_tests(tmp_path, test, **files):
-    return asyncio.run(verified(write(tmp_path / "task", test=test, **files), tmp_path))
+    return asyncio.run(run_verifier(write(tmp_path / "task", test=test, **files), tmp_path))
 
 
 def test_reward_txt_is_one_number(tmp_path):
@@ -123,7 +123,7 @@ def test_a_reward_counts_whatever_the_exit_code(tmp_path):
 def test_tests_that_never_end_are_stopped_with_all_their_processes(tmp_path):
     toml = "[verifier]\ntimeout_sec = 0.5\n"
     test = 'echo 1 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"; setsid sleep 1000 & echo $! > ../pid; sleep 1000'
-    report = asyncio.run(verified(write(tmp_path / "task", toml=toml, test=test), tmp_path))
+    report = asyncio.run(run_verifier(write(tmp_path / "task", toml=toml, test=test), tmp_path))
     assert report["error"] == "test.sh was stopped after 0.5 s"
     assert not alive(int((tmp_path / "pid").read_text()))
     with pytest.raises(JudgeFailed, match=r"stopped after 0\.5 s"):
@@ -136,13 +136,13 @@ def test_tests_that_never_end_are_stopped_with_all_their_processes(tmp_path):
 def test_a_crash_does_not_discard_the_reward(tmp_path, sandbox, crash):
     """Many tests run the agent's program last; it must not avoid a zero by crashing."""
     test = f'echo 0 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"; {crash}'
-    report = asyncio.run(verified(write(tmp_path / "task", test=test), tmp_path, sandbox=sandbox_of(sandbox)))
+    report = asyncio.run(run_verifier(write(tmp_path / "task", test=test), tmp_path, sandbox=sandbox_of(sandbox)))
     assert judge(report) == Reward(0.0, {"reward": 0.0})
 
 
 @pytest.mark.parametrize("sandbox", ["none", pytest.param("bwrap", marks=NEEDS_BWRAP)])
 def test_a_crash_without_a_reward_names_the_signal(tmp_path, sandbox):
-    report = asyncio.run(verified(write(tmp_path / "task", test="exit 139"), tmp_path, sandbox=sandbox_of(sandbox)))
+    report = asyncio.run(run_verifier(write(tmp_path / "task", test="exit 139"), tmp_path, sandbox=sandbox_of(sandbox)))
     with pytest.raises(JudgeFailed, match=r"SIGSEGV.* left neither"):
         judge(report)
     assert judge(report, broken=0.0).value == 0.0
@@ -153,7 +153,7 @@ def test_broken_applies_to_steps(tmp_path):
     steps = {f"steps__{name}__instruction.md": f"Step {name}." for name in ("one", "two")}
     files = {**steps, "steps__two__workdir__late": ""}
     path = write(tmp_path / "task", toml=toml, test=f"[ ! -e late ] || sleep 1000\n{PASS}", **files)
-    report = asyncio.run(verified(path, tmp_path))
+    report = asyncio.run(run_verifier(path, tmp_path))
     assert report["error"].startswith("step two: test.sh was stopped after")
     assert judge(report, broken=0.0).value == 0.0
 
@@ -184,7 +184,7 @@ def test_tests_run_from_copies_that_are_deleted(tmp_path):
 def test_the_workspace_contains_no_tests_while_the_agent_works(tmp_path):
     listing = []
     path = write(tmp_path / "task", **{"environment__a.txt": "a", "solution__solve.sh": "echo"})
-    asyncio.run(verified(path, tmp_path, lambda workspace: listing.extend(workspace.rglob("*"))))
+    asyncio.run(run_verifier(path, tmp_path, lambda workspace: listing.extend(workspace.rglob("*"))))
     assert [file.name for file in listing] == ["a.txt"]
 
 
@@ -192,7 +192,7 @@ def test_variables_of_the_environment_and_of_the_verifier(tmp_path, monkeypatch)
     monkeypatch.setenv("OWN", "ours")
     monkeypatch.setenv("SECRET", "hidden")
     toml = '[environment.env]\nA = "1"\nB = "${OWN}"\n[verifier.env]\nC = "${NONE:-c}"\n'
-    report = asyncio.run(verified(write(tmp_path / "task", toml=toml, test='echo "$A $B $C [$SECRET]"'), tmp_path))
+    report = asyncio.run(run_verifier(write(tmp_path / "task", toml=toml, test='echo "$A $B $C [$SECRET]"'), tmp_path))
     assert report["output"] == "1 ours c []"
 
 
@@ -224,7 +224,7 @@ def test_python_caches_are_not_part_of_a_task_but_a_repository_is(tmp_path):
         (path / name).parent.mkdir(parents=True)
         (path / name).write_text("x")
     digest = directory_digest(path)
-    assert asyncio.run(verified(path, tmp_path))["output"] == "./.git/HEAD"
+    assert asyncio.run(run_verifier(path, tmp_path))["output"] == "./.git/HEAD"
     next(path.rglob("*.pyc")).write_text("y")
     assert directory_digest(path) == digest
     (path / "environment/.git/HEAD").write_text("y")
@@ -243,7 +243,7 @@ def test_a_task_that_changed_since_it_was_loaded_is_refused(tmp_path):
 
 def test_a_task_that_changes_while_the_agent_works_gives_no_reward(tmp_path):
     path = write(tmp_path / "task")
-    report = asyncio.run(verified(path, tmp_path, lambda _: (path / "tests/more.sh").write_text("echo")))
+    report = asyncio.run(run_verifier(path, tmp_path, lambda _: (path / "tests/more.sh").write_text("echo")))
     assert "has changed during a rollout" in report["error"]
 
 
@@ -252,7 +252,7 @@ def test_steps_are_tested_one_by_one_and_their_mean_is_the_reward(tmp_path):
     steps = {f"steps__{name}__instruction.md": f"Step {name}." for name in ("one", "two", "three")}
     test = 'cat amount.txt > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"'
     amounts = {"steps__one__workdir__amount.txt": "1", "steps__two__workdir__amount.txt": "0.25"}
-    report = asyncio.run(verified(write(tmp_path / "task", toml=toml, test=test, **steps, **amounts), tmp_path))
+    report = asyncio.run(run_verifier(write(tmp_path / "task", toml=toml, test=test, **steps, **amounts), tmp_path))
     assert list(report["steps"]) == ["one", "two"], "the third does not start, since the second has too low a reward"
     assert report["rewards"] == {"reward": 0.625}
 
@@ -270,7 +270,7 @@ def test_files_of_a_later_step_do_not_follow_links_of_the_agent(tmp_path):
             (workspace / "sub").symlink_to(outside)
             (workspace / "b.txt").symlink_to(outside / "b.txt")
 
-    report = asyncio.run(verified(write(tmp_path / "task", toml=toml, **files, **steps), tmp_path, add_links))
+    report = asyncio.run(run_verifier(write(tmp_path / "task", toml=toml, **files, **steps), tmp_path, add_links))
     assert report["rewards"] == {"reward": 1.0}
     assert [file.name for file in outside.iterdir()] == ["b.txt"]
     assert (outside / "b.txt").read_text() == "old"
@@ -295,7 +295,7 @@ def test_in_a_sandbox_tests_use_harbors_paths(tmp_path):
 
     test = 'pwd; ls /tests; [ -z "$(ls -A ' + str(tmp_path) + ' 2>/dev/null)" ] && echo 1 > /logs/verifier/reward.txt'
     toml = '[environment]\nworkdir = "/somewhere/else"\n'
-    report = asyncio.run(verified(write(tmp_path / "task", toml=toml, test=test), tmp_path, sandbox=Bubblewrap()))
+    report = asyncio.run(run_verifier(write(tmp_path / "task", toml=toml, test=test), tmp_path, sandbox=Bubblewrap()))
     assert report["output"].split() == ["/somewhere/else", "test.sh"]
     assert report["rewards"] == {"reward": 1.0}
 

@@ -13,17 +13,17 @@ from loopwright.rollouts.tasks.harbor.source import scan
 TASKS = Path(__file__).parents[3] / "examples" / "tasks"
 
 
-def test_there_are_enough_of_every_kind():
-    found = list(scan(TASKS))
-    assert [each.problem for each in found if each.task is None] == []
-    assert len(found) >= 20
-    by_split = Counter(each.id.partition("/")[0] for each in found)
+def test_there_are_enough_tasks_of_every_kind():
+    tasks = list(scan(TASKS))
+    assert [each.problem for each in tasks if each.task is None] == []
+    assert len(tasks) >= 20
+    by_split = Counter(each.id.partition("/")[0] for each in tasks)
     assert set(by_split) == {"train", "eval"}
     assert min(by_split.values()) >= 5
     for split in by_split:
-        graded = {each.task.metadata["difficulty"] for each in found if each.id.startswith(split)}
+        graded = {each.task.metadata["difficulty"] for each in tasks if each.id.startswith(split)}
         assert graded == {"easy", "medium", "hard"}
-    assert {each.task.metadata["category"] for each in found} == {"shell", "python"}
+    assert {each.task.metadata["category"] for each in tasks} == {"shell", "python"}
 
 
 @pytest.mark.parametrize("sandbox", ["none", pytest.param("bwrap", marks=pytest.mark.slow)])

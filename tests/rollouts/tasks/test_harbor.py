@@ -1,4 +1,4 @@
-"""Harbor task directories: what is read from them, what is refused, and how a workspace begins."""
+"""Harbor task directories: what is read, what is refused, and how a workspace starts."""
 
 import json
 import os
@@ -23,8 +23,8 @@ def _own_cache(tmp_path_factory, monkeypatch):
 
 
 @pytest.fixture
-def settled(monkeypatch):
-    """As if nobody had touched any file for a while; the clock that says so cannot be set."""
+def unchanged_files(monkeypatch):
+    """Files look unchanged for a while; the file system's clock cannot be set."""
     monkeypatch.setattr(harbor_cache, "_SETTLE_NS", -(10**12))
 
 
@@ -35,7 +35,7 @@ def test_two_files_are_a_task(tmp_path):
     assert not task.has_tests
 
 
-def test_limits_variables_and_places(tmp_path):
+def test_limits_variables_and_paths(tmp_path):
     toml = """
     [agent]
     timeout_sec = 5
@@ -73,19 +73,19 @@ def test_limits_variables_and_places(tmp_path):
         ('[[steps]]\nname = "one"', "one/instruction.md cannot be read"),
     ],
 )
-def test_what_is_wrong_is_named_with_file_and_key(tmp_path, toml, says):
+def test_problems_name_file_and_key(tmp_path, toml, says):
     with pytest.raises(TasksError) as caught:
         HarborTask.read(write(tmp_path / "t", toml=toml, **{"steps__set up__workdir__setup.sh": ""}))
     assert says in str(caught.value)
 
 
-def test_an_empty_instruction_is_none(tmp_path):
+def test_an_empty_instruction_is_refused(tmp_path):
     with pytest.raises(TasksError, match=r"instruction\.md is empty"):
         HarborTask.read(write(tmp_path / "t", instruction=" \n"))
 
 
 @pytest.mark.parametrize("name", ["task.toml", "tests/test.sh", "environment/deep/data", "solution/solve.sh"])
-def test_the_hash_is_over_every_file(tmp_path, name):
+def test_the_hash_covers_every_file(tmp_path, name):
     files = {"environment__deep__data": "a", "solution__solve.sh": "b"}
     first, second = write(tmp_path / "a", **files), write(tmp_path / "b", **files)
     assert directory_digest(first) == directory_digest(second)
@@ -97,13 +97,13 @@ def test_the_hash_is_over_every_file(tmp_path, name):
     assert directory_digest(first) != executable
 
 
-def test_tasks_are_found_at_any_depth_and_each_bad_one_is_told(tmp_path):
+def test_tasks_are_found_at_any_depth_and_each_bad_one_is_reported(tmp_path):
     write(tmp_path / "set/easy/a")
     write(tmp_path / "set/b")
     write(tmp_path / "set/hard/deep/bad", toml="[agent\n")
     (tmp_path / "set/notes").mkdir()
-    found = list(scan(tmp_path / "set"))
-    assert [(each.id, each.task is not None) for each in found] == [
+    entries = list(scan(tmp_path / "set"))
+    assert [(each.id, each.task is not None) for each in entries] == [
         ("b", True),
         ("easy/a", True),
         ("hard/deep/bad", False),
@@ -121,15 +121,15 @@ def test_a_directory_without_tasks_is_a_problem(tmp_path, path, says):
 
 
 @pytest.mark.usefixtures("settled")
-def test_the_dataset_is_kept_until_a_file_changes(tmp_path):
+def test_the_dataset_is_cached_until_a_file_changes(tmp_path):
     write(tmp_path / "set/a")
     source = HarborTasks(path="set")
     fresh = source.load(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HarborTasks, "_scan", lambda *_: pytest.fail("it was read again"))
-        kept = source.load(tmp_path)
-    assert kept == fresh
-    mixes = [TaskMix({"set": tasks}, {"set": 1.0}, seed=0) for tasks in (fresh, kept)]
+        cached = source.load(tmp_path)
+    assert cached == fresh
+    mixes = [TaskMix({"set": tasks}, {"set": 1.0}, seed=0) for tasks in (fresh, cached)]
     assert mixes[0].fingerprint() == mixes[1].fingerprint(), "a run can be resumed from the cache"
     before = (tmp_path / "set/a/tests/test.sh").stat()
     (tmp_path / "set/a/tests/test.sh").write_text("X" * before.st_size)
@@ -138,7 +138,7 @@ def test_the_dataset_is_kept_until_a_file_changes(tmp_path):
 
 
 @pytest.mark.usefixtures("settled")
-def test_a_damaged_cache_costs_nothing_but_time(tmp_path):
+def test_a_damaged_cache_is_rebuilt(tmp_path):
     write(tmp_path / "set/a")
     source = HarborTasks(path="set")
     fresh = source.load(tmp_path)
@@ -147,7 +147,7 @@ def test_a_damaged_cache_costs_nothing_but_time(tmp_path):
     assert source.load(tmp_path) == fresh
 
 
-def test_files_just_written_are_not_trusted_to_stay(tmp_path):
+def test_just_written_files_are_read_again(tmp_path):
     write(tmp_path / "set/a")
     HarborTasks(path="set").load(tmp_path)
     assert not harbor_cache.directory().exists()
@@ -160,8 +160,8 @@ def laid_out(tmp_path, dockerfile=None, toml="", **files):
     more = {} if dockerfile is None else {"environment__Dockerfile": dockerfile}
     layout = read_layout(HarborTask.read(write(tmp_path / "t", toml=toml, **files, **more)))
     layout.copy_into(tmp_path / "workspace")
-    found = (tmp_path / "workspace").rglob("*")
-    return layout, sorted(str(p.relative_to(tmp_path / "workspace")) for p in found if p.is_file())
+    paths = (tmp_path / "workspace").rglob("*")
+    return layout, sorted(str(p.relative_to(tmp_path / "workspace")) for p in paths if p.is_file())
 
 
 def test_files_beside_a_prebuilt_image_go_into_the_working_directory(tmp_path):
@@ -169,7 +169,7 @@ def test_files_beside_a_prebuilt_image_go_into_the_working_directory(tmp_path):
     assert (layout.workdir, files) == ("/app", ["a.txt", "sub/b.txt"])
 
 
-def test_a_dockerfile_that_copies_is_done_without_docker(tmp_path):
+def test_copy_instructions_are_applied_without_docker(tmp_path):
     dockerfile = """
     # A comment
     ARG PYTHON=3.12 FOLDER=srv
@@ -226,7 +226,7 @@ def test_a_dockerfile_that_copies_is_done_without_docker(tmp_path):
         ("COPY a.txt .\nFROM y", "line 3: a Dockerfile with several stages"),
     ],
 )
-def test_what_only_docker_can_do_is_said_with_its_line(tmp_path, line, says):
+def test_instructions_that_need_docker_are_named_with_their_line(tmp_path, line, says):
     files = {"environment__a.txt": "a", "environment__a.tar.gz": "a"}
     with tarfile.open(write(tmp_path / "t", **files) / "environment/packed", "w:gz") as packed:
         packed.add(tmp_path / "t/environment/a.txt", "a.txt")
@@ -235,7 +235,7 @@ def test_what_only_docker_can_do_is_said_with_its_line(tmp_path, line, says):
     assert says in str(caught.value)
 
 
-def test_the_task_says_where_it_works(tmp_path):
+def test_the_task_sets_its_working_directory(tmp_path):
     toml = '[environment]\nworkdir = "/here"\n'
     layout, _ = laid_out(
         tmp_path, "FROM x\nWORKDIR /there\nCOPY a.txt /here/sub/\n", toml, **{"environment__a.txt": "a"}
@@ -252,7 +252,7 @@ def test_an_instance_id_cannot_leave_its_root(tmp_path):
         TaskLocator(tmp_path, root="tasks").find(task)
 
 
-def test_a_task_that_is_nowhere_says_where_it_was_looked_for(tmp_path):
+def test_a_missing_task_names_the_searched_paths(tmp_path):
     with pytest.raises(TasksError, match=r"no task\.toml in .*/gone or .*/tasks/x"):
         TaskLocator(tmp_path, root="tasks").find(task_at("gone", instance_id="x"))
 
@@ -266,7 +266,7 @@ def rollout(**parts):
     )
 
 
-def test_a_loop_that_runs_no_tests_is_refused(tmp_path):
+def test_a_loop_that_cannot_run_tests_is_refused(tmp_path):
     write(tmp_path / "set/a")
     (problem,) = rollout(loop={"type": "single_turn"}).problems(tmp_path)
     assert "verifier, which loop type 'single_turn' does not record" in problem.message
@@ -289,7 +289,7 @@ def test_held_out_tasks_without_tests_are_refused(tmp_path):
     assert "task b cannot be judged: its directory has no tests/test.sh" in problem.message
 
 
-def test_a_task_that_is_held_out_is_found_among_those_to_train_on(tmp_path):
+def test_a_held_out_task_among_the_training_tasks_is_refused(tmp_path):
     write(tmp_path / "set/train/a", instruction="Do a.")
     write(tmp_path / "set/eval/b", instruction="Do b.")
     every, held_out = [HarborTasks(path="set")], [HarborTasks(path="set/eval")]
@@ -297,7 +297,7 @@ def test_a_task_that_is_held_out_is_found_among_those_to_train_on(tmp_path):
     assert shared_tasks([HarborTasks(path="set/train")], held_out, tmp_path) == []
 
 
-def test_rows_that_differ_only_in_where_they_stand_are_one_task(tmp_path):
+def test_rows_that_differ_only_in_their_path_are_one_task(tmp_path):
     def rows(name, seed):
         row = {"prompt": "Solve the maze.", "extra_info": {"seed": seed, "index": len(name), "split": name}}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
@@ -325,7 +325,7 @@ def test_rows_of_other_sources_can_be_tested_too(tmp_path):
         ('"local_task_path": "a", "task_hash": "0"', "has changed since its tasks were loaded"),
     ],
 )
-def test_rows_whose_tests_are_not_there_are_refused_before_anything_starts(tmp_path, row, says):
+def test_rows_without_tests_are_refused_at_load_time(tmp_path, row, says):
     write(tmp_path / "a")
     write(tmp_path / "bare", test=None)
     (tmp_path / "tasks.jsonl").write_text(f'{{"prompt": "Do it.", {row}}}\n')

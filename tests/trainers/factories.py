@@ -1,4 +1,4 @@
-"""Samples and learners for tests: a tiny model, and rows as episodes give them."""
+"""Samples and learners for tests: a tiny model, and rows like those of episodes."""
 
 import numpy as np
 import torch
@@ -16,29 +16,29 @@ ALGORITHMS = {
 }
 
 
-def learner_of(kind, home, *, model_name="tiny", temperature=1.0, max_tokens=8, team=None, **options):
+def learner_of(kind, directory, *, model_name="tiny", temperature=1.0, max_tokens=8, team=None, **options):
     config_class, algorithm = ALGORITHMS[kind]
     config = config_class(**{"steps": 100, "lr": 1e-3, "max_grad_norm": 1e9, **options})
     return Learner(
-        LearnerSettings(config, algorithm, model_name, home, temperature=temperature, max_tokens=max_tokens), team
+        LearnerSettings(config, algorithm, model_name, directory, temperature=temperature, max_tokens=max_tokens), team
     )
 
 
 def samples(count=6, *, seed=0, rows=1, weight=None):
-    """Random rows: a prompt, sampled tokens with a given one among them, and logprobs near the truth."""
+    """Random rows: a prompt, sampled tokens with an inserted one among them, and logprobs near the true ones."""
     random = np.random.default_rng(seed)
-    found = []
+    batch = []
     for episode in range(count):
         advantage, reward = float(random.normal()), float(random.random())
         for _ in range(rows):
-            given, said = int(random.integers(2, 6)), int(random.integers(2, 7))
-            ids = random.integers(1, 250, given + said)
-            mask = np.zeros(given + said, dtype=np.bool_)
-            mask[given:] = True
-            mask[given + said // 2] = said < 3  # a token in between that was given
+            prompt_length, response_length = int(random.integers(2, 6)), int(random.integers(2, 7))
+            ids = random.integers(1, 250, prompt_length + response_length)
+            mask = np.zeros(prompt_length + response_length, dtype=np.bool_)
+            mask[prompt_length:] = True
+            mask[prompt_length + response_length // 2] = response_length < 3  # an inserted token between sampled ones
             if not mask.any():
                 mask[-1] = True
-            found.append(
+            batch.append(
                 Sample(
                     ids=ids.astype(np.int64),
                     mask=mask,
@@ -49,11 +49,11 @@ def samples(count=6, *, seed=0, rows=1, weight=None):
                     episode=episode,
                 )
             )
-    return found
+    return batch
 
 
 def gradients(learner, batch, step=1):
-    """The gradient that an update would take a step along."""
+    """The gradient of an update."""
     learner.optimizer.step = lambda: None
     learner.update(batch, step)
     return [None if p.grad is None else p.grad.clone() for p in learner.policy.parameters()]

@@ -1,4 +1,4 @@
-"""Ledgers as runs leave them behind, written with the real ledger."""
+"""Ledgers like those of real runs, written with the real ledger."""
 
 import math
 import time
@@ -27,13 +27,13 @@ SPACE = {
 
 
 @dataclass
-class Story:
-    """One run being told: `tell` ends a trial, `hang` leaves one in flight."""
+class FakeRun:
+    """One run: `add` records a finished trial, `start` leaves one in flight."""
 
     ledger: Ledger
     number: int = 0
 
-    def tell(
+    def add(
         self,
         action: Mapping[str, Any],
         *rewards: float,
@@ -47,13 +47,13 @@ class Story:
         usage: Mapping[str, float] | None = None,
         cached_from: str | None = None,
     ) -> Trial:
-        trial = self.hang(action, regime=regime, group=group, repeat=repeat)
+        trial = self.start(action, regime=regime, group=group, repeat=repeat)
         reward = Reward(rewards[0], {}, rewards[1:]) if rewards else None
         return self.ledger.commit(
             trial, Result(outcome, metrics or {}, reason, fault, usage or {}, cached_from, reward)
         )
 
-    def hang(self, action, *, regime=None, group=None, repeat=0) -> Trial:
+    def start(self, action, *, regime=None, group=None, repeat=0) -> Trial:
         self.number += 1
         key = key_of(action, regime or {}, "fingerprint", repeat)
         trial = Trial(
@@ -104,7 +104,7 @@ def describe(ledger: Ledger, name: str, **about: Any) -> None:
 
 
 def action_of(random: Random, progress: float = 0.0) -> dict[str, Any]:
-    """A point as a search would propose it: ever nearer to the best."""
+    """A point as a search would propose it, approaching the best."""
     tile = round(2 ** (3 + 5 * (random.random() * (1 - progress) + 0.7 * progress)))
     opt = "-O3 -march=native" if random.random() < 0.3 + 0.6 * progress else random.choice(SPACE["opt"])
     return {

@@ -1,4 +1,4 @@
-"""Small servers that speak as vLLM, llama.cpp and SGLang do, with the tiny model behind them; and ill-behaved ones."""
+"""Fake vLLM, llama.cpp and SGLang servers with the tiny model behind them, and ways in which they misbehave."""
 
 import asyncio
 import math
@@ -11,20 +11,21 @@ import orjson
 import torch
 from aiohttp import web
 
-from loopwright.engines.base import ContextFull, Sampling
+from loopwright.engines.base import ContextFull, Sampling, engines
 from loopwright.engines.inprocess.engine import TransformersConfig, TransformersEngine
 
 WEIGHTS = 5
 """A seed whose model happens to end its greedy answer to the contract's prompt."""
 CONTEXT = 512
+WIRES = ("vllm", "llamacpp", "sglang")
 TROUBLES = ("500", "killed", "silent", "lengths", "json", "list", "error", "endless", "nan", "ids")
 
 
 class Server:
-    """One engine that runs at full speed and one that is slow, each behind every wire: `/fast/vllm`, `/slow/sglang`."""
+    """A fast engine and a slow one, each behind every protocol: `/fast/vllm`, `/slow/sglang`."""
 
     def __init__(self):
-        self.url, self.asked, self.aborted, self.connections, self.stale = "", [], 0, set(), set()
+        self.url, self.requests, self.aborted, self.connections, self.stale = "", [], 0, set(), set()
         self.raw, self.mark = False, "default"
         self.engines = {
             name: TransformersEngine(TransformersConfig(model="tiny", seed=WEIGHTS, max_context=CONTEXT), Path())
@@ -39,7 +40,7 @@ class Server:
     def app(self):
         @web.middleware
         async def hang_up(request, handler):
-            """As a server does that let a connection go which the client still has in its pool."""
+            """Abort a connection that the client still has in its pool, as a restarted server does."""
             if request.transport in self.stale:
                 request.transport.abort()
             return await handler(request)
@@ -57,10 +58,10 @@ class Server:
             app.router.add_post(f"/{{speed}}/sglang/{route}", self.weights)
         return app
 
-    async def said(self, request, ids, sampling, seed):
-        """What the engine says, token by token."""
+    async def generate(self, request, ids, sampling, seed):
+        """Generate tokens with their logprobs, one at a time."""
         body = await request.json()
-        self.asked.append((request.path.rpartition("/")[2], body, request.headers.get("Authorization")))
+        self.requests.append((request.path.rpartition("/")[2], body, request.headers.get("Authorization")))
         self.connections.add(request.transport)
         engine, finished = self.engines[request.match_info["speed"]], False
         try:
@@ -78,7 +79,7 @@ class Server:
 
     async def weights(self, request):
         body = await request.json()
-        self.asked.append((request.path_qs.partition("/vllm/")[2] or request.path.rpartition("/")[2], body, None))
+        self.requests.append((request.path_qs.partition("/vllm/")[2] or request.path.rpartition("/")[2], body, None))
         self.mark = body.get("new_version", self.mark)
         return web.json_response({"success": True})
 
@@ -98,14 +99,14 @@ class Server:
             **{key: body[key] for key in ("temperature", "top_p", "top_k", "min_p", "max_tokens") if key in body}
         )
         events = []
-        async with aclosing(self.said(request, body["prompt"], sampling, body.get("seed"))) as stream:
+        async with aclosing(self.generate(request, body["prompt"], sampling, body.get("seed"))) as stream:
             if not body.get("stream"):
-                told = [-0.5 if self.raw else logprob async for _, logprob in stream]
-                return web.json_response({"choices": [{"logprobs": {"token_logprobs": told}}]})
-            response = await _begun(request)
+                logprobs = [-0.5 if self.raw else logprob async for _, logprob in stream]
+                return web.json_response({"choices": [{"logprobs": {"token_logprobs": logprobs}}]})
+            response = await _start_stream(request)
             async for token, logprob in stream:
                 events.append((token, logprob))
-                if len(events) > 1:  # the last one is sent when it is known why it is the last
+                if len(events) > 1:  # the last one is sent when its finish reason is known
                     await _send(response, _vllm_event([events.pop(0)], None))
         await _send(response, _vllm_event(events, self.finish))
         await response.write(b"data: [DONE]\n\n")
@@ -117,16 +118,16 @@ class Server:
         if trouble := _trouble(prompt):
             return await self.trouble(request, trouble, _llamacpp_answer)
         if body["n_probs"] > 1000:
-            self.asked.append(("all", body, request.headers.get("Authorization")))
+            self.requests.append(("all", body, request.headers.get("Authorization")))
             with torch.inference_mode():
                 logits = self.model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1]
             values, ids = logits.log_softmax(-1).sort(descending=True)
-            told = [{"id": i, "logprob": v} for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+            entries = [{"id": i, "logprob": v} for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
             forced = body["logit_bias"][0][0]
             return web.json_response(
                 {
                     "tokens": [forced],
-                    "completion_probabilities": [{"id": forced, "top_logprobs": told}],
+                    "completion_probabilities": [{"id": forced, "top_logprobs": entries}],
                     "stop_type": "limit",
                 }
             )
@@ -139,25 +140,25 @@ class Server:
         }
         sampling = Sampling(**{ours: body[theirs] for theirs, ours in names.items()})
         try:
-            tokens = [each async for each in self.said(request, prompt, sampling, body["seed"])]
+            tokens = [each async for each in self.generate(request, prompt, sampling, body["seed"])]
         except ContextFull as error:
-            told = f"request ({error.length} tokens) exceeds the available context size ({CONTEXT} tokens)"
-            return _refused(told)
+            entries = f"request ({error.length} tokens) exceeds the available context size ({CONTEXT} tokens)"
+            return _refused(entries)
         return web.json_response(_llamacpp_answer(tokens, self.finish))
 
     async def sglang(self, request):
         body = await request.json()
-        given, ids = body["sampling_params"], body["input_ids"]
+        params, ids = body["sampling_params"], body["input_ids"]
         if trouble := _trouble(ids):
             return await self.trouble(request, trouble, _sglang_event)
-        response = await _begun(request)
-        if len(ids) + given["max_new_tokens"] > CONTEXT:
-            told = f"Requested token count exceeds the model's maximum context length of {CONTEXT} tokens."
-            await _send(response, {"error": {"message": told, "code": 400}})
+        response = await _start_stream(request)
+        if len(ids) + params["max_new_tokens"] > CONTEXT:
+            message = f"Requested token count exceeds the model's maximum context length of {CONTEXT} tokens."
+            await _send(response, {"error": {"message": message, "code": 400}})
             return response
-        sampling = Sampling(temperature=given["temperature"], max_tokens=given["max_new_tokens"])
+        sampling = Sampling(temperature=params["temperature"], max_tokens=params["max_new_tokens"])
         events = []
-        async with aclosing(self.said(request, ids, sampling, given["sampling_seed"])) as stream:
+        async with aclosing(self.generate(request, ids, sampling, params["sampling_seed"])) as stream:
             async for event in stream:
                 events.append(event)
                 if len(events) > 1:
@@ -166,15 +167,15 @@ class Server:
         return response
 
     async def trouble(self, request, kind, event):
-        """One token, and then what no server should do."""
+        """Send one token and then misbehave."""
         streams = event is not _llamacpp_answer
-        self.asked.append((kind, None, None))
+        self.requests.append((kind, None, None))
         if kind == "500":
             return web.json_response({"error": {"message": "out of memory"}}, status=500)
         if kind == "silent" and not streams:
             await asyncio.sleep(60)
         one = [(65, -0.5)]
-        told = {
+        payload = {
             "lengths": lambda: _without_logprob(event([*one, (66, -0.5)], "stop")),
             "json": lambda: b"{this is no JSON",
             "list": lambda: [1, 2],
@@ -190,21 +191,21 @@ class Server:
                 request.transport.abort()
                 return response
             if kind == "endless":
-                told = _llamacpp_answer(one, None) | {"stop_type": "none"}
-            return web.Response(body=told if isinstance(told, bytes) else orjson.dumps(told))
-        response = await _begun(request)
+                payload = _llamacpp_answer(one, None) | {"stop_type": "none"}
+            return web.Response(body=payload if isinstance(payload, bytes) else orjson.dumps(payload))
+        response = await _start_stream(request)
         await _send(response, event(one, None))
         if kind == "silent":
             await asyncio.sleep(60)
         if kind == "killed":
             request.transport.abort()
-        if told is not None:
-            await _send(response, told)
+        if payload is not None:
+            await _send(response, payload)
         return response
 
 
 def _trouble(ids):
-    """Prompts that begin with a 0 ask for trouble."""
+    """The misbehaviour that a prompt beginning with 0 asks for."""
     return TROUBLES[ids[1]] if ids[0] == 0 and len(ids) == 2 else None
 
 
@@ -212,7 +213,7 @@ def _refused(message):
     return web.json_response({"error": {"message": message, "code": 400}}, status=400)
 
 
-async def _begun(request):
+async def _start_stream(request):
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     return response
@@ -231,24 +232,24 @@ def _vllm_event(tokens, finish):
 
 
 def _sglang_event(tokens, finish):
-    listed = [[logprob, token, None] for token, logprob in tokens]
+    entries = [[logprob, token, None] for token, logprob in tokens]
     reason = finish and {"type": finish}
     return {
         "text": "x",
-        "meta_info": {"completion_tokens": len(tokens), "output_token_logprobs": listed, "finish_reason": reason},
+        "meta_info": {"completion_tokens": len(tokens), "output_token_logprobs": entries, "finish_reason": reason},
     }
 
 
 def _llamacpp_answer(tokens, finish):
     """Tokens that end within a character have no logprob."""
-    listed, text = [], b""
+    entries, text = [], b""
     for token, logprob in tokens:
         text += bytes([token]) if isinstance(token, int) and token < 256 else b""
         if _valid(text) == len(text):
             chance = None if logprob is None else math.exp(logprob)
-            listed.append({"id": token, "prob": chance, "top_probs": [{"id": token, "prob": chance}]})
+            entries.append({"id": token, "prob": chance, "top_probs": [{"id": token, "prob": chance}]})
     stop_type = {"stop": "eos", "length": "limit"}.get(finish, "none")
-    return {"tokens": [token for token, _ in tokens], "completion_probabilities": listed, "stop_type": stop_type}
+    return {"tokens": [token for token, _ in tokens], "completion_probabilities": entries, "stop_type": stop_type}
 
 
 def _valid(text):
@@ -270,7 +271,7 @@ def _valid(text):
 
 
 def _without_logprob(event):
-    """The same with a logprob too few."""
+    """The same event with one logprob missing."""
     if "choices" in event:
         event["choices"][0]["logprobs"]["token_logprobs"].pop()
     elif "meta_info" in event:
@@ -281,8 +282,8 @@ def _without_logprob(event):
 
 
 @contextmanager
-def served(port=0):
-    """The server, in a thread of its own."""
+def serve(port=0):
+    """Run the server in a separate thread."""
     server, loop = Server(), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -308,3 +309,24 @@ def served(port=0):
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+def engine_of(server, wire, *, speed="fast", directory=None, **config):
+    kind = engines.get(wire)
+    return kind(kind.Config(url=f"{server.url}/{speed}/{wire}", tokenizer="tiny", **config), directory or Path())
+
+
+def run(server, wire, steps, **config):
+    async def main():
+        engine = engine_of(server, wire, **config)
+        try:
+            return await asyncio.wait_for(steps(engine), 60)
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+async def chunks_from(engine, prompt=(72, 105), seed="s", **sampling):
+    settings = Sampling(**{"max_tokens": 24, **sampling})
+    return [chunk async for chunk in engine.generate(list(prompt), settings, seed=seed)]
