@@ -14,8 +14,8 @@ from tests.gateway.harness import Teller, client_of, run, served, until, user
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_t07_a_client_that_leaves_ends_its_generation(stream):
-    async def story():
+def test_t07_a_disconnecting_client_ends_its_generation(stream):
+    async def main():
         engine = Teller("hello", hold_at=3)
         async with served(engine) as gateway:
             session = await gateway.open()
@@ -25,16 +25,16 @@ def test_t07_a_client_that_leaves_ends_its_generation(stream):
                 talk.cancel()
                 await until(lambda: engine.closed == 1)
             await until(lambda: not session.served.describe()["running"])
-            told = session.served.describe()
-            assert [(turn["finish"], turn["sampled_tokens"]) for turn in told["turns"]] == [("cut", 3)]
-            assert sum(told["rows"][0]["response_mask"]) == 3, "it was sampled, so it is exported"
+            description = session.served.describe()
+            assert [(turn["finish"], turn["sampled_tokens"]) for turn in description["turns"]] == [("cut", 3)]
+            assert sum(description["rows"][0]["response_mask"]) == 3, "sampled tokens are exported"
 
-    run(story)
+    run(main)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_t07_a_retry_goes_on_with_the_turn_that_was_cut(stream):
-    async def story():
+def test_t07_a_retry_continues_the_interrupted_turn(stream):
+    async def main():
         engine = Teller("hello", hold_at=3)
         async with served(engine) as gateway:
             session = await gateway.open()
@@ -53,13 +53,13 @@ def test_t07_a_retry_goes_on_with_the_turn_that_was_cut(stream):
                 assert len(engine.calls) == 2
                 assert [t["finish"] for t in session.served.describe()["turns"]] == ["stop"]
                 await talk(client, [user("a")])
-                assert len(session.served.describe()["turns"]) == 2, "the same question again is another turn"
+                assert len(session.served.describe()["turns"]) == 2, "an equal request later is another turn"
 
-    run(story)
+    run(main)
 
 
-def test_t07_the_sdk_s_own_retry_joins_the_call_that_it_gave_up():
-    async def story():
+def test_t07_the_sdks_retry_joins_its_cancelled_call():
+    async def main():
         engine = Teller("hello", hold_at=2)
         async with served(engine) as gateway:
             session = await gateway.open()
@@ -72,11 +72,11 @@ def test_t07_the_sdk_s_own_retry_joins_the_call_that_it_gave_up():
             assert len(session.served.describe()["turns"]) == 1
             assert session.episode().sampled == 6
 
-    run(story)
+    run(main)
 
 
 def test_t07_after_a_restart_a_retry_finds_its_turn(tmp_path):
-    async def story():
+    async def main():
         retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
         engine = Teller("hello", hold_at=2)
         async with served(engine, output=tmp_path) as gateway:
@@ -97,18 +97,22 @@ def test_t07_after_a_restart_a_retry_finds_its_turn(tmp_path):
                 assert (again.id, again.choices) == (done.id, done.choices)
                 assert not engine.calls
                 assert (await chat(client, [user("a")], **retry)).choices[0].message.content == "hello"
-            told = session.served.describe()
-            assert (told["verdicts"]["broken"], told["trainable"], len(told["turns"])) == (0, True, 2)
+            description = session.served.describe()
+            assert (description["verdicts"]["broken"], description["trainable"], len(description["turns"])) == (
+                0,
+                True,
+                2,
+            )
 
-    run(story)
+    run(main)
 
 
 class Lingering(Teller):
-    """Takes its time to end a stream that nobody reads any more."""
+    """Ends an abandoned stream slowly."""
 
     def __init__(self, *words, **more):
         super().__init__(*words, **more)
-        self.ending, self.gone = asyncio.Event(), asyncio.Event()
+        self.ending, self.closed_event = asyncio.Event(), asyncio.Event()
 
     async def generate(self, ids, sampling, *, seed):
         try:
@@ -116,12 +120,12 @@ class Lingering(Teller):
                 yield chunk
         finally:
             self.ending.set()
-            await self.gone.wait()
+            await self.closed_event.wait()
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-def test_t07_a_retry_waits_for_the_call_that_is_still_given_up(given_up):
-    async def story():
+def test_t07_a_retry_waits_until_the_cancelled_call_has_ended(given_up):
+    async def main():
         engine = Lingering("hello", hold_at=3)
         retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
         async with served(engine) as gateway:
@@ -139,16 +143,16 @@ def test_t07_a_retry_waits_for_the_call_that_is_still_given_up(given_up):
                     again = asyncio.create_task(chat(client, [user("a")], **retry))
                     await asyncio.sleep(0.1)
                 assert len(engine.calls) == 1, "one at a time"
-                engine.gone.set()
+                engine.closed_event.set()
                 assert (await again).choices[0].message.content == "hello"
             (turn,) = session.served.describe()["turns"]
             assert (turn["finish"], turn["verdict"], turn["sampled_tokens"]) == ("stop", "exact", 6)
 
-    run(story)
+    run(main)
 
 
-def test_t07_a_session_is_closed_once_the_call_that_is_given_up_is_gone():
-    async def story():
+def test_t07_a_session_is_closed_once_the_cancelled_call_has_ended():
+    async def main():
         engine = Lingering("hello", hold_at=3)
         retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
         async with served(engine) as gateway:
@@ -164,15 +168,15 @@ def test_t07_a_session_is_closed_once_the_call_that_is_given_up_is_gone():
                 with pytest.raises(openai.ConflictError, match="complete"):
                     await again
                 assert not closing.done()
-                engine.gone.set()
+                engine.closed_event.set()
                 assert (await closing).sampled == 3
             assert (session.served.running, len(engine.calls)) == (0, 1)
 
-    run(story)
+    run(main)
 
 
 class Moved(Teller):
-    """Is cut off by a time limit of its own, as a fleet does it, and then goes on elsewhere, for ever."""
+    """Its own time limit cancels it, as in a fleet, and then it continues elsewhere, for ever."""
 
     async def generate(self, ids, sampling, *, seed):
         with suppress(TimeoutError):
@@ -186,8 +190,8 @@ class Moved(Teller):
         yield
 
 
-def test_t07_a_call_that_is_just_moved_to_another_engine_can_be_given_up():
-    async def story():
+def test_t07_a_call_that_is_moving_to_another_engine_can_be_cancelled():
+    async def main():
         engine = Moved()
         async with served(engine) as gateway:
             session = await gateway.open()
@@ -200,11 +204,11 @@ def test_t07_a_call_that_is_just_moved_to_another_engine_can_be_given_up():
                 engine.go.set()
                 assert (await asyncio.wait_for(closing, 10)).sampled == 0
 
-    run(story)
+    run(main)
 
 
-def test_t07_a_call_that_is_given_up_at_once_holds_nothing():
-    async def story():
+def test_t07_a_call_cancelled_at_once_holds_nothing():
+    async def main():
         async with served(Teller("hello")) as gateway:
             live = (await gateway.open(config=SessionConfig(tokens=6))).served
             dialect = ChatCompletions(live.session.engine.tokenizer, live.config.defaults)
@@ -215,11 +219,11 @@ def test_t07_a_call_that_is_given_up_at_once_holds_nothing():
             await asyncio.sleep(0.01)
             assert (await live.session.turn([user("b")])).sampled_tokens == 6
 
-    run(story)
+    run(main)
 
 
-def test_t07_a_client_that_leaves_while_it_waits_costs_nothing():
-    async def story():
+def test_t07_a_client_that_disconnects_while_waiting_uses_nothing():
+    async def main():
         engine = Teller("hello", hold_at=1)
         async with served(engine) as gateway:
             session = await gateway.open(config=SessionConfig(concurrency=1, tokens=20, max_tokens=10))
@@ -235,4 +239,4 @@ def test_t07_a_client_that_leaves_while_it_waits_costs_nothing():
                 assert (await chat(client, [user("c")])).usage.completion_tokens == 6
                 assert (await chat(client, [user("d")])).usage.completion_tokens == 6
 
-    run(story)
+    run(main)

@@ -18,7 +18,7 @@ from tests.gateway.relay.harness import TOKEN, door, relayed, working
 
 
 def worker_process(gateway, tmp_path, name, **engine):
-    """A worker of its own process: its engine counts, slowly."""
+    """A worker in a separate process: its engine counts, slowly."""
     token = tmp_path / "token"
     token.write_text(TOKEN)
     settings = {"replies": json.dumps([COUNTED]), "slip": 0, "token_s": 0.005, **engine}
@@ -30,15 +30,15 @@ def worker_process(gateway, tmp_path, name, **engine):
 
 
 def exact_count(session, turns):
-    told, episode = session.served.describe(), session.episode()
-    assert (len(told["turns"]), told["verdicts"]["broken"], told["trainable"]) == (turns, 0, True)
+    description, episode = session.served.describe(), session.episode()
+    assert (len(description["turns"]), description["verdicts"]["broken"], description["trainable"]) == (turns, 0, True)
     assert spans_of(episode) == [(len(COUNTED) + 1, 0)] * turns
 
 
 def test_t08_workers_that_freeze_or_are_killed_lose_nothing(tmp_path):
-    """In mid-stream: another one goes on from the ids so far. One that thaws comes back; Ctrl-C ends it in order."""
+    """In mid-stream another worker continues from the ids so far. A thawed worker returns; Ctrl-C stops it cleanly."""
 
-    async def story():
+    async def main():
         async with relayed() as gateway:
             relay = gateway.engine
             processes = {name: worker_process(gateway, tmp_path, name) for name in "ab"}
@@ -46,22 +46,22 @@ def test_t08_workers_that_freeze_or_are_killed_lose_nothing(tmp_path):
                 await until(lambda: len(relay.describe()) == 2, 40)
                 session = await gateway.open()
                 async with client_of(session) as client:
-                    for turn, sent in enumerate((signal.SIGSTOP, signal.SIGKILL), 1):
-                        heard = []
-                        stream = asyncio.create_task(followed(client, [user(f"{sent}")], heard))
-                        await until(lambda: len(text_of(heard)) > 20, 20)  # noqa: B023
+                    for turn, signal_number in enumerate((signal.SIGSTOP, signal.SIGKILL), 1):
+                        chunks = []
+                        stream = asyncio.create_task(followed(client, [user(f"{signal_number}")], chunks))
+                        await until(lambda: len(text_of(chunks)) > 20, 20)  # noqa: B023
                         (busy,) = [each["name"] for each in relay.describe() if each["running"]]
-                        processes[busy].send_signal(sent)
+                        processes[busy].send_signal(signal_number)
                         await stream
-                        assert text_of(heard) == COUNTED
+                        assert text_of(chunks) == COUNTED
                         exact_count(session, turn)
                         assert [each["name"] for each in relay.describe()] == [n for n in "ab" if n != busy]
-                        if sent == signal.SIGSTOP:
+                        if signal_number == signal.SIGSTOP:
                             processes[busy].send_signal(signal.SIGCONT)
                             await until(lambda: len(relay.describe()) == 2, 20)
-                (left,) = [each["name"] for each in relay.describe()]
-                processes[left].send_signal(signal.SIGINT)
-                assert await asyncio.to_thread(processes[left].wait, 20) == 130
+                (remaining,) = [each["name"] for each in relay.describe()]
+                processes[remaining].send_signal(signal.SIGINT)
+                assert await asyncio.to_thread(processes[remaining].wait, 20) == 130
                 await until(lambda: not relay.describe())
             finally:
                 for process in processes.values():
@@ -69,12 +69,12 @@ def test_t08_workers_that_freeze_or_are_killed_lose_nothing(tmp_path):
                     process.wait()
                     process.stderr.close()
 
-    run(story)
+    run(main)
 
 
 @asynccontextmanager
 async def proxied(gateway):
-    """A way to the gateway that can be cut, or go silent."""
+    """A proxy to the gateway that can disconnect or go silent."""
     writers, way = [], {"open": True}
 
     async def pump(reader, writer):
@@ -89,50 +89,50 @@ async def proxied(gateway):
         with suppress(OSError):
             await asyncio.gather(pump(reader, there[1]), pump(there[0], writer))
 
-    def cut():
+    def disconnect():
         for writer in writers:
             writer.transport.abort()
         writers.clear()
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     try:
-        yield f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}/ws/worker", way, cut
+        yield f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}/ws/worker", way, disconnect
     finally:
-        cut()
+        disconnect()
         server.close()
         await server.wait_closed()
 
 
-@pytest.mark.parametrize("silent", [False, True], ids=["cut", "silent"])
-def test_t08_a_connection_that_is_lost_is_made_anew_and_the_stream_waits_for_it(silent):
-    """There is no other worker: the stream is kept alive until this one is back, and goes on where it was."""
+@pytest.mark.parametrize("silent", [False, True], ids=["disconnect", "silent"])
+def test_t08_a_lost_connection_is_restored_and_the_stream_waits_for_it(silent):
+    """There is no other worker: the stream is kept alive until this one returns, and continues."""
 
-    async def story():
+    async def main():
         engine = slow_engine()
         async with (
             relayed(tokenizer=ByteTokenizer()) as gateway,
-            proxied(gateway) as (url, way, cut),
+            proxied(gateway) as (url, way, disconnect),
             working(gateway, engine, url=url),
         ):
             session = await gateway.open()
             async with client_of(session) as client:
-                heard = []
-                stream = asyncio.create_task(followed(client, [user("count")], heard))
-                await until(lambda: len(text_of(heard)) > 20)
+                chunks = []
+                stream = asyncio.create_task(followed(client, [user("count")], chunks))
+                await until(lambda: len(text_of(chunks)) > 20)
                 if silent:
                     way["open"] = False
                     await until(lambda: not gateway.engine.describe())
                     way["open"] = True
-                cut()
+                disconnect()
                 await stream
-                assert text_of(heard) == COUNTED
+                assert text_of(chunks) == COUNTED
             exact_count(session, 1)
 
-    run(story)
+    run(main)
 
 
-def test_t08_while_no_worker_is_there_requests_wait_up_to_a_limit():
-    async def story():
+def test_t08_without_a_worker_requests_wait_up_to_a_limit():
+    async def main():
         async with relayed(tokenizer=ByteTokenizer()) as gateway:
             session = await gateway.open()
             auth = {"authorization": f"Bearer {session.key}"}
@@ -151,11 +151,11 @@ def test_t08_while_no_worker_is_there_requests_wait_up_to_a_limit():
                 await chat(client, [user("a")])
             assert refused.value.status_code == 503
 
-    run(story)
+    run(main)
 
 
-def test_t08_workers_find_a_gateway_that_was_killed_and_began_again(tmp_path):
-    """Sessions and what was committed are there; the turn that was under way is retried and comes to its end."""
+def test_t08_workers_reconnect_to_a_restarted_gateway(tmp_path):
+    """Sessions and committed turns are kept; the running turn is retried and finishes."""
     token = tmp_path / "token"
     token.write_text(TOKEN)
 
@@ -163,7 +163,7 @@ def test_t08_workers_find_a_gateway_that_was_killed_and_began_again(tmp_path):
         words = ["--relay", "--token-file", str(token), "--port", str(port), "--output", str(tmp_path / "out")]
         return serving(["-m", "loopwright", "gateway", "serve", *words])
 
-    async def story():
+    async def main():
         process, url = await asyncio.to_thread(start, 0)
         try:
             admin = {"authorization": f"Bearer {TOKEN}"}
@@ -172,13 +172,15 @@ def test_t08_workers_find_a_gateway_that_was_killed_and_began_again(tmp_path):
                 aiohttp.ClientSession() as http,
             ):
                 async with http.post(f"{url}/sessions/s", headers=admin) as answer:
-                    opened = await answer.json()
-                session = type("S", (), {"openai_base_url": opened["openai_base_url"], "key": opened["key"]})
+                    session_info = await answer.json()
+                session = type(
+                    "S", (), {"openai_base_url": session_info["openai_base_url"], "key": session_info["key"]}
+                )
                 async with client_of(session) as client:
                     assert (await chat(client, [user("a")])).choices[0].message.content == COUNTED
-                    heard = []
-                    stream = asyncio.create_task(followed(client, [user("b")], heard))
-                    await until(lambda: len(text_of(heard)) > 20)
+                    chunks = []
+                    stream = asyncio.create_task(followed(client, [user("b")], chunks))
+                    await until(lambda: len(text_of(chunks)) > 20)
                     process.kill()
                     with pytest.raises((openai.APIError, aiohttp.ClientError)):
                         await stream
@@ -188,12 +190,12 @@ def test_t08_workers_find_a_gateway_that_was_killed_and_began_again(tmp_path):
                     retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
                     assert text_of(await streamed(client, [user("b")], **retry)) == COUNTED
                 async with http.get(f"{url}/sessions/s", headers=admin) as answer:
-                    told = await answer.json()
-                assert (told["trainable"], told["verdicts"]["broken"]) == (True, 0)
-                assert [turn["sampled_tokens"] for turn in told["turns"]] == [len(COUNTED) + 1] * 2
+                    description = await answer.json()
+                assert (description["trainable"], description["verdicts"]["broken"]) == (True, 0)
+                assert [turn["sampled_tokens"] for turn in description["turns"]] == [len(COUNTED) + 1] * 2
         finally:
             process.kill()
             process.wait()
             process.stdout.close()
 
-    run(story)
+    run(main)

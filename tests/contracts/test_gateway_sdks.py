@@ -1,4 +1,4 @@
-"""Contract T01 of the gateway: the official SDKs as they are."""
+"""Contract T01 of the gateway: the unmodified official SDKs."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from tests.gateway.harness import ADD, Teller, call, claude_of, client_of, run, 
 
 
 def test_t01_chat_completions_whole_and_streamed():
-    async def story():
+    async def body():
         async with served(Teller("grüß dich 😀")) as gateway, client_of(await gateway.open()) as client:
             whole = await chat(client, [user("hi")])
             (choice,) = whole.choices
@@ -34,11 +34,11 @@ def test_t01_chat_completions_whole_and_streamed():
             assert len({chunk.id for chunk in chunks}) == 1
             assert all(chunk.usage is None for chunk in await streamed(client, [user("hi")]))
 
-    run(story)
+    run(body)
 
 
 def test_t01_the_synchronous_client():
-    async def story():
+    async def body():
         async with served() as gateway:
             session = await gateway.open()
 
@@ -50,18 +50,18 @@ def test_t01_the_synchronous_client():
 
             assert await asyncio.to_thread(talk) == ("hello", "hello", ["policy"])
 
-    run(story)
+    run(body)
 
 
 def test_t01_tools_whole_and_streamed():
-    said = f"Let me see.\n{call(a=1, b='x y')}\n{call('mul', c=[2])}"
+    reply = f"Let me see.\n{call(a=1, b='x y')}\n{call('mul', c=[2])}"
 
-    async def story():
-        async with served(Teller(said)) as gateway, client_of(await gateway.open()) as client:
+    async def body():
+        async with served(Teller(reply)) as gateway, client_of(await gateway.open()) as client:
             (choice,) = (await chat(client, [user("hi")], tools=[ADD])).choices
             assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
-            made = [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls]
-            assert made == [("add", {"a": 1, "b": "x y"}), ("mul", {"c": [2]})]
+            calls = [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls]
+            assert calls == [("add", {"a": 1, "b": "x y"}), ("mul", {"c": [2]})]
             chunks = await streamed(client, [user("hi")], tools=[ADD])
             deltas = [d for c in chunks if c.choices for d in c.choices[0].delta.tool_calls or ()]
             assert [d.function.name for d in deltas if d.id] == ["add", "mul"]
@@ -73,12 +73,12 @@ def test_t01_tools_whole_and_streamed():
                 final = await stream.get_final_completion()
             assert [c.function.name for c in final.choices[0].message.tool_calls] == ["add", "mul"]
 
-    run(story)
+    run(body)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_t01_logprobs_tell_every_sampled_token(stream):
-    async def story():
+def test_t01_logprobs_cover_every_sampled_token(stream):
+    async def body():
         async with served(Teller("añb")) as gateway, client_of(await gateway.open()) as client:
             if stream:
                 chunks = await streamed(client, [user("hi")], logprobs=True, top_logprobs=3)
@@ -95,11 +95,11 @@ def test_t01_logprobs_tell_every_sampled_token(stream):
             assert all(entry.top_logprobs[0].token == entry.token for entry in content)
             assert (await chat(client, [user("hi")])).choices[0].logprobs is None
 
-    run(story)
+    run(body)
 
 
 def test_t01_n_stop_seed_and_limits():
-    async def story():
+    async def body():
         engine = Teller("one two three")
         async with served(engine) as gateway, client_of(await gateway.open()) as client:
             several = await chat(client, [user("hi")], n=3)
@@ -114,35 +114,35 @@ def test_t01_n_stop_seed_and_limits():
             assert (stopped.message.content, stopped.finish_reason) == ("one", "stop")
             assert engine.calls[-1][1] == list(b"one two"), "nothing is sampled after a stop string"
             assert text_of(await streamed(client, [user("hi")], stop="two")) == "one "
-            (cut,) = (await chat(client, [user("hi")], max_tokens=3)).choices
-            assert (cut.message.content, cut.finish_reason) == ("one", "length")
+            (truncated,) = (await chat(client, [user("hi")], max_tokens=3)).choices
+            assert (truncated.message.content, truncated.finish_reason) == ("one", "length")
             await chat(client, [user("hi")], seed=7)
             await chat(client, [user("hi")], seed=7)
             assert engine.calls[-1][3] == engine.calls[-2][3]
 
-    run(story)
+    run(body)
 
 
 def test_t01_completions():
-    async def story():
+    async def body():
         engine = Teller("lo <tool_call>x")
         async with served(engine) as gateway, client_of(await gateway.open()) as client:
             whole = await client.completions.create(model="m", prompt="hel", logprobs=1, max_tokens=50)
             (choice,) = whole.choices
             assert (choice.text, choice.finish_reason) == ("lo <tool_call>x", "stop")
             assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == whole.usage.completion_tokens
-            assert engine.calls[0][0] == tuple(b"hel"), "no template touches it"
+            assert engine.calls[0][0] == tuple(b"hel"), "no template is applied"
             by_ids = await client.completions.create(model="m", prompt=[104, 101], max_tokens=2, stream=True)
             chunks = [chunk async for chunk in by_ids]
             assert "".join(c.choices[0].text for c in chunks) == "lo"
             assert chunks[-1].choices[0].finish_reason == "length"
             assert engine.calls[1][0] == (104, 101)
 
-    run(story)
+    run(body)
 
 
-def test_t01_errors_are_the_ones_that_the_sdk_knows():
-    async def story():
+def test_t01_errors_have_the_types_of_the_sdk():
+    async def body():
         async with served(Teller(room=60), body_bytes=5000) as gateway:
             session = await gateway.open()
             async with client_of(session) as client:
@@ -170,39 +170,39 @@ def test_t01_errors_are_the_ones_that_the_sdk_knows():
                 with pytest.raises(Exception, match="prompt is too long"):
                     await client.messages.create(model="m", max_tokens=9, messages=[user("x" * 60)])
 
-    run(story)
+    run(body)
 
 
 def test_t01_an_engine_that_fails_in_mid_stream_raises_in_the_sdk():
-    async def story():
+    async def body():
         async with served(Teller("hello", fail_at=2)) as gateway:
             session = await gateway.open()
             async with client_of(session) as client:
-                heard = []
+                events = []
                 with pytest.raises(openai.APIError, match="out of memory"):
-                    await followed(client, [user("hi")], heard)
-                assert text_of(heard) == "he"
-                told = session.served.describe()
-                assert (told["verdicts"]["broken"], told["trainable"]) == (1, False)
-                assert "out of memory" in told["turns"][0]["reason"]
+                    await followed(client, [user("hi")], events)
+                assert text_of(events) == "he"
+                description = session.served.describe()
+                assert (description["verdicts"]["broken"], description["trainable"]) == (1, False)
+                assert "out of memory" in description["turns"][0]["reason"]
 
-    run(story)
+    run(body)
 
 
-def test_t01_what_is_refused_after_a_keepalive_is_told_as_it_would_have_been_before():
+def test_t01_a_refusal_after_a_keepalive_has_the_same_error():
     class Late(Teller):
         async def generate(self, ids, sampling, *, seed):
             await asyncio.sleep(0.2)
             raise ContextFull(8, len(ids))
             yield
 
-    async def story():
-        asked = {"model": "m", "max_tokens": 9, "messages": [user("hi")], "stream": True}
+    async def body():
+        options = {"model": "m", "max_tokens": 9, "messages": [user("hi")], "stream": True}
         async with served(Late(), keepalive_s=0.02) as gateway:
             session = await gateway.open()
             async with client_of(session) as client, claude_of(session) as claude:
                 for create, more in (
-                    (client.chat.completions.create, asked),
+                    (client.chat.completions.create, options),
                     (client.completions.create, {"model": "m", "prompt": "hi", "stream": True}),
                     (client.responses.create, {"model": "m", "input": "hi", "stream": True}),
                 ):
@@ -212,23 +212,23 @@ def test_t01_what_is_refused_after_a_keepalive_is_told_as_it_would_have_been_bef
                 with pytest.raises(
                     anthropic.APIStatusError, match="prompt is too long: This model's maximum"
                 ) as caught:
-                    [_ async for _ in await claude.messages.create(**asked)]
+                    [_ async for _ in await claude.messages.create(**options)]
                 assert caught.value.body["error"]["type"] == "invalid_request_error"
 
-    run(story)
+    run(body)
 
 
 def test_t01_anthropic_and_responses_are_served_too():
-    async def story():
+    async def body():
         async with served(Teller(f"Hm. {call(a=1)}")) as gateway:
             session = await gateway.open()
             async with claude_of(session) as claude, client_of(session) as client:
-                said = await claude.messages.create(model="m", max_tokens=99, messages=[user("hi")])
-                assert [block.type for block in said.content] == ["text", "tool_use"]
+                message = await claude.messages.create(model="m", max_tokens=99, messages=[user("hi")])
+                assert [block.type for block in message.content] == ["text", "tool_use"]
                 async with claude.messages.stream(model="m", max_tokens=99, messages=[user("hi")]) as stream:
                     assert (await stream.get_final_message()).content[1].input == {"a": 1}
                 counted = await claude.messages.count_tokens(model="m", messages=[user("hi")])
-                assert counted.input_tokens == said.usage.input_tokens
+                assert counted.input_tokens == message.usage.input_tokens
                 answer = await client.responses.create(model="m", input="hi")
                 assert answer.output_text == "Hm."
                 kinds = [
@@ -238,4 +238,4 @@ def test_t01_anthropic_and_responses_are_served_too():
             dialects = {turn["dialect"] for turn in session.served.describe()["turns"]}
             assert len(dialects) == 2
 
-    run(story)
+    run(body)

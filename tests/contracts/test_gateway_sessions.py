@@ -15,15 +15,17 @@ from tests.gateway.harness import Teller, client_of, run, served, until, user
 
 
 def test_t05_the_life_of_a_session():
-    async def story():
+    async def main():
         async with served() as gateway, aiohttp.ClientSession() as http:
             url = gateway.address
-            status, opened, _ = await asked(http, "POST", f"{url}/sessions")
+            status, session_info, _ = await asked(http, "POST", f"{url}/sessions")
             assert status == 200
-            assert opened["openai_base_url"] == f"{url}/{opened['id']}/v1"
-            stolen = await asked(http, "POST", f"{url}/sessions/{opened['id']}")
-            assert (stolen[0], opened["key"] in str(stolen[1])) == (401, False), "who has seen a URL has no key yet"
-            assert (await asked(http, "POST", f"{url}/sessions/{opened['id']}", key=opened["key"]))[1] == opened
+            assert session_info["openai_base_url"] == f"{url}/{session_info['id']}/v1"
+            stolen = await asked(http, "POST", f"{url}/sessions/{session_info['id']}")
+            assert (stolen[0], session_info["key"] in str(stolen[1])) == (401, False), "a URL alone is not a key"
+            assert (await asked(http, "POST", f"{url}/sessions/{session_info['id']}", key=session_info["key"]))[
+                1
+            ] == session_info
             _, mine, _ = await asked(http, "POST", f"{url}/sessions/trial-1", json={"run": "r", "trial": 1})
             again = await asked(http, "POST", f"{url}/sessions/trial-1", json={"run": "r", "trial": 1})
             assert again[:2] == (200, mine)
@@ -32,7 +34,7 @@ def test_t05_the_life_of_a_session():
             assert mine["key"] not in str(other[1])
             path = f"{url}/sessions/trial-1"
             assert (await asked(http, "GET", f"{url}/sessions/unknown", key=mine["key"]))[0] == 404
-            for key in (None, "", "wrong", opened["key"], mine["key"][:-1]):
+            for key in (None, "", "wrong", session_info["key"], mine["key"][:-1]):
                 for method, at in (("GET", path), ("POST", f"{path}/complete"), ("DELETE", path)):
                     assert (await asked(http, method, at, key=key))[0] == 401
                 body = {"model": "m", "messages": [user("x")]}
@@ -52,37 +54,39 @@ def test_t05_the_life_of_a_session():
             assert {status for status, _, _ in await asyncio.gather(*twice)} <= {200, 404}
             assert (await asked(http, "GET", path, key=mine["key"]))[0] == 404
 
-    run(story)
+    run(main)
 
 
 @pytest.mark.parametrize("id", ["..", "%2e%2e", "a%2Fb", "sessions", ".x", "a b", "x" * 129, "healthz", "é"])
 def test_t05_an_id_is_a_plain_word(id):
-    async def story():
+    async def main():
         async with served() as gateway, aiohttp.ClientSession() as http:
             from yarl import URL
 
             async with http.post(URL(f"{gateway.address}/sessions/{id}", encoded=True)) as answer:
                 assert answer.status in (400, 404, 405)
 
-    run(story)
+    run(main)
 
 
-def test_t05_who_opens_a_session_needs_the_token_if_there_is_one():
-    async def story():
+def test_t05_opening_a_session_needs_the_token_if_there_is_one():
+    async def main():
         async with served(token="a token of the gateway") as gateway, aiohttp.ClientSession() as http:
             assert (await asked(http, "POST", f"{gateway.address}/sessions"))[0] == 401
-            status, opened, _ = await asked(http, "POST", f"{gateway.address}/sessions", key="a token of the gateway")
+            status, session_info, _ = await asked(
+                http, "POST", f"{gateway.address}/sessions", key="a token of the gateway"
+            )
             assert status == 200
-            path = f"{gateway.address}/sessions/{opened['id']}"
+            path = f"{gateway.address}/sessions/{session_info['id']}"
             assert (await asked(http, "GET", path, key="a token of the gateway"))[0] == 200
-            chatting = f"{gateway.address}/{opened['id']}/v1/models"
+            chatting = f"{gateway.address}/{session_info['id']}/v1/models"
             assert (await asked(http, "GET", chatting, key="a token of the gateway"))[0] == 401
 
-    run(story)
+    run(main)
 
 
 def test_t05_sessions_expire():
-    async def story():
+    async def main():
         now = [1000.0]
         async with served(clock=lambda: now[0], ttl_s=60) as gateway:
             session = await gateway.open()
@@ -97,11 +101,11 @@ def test_t05_sessions_expire():
                 with pytest.raises(openai.ConflictError, match="expired"):
                     await chat(client, [user("hi")])
 
-    run(story)
+    run(main)
 
 
 def test_t05_quotas_and_pinned_sampling():
-    async def story():
+    async def main():
         engine, now = Teller("hello"), [0.0]
         async with served(engine, clock=lambda: now[0]) as gateway:
             pinned = SessionConfig(sampling=Sampling(temperature=0.25, max_tokens=4), calls=3, time_s=100)
@@ -112,10 +116,10 @@ def test_t05_quotas_and_pinned_sampling():
                 await chat(client, [user("a")], max_tokens=2)
                 assert engine.calls[-1][2].max_tokens == 2
                 await chat(client, [user("a")])
-                begun = time.monotonic()
+                start = time.monotonic()
                 with pytest.raises(openai.RateLimitError, match="all 3 turns are used up"):
                     await chat(client, [user("a")])
-                assert time.monotonic() - begun < 0.4, "not retried"
+                assert time.monotonic() - start < 0.4, "not retried"
             async with client_of(await gateway.open(config=SessionConfig(tokens=8, time_s=10))) as client:
                 assert (await chat(client, [user("a")])).usage.completion_tokens == 6
                 assert (await chat(client, [user("a")])).usage.completion_tokens == 2
@@ -126,15 +130,15 @@ def test_t05_quotas_and_pinned_sampling():
                 with pytest.raises(openai.RateLimitError, match="10 s are over"):
                     await chat(client, [user("a")])
 
-    run(story)
+    run(main)
 
 
 def test_t05_choices_share_a_quota_or_cost_nothing():
-    async def story():
+    async def main():
         async with served(Teller("hello")) as gateway:
             async with client_of(await gateway.open(config=SessionConfig(tokens=16))) as client:
                 shared = await chat(client, [user("a")], n=2)
-                assert shared.usage.completion_tokens == 12, "each had eight, and took six"
+                assert shared.usage.completion_tokens == 12, "each choice had eight tokens and used six"
                 with pytest.raises(openai.RateLimitError, match="12 of 16 tokens are used up"):
                     await chat(client, [user("a")], n=5)
                 assert (await chat(client, [user("a")], n=4)).usage.completion_tokens == 4
@@ -146,31 +150,31 @@ def test_t05_choices_share_a_quota_or_cost_nothing():
                 with pytest.raises(openai.RateLimitError, match="1 of 3 turns are used up; 3 more"):
                     await chat(client, [user("a")], n=3)
                 await chat(client, [user("a")], n=2)
-            assert len(session.served.describe()["turns"]) == 3, "what was refused is no turn"
+            assert len(session.served.describe()["turns"]) == 3, "a refused call is not a turn"
 
-    run(story)
+    run(main)
 
 
-def test_t05_what_calls_under_way_hold_is_not_called_used_up():
-    async def story():
+def test_t05_quota_held_by_running_calls_is_not_reported_as_used_up():
+    async def main():
         engine = Teller("hello", hold_at=1)
         async with served(engine) as gateway, client_of(await gateway.open(config=SessionConfig(tokens=100))) as client:
             first = asyncio.create_task(chat(client, [user("a")]))
             await engine.held.wait()
             with pytest.raises(
                 openai.RateLimitError, match="0 of 100 tokens are used up, and 100 are reserved"
-            ) as held:
+            ) as stream:
                 await chat(client, [user("b")])
-            assert held.value.response.headers.get("x-should-retry") != "false", "they may be given back"
+            assert stream.value.response.headers.get("x-should-retry") != "false", "it may be released"
             engine.go.set()
             await first
             assert (await chat(client, [user("b")])).usage.completion_tokens == 6
 
-    run(story)
+    run(main)
 
 
-def test_t05_a_retry_has_what_is_left_of_the_quotas():
-    async def story():
+def test_t05_a_retry_gets_the_rest_of_the_quotas():
+    async def main():
         engine, now = Teller("x" * 50, hold_at=1), [0.0]
         retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
         async with served(engine, clock=lambda: now[0]) as gateway:
@@ -186,47 +190,47 @@ def test_t05_a_retry_has_what_is_left_of_the_quotas():
                 engine.hold_at = None
                 both = await chat(client, [user("0")], n=2, **retry)
                 assert [choice.finish_reason for choice in both.choices] == ["length", "length"]
-                assert both.usage.completion_tokens == 40 - sampled + 2, "each choice went on with its share"
+                assert both.usage.completion_tokens == 40 - sampled + 2, "each choice continued with its share"
                 with pytest.raises(openai.RateLimitError, match="all 40 tokens are used up"):
                     await chat(client, [user("1")], **retry)
                 assert session.episode().sampled == 40
                 now[0] += 100
                 again = await chat(client, [user("0")], n=2, **retry)
-                assert again.choices == both.choices, "what is told again costs nothing"
+                assert again.choices == both.choices, "a repeated answer costs nothing"
                 with pytest.raises(openai.RateLimitError, match="100 s are over"):
                     await chat(client, [user("2")], **retry)
 
-    run(story)
+    run(main)
 
 
-def test_t05_a_session_that_ended_holds_no_more_than_can_be_asked_for():
-    async def story():
+def test_t05_a_closed_session_keeps_only_what_can_be_requested():
+    async def main():
         now = [0.0]
         async with served(clock=lambda: now[0], kept_s=100, ttl_s=50) as gateway:
-            left, done = await gateway.open("left"), await gateway.open("done")
-            for session in (left, done):
+            abandoned, completed = await gateway.open("left"), await gateway.open("done")
+            for session in (abandoned, completed):
                 async with client_of(session) as client:
                     await chat(client, [user("hi")])
-            told = await done.close()
-            async with client_of(done) as client:
+            snapshot = await completed.close()
+            async with client_of(completed) as client:
                 with pytest.raises(openai.ConflictError, match="complete"):
                     await chat(client, [user("hi"), user("once more")])
-            live = done.served
-            assert [len(held) for held in (live.dialects, live._calls, live.session.graph._recent)] == [0, 0, 0]
+            live = completed.served
+            assert [len(items) for items in (live.dialects, live._calls, live.session.graph._recent)] == [0, 0, 0]
             now[0] += 60
-            await until(lambda: left.served.status == "expired")
-            assert gateway.find("done").episode() == told
+            await until(lambda: abandoned.served.status == "expired")
+            assert gateway.find("done").episode() == snapshot
             now[0] += 60
             await until(lambda: "done" not in gateway.sessions)
             now[0] += 1000
             await asyncio.sleep(1.2)
-            assert "left" in gateway.sessions, "nobody has been told what it recorded"
+            assert "left" in gateway.sessions, "its record has not been fetched"
 
-    run(story)
+    run(main)
 
 
 def test_t05_calls_beyond_the_concurrency_wait():
-    async def story():
+    async def main():
         engine = Teller("hello", hold_at=1)
         async with (
             served(engine, keepalive_s=0.05) as gateway,
@@ -239,27 +243,27 @@ def test_t05_calls_beyond_the_concurrency_wait():
             engine.go.set()
             assert [text_of(chunks) for chunks in await asyncio.gather(*talks)] == ["hello"] * 5
 
-    run(story)
+    run(main)
 
 
 @pytest.mark.parametrize(
     "config", [{"host": "0.0.0.0"}, {"host": "::"}, {"advertise": "http://0.0.0.0:1"}, {"advertise": "gpu-box"}]
 )
-def test_t10_an_address_that_no_agent_can_use_is_refused_before_anything_starts(config):
-    async def story():
+def test_t10_an_unusable_address_is_refused_at_the_start(config):
+    async def main():
         with pytest.raises(AdvertiseError):
             async with served(**config):
                 pass
 
-    run(story)
+    run(main)
 
 
-def test_t10_agents_are_given_the_advertised_address():
-    async def story():
+def test_t10_agents_get_the_advertised_address():
+    async def main():
         async with served(host="0.0.0.0", advertise="http://gpu-box:8400/") as gateway:
             session = await gateway.open()
             assert session.openai_base_url == f"http://gpu-box:8400/{session.id}/v1"
             assert session.anthropic_base_url == f"http://gpu-box:8400/{session.id}"
 
-    run(story)
+    run(main)
     assert not GatewayConfig().public

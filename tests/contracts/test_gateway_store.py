@@ -1,4 +1,4 @@
-"""Contract T04 of the gateway: what was told is on disk."""
+"""Contract T04 of the gateway: every answered turn is on disk."""
 
 import asyncio
 import shutil
@@ -19,13 +19,13 @@ from tests.gateway.clients import asked, chat, exact, followed, serving, streame
 from tests.gateway.harness import Teller, client_of, run, served, until, user
 
 
-def test_t04_the_intent_is_stored_before_the_engine_is_asked(tmp_path):
-    async def story():
-        engine, seen = Teller(), []
+def test_t04_the_intent_is_stored_before_the_engine_is_called(tmp_path):
+    async def body():
+        engine, rows = Teller(), []
 
         def look():
             with closing(sqlite3.connect(tmp_path / "gateway.db")) as db, db:
-                seen.append(
+                rows.append(
                     (
                         db.execute("SELECT node, ended_at FROM calls").fetchall(),
                         db.execute("SELECT count(*) FROM nodes").fetchone(),
@@ -35,14 +35,14 @@ def test_t04_the_intent_is_stored_before_the_engine_is_asked(tmp_path):
         engine.before = look
         async with served(engine, output=tmp_path) as gateway, client_of(await gateway.open()) as client:
             await chat(client, [user("hi")])
-        assert seen == [([(2, None)], (2,))]
+        assert rows == [([(2, None)], (2,))]
 
-    run(story)
+    run(body)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_t04_the_end_is_told_once_the_turn_is_committed(tmp_path, stream, monkeypatch):
-    async def story():
+def test_t04_the_end_is_sent_once_the_turn_is_committed(tmp_path, stream, monkeypatch):
+    async def body():
         gate = asyncio.Event()
         async with served(output=tmp_path) as gateway:
             session = await gateway.open()
@@ -57,28 +57,28 @@ def test_t04_the_end_is_told_once_the_turn_is_committed(tmp_path, stream, monkey
 
             monkeypatch.setattr(DiskStore, "write", slow)
             async with client_of(session) as client:
-                heard = []
+                events = []
 
                 async def talk():
                     if stream:
-                        await followed(client, [user("hi")], heard)
+                        await followed(client, [user("hi")], events)
                     else:
-                        heard.append(await chat(client, [user("hi")]))
+                        events.append(await chat(client, [user("hi")]))
 
                 talking = asyncio.create_task(talk())
                 await until(lambda: session.served.session.graph.nodes[-1].finish == "stop")
                 await asyncio.sleep(0.1)
-                assert not [answer for answer in heard if answer.choices[0].finish_reason]
+                assert not [answer for answer in events if answer.choices[0].finish_reason]
                 assert not talking.done()
                 gate.set()
                 await talking
-                assert heard[-1].choices[0].finish_reason == "stop"
+                assert events[-1].choices[0].finish_reason == "stop"
 
-    run(story)
+    run(body)
 
 
-def test_t04_a_session_goes_on_after_a_restart(tmp_path):
-    async def story():
+def test_t04_a_session_continues_after_a_restart(tmp_path):
+    async def body():
         async with served(Teller("one"), output=tmp_path) as gateway:
             session = await gateway.open("trial-7", SessionConfig(run="r", trial=7, sampling=Sampling(temperature=0.5)))
             async with client_of(session) as client:
@@ -99,7 +99,7 @@ def test_t04_a_session_goes_on_after_a_restart(tmp_path):
             live = gateway.find("trial-7")
             assert (live.status, live.episode().nodes) == ("complete", episode.nodes)
 
-    run(story)
+    run(body)
 
 
 SERVE = [
@@ -117,12 +117,12 @@ SERVE = [
 
 
 def test_t04_killed_under_load_no_committed_turn_is_lost(tmp_path):
-    """kill -9 while many agents talk; what each of them was told is there, and no turn has tokens that it has not."""
+    """kill -9 under load: every answer that an agent received is stored, and no turn has extra tokens."""
 
     def start():
         return serving([*SERVE, "--output", str(tmp_path)])
 
-    async def agent(http, url, told, number):
+    async def agent(http, url, answers, number):
         async with http.post(f"{url}/sessions/a{number}") as answer:
             session = await answer.json()
         async with client_of(
@@ -137,16 +137,16 @@ def test_t04_killed_under_load_no_committed_turn_is_lost(tmp_path):
                     return session
                 if not chunks or not chunks[-1].choices[0].finish_reason:
                     return session
-                told.setdefault(session["id"], []).append(text_of(chunks))
+                answers.setdefault(session["id"], []).append(text_of(chunks))
                 messages += [{"role": "assistant", "content": text_of(chunks)}, user("more")]
 
-    async def story():
+    async def body():
         process, url = await asyncio.to_thread(start)
-        told, after = {}, None
+        answers, after = {}, None
         try:
             async with aiohttp.ClientSession() as http:
-                agents = [asyncio.create_task(agent(http, url, told, number)) for number in range(8)]
-                await until(lambda: sum(map(len, told.values())) > 40, 30)
+                agents = [asyncio.create_task(agent(http, url, answers, number)) for number in range(8)]
+                await until(lambda: sum(map(len, answers.values())) > 40, 30)
                 process.send_signal(signal.SIGKILL)
                 sessions = await asyncio.gather(*agents)
                 process.wait()
@@ -154,12 +154,14 @@ def test_t04_killed_under_load_no_committed_turn_is_lost(tmp_path):
                 for session in sessions:
                     auth = {"authorization": f"Bearer {session['key']}"}
                     async with http.get(f"{url}/sessions/{session['id']}", headers=auth) as answer:
-                        found = await answer.json()
-                    said = [n["message"]["content"] for n in found["episode"]["nodes"] if n.get("finish") == "stop"]
-                    assert said[: len(told[session["id"]])] == told[session["id"]]
-                    for turn in found["turns"]:
+                        description = await answer.json()
+                    contents = [
+                        n["message"]["content"] for n in description["episode"]["nodes"] if n.get("finish") == "stop"
+                    ]
+                    assert contents[: len(answers[session["id"]])] == answers[session["id"]]
+                    for turn in description["turns"]:
                         assert (turn["verdict"] == "broken") == (turn["finish"] == "cut")
-                    assert found["trainable"] == (found["verdicts"]["broken"] == 0)
+                    assert description["trainable"] == (description["verdicts"]["broken"] == 0)
         finally:
             process.kill()
             if after is not None:
@@ -168,11 +170,11 @@ def test_t04_killed_under_load_no_committed_turn_is_lost(tmp_path):
                 after.stdout.close()
             process.stdout.close()
 
-    run(story)
+    run(body)
 
 
-def test_t04_a_turn_that_cannot_be_recorded_is_not_told(tmp_path, monkeypatch):
-    async def story():
+def test_t04_a_turn_that_cannot_be_recorded_is_not_answered(tmp_path, monkeypatch):
+    async def body():
         async with served(output=tmp_path) as gateway:
             session = await gateway.open()
             write = DiskStore.write
@@ -194,20 +196,20 @@ def test_t04_a_turn_that_cannot_be_recorded_is_not_told(tmp_path, monkeypatch):
                 assert text_of(await streamed(client, [user("a")], **retry)) == "hello"
                 assert len(session.served.describe()["turns"]) == 2
 
-    run(story)
+    run(body)
 
 
 # -- what is shown is what is stored --------------------------------------------------------------------------------
 
 
 def refusing(gateway, refuses=True):
-    """Have the store write nothing, as on a disk that is full or read-only."""
+    """Make every write of the store fail, as on a full or read-only disk."""
     gateway.store._connection.execute(f"PRAGMA query_only = {int(refuses)}")
 
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_t04_a_call_that_never_had_a_slot_is_in_the_snapshot_and_in_the_store(tmp_path, leaves):
-    async def story():
+    async def body():
         engine = Teller("hello", hold_at=2)
         async with served(engine, output=tmp_path) as gateway:
             session = await gateway.open("t", SessionConfig(concurrency=1))
@@ -221,19 +223,19 @@ def test_t04_a_call_that_never_had_a_slot_is_in_the_snapshot_and_in_the_store(tm
                     await until(lambda: session.served.running == 1)
                 await session.close()
                 await asyncio.gather(*talks, return_exceptions=True)
-            told = session.served.verify()
-            assert [turn["sampled_tokens"] for turn in told["turns"]] == [2, 0]
+            verification = session.served.verify()
+            assert [turn["sampled_tokens"] for turn in verification["turns"]] == [2, 0]
         async with served(output=tmp_path) as gateway:
             again = gateway.find("t").verify()
-            assert (again["snapshot"], again["turns"]) == (told["snapshot"], told["turns"])
+            assert (again["snapshot"], again["turns"]) == (verification["snapshot"], verification["turns"])
 
-    run(story)
+    run(body)
 
 
 @pytest.mark.parametrize("fails", ["intent", "result"])
 @pytest.mark.parametrize("closes", [False, True])
-def test_t04_what_a_full_disk_left_out_is_written_once_there_is_room(tmp_path, fails, closes):
-    async def story():
+def test_t04_rows_missed_on_a_full_disk_are_written_later(tmp_path, fails, closes):
+    async def body():
         engine = Teller("hello")
         async with served(engine, output=tmp_path) as gateway:
             session = await gateway.open("t")
@@ -250,21 +252,21 @@ def test_t04_what_a_full_disk_left_out_is_written_once_there_is_room(tmp_path, f
                     await session.close()
                 else:
                     await chat(client, [user("after")])
-                told = session.served.verify()
+                verification = session.served.verify()
                 shutil.copytree(tmp_path, f"{tmp_path}-killed")
-        assert told["verdicts"]["broken"] == 0
-        assert told["turns"][1]["sampled_tokens"] == (0 if fails == "intent" else 6)
+        assert verification["verdicts"]["broken"] == 0
+        assert verification["turns"][1]["sampled_tokens"] == (0 if fails == "intent" else 6)
         async with served(output=tmp_path.with_name(f"{tmp_path.name}-killed")) as gateway:
             again = gateway.find("t").verify()
             for part in ("snapshot", "turns", "rows", "status"):
-                assert again[part] == told[part]
-            assert again["episode"]["nodes"] == told["episode"]["nodes"]
+                assert again[part] == verification[part]
+            assert again["episode"]["nodes"] == verification["episode"]["nodes"]
 
-    run(story)
+    run(body)
 
 
-def test_t04_a_retry_that_could_not_be_recorded_is_once_there_is_room(tmp_path):
-    async def story():
+def test_t04_a_retry_missed_on_a_full_disk_is_written_later(tmp_path):
+    async def body():
         engine = Teller("hello", hold_at=2)
         async with served(engine, output=tmp_path) as gateway:
             session = await gateway.open("t")
@@ -281,11 +283,11 @@ def test_t04_a_retry_that_could_not_be_recorded_is_once_there_is_room(tmp_path):
             (turn,) = gateway.find("t").describe()["turns"]
             assert (turn["verdict"], turn["finish"], turn["sampled_tokens"]) == ("exact", "stop", 6)
 
-    run(story)
+    run(body)
 
 
-def test_t04_nobody_is_given_a_session_that_the_store_does_not_have(tmp_path):
-    async def story():
+def test_t04_no_session_is_opened_that_is_not_in_the_store(tmp_path):
+    async def body():
         async with served(output=tmp_path) as gateway:
             refusing(gateway)
             for _ in range(2):
@@ -302,11 +304,11 @@ def test_t04_nobody_is_given_a_session_that_the_store_does_not_have(tmp_path):
         async with served(output=tmp_path) as gateway:
             assert (await gateway.open("t")).episode().sampled == 6
 
-    run(story)
+    run(body)
 
 
-def test_t04_who_opens_a_session_at_the_same_time_waits_for_the_same_write(tmp_path, monkeypatch):
-    async def story():
+def test_t04_concurrent_opens_of_a_session_wait_for_the_same_write(tmp_path, monkeypatch):
+    async def body():
         async with served(output=tmp_path) as gateway:
             gate, write = asyncio.Event(), DiskStore.write
 
@@ -323,11 +325,11 @@ def test_t04_who_opens_a_session_at_the_same_time_waits_for_the_same_write(tmp_p
                 gate.set()
                 assert len({(await each).key for each in opening}) == 1
 
-    run(story)
+    run(body)
 
 
-def test_t04_a_session_is_closed_once_the_store_knows_it(tmp_path):
-    async def story():
+def test_t04_a_session_is_closed_once_it_is_stored_as_closed(tmp_path):
+    async def body():
         async with served(output=tmp_path) as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open("t")
             async with client_of(session) as client:
@@ -337,16 +339,16 @@ def test_t04_a_session_is_closed_once_the_store_knows_it(tmp_path):
             for _ in range(2):
                 assert (await asked(http, "POST", path, key=session.key, json={"reason": "why"}))[0] == 500
             refusing(gateway, False)
-            status, told, _ = await asked(http, "POST", path, key=session.key)
-            assert (status, told["status"], told["episode"]["reason"]) == (200, "complete", "why")
-            stored = gateway.store.rows("SELECT status, snapshot FROM sessions")
-            assert stored == [("complete", told["snapshot"])]
+            status, answer, _ = await asked(http, "POST", path, key=session.key)
+            assert (status, answer["status"], answer["episode"]["reason"]) == (200, "complete", "why")
+            rows = gateway.store.rows("SELECT status, snapshot FROM sessions")
+            assert rows == [("complete", answer["snapshot"])]
 
-    run(story)
+    run(body)
 
 
-def test_t04_a_session_that_could_not_be_closed_is_not_open_again(tmp_path):
-    async def story():
+def test_t04_a_session_that_could_not_be_closed_does_not_reopen(tmp_path):
+    async def body():
         now = [0.0]
         async with served(output=tmp_path, clock=lambda: now[0], ttl_s=100) as gateway:
             completed, expired = await gateway.open("c"), await gateway.open("e")
@@ -362,11 +364,11 @@ def test_t04_a_session_that_could_not_be_closed_is_not_open_again(tmp_path):
             await until(lambda: "c" not in gateway.sessions and "e" not in gateway.sessions)
             assert [gateway.find(id).status for id in "ce"] == ["complete", "expired"]
 
-    run(story)
+    run(body)
 
 
-def test_t05_closing_goes_on_when_its_client_leaves_and_is_the_same_for_all(tmp_path):
-    async def story():
+def test_t05_closing_continues_when_its_client_disconnects_and_is_idempotent(tmp_path):
+    async def body():
         engine = Teller("hello", hold_at=2)
         async with served(engine, output=tmp_path) as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open("t")
@@ -382,16 +384,16 @@ def test_t05_closing_goes_on_when_its_client_leaves_and_is_the_same_for_all(tmp_
                 with pytest.raises(openai.ConflictError):
                     await talk
             assert {status for status, _, _ in answers} == {200}
-            (snapshot,) = {told["snapshot"] for _, told, _ in answers}
-            told = answers[0][1]
-            assert (told["running"], told["episode"]["reason"], told["verdicts"]["exact"]) == (0, "first", 1)
+            (snapshot,) = {answer["snapshot"] for _, answer, _ in answers}
+            answer = answers[0][1]
+            assert (answer["running"], answer["episode"]["reason"], answer["verdicts"]["exact"]) == (0, "first", 1)
             assert gateway.store.rows("SELECT status, snapshot FROM sessions") == [("complete", snapshot)]
 
-    run(story)
+    run(body)
 
 
-def test_t05_a_session_can_be_deleted_though_nothing_more_can_be_written_of_it(tmp_path):
-    async def story():
+def test_t05_a_session_can_be_deleted_although_it_cannot_be_written(tmp_path):
+    async def body():
         async with served(output=tmp_path) as gateway:
             session = await gateway.open("t")
             async with client_of(session) as client:
@@ -406,11 +408,11 @@ def test_t05_a_session_can_be_deleted_though_nothing_more_can_be_written_of_it(t
             again = await gateway.open("t")
             assert (again.key != session.key, again.episode().sampled) == (True, 0)
 
-    run(story)
+    run(body)
 
 
-def test_t05_a_session_is_gone_also_if_whoever_deletes_it_leaves():
-    async def story():
+def test_t05_a_session_is_deleted_also_if_its_client_disconnects():
+    async def body():
         engine = Teller("hello", hold_at=1)
         async with served(engine) as gateway:
             session = await gateway.open("t")
@@ -424,15 +426,15 @@ def test_t05_a_session_is_gone_also_if_whoever_deletes_it_leaves():
                     await talk
             await until(lambda: not gateway.sessions)
 
-    run(story)
+    run(body)
 
 
 # -- turns that failed ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_t02_a_turn_that_failed_is_as_good_as_its_prompt_once_a_retry_ends_it_after_a_restart(tmp_path, old):
-    async def story():
+def test_t02_a_failed_turn_is_exact_once_a_retry_completes_it_after_a_restart(tmp_path, old):
+    async def body():
         engine = Teller("hello")
         async with served(engine, output=tmp_path) as gateway:
             session = await gateway.open("t")
@@ -451,15 +453,15 @@ def test_t02_a_turn_that_failed_is_as_good_as_its_prompt_once_a_retry_ends_it_af
             async with client_of(session) as client:
                 answer = await chat(client, [user("b")], extra_headers={"x-stainless-retry-count": "1"})
                 assert answer.choices[0].message.content == "hello"
-            told = session.served.describe()
-            assert [turn["verdict"] for turn in told["turns"]] == ["exact", "exact" if old else "forked"]
-            assert told["trainable"]
+            description = session.served.describe()
+            assert [turn["verdict"] for turn in description["turns"]] == ["exact", "exact" if old else "forked"]
+            assert description["trainable"]
 
-    run(story)
+    run(body)
 
 
 def as_format_2(output):
-    """What a store was before failures had columns of their own."""
+    """A store from before failures had their own columns."""
     with closing(sqlite3.connect(output / "gateway.db")) as store, store:
         store.execute(
             "UPDATE calls SET verdict = 'broken', reason = failure, token = failed_at WHERE failure IS NOT NULL"

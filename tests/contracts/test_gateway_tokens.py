@@ -1,4 +1,4 @@
-"""Contracts T02 and T03 of the gateway: tokens exactly as they were sampled, each once."""
+"""Contracts T02 and T03 of the gateway: exactly the sampled tokens, each once."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from tests.gateway.harness import ADD, END, Teller, call, client_of, run, served
 
 
 def test_t02_t03_a_conversation_is_spliced_and_exported_once():
-    async def story():
+    async def body():
         engine = Teller(lambda prompt: f"turn {prompt.count('assistant')} {call(b=1, a=2)}")
         async with served(engine) as gateway:
             session = await gateway.open()
@@ -17,20 +17,23 @@ def test_t02_t03_a_conversation_is_spliced_and_exported_once():
                 for _ in range(4):
                     message = (await chat(client, messages, tools=[ADD])).choices[0].message
                     arguments = json.loads(message.tool_calls[0].function.arguments)
-                    sent = message.model_dump(exclude_none=True)
-                    sent["content"] = f" {sent['content']}\n"
-                    sent["tool_calls"][0]["function"]["arguments"] = json.dumps(
+                    message_again = message.model_dump(exclude_none=True)
+                    message_again["content"] = f" {message_again['content']}\n"
+                    message_again["tool_calls"][0]["function"]["arguments"] = json.dumps(
                         dict(sorted(arguments.items())), indent=1
                     )
-                    messages += [sent, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}]
+                    messages += [
+                        message_again,
+                        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"},
+                    ]
             assert session.served.describe()["verdicts"] == {"exact": 4, "bridged": 0, "forked": 0, "broken": 0}
             assert len(exact(engine, session).rows()) == 1
 
-    run(story)
+    run(body)
 
 
-def test_t02_verdicts_say_what_parted_and_where():
-    async def story():
+def test_t02_verdicts_name_the_difference_and_its_place():
+    async def body():
         engine = Teller("hello there")
         async with served(engine) as gateway:
             session = await gateway.open()
@@ -42,17 +45,17 @@ def test_t02_verdicts_say_what_parted_and_where():
             turns = session.served.describe()["turns"]
             assert [turn["verdict"] for turn in turns] == ["exact", "bridged", "forked", "forked"]
             bridged, forked, other = (turn["token"] for turn in turns[1:])
-            assert engine.calls[1][0][bridged] == END, "the end that nobody sampled"
+            assert engine.calls[1][0][bridged] == END, "the end token that was not sampled"
             assert bytes(engine.calls[2][0][forked - 4 : forked + 1]) == b"helli"
             assert bytes(engine.calls[3][0][other : other + 1]) == b"z"
             assert "message 2" in turns[2]["reason"]
             exact(engine, session)
 
-    run(story)
+    run(body)
 
 
-def test_t02_raw_text_goes_on_from_what_was_sampled():
-    async def story():
+def test_t02_raw_text_continues_from_the_sampled_ids():
+    async def body():
         engine = Teller(lambda prompt: "xyz")
         async with served(engine) as gateway:
             session = await gateway.open()
@@ -64,14 +67,20 @@ def test_t02_raw_text_goes_on_from_what_was_sampled():
             turns = session.served.describe()["turns"]
             assert [turn["verdict"] for turn in turns] == ["exact", "exact", "exact", "forked", "forked"]
             assert turns[-1]["token"] == 2
-            assert [bytes(given) for given, *_ in engine.calls] == [b"ab", b"abxyc", b"abxycxyz", b"abq", b"abq"]
+            assert [bytes(prompt_ids) for prompt_ids, *_ in engine.calls] == [
+                b"ab",
+                b"abxyc",
+                b"abxycxyz",
+                b"abq",
+                b"abq",
+            ]
             assert len(exact(engine, session).rows()) == 3
 
-    run(story)
+    run(body)
 
 
-def test_t03_turns_that_were_left_and_sub_agents_are_exported():
-    async def story():
+def test_t03_abandoned_turns_and_sub_agents_are_exported():
+    async def body():
         engine = Teller("hello")
         async with served(engine) as gateway:
             session = await gateway.open()
@@ -80,4 +89,4 @@ def test_t03_turns_that_were_left_and_sub_agents_are_exported():
                 await chat(client, [user("agent 0"), user("and again")])
             assert exact(engine, session).sampled == 9 * 6
 
-    run(story)
+    run(body)

@@ -1,4 +1,4 @@
-"""Contract T06 of the gateway: new weights while calls are under way."""
+"""Contract T06 of the gateway: new weights while calls are running."""
 
 import asyncio
 import json
@@ -15,8 +15,8 @@ from tests.gateway.relay.harness import TOKEN
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_t06_running_calls_are_held_kept_alive_and_go_on_under_the_new_version(count):
-    async def story():
+def test_t06_running_calls_are_paused_and_continue_under_the_new_version(count):
+    async def main():
         engines = [slow_engine() for _ in range(count)]
         engine = engines[0]
         if count > 1:
@@ -42,9 +42,11 @@ def test_t06_running_calls_are_held_kept_alive_and_go_on_under_the_new_version(c
                 async with http.post(
                     f"{gateway.address}/weights", json={"source": None, "version": 5}, headers=admin
                 ) as answer:
-                    told = await answer.json()
-                assert told["version"] == 5
-                assert [each["state"] for each in told.get("engines", [])] == ["serving"] * (count if count > 1 else 0)
+                    result = await answer.json()
+                assert result["version"] == 5
+                assert [each["state"] for each in result.get("engines", [])] == ["serving"] * (
+                    count if count > 1 else 0
+                )
                 lines += [line async for line in stream.content]
                 assert (await whole).choices[0].message.content == COUNTED
             data = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
@@ -54,30 +56,30 @@ def test_t06_running_calls_are_held_kept_alive_and_go_on_under_the_new_version(c
                 assert (zero, five, old + new) == (0, 5, len(COUNTED) + 1)
             assert session.served.describe()["trainable"]
 
-    run(story)
+    run(main)
 
 
-def test_t06_in_python_and_without_anybody_there():
-    async def story():
+def test_t06_from_python_and_without_running_calls():
+    async def main():
         async with served(slow_engine("hi")) as gateway:
             session = await gateway.open()
             await gateway.pause()
             await gateway.pause()
             async with client_of(session) as client:
-                held = asyncio.create_task(chat(client, [user("a")]))
+                call = asyncio.create_task(chat(client, [user("a")]))
                 await asyncio.sleep(0.1)
-                assert not held.done()
+                assert not call.done()
                 await gateway.update(1)
-                await held
+                await call
                 await gateway.update(2)
                 await chat(client, [user("b")])
             assert spans_of(session.episode()) == [(3, 1), (3, 2)]
 
-    run(story)
+    run(main)
 
 
-def test_t06_who_has_not_the_token_changes_nothing():
-    async def story():
+def test_t06_a_request_without_the_token_changes_nothing():
+    async def main():
         for token in (TOKEN, None):
             async with served(token=token) as gateway, aiohttp.ClientSession() as http:
                 session = await gateway.open()
@@ -94,23 +96,27 @@ def test_t06_who_has_not_the_token_changes_nothing():
                 assert gateway.engine.version == 0
                 if token is None:
                     continue
-                wrong = ({"version": 1, "paused": 1}, {"version": 1, "source": 7}, {"version": 1, "source": {"w": []}})
-                for body in ({}, {"version": "1"}, {"version": -1}, {"version": True}, *wrong):
+                bad_updates = (
+                    {"version": 1, "paused": 1},
+                    {"version": 1, "source": 7},
+                    {"version": 1, "source": {"w": []}},
+                )
+                for body in ({}, {"version": "1"}, {"version": -1}, {"version": True}, *bad_updates):
                     headers = {"authorization": f"Bearer {TOKEN}"}
                     async with http.post(f"{gateway.address}/weights", json=body, headers=headers) as answer:
                         assert answer.status == 400
 
-    run(story)
+    run(main)
 
 
-def test_t06_an_engine_that_cannot_take_the_weights_is_left_out_and_weights_that_none_can_take_are_refused():
+def test_t06_an_engine_that_cannot_load_the_weights_is_excluded_and_unloadable_weights_are_refused():
     class Picky(Teller):
         async def load_weights(self, source, version):
             if source != "good":
                 raise EngineError(f"{source}: no such file")
             self.version = version
 
-    async def story():
+    async def main():
         fleet = Fleet(FleetSettings(type="fleet", check_s=60), Path())
         for name, engine in (("any", Teller()), ("picky", Picky())):
             fleet.add(name, engine)
@@ -122,9 +128,9 @@ def test_t06_an_engine_that_cannot_take_the_weights_is_left_out_and_weights_that
                 async with http.post(f"{gateway.address}/weights", json=body, headers=headers) as answer:
                     return answer.status, await answer.json()
 
-            status, told = await update("bad", 1)
+            status, result = await update("bad", 1)
             assert status == 200
-            states = {each["name"]: each["state"] for each in told["engines"]}
+            states = {each["name"]: each["state"] for each in result["engines"]}
             assert states["any"] == "serving"
             assert "version 0, not 1 (bad: no such file)" in states["picky"]
             session = await gateway.open()
@@ -132,14 +138,14 @@ def test_t06_an_engine_that_cannot_take_the_weights_is_left_out_and_weights_that
                 for text in "abcdef":
                     await chat(client, [user(text)])
             assert {version for _, version in spans_of(session.episode())} == {1}
-            status, told = await update("good", 2)
-            assert [each["version"] for each in told["engines"]] == [2, 2]
+            status, result = await update("good", 2)
+            assert [each["version"] for each in result["engines"]] == [2, 2]
         async with served(Picky(), token=TOKEN) as gateway, aiohttp.ClientSession() as http:
-            status, told = await update("bad", 1)
+            status, result = await update("bad", 1)
             assert (status, gateway.engine.version) == (503, 0)
-            assert "no such file" in told["error"]["message"]
+            assert "no such file" in result["error"]["message"]
             async with client_of(await gateway.open()) as client:
                 await chat(client, [user("still there")])
         await fleet.close()
 
-    run(story)
+    run(main)

@@ -1,4 +1,4 @@
-"""Ways to ask a gateway: through the SDKs, over bare HTTP, and in a process of its own."""
+"""Clients of a gateway: SDKs, plain HTTP, and a gateway in a separate process."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 
 
 def serving(words):
-    """A gateway in a process of its own, and its address."""
+    """A gateway in a separate process, and its address."""
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
     if line := process.stdout.readline():
         return process, line.split()[3].rstrip(";")
@@ -24,10 +24,10 @@ async def streamed(client, messages, **more):
     return [chunk async for chunk in await chat(client, messages, stream=True, **more)]
 
 
-async def followed(client, messages, heard):
-    """Streams into a list, so that what was heard before an error is there after it."""
+async def followed(client, messages, chunks):
+    """Stream into a list, so that chunks before an error are kept."""
     async for chunk in await chat(client, messages, stream=True):
-        heard.append(chunk)
+        chunks.append(chunk)
 
 
 def text_of(chunks):
@@ -43,8 +43,8 @@ async def asked(http, method, url, *, key=None, **more):
 COUNTED = " ".join(map(str, range(100)))
 
 
-def slow_engine(said=COUNTED):
-    return ScriptedEngine(ScriptedConfig(replies=(said,), slip=0.0, token_s=0.005), Path())
+def slow_engine(reply=COUNTED):
+    return ScriptedEngine(ScriptedConfig(replies=(reply,), slip=0.0, token_s=0.005), Path())
 
 
 def spans_of(episode):
@@ -52,9 +52,9 @@ def spans_of(episode):
 
 
 def exact(engine, session):
-    """What the engine was given and gave is what the paths through the episode hold."""
+    """Check that the engine's prompts and tokens are exactly the paths of the episode."""
     episode = session.episode()
     paths = {tuple(t for i in episode.path(n) for t in episode.nodes[i].ids) for n in range(1, len(episode.nodes))}
-    assert {(*given, *gave) for given, gave, *_ in engine.calls} <= paths
+    assert {(*prompt, *sampled) for prompt, sampled, *_ in engine.calls} <= paths
     assert sum(sum(row.response_mask) for row in episode.rows()) == episode.sampled
     return episode

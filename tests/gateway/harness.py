@@ -1,4 +1,4 @@
-"""A gateway with an engine that says what a test wants, a token at a time."""
+"""A gateway with an engine that gives planned replies, a token at a time."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -25,7 +25,7 @@ def call(name="add", **arguments):
 
 
 class Teller(Engine):
-    """Says `says(prompt)`, a token per chunk; `hold_at` tokens it waits for `go`, `fail_at` tokens it fails."""
+    """Samples `says(prompt)`, a token per chunk; waits for `go` after `hold_at` tokens and fails after `fail_at`."""
 
     def __init__(self, says="hello", *, hold_at=None, fail_at=None, room=None):
         super().__init__(EngineConfig(type="teller"), Path())
@@ -39,25 +39,25 @@ class Teller(Engine):
         self.before()
         if self.room is not None and len(ids) >= self.room:
             raise ContextFull(self.room, len(ids))
-        gave = []
-        self.calls.append((tuple(ids), gave, sampling, seed))
+        sampled = []
+        self.calls.append((tuple(ids), sampled, sampling, seed))
         text = self.tokenizer.decode(ids)
         start = text.rfind("<|im_start|>assistant\n")
-        prompt, said = (text, "") if start < 0 else (text[:start], text[start + len("<|im_start|>assistant\n") :])
-        tokens = [*self.tokenizer.encode(self.says(prompt)), END][len(self.tokenizer.encode(said)) :]
+        prompt, reply = (text, "") if start < 0 else (text[:start], text[start + len("<|im_start|>assistant\n") :])
+        tokens = [*self.tokenizer.encode(self.says(prompt)), END][len(self.tokenizer.encode(reply)) :]
         self.running += 1
         try:
             for token in tokens[: sampling.max_tokens]:
                 await asyncio.sleep(0)
-                if self.hold_at is not None and len(gave) == self.hold_at:
+                if self.hold_at is not None and len(sampled) == self.hold_at:
                     self.held.set()
                     await self.go.wait()
-                if self.fail_at is not None and len(gave) == self.fail_at:
+                if self.fail_at is not None and len(sampled) == self.fail_at:
                     self.fail_at = None
                     raise EngineError("out of memory")
-                gave.append(token)
+                sampled.append(token)
                 last = token == tokens[-1]
-                full = len(gave) == sampling.max_tokens
+                full = len(sampled) == sampling.max_tokens
                 yield Chunk((token,), (-0.5,), self.version, "stop" if last else "length" if full else None)
         finally:
             self.running -= 1
@@ -95,8 +95,8 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def run(story):
-    return asyncio.run(asyncio.wait_for(story(), 60))
+def run(body):
+    return asyncio.run(asyncio.wait_for(body(), 60))
 
 
 async def until(condition, timeout_s=5.0):

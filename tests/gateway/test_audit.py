@@ -1,4 +1,4 @@
-"""The audit: what was captured agrees with a forward pass, and whatever was changed since is found out."""
+"""The audit: captured logprobs agree with a forward pass, and later changes are detected."""
 
 import asyncio
 import json
@@ -50,23 +50,23 @@ async def talked(engine, output, *, weights=None):
         for sampling in SAMPLINGS:
             session = await gateway.open(config=SessionConfig(sampling=Sampling(max_tokens=24, **sampling)))
             async with client_of(session) as client:
-                said, ask = [user("one")], client.chat.completions.create
+                history, ask = [user("one")], client.chat.completions.create
                 for more in ("two", "three"):
-                    answer = await ask(model="m", messages=said)
-                    said = [*said, answer.choices[0].message.model_dump(exclude_none=True), user(more)]
-                await ask(model="m", messages=[said[0], user("another way")], n=2)
+                    answer = await ask(model="m", messages=history)
+                    history = [*history, answer.choices[0].message.model_dump(exclude_none=True), user(more)]
+                await ask(model="m", messages=[history[0], user("another way")], n=2)
         if weights is not None:
             await engine.pause()
             await engine.load_weights(weights, 5)
             await engine.resume()
             async with client_of(session) as client:
-                await client.chat.completions.create(model="m", messages=[*said, user("after the update")])
+                await client.chat.completions.create(model="m", messages=[*history, user("after the update")])
     await engine.close()
 
 
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory):
-    """A gateway's output, with a checkpoint of the weights that it had last; nobody may change it."""
+    """A gateway's output, with a checkpoint of its last weights; tests must not change it."""
     directory = tmp_path_factory.mktemp("audit")
     engine = TransformersEngine(TransformersConfig(model="tiny", threads=1), directory)
     (directory / "weights").mkdir()
@@ -76,7 +76,7 @@ def captured(tmp_path_factory):
 
 
 def changed(captured, tmp_path, column, change):
-    """A copy in which one number of the longest sampled turn is another."""
+    """A copy with one changed number in the longest sampled turn."""
     with closing(sqlite3.connect(captured / "gw" / "gateway.db")) as source:
         (tmp_path / "gw").mkdir()
         with closing(sqlite3.connect(tmp_path / "gw" / "gateway.db")) as copy:
@@ -91,19 +91,19 @@ def changed(captured, tmp_path, column, change):
     return tmp_path / "gw"
 
 
-def test_what_was_captured_is_what_was_sampled(captured):
+def test_captured_turns_pass_the_audit(captured):
     turns, result = reported(captured / "gw", "--engine", "tiny", "--weights", captured / "weights")
     assert result["turns"] == len(turns) == len(SAMPLINGS) * 4 + 1
     assert result["tokens"] == sum(turn["tokens"] for turn in turns) > 300
     assert {turn["version"] for turn in turns} == {0, 5}
     assert result["mean"] < 1e-5
     assert result["largest"] < 1e-4
-    said = audited(captured / "gw", "--engine", "tiny", "--weights", captured / "weights")
-    assert said.exit_code == 0
-    assert "what was captured is what was sampled" in said.stdout
+    audit = audited(captured / "gw", "--engine", "tiny", "--weights", captured / "weights")
+    assert audit.exit_code == 0
+    assert "what was captured is what was sampled" in audit.stdout
 
 
-def test_turns_whose_weights_are_not_at_hand_are_left_out_and_counted(captured):
+def test_turns_without_available_weights_are_skipped_and_counted(captured):
     _, result = reported(captured / "gw", "--engine", "tiny")
     assert result["left_out"] == {"5": 1}
     assert result["turns"] == len(SAMPLINGS) * 4
@@ -111,36 +111,36 @@ def test_turns_whose_weights_are_not_at_hand_are_left_out_and_counted(captured):
     assert "--weights 5=DIR" in audited(captured / "gw", "--engine", "tiny").stdout
 
 
-def test_the_weights_of_another_version_are_found_out(captured, tmp_path):
+def test_the_weights_of_another_version_are_detected(captured, tmp_path):
     save_file(tiny(seed=4).state_dict(), tmp_path / "other.safetensors")
     _, result = reported(captured / "gw", "--engine", "tiny", "--weights", f"5={tmp_path / 'other.safetensors'}")
     assert not result["good"]
-    asked = audited(captured / "gw", "--engine", "tiny", "--weights", tmp_path / "other.safetensors")
-    assert asked.exit_code == 2
-    assert "write VERSION=" in " ".join(asked.stderr.replace("│", "").split())
+    audit = audited(captured / "gw", "--engine", "tiny", "--weights", tmp_path / "other.safetensors")
+    assert audit.exit_code == 2
+    assert "write VERSION=" in " ".join(audit.stderr.replace("│", "").split())
 
 
 @pytest.mark.parametrize("by", [0.01, -0.01, 1.0])
-def test_a_changed_logprob_is_found_out(captured, tmp_path, by):
+def test_a_changed_logprob_is_detected(captured, tmp_path, by):
     turns, result = reported(changed(captured, tmp_path, "logprobs", lambda old: old + by), "--engine", "tiny")
     assert not result["good"]
     assert len([turn for turn in turns if turn["largest"] > 1e-3]) == 1, "the turn is named"
-    assert result["mean"] < 1e-2, "although all others are right"
+    assert result["mean"] < 1e-2, "all others are correct"
 
 
-def test_a_changed_id_is_found_out(captured, tmp_path):
+def test_a_changed_id_is_detected(captured, tmp_path):
     output = changed(captured, tmp_path, "ids", lambda old: (old + 1) % 256)
     done = audited(output, "--engine", "tiny")
     assert done.exit_code == 1
     assert "NOT what was sampled" in done.stdout
 
 
-def test_an_id_that_the_model_does_not_have_is_named(captured, tmp_path):
+def test_an_id_outside_the_vocabulary_is_named(captured, tmp_path):
     done = CliRunner().invoke(app, ["audit", str(changed(captured, tmp_path, "ids", lambda _: 4711)), "-e", "tiny"])
     assert "4711 is not a token of 'tiny'" in str(done.exception)
 
 
-def test_what_cannot_be_looked_at_is_said(captured, tmp_path):
+def test_unreadable_inputs_are_reported(captured, tmp_path):
     assert "set it to tiny" in " ".join(audited(captured / "gw").stderr.replace("│", "").split())
     assert "not a model for a forward pass" in " ".join(audited(captured / "gw", "-e", "scripted").stderr.split())
     asyncio.run(_nobody_came(tmp_path / "empty"))
@@ -218,10 +218,10 @@ def test_a_training_is_audited_version_by_version(tmp_path, agent, left_out):
     assert result["good"]
     if not left_out:
         _, result = reported(tmp_path / "out", "--weights", f"2={tmp_path / 'out/train/checkpoints/step-000004'}")
-        assert not result["good"], "each version was sampled with weights of its own"
+        assert not result["good"], "each version is compared with its own weights"
 
 
-def test_off_by_knows_the_edge_of_top_p():
+def test_off_by_allows_for_rounding_at_the_edge_of_top_p():
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
     at_edge = Sampling(top_p=0.8 + 1e-6)
     within = float(torch.log(torch.tensor(0.5 / 0.8)))
@@ -235,7 +235,7 @@ def test_off_by_knows_the_edge_of_top_p():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_smollm2_is_captured_to_a_thousandth(tmp_path):
+def test_smollm2_is_captured_to_within_a_thousandth(tmp_path):
     engine = TransformersEngine(TransformersConfig(model="smollm2"), tmp_path)
     asyncio.run(talked(engine, tmp_path / "gw"))
     turns, result = reported(tmp_path / "gw", "--engine", "smollm2")
@@ -246,7 +246,7 @@ def test_smollm2_is_captured_to_a_thousandth(tmp_path):
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0)])
-def test_what_is_no_number_is_never_within_a_tolerance(sampling):
+def test_nan_is_never_within_a_tolerance(sampling):
     logits = torch.tensor([1.0, 2.0, float("nan")])
     assert difference(logits[:2], 1, float("nan"), sampling) == float("inf")
     assert difference(logits, 2, 0.0, sampling) == float("inf")

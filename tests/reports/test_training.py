@@ -185,7 +185,7 @@ def test_one_newly_solved_task_of_many_may_be_chance(training):
 
 def test_only_tasks_that_both_evaluations_scored_are_compared(training):
     training.examine(0, [0.0, 0.0, *[0.5] * 6])
-    training.examine(5, [0.0, 0.0, *[0.6] * 6], lost=2)
+    training.examine(5, [0.0, 0.0, *[0.6] * 6], faults=2)
     digest = read_training(training.ledger)
     assert digest.change == pytest.approx((0.1, 0.1, 0.1))
     assert any(
@@ -264,7 +264,7 @@ def test_without_held_out_tasks_there_is_no_verdict(training, tmp_path):
 
 
 def test_an_evaluation_without_a_reward_is_not_zero(training):
-    training.examine(0, [0.5] * 2, lost=2)
+    training.examine(0, [0.5] * 2, faults=2)
     digest = read_training(training.ledger)
     assert digest.measured == []
     assert verdict(digest).startswith("No evaluation has a reward")

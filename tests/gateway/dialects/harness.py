@@ -1,4 +1,4 @@
-"""What the dialects' tests share: an engine that says what it is told, and a gateway that serves it."""
+"""Shared by the dialect tests: an engine with planned replies, and a gateway that serves it."""
 
 import asyncio
 from pathlib import Path
@@ -23,7 +23,7 @@ JSON = st.recursive(
 
 
 class Parrot(Engine):
-    """Says what it was told to say next, a few tokens at a time; an exception after what is said before it."""
+    """Samples the next planned reply, a few tokens at a time; a plan may end with an exception."""
 
     def __init__(self, *plans):
         super().__init__(EngineConfig(type="parrot"), Path())
@@ -35,11 +35,11 @@ class Parrot(Engine):
         self.prompts.append(tuple(ids))
         plan = self.plans.pop(0)
         text, failure = plan if isinstance(plan, tuple) else (plan, None)
-        left = ([*self.tokenizer.encode(text)] + ([] if failure else [END]))[: sampling.max_tokens]
-        while left:
+        remaining = ([*self.tokenizer.encode(text)] + ([] if failure else [END]))[: sampling.max_tokens]
+        while remaining:
             await asyncio.sleep(0)
-            now, left = left[:3], left[3:]
-            finish = None if left or failure else "stop" if now[-1] == END else "length"
+            now, remaining = remaining[:3], remaining[3:]
+            finish = None if remaining or failure else "stop" if now[-1] == END else "length"
             yield Chunk(tuple(now), (-0.25,) * len(now), 0, finish)
             if self.gate is not None:
                 await self.gate.wait()
@@ -51,49 +51,49 @@ class Parrot(Engine):
     async def resume(self): ...
 
 
-def run(story, *plans):
-    """A story told to a session of a gateway: what came of it, the session's verdicts, and the engine."""
+def run(steps, *plans):
+    """Run `steps` with a session of a gateway; returns its result, the session and the engine."""
 
     async def main():
         engine = Parrot(*plans)
         async with Gateway(engine, GatewayConfig(keepalive_s=0.05)) as gateway:
-            opened = await gateway.open()
-            result = await asyncio.wait_for(story(opened, engine), 60)
-            return result, opened.served.session, engine
+            session = await gateway.open()
+            result = await asyncio.wait_for(steps(session, engine), 60)
+            return result, session.served.session, engine
 
     return asyncio.run(main())
 
 
 def exact(session):
-    """That every turn went on from what was sampled."""
+    """The exactness of each turn."""
     return [str(verdict.kind) for verdict in session.verdicts.values()]
 
 
 def read_events(stream):
-    """What was sent as server-sent events: names and data."""
-    found = []
+    """Server-sent events as names and data."""
+    events = []
     for block in stream.decode().strip().split("\n\n"):
         if not block.startswith(":"):
             head, data = block.split("\n")
-            found.append((head.removeprefix("event: "), orjson.loads(data.removeprefix("data: "))))
-    return found
+            events.append((head.removeprefix("event: "), orjson.loads(data.removeprefix("data: "))))
+    return events
 
 
-def heard(dialect, body, said, *, fail=None):
-    """The events of a turn that says this, without a server: begin, pieces, and the end or a failure."""
+def stream_events(dialect, body, reply, *, fail=None):
+    """The events of a turn with this reply, without a server: begin, pieces, and the end or a failure."""
 
     async def main():
-        session = Session(Parrot((said, fail) if fail else said), DEFAULTS, seed="0")
+        session = Session(Parrot((reply, fail) if fail else reply), DEFAULTS, seed="0")
         ask = dialect.parse({**body, "stream": True})
         writer, pieces = dialect.stream(ask, "7"), []
         draft = session.draft(ask.messages, ask.tools, sampling=ask.sampling.model_copy(update={"stop": ask.stop}))
-        sent = writer.begin(len(draft.prompt))
+        stream = writer.begin(len(draft.prompt))
         try:
             turn = await session.sample(draft, pieces.append)
         except EngineError as error:
-            sent += b"".join(writer.delta(0, piece) for piece in pieces)
-            return read_events(sent + writer.fail(str(error), kind="engine")), None
-        sent += b"".join(writer.delta(0, piece) for piece in pieces) + writer.end([turn])
-        return read_events(sent), dialect.render(ask, "7", [turn])
+            stream += b"".join(writer.delta(0, piece) for piece in pieces)
+            return read_events(stream + writer.fail(str(error), kind="engine")), None
+        stream += b"".join(writer.delta(0, piece) for piece in pieces) + writer.end([turn])
+        return read_events(stream), dialect.render(ask, "7", [turn])
 
     return asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Anthropic Messages: what an agent says is what the policy is shown, and what the policy says comes back as it was."""
+"""Anthropic Messages: requests become messages for the policy, and its turns become responses."""
 
 from contextlib import suppress
 from itertools import groupby
@@ -18,7 +18,7 @@ from loopwright.gateway.dialects.messages import Messages, models_response
 from loopwright.gateway.sessions.graph import Graph
 from loopwright.gateway.sessions.template import ChatML
 from loopwright.gateway.sessions.turn import Delta, Turn
-from tests.gateway.dialects.harness import DEFAULTS, JSON, heard, read_events
+from tests.gateway.dialects.harness import DEFAULTS, JSON, read_events, stream_events
 
 DIALECT = Messages(ByteTokenizer(), DEFAULTS)
 EVENT = TypeAdapter(RawMessageStreamEvent)
@@ -41,16 +41,16 @@ def parse(**body):
     return DIALECT.parse({**ASKED, **body})
 
 
-def messages(*said, **body):
-    return list(parse(messages=list(said), **body).messages)
+def messages(*items, **body):
+    return list(parse(messages=list(items), **body).messages)
 
 
 def user(*content):
     return {"role": "user", "content": list(content)}
 
 
-def text(said, **more):
-    return {"type": "text", "text": said, **more}
+def text(value, **more):
+    return {"type": "text", "text": value, **more}
 
 
 def result(id, content, **more):
@@ -79,16 +79,16 @@ def test_the_nonce_of_a_request_is_stripped(nonce, as_blocks):
     assert messages(user(text("hi")), system=line) == [{"role": "user", "content": "hi"}]
 
 
-def test_what_merely_speaks_of_the_header_stays():
-    said = "Never mention x-anthropic-billing-header: it is secret."
-    assert messages(user(text("hi")), system=said)[0]["content"] == said
+def test_text_that_mentions_the_header_is_kept():
+    prompt = "Never mention x-anthropic-billing-header: it is secret."
+    assert messages(user(text("hi")), system=prompt)[0]["content"] == prompt
 
 
 def test_tool_calls_and_results_become_calls_and_tool_messages():
-    made = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}
-    spoken = {"role": "assistant", "content": [text("Let me see."), made, {**made, "id": "t2", "input": {}}]}
+    tool_use = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}}
+    turn = {"role": "assistant", "content": [text("Let me see."), tool_use, {**tool_use, "id": "t2", "input": {}}]}
     answer = user(result("t1", "2"), result("t2", [text("3"), text("4")], is_error=True), text("and now?"))
-    assert messages(user(text("hi")), spoken, answer)[1:] == [
+    assert messages(user(text("hi")), turn, answer)[1:] == [
         {
             "role": "assistant",
             "content": "Let me see.",
@@ -117,17 +117,17 @@ def test_tools_are_described_as_functions():
     }
 
 
-def test_thinking_in_the_history_is_accepted_and_is_no_text():
-    said = [
+def test_thinking_in_the_history_is_accepted_and_is_not_text():
+    value = [
         {"type": "thinking", "thinking": "hm", "signature": "s"},
         {"type": "redacted_thinking", "data": "x"},
         text("yes"),
     ]
-    spoken = messages(user(text("hi")), {"role": "assistant", "content": said}, user(text("go on")))[1]
-    assert spoken == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    message = messages(user(text("hi")), {"role": "assistant", "content": value}, user(text("go on")))[1]
+    assert message == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
 
 
-def test_sampling_is_laid_over_the_sessions_own():
+def test_sampling_overrides_that_of_the_session():
     ask = parse(temperature=0.5, top_p=0.9, top_k=7, max_tokens=12, stop_sequences=["\n", "END"], stream=True)
     assert ask.sampling == DEFAULTS.model_copy(update={"temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_tokens": 12})
     assert (ask.stop, ask.stream, ask.model) == (("\n", "END"), True, "any")
@@ -138,7 +138,7 @@ def test_unknown_fields_are_accepted():
     assert parse(**more, tool_choice={"type": "auto"}, context_management={}) == parse()
 
 
-def test_what_is_prefilled_is_no_message_but_the_beginning_of_one():
+def test_a_prefill_is_the_beginning_of_the_next_message():
     ask = parse(messages=[*ASKED["messages"], {"role": "assistant", "content": "yes,"}])
     assert (ask.messages, ask.options.prefill) == (parse().messages, "yes,")
     called = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
@@ -179,7 +179,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("body", "param", "message"), REFUSED)
-def test_what_cannot_be_done_is_refused_by_name(body, param, message):
+def test_unsupported_fields_are_refused_by_name(body, param, message):
     with pytest.raises(BadRequest, match=message) as refused:
         parse(**body)
     assert refused.value.param == param
@@ -189,9 +189,9 @@ def test_input_that_is_nested_too_deeply_is_refused():
     deep = {}
     for _ in range(600):
         deep = {"a": deep}
-    made = {"type": "tool_use", "id": "t", "name": "add", "input": deep}
+    tool_use = {"type": "tool_use", "id": "t", "name": "add", "input": deep}
     with pytest.raises(BadRequest, match="nested too deeply"):
-        messages({"role": "assistant", "content": [made]}, user(text("hi")))
+        messages({"role": "assistant", "content": [tool_use]}, user(text("hi")))
     with pytest.raises(BadRequest, match="nested too deeply"):
         parse(tools=[{"name": "add", "input_schema": deep}])
 
@@ -215,17 +215,17 @@ BLOCK = st.fixed_dictionaries(
         )
     )
 )
-def test_any_blocks_are_read_or_refused(said):
+def test_any_blocks_are_read_or_refused(blocks):
     with suppress(BadRequest):
-        ask = DIALECT.parse({"messages": said})
+        ask = DIALECT.parse({"messages": blocks})
         Graph(ChatML(ByteTokenizer())).place(ask.messages, ask.tools)
 
 
 # -- what is answered -------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_is_a_message_as_the_sdk_knows_it():
-    _, rendered = heard(DIALECT, {**ASKED, "tools": [ADD]}, f"Let me see. {ONE}{TWO}")
+def test_a_response_is_valid_for_the_sdk():
+    _, rendered = stream_events(DIALECT, {**ASKED, "tools": [ADD]}, f"Let me see. {ONE}{TWO}")
     message = Message.model_validate(rendered)
     assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"]
     assert message.content[0].text == "Let me see."
@@ -236,7 +236,7 @@ def test_an_answer_is_a_message_as_the_sdk_knows_it():
 
 
 @pytest.mark.parametrize(
-    ("body", "said", "reason", "shown"),
+    ("body", "reply", "reason", "stop_sequence"),
     [
         ({}, "yes", "end_turn", "yes"),
         ({"max_tokens": 2}, "yes", "max_tokens", "ye"),
@@ -244,18 +244,18 @@ def test_an_answer_is_a_message_as_the_sdk_knows_it():
         ({}, "", "end_turn", ""),
     ],
 )
-def test_why_a_turn_ended(body, said, reason, shown):
-    sent, rendered = heard(DIALECT, {**ASKED, **body}, said)
+def test_why_a_turn_ended(body, reply, reason, stop_sequence):
+    events, rendered = stream_events(DIALECT, {**ASKED, **body}, reply)
     message = Message.model_validate(rendered)
-    assert (message.stop_reason, "".join(block.text for block in message.content)) == (reason, shown)
+    assert (message.stop_reason, "".join(block.text for block in message.content)) == (reason, stop_sequence)
     assert message.stop_sequence == ("s," if reason == "stop_sequence" else None)
-    assert accumulated(sent) == message
+    assert accumulated(events) == message
 
 
 def test_the_order_of_a_streams_events():
-    sent, rendered = heard(DIALECT, {**ASKED, "tools": [ADD]}, f"So: {ONE} then {NONE}")
-    assert all(name == data["type"] for name, data in sent)
-    assert [kind for kind, _ in groupby(outline(sent))] == [
+    events, rendered = stream_events(DIALECT, {**ASKED, "tools": [ADD]}, f"So: {ONE} then {NONE}")
+    assert all(name == data["type"] for name, data in events)
+    assert [kind for kind, _ in groupby(outline(events))] == [
         "message_start",
         "content_block_start text",
         "content_block_delta text_delta",
@@ -272,9 +272,9 @@ def test_the_order_of_a_streams_events():
         "message_delta",
         "message_stop",
     ]
-    assert sent[0][1]["message"]["usage"]["input_tokens"] == rendered["usage"]["input_tokens"]
-    assert sent[-2][1]["usage"]["output_tokens"] == rendered["usage"]["output_tokens"]
-    message = accumulated(sent)
+    assert events[0][1]["message"]["usage"]["input_tokens"] == rendered["usage"]["input_tokens"]
+    assert events[-2][1]["usage"]["output_tokens"] == rendered["usage"]["output_tokens"]
+    message = accumulated(events)
     assert [block.input for block in message.content if block.type == "tool_use"] == [{"a": 1}, {}]
 
 
@@ -283,21 +283,21 @@ def test_reasoning_ends_with_a_signature():
     turn = Turn({"role": "assistant", "content": "yes", "reasoning_content": "hm"}, "stop", 1, 5, 7)
     writer = DIALECT.stream(ask, "7")
     pieces = writer.delta(0, Delta(reasoning="hm")) + writer.delta(0, Delta("yes"))
-    sent = read_events(writer.begin(5) + pieces + writer.end([turn]))
-    assert outline(sent)[1:5] == [
+    events = read_events(writer.begin(5) + pieces + writer.end([turn]))
+    assert outline(events)[1:5] == [
         "content_block_start thinking",
         "content_block_delta thinking_delta",
         "content_block_delta signature_delta",
         "content_block_stop",
     ]
-    (thinking,) = [block for block in accumulated(sent).content if block.type == "thinking"]
+    (thinking,) = [block for block in accumulated(events).content if block.type == "thinking"]
     assert (thinking.thinking, bool(thinking.signature)) == ("hm", True)
     assert [b.type for b in Message.model_validate(DIALECT.render(ask, "7", [turn])).content] == ["thinking", "text"]
 
 
 def test_a_failure_in_mid_stream_is_an_error_event():
-    sent, _ = heard(DIALECT, ASKED, "so far", fail=EngineError("it died"))
-    assert sent[-1] == ("error", {"type": "error", "error": {"type": "overloaded_error", "message": "it died"}})
+    events, _ = stream_events(DIALECT, ASKED, "so far", fail=EngineError("it died"))
+    assert events[-1] == ("error", {"type": "error", "error": {"type": "overloaded_error", "message": "it died"}})
 
 
 def test_errors_have_anthropics_shape():
@@ -310,25 +310,25 @@ def test_errors_have_anthropics_shape():
 
 
 def test_models_have_anthropics_shape():
-    listed = models_response(["policy"])
-    assert ModelInfo.model_validate(listed["data"][0]).id == "policy"
-    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "policy", "policy")
+    models = models_response(["policy"])
+    assert ModelInfo.model_validate(models["data"][0]).id == "policy"
+    assert (models["has_more"], models["first_id"], models["last_id"]) == (False, "policy", "policy")
     assert models_response([])["data"] == []
 
 
-def outline(sent):
+def outline(events):
     return [
         " ".join(
             [data["type"], *(data[key]["type"] for key in ("content_block", "delta") if "type" in data.get(key, {}))]
         )
-        for _, data in sent
+        for _, data in events
     ]
 
 
-def accumulated(sent):
-    """The message that the SDK puts together from a stream."""
+def accumulated(events):
+    """The message that the SDK assembles from a stream."""
     snapshot, buffers = None, {}
-    for _, data in sent:
+    for _, data in events:
         event = EVENT.validate_python(data)
         snapshot = accumulate_event(event=event, current_snapshot=snapshot, json_bufs=buffers)
     return Message.model_validate(snapshot.to_dict())

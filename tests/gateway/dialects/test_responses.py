@@ -1,4 +1,4 @@
-"""OpenAI Responses: what an agent says is what the policy is shown, and what the policy says comes back as it was."""
+"""OpenAI Responses: requests become messages for the policy, and its turns become responses."""
 
 import json
 from contextlib import suppress
@@ -19,7 +19,7 @@ from loopwright.gateway.dialects.responses import Responses
 from loopwright.gateway.sessions.graph import Graph
 from loopwright.gateway.sessions.template import ChatML
 from loopwright.gateway.sessions.turn import Turn
-from tests.gateway.dialects.harness import DEFAULTS, JSON, heard
+from tests.gateway.dialects.harness import DEFAULTS, JSON, stream_events
 
 DIALECT = Responses(ByteTokenizer(), DEFAULTS)
 EVENT = TypeAdapter(ResponseStreamEvent)
@@ -39,15 +39,15 @@ def parse(**body):
     return DIALECT.parse({**ASKED, **body})
 
 
-def messages(*given, **body):
-    return list(parse(input=list(given), **body).messages)
+def messages(*items, **body):
+    return list(parse(input=list(items), **body).messages)
 
 
 def user(text):
     return {"role": "user", "content": text}
 
 
-def episode_of(*texts, **more):
+def assistant(*texts, **more):
     content = [{"type": "output_text", "text": text, "annotations": []} for text in texts]
     return {"type": "message", "role": "assistant", "id": "m", "status": "completed", "content": content, **more}
 
@@ -64,13 +64,13 @@ def output(id, content):
 
 
 def test_input_is_a_text_or_items():
-    said = {"role": "user", "content": "hi"}
-    assert list(parse().messages) == [said]
-    assert messages(user("hi")) == [said]
-    assert messages({"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}) == [said]
+    message = {"role": "user", "content": "hi"}
+    assert list(parse().messages) == [message]
+    assert messages(user("hi")) == [message]
+    assert messages({"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}) == [message]
 
 
-def test_instructions_come_first_and_developers_are_the_system():
+def test_instructions_come_first_and_developer_messages_are_system_messages():
     assert messages({"role": "developer", "content": "Be kind."}, user("hi"), instructions="Be brief.") == [
         {"role": "system", "content": "Be brief."},
         {"role": "system", "content": "Be kind."},
@@ -79,9 +79,9 @@ def test_instructions_come_first_and_developers_are_the_system():
 
 
 def test_calls_and_outputs_become_calls_and_tool_messages():
-    given = [episode_of("Let me see."), called("c1", '{"a":1}'), called("c2"), output("c1", "2")]
-    given += [output("c2", [{"type": "input_text", "text": "3"}]), user("and now?")]
-    assert messages(*given) == [
+    items = [assistant("Let me see."), called("c1", '{"a":1}'), called("c2"), output("c1", "2")]
+    items += [output("c2", [{"type": "input_text", "text": "3"}]), user("and now?")]
+    assert messages(*items) == [
         {
             "role": "assistant",
             "content": "Let me see.",
@@ -96,17 +96,17 @@ def test_calls_and_outputs_become_calls_and_tool_messages():
     ]
 
 
-def test_what_was_said_in_one_turn_is_one_message():
-    around = messages(episode_of("before"), called("c"), episode_of(" after"), output("c", "1"))
+def test_the_items_of_one_turn_are_one_message():
+    around = messages(assistant("before"), called("c"), assistant(" after"), output("c", "1"))
     assert [message["role"] for message in around] == ["assistant", "tool"]
     assert around[0]["content"] == "before after"
-    assert [m["content"] for m in messages(episode_of("one"), episode_of("two"), user("hi"))] == ["one", "two", "hi"]
+    assert [m["content"] for m in messages(assistant("one"), assistant("two"), user("hi"))] == ["one", "two", "hi"]
 
 
-def test_reasoning_in_the_history_is_accepted_and_is_no_text():
+def test_reasoning_in_the_history_is_accepted_and_is_not_text():
     thought = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
     hidden = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"}
-    assert messages(thought, episode_of("yes"), hidden, called("c"), output("c", "1"))[:2] == [
+    assert messages(thought, assistant("yes"), hidden, called("c"), output("c", "1"))[:2] == [
         {"role": "assistant", "content": "yes", "reasoning_content": "hm"},
         {"role": "assistant", "content": "", "tool_calls": messages(called("c"), output("c", ""))[0]["tool_calls"]},
     ]
@@ -117,7 +117,7 @@ def test_tools_are_described_as_functions():
     assert tool == {"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS}}
 
 
-def test_sampling_is_laid_over_the_sessions_own():
+def test_sampling_overrides_that_of_the_session():
     ask = parse(temperature=0.5, top_p=0.9, max_output_tokens=12, stream=True, include=["message.output_text.logprobs"])
     assert ask.sampling == DEFAULTS.model_copy(update={"temperature": 0.5, "top_p": 0.9, "max_tokens": 12})
     assert (ask.stream, ask.logprobs, ask.model) == (True, True, "any")
@@ -153,7 +153,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("body", "param", "message"), REFUSED)
-def test_what_cannot_be_done_is_refused_by_name(body, param, message):
+def test_unsupported_fields_are_refused_by_name(body, param, message):
     with pytest.raises(BadRequest, match=message) as refused:
         parse(**body)
     assert refused.value.param == param
@@ -178,17 +178,17 @@ ITEM = st.fixed_dictionaries(
 
 
 @given(st.lists(ITEM, max_size=3))
-def test_any_items_are_read_or_refused(given):
+def test_any_items_are_read_or_refused(items):
     with suppress(BadRequest):
-        ask = DIALECT.parse({"input": given})
+        ask = DIALECT.parse({"input": items})
         Graph(ChatML(ByteTokenizer())).place(ask.messages, ask.tools)
 
 
 # -- what is answered -------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_is_a_response_as_the_sdk_knows_it():
-    _, rendered = heard(DIALECT, {**ASKED, "tools": [ADD]}, f"Let me see. {ONE}{TWO}")
+def test_a_response_is_valid_for_the_sdk():
+    _, rendered = stream_events(DIALECT, {**ASKED, "tools": [ADD]}, f"Let me see. {ONE}{TWO}")
     response = Response.model_validate(rendered)
     assert [item.type for item in response.output] == ["message", "function_call", "function_call"]
     assert response.output_text == "Let me see."
@@ -199,44 +199,44 @@ def test_an_answer_is_a_response_as_the_sdk_knows_it():
 
 
 @pytest.mark.parametrize(
-    ("body", "said", "status", "shown"),
+    ("body", "reply", "status", "details"),
     [({}, "yes", "completed", "yes"), ({"max_output_tokens": 2}, "yes", "incomplete", "ye"), ({}, "", "completed", "")],
 )
-def test_how_a_turn_ended(body, said, status, shown):
-    sent, rendered = heard(DIALECT, {**ASKED, **body}, said)
+def test_how_a_turn_ended(body, reply, status, details):
+    events, rendered = stream_events(DIALECT, {**ASKED, **body}, reply)
     response = Response.model_validate(rendered)
-    assert (response.status, response.output_text, len(response.output)) == (status, shown, 1)
+    assert (response.status, response.output_text, len(response.output)) == (status, details, 1)
     assert (response.incomplete_details is not None) == (status == "incomplete")
-    assert sent[-1][0] == f"response.{status}"
-    assert Response.model_validate(sent[-1][1]["response"]).output == response.output
+    assert events[-1][0] == f"response.{status}"
+    assert Response.model_validate(events[-1][1]["response"]).output == response.output
 
 
 def test_the_order_of_a_streams_events():
-    sent, _ = heard(DIALECT, {**ASKED, "tools": [ADD]}, f"So: {ONE} then {NONE}")
-    assert all(name == data["type"] for name, data in sent)
-    assert [data["sequence_number"] for _, data in sent] == list(range(len(sent)))
+    events, _ = stream_events(DIALECT, {**ASKED, "tools": [ADD]}, f"So: {ONE} then {NONE}")
+    assert all(name == data["type"] for name, data in events)
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
     text = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
-    made = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done"]
+    names = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done"]
     done = ["output_item.done"]
-    kinds = ["created", "in_progress", *[*text, *done, *made, *done] * 2, "completed"]
-    assert [name for name, _ in groupby(name for name, _ in sent)] == [f"response.{kind}" for kind in kinds]
-    followed = Response.model_validate(accumulated(sent).to_dict())
+    kinds = ["created", "in_progress", *[*text, *done, *names, *done] * 2, "completed"]
+    assert [name for name, _ in groupby(name for name, _ in events)] == [f"response.{kind}" for kind in kinds]
+    followed = Response.model_validate(accumulated(events).to_dict())
     assert followed.output_text == "So:  then"
     assert [item.arguments for item in followed.output if item.type == "function_call"] == ['{"a": 1}', "{}"]
 
 
-def test_each_logprob_is_told_when_asked_for():
-    sent, rendered = heard(DIALECT, {**ASKED, "include": ["message.output_text.logprobs"]}, "yes!")
-    told = Response.model_validate(rendered).output[0].content[0].logprobs
-    assert "".join(each.token for each in told[:-1]) == "yes!"
-    assert {each.logprob for each in told} == {-0.25}
-    assert bytes(told[0].bytes) == b"y"
-    assert sent[-1][1]["response"]["output"][0]["content"][0]["logprobs"] == [each.to_dict() for each in told]
-    streamed = [each for name, data in sent if name.endswith("text.delta") for each in data["logprobs"]]
+def test_logprobs_are_returned_on_request():
+    events, rendered = stream_events(DIALECT, {**ASKED, "include": ["message.output_text.logprobs"]}, "yes!")
+    logprobs = Response.model_validate(rendered).output[0].content[0].logprobs
+    assert "".join(each.token for each in logprobs[:-1]) == "yes!"
+    assert {each.logprob for each in logprobs} == {-0.25}
+    assert bytes(logprobs[0].bytes) == b"y"
+    assert events[-1][1]["response"]["output"][0]["content"][0]["logprobs"] == [each.to_dict() for each in logprobs]
+    streamed = [each for name, data in events if name.endswith("text.delta") for each in data["logprobs"]]
     assert "".join(each["token"] for each in streamed).removesuffix("<|im_end|>") == "yes!"
 
 
-def test_reasoning_is_an_item_of_its_own():
+def test_reasoning_is_a_separate_item():
     ids = ByteTokenizer().encode("<think>hm</think>yes")
     turn = Turn({"role": "assistant", "content": "yes", "reasoning_content": "hm"}, "stop", 1, 5, 20, ids=tuple(ids))
     response = Response.model_validate(DIALECT.render(parse(), "7", [turn]))
@@ -246,8 +246,8 @@ def test_reasoning_is_an_item_of_its_own():
 
 
 def test_a_failure_in_mid_stream_is_a_failed_response_and_an_error():
-    sent, _ = heard(DIALECT, ASKED, "so far", fail=EngineError("it died"))
-    (failed, data), (error, last) = sent[-2:]
+    events, _ = stream_events(DIALECT, ASKED, "so far", fail=EngineError("it died"))
+    (failed, data), (error, last) = events[-2:]
     assert (failed, error) == ("response.failed", "error")
     response = Response.model_validate(data["response"])
     assert (response.status, response.error.message) == ("failed", "it died")
@@ -262,9 +262,9 @@ def test_errors_have_openais_shape():
     assert DIALECT.error("no", kind="unheard of")["error"]["type"] == "server_error"
 
 
-def accumulated(sent):
-    """The response that the SDK puts together from a stream."""
+def accumulated(events):
+    """The response that the SDK assembles from a stream."""
     state = ResponseStreamState(text_format=openai.omit, input_tools=openai.omit)
-    for _, data in sent:
+    for _, data in events:
         state.handle_event(EVENT.validate_python(data))
     return state._completed_response

@@ -1,4 +1,4 @@
-"""OpenAI's (Responses) SDK, unmodified, against the gateway; and any conversation, sent back as it was answered."""
+"""OpenAI's unmodified SDK (Responses) against the gateway, and any conversation that is sent back as received."""
 
 import asyncio
 import json
@@ -23,51 +23,51 @@ SPEECH = st.tuples(WORDS, st.lists(ARGUMENTS, max_size=3), WORDS)
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(SPEECH, st.booleans()), min_size=1, max_size=5), st.booleans())
-def test_t02_what_the_policy_said_is_found_again(turns, follow):
-    """Each request sends back what was answered before: every turn goes on from the very ids that were sampled."""
-    said = [before + "".join(call(json.dumps(a)) for a in calls) + after for (before, calls, after), _ in turns]
+def test_t02_the_policys_turns_are_recognised(turns, follow):
+    """Each request repeats the earlier answers: every turn continues from exactly the sampled ids."""
+    replies = [before + "".join(call(json.dumps(a)) for a in calls) + after for (before, calls, after), _ in turns]
 
-    async def story():
-        session, history = Session(Parrot(*said), DEFAULTS, seed="0"), [user("begin")]
+    async def main():
+        session, history = Session(Parrot(*replies), DEFAULTS, seed="0"), [user("begin")]
         for _, streamed in turns:
             ask = DIALECT.parse({**ASKED, "instructions": "Be brief.", "tools": [ADD], "input": history})
             writer, pieces = DIALECT.stream(ask, "7"), []
             turn = await session.sample(session.draft(ask.messages, ask.tools), pieces.append)
-            sent = writer.begin(1) + b"".join(writer.delta(0, piece) for piece in pieces) + writer.end([turn])
+            stream = writer.begin(1) + b"".join(writer.delta(0, piece) for piece in pieces) + writer.end([turn])
             rendered = Response.model_validate(DIALECT.render(ask, "7", [turn]))
-            response = accumulated(read_events(sent)) if streamed else rendered
-            given = [item.to_dict() for item in response.output]
-            answers = [output(item["call_id"], "done") for item in given if item["type"] == "function_call"]
-            history = [*history, *given, *answers, *([user("go on")] if follow or not answers else [])]
+            response = accumulated(read_events(stream)) if streamed else rendered
+            items = [item.to_dict() for item in response.output]
+            answers = [output(item["call_id"], "done") for item in items if item["type"] == "function_call"]
+            history = [*history, *items, *answers, *([user("go on")] if follow or not answers else [])]
         return session
 
-    session = asyncio.run(story())
+    session = asyncio.run(main())
     assert exact(session) == ["exact"] * len(turns)
 
 
 # -- the official SDK -------------------------------------------------------------------------------------------------
 
 
-def sync(opened, act):
+def sync(open_session, act):
     def inside():
-        with openai.OpenAI(base_url=opened.openai_base_url, api_key=opened.key, max_retries=0) as client:
+        with openai.OpenAI(base_url=open_session.openai_base_url, api_key=open_session.key, max_retries=0) as client:
             return act(client)
 
     return asyncio.to_thread(inside)
 
 
-def client_of(opened):
-    return openai.AsyncOpenAI(base_url=opened.openai_base_url, api_key=opened.key, max_retries=0)
+def client_of(open_session):
+    return openai.AsyncOpenAI(base_url=open_session.openai_base_url, api_key=open_session.key, max_retries=0)
 
 
 def test_t01_the_sdk_gets_an_answer():
-    async def story(opened, engine):
-        first = await sync(opened, lambda client: client.responses.create(**ASKED, extra_body={"unheard_of": 1}))
-        async with client_of(opened) as client:
+    async def main(open_session, engine):
+        first = await sync(open_session, lambda client: client.responses.create(**ASKED, extra_body={"unheard_of": 1}))
+        async with client_of(open_session) as client:
             second = await client.responses.create(**ASKED, instructions="Be brief.", max_output_tokens=2)
         return first, second
 
-    (first, second), _, engine = run(story, "yes", "no, never")
+    (first, second), _, engine = run(main, "yes", "no, never")
     assert (first.output_text, second.output_text) == ("yes", "no")
     assert second.incomplete_details.reason == "max_output_tokens"
     assert first.usage.input_tokens == len(engine.prompts[0])
@@ -76,10 +76,10 @@ def test_t01_the_sdk_gets_an_answer():
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_t01_the_sdk_calls_tools(streamed):
-    """Two calls at once, both answered, and the conversation goes on from what was sampled."""
+    """Two calls at once, both answered, and the conversation continues from the sampled ids."""
 
-    async def story(opened, engine):
-        async with client_of(opened) as client:
+    async def main(open_session, engine):
+        async with client_of(open_session) as client:
 
             async def create(history):
                 if not streamed:
@@ -96,21 +96,21 @@ def test_t01_the_sdk_calls_tools(streamed):
             return response, await create(history)
 
     calls = f"Both. {ONE}\n{TWO}"
-    (response, last), session, engine = run(story, calls, "2 and 3")
+    (response, last), session, engine = run(main, calls, "2 and 3")
     assert [item.type for item in response.output] == ["message", "function_call", "function_call"]
     assert last.output_text == "2 and 3"
     assert exact(session) == ["exact", "exact"]
-    said = (*engine.prompts[0], *engine.tokenizer.encode(calls), 257)
-    assert engine.prompts[1][: len(said)] == said
+    expected = (*engine.prompts[0], *engine.tokenizer.encode(calls), 257)
+    assert engine.prompts[1][: len(expected)] == expected
 
 
 def test_t01_the_sdk_streams():
-    async def story(opened, engine):
-        async with client_of(opened) as client:
+    async def main(open_session, engine):
+        async with client_of(open_session) as client:
             stream = await client.responses.create(**ASKED, stream=True)
             return [event async for event in stream]
 
-    events, _, _ = run(story, "one two three")
+    events, _, _ = run(main, "one two three")
     texts = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(texts) == "one two three"
     assert len(texts) > 1
@@ -118,11 +118,11 @@ def test_t01_the_sdk_streams():
 
 
 def test_t01_the_sdk_follows_token_by_token_through_keep_alives():
-    """The rest is sampled only once the client has shown the beginning, after a silence."""
+    """The rest is sampled only once the client has received the beginning, after a pause."""
 
-    async def story(opened, engine):
+    async def main(open_session, engine):
         engine.gate, texts = asyncio.Event(), []
-        async with client_of(opened) as client, client.responses.stream(**ASKED) as stream:
+        async with client_of(open_session) as client, client.responses.stream(**ASKED) as stream:
             async for event in stream:
                 if event.type == "response.output_text.delta":
                     texts.append(event.delta)
@@ -131,7 +131,7 @@ def test_t01_the_sdk_follows_token_by_token_through_keep_alives():
                         engine.gate.set()
         return texts
 
-    texts, _, _ = run(story, "one two three")
+    texts, _, _ = run(main, "one two three")
     assert (texts[0], "".join(texts)) == ("one", "one two three")
 
 
@@ -140,67 +140,67 @@ def test_t01_the_sdk_streams_without_a_loop():
         with client.responses.stream(**ASKED, tools=[ADD]) as stream:
             return [event.type for event in stream], stream.get_final_response()
 
-    async def story(opened, engine):
-        return await sync(opened, follow)
+    async def main(open_session, engine):
+        return await sync(open_session, follow)
 
-    (kinds, response), _, _ = run(story, f"So: {ONE}")
+    (kinds, response), _, _ = run(main, f"So: {ONE}")
     assert kinds[-1] == "response.completed"
     assert (response.output_text, response.output[1].arguments) == ("So:", '{"a": 1}')
 
 
-def test_t01_the_sdk_raises_what_is_refused():
-    async def story(opened, engine):
+def test_t01_the_sdk_raises_refusals():
+    async def main(open_session, engine):
         with pytest.raises(openai.BadRequestError, match="send the whole conversation") as refused:
-            await sync(opened, lambda client: client.responses.create(**ASKED, previous_response_id="resp_1"))
+            await sync(open_session, lambda client: client.responses.create(**ASKED, previous_response_id="resp_1"))
         return refused.value
 
-    error, _, _ = run(story)
+    error, _, _ = run(main)
     assert error.param == "previous_response_id"
 
 
 def test_t01_the_sdk_raises_in_mid_stream():
-    async def story(opened, engine):
+    async def main(open_session, engine):
         events = []
 
         async def follow(client):
             async for event in await client.responses.create(**ASKED, stream=True):
                 events.append(event)  # noqa: PERF401  what came before the failure counts
 
-        async with client_of(opened) as client:
+        async with client_of(open_session) as client:
             with pytest.raises(openai.APIError, match="it died"):
                 await follow(client)
         return events
 
-    events, _, _ = run(story, ("so far", EngineError("it died")))
+    events, _, _ = run(main, ("so far", EngineError("it died")))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "so far"
     assert events[-1].type == "response.failed"
 
 
 def test_t01_the_sdk_knows_each_refusal():
-    async def story(opened, engine):
-        async with openai.AsyncOpenAI(base_url=opened.openai_base_url, api_key="wrong") as client:
+    async def main(open_session, engine):
+        async with openai.AsyncOpenAI(base_url=open_session.openai_base_url, api_key="wrong") as client:
             with pytest.raises(openai.AuthenticationError):
                 await client.responses.create(**ASKED)
-        async with client_of(opened) as client:
+        async with client_of(open_session) as client:
             with pytest.raises(openai.InternalServerError, match="it died"):
                 await client.responses.create(**ASKED)
             with pytest.raises(openai.BadRequestError, match="This model's maximum context length is") as full:
                 await client.responses.create(**ASKED, stream=True)
-            await opened.close()
+            await open_session.close()
             with pytest.raises(openai.ConflictError, match="accepts no more calls"):
                 await client.responses.create(**ASKED)
         return full.value.code
 
-    code, _, _ = run(story, ("", EngineError("it died")), ("", ContextFull(8, 9)))
+    code, _, _ = run(main, ("", EngineError("it died")), ("", ContextFull(8, 9)))
     assert code == "context_length_exceeded"
 
 
 def test_t01_the_sdk_gets_logprobs():
-    async def story(opened, engine):
-        async with client_of(opened) as client:
+    async def main(open_session, engine):
+        async with client_of(open_session) as client:
             return await client.responses.create(**ASKED, include=["message.output_text.logprobs"], top_logprobs=1)
 
-    response, _, _ = run(story, "yes")
-    told = response.output[0].content[0].logprobs
-    assert [(each.token, each.logprob) for each in told] == [(t, -0.25) for t in ("y", "e", "s", "<|im_end|>")]
-    assert told[0].top_logprobs[0].token == "y"
+    response, _, _ = run(main, "yes")
+    logprobs = response.output[0].content[0].logprobs
+    assert [(each.token, each.logprob) for each in logprobs] == [(t, -0.25) for t in ("y", "e", "s", "<|im_end|>")]
+    assert logprobs[0].top_logprobs[0].token == "y"

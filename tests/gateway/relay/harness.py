@@ -1,4 +1,4 @@
-"""A gateway whose engines connect to it, and workers that bring them."""
+"""A gateway with a relay, and the workers that connect to it."""
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager

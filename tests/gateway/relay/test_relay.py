@@ -1,4 +1,4 @@
-"""Engines that connect out to the gateway: the contract of all engines holds over the wire, whatever becomes of it."""
+"""Engines that connect to the gateway keep the engine contract over the connection, also when it fails."""
 
 import asyncio
 import math
@@ -22,7 +22,7 @@ from tests.gateway.harness import END, Teller, client_of, run, until, user
 from tests.gateway.relay.harness import TOKEN, door, relayed, working
 
 
-async def said(engine, text="hi", most=64):
+async def chunks_from(engine, text="hi", most=64):
     ids = ByteTokenizer().encode(text)
     return [chunk async for chunk in engine.generate(ids, Sampling(max_tokens=most), seed="s")]
 
@@ -32,15 +32,15 @@ def ids_of(chunks):
 
 
 class TestContract(EngineContract):
-    def make_engine(self, home, *, slow=False):
+    def make_engine(self, directory, *, slow=False):
         replies = ("one two three four five six seven eight nine ten", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16")
-        return ScriptedEngine(ScriptedConfig(replies=replies, slip=0.1, token_s=0.005 if slow else 0.0), home)
+        return ScriptedEngine(ScriptedConfig(replies=replies, slip=0.1, token_s=0.005 if slow else 0.0), directory)
 
-    def use(self, home, story, *, slow=False):
+    def use(self, directory, body, *, slow=False):
         async def main():
-            workers = [self.make_engine(home, slow=slow) for _ in range(2)]
+            workers = [self.make_engine(directory, slow=slow) for _ in range(2)]
             async with relayed(*workers) as gateway:
-                return await asyncio.wait_for(story(gateway.engine), 60)
+                return await asyncio.wait_for(body(gateway.engine), 60)
 
         return asyncio.run(main())
 
@@ -48,8 +48,8 @@ class TestContract(EngineContract):
         pytest.skip("a relay is made by its gateway, from settings that need not travel")
 
 
-def test_logprobs_alternatives_and_errors_come_over_as_they_are():
-    async def story():
+def test_logprobs_alternatives_and_errors_are_relayed_unchanged():
+    async def body():
         class Exact(Teller):
             async def generate(self, ids, sampling, *, seed):
                 async for chunk in super().generate(ids, sampling, seed=seed):
@@ -59,41 +59,41 @@ def test_logprobs_alternatives_and_errors_come_over_as_they_are():
         engine = Exact("abc", room=9)
         engine.version = 7
         async with relayed(engine) as gateway:
-            chunks = await said(gateway.engine)
+            chunks = await chunks_from(gateway.engine)
             assert ids_of(chunks) == [*b"abc", END]
             assert {c.logprobs for c in chunks} == {(-0.1 - 1e-16,)}
             assert {c.version for c in chunks} == {7}
             assert [c.tops for c in chunks] == [(((t, -0.1 - 1e-16), (7, -math.inf)),) for t in (*b"abc", END)]
             with pytest.raises(ContextFull) as full:
-                await said(gateway.engine, "far too long")
+                await chunks_from(gateway.engine, "far too long")
             assert (full.value.limit, full.value.length) == (9, 12)
 
-    run(story)
+    run(body)
 
 
-def test_a_worker_that_is_told_to_end_ends_its_streams_first():
-    async def story():
+def test_a_stopped_worker_finishes_its_streams_first():
+    async def body():
         first, other = Teller("hello", hold_at=2), Teller("hello")
         async with relayed() as gateway, working(gateway, first, "first") as worker:
             relay = gateway.engine
-            stream = asyncio.create_task(said(relay))
+            stream = asyncio.create_task(chunks_from(relay))
             await first.held.wait()
             async with working(gateway, other, "other"):
                 await until(lambda: len(relay.describe()) == 2)
                 worker.stop()
                 await until(lambda: relay.describe()[0]["state"] == "leaving")
-                assert ids_of(await said(relay)) == [*b"hello", END]
+                assert ids_of(await chunks_from(relay)) == [*b"hello", END]
                 assert len(first.calls) == 1, "nothing new"
                 first.go.set()
                 assert ids_of(await stream) == [*b"hello", END]
-                assert len(other.calls) == 1, "what was begun was ended where it was begun"
+                assert len(other.calls) == 1, "its streams finished on the same worker"
                 await until(lambda: [each["name"] for each in relay.describe()] == ["other"])
 
-    run(story)
+    run(body)
 
 
-def test_who_has_no_token_is_not_let_in_and_gives_up():
-    async def story():
+def test_a_worker_without_the_token_is_refused_and_gives_up():
+    async def body():
         async with relayed() as gateway:
             for token in ("wrong-token-of-the-gateway", "", TOKEN + "x"):
                 with pytest.raises(WorkerRefused, match="does not accept this token"):
@@ -103,14 +103,14 @@ def test_who_has_no_token_is_not_let_in_and_gives_up():
             with pytest.raises(WorkerRefused, match="start it with --relay"):
                 await RelayWorker(Teller(), door(plain), TOKEN).run()
 
-    run(story)
+    run(body)
 
 
 def test_a_worker_with_other_tokens_is_refused_with_the_reason():
     class Other(ByteTokenizer):
         specials: ClassVar = {"<|im_start|>": 256, "<|eot|>": 257}
 
-    async def story():
+    async def body():
         other = Teller()
         other.tokenizer = Other()
         async with relayed(Teller()) as gateway:
@@ -120,10 +120,10 @@ def test_a_worker_with_other_tokens_is_refused_with_the_reason():
             with pytest.raises(WorkerRefused, match="all workers must serve the same model"):
                 await RelayWorker(Teller(), door(gateway), TOKEN).run()
 
-    run(story)
+    run(body)
 
 
-def test_the_tokenizer_of_a_hub_s_model_is_sent():
+def test_the_tokenizer_of_a_hub_model_is_sent():
     tokenizers = pytest.importorskip("tokenizers")
     from loopwright.engines.tokenizer import HubTokenizer
 
@@ -137,7 +137,7 @@ def test_the_tokenizer_of_a_hub_s_model_is_sent():
     )
     raw.train_from_iterator(["hello hello world, hello there"] * 9, trainer)
 
-    async def story():
+    async def body():
         engine = Teller("x")
         engine.tokenizer = HubTokenizer(raw)
         async with relayed(engine) as gateway:
@@ -146,11 +146,11 @@ def test_the_tokenizer_of_a_hub_s_model_is_sent():
             assert fingerprint(mine) == fingerprint(engine.tokenizer) != fingerprint(ByteTokenizer())
             assert mine.encode("hello <|im_end|>") == engine.tokenizer.encode("hello <|im_end|>")
 
-    run(story)
+    run(body)
 
 
-async def episode_of(gateway, *messages):
-    """What the gateway answers to a worker that says this after the greeting."""
+async def responses_to(gateway, *messages):
+    """The gateway's responses to a worker that sends these messages after the greeting."""
     answers = []
     async with (
         aiohttp.ClientSession() as http,
@@ -170,7 +170,7 @@ ANNOUNCED = {"t": "announce", "protocol": PROTOCOL, "name": "n", "version": 0, "
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "chunks_from"),
     [
         ({**ANNOUNCED, "protocol": 99}, "protocol"),
         ({**ANNOUNCED, "name": None}, "name and version"),
@@ -182,15 +182,15 @@ ANNOUNCED = {"t": "announce", "protocol": PROTOCOL, "name": "n", "version": 0, "
         (b"[]", "has no type"),
     ],
 )
-def test_who_announces_nonsense_is_refused(message, said):
-    async def story():
+def test_an_invalid_announcement_is_refused(message, chunks_from):
+    async def body():
         async with relayed() as gateway:
-            (answer,) = await episode_of(gateway, message)
+            (answer,) = await responses_to(gateway, message)
             assert answer["t"] == "refused"
-            assert said in answer["reason"]
+            assert chunks_from in answer["reason"]
             assert gateway.engine.describe() == []
 
-    run(story)
+    run(body)
 
 
 @pytest.mark.parametrize(
@@ -207,18 +207,18 @@ def test_who_announces_nonsense_is_refused(message, said):
         {"t": "chunk", "id": [1], "ids": [], "logprobs": [], "version": 0, "finish": None},
     ],
 )
-def test_a_worker_that_says_nonsense_is_lost_and_nobody_else_is_hurt(message):
-    async def story():
+def test_a_worker_that_sends_garbage_is_dropped_and_others_are_unaffected(message):
+    async def body():
         async with relayed(Teller("hello")) as gateway:
-            await episode_of(gateway, {**ANNOUNCED, "fingerprint": fingerprint(ByteTokenizer())}, message)
+            await responses_to(gateway, {**ANNOUNCED, "fingerprint": fingerprint(ByteTokenizer())}, message)
             await until(lambda: len(gateway.engine.describe()) == 1)
-            assert ids_of(await said(gateway.engine)) == [*b"hello", END]
+            assert ids_of(await chunks_from(gateway.engine)) == [*b"hello", END]
 
-    run(story)
+    run(body)
 
 
-def test_before_the_first_worker_whoever_opens_a_session_waits():
-    async def story():
+def test_opening_a_session_waits_for_the_first_worker():
+    async def body():
         async with relayed() as gateway, aiohttp.ClientSession() as http:
             auth = {"authorization": f"Bearer {TOKEN}"}
             opening = asyncio.create_task(http.post(f"{gateway.address}/sessions", headers=auth))
@@ -233,11 +233,11 @@ def test_before_the_first_worker_whoever_opens_a_session_waits():
             assert answer.status == 503
             assert "no worker has connected yet" in await answer.text()
 
-    run(story)
+    run(body)
 
 
-def test_t08_of_two_workers_with_one_name_the_later_one_serves_and_the_first_one_is_told():
-    async def story():
+def test_t08_a_second_worker_with_the_same_name_replaces_the_first():
+    async def body():
         first, later = Teller("hello", hold_at=2), Teller("hello")
         async with relayed() as gateway:
             worker = asyncio.create_task(RelayWorker(first, door(gateway), TOKEN, name="w").run())
@@ -248,16 +248,16 @@ def test_t08_of_two_workers_with_one_name_the_later_one_serves_and_the_first_one
                 async with working(gateway, later, "w"):
                     with pytest.raises(WorkerRefused, match="another worker has connected as 'w'"):
                         await worker
-                    assert (await call).choices[0].message.content == "hello", "what it had begun goes on"
+                    assert (await call).choices[0].message.content == "hello", "its running streams continue"
                     assert later.calls[0][1] == [*b"llo", END]
                     assert [each["state"] for each in gateway.engine.describe()] == ["serving"]
 
-    run(story)
+    run(body)
 
 
 @asynccontextmanager
 async def ending(engine, output, drain_s):
-    """A gateway that begins to end while its worker is in mid-stream, and the call that it is in."""
+    """A gateway that starts to close while its worker is in mid-stream, and the running call."""
     relay = Relay(RelayConfig(heartbeat_s=0.5))
     gateway = Gateway(relay, GatewayConfig(drain_s=drain_s), token=TOKEN, output=output)
     await gateway.__aenter__()
@@ -272,12 +272,12 @@ async def ending(engine, output, drain_s):
 
 
 @pytest.mark.parametrize("drain_s", [20.0, 0.5])
-def test_t08_a_gateway_that_ends_hears_its_workers_until_calls_have_ended(tmp_path, drain_s):
-    """And no longer than it says: what a worker has not said by then is cut."""
+def test_t08_a_closing_gateway_reads_from_its_workers_until_calls_finish(tmp_path, drain_s):
+    """At most for `drain_s`: later tokens are cut."""
 
-    async def story():
+    async def body():
         engine, clock = Teller("hello", hold_at=2), asyncio.get_running_loop().time
-        begun = clock()
+        start = clock()
         async with ending(engine, tmp_path, drain_s) as (call, end):
             if drain_s > 1:
                 await asyncio.sleep(0.2)
@@ -287,17 +287,17 @@ def test_t08_a_gateway_that_ends_hears_its_workers_until_calls_have_ended(tmp_pa
                 with pytest.raises(APIConnectionError):
                     await call
             await end
-        assert clock() - begun < 5
+        assert clock() - start < 5
         async with relayed(Teller(), output=tmp_path) as gateway:
             (turn,) = gateway.find("s").describe()["turns"]
-            said = (6, "stop") if drain_s > 1 else (2, "cut")
-            assert (turn["sampled_tokens"], turn["finish"], turn["verdict"]) == (*said, "exact")
+            chunks_from = (6, "stop") if drain_s > 1 else (2, "cut")
+            assert (turn["sampled_tokens"], turn["finish"], turn["verdict"]) == (*chunks_from, "exact")
 
-    run(story)
+    run(body)
 
 
-def test_a_session_keeps_to_its_worker():
-    async def story():
+def test_a_session_stays_with_its_worker():
+    async def body():
         engines = [Teller("hello") for _ in range(3)]
         async with relayed(*engines) as gateway:
             for number in range(6):
@@ -309,11 +309,11 @@ def test_a_session_keeps_to_its_worker():
                     assert sorted(grown) == [0, 0, 4]
             assert sum(bool(engine.calls) for engine in engines) > 1
 
-    run(story)
+    run(body)
 
 
-def test_a_worker_that_comes_late_is_given_the_weights_that_it_missed():
-    async def story():
+def test_a_late_worker_gets_the_weights_that_it_missed():
+    async def body():
         async with relayed(Teller("hello")) as gateway:
             await gateway.update(4, "w4")
             late = Teller("hello")
@@ -321,21 +321,21 @@ def test_a_worker_that_comes_late_is_given_the_weights_that_it_missed():
                 await until(lambda: late.version == 4)
                 await until(lambda: [e["state"] for e in gateway.engine.describe()] == ["serving"] * 2)
 
-    run(story)
+    run(body)
 
 
-def test_weights_that_are_no_path_are_refused():
-    async def story():
+def test_weights_that_are_not_a_path_are_refused():
+    async def body():
         async with relayed(Teller("hello")) as gateway:
             with pytest.raises(EngineError, match="from a path"):
                 await gateway.update(1, {"w": [1.0]})
-            assert ids_of(await said(gateway.engine)) == [*b"hello", END], "it serves what it has"
+            assert ids_of(await chunks_from(gateway.engine)) == [*b"hello", END], "it keeps serving its weights"
 
-    run(story)
+    run(body)
 
 
-def test_a_relay_that_begins_again_reads_its_sessions_once_it_knows_the_tokens(tmp_path):
-    async def story():
+def test_a_restarted_relay_reads_its_sessions_once_it_has_a_tokenizer(tmp_path):
+    async def body():
         async with relayed(Teller("hello"), output=tmp_path) as gateway:
             session = await gateway.open("s")
             async with client_of(session) as client:
@@ -345,4 +345,4 @@ def test_a_relay_that_begins_again_reads_its_sessions_once_it_knows_the_tokens(t
             assert again.key == session.key
             assert again.episode().sampled == 6
 
-    run(story)
+    run(body)

@@ -1,4 +1,4 @@
-"""What whoever runs a gateway sees of it: health, metrics, the access log, its routes; and how it ends."""
+"""Operating a gateway: health, metrics, the access log, the routes, and shutdown."""
 
 import asyncio
 import re
@@ -33,42 +33,42 @@ async def got(gateway, path, headers=None):
 async def measured(gateway, headers=None):
     """The metrics by their names and labels; every line is one that Prometheus reads."""
     _, text = await got(gateway, "/metrics", headers)
-    found = {}
+    values = {}
     for line in text.decode().splitlines():
         if not line.startswith("#"):
             name, value = re.fullmatch(r"loopwright_gateway_([a-z_]+(?:\{.+\})?) ([0-9.e+-]+)", line).groups()
-            found[name] = float(value)
-    return found
+            values[name] = float(value)
+    return values
 
 
 # -- health ---------------------------------------------------------------------------------------------------------
 
 
-def test_health_is_that_of_engine_and_store(tmp_path, caplog):
-    async def story():
+def test_health_covers_engine_and_store(tmp_path, caplog):
+    async def body():
         engine = Teller()
         async with served(engine, output=tmp_path) as gateway:
             assert await got(gateway, "/healthz") == (200, b'{"status":"ok","version":0,"failing":[]}')
 
-            async def gone():
+            async def unreachable():
                 raise EngineError("no route to gpu-box")
 
-            engine.check = gone
-            status, said = await got(gateway, "/healthz")
-            assert (status, orjson.loads(said)["failing"]) == (503, ["engine"])
-            assert b"gpu-box" not in said, "strangers may ask, too"
+            engine.check = unreachable
+            status, answer = await got(gateway, "/healthz")
+            assert (status, orjson.loads(answer)["failing"]) == (503, ["engine"])
+            assert b"gpu-box" not in answer, "no token is needed"
             del engine.check
-            # Closed for writing under its feet, as a disk that is remounted read-only.
+            # Closed for writing, like a disk that is remounted read-only.
             gateway.store._connection.execute("PRAGMA query_only = 1")
-            status, said = await got(gateway, "/healthz")
-            assert (status, orjson.loads(said)["failing"]) == (503, ["store"])
+            status, answer = await got(gateway, "/healthz")
+            assert (status, orjson.loads(answer)["failing"]) == (503, ["store"])
             gateway.store._connection.execute("PRAGMA query_only = 0")
             assert (await got(gateway, "/healthz"))[0] == 200
             assert gateway.store.rows("SELECT * FROM sessions") == []
 
-    run(story)
-    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("health:")]
-    assert [("gpu-box" in line, "readonly" in line, "ok again" in line) for line in said] == [
+    run(body)
+    answer = [record.getMessage() for record in caplog.records if record.getMessage().startswith("health:")]
+    assert [("gpu-box" in line, "readonly" in line, "ok again" in line) for line in answer] == [
         (True, False, False),
         (False, True, False),
         (False, False, True),
@@ -78,8 +78,8 @@ def test_health_is_that_of_engine_and_store(tmp_path, caplog):
 # -- metrics --------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_count_what_happened():
-    async def story():
+def test_metrics_count_events():
+    async def body():
         engine = Teller("hello", hold_at=2)
         async with served(engine) as gateway:
             session = await gateway.open()
@@ -116,11 +116,11 @@ def test_metrics_count_what_happened():
             buckets = [value for name, value in now.items() if name.startswith(f"request_seconds_bucket{{{route}")]
             assert buckets == sorted(buckets)
 
-    run(story)
+    run(body)
 
 
-def test_a_retry_is_not_counted_twice_and_strangers_make_no_labels():
-    async def story():
+def test_a_retry_is_counted_once_and_unknown_paths_make_no_labels():
+    async def body():
         engine = Teller("hello", hold_at=3)
         async with served(engine) as gateway:
             session = await gateway.open()
@@ -142,18 +142,18 @@ def test_a_retry_is_not_counted_twice_and_strangers_make_no_labels():
             assert now['requests_total{route="/{id}/v1/chat/completions",status="499"}'] == 1
             assert not [name for name in now if "nowhere" in name or '"/a' in name or "/x" in name]
 
-    run(story)
+    run(body)
 
 
-def test_metrics_are_for_whoever_has_the_token():
-    async def story():
+def test_metrics_need_the_token():
+    async def body():
         async with served(token=TOKEN) as gateway:
             assert (await got(gateway, "/metrics"))[0] == 401
             assert (await got(gateway, "/metrics", {"authorization": "Bearer x"}))[0] == 401
             assert "sessions_open" in await measured(gateway, AUTH)
             assert (await got(gateway, "/healthz"))[0] == 200
 
-    run(story)
+    run(body)
 
 
 # -- the access log -------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_metrics_are_for_whoever_has_the_token():
 
 @pytest.mark.parametrize("prompts", [False, True])
 def test_the_access_log_has_a_line_per_request_and_no_secrets(tmp_path, prompts):
-    async def story():
+    async def body():
         where = {"access_log": str(tmp_path / "access.jsonl"), "log_prompts": prompts}
         async with served(Teller("a secret answer"), token=TOKEN, **where) as gateway:
             session = await gateway.open("s")
@@ -174,7 +174,7 @@ def test_the_access_log_has_a_line_per_request_and_no_secrets(tmp_path, prompts)
             await got(gateway, f"/{session.key}/v1/models", {"x-api-key": session.key})
             return session.key
 
-    key = run(story)
+    key = run(body)
     text = (tmp_path / "access.jsonl").read_text()
     lines = [orjson.loads(line) for line in text.splitlines()]
     assert key not in text
@@ -197,7 +197,7 @@ def test_the_access_log_has_a_line_per_request_and_no_secrets(tmp_path, prompts)
     assert (tmp_path / "access.jsonl").stat().st_mode & 0o777 == 0o600
 
 
-def test_an_access_log_that_cannot_be_written_is_said_at_once_and_costs_no_answers(tmp_path, caplog):
+def test_an_unwritable_access_log_is_reported_at_once_and_fails_no_request(tmp_path, caplog):
     async def broken():
         async with served(access_log=str(tmp_path / "none" / "access.jsonl")):
             pass
@@ -217,17 +217,17 @@ def test_an_access_log_that_cannot_be_written_is_said_at_once_and_costs_no_answe
 # -- the description of its routes ----------------------------------------------------------------------------------
 
 
-def test_every_route_is_described_and_every_description_is_of_a_route():
-    async def story():
+def test_the_openapi_description_matches_the_routes():
+    async def body():
         router = Server(Gateway(Teller()))._runner.app.router
         routes = {(route.method, route.resource.canonical) for route in router.routes()}
         return routes, openapi.describe_routes(router)
 
-    routes, description = run(story)
+    routes, description = run(body)
     assert not [route for route in routes if openapi.find_route(*route) is None]
     assert {(method.upper(), path) for path, each in description["paths"].items() for method in each} == routes
     ours = {tuple(name.split(" ")) for name in openapi._ROUTES} - {("GET", "/ws/worker")}
-    assert ours <= routes, "what is described is there"
+    assert ours <= routes, "every described route exists"
     assert {"/{id}/" + path for path in openapi._DIALECTS} <= {path for _, path in routes}
     chat = description["paths"]["/{id}/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
     assert chat["schema"]["properties"]["n"]["maximum"] == MAX_CHOICES
@@ -235,13 +235,13 @@ def test_every_route_is_described_and_every_description_is_of_a_route():
 
 @contextmanager
 def in_thread():
-    """A gateway with a session, served by a thread of its own."""
-    ready, done, found = threading.Event(), asyncio.Event(), {}
+    """A gateway with a session, served by a separate thread."""
+    ready, done, running = threading.Event(), asyncio.Event(), {}
 
     async def main():
         async with served(Teller("hello"), token=TOKEN, body_bytes=100_000) as gateway:
             session = await gateway.open("known", SessionConfig(max_tokens=8))
-            found.update(url=gateway.address, key=session.key, loop=asyncio.get_running_loop())
+            running.update(url=gateway.address, key=session.key, loop=asyncio.get_running_loop())
             ready.set()
             await done.wait()
 
@@ -249,24 +249,24 @@ def in_thread():
     thread.start()
     try:
         assert ready.wait(30)
-        yield found
+        yield running
     finally:
-        found["loop"].call_soon_threadsafe(done.set)
+        running["loop"].call_soon_threadsafe(done.set)
         thread.join()
 
 
-def test_whatever_fits_the_description_is_answered_as_it_says():
+def test_requests_that_fit_the_description_get_described_responses():
     _explored(examples=2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_whatever_fits_the_description_is_answered_as_it_says_at_length():
+def test_requests_that_fit_the_description_get_described_responses_at_length():
     _explored(examples=100)
 
 
 def _explored(examples):
-    schemathesis = pytest.importorskip("schemathesis")  # slow to import, and of no use to other tests
+    schemathesis = pytest.importorskip("schemathesis")  # slow to import, and used by no other test
     from schemathesis.core.failures import FailureGroup
     from schemathesis.specs.openapi import checks
 
@@ -284,38 +284,42 @@ def _explored(examples):
         derandomize=True,
         phases=[Phase.generate],
     )
-    seen, wrong = set(), []
+    statuses, problems = set(), []
     with in_thread() as server:
 
         def check(case):
-            # Most requests are of a session that there is, by whom may make them; it and the engine stay as they are.
+            # Most requests are for an existing session with its key; the session and the engine are unchanged.
             if "id" in (case.path_parameters or {}) and len(str(case.body)) % 4:
                 case.path_parameters = {**case.path_parameters, "id": "known"}
             key = TOKEN if case.path.split("/")[1] in ADMIN else server["key"]
             harmful = case.path in HARMFUL or case.method == "DELETE"
             case.headers = {**(case.headers or {}), "authorization": f"Bearer {'x' if harmful else key}"}
             response = case.call(timeout=60)
-            seen.add((case.path, response.status_code))
+            statuses.add((case.path, response.status_code))
             try:
                 case.validate_response(response, checks=checked)
-            except FailureGroup as error:  # not raised: hypothesis would look for a smaller one
-                wrong.append((case.method, case.path, case.body, response.status_code, response.text[:300], str(error)))
+            except FailureGroup as error:  # not raised: hypothesis would try to shrink it
+                problems.append(
+                    (case.method, case.path, case.body, response.status_code, response.text[:300], str(error))
+                )
 
         schema = schemathesis.openapi.from_url(f"{server['url']}/openapi.json")
-        for operation in (found.ok() for found in schema.get_all_operations()):
+        for operation in (result.ok() for result in schema.get_all_operations()):
             if operation.path not in ALIASES:
                 quick(given(case=operation.as_strategy())(check))()
-    assert not wrong, "\n\n".join(map(str, wrong))
-    spoken = {f"/{{id}}/v1/{path}" for path in ("chat/completions", "completions", "responses", "messages")}
-    right = {path for path, status in seen if status == 200}
-    assert right & spoken if examples < 100 else right >= spoken, sorted(seen)  # a few draws may all be wrong somewhere
+    assert not problems, "\n\n".join(map(str, problems))
+    model_routes = {f"/{{id}}/v1/{path}" for path in ("chat/completions", "completions", "responses", "messages")}
+    right = {path for path, status in statuses if status == 200}
+    assert right & model_routes if examples < 100 else right >= model_routes, sorted(
+        statuses
+    )  # a few draws may all be invalid
 
 
 # -- how it ends ----------------------------------------------------------------------------------------------------
 
 
-def test_a_gateway_that_ends_lets_streams_come_to_their_end_and_takes_no_new_ones(tmp_path):
-    async def story():
+def test_a_closing_gateway_finishes_streams_and_accepts_no_new_ones(tmp_path):
+    async def body():
         engine = Teller("hello", hold_at=2)
         async with served(engine, output=tmp_path, drain_s=30) as gateway:
             session = await gateway.open("t")
@@ -335,11 +339,11 @@ def test_a_gateway_that_ends_lets_streams_come_to_their_end_and_takes_no_new_one
             (turn,) = gateway.find("t").describe()["turns"]
             assert (turn["finish"], turn["verdict"]) == ("stop", "exact")
 
-    run(story)
+    run(body)
 
 
-def test_a_stream_that_does_not_end_in_time_is_cut_and_what_it_said_is_kept(tmp_path):
-    async def story():
+def test_a_stream_that_exceeds_the_drain_time_is_cut_and_its_tokens_are_kept(tmp_path):
+    async def body():
         engine = Teller("hello", hold_at=2)
         async with served(engine, output=tmp_path, drain_s=0.1) as gateway:
             session = await gateway.open("t")
@@ -352,4 +356,4 @@ def test_a_stream_that_does_not_end_in_time_is_cut_and_what_it_said_is_kept(tmp_
             (turn,) = gateway.find("t").describe()["turns"]
             assert (turn["finish"], turn["sampled_tokens"]) == ("cut", 2)
 
-    run(story)
+    run(body)

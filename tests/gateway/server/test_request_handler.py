@@ -1,4 +1,4 @@
-"""Hostile and careless clients: whatever they send is refused in words, and nothing of it stays behind."""
+"""Hostile and careless clients: bad requests are refused with a message and leave nothing behind."""
 
 import asyncio
 import json
@@ -52,8 +52,8 @@ BODY = st.tuples(
 )
 
 
-def test_no_body_makes_the_gateway_fail():
-    async def story():
+def test_no_body_crashes_the_gateway():
+    async def steps():
         async with served(body_bytes=100_000) as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open(config=SessionConfig(max_tokens=8))
             loop = asyncio.get_running_loop()
@@ -61,13 +61,13 @@ def test_no_body_makes_the_gateway_fail():
             async def send(path, body):
                 url, auth = f"{gateway.address}/{session.id}/{path}", {"authorization": f"Bearer {session.key}"}
                 async with http.post(url, data=body, headers=auth) as answer:
-                    said = await answer.read()
-                    assert answer.status in (200, 400, 413), (path, body, said)
+                    content = await answer.read()
+                    assert answer.status in (200, 400, 413), (path, body, content)
                     if answer.status != 200:
-                        assert b"message" in said
+                        assert b"message" in content
 
-            def check(path, made):
-                more, sound, messages = made
+            def check(path, payload):
+                more, sound, messages = payload
                 body = {
                     **(SOUND if sound else {}),
                     **more,
@@ -84,7 +84,7 @@ def test_no_body_makes_the_gateway_fail():
                     await send(path, raw)
             assert not session.served.describe()["running"]
 
-    run(story)
+    run(steps)
 
 
 ODD = (None, True, 3, -1.5, 2**80, "x", [], [3], ["x"], [None], {}, {"type": 3}, {"type": "x"}, {"type": "function"})
@@ -95,10 +95,10 @@ MORE = (
 )
 
 
-def test_no_field_of_any_kind_makes_the_gateway_fail():
-    """Each known field by itself, in each dialect, with what nobody would expect there."""
+def test_no_field_value_crashes_the_gateway():
+    """Each known field alone, in each dialect, with unexpected values."""
 
-    async def story():
+    async def steps():
         async with served() as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open(config=SessionConfig(max_tokens=2))
             auth = {"authorization": f"Bearer {session.key}"}
@@ -108,14 +108,14 @@ def test_no_field_of_any_kind_makes_the_gateway_fail():
                         body = json.dumps({**SOUND, field: value})
                         url = f"{gateway.address}/{session.id}/{path}"
                         async with http.post(url, data=body, headers=auth) as answer:
-                            said = await answer.read()
-                            assert answer.status in (200, 400), (path, field, value, said)
+                            content = await answer.read()
+                            assert answer.status in (200, 400), (path, field, value, content)
 
-    run(story)
+    run(steps)
 
 
 def test_deep_arguments_are_refused_or_kept():
-    async def story():
+    async def steps():
         async with served() as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open()
             deep = "[" * 900 + "]" * 900
@@ -127,11 +127,11 @@ def test_deep_arguments_are_refused_or_kept():
             ) as answer:
                 assert answer.status in (200, 400), await answer.text()
 
-    run(story)
+    run(steps)
 
 
-def test_a_client_that_does_not_read_is_let_go_and_holds_nobody_up():
-    async def story():
+def test_a_client_that_does_not_read_is_dropped_and_delays_no_other():
+    async def steps():
         engine = Teller("x" * 3000)
         async with served(engine, write_s=0.3) as gateway:
             session = await gateway.open(config=SessionConfig(max_tokens=100_000))
@@ -147,16 +147,16 @@ def test_a_client_that_does_not_read_is_let_go_and_holds_nobody_up():
             deaf.connect(("127.0.0.1", int(gateway.address.rpartition(":")[2])))
             deaf.sendall(head.encode() + body)
             async with client_of(session) as client:
-                heard = await client.chat.completions.create(model="m", messages=[user("b")], max_tokens=5)
-                assert heard.choices[0].message.content == "xxxxx"
+                completion = await client.chat.completions.create(model="m", messages=[user("b")], max_tokens=5)
+                assert completion.choices[0].message.content == "xxxxx"
             await until(lambda: not session.served.describe()["running"], 20)
             deaf.close()
 
-    run(story)
+    run(steps)
 
 
-def test_a_weight_update_is_waited_out_with_keep_alives():
-    async def story():
+def test_calls_wait_for_a_weight_update_with_keep_alives():
+    async def steps():
         engine = Teller("hello", hold_at=0)
         async with served(engine, keepalive_s=0.05) as gateway, aiohttp.ClientSession() as http:
             session = await gateway.open()
@@ -171,13 +171,13 @@ def test_a_weight_update_is_waited_out_with_keep_alives():
                     rest = await answer.read()
                     assert b"[DONE]" in rest or b"message_stop" in rest
 
-    run(story)
+    run(steps)
 
 
 def test_nothing_secret_is_logged(caplog):
     caplog.set_level(logging.DEBUG)
 
-    async def story():
+    async def steps():
         async with served(Teller(fail_at=0), token="a token for the opener") as gateway:
             session = await gateway.open()
             async with client_of(session) as client:
@@ -185,13 +185,13 @@ def test_nothing_secret_is_logged(caplog):
                     await client.chat.completions.create(model="m", messages=[user("my secret plan")], tools=[ADD])
             return session.key
 
-    key = run(story)
+    key = run(steps)
     ours = [record.getMessage() for record in caplog.records if record.name.startswith(("loopwright", "aiohttp"))]
     assert not [line for line in ours if key in line or "my secret plan" in line or "a token for" in line]
 
 
-def test_a_gateway_that_ends_tells_those_who_wait(tmp_path):
-    async def story():
+def test_a_closing_gateway_answers_waiting_calls(tmp_path):
+    async def steps():
         engine = Teller("hello", hold_at=2)
         async with served(engine, output=tmp_path) as gateway:
             session = await gateway.open("t")
@@ -203,21 +203,21 @@ def test_a_gateway_that_ends_tells_those_who_wait(tmp_path):
                     await talk
         assert engine.running == 0
         async with served(output=tmp_path) as gateway:
-            told = gateway.find("t").describe()
-            assert [(turn["finish"], turn["sampled_tokens"]) for turn in told["turns"]] == [("cut", 2)]
+            description = gateway.find("t").describe()
+            assert [(turn["finish"], turn["sampled_tokens"]) for turn in description["turns"]] == [("cut", 2)]
 
-    run(story)
+    run(steps)
 
 
-def test_a_name_that_somebody_pointed_at_this_machine_opens_no_session():
-    """As a page in a browser does it: the connection is to 127.0.0.1, the name is the page's own."""
+def test_a_foreign_host_name_opens_no_session():
+    """DNS rebinding from a browser page: the connection is to 127.0.0.1, the host name is the page's."""
 
     async def main():
         async with served() as gateway, aiohttp.ClientSession() as http:
-            found = {}
+            statuses = {}
             for host in ("evil.example:8400", "localhost:8400", "127.0.0.1"):
                 async with http.post(f"{gateway.address}/sessions", headers={"host": host}) as answer:
-                    found[host] = answer.status
-            return found
+                    statuses[host] = answer.status
+            return statuses
 
     assert run(main) == {"evil.example:8400": 403, "localhost:8400": 200, "127.0.0.1": 200}

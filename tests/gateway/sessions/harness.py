@@ -14,7 +14,7 @@ TOOLS = [[], [{"type": "function", "function": {"name": "add"}}], [{"type": "fun
 
 
 class PlannedEngine(Engine):
-    """Samples what its plans say: texts, chunks, exceptions, and `...` to hang."""
+    """Samples its plans: texts, chunks, exceptions, and `...` to hang."""
 
     def __init__(self, *plans):
         super().__init__(EngineConfig(type="parrot"), Path())

@@ -1,4 +1,4 @@
-"""The message graph: what the engine got and sampled is what is recorded, whatever an agent does with its history."""
+"""The message graph records exactly the engine's tokens, whatever an agent does with its history."""
 
 import asyncio
 import copy
@@ -29,7 +29,7 @@ STEP = st.one_of(
 
 
 class Agent:
-    """An agent that does as it is told, and knows for each of its assistant messages which ids lead there."""
+    """An agent that follows a plan, and knows the ids that lead to each of its assistant messages."""
 
     def __init__(self):
         self.history, self.exact, self.tools, self.count = [user("begin")], {}, TOOLS[0], 0
@@ -62,7 +62,7 @@ class Agent:
 
     async def talk(self, session, engine, what, detail):
         self.count += 1
-        reply = f"{self.count:04} "  # no two replies alike: an agent that repeats itself has a test of its own
+        reply = f"{self.count:04} "  # no two replies are equal: repeated replies have their own test
         if what == "call":
             reply += "".join(f'<tool_call>{{"name": "add", "arguments": {json.dumps(a)}}}</tool_call>' for a in detail)
         elif what == "broken call":
@@ -76,7 +76,7 @@ class Agent:
         turn = await session.turn(self.history, self.tools, sampling=sampling)
         ids, sampled = engine.calls[-1]
         for before in self.exact.values():
-            assert ids[: len(before)] == before, "what was sampled is sent again as it was"
+            assert ids[: len(before)] == before, "the sampled ids are sent again unchanged"
         self.exact[len(self.history)] = (*ids, *sampled)
         self.history.append(turn.message)
         if what == "call":
@@ -100,7 +100,7 @@ def rewritten(message):
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(STEP, max_size=12))
-def test_t02_the_ids_of_a_turn_begin_with_those_of_the_turn_before(steps):
+def test_t02_the_ids_of_a_turn_start_with_those_of_the_turn_before(steps):
     async def scenario(session, engine):
         agent = Agent()
         for what, detail in steps:
@@ -111,7 +111,7 @@ def test_t02_the_ids_of_a_turn_begin_with_those_of_the_turn_before(steps):
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(STEP, max_size=5), min_size=2, max_size=4))
-def test_t03_sub_agents_at_the_same_time_are_branches_of_their_own(agents):
+def test_t03_parallel_sub_agents_are_separate_branches(agents):
     async def scenario(session, engine):
         async def one(steps, number):
             agent = Agent()
@@ -122,14 +122,14 @@ def test_t03_sub_agents_at_the_same_time_are_branches_of_their_own(agents):
 
         await asyncio.gather(*(one(steps, number) for number, steps in enumerate(agents)))
 
-    # Each agent's plan is taken by its own turn: a turn goes as far as the engine without giving way.
+    # Each agent's plan is taken by its own turn: a turn reaches the engine without yielding.
     run(scenario)
 
 
 # -- what agents do ----------------------------------------------------------------------------------------------
 
 
-def test_only_new_messages_are_rendered_and_what_was_sampled_is_spliced():
+def test_only_new_messages_are_rendered_and_sampled_ids_are_spliced():
     async def scenario(session, engine):
         first = await session.turn([user("a")])
         second = await session.turn([user("a"), first.message, user("b")])
@@ -145,19 +145,19 @@ def test_only_new_messages_are_rendered_and_what_was_sampled_is_spliced():
     run(scenario, "one", "two")
 
 
-def test_a_turn_that_ran_out_of_tokens_gets_the_end_that_it_lacks():
+def test_a_truncated_turn_gets_the_missing_end_token():
     async def scenario(session, engine):
         first = await session.turn([user("a")], sampling=Sampling(max_tokens=2))
         assert (first.finish, first.text) == ("length", "on")
         await session.turn([user("a"), first.message, user("b")])
         assert "assistant\non<|im_end|>\n<|im_start|>user\nb" in engine.tokenizer.decode(engine.calls[1][0])
         (row,) = session.episode(TASK).rows()
-        assert row.response_mask[:4] == (1, 1, 0, 0), "the end was not sampled"
+        assert row.response_mask[:4] == (1, 1, 0, 0), "the end token was not sampled"
 
     run(scenario, "one", "two")
 
 
-def test_a_turn_that_an_agent_drops_is_a_dead_branch_and_is_exported():
+def test_a_dropped_turn_is_a_dead_branch_and_is_exported():
     async def scenario(session, engine):
         await session.turn([user("a")])
         await session.turn([user("a"), user("once more")])
@@ -166,7 +166,7 @@ def test_a_turn_that_an_agent_drops_is_a_dead_branch_and_is_exported():
     run(scenario, "nonsense", "better")
 
 
-def test_other_tools_are_another_conversation():
+def test_other_tools_start_another_conversation():
     async def scenario(session, engine):
         for tools in TOOLS:
             await session.turn([{"role": "system", "content": "s"}, user("a")], tools)
@@ -187,7 +187,7 @@ def test_tools_without_a_system_message_get_one():
     run(scenario, "1")
 
 
-def test_a_policy_that_says_the_same_twice_goes_on_from_what_it_said_last():
+def test_after_equal_replies_the_conversation_continues_from_the_last_one():
     async def scenario(session, engine):
         await session.turn([user("a")], sampling=Sampling(max_tokens=3))
         twin = await session.turn([user("a")])
@@ -200,7 +200,7 @@ def test_a_policy_that_says_the_same_twice_goes_on_from_what_it_said_last():
     run(scenario, "yes", "yes", "no")
 
 
-def test_a_policy_that_says_the_same_twice_does_not_lose_the_conversation_that_went_on():
+def test_after_equal_replies_the_longer_conversation_is_found():
     async def scenario(session, engine):
         first = await session.turn([user("a")])
         second = await session.turn([user("a"), first.message, user("b")])
@@ -220,7 +220,7 @@ def test_special_tokens_in_a_users_text_stay_text():
     run(scenario, "1")
 
 
-def test_what_an_agent_does_to_its_messages_does_not_change_the_record():
+def test_changing_a_message_afterwards_does_not_change_the_record():
     async def scenario(session, engine):
         messages = [user("a")]
         turn = await session.turn(messages)
@@ -239,7 +239,7 @@ def test_what_an_agent_does_to_its_messages_does_not_change_the_record():
      ([user([{"type": "image"}])], "only text"), ([{**user("a"), "tool_calls": [{"id": "1"}]}], "needs a `function`"),
      ([{**user("a"), "extra": object()}], "as JSON")],
 )  # fmt: skip
-def test_a_message_that_cannot_be_told_is_refused_and_leaves_no_trace(messages, words):
+def test_a_message_that_cannot_be_rendered_is_refused_and_leaves_no_trace(messages, words):
     async def scenario(session, engine):
         with pytest.raises(ValueError, match=words):
             await session.turn(messages)

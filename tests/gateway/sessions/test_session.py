@@ -21,7 +21,7 @@ from tests.gateway.sessions.harness import END, TASK, PlannedEngine, check, chun
     ["{", "[1]", '{"name": 3}', '{"name": "f", "arguments": [1]}', "[" * 5000, '{"arguments": {}}',
      '{"arguments": {"x": 1e999}, "name": "f"}', '{"arguments": ' + '{"x": ' * 5000],
 )  # fmt: skip
-def test_a_call_that_nobody_can_read_is_named_and_stays_text(text):
+def test_an_unreadable_call_is_named_and_stays_text(text):
     parsed = ChatML(ByteTokenizer()).parser(call_id="c")
     parsed.parse(ByteTokenizer().encode(f'ok <tool_call>{text}</tool_call> <tool_call>{{"name": "g"}}</tool_call>'))
     assert parsed.malformed == (text.strip(),)
@@ -30,20 +30,20 @@ def test_a_call_that_nobody_can_read_is_named_and_stays_text(text):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "arguments_text"),
     [('{"x": 1e999}', '{"x": '), ('{"x": "\\ud800"}', '{"x": "'), ('{"x": tru}', '{"x": '), ("{'x': 1}", "{"),
      ('{"x": [1, 2}', '{"x": [1, 2'), ('{"a": 1,}', '{"a": 1,'), ('{"a": "b\n"}', '{"a": "b'),
      ('{"x": ' * 200 + "1" + "}" * 200, '{"x": ' * 63)],
 )  # fmt: skip
-def test_arguments_that_nobody_can_read_break_off_where_they_do(arguments, told):
-    """They have been told by then, and what was told is never taken back; the rest of them is text."""
+def test_unreadable_arguments_end_where_they_break(arguments, arguments_text):
+    """Streamed pieces are never withdrawn; the rest becomes text."""
     text = f'ok <tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call> <tool_call>{{"name": "g"}}</tool_call>'
     parsed = ChatML(ByteTokenizer()).parser(call_id="c")
     parsed.parse(ByteTokenizer().encode(text))
     assert [call["function"]["name"] for call in parsed.message["tool_calls"]] == ["f", "g"]
-    assert parsed.message["tool_calls"][0]["function"]["arguments"] == told
+    assert parsed.message["tool_calls"][0]["function"]["arguments"] == arguments_text
     (malformed,) = parsed.malformed
-    assert malformed == f'{{"name": "f", "arguments": {told}'.strip()
+    assert malformed == f'{{"name": "f", "arguments": {arguments_text}'.strip()
     assert parsed.message["content"].endswith("</tool_call>")
 
 
@@ -59,7 +59,7 @@ def test_a_call_keeps_numbers_of_any_length():
     run(scenario, text, "done")
 
 
-def test_a_history_that_another_model_made_is_rendered():
+def test_a_history_of_another_model_is_rendered():
     async def scenario(session, engine):
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "not json"}}
         await session.turn([user("a"), {"role": "assistant", "content": None, "tool_calls": [call]}])
@@ -71,12 +71,12 @@ def test_a_history_that_another_model_made_is_rendered():
 # -- what engines do ---------------------------------------------------------------------------------------------
 
 
-def test_t06_a_pause_in_mid_turn_begins_a_span_of_the_next_version():
+def test_t06_a_pause_in_mid_turn_starts_a_span_of_the_next_version():
     async def scenario(session, engine):
         turn = await session.turn([user("a")], sampling=Sampling(max_tokens=9))
         assert (turn.text, turn.finish) == ("abcd", "stop")
         (ids, sampled), (more, _) = engine.calls
-        assert more == (*ids, *sampled), "it goes on exactly where it was"
+        assert more == (*ids, *sampled), "it continues exactly"
         node = session.episode(TASK).nodes[turn.node]
         opening = len(node.ids) - 5
         assert [(s.start - opening, s.stop - opening, s.version) for s in node.spans] == [(0, 2, 0), (2, 5, 1)]
@@ -97,7 +97,7 @@ def test_a_pause_before_the_first_token_and_at_the_last_one():
 
 
 @pytest.mark.parametrize("chunks", [[chunk_of(97)], []], ids=["with tokens", "with nothing"])
-def test_an_engine_that_ends_without_saying_why_has_failed(chunks):
+def test_an_engine_without_a_finish_reason_has_failed(chunks):
     async def scenario(session, engine):
         with pytest.raises(EngineError, match="without a finish reason"):
             await session.turn([user("a")])
@@ -110,19 +110,19 @@ def test_an_engine_that_ends_without_saying_why_has_failed(chunks):
     [(Chunk((1, 2), (-0.5,), 0), "2 ids but 1 logprobs"), (Chunk((1,), (None,), 0), "None as a logprob"),
      (Chunk((1,), (math.nan,), 0), "nan as a logprob"), (Chunk((1,), (-math.inf,), 0), "inf as a logprob")],
 )  # fmt: skip
-def test_an_engine_that_leaves_out_a_logprob_has_failed_and_its_stream_is_closed(chunk, words):
+def test_a_missing_logprob_is_an_engine_failure_and_closes_the_stream(chunk, words):
     async def scenario(session, engine):
         with pytest.raises(EngineError, match=words):
             await session.turn([user("a")])
         assert engine.closed == 1
-        engine.calls[-1][1][:] = [97]  # what it sampled before that
+        engine.calls[-1][1][:] = [97]  # the tokens before it
         node = session.episode(TASK).nodes[-1]
         assert (node.finish, node.sampled, node.message["content"]) == ("cut", 1, "a")
 
     run(scenario, [chunk_of(97), chunk])
 
 
-def test_what_was_sampled_before_an_engine_failed_is_kept_as_a_dead_branch():
+def test_tokens_before_an_engine_failure_are_kept_as_a_dead_branch():
     async def scenario(session, engine):
         with pytest.raises(EngineError, match="gone"):
             await session.turn([user("a")])
@@ -135,7 +135,7 @@ def test_what_was_sampled_before_an_engine_failed_is_kept_as_a_dead_branch():
     run(scenario, [chunk_of(97, 98), EngineError("gone")], "fine")
 
 
-def test_t02_a_way_to_sample_that_is_refused_breaks_nothing():
+def test_t02_refused_sampling_settings_break_nothing():
     async def scenario(session, engine):
         with pytest.raises(BadSampling, match="no true logprobs"):
             await session.turn([user("a")], sampling=Sampling(temperature=0.2))
@@ -145,7 +145,7 @@ def test_t02_a_way_to_sample_that_is_refused_breaks_nothing():
     run(scenario, [BadSampling("no true logprobs")], "fine")
 
 
-def test_a_turn_that_is_cancelled_is_kept_and_its_stream_is_closed():
+def test_a_cancelled_turn_is_kept_and_its_stream_is_closed():
     async def scenario(session, engine):
         turn = asyncio.ensure_future(session.turn([user("a")]))
         await asyncio.sleep(0.01)
@@ -161,7 +161,7 @@ def test_a_turn_that_is_cancelled_is_kept_and_its_stream_is_closed():
     run(scenario, [chunk_of(97, 98), ...])
 
 
-def test_a_turn_that_nobody_waited_for_is_in_the_episode_as_far_as_it_got():
+def test_an_unfinished_turn_is_in_the_episode_with_its_tokens_so_far():
     async def scenario(session, engine):
         turn = asyncio.ensure_future(session.turn([user("a")]))
         await asyncio.sleep(0.01)
@@ -173,7 +173,7 @@ def test_a_turn_that_nobody_waited_for_is_in_the_episode_as_far_as_it_got():
     run(scenario, [chunk_of(97, 98), ...])
 
 
-def test_a_turn_that_comes_to_an_end_later_keeps_its_place():
+def test_a_turn_that_finishes_later_keeps_its_place():
     async def scenario(session, engine):
         gate = engine.plans[0][0]
         slow = asyncio.ensure_future(session.turn([user("a")]))
@@ -215,7 +215,7 @@ def test_tokens_are_counted_over_all_turns():
     run(scenario, "xy", "longer", limits=SessionLimits(tokens=5))
 
 
-def test_turns_at_the_same_time_do_not_spend_the_same_tokens_twice():
+def test_parallel_turns_do_not_share_their_token_budget():
     async def scenario(session, engine):
         turns = [session.turn([user(text)], sampling=Sampling(max_tokens=4)) for text in "abc"]
         done = await asyncio.gather(*turns, return_exceptions=True)
@@ -237,7 +237,7 @@ def test_turns_at_the_same_time_do_not_spend_the_same_tokens_twice():
         (Outcome.CRASHED, Fault.WORKLOAD),
     ],
 )
-def test_an_episode_says_who_caused_its_outcome(outcome, fault):
+def test_an_episode_has_the_fault_of_its_outcome(outcome, fault):
     async def scenario(session, engine):
         episode = session.episode(TASK, outcome, reason="half \ud800 a pair")
         assert (episode.outcome, episode.fault, episode.reason) == (outcome, fault, "half ? a pair")

@@ -1,4 +1,4 @@
-"""What an agent wishes of a turn beyond messages: tool choice, one call at a time, JSON, alternatives, a prefill."""
+"""Options of a turn: tool choice, one call at a time, JSON, top logprobs, a prefill."""
 
 import json
 
@@ -27,12 +27,12 @@ def last(engine, number=-1):
     return engine.tokenizer.decode(engine.calls[number][0])
 
 
-def story_of(engine, story, **config):
+def run_with(engine, steps, **config):
     async def main():
         async with served(engine, **config) as gateway:
             session = await gateway.open()
             async with client_of(session) as client, claude_of(session) as claude:
-                return await story(session, client, claude)
+                return await steps(session, client, claude)
 
     return run(main)
 
@@ -41,68 +41,68 @@ def story_of(engine, story, **config):
 
 
 @pytest.mark.parametrize(
-    ("choice", "given"),
+    ("choice", "prefix"),
     [
         ("required", '<tool_call>\n{"name": "'),
         ({"type": "function", "function": {"name": "mul"}}, '<tool_call>\n{"name": "mul", "arguments": '),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_has_to_come_is_begun_for_the_policy(choice, given, stream):
+def test_a_required_call_is_started_for_the_policy(choice, prefix, stream):
     engine = Teller(call("mul", a=1))
 
-    async def story(session, client, _):
-        asked = {"tools": [ADD, MUL], "tool_choice": choice}
+    async def steps(session, client, _):
+        options = {"tools": [ADD, MUL], "tool_choice": choice}
         if stream:
-            async with client.chat.completions.stream(model="m", messages=[user("hi")], **asked) as events:
+            async with client.chat.completions.stream(model="m", messages=[user("hi")], **options) as events:
                 answer = await events.get_final_completion()
         else:
-            answer = await chat(client, **asked)
-        (made,) = answer.choices[0].message.tool_calls
-        assert (made.function.name, json.loads(made.function.arguments)) == ("mul", {"a": 1})
+            answer = await chat(client, **options)
+        (tool_call,) = answer.choices[0].message.tool_calls
+        assert (tool_call.function.name, json.loads(tool_call.function.arguments)) == ("mul", {"a": 1})
         assert answer.choices[0].finish_reason == "tool_calls"
-        assert last(engine).endswith(f"<|im_start|>assistant\n{given}")
+        assert last(engine).endswith(f"<|im_start|>assistant\n{prefix}")
         (row,) = session.episode().rows()
-        rest = call("mul", a=1)[len(given) :]
+        rest = call("mul", a=1)[len(prefix) :]
         assert engine.tokenizer.decode(row.response_ids) == f"{rest}<|im_end|>"
-        assert all(row.response_mask), "what was given is none of the response"
-        result = {"role": "tool", "tool_call_id": made.id, "content": "1"}
-        sent = answer.choices[0].message.model_dump(exclude_none=True)
-        sent.pop("parsed", None)
-        for each in sent["tool_calls"]:
+        assert all(row.response_mask), "the inserted prefix is not part of the response"
+        result = {"role": "tool", "tool_call_id": tool_call.id, "content": "1"}
+        message = answer.choices[0].message.model_dump(exclude_none=True)
+        message.pop("parsed", None)
+        for each in message["tool_calls"]:
             each["function"].pop("parsed_arguments", None)
-        await chat(client, [user("hi"), sent, result], tools=[ADD, MUL])
+        await chat(client, [user("hi"), message, result], tools=[ADD, MUL])
         assert kinds(session) == ["exact", "exact"]
 
-    story_of(engine, story)
+    run_with(engine, steps)
 
 
-def test_no_tools_for_once_is_no_other_conversation():
+def test_tool_choice_none_does_not_fork_the_conversation():
     engine = Teller(lambda prompt: call(a=1) if "again" in prompt else "so")
 
-    async def story(session, client, claude):
-        said = (await chat(client, tools=[ADD])).choices[0].message
-        history = [user("hi"), {"role": "assistant", "content": said.content}, user("again")]
+    async def steps(session, client, claude):
+        message = (await chat(client, tools=[ADD])).choices[0].message
+        history = [user("hi"), {"role": "assistant", "content": message.content}, user("again")]
         answer = (await chat(client, history, tools=[ADD], tool_choice="none")).choices[0]
         assert (answer.message.tool_calls, answer.message.content) == (None, call(a=1))
         assert answer.finish_reason == "stop"
         history += [{"role": "assistant", "content": answer.message.content}, user("more")]
         await chat(client, history, tools=[ADD])
         assert kinds(session) == ["exact"] * 3
-        asked = {"model": "m", "max_tokens": 99, "tools": TOOLS, "tool_choice": {"type": "none"}}
-        blocks = (await claude.messages.create(messages=[user("again")], **asked)).content
+        options = {"model": "m", "max_tokens": 99, "tools": TOOLS, "tool_choice": {"type": "none"}}
+        blocks = (await claude.messages.create(messages=[user("again")], **options)).content
         assert [block.type for block in blocks] == ["text"]
 
-    story_of(engine, story)
+    run_with(engine, steps)
 
 
 def test_anthropic_and_responses_choose_tools_too():
     engine = Teller(call("add", a=1))
 
-    async def story(session, client, claude):
-        asked = {"model": "m", "max_tokens": 99, "messages": [user("hi")], "tools": TOOLS}
+    async def steps(session, client, claude):
+        options = {"model": "m", "max_tokens": 99, "messages": [user("hi")], "tools": TOOLS}
         for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
-            answer = await claude.messages.create(tool_choice=choice, **asked)
+            answer = await claude.messages.create(tool_choice=choice, **options)
             assert [(block.type, block.name, block.input) for block in answer.content] == [
                 ("tool_use", "add", {"a": 1})
             ]
@@ -112,7 +112,7 @@ def test_anthropic_and_responses_choose_tools_too():
             assert [(item.type, item.name) for item in answer.output] == [("function_call", "add")]
             assert last(engine).endswith('{"name": "add", "arguments": ')
 
-    story_of(engine, story)
+    run_with(engine, steps)
 
 
 @pytest.mark.parametrize(
@@ -126,13 +126,13 @@ def test_anthropic_and_responses_choose_tools_too():
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "schema: expected an object"),
     ],
 )
-def test_what_cannot_be_wished_for_is_refused(more, words):
-    async def story(session, client, _):
+def test_unsupported_options_are_refused(more, words):
+    async def steps(session, client, _):
         with pytest.raises(openai.BadRequestError, match=words):
             await chat(client, **more)
         assert len(session.served.session.graph.nodes) == 1
 
-    story_of(Teller(), story)
+    run_with(Teller(), steps)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -140,13 +140,20 @@ def test_one_call_at_a_time_ends_the_turn_before_the_second(stream):
     text = f"so {call(a=1)}\n{call('mul', b=2)}"
     engine = Teller(text)
 
-    async def story(session, client, claude):
-        asked = {"tools": [ADD, MUL], "parallel_tool_calls": False}
+    async def steps(session, client, claude):
+        options = {"tools": [ADD, MUL], "parallel_tool_calls": False}
         if stream:
-            chunks = [chunk async for chunk in await chat(client, stream=True, **asked)]
-            names = [made.function.name for c in chunks for made in c.choices[0].delta.tool_calls or () if made.id]
+            chunks = [chunk async for chunk in await chat(client, stream=True, **options)]
+            names = [
+                tool_call.function.name
+                for c in chunks
+                for tool_call in c.choices[0].delta.tool_calls or ()
+                if tool_call.id
+            ]
         else:
-            names = [made.function.name for made in (await chat(client, **asked)).choices[0].message.tool_calls]
+            names = [
+                tool_call.function.name for tool_call in (await chat(client, **options)).choices[0].message.tool_calls
+            ]
         assert names == ["add"]
         (row,) = session.episode().rows()
         assert engine.tokenizer.decode(row.response_ids).endswith("</tool_call>\n<tool_call>"), "the ids stay complete"
@@ -157,49 +164,49 @@ def test_one_call_at_a_time_ends_the_turn_before_the_second(stream):
         assert [block.name for block in answer.content if block.type == "tool_use"] == ["add"]
         assert len((await chat(client, tools=[ADD, MUL])).choices[0].message.tool_calls) == 2
 
-    story_of(engine, story)
+    run_with(engine, steps)
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["json_object", "json_schema"])
-def test_an_answer_in_json_is_asked_for_and_begun(form):
+def test_a_json_answer_is_requested_and_started(form):
     engine = Teller('{"a": 1}')
 
-    async def story(session, client, _):
-        wanted = {"type": form}
+    async def steps(session, client, _):
+        requested_format = {"type": form}
         if form == "json_schema":
-            wanted["json_schema"] = {"name": "x", "strict": True, "schema": SHAPE}
-        answer = await chat(client, response_format=wanted)
+            requested_format["json_schema"] = {"name": "x", "strict": True, "schema": SHAPE}
+        answer = await chat(client, response_format=requested_format)
         assert json.loads(answer.choices[0].message.content) == {"a": 1}
         assert last(engine).endswith("<|im_start|>assistant\n{")
         assert "Answer with a JSON object" in last(engine)
         assert ('"required":["a"]' in last(engine)) == (form == "json_schema")
         history = [user("hi"), {"role": "assistant", "content": answer.choices[0].message.content}, user("more")]
-        await chat(client, history, response_format=wanted)
+        await chat(client, history, response_format=requested_format)
         await chat(client, [*history, {"role": "assistant", "content": '{"a": 1}'}, user("plain")])
-        assert kinds(session) == ["exact"] * 3, "the note is none of the conversation, and forks nothing"
+        assert kinds(session) == ["exact"] * 3, "the instruction is not part of the conversation and forks nothing"
         text = {"format": {"type": form, **({"name": "x", "schema": SHAPE} if form == "json_schema" else {})}}
         assert (await client.responses.create(model="m", input="hi", text=text)).output_text == '{"a": 1}'
 
-    story_of(engine, story)
+    run_with(engine, steps)
 
 
 # -- alternatives ------------------------------------------------------------------------------------------------
 
 
-def test_what_else_was_likely_is_told():
+def test_top_logprobs_are_returned():
     engine = ScriptedEngine(ScriptedConfig(replies=("ab",), slip=0.2), None)
 
-    async def story(session, client, _):
+    async def steps(session, client, _):
         for stream in (False, True):
-            asked = {"logprobs": True, "top_logprobs": 3, "seed": 1}
+            options = {"logprobs": True, "top_logprobs": 3, "seed": 1}
             if stream:
-                chunks = [c async for c in await chat(client, stream=True, **asked)]
+                chunks = [c async for c in await chat(client, stream=True, **options)]
                 content = [entry for c in chunks if c.choices[0].logprobs for entry in c.choices[0].logprobs.content]
             else:
-                content = (await chat(client, **asked)).choices[0].logprobs.content
+                content = (await chat(client, **options)).choices[0].logprobs.content
             first = content[0].top_logprobs
             assert [entry.token for entry in first] == ["a", " ", "!"]
             assert first[0].logprob == pytest.approx(-0.2231, abs=1e-3)
@@ -213,32 +220,34 @@ def test_what_else_was_likely_is_told():
         )
         assert [entry.token for entry in answer.output[0].content[0].logprobs[0].top_logprobs] == ["a", " "]
 
-    story_of(engine, story)
+    run_with(engine, steps)
 
 
 # -- streams -----------------------------------------------------------------------------------------------------
 
 
 def test_arguments_are_streamed_as_they_are_sampled_in_every_dialect():
-    """The engine waits in the middle of the arguments: what it has said of them is heard by then."""
-    said = call("add", text="abcdef", more=1)
-    at = said.index("def")
+    """The engine pauses in the middle of the arguments: the client has received the first part by then."""
+    reply = call("add", text="abcdef", more=1)
+    at = reply.index("def")
 
     async def fragments(dialect, client, claude, engine):
         async def until_held(events, pick):
-            found = []
+            pieces = []
             async for event in events:
                 if (fragment := pick(event)) is not None:
-                    found.append(fragment)
-                if "".join(found).endswith("abc") and engine.held.is_set():
+                    pieces.append(fragment)
+                if "".join(pieces).endswith("abc") and engine.held.is_set():
                     engine.go.set()
-            return found
+            return pieces
 
         match dialect:
             case "chat":
                 stream = await chat(client, tools=[ADD], stream=True)
                 calls = lambda e: (e.choices[0].delta.tool_calls or [None])[0] if e.choices else None  # noqa: E731
-                return await until_held(stream, lambda e: made.function.arguments if (made := calls(e)) else None)
+                return await until_held(
+                    stream, lambda e: tool_call.function.arguments if (tool_call := calls(e)) else None
+                )
             case "responses":
                 stream = await client.responses.create(model="m", input="hi", tools=FLAT, stream=True)
                 kind = "response.function_call_arguments.delta"
@@ -257,68 +266,68 @@ def test_arguments_are_streamed_as_they_are_sampled_in_every_dialect():
                 )
 
     for dialect in ("chat", "responses", "messages"):
-        engine = Teller(said, hold_at=at)
+        engine = Teller(reply, hold_at=at)
 
-        async def story(session, client, claude, dialect=dialect, engine=engine):
-            found = await fragments(dialect, client, claude, engine)
-            assert json.loads("".join(found)) == {"text": "abcdef", "more": 1}
-            assert len(found) > 20, "token by token"
+        async def steps(session, client, claude, dialect=dialect, engine=engine):
+            pieces = await fragments(dialect, client, claude, engine)
+            assert json.loads("".join(pieces)) == {"text": "abcdef", "more": 1}
+            assert len(pieces) > 20, "token by token"
             (row,) = session.episode().rows()
-            assert engine.tokenizer.decode(row.response_ids) == f"{said}<|im_end|>"
+            assert engine.tokenizer.decode(row.response_ids) == f"{reply}<|im_end|>"
 
-        story_of(engine, story)
+        run_with(engine, steps)
 
 
 @pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
-def test_what_only_looks_like_a_call_is_text(dialect):
+def test_text_that_resembles_a_call_is_text(dialect):
     text = "use <tool_call> tags, <tool_ca or <tool_call>{no}</tool_call>"
     engine = Teller(text)
 
-    async def story(session, client, claude):
+    async def steps(session, client, claude):
         if dialect == "chat":
             chunks = [c async for c in await chat(client, tools=[ADD], stream=True)]
-            said = "".join(c.choices[0].delta.content or "" for c in chunks)
+            streamed_text = "".join(c.choices[0].delta.content or "" for c in chunks)
         elif dialect == "messages":
-            asked = {"model": "m", "max_tokens": 999, "tools": TOOLS, "messages": [user("hi")]}
-            async with claude.messages.stream(**asked) as stream:
-                said = "".join([piece async for piece in stream.text_stream])
+            options = {"model": "m", "max_tokens": 999, "tools": TOOLS, "messages": [user("hi")]}
+            async with claude.messages.stream(**options) as stream:
+                streamed_text = "".join([piece async for piece in stream.text_stream])
         else:
-            said = (await client.responses.create(model="m", input="hi", tools=FLAT)).output_text
-        assert said == text
+            streamed_text = (await client.responses.create(model="m", input="hi", tools=FLAT)).output_text
+        assert streamed_text == text
 
-    story_of(engine, story)
+    run_with(engine, steps)
 
 
 @pytest.mark.parametrize("depth", [70, 300])
-def test_arguments_too_deep_for_anybody_break_off(depth):
+def test_arguments_nested_too_deeply_are_cut_off(depth):
     nested = '{"x": ' * depth + "1" + "}" * depth
     engine = Teller(f'<tool_call>{{"name": "add", "arguments": {nested}}}</tool_call>')
 
-    async def story(session, client, claude):
+    async def steps(session, client, claude):
         answer = (await chat(client, tools=[ADD])).choices[0]
         assert answer.message.tool_calls[0].function.arguments == '{"x": ' * 63
         history = [user("hi"), answer.message, {"role": "tool", "tool_call_id": "c", "content": "no JSON"}]
         await chat(client, history, tools=[ADD])
-        asked = {"model": "m", "max_tokens": 40_000, "tools": TOOLS}
-        async with claude.messages.stream(messages=[user("hi")], **asked) as stream:
-            said = await stream.get_final_message()
+        options = {"model": "m", "max_tokens": 40_000, "tools": TOOLS}
+        async with claude.messages.stream(messages=[user("hi")], **options) as stream:
+            message = await stream.get_final_message()
         result = {"type": "tool_result", "tool_use_id": "c", "content": "no JSON"}
         await claude.messages.create(
-            messages=[user("hi"), {"role": "assistant", "content": said.content}, user([result])],
-            **{**asked, "max_tokens": 20_000},
+            messages=[user("hi"), {"role": "assistant", "content": message.content}, user([result])],
+            **{**options, "max_tokens": 20_000},
         )
-        # Other tools are another conversation; who sends the arguments back goes on from what was sampled.
+        # Other tools start another conversation; sending the arguments back continues from the sampled ids.
         assert kinds(session) == ["exact", "exact", "forked", "exact"]
         deep = {"id": "1", "type": "function", "function": {"name": "f", "arguments": nested}}
         await chat(client, [user("other"), {"role": "assistant", "content": None, "tool_calls": [deep]}, user("x")])
 
-    story_of(engine, story)
+    run_with(engine, steps)
 
 
 def test_reasoning_is_streamed_in_every_dialect():
     engine = Teller("<think>\nhm, so\n</think>\n\nyes")
 
-    async def story(session, client, claude):
+    async def steps(session, client, claude):
         chunks = [c async for c in await chat(client, stream=True)]
         deltas = [c.choices[0].delta for c in chunks]
         assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == "hm, so"
@@ -331,64 +340,64 @@ def test_reasoning_is_streamed_in_every_dialect():
         assert (final.output[0].content[0].text, final.output_text) == ("hm, so", "yes")
         history = [{"role": "user", "content": "hi"}, *[item.model_dump() for item in final.output], user("more")]
         await client.responses.create(model="m", input=history)
-        asked = {"model": "m", "max_tokens": 999}
-        async with claude.messages.stream(messages=[user("other")], **asked) as stream:
-            said = await stream.get_final_message()
-        assert [(block.type, getattr(block, "thinking", "")) for block in said.content] == [
+        options = {"model": "m", "max_tokens": 999}
+        async with claude.messages.stream(messages=[user("other")], **options) as stream:
+            message = await stream.get_final_message()
+        assert [(block.type, getattr(block, "thinking", "")) for block in message.content] == [
             ("thinking", "hm, so"),
             ("text", ""),
         ]
-        assert said.content[0].signature
+        assert message.content[0].signature
         await claude.messages.create(
-            messages=[user("other"), {"role": "assistant", "content": said.content}, user("more")], **asked
+            messages=[user("other"), {"role": "assistant", "content": message.content}, user("more")], **options
         )
-        assert kinds(session) == ["exact", "exact", "exact", "forked", "exact"], "another conversation, and it goes on"
+        assert kinds(session) == ["exact", "exact", "exact", "forked", "exact"], "another conversation, which continues"
         changed = [
             {"type": "thinking", "thinking": "other thoughts", "signature": "x"},
             {"type": "text", "text": "yes"},
         ]
         await claude.messages.create(
-            messages=[user("other"), {"role": "assistant", "content": changed}, user("more")], **asked
+            messages=[user("other"), {"role": "assistant", "content": changed}, user("more")], **options
         )
-        assert kinds(session)[-1] == "forked", "thoughts that somebody changed are not the policy's"
+        assert kinds(session)[-1] == "forked", "changed reasoning is not the policy's"
 
-    story_of(engine, story)
+    run_with(engine, steps)
 
 
 # -- a prefill ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_an_agent_prefills_is_given_and_the_rest_is_answered(stream):
+def test_a_prefill_is_inserted_and_the_rest_is_sampled(stream):
     engine = Teller('{"a": 1}')
 
-    async def story(session, client, claude):
-        asked = {"model": "m", "max_tokens": 99, "messages": [user("hi"), {"role": "assistant", "content": '{"a":'}]}
+    async def steps(session, client, claude):
+        options = {"model": "m", "max_tokens": 99, "messages": [user("hi"), {"role": "assistant", "content": '{"a":'}]}
         if stream:
-            async with claude.messages.stream(**asked) as events:
+            async with claude.messages.stream(**options) as events:
                 answer = await events.get_final_message()
         else:
-            answer = await claude.messages.create(**asked)
+            answer = await claude.messages.create(**options)
         assert answer.content[0].text == " 1}"
         assert last(engine).endswith('<|im_start|>assistant\n{"a":')
-        counted = await claude.messages.count_tokens(model="m", messages=asked["messages"])
+        counted = await claude.messages.count_tokens(model="m", messages=options["messages"])
         assert counted.input_tokens == answer.usage.input_tokens
         whole = {"role": "assistant", "content": '{"a":' + answer.content[0].text}
         await claude.messages.create(model="m", max_tokens=99, messages=[user("hi"), whole, user("more")])
         assert kinds(session) == ["exact", "exact"]
         (row,) = session.episode().rows()
-        assert engine.tokenizer.decode(row.response_ids).startswith(" 1}"), "mask 0 for what was given"
+        assert engine.tokenizer.decode(row.response_ids).startswith(" 1}"), "mask 0 for inserted tokens"
         with pytest.raises(anthropic.BadRequestError, match="with a prefill cannot start with a call"):
-            await claude.messages.create(**asked, tools=TOOLS, tool_choice={"type": "any"})
+            await claude.messages.create(**options, tools=TOOLS, tool_choice={"type": "any"})
 
-    story_of(engine, story)
+    run_with(engine, steps)
 
 
 # -- images ------------------------------------------------------------------------------------------------------
 
 
 def test_images_are_refused_in_every_dialect():
-    async def story(session, client, claude):
+    async def steps(session, client, claude):
         url = "data:image/png;base64,AAAA"
         with pytest.raises(openai.BadRequestError, match="images are not supported"):
             await chat(client, [user([{"type": "image_url", "image_url": {"url": url}}])])
@@ -403,26 +412,26 @@ def test_images_are_refused_in_every_dialect():
         with pytest.raises(anthropic.BadRequestError, match="images are not supported"):
             await claude.messages.create(model="m", max_tokens=9, messages=[user([result])])
 
-    story_of(Teller(), story)
+    run_with(Teller(), steps)
 
 
-def test_a_turn_of_a_certain_manner_is_told_again_after_a_restart(tmp_path):
+def test_a_turn_with_options_is_repeated_after_a_restart(tmp_path):
     body = {"model": "m", "messages": [user("hi")], "tools": [ADD], "tool_choice": "required"}
 
     async def main():
         import aiohttp
 
         async with aiohttp.ClientSession() as http:
-            said = []
+            answers = []
             for retry in ("0", "1"):
                 async with served(Teller(call(a=1)), output=tmp_path) as gateway:
                     session = await gateway.open("s")
                     headers = {"authorization": f"Bearer {session.key}", "x-stainless-retry-count": retry}
                     url = f"{session.openai_base_url}/chat/completions"
                     async with http.post(url, json=body, headers=headers) as answer:
-                        said.append((await answer.json())["choices"][0]["message"])
+                        answers.append((await answer.json())["choices"][0]["message"])
                     assert len(session.episode().rows()) == 1
-            assert said[0] == said[1]
-            assert said[0]["tool_calls"][0]["function"]["name"] == "add"
+            assert answers[0] == answers[1]
+            assert answers[0]["tool_calls"][0]["function"]["name"] == "add"
 
     run(main)

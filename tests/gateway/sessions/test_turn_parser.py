@@ -1,4 +1,4 @@
-"""The reader: pieces are never taken back, and joined they are the message."""
+"""The turn parser: pieces are never withdrawn, and joined they are the message."""
 
 import json
 
@@ -20,8 +20,8 @@ def reader_of(**options):
     return TurnParser(ByteTokenizer(), {END}, call_id="c", **options)
 
 
-def told(ids, sizes, **options):
-    """All pieces of ids that come in chunks of these sizes, and the reader afterwards."""
+def pieces_of(ids, sizes, **options):
+    """All pieces of ids that arrive in chunks of these sizes, and the parser afterwards."""
     reader, pieces, at = reader_of(**options), [], 0
     while at < len(ids):
         size = sizes[at % len(sizes)]
@@ -44,12 +44,12 @@ def joined(pieces):
 @given(SPEECH, st.lists(st.integers(1, 7), min_size=1, max_size=4), st.booleans(), st.booleans())
 def test_pieces_joined_are_the_message(text, sizes, ends, raw):
     ids = ByteTokenizer().encode(text) + [END] * ends
-    pieces, reader = told(ids, sizes, raw=raw)
+    pieces, reader = pieces_of(ids, sizes, raw=raw)
     content, calls = joined(pieces)
     assert content == reader.message["content"]
-    made = [{"id": c["id"], **c["function"]} for c in reader.message.get("tool_calls", ())]
-    assert calls == [{"id": c["id"], "name": c["name"], "arguments": c["arguments"]} for c in made]
-    assert [token for piece in pieces for token in piece.ids] == ids, "every token is told once, in order"
+    tool_calls = [{"id": c["id"], **c["function"]} for c in reader.message.get("tool_calls", ())]
+    assert calls == [{"id": c["id"], "name": c["name"], "arguments": c["arguments"]} for c in tool_calls]
+    assert [token for piece in pieces for token in piece.ids] == ids, "every token is reported once, in order"
     assert [logprob for piece in pieces for logprob in piece.logprobs] == [-float(i) for i in range(len(ids))]
     whole = reader_of(raw=raw)
     whole.parse(ids)
@@ -59,23 +59,23 @@ def test_pieces_joined_are_the_message(text, sizes, ends, raw):
 @settings(max_examples=300, deadline=None)
 @given(SPEECH, st.lists(st.text("ab <t", min_size=1, max_size=3), min_size=1, max_size=2))
 def test_text_is_cut_at_the_first_stop_string(text, stops):
-    pieces, reader = told(ByteTokenizer().encode(text), [1], stop=stops, raw=True)
-    # The first that is complete ends the turn, even where another one had begun before it.
-    heard = next((text[:end] for end in range(len(text) + 1) if any(stop in text[:end] for stop in stops)), text)
-    found = [heard.find(stop) for stop in stops if stop in heard]
-    assert joined(pieces)[0] == (text[: min(found)] if found else text)
-    assert (reader.stopped_by is None) == (not found)
+    pieces, reader = pieces_of(ByteTokenizer().encode(text), [1], stop=stops, raw=True)
+    # The first complete stop string ends the turn, even if another one started before it.
+    beginning = next((text[:end] for end in range(len(text) + 1) if any(stop in text[:end] for stop in stops)), text)
+    positions = [beginning.find(stop) for stop in stops if stop in beginning]
+    assert joined(pieces)[0] == (text[: min(positions)] if positions else text)
+    assert (reader.stopped_by is None) == (not positions)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=24), st.integers(1, 5))
-def test_bytes_that_are_no_text_are_read_as_if_at_once(data, size):
+def test_invalid_bytes_are_read_as_in_one_chunk(data, size):
     reader = TextDecoder(ByteTokenizer())
     text = "".join(reader.feed(data[at : at + size]) for at in range(0, len(data), size)) + reader.finish()
     assert text == data.decode("utf-8", "replace")
 
 
-def test_half_a_character_and_half_a_tag_wait():
+def test_partial_characters_and_tags_wait():
     reader = reader_of()
     euro = list("€".encode())
     assert [piece.text for piece in reader.feed([97, *euro[:2]], [0.0] * 3)] == ["a"]
@@ -95,7 +95,7 @@ def test_half_a_character_and_half_a_tag_wait():
         ('<tool_call>no</tool_call><tool_call>{"name": "f"}', "<tool_call>no</tool_call>"),
     ],
 )
-def test_white_space_around_calls_is_none_of_the_text(text, content):
+def test_white_space_around_calls_is_not_text(text, content):
     reader = reader_of()
     reader.parse(ByteTokenizer().encode(text))
     assert reader.message["content"] == content
