@@ -1,4 +1,4 @@
-"""Draws docs/terminal.svg: the quick start, really run in a terminal."""
+"""Draws docs/terminal.svg: a real run of the quick start in a terminal."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ COLUMNS = 110
 
 
 def main() -> None:
-    """Run the commands in a pseudo-terminal and draw what they leave on the screen."""
+    """Run the commands in a pseudo-terminal and draw the final screen."""
     os.environ |= {"COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
     console = Console(record=True, width=COLUMNS, file=StringIO())
     with tempfile.TemporaryDirectory() as scratch:
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _on_screen(command: list[str]) -> str:
-    """What a program leaves on the screen: of a line that it drew again and again, the last state."""
+    """The final screen of a program; of a line that it redrew, the last state."""
     outer, inner = pty.openpty()
     process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner)
     os.close(inner)

@@ -50,7 +50,7 @@ def main() -> int:
 
 def sections() -> list[str]:
     """One section per table of a scenario."""
-    found = [
+    parts = [
         section("Scenario", Scenario),
         section("`[system]`", SystemConfig),
         section("`[[run]]`", RunConfig),
@@ -75,21 +75,21 @@ def sections() -> list[str]:
         ("`[run.rollout] loop`", loops),
         ("`[run.rollout] judger`", judgers),
     ):
-        found += kinds(where, registry)
-    found.append(section("`[run.workload] success`", SuccessConfig))
-    found.append(section("`[run.workload.metrics] NAME`", MetricConfig))
+        parts += kinds(where, registry)
+    parts.append(section("`[run.workload] success`", SuccessConfig))
+    parts.append(section("`[run.workload.metrics] NAME`", MetricConfig))
     for form, model in (("a range", Range), ("a list", Choice), ("a fixed value", Fixed)):
-        found.append(section(f"`[run.workload.args] NAME` as {form}", model))
-    return found
+        parts.append(section(f"`[run.workload.args] NAME` as {form}", model))
+    return parts
 
 
 def kinds(where: str, registry: Registry[Any]) -> list[str]:
-    """One section per type of which a table can be."""
-    found = []
+    """One section per type of a table."""
+    parts = []
     for name in registry.names():
         item, title = registry.get(name), f'{where}, `type = "{name}"`'
-        found.append(section(title, getattr(item, "Config", item)))
-    return found
+        parts.append(section(title, getattr(item, "Config", item)))
+    return parts
 
 
 def section(title: str, model: type[BaseModel]) -> str:
@@ -114,7 +114,7 @@ def section(title: str, model: type[BaseModel]) -> str:
 
 
 def kind(annotation: Any) -> str:
-    """A type in a scenario writer's words."""
+    """A type in the terms of TOML."""
     text = getattr(annotation, "__name__", "") if isinstance(annotation, type) else str(annotation)
     for old, new in (
         ("typing.", ""),

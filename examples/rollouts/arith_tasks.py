@@ -1,4 +1,4 @@
-"""What the arithmetic example is made of: tasks, a tool, a judger, and the script of its policy."""
+"""The parts of the arithmetic example: tasks, a tool, a judger, and the script of its policy."""
 
 import re
 from random import Random
@@ -29,7 +29,7 @@ def exact(answer: str, label: str) -> float:
 
 
 def policy(prompt: str, random: Random) -> str:
-    """Ask the calculator, then say what it said; at times answer off the cuff."""
+    """Call the calculator, then give its result; sometimes guess instead."""
     last = prompt.rsplit("<|im_start|>", 2)[-2]
     if last.startswith("tool"):
         return f"The answer is {last.removeprefix('tool').split('<|im_end|>')[0].strip()}."

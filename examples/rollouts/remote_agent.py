@@ -1,4 +1,4 @@
-"""Somebody else's agent, as far as Loopwright knows: a program that speaks OpenAI's API and has a calculator."""
+"""A third-party agent: a program that uses OpenAI's API and has a calculator. It knows nothing of Loopwright."""
 
 import json
 import os
@@ -17,7 +17,7 @@ CALCULATOR = {
 
 
 def ask(messages):
-    """One turn of the model; base URL and key come with the environment, as they do for OpenAI's own SDK."""
+    """One turn of the model; base URL and key come from the environment, as for OpenAI's own SDK."""
     request = urllib.request.Request(
         f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
         data=json.dumps({"model": "policy", "messages": messages, "tools": [CALCULATOR]}).encode(),
@@ -38,14 +38,14 @@ def calculate(arguments):
 def main(task):
     messages = [{"role": "user", "content": task}]
     for _ in range(4):
-        said = ask(messages)
-        messages.append(said)
-        if not said.get("tool_calls"):
-            print(said["content"])
+        message = ask(messages)
+        messages.append(message)
+        if not message.get("tool_calls"):
+            print(message["content"])
             return
-        for call in said["tool_calls"]:
-            told = calculate(call["function"]["arguments"])
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": told})
+        for call in message["tool_calls"]:
+            result = calculate(call["function"]["arguments"])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
 
 
 if __name__ == "__main__":

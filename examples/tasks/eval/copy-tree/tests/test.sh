@@ -1,5 +1,5 @@
 #!/bin/bash
-# Harbor mounts these places; where nothing can be mounted, the variables say where they are.
+# Harbor mounts these paths; where mounting is impossible, the variables name them.
 logs="${LOOPWRIGHT_VERIFIER_DIR:-/logs/verifier}"
 tests="${LOOPWRIGHT_TESTS_DIR:-/tests}"
 

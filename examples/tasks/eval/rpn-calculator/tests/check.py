@@ -1,4 +1,4 @@
-"""One case after another, each in a process of its own: what hangs or crashes fails its case, and nothing else."""
+"""Runs each case in a separate process: one that hangs or crashes fails only its own case."""
 
 import contextlib
 import ctypes
@@ -28,8 +28,8 @@ CASES = [
 ]
 
 
-def passed(arguments, wanted):
-    # Into a file: a pipe would be waited for as long as anything that was started holds it open.
+def passed(arguments, expected):
+    # Output to a file: reading a pipe would wait until every child process has closed it.
     with tempfile.TemporaryFile() as out:
         # Isolated (-I): a json.py beside the code under test is not the module that reports its result. And without our
         # variables, which name the directory of these cases.
@@ -38,13 +38,13 @@ def passed(arguments, wanted):
         try:
             done = subprocess.run(command, **streams, env={"PATH": os.environ["PATH"]}, timeout=5)
             out.seek(0)
-            return done.returncode == 0 and json.loads(out.read().splitlines()[-1]) == wanted
+            return done.returncode == 0 and json.loads(out.read().splitlines()[-1]) == expected
         except (subprocess.TimeoutExpired, ValueError, IndexError):
             return False
 
 
-def alone():
-    """End what the code under test left running, which must not be there to write a reward; whether all of it is."""
+def kill_leftovers():
+    """Kill what the code under test left running, so that it cannot write a reward; returns whether all has ended."""
     for _ in range(100):
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
@@ -62,7 +62,7 @@ def alone():
 
 
 def write(reward):
-    """The reward, and no other that the code under test may have put there."""
+    """Write the reward, and move away any that the code under test may have written."""
     logs = Path(os.environ["LOOPWRIGHT_VERIFIER_DIR"])
     with contextlib.suppress(PermissionError):
         logs.chmod(0o777)
@@ -72,7 +72,7 @@ def write(reward):
     (logs / "reward.json").write_text(json.dumps({"reward": reward}))
 
 
-# PR_SET_CHILD_SUBREAPER: what is left by a process that ends becomes a child of this one.
+# PR_SET_CHILD_SUBREAPER: orphaned processes become children of this one.
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
-good = sum(passed(arguments, wanted) for arguments, wanted in CASES)
-write(good / len(CASES) if alone() else 0.0)
+good = sum(passed(arguments, expected) for arguments, expected in CASES)
+write(good / len(CASES) if kill_leftovers() else 0.0)

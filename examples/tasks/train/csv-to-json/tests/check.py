@@ -12,7 +12,7 @@ WANTED = [
 
 try:
     file = Path("people.json")
-    good = file.is_file() and json.loads(file.read_text()) == WANTED  # a pipe would be waited for
+    good = file.is_file() and json.loads(file.read_text()) == WANTED  # reading a pipe would block
 except (OSError, ValueError, RecursionError):
     good = False
 (Path(os.environ["LOOPWRIGHT_VERIFIER_DIR"]) / "reward.json").write_text(json.dumps({"reward": float(good)}))

@@ -1,9 +1,9 @@
 #!/bin/bash
-# Harbor mounts these places; where nothing can be mounted, the variables say where they are.
+# Harbor mounts these paths; where mounting is impossible, the variables name them.
 logs="${LOOPWRIGHT_VERIFIER_DIR:-/logs/verifier}"
 
 passed() {
-    [ -f errors.txt ] || return  # a pipe would be waited for
+    [ -f errors.txt ] || return  # reading a pipe would block
     [ "$(sed 's/[[:space:]]*$//' errors.txt)" = "$(printf '404 6\n500 3\n403 1')" ]
 }
 

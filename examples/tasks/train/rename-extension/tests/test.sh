@@ -1,10 +1,10 @@
 #!/bin/bash
-# Harbor mounts these places; where nothing can be mounted, the variables say where they are.
+# Harbor mounts these paths; where mounting is impossible, the variables name them.
 logs="${LOOPWRIGHT_VERIFIER_DIR:-/logs/verifier}"
 
 passed() {
     [ "$(cd notes && ls -A | sort | tr '\n' ' ')" = 'a b.txt monday.txt plan.md tuesday.txt ' ] &&
-        [ -z "$(find notes/* ! -type f)" ] || return  # a pipe would be waited for, and a link is not the file
+        [ -z "$(find notes/* ! -type f)" ] || return  # reading a pipe would block, and a link is not the file
     [ "$(cat 'notes/a b.txt')" = spaces ] && [ "$(cat notes/monday.txt)" = one ] &&
         [ "$(cat notes/tuesday.txt)" = two ] && [ "$(cat notes/plan.md)" = plan ]
 }

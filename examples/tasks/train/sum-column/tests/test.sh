@@ -1,9 +1,9 @@
 #!/bin/bash
-# Harbor mounts these places; where nothing can be mounted, the variables say where they are.
+# Harbor mounts these paths; where mounting is impossible, the variables name them.
 logs="${LOOPWRIGHT_VERIFIER_DIR:-/logs/verifier}"
 
 passed() {
-    [ -f total.txt ] || return  # a pipe would be waited for
+    [ -f total.txt ] || return  # reading a pipe would block
     [ "$(tr -d '[:space:]' < total.txt)" = 93 ]
 }
 
