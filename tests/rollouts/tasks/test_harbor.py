@@ -120,7 +120,7 @@ def test_a_directory_without_tasks_is_a_problem(tmp_path, path, says):
     assert says in problem.message
 
 
-@pytest.mark.usefixtures("settled")
+@pytest.mark.usefixtures("unchanged_files")
 def test_the_dataset_is_cached_until_a_file_changes(tmp_path):
     write(tmp_path / "set/a")
     source = HarborTasks(path="set")
@@ -137,7 +137,7 @@ def test_the_dataset_is_cached_until_a_file_changes(tmp_path):
     assert source.load(tmp_path)[0].extra["task_hash"] != fresh[0].extra["task_hash"]
 
 
-@pytest.mark.usefixtures("settled")
+@pytest.mark.usefixtures("unchanged_files")
 def test_a_damaged_cache_is_rebuilt(tmp_path):
     write(tmp_path / "set/a")
     source = HarborTasks(path="set")
