@@ -143,7 +143,7 @@ def test_an_ignored_signal_stays_ignored_and_children_get_the_default():
     assert done.stdout.split() == ["True", "False", "True", "False", "True"]
 
 
-def test_a_handler_of_the_program_is_left_alone():
+def test_a_handler_of_the_program_is_unchanged():
     program = (
         "import signal; from loopwright.execution.local.processes import shield_children; "
         "signal.signal(signal.SIGTERM, print); shield_children(); print(signal.getsignal(signal.SIGTERM) is print)"
