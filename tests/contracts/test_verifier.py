@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loopwright.execution.sandbox import links, sandbox_of
-from tests.rollouts.harbor import verified, write
+from tests.rollouts.harbor import run_verifier, write
 
 TASKS = Path(__file__).parents[2] / "examples" / "tasks"
 GRADE = 'then echo 1; else echo 0; fi > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"'
@@ -25,7 +25,7 @@ def sandbox(request):
 
 
 def report(path, home, **given):
-    return asyncio.run(asyncio.wait_for(verified(path, home, **given), 60))
+    return asyncio.run(asyncio.wait_for(run_verifier(path, home, **given), 60))
 
 
 @pytest.mark.parametrize(
