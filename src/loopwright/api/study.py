@@ -187,7 +187,9 @@ class Study:
         """The best configuration so far, over all its measurements and regimes. Raises NoResult if there is none."""
         front = self.front
         if not front:
-            raise NoResult(f"{self.output / self.run}: no trial succeeded. {self._failures()}".strip())
+            failed = [trial for trial in self.trials() if trial.outcome not in (None, Outcome.OK)]
+            first = f" {len(failed)} failed; trial {failed[0].number}: {failed[0].reason}" if failed else ""
+            raise NoResult(f"{self.output / self.run}: no trial succeeded.{first}")
         return front[0]
 
     @property
@@ -217,10 +219,6 @@ class Study:
 
     def _ledger(self) -> Ledger:
         return Ledger.read(self.output / self.run / "ledger.db")
-
-    def _failures(self) -> str:
-        failed = [trial for trial in self.trials() if trial.outcome not in (None, Outcome.OK)]
-        return f"{len(failed)} failed; trial {failed[0].number}: {failed[0].reason}" if failed else ""
 
     def __repr__(self) -> str:
         with self._ledger() as ledger:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from loopwright.core.episode import Attempt, Episode, Node
+from loopwright.core.episode import Episode, Node
 from loopwright.core.outcome import Outcome
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.rollouts import Rollout, rejudgements, rollouts
@@ -71,7 +71,11 @@ def _facts(ledger: Ledger, rollout: Rollout) -> Iterator[Text]:
     if episode.task.label is not None:
         yield Text(f"label: {_safe(short(exact(episode.task.label)))}")
     for place, attempt in enumerate(episode.attempts, 1):
-        yield Text(_attempt(place, attempt, many=len(episode.attempts) > 1), "dim")
+        line = ", ".join(f"{name} {duration(seconds)}" for name, seconds in attempt.phases_s.items())
+        if len(episode.attempts) > 1:
+            reason = f" ({_safe(attempt.reason)})" if attempt.reason else ""
+            line = f"attempt {place} ended {attempt.outcome}{reason}: {line}"
+        yield Text(line, "dim")
     for later in rejudgements(ledger, rollout.number):
         verdict = _reward(later.reward) if later.reward else f"no verdict: {_safe(later.reason)}"
         yield Text(f"judged again ({later.id}): {verdict}", "magenta")
@@ -82,12 +86,6 @@ def _reward(reward: Any) -> str:
         return "no reward"
     parts = " + ".join(f"{name} {number(value)}" for name, value in reward.parts.items())
     return f"reward {number(reward.value)}" + (f" = {parts}" if len(reward.parts) > 1 else "")
-
-
-def _attempt(place: int, attempt: Attempt, *, many: bool) -> str:
-    phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in attempt.phases_s.items())
-    outcome = f" ended {attempt.outcome}" + (f" ({_safe(attempt.reason)})" if attempt.reason else "") if many else ""
-    return f"attempt {place}{outcome}: {phases}" if many else phases
 
 
 def _branches(episode: Episode) -> list[tuple[int, ...]]:

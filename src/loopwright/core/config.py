@@ -21,6 +21,8 @@ _UNITS = {
 }
 
 
+_TAG = re.compile(r"tuple\[|literal\[|constrained-|(str|function-)$")
+"""What pydantic, not the user, puts into a location: the branch of a union that was tried."""
 FUNCTION = r"^[\w.]+:[\w.]+$"
 """The pattern of `module:function`."""
 
@@ -52,7 +54,7 @@ class Config(BaseModel):
 def explain(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[str, str]]:
     """(key, message) of each problem, worded for the person who wrote the file."""
     for detail in error.errors():
-        place = [part for part in detail["loc"] if not _is_tag(part)]
+        place = [part for part in detail["loc"] if not (isinstance(part, str) and _TAG.match(part))]
         where, facts, value = _joined(place), detail.get("ctx", {}), detail["input"]
         match detail["type"]:
             case "extra_forbidden":
@@ -82,13 +84,6 @@ def _joined(place: Sequence[Any]) -> str:
     """A location as written in a scenario: `parts[1].weight`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
     return text.removeprefix(".")
-
-
-def _is_tag(part: Any) -> bool:
-    """Whether pydantic, not the user, put this into a location (the branch of a union that was tried)."""
-    return isinstance(part, str) and (
-        part.startswith(("tuple[", "literal[", "constrained-")) or part in {"str", "function-"}
-    )
 
 
 def _keys(model: type[BaseModel], place: list[str]) -> list[str]:
