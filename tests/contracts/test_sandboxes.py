@@ -1,15 +1,18 @@
 """Contracts of sandboxes: A07."""
 
+import asyncio
 import ctypes
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from loopwright.execution.sandbox import sandbox_of
+from loopwright.execution.sandbox import Bounds, sandbox_of
+from loopwright.execution.sandbox.cgroup import Cgroup
 from loopwright.execution.sandbox.seccomp import ABSENT, DENIED
 from loopwright.testing.sandboxes import SandboxHarness
 
@@ -19,7 +22,8 @@ pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bub
 ELSEWHERE = """
 import fcntl, socket, struct, sys
 from pathlib import Path
-from loopwright.execution.sandbox import sandbox_of
+from loopwright.execution.sandbox import Bounds, sandbox_of
+from loopwright.execution.sandbox.cgroup import Cgroup
 from loopwright.testing.sandboxes import SandboxHarness
 
 address = "198.51.100.7"
@@ -95,3 +99,63 @@ def test_a07_a_process_outside_cannot_be_traced(harness):
     print(libc.ptrace(16, int(sys.argv[1]), 0, 0), ctypes.get_errno())  # PTRACE_ATTACH
     """
     assert harness.output_of(harness.python(script, str(os.getpid()))) == "-1 3\n"
+
+
+@pytest.fixture
+def memory_group():
+    """Skips the test where no control group limits memory."""
+    group = Cgroup.create(f"loopwright-probe-{os.getpid()}", {"memory": 1 << 30})
+    asyncio.run(group.close())
+    if not group.limits("memory"):
+        pytest.skip("no control group for memory")
+
+
+def test_a07_the_kernel_enforces_the_memory_limit(tmp_path, memory_group):
+    """Given memory that belongs to no process, which no measurement of processes finds, it is counted as well."""
+    harness = SandboxHarness(tmp_path, sandbox_of("bwrap", Bounds(memory_bytes=128 << 20)))
+    script = """
+    import os, time
+    files = [os.memfd_create("x") for _ in range(4)]
+    for file in files:
+        for _ in range(64):
+            os.write(file, bytes(1 << 20))
+    print("more than the limit")
+    """
+    [done] = harness.run_all(harness.python(script))
+    assert harness.stdout == ""
+    assert done.signal == signal.SIGKILL
+    assert harness.exceeded_limit == f"memory: all of {128 << 20} bytes"
+
+
+def test_a07_memory_that_processes_share_counts_once(tmp_path, memory_group):
+    """Given four processes that share 80 of 200 MiB, none is ended."""
+    harness = SandboxHarness(tmp_path, sandbox_of("bwrap", Bounds(memory_bytes=200 << 20)))
+    script = """
+    import os, time
+    data = b"x" * (80 << 20)
+    children = [os.fork() or (time.sleep(1), os._exit(0)) for _ in range(3)]
+    for child in children:
+        os.waitpid(child, 0)
+    print("done")
+    """
+    assert harness.output_of(harness.python(script)) == "done\n"
+    assert harness.exceeded_limit is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may inspect mapped files")
+def test_a07_a_mapped_file_without_a_name_counts_against_the_disk_bound(tmp_path):
+    harness = SandboxHarness(tmp_path, sandbox_of("bwrap", Bounds(disk_bytes=8 << 20)))
+    script = """
+    import mmap, os, time
+    maps = []
+    for number in range(24):
+        with open("hidden", "wb+") as file:
+            os.unlink("hidden")
+            file.write(bytes(1 << 20))
+            file.flush()
+            maps.append(mmap.mmap(os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY), 4096, prot=mmap.PROT_READ))
+    os.closerange(3, 1000)
+    time.sleep(50)
+    """
+    [done] = harness.run_all(harness.python(script))
+    assert (done.signal, harness.exceeded_limit[:5]) == (signal.SIGKILL, "disk:")

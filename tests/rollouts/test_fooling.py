@@ -102,8 +102,8 @@ def test_an_unmeasurable_workspace_is_not_counted(tmp_path, monkeypatch):
     watched = MonitoredSandbox(0, Bounds(disk_bytes=1), (tmp_path,), print)
     monkeypatch.setattr("loopwright.execution.sandbox.resource_monitor.size_bytes", lambda *_: None)
     assert "cannot be measured" in watched.exceeded_disk()
-    watched.reset_disk()
-    watched.next_disk_s = 0.0
+    watched.reset()
+    watched._next_measurement_s = 0.0
     assert watched.exceeded_disk() is None
 
 

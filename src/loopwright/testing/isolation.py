@@ -272,6 +272,22 @@ class IsolationContract(SandboxContract):
         [done] = harness.run_all(harness.command(fill))
         assert (done.signal, (harness.exceeded_limit or "")[:5]) == (signal.SIGKILL, "disk:")
 
+    def test_unlinked_files_do_not_evade_the_disk_bound(self, harness: SandboxHarness) -> None:
+        """They take space as long as a process has them open."""
+        self.set_bounds(harness, Bounds(disk_bytes=8 * MIB))
+        script = """
+        import os, time
+        files = []
+        for number in range(24):
+            files.append(open("hidden", "wb"))
+            os.unlink("hidden")
+            files[-1].write(bytes(1 << 20))
+            files[-1].flush()
+        time.sleep(50)
+        """
+        [done] = harness.run_all(harness.python(script))
+        assert (done.signal, (harness.exceeded_limit or "")[:5]) == (signal.SIGKILL, "disk:")
+
     def test_instances_are_separate(self, harness: SandboxHarness) -> None:
         """Files outside the workspace are shared by commands of one instance only."""
         leave = harness.command("echo hi > /tmp/note; echo hi > ~/note; echo hi > /dev/shm/note")

@@ -17,12 +17,9 @@ _SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
 
 # Reports outside how a command ended inside. It is a shell script because a shell starts in a millisecond. It leaves
 # SIGTERM to the command inside, which gets it too, and ends by the signal that ended the command. Bubblewrap reads its
-# arguments from file 3 ($0) and writes its status to file 4. The shell joins the control group first, if there is one,
-# so that all other processes are born into it.
+# arguments from file 3 ($0) and writes its status to file 4.
 STATUS_WRAPPER = """
 trap '' TERM
-[ -z "$LOOPWRIGHT_GROUP" ] || echo $$ > "$LOOPWRIGHT_GROUP" || exit 1
-unset LOOPWRIGHT_GROUP
 exec 5>&2 2>/dev/null
 "$@" 2>&5 3<"$0" 4>"$0.status" 5>&-
 code=$?
@@ -61,9 +58,13 @@ class SandboxInstance(ABC):
     def __init__(self, workspace: Path) -> None:
         self.workspace = workspace
         """The directory that commands work in, by its path outside."""
-        self.exceeded_limit: str | None = None
-        """The bound for which a command was ended, in words; None if no bound was exceeded."""
+        self._exceeded_limit: str | None = None
         self._verifying = False
+
+    @property
+    def exceeded_limit(self) -> str | None:
+        """The bound for which a command was ended, in words; None if no bound was exceeded."""
+        return self._exceeded_limit
 
     @abstractmethod
     def wrap(
@@ -81,7 +82,7 @@ class SandboxInstance(ABC):
         For that command the disk bound counts from now, and no URL can be reached. It measures the disk: call it in a
         thread.
         """
-        self.exceeded_limit, self._verifying = None, True
+        self._exceeded_limit, self._verifying = None, True
 
     def is_trusted(self, directory: Path) -> bool:
         """Whether no command can have written to this directory, apart from a writable layer over /usr."""

@@ -115,10 +115,10 @@ class Bubblewrap(Sandbox):
             stack.push_async_callback(run_in_thread, remove, scratch.path)
             stack.push_async_callback(proxy.close)
             await proxy.open(scratch.path, _OVERLAYS if os.access("/usr", os.W_OK) else ())
-            cgroup = Cgroup(None)
-            if self.bounds.processes is not None:
-                cgroup = Cgroup.create(scratch.path.name, self.bounds.processes + OWN_PROCESSES)
-                stack.push_async_callback(cgroup.close)
+            processes = None if self.bounds.processes is None else self.bounds.processes + OWN_PROCESSES
+            limits = {"pids": processes, "memory": self.bounds.memory_bytes}
+            cgroup = Cgroup.create(scratch.path.name, {kind: limit for kind, limit in limits.items() if limit})
+            stack.push_async_callback(cgroup.close)
             instance = _Instance(workspace, mount_at, proxy, cgroup, scratch, self.bounds, self._readable, hide)
             self._monitor.add(instance.monitored)
             stack.push_async_callback(self._monitor.remove, instance.monitored)
@@ -207,13 +207,17 @@ class _Instance(SandboxInstance):
         self._readable = [path for index, path in enumerate(paths) if not _is_in(path, (*_SYSTEM, *paths[:index]))]
         self._hide = hide
         self._command_count = 0
-        self.monitored = MonitoredSandbox(proxy.net, bounds, (workspace, scratch.path), self._on_exceeded)
+        self.monitored = MonitoredSandbox(proxy.net, bounds, (workspace, scratch.path), self._on_exceeded, cgroup)
         fixed = [path for path in _SYSTEM if str(path).strip("/") not in proxy.overlays]
         if _is_in(Path(self._mount_at), fixed) and not Path(self._mount_at).is_dir():
             raise SandboxError(f"cannot mount the workspace at {mount_at}: the system is read-only here. Use /app.")
 
+    @property
+    def exceeded_limit(self) -> str | None:
+        return self._exceeded_limit or self.monitored.exceeded_memory()
+
     def _on_exceeded(self, reason: str) -> None:
-        self.exceeded_limit = self.exceeded_limit or reason
+        self._exceeded_limit = self._exceeded_limit or reason
 
     def path_inside(self, path: Path) -> str:
         return str(PurePosixPath(self._mount_at) / path.absolute().relative_to(self.workspace))
@@ -223,7 +227,7 @@ class _Instance(SandboxInstance):
 
     def begin_verification(self) -> None:
         super().begin_verification()
-        self.monitored.reset_disk()
+        self.monitored.reset()
 
     def is_trusted(self, directory: Path) -> bool:
         return _is_in(directory, (*self._readable, *_SYSTEM))
@@ -251,12 +255,12 @@ class _Instance(SandboxInstance):
         arguments.touch(mode=0o600)
         words = self._arguments(command, mounts, read_only)
         arguments.write_bytes(b"".join(os.fsencode(word) + b"\0" for word in words))
-        launcher = (*_LAUNCHER, str(self._scratch.path / "filter"), "bwrap", "--args", "3", "--")
-        outside = ("/bin/sh", "-c", STATUS_WRAPPER, str(arguments), *self._proxy.enter(), *launcher)
+        launcher = (*_LAUNCHER, str(self._scratch.path / "filter"), "\n".join(self._cgroup.join_files))
+        bwrap = (*self._proxy.enter(), "bwrap", "--args", "3", "--")
         inside = ("/bin/sh", "-c", _INIT, "sh", *_prlimit(self._bounds), "env", "--default-signal=TERM", "--")
         # The command's environment is for the inside only: it could make our own tools load its code.
-        environment = {**plain_environment(), "LOOPWRIGHT_GROUP": self._cgroup.join_file}
-        return replace(command, argv=(*outside, *inside, *command.argv), environment=environment)
+        argv = ("/bin/sh", "-c", STATUS_WRAPPER, str(arguments), *launcher, *bwrap, *inside, *command.argv)
+        return replace(command, argv=argv, environment=plain_environment())
 
     def setup_failed(self, completion: Completion) -> bool:
         status = self._scratch.path / f"arguments-{self._command_count}.status"
@@ -264,6 +268,7 @@ class _Instance(SandboxInstance):
 
     def _arguments(self, command: Command, mounts: Mapping[str, Path], read_only: Mapping[str, Path]) -> Iterator[str]:
         yield from (*_ISOLATION, "--uid", str(os.getuid()), "--gid", str(os.getgid()), "--json-status-fd", "4")
+        yield from ("--seccomp", str(launcher_main.FILTER_FD))
         yield from self._system_arguments()
         for inside, directory in self._scratch.private.items():
             yield from ("--bind", str(directory), inside)
@@ -361,7 +366,8 @@ def _prlimit(bounds: Bounds) -> tuple[str, ...]:
 @cache
 def remove_stale() -> None:
     """Remove the scratch directories and control groups of our processes that were killed; once per process."""
-    for directory, delete in ((Path(tempfile.gettempdir()), remove), *((parent, Path.rmdir) for parent in parents())):
+    groups = ((parent, Path.rmdir) for parent, _ in parents())
+    for directory, delete in ((Path(tempfile.gettempdir()), remove), *groups):
         for path in directory.glob(f"{PREFIX}*"):
             with suppress(ValueError, OSError):
                 pid, ticks = path.name.removeprefix(PREFIX).split("-")[:2]

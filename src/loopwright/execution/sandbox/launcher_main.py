@@ -1,4 +1,4 @@
-"""Run as a script: starts bubblewrap in a new session keyring and with a system-call filter.
+"""Run as a script: joins control groups, leaves the session keyring, opens the system-call filter, and becomes bwrap.
 
 The kernel keys of this process, such as tickets for a network file system, would otherwise be those of the sandbox.
 It imports no packages, since each command waits for it.
@@ -8,23 +8,29 @@ import _ctypes
 import os
 import sys
 
+FILTER_FD = 5
+"""The open file from which bubblewrap reads its filter."""
 _KEYCTL = {"x86_64": 250, "aarch64": 219}
 _JOIN_SESSION_KEYRING = 1
 _NO_KEYS = (1, 38)
 """Error numbers where kernel keys are forbidden (EPERM) or not supported (ENOSYS): a sandbox cannot use them either."""
 
 
-def main(filter_file: str, bwrap: str, *arguments: str) -> None:
-    """Become this program, with the filter of this file."""
+def main(filter_file: str, groups: str, *command: str) -> None:
+    """Become this command, with these control groups (a line for each) and the filter of this file."""
+    for group in groups.splitlines():
+        file = os.open(group, os.O_WRONLY)
+        os.write(file, b"0")
+        os.close(file)
     libc = _ctypes.dlopen(None, os.RTLD_NOW)  # type: ignore[arg-type]  # None is this process.
-    call = _ctypes.dlsym(libc, "syscall")
     number = _KEYCTL[os.uname().machine]
     # Without a name: an anonymous keyring that nobody else can join.
-    if _ctypes.call_function(call, (number, _JOIN_SESSION_KEYRING, 0)) < 0:
+    if _ctypes.call_function(_ctypes.dlsym(libc, "syscall"), (number, _JOIN_SESSION_KEYRING, 0)) < 0:
         _check_error(number)
     program = os.open(filter_file, os.O_RDONLY)
-    os.set_inheritable(program, True)
-    os.execvp(bwrap, (bwrap, "--seccomp", str(program), *arguments))  # noqa: S606  No shell is needed.
+    os.dup2(program, FILTER_FD)
+    os.set_inheritable(FILTER_FD, True)  # It may be the same file.
+    os.execvp(command[0], command)  # noqa: S606  No shell is needed.
 
 
 def _check_error(number: int) -> None:

@@ -1,21 +1,25 @@
 """Measures what the processes of a sandbox use together, several times a second, and ends those that use too much.
 
 The kernel's own limits apply to each process separately, and the number of processes is not limited for root at all.
+Where there is a control group, the kernel enforces memory and processes, and the monitor only ends what is left.
 """
 
 import asyncio
 import logging
 import os
 import signal
+import stat
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 from loopwright.execution.local.processes import all_pids, send
 from loopwright.execution.sandbox.base import Bounds
+from loopwright.execution.sandbox.cgroup import Cgroup
 from loopwright.execution.sandbox.files import run_in_thread, size_bytes
 
 _log = logging.getLogger(__name__)
@@ -58,13 +62,30 @@ class MonitoredSandbox:
     directories: tuple[Path, ...]
     """What it can write to."""
     on_exceeded: Callable[[str], None]
+    cgroup: Cgroup = field(default_factory=lambda: Cgroup({}))
     disk_baseline_bytes: int | None = 0
     """What does not count against the disk bound; None if it could not be measured, and then nothing counts."""
+    pids: list[int] = field(default_factory=list)
+    """Its processes at the last measurement."""
+    _kills_baseline: int = 0
     _next_measurement_s: float = 0.0
 
-    def reset_disk(self) -> None:
-        """Exclude what is on the disk now."""
+    def reset(self) -> None:
+        """Exclude what is on the disk now, and processes that were ended until now."""
         self.disk_baseline_bytes = 0 if self.bounds.disk_bytes is None else size_bytes(*self.directories)
+        self._kills_baseline = self.cgroup.kills()
+
+    def exceeded(self, usage: "ResourceUsage") -> str | None:
+        """The first bound that is exceeded, in words, other than the disk's."""
+        is_exact = self.cgroup.limits("memory")
+        bounds = replace(self.bounds, memory_bytes=None) if is_exact else self.bounds
+        return self.exceeded_memory() or usage.exceeds(bounds)
+
+    def exceeded_memory(self) -> str | None:
+        """Whether the kernel has ended a process because the memory of all of them is used up, in words."""
+        if self.cgroup.kills() <= self._kills_baseline:
+            return None
+        return f"memory: all of {self.bounds.memory_bytes} bytes"
 
     def exceeded_disk(self) -> str | None:
         """Whether its files take too much space, in words; measured rarely if measuring takes long."""
@@ -73,6 +94,7 @@ class MonitoredSandbox:
         if limit is None or start_s < self._next_measurement_s:
             return None
         size = size_bytes(*self.directories)
+        size = None if size is None else size + unlinked_bytes(self.pids)
         end_s = time.monotonic()
         self._next_measurement_s = end_s + max(POLL_S, (end_s - start_s) / _DISK_TIME_SHARE)
         # Read only now: verification may have begun while the agent's files were measured.
@@ -138,7 +160,9 @@ def end_excess(sandboxes: tuple[MonitoredSandbox, ...]) -> None:
     """End the processes of sandboxes that exceed a bound other than the disk's."""
     usages = usage_by_net()
     for sandbox in sandboxes:
-        if sandbox.net in usages and (reason := usages[sandbox.net].exceeds(sandbox.bounds)):
+        usage = usages.get(sandbox.net, ResourceUsage())
+        sandbox.pids = usage.pids
+        if usage.pids and (reason := sandbox.exceeded(usage)):
             end_sandbox(sandbox, reason, usages)
 
 
@@ -181,6 +205,30 @@ def usage_by_net() -> dict[int, ResourceUsage]:
                     if line.startswith((b"RssAnon", b"RssShmem")):
                         usage.memory_bytes += int(line.split()[1]) * 1024
     return usages
+
+
+def unlinked_bytes(pids: Iterable[int]) -> int:
+    """The disk usage of files without a name that these processes have open or mapped: `du` cannot see them."""
+    sizes: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        for folder in ("fd", "map_files"):
+            with suppress(OSError), os.scandir(f"/proc/{pid}/{folder}") as entries:
+                for entry in entries:
+                    with suppress(OSError):
+                        info = entry.stat()
+                        if not info.st_nlink and stat.S_ISREG(info.st_mode) and info.st_dev != _memory_device():
+                            sizes[info.st_dev, info.st_ino] = info.st_blocks * 512
+    return sum(sizes.values())
+
+
+@cache
+def _memory_device() -> int:
+    """The device of files that are memory (memfd), and have no name either."""
+    file = os.memfd_create("loopwright")
+    try:
+        return os.fstat(file).st_dev
+    finally:
+        os.close(file)
 
 
 def _net(pid: int) -> int:
