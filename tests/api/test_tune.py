@@ -1,6 +1,8 @@
 """`loopwright.tune` and `loopwright.run`: a search in ten lines of Python, durable like any other."""
 
 import asyncio
+import os
+import pty
 import subprocess
 import sys
 import threading
@@ -11,6 +13,7 @@ import pytest
 import loopwright as lw
 from loopwright.core.errors import LedgerError
 from loopwright.core.outcome import Outcome
+from tests.survival.campaign import read_all
 
 SPACE = {"x": lw.uniform(-10.0, 10.0), "shift": [0, 1]}
 
@@ -177,3 +180,27 @@ def test_a_scenario_runs_from_a_dict_with_overrides():
 
     assert len(study.trials()) == 3
     assert (Path("out") / "report.html").is_file()
+
+
+@pytest.mark.parametrize(("progress", "lines"), [(True, ["square: 4/4 done, 0 failed"]), (None, []), (False, [])])
+def test_progress_is_shown_on_request(tmp_path, capsys, progress, lines):
+    """Without a request only on a terminal, which stderr is not here."""
+
+    def square(x):
+        return x * x
+
+    lw.tune(square, {"x": [1, 2, 3, 4]}, minimize=True, trials=4, agent="grid", output=tmp_path, progress=progress)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line.partition(", 0 cached")[0] for line in err.splitlines()][-1:] == lines
+
+
+def test_progress_is_a_bar_on_a_terminal(tmp_path):
+    script = "lw.tune(size, {'x': [1, 2]}, minimize=True, trials=2, agent='grid', output='out')"
+    outer, inner = pty.openpty()
+    command = [sys.executable, "-c", f"import loopwright as lw\ndef size(x): return abs(x)\n{script}"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=inner, text=True) as process:
+        os.close(inner)
+        screen = read_all(outer)
+        assert (process.stdout.read(), process.wait()) == ("", 0)
+    assert "size: 2/2 done" in screen

@@ -13,9 +13,9 @@ import pytest
 from tests.survival.campaign import read_all
 from tests.trainers.test_curves import scalars
 
-from loopwright.cli.training_progress import TrainingProgress, sparkline
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.steps import Step, Steps
+from loopwright.reports.training.progress import TrainingProgress, sparkline
 
 PARTS = """
 def letters(first, last):

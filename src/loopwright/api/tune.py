@@ -3,8 +3,10 @@
 import asyncio
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ from loopwright.api.objects import register
 from loopwright.api.resume import check_same_study
 from loopwright.api.shipping import code_digest, import_path, search_path, write_pickle
 from loopwright.api.study import Study
+from loopwright.ledger.observer import Observer
 from loopwright.reports.export import replacing
+from loopwright.reports.progress import HasBook, show_progress
 from loopwright.scenario.dispatch import Signals, dispatch
 from loopwright.scenario.kinds.base import LoadedScenario
 from loopwright.scenario.load import load
@@ -50,6 +54,7 @@ def tune(
     timeout_s: float | None = None,
     constraints: Sequence[str] = (),
     in_process: bool = False,
+    progress: bool | None = None,
 ) -> Study:
     """Search the space for the best arguments of a function, and return the study.
 
@@ -63,6 +68,8 @@ def tune(
 
     Without `output` the study gets a new directory under `out/`. Called again with the same output, `tune` resumes if
     the function, the space and the objective are equal, and raises otherwise; `trials` may grow.
+
+    Progress is shown on stderr if it is a terminal; `progress=True` shows it always, `progress=False` never.
     """
     name = re.sub(r"\W+", "-", getattr(function, "__name__", "function")).strip("-") or "function"
     directory = Path(output) if output is not None else _new_directory(name)
@@ -93,7 +100,7 @@ def tune(
         check_same_study(loaded, directory)
         with replacing(directory / "scenario.toml") as file:
             file.write(loaded.text)  # `trials` may have grown
-    return Study.read(directory, name, code=_dispatch(loaded, directory, resume=resume))
+    return Study.read(directory, name, code=_dispatch(loaded, directory, resume=resume, progress=progress))
 
 
 def run(
@@ -102,14 +109,16 @@ def run(
     *,
     set: Mapping[str, Any] | None = None,
     resume: bool = False,
+    progress: bool | None = None,
 ) -> Study:
     """Run a scenario, a TOML file or the same as a dict, and return its first run as a study.
 
     `set` overrides keys, as in `{"system.parallel": 4}`. With `resume`, the campaign in `output` is continued.
+    Progress is shown on stderr if it is a terminal; `progress=True` shows it always, `progress=False` never.
     """
     loaded = load(scenario, set=set)
     directory = Path(output) if output is not None else _new_directory(loaded.scenario.name)
-    code = _dispatch(loaded, directory, resume=resume)
+    code = _dispatch(loaded, directory, resume=resume, progress=progress)
     return Study.read(directory, loaded.scenario.run[0].name, code=code)
 
 
@@ -154,14 +163,16 @@ def _new_directory(name: str) -> Path:
     return directory
 
 
-def _dispatch(loaded: LoadedScenario, output: Path, *, resume: bool) -> int:
+def _dispatch(loaded: LoadedScenario, output: Path, *, resume: bool, progress: bool | None) -> int:
     """Dispatch, also inside a running event loop, as in a notebook. A signal is raised once the run has stopped."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        code = dispatch(loaded, output, resume=resume)
-    else:
-        code = _dispatch_in_thread(loaded, output, resume=resume)
+    visible = sys.stderr.isatty() if progress is None else progress
+    with show_progress(None, sys.stderr) if visible else nullcontext(_watch_nothing) as watch:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            code = dispatch(loaded, output, resume=resume, watch=watch)
+        else:
+            code = _dispatch_in_thread(loaded, output, resume=resume, watch=watch)
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code > 128:
@@ -169,13 +180,17 @@ def _dispatch(loaded: LoadedScenario, output: Path, *, resume: bool) -> int:
     return code
 
 
-def _dispatch_in_thread(loaded: LoadedScenario, output: Path, *, resume: bool) -> int:
+def _watch_nothing(_: HasBook) -> Sequence[Observer]:
+    return ()
+
+
+def _dispatch_in_thread(loaded: LoadedScenario, output: Path, **options: Any) -> int:
     signals = Signals()
     results: list[int | BaseException] = []
 
     def work() -> None:
         try:
-            results.append(dispatch(loaded, output, resume=resume, signals=signals))
+            results.append(dispatch(loaded, output, signals=signals, **options))
         except BaseException as error:  # noqa: BLE001  raised again in the caller's thread
             results.append(error)
 

@@ -1,0 +1,210 @@
+"""Progress of a run: trials, failures, best so far, curves and time left; for a terminal or a log."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Protocol, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+from loopwright.core.outcome import Outcome
+from loopwright.core.trial import Trial
+from loopwright.ledger.observer import Observer
+from loopwright.ledger.steps import Kind, Step
+from loopwright.ledger.trial_book import TrialBook
+from loopwright.reports.formatting import duration, number
+from loopwright.reports.training.progress import TrainingProgress
+
+_LOG_INTERVAL_S = 10.0
+_DRAW_INTERVAL_S = 0.1
+
+
+class RunProgress(Observer):
+    """Counts the outcomes of a run's trials, those before a resume included."""
+
+    training_parts: ClassVar[int | None] = None
+    """How many facts about a training its line starts with; by default all of them."""
+
+    def __init__(self, book: TrialBook, file: TextIO) -> None:
+        self.file = file
+        about = book.ledger.state("run")
+        self.name, self.has_rollouts = book.name, about["rollout"] is not None
+        self.total: int | None = about["budget"]
+        self.label = (*about["objectives"], "")[0]
+        self.cached_are_free = not book.count_cached
+        self.training = TrainingProgress.of(book.ledger)
+        self.scored, self.reward_sum = 0, 0.0
+        self.cached, self.failed, self.done = book.ledger.counts()["cached"], 0, 0
+        self.best: Trial | None = None
+        for trial in book.ledger.trials():
+            if not trial.unfinished:
+                self._count(trial)
+        self.done_before, self.started = self.done, time.monotonic()
+
+    def after(self, trial: Trial) -> None:
+        if trial.outcome is not Outcome.ABORTED:
+            self.cached += trial.cached_from is not None
+            self._count(trial)
+        self.show(trial)
+
+    def after_step(self, kind: Kind, step: Step) -> None:
+        if self.training is not None:
+            self.training.add(kind, step)
+        self.show_step(kind, step)
+
+    def _count(self, trial: Trial) -> None:
+        self.done += 1
+        self.failed += trial.outcome is not Outcome.OK
+        if trial.reward:
+            self.scored += 1
+            self.reward_sum += trial.reward.value
+        if trial.reward and (
+            self.best is None or self.best.reward is None or trial.reward.value > self.best.reward.value
+        ):
+            self.best = trial
+
+    def show(self, trial: Trial) -> None:
+        """Show the state after a trial."""
+
+    def show_step(self, kind: Kind, step: Step) -> None:
+        """Show the state after a step of a training."""
+
+    def finish(self) -> None:
+        """Show the final state."""
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The time left at the speed so far."""
+        if self.training is not None:
+            return self.training.seconds_left
+        new = self.done - self.done_before
+        if not self.total or not new:
+            return None
+        return (time.monotonic() - self.started) / new * max(0, self.total - self.done)
+
+    def line(self) -> str:
+        """The state of the run in one line."""
+        counted, total = self.done - (self.cached if self.cached_are_free else 0), self.total
+        unscored = self.done - self.scored
+        if self.training is not None:
+            counted, total = self.training.done, self.training.total
+            parts = [*self.training.parts()[: self.training_parts], f"{number(self.done)} rollouts"]
+            parts += [f"{number(unscored)} without a reward"] if unscored else []
+            parts += self.training.speed()
+        elif self.has_rollouts:
+            parts = [f"{self.done}/{total or '?'} rollouts"]
+            parts += [f"mean reward {number(self.reward_sum / self.scored, 3)}"] if self.scored else []
+            parts.append(f"{unscored} without a reward")
+        else:
+            parts = [f"{counted}/{total or '?'} done", f"{self.failed} failed", f"{self.cached} cached"]
+            if self.best is not None and self.best.reward is not None:
+                parts.append(f"best {self.label} = {self.best.reward.value:.6g} (trial {self.best.number})")
+        left = self.seconds_left
+        if left is not None and counted < (total or 0):
+            parts.append(f"{duration(max(1, round(left)))} left")
+        return f"{self.name}: {', '.join(parts)}"
+
+
+class LogLines(RunProgress):
+    """A line every ten seconds, for a file or a pipe; also one after each evaluation of a training."""
+
+    def __init__(self, book: TrialBook, file: TextIO) -> None:
+        super().__init__(book, file)
+        self._next = time.monotonic()
+
+    def show_step(self, kind: Kind, step: Step) -> None:
+        if kind == "eval":
+            self._next = 0.0
+        self.show()
+
+    def show(self, trial: Trial | None = None) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _LOG_INTERVAL_S
+            print(self.line(), file=self.file, flush=True)
+
+    def finish(self) -> None:
+        print(self.line(), file=self.file, flush=True)
+
+
+class ProgressBar(RunProgress):
+    """A progress bar for a terminal, with the curves of a training."""
+
+    training_parts: ClassVar[int | None] = 1  # the others are drawn below
+
+    def __init__(self, book: TrialBook, file: TextIO) -> None:
+        super().__init__(book, file)
+        console = Console(file=file)
+        self._progress = Progress(
+            SpinnerColumn(),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[line]}", markup=False),
+            console=console,
+        )
+        total = self.total if self.training is None else self.training.total
+        self._task = self._progress.add_task("", total=total, completed=self.completed, line=self.line())
+        # What is printed or logged into a file goes there unchanged.
+        self._live = Live(
+            self._render(),
+            console=console,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._drawn_at = 0.0
+        self._live.start()
+
+    @property
+    def completed(self) -> int:
+        """The length of the bar."""
+        return self.done if self.training is None else self.training.done
+
+    def _render(self) -> Any:
+        return self._progress if self.training is None else Group(self._progress, self.training.curves())
+
+    def show_step(self, kind: Kind, step: Step) -> None:
+        self.show()
+
+    def show(self, trial: Trial | None = None) -> None:
+        # Not after every trial: drawing costs more than a small trial does.
+        now = time.monotonic()
+        if now - self._drawn_at > _DRAW_INTERVAL_S:
+            self._drawn_at = now
+            self._redraw()
+
+    def _redraw(self) -> None:
+        self._progress.update(self._task, completed=self.completed, line=self.line())
+        if self.training is not None:  # made here, where steps are added, and not in the thread that draws
+            self._live.update(self._render())
+
+    def finish(self) -> None:
+        self._redraw()
+        self._live.stop()
+
+
+class HasBook(Protocol):
+    """An environment of a run."""
+
+    @property
+    def book(self) -> TrialBook:
+        """The trials of the run."""
+
+
+@contextmanager
+def show_progress(display: type[RunProgress] | None, file: TextIO) -> Iterator[Callable[[HasBook], Sequence[Observer]]]:
+    """The `watch` argument of `dispatch`: a display of each run in turn. The default is a bar or log lines."""
+    current: list[RunProgress] = []
+    kind = display or (ProgressBar if file.isatty() else LogLines)
+
+    def watch(env: HasBook) -> Sequence[Observer]:
+        for progress in current:
+            progress.finish()
+        current[:] = [kind(env.book, file)]
+        return list(current)
+
+    try:
+        yield watch
+    finally:
+        for progress in current:
+            progress.finish()
