@@ -223,13 +223,20 @@ def test_t01_anthropic_and_responses_are_served_too():
         async with served(Teller(f"Hm. {call(a=1)}")) as gateway:
             session = await gateway.open()
             async with claude_of(session) as claude, client_of(session) as client:
-                message = await claude.messages.create(model="m", max_tokens=99, messages=[user("hi")])
-                assert [block.type for block in message.content] == ["text", "tool_use"]
-                async with claude.messages.stream(model="m", max_tokens=99, messages=[user("hi")]) as stream:
+                asked = {
+                    "model": "m",
+                    "messages": [user("hi")],
+                    "tools": [{"name": "add", "input_schema": {"type": "object"}}],
+                }
+                said = await claude.messages.create(max_tokens=99, **asked)
+                assert [block.type for block in said.content] == ["text", "tool_use"]
+                async with claude.messages.stream(max_tokens=99, **asked) as stream:
                     assert (await stream.get_final_message()).content[1].input == {"a": 1}
-                counted = await claude.messages.count_tokens(model="m", messages=[user("hi")])
-                assert counted.input_tokens == message.usage.input_tokens
-                answer = await client.responses.create(model="m", input="hi")
+                counted = await claude.messages.count_tokens(**asked)
+                assert counted.input_tokens == said.usage.input_tokens
+                answer = await client.responses.create(
+                    model="m", input="hi", tools=[{"type": "function", "name": "add"}]
+                )
                 assert answer.output_text == "Hm."
                 kinds = [
                     event.type async for event in await client.responses.create(model="m", input="hi", stream=True)

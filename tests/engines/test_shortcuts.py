@@ -61,7 +61,7 @@ def test_a_failed_conversion_leaves_nothing_and_can_be_repeated(tmp_path, monkey
     monkeypatch.setattr(smollm2, "_convert", broken)
     with pytest.raises(OSError, match=r"the disk is full.*XDG_CACHE_HOME"):
         smollm2.directory()
-    assert [file.name for file in (tmp_path / "loopwright").iterdir()] == ["smollm2-135m-instruct-1.lock"]
+    assert [file.name for file in (tmp_path / "loopwright").iterdir()] == ["smollm2-135m-instruct-2.lock"]
     monkeypatch.setattr(smollm2, "_convert", lambda target: (target / "config.json").write_text("{}"))
     assert (smollm2.directory() / "config.json").read_text() == "{}"
     assert len(list((tmp_path / "loopwright").iterdir())) == 2

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from loopwright.engines.base import EngineError
+from loopwright.engines.chat_template import ChatTemplateSource
 from loopwright.engines.inprocess import smollm2
 from loopwright.engines.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer
 
@@ -25,8 +26,9 @@ def tokenizer_of(name: str, scenario_dir: Path) -> Tokenizer:
     """The tokenizer of a model: `smollm2`, `tiny`, `bytes`, a directory, or a name on the hub."""
     if name in ("bytes", "tiny") or (scenario_dir / name / BYTE_TOKENIZER_FILE).is_file():
         return ByteTokenizer()
+    location = model_location(name, scenario_dir)
     try:
-        return HubTokenizer.load(model_location(name, scenario_dir))
+        return HubTokenizer.load(location, ChatTemplateSource.load(location))
     except EngineError:
         raise
     except Exception as error:  # tokenizers raises nothing more specific

@@ -6,7 +6,10 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from loopwright.engines.chat_template import ChatTemplateSource
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _SENTENCEPIECE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -79,8 +82,8 @@ class ByteTokenizer:
 class HubTokenizer:
     """A tokenizer from the hub, as `tokenizer.json` describes it: byte-level like GPT-2's, or SentencePiece."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, chat_template: "ChatTemplateSource | None" = None) -> None:
+        self._tokenizer, self.chat_template = tokenizer, chat_template
         tokenizer.encode_special_tokens = True  # in the library's words: encode their names as ordinary text
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -88,6 +91,9 @@ class HubTokenizer:
         added_tokens = description.get("added_tokens") or []
         self.specials: Mapping[str, int] = {each["content"]: each["id"] for each in added_tokens if each["special"]}
         self._special_ids = frozenset(self.specials.values())
+        self.strips = {each["content"]: (each["lstrip"], each["rstrip"]) for each in added_tokens if each["special"]}
+        """Whether a special token takes the white space before and after it."""
+        self._is_prefixed = '"prepend_scheme": "first"' in json.dumps(description["pre_tokenizer"])
         added_ids = {each["id"] for each in added_tokens}
         to_bytes = _gpt2_bytes if "ByteLevel" in json.dumps(description["decoder"]) else _sentencepiece_bytes
         self._bytes = {
@@ -97,19 +103,20 @@ class HubTokenizer:
         self.size = max(self._bytes, default=-1) + 1
 
     @classmethod
-    def load(cls, location: str) -> "HubTokenizer":
+    def load(cls, location: str, chat_template: "ChatTemplateSource | None" = None) -> "HubTokenizer":
         """The tokenizer of a directory, or of a name on the hub."""
         from tokenizers import Tokenizer
 
         file = Path(location) / "tokenizer.json"
-        return cls(Tokenizer.from_file(str(file)) if file.is_file() else Tokenizer.from_pretrained(location))
+        tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else Tokenizer.from_pretrained(location)
+        return cls(tokenizer, chat_template)
 
     @classmethod
-    def from_text(cls, text: str) -> "HubTokenizer":
+    def from_text(cls, text: str, chat_template: "ChatTemplateSource | None" = None) -> "HubTokenizer":
         """The inverse of `as_text`."""
         from tokenizers import Tokenizer
 
-        return cls(Tokenizer.from_str(text))
+        return cls(Tokenizer.from_str(text), chat_template)
 
     def as_text(self) -> str:
         """The content of its `tokenizer.json`."""
@@ -119,6 +126,13 @@ class HubTokenizer:
         text = text.encode("utf-8", "replace").decode()
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_later(self, text: str) -> list[int]:
+        """The ids of text that follows a special token: some tokenizers put a space before the very first word only."""
+        if not self._is_prefixed:
+            return self.encode(text)
+        line, ids = self.encode("\n"), self.encode(f"\n{text}")
+        return ids[len(line) :] if ids[: len(line)] == line else self.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")

@@ -26,10 +26,10 @@ from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Engine, Reasoning
 from loopwright.engines.weight_update import WeightUpdate, apply_update
 from loopwright.gateway.refusal import Refusal
+from loopwright.gateway.sessions.model_template import template_of
 from loopwright.gateway.sessions.served_session import ServedSession
 from loopwright.gateway.sessions.session_config import SessionConfig, is_id, new_id
 from loopwright.gateway.sessions.store import DiskStore
-from loopwright.gateway.sessions.template import template_of
 from loopwright.gateway.settings import is_loopback
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault
 from loopwright.core.task import Task
 from loopwright.engines.base import Chunk, Engine, EngineConfig, EngineError, Finish, Sampling
+from loopwright.engines.chat_template import ChatTemplateSource
 from loopwright.engines.named_tokenizer import stop_ids
 from loopwright.engines.tokenizer import HubTokenizer
 from loopwright.integrations.branch import Branches, NoReward, one_row
@@ -61,7 +62,9 @@ class VerlEngine(Engine):
     def __init__(self, servers: Any, tokenizer: Any, config: EngineConfig) -> None:
         super().__init__(config, Path())
         self._servers, self._session = servers, uuid4().hex
-        self.tokenizer = HubTokenizer.from_text(tokenizer.backend_tokenizer.to_str())
+        template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+        source = None if template is None else ChatTemplateSource(template, tokens=tokenizer.special_tokens_map)
+        self.tokenizer = HubTokenizer.from_text(tokenizer.backend_tokenizer.to_str(), source)
         self._stops = stop_ids(self.tokenizer, tokenizer.eos_token_id)
 
     def for_session(self, key: str) -> Self:

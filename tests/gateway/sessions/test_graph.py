@@ -80,6 +80,7 @@ class Agent:
         self.exact[len(self.history)] = (*ids, *sampled)
         self.history.append(turn.message)
         if what == "call":
+            detail = detail if self.tools else []  # without tools there is nothing to call
             assert len(turn.calls) == len(detail)
             assert [json.loads(call["function"]["arguments"]) for call in turn.calls] == detail
             self.history += [{"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in turn.calls]
@@ -93,6 +94,8 @@ def rewritten(message):
         call["id"] = "toolu_" + call["id"]
         call["function"]["arguments"] = json.dumps(dict(reversed(read.items())), indent=2)
         message["content"] = message["content"] or None
+    if "tool_call_id" in message:
+        message["tool_call_id"] = "toolu_" + message["tool_call_id"]
     if message["role"] == "user" and isinstance(message["content"], str):
         message["content"] = [{"type": "text", "text": message["content"]}]
     return message
@@ -223,7 +226,7 @@ def test_special_tokens_in_a_users_text_stay_text():
 def test_changing_a_message_afterwards_does_not_change_the_record():
     async def scenario(session, engine):
         messages = [user("a")]
-        turn = await session.turn(messages)
+        turn = await session.turn(messages, TOOLS[1])
         messages[0]["content"] = "b"
         turn.message["tool_calls"][0]["function"]["name"] = "other"
         nodes = session.episode(TASK).nodes

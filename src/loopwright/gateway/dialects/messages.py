@@ -4,18 +4,17 @@ A message with tool results becomes one `tool` message for each; thinking is kep
 is the assistant's (a prefill), the turn starts with its text, and the response is what follows.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic_core import from_json
-
 from loopwright.core.task import Message
 from loopwright.gateway.dialects import fields
 from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest
 from loopwright.gateway.dialects.fields import BadRequest
-from loopwright.gateway.sessions.tool_calls import Tool, is_json_object
+from loopwright.gateway.sessions.tool_calls import Tool
 from loopwright.gateway.sessions.turn import Delta, Turn
 from loopwright.gateway.sessions.turn_options import TurnOptions, format_instruction
 
@@ -109,8 +108,7 @@ class Messages(Dialect):
             content.append({"type": "text", "text": turn.text})
         for call in turn.calls:
             function = call["function"]
-            # Arguments that break off are parsed as far as possible, as the SDK does with streamed ones.
-            arguments = from_json(function["arguments"] or "{}", allow_partial=True)
+            arguments = json.loads(function["arguments"])  # not with orjson, which rounds long integers
             content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
         usage = _usage(turn.prompt_tokens, turn.sampled_tokens)
         return {**_head(request, call_id, turn.prompt_tokens), "content": content, **_stop_reason(turn), "usage": usage}
@@ -242,8 +240,7 @@ def _usage(prompt_tokens: int, sampled_tokens: int) -> dict[str, Any]:
 def _stop_reason(turn: Turn) -> dict[str, Any]:
     if turn.stopped_by is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": turn.stopped_by}
-    has_call = any(is_json_object(call["function"]["arguments"]) for call in turn.calls)
-    reason = "max_tokens" if turn.finish == "length" else "tool_use" if has_call else "end_turn"
+    reason = "max_tokens" if turn.finish == "length" else "tool_use" if turn.calls else "end_turn"
     return {"stop_reason": reason, "stop_sequence": None}
 
 

@@ -13,7 +13,7 @@ from loopwright.engines.tokenizer import Tokenizer
 from loopwright.gateway.dialects import fields
 from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest
 from loopwright.gateway.dialects.fields import BadRequest
-from loopwright.gateway.sessions.tool_calls import Tool, is_json_object
+from loopwright.gateway.sessions.tool_calls import Tool
 from loopwright.gateway.sessions.turn import Delta, Turn
 from loopwright.gateway.sessions.turn_options import TurnOptions, format_instruction
 from loopwright.gateway.sessions.turn_parser import END_THINK
@@ -87,7 +87,7 @@ class Responses(Dialect):
         for index, call in enumerate(turn.calls):
             arguments = call["function"]["arguments"]
             item = _call_item(f"fc_{call_id}_{index}", call["id"], call["function"]["name"])
-            output.append({**item, "status": _call_status(arguments), "arguments": arguments})
+            output.append({**item, "status": "completed", "arguments": arguments})
         return {**_head(request, call_id), **_result(self.tokenizer, turn), "output": output}
 
     def stream(self, request: TurnRequest, call_id: str) -> StreamWriter:
@@ -244,11 +244,6 @@ def _status(turn: Turn) -> str:
     return "incomplete" if turn.finish == "length" else "completed"
 
 
-def _call_status(arguments: str) -> str:
-    """The status of a call, whose arguments may break off."""
-    return "completed" if is_json_object(arguments) else "incomplete"
-
-
 def _message_item(id: str) -> dict[str, Any]:
     return {"id": id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
 
@@ -350,7 +345,7 @@ class _Stream(StreamWriter):
             part = _text_part(text, self._logprobs)
             events = self._item_event("response.output_text.done", content_index=0, text=text, logprobs=self._logprobs)
         else:
-            status = _call_status(text)
+            status = "completed"  # only complete calls are shown
             item["arguments"] = text
             events = self._item_event("response.function_call_arguments.done", name=item["name"], arguments=text)
         if self._place in (_REASONING, _TEXT):

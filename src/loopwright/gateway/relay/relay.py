@@ -13,6 +13,7 @@ from aiohttp import web
 from pydantic import Field
 
 from loopwright.engines.base import Chunk, ContextFull, Engine, EngineConfig, EngineError, Sampling, Tops
+from loopwright.engines.chat_template import ChatTemplateSource
 from loopwright.engines.fleet import Fleet, FleetSettings
 from loopwright.engines.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer, fingerprint
 from loopwright.gateway.relay.link import MAX_MESSAGE_BYTES, PROTOCOL, Link
@@ -316,6 +317,6 @@ def _tokenizer(announcement: dict[str, Any]) -> Tokenizer:
     if not isinstance(text := announcement.get("tokenizer_json"), str):
         raise EngineError("it cannot send its tokenizer: start the gateway with --tokenizer")
     try:
-        return HubTokenizer.from_text(text)
+        return HubTokenizer.from_text(text, ChatTemplateSource.from_json(announcement.get("chat_template")))
     except Exception as error:  # the library defines no error types
         raise EngineError(f"its tokenizer cannot be loaded: {error}") from error

@@ -117,6 +117,8 @@ class RelayWorker:
             }
             if hello.get("tokenizer") is None and isinstance(tokenizer, HubTokenizer):
                 tokenizer_fields["tokenizer_json"] = tokenizer.as_text()
+                if tokenizer.chat_template is not None:
+                    tokenizer_fields["chat_template"] = tokenizer.chat_template.as_json()
             config = self.engine.config
             link.send(
                 "announce",

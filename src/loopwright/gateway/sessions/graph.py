@@ -1,10 +1,11 @@
 """The message graph of a session: finds messages that it has, renders and adds new ones, and says where they differ."""
 
 import json
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -13,21 +14,38 @@ from pydantic_core import from_json
 from loopwright.core.episode import ROOT, Node
 from loopwright.core.task import Message
 from loopwright.gateway.sessions.exactness import Exactness, Verdict
-from loopwright.gateway.sessions.template import ChatTemplate, calls_of, text_of
+from loopwright.gateway.sessions.template import ChatTemplate, Continuation, calls_of, text_of
 from loopwright.gateway.sessions.tool_calls import Tool
 from loopwright.gateway.sessions.turn import Ids
 from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
+from loopwright.gateway.sessions.turn_parser import END_THINK, THINK
 
 Key = tuple[str, str, str, str]
 """What identifies a message: role, text, calls (and tools, for the first message of a conversation) and reasoning."""
 
-_MAX_RECENT = 4
-"""Conversations of a session that are remembered exactly as they were sent."""
-_MAX_EXACT_INT = 2**53
 _ANY = "\0"
 """The reasoning of a message that was sent without any: it matches every reasoning."""
+_MAX_EXACT_INT = 2**53
+_INLINE = re.compile(rf"\s*{THINK}(.*?){END_THINK}(.*)", re.DOTALL)
+"""Reasoning that an agent sends as part of the text."""
+_MAX_RECENT = 4
+"""Conversations of a session that are remembered exactly as they were sent."""
 RAW = "prompt"
 """The role of raw text to continue, to which no chat template is applied."""
+
+
+_Context = tuple[list[Tool], dict[str, Any]]
+"""What a conversation is rendered with: its tools, and the arguments for the chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The place of a turn: the node before it, the ids between that and what is sampled, and how to parse it."""
+
+    node: int
+    opening: tuple[int, ...]
+    verdict: Verdict
+    options: TurnOptions
 
 
 class Graph:
@@ -45,55 +63,144 @@ class Graph:
         """How the message of a node is found again; interrupted turns have no key."""
         self._template = template
         self._by_key: dict[tuple[int, Key], list[int]] = {}
-        self._tools_json: tuple[Sequence[Tool], str] = ((), "")
+        self._context_json: tuple[_Context, str] = ([], {}), ""
         self._children: dict[int, list[int]] = {}
+        self._notes: dict[int, Verdict] = {}
+        """Where the template would have written a sampled turn differently, by the nodes that follow it."""
         self._latest: tuple[int, Ids] = (0, array("q"))
-        self._recent: list[tuple[list[Message], list[Tool], list[int]]] = []
+        self._latest_placement: tuple[TurnOptions, Placement] | None = None
+        self._recent: list[tuple[list[Message], _Context, list[int]]] = []
 
-    def place(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, Verdict]:
-        """The node of the last message; messages that are not in the graph yet are rendered and added."""
+    def place(self, messages: Sequence[Message], tools: Sequence[Tool], options: TurnOptions = PLAIN) -> Placement:
+        """The place of the policy's turn after these messages; those that are not in the graph yet are added."""
         if messages[0].get("role") == RAW:
-            return self._place_raw(messages[0]["content"])
+            node, verdict = self._place_raw(messages[0]["content"])
+            return Placement(node, (), verdict, options)
         if self._forks:
             messages = _without_old_reasoning(messages)
-        messages, tools = list(messages), list(tools)
-        prefix, nodes = self._take_recent(messages, tools)
+        has_results = any(message.get("role") == "tool" for message in messages)
+        messages = _arranged(messages) if has_results else list(messages)
+        context = list(tools), dict(options.chat_template_kwargs)
+        prefix, nodes = self._take_recent(messages, context)
         more = [copy_message(message) for message in messages[len(prefix) :]]
-        keys = [key_of(message) for message in more]
-        if tools and not prefix:
-            # The first message is rendered with the tools: with other tools it is another message.
-            role, text, calls, reasoning = keys[0]
-            if tools != self._tools_json[0]:
-                self._tools_json = tools, json.dumps(tools, sort_keys=True)
-            keys[0] = role, text, calls + self._tools_json[1], reasoning
-        count = 0
-        for key in keys:
-            # A policy may sample the same message twice; all candidates are followed.
-            candidates = [child for node in nodes for child in self._by_key.get((node, key), ())]
-            if not candidates:
-                break
-            nodes, count = candidates, count + 1
-        node = last = nodes[-1]
-        siblings = list(self._children.get(node, ()))
-        lacks_reasoning = count < len(keys) and not keys[count][3] and (node, (*keys[count][:3], _ANY)) in self._by_key
-        for message, key in zip(more[count:], keys[count:], strict=True):
-            ids = self._template.render(message, first=node == 0, tools=() if node else tools)
-            ids = [*self.closing(node), *ids]
-            node = self.add(Node(node, message, tuple(ids), (0.0,) * len(ids)), key)
-        count += len(prefix)
+        messages, keys = [*prefix, *more], [key_of(message) for message in more]
+        latest = self._latest_placement
+        if not more and latest is not None and (latest[0], latest[1].node) == (options, nodes[-1]):
+            placement = replace(latest[1], verdict=self._notes.get(nodes[-1], Verdict()))
+        else:
+            if not prefix and any(context):
+                keys[0] = self._first_key(keys[0], context)
+            nodes, count = self._match(nodes, more, keys)
+            placement = self._extend(nodes[-1], len(prefix) + count, messages, context, options)
+            key = keys[count] if count < len(keys) else None
+            if key is not None and not key[3] and (nodes[-1], (*key[:3], _ANY)) in self._by_key:
+                reason = f"message {len(prefix) + count + 1} lacks its reasoning"
+                placement = replace(placement, verdict=replace(placement.verdict, reason=reason))
+            nodes = [placement.node] if placement.node not in nodes else nodes
+            self._latest_placement = options, placement
         # Python considers 1, 1.0 and true equal; as arguments of a call they differ, unless they are still JSON text.
         if all(isinstance(call["function"].get("arguments"), str) for m in more for call in m.get("tool_calls") or ()):
-            self._recent.insert(0, ([*prefix, *more], tools, [node] if count < len(messages) else nodes))
+            self._recent.insert(0, (messages, context, nodes))
             del self._recent[_MAX_RECENT:]
-        verdict = self._compare(last, siblings, node, count if count < len(messages) else None)
-        if lacks_reasoning:
-            verdict = replace(verdict, reason=f"message {count + 1} lacks its reasoning")
-        return node, verdict
+        return placement
 
-    def _take_recent(self, messages: list[Message], tools: list[Tool]) -> tuple[list[Message], list[int]]:
+    def _first_key(self, key: Key, context: _Context) -> Key:
+        """The first message is rendered with the tools: with other tools it is another message."""
+        if context != self._context_json[0]:
+            parts = [json.dumps(part, sort_keys=True) for part in context if part]
+            self._context_json = context, "".join(parts)
+        role, text, calls, reasoning = key
+        return role, text, calls + self._context_json[1], reasoning
+
+    def _match(self, nodes: list[int], more: Sequence[Message], keys: Sequence[Key]) -> tuple[list[int], int]:
+        """The nodes of as many of these messages as the graph has after `nodes`, and how many that are."""
+        for count, (message, key) in enumerate(zip(more, keys, strict=True)):
+            # A policy may sample the same message twice; all candidates are followed.
+            candidates = [child for node in nodes for child in self._by_key.get((node, key), ())]
+            if not candidates and key[0] == "assistant":
+                candidates = [child for node in nodes for child in self._find_echo(node, message)]
+            if not candidates:
+                return nodes, count
+            nodes = candidates
+        return nodes, len(more)
+
+    def _find_echo(self, node: int, message: Message) -> list[int]:
+        """The turns after a node that an agent sends back as they were sampled, rather than as they were shown."""
+        turns = [child for child in self._children.get(node, ()) if self.nodes[child].finish in ("stop", "length")]
+        return [
+            turn
+            for turn in turns
+            if _is_echo(message, str(self.nodes[turn].message["content"]), self._template.raw_text(self.nodes[turn]))
+        ]
+
+    def _extend(
+        self, last: int, count: int, messages: list[Message], context: _Context, options: TurnOptions
+    ) -> Placement:
+        """Add what follows the first `count` messages, which lead to the node `last`.
+
+        What follows the latest sampled turn is rendered, and the nodes that it leads to are used again. If the template
+        writes something before that differently by now, all is rendered, and branches off where it differs.
+        """
+        siblings = list(self._children.get(last, ()))
+        turn, path = last, list[int]()
+        while turn and self.nodes[turn].finish is None:
+            path.insert(0, turn)
+            turn = self.nodes[turn].parent or 0
+        start, continuation = count - len(path), None
+        if turn:
+            continuation = self._template.extend(messages, start, context[0], options, self.nodes[turn])
+        if continuation is None:
+            start, path, turn = 0, self._path(last), 0
+            continuation = self._template.begin(messages, context[0], options)
+        node, used, ids, at = turn, 0, [token for each in continuation.messages for token in each], 0
+        for each in path:
+            own = self.nodes[each].ids
+            if tuple(ids[at : at + len(own)]) != own:
+                break
+            node, used, at = each, used + 1, at + len(own)
+        is_rewritten = used < len(path)
+        if is_rewritten:
+            last, count, siblings = node, start + used, list(self._children.get(node, ()))
+        end = 0
+        for index, added in enumerate(continuation.messages, start):
+            end += len(added)
+            if index >= start + used:
+                key = key_of(messages[index])
+                if index == 0 and any(context):
+                    key = self._first_key(key, context)
+                own = tuple(ids[at : max(at, end)])
+                node, at = self.add(Node(node, messages[index], own, (0.0,) * len(own)), key), max(at, end)
+        verdict = self._compare(last, siblings, node, count if count < len(messages) else None)
+        if is_rewritten:
+            reason = f"the chat template writes message {count + 1} differently than before"
+            verdict = replace(verdict, reason=reason)
+        elif verdict == Verdict():
+            verdict = self._judge(last, turn, node, continuation)
+        return Placement(node, (*ids, *continuation.opening)[at:], verdict, continuation.options)
+
+    def _judge(self, last: int, turn: int, node: int, continuation: Continuation) -> Verdict:
+        """The verdict on messages that continue a turn: whether its end was added, or the template writes it so."""
+        if continuation.ends_turn and last == turn:
+            return Verdict(Exactness.BRIDGED, f"the end of node {turn} was added, not sampled", len(self.ids(turn)))
+        note = self._notes.get(self.nodes[turn].parent or 0) if turn else None
+        if note is None and continuation.note:
+            note = Verdict(reason=continuation.note, token=len(self.ids(turn)) - self.nodes[turn].sampled)
+        if note is not None:  # what follows a deviation deviates, too
+            self._notes[node] = note
+        return note or Verdict()
+
+    def _path(self, node: int) -> list[int]:
+        """The nodes from below the root to this one."""
+        path = []
+        while node:
+            path.append(node)
+            node = self.nodes[node].parent or 0
+        return path[::-1]
+
+    def _take_recent(self, messages: list[Message], context: _Context) -> tuple[list[Message], list[int]]:
         """The longest prefix that was sent in this form before, and its nodes: a turn costs only what is new in it."""
-        for index, (sent, sent_tools, nodes) in enumerate(self._recent):
-            if len(sent) <= len(messages) and messages[: len(sent)] == sent and tools == sent_tools:
+        for index, (sent, sent_context, nodes) in enumerate(self._recent):
+            if len(sent) <= len(messages) and messages[: len(sent)] == sent and context == sent_context:
                 del self._recent[index]
                 return sent, nodes
         return [], [0]
@@ -145,19 +252,8 @@ class Graph:
 
     def release(self) -> None:
         """Keep only the nodes, and free what is needed to find them and to add more."""
-        self.keys, self._by_key, self._children, self._tools_json = {}, {}, {}, ((), "")
-        self._latest, self._recent = (0, array("q")), []
-
-    def closing(self, number: int) -> list[int]:
-        """The ids between a node and the message after it."""
-        node = self.nodes[number]
-        return [] if node.finish is None else self._template.closing(node.ids[len(node.ids) - node.sampled :])
-
-    def opening(self, number: int, options: TurnOptions = PLAIN) -> tuple[int, ...]:
-        """The ids between a node and what the policy samples after it."""
-        if self.nodes[number].message.get("role") == RAW:
-            return ()
-        return (*self.closing(number), *self._template.opening(options))
+        self.keys, self._by_key, self._children, self._context_json = {}, {}, {}, (([], {}), "")
+        self._latest, self._recent, self._latest_placement, self._notes = (0, array("q")), [], None, {}
 
     def ids(self, number: int) -> Ids:
         """All ids up to the end of this node; copy them to keep them. Costs what is new since the latest call."""
@@ -186,9 +282,6 @@ class Graph:
             shared = max(_common_prefix(self.nodes[node].ids, self.nodes[sibling].ids) for sibling in siblings)
             reason = f"message {new + 1} differs from what was recorded" if last else "another conversation starts"
             return Verdict(Exactness.FORKED, reason, len(self.ids(last)) + shared)
-        closing = self.closing(last)
-        if closing and closing[0] == self._template.end_id:
-            return Verdict(Exactness.BRIDGED, f"the end of node {last} was added, not sampled", len(self.ids(last)))
         return Verdict()
 
 
@@ -197,6 +290,9 @@ def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
         if a != b:
             return index
     return min(len(one), len(other))
+
+
+# -- messages as agents send them ------------------------------------------------------------------------------------
 
 
 def copy_message(message: Message) -> dict[str, Any]:
@@ -212,9 +308,56 @@ def _without_old_reasoning(messages: Sequence[Message]) -> list[Message]:
     """The messages, with the reasoning from before the last user message marked as removed."""
     last = max((index for index, message in enumerate(messages) if message.get("role") == "user"), default=0)
     return [
-        {**message, "reasoning_content": ""} if index < last and message.get("role") == "assistant" else message
+        {**message, "content": _split_reasoning(text_of(message))[1], "reasoning_content": ""}
+        if index < last and message.get("role") == "assistant"
+        else message
         for index, message in enumerate(messages)
     ]
+
+
+def _split_reasoning(text: str) -> tuple[str | None, str]:
+    """Reasoning at the start of a text, and the rest; None if it starts with no reasoning."""
+    match = _INLINE.fullmatch(text)
+    return (None, text) if match is None else (match[1].strip(), match[2])
+
+
+def _is_echo(message: Message, shown: str, raw: str) -> bool:
+    """Whether an agent sends a turn back as it was sampled, or with the stop string that ended it.
+
+    `shown` is the text of the turn, `raw` all that was sampled of it.
+    """
+    text, shown, raw = text_of(message).strip(), shown.strip(), raw.strip()
+    if message.get("tool_calls") or not text:
+        return False
+    rest = text.removeprefix(shown).strip()
+    ends_alike = text.startswith(shown) and rest and raw.endswith(rest) and raw[: -len(rest)].rstrip().endswith(shown)
+    return text == raw or bool(ends_alike)
+
+
+def _arranged(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with the results of each turn's tool calls in the order of the calls.
+
+    ValueError for a result whose id belongs to no call before it. A result without an id stays where it is.
+    """
+    result = list(messages)
+    positions: dict[str, int] = {}
+    index = 0
+    while index < len(result):
+        if calls := result[index].get("tool_calls"):
+            positions |= {str(call.get("id")): len(positions) + at for at, call in enumerate(calls)}
+        end = index
+        while end < len(result) and result[end].get("role") == "tool":
+            id = result[end].get("tool_call_id")
+            if id is not None and id not in positions:
+                raise ValueError(
+                    f"messages: a tool result is for the call {str(id)[:60]!r}, which no message before it contains; "
+                    "send the assistant's message with this call, too"
+                )
+            end += 1
+        if end - index > 1 and all(each.get("tool_call_id") is not None for each in result[index:end]):
+            result[index:end] = sorted(result[index:end], key=lambda each: positions[each["tool_call_id"]])
+        index = max(end, index + 1)
+    return result
 
 
 def key_of(message: Mapping[str, Any]) -> Key:
@@ -236,6 +379,8 @@ def key_of(message: Mapping[str, Any]) -> Key:
         return role, text, calls, ""
     # Agents trim a message before they send it back; its tokens stay as they were sampled.
     reasoning = message.get("reasoning_content")
+    if reasoning is None and THINK in text:
+        reasoning, text = _split_reasoning(text)
     return role, text.strip(), calls, _ANY if reasoning is None else str(reasoning)
 
 

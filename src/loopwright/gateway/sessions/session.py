@@ -13,7 +13,8 @@ from loopwright.core.task import Message, Task
 from loopwright.engines.base import BadSampling, Chunk, ContextFull, Engine, EngineError, Reasoning, Sampling
 from loopwright.gateway.sessions.exactness import Exactness, Verdict
 from loopwright.gateway.sessions.graph import RAW, Graph, Key, copy_message
-from loopwright.gateway.sessions.template import ChatTemplate, template_of
+from loopwright.gateway.sessions.model_template import template_of
+from loopwright.gateway.sessions.template import ChatTemplate
 from loopwright.gateway.sessions.tool_calls import Tool
 from loopwright.gateway.sessions.turn import Delta, Draft, Turn, check_chunk
 from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
@@ -108,15 +109,13 @@ class Session:
         sampling = sampling or self.sampling
         if self.limits.tokens is not None:
             sampling = self._fit_budget(sampling, sampling.max_tokens, choices)
-        parent, verdict = self.graph.place(messages, tools)
-        if self.template.grammar.bare and not tools:  # without marks, only a request with tools can mean a call
+        if not tools:  # there is nothing to call
             options = replace(options, parse_tool_calls=False)
-        options = self._with_thinking(messages, options)
-        opening = self.graph.opening(parent, options)
-        prompt = self.graph.ids(parent) + array("q", opening)
-        node = len(self.graph.nodes)
+        place = self.graph.place(messages, tools, self._with_thinking(messages, options))
+        prompt = self.graph.ids(place.node) + array("q", place.opening)
+        node, verdict = len(self.graph.nodes), place.verdict
         seed = seed or f"{self._seed}:{node}"
-        draft = Draft(node, parent, prompt, len(prompt), opening, sampling, seed, verdict, options)
+        draft = Draft(node, place.node, prompt, len(prompt), place.opening, sampling, seed, verdict, place.options)
         self.graph.add(draft.as_node(_EMPTY, "cut"))  # reserves its number while other calls run
         self.verdicts[node] = verdict
         self._turns += 1
@@ -206,8 +205,8 @@ class Session:
     def count(self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: TurnOptions = PLAIN) -> int:
         """How many tokens the prompt of a turn after these messages would have."""
         graph = Graph(self.template, forks=self._forks)
-        parent, _ = graph.place(messages, tools)
-        return len(graph.ids(parent)) + len(graph.opening(parent, self._with_thinking(messages, options)))
+        place = graph.place(messages, tools, self._with_thinking(messages, options))
+        return len(graph.ids(place.node)) + len(place.opening)
 
     def _with_thinking(self, messages: Sequence[Message], options: TurnOptions) -> TurnOptions:
         """With a prefill that starts reasoning, if the model needs it and the turn has no other prefill."""

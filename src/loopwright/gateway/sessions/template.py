@@ -1,16 +1,19 @@
-"""Chat templates: messages to ids, one message at a time, and sampled ids back to a message.
+"""Chat templates: messages to ids, and sampled ids back to a message.
 
-A model family frames messages in its special tokens and writes tool calls in its own grammar. `auto` selects the family
-whose special tokens the tokenizer has. All of them write reasoning as `<think>…</think>`.
+A model's own template is used where its files have one (`model_template.py`). The families here serve models without:
+each frames messages in its special tokens and writes tool calls in its own grammar, and `auto` selects the one whose
+special tokens the tokenizer has. All of them write reasoning as `<think>…</think>`.
 """
 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
+from loopwright.core.episode import Node
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.task import Message
 from loopwright.engines.tokenizer import Tokenizer
@@ -43,7 +46,65 @@ class TemplateError(LoopwrightError, ValueError):
     """The tokenizer lacks special tokens of the template."""
 
 
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What the messages of a conversation add, from one of them on up to the policy's next turn."""
+
+    messages: Sequence[Sequence[int]]
+    """The ids that each of these messages adds."""
+    opening: Sequence[int]
+    """The ids between the last message and what the policy samples."""
+    options: TurnOptions
+    """As requested; the prefill also has the text with which the template itself starts the turn."""
+    ends_turn: bool = False
+    """Whether it starts with the end of a turn that was cut off."""
+    note: str = ""
+    """What the template would have written differently, if it had to write the sampled turn before it."""
+
+
 class ChatTemplate(ABC):
+    """How a model reads conversations and writes its turns."""
+
+    grammar: Grammar
+    """How it writes tool calls."""
+    _tokenizer: Tokenizer
+    _ends: frozenset[int]
+    """The special tokens that end a turn."""
+    _start: Sequence[int]
+    """The special token that precedes raw text, if the model has one."""
+
+    @abstractmethod
+    def begin(self, conversation: Sequence[Message], tools: Sequence[Tool], options: TurnOptions) -> Continuation:
+        """A whole conversation."""
+
+    @abstractmethod
+    def extend(
+        self, conversation: Sequence[Message], start: int, tools: Sequence[Tool], options: TurnOptions, turn: Node
+    ) -> Continuation | None:
+        """What the messages from `start` on add after `turn`, the sampled message before them.
+
+        None if the template writes what precedes them differently than before.
+        """
+
+    def plain(self, text: str | Sequence[int]) -> list[int]:
+        """The ids of raw text, or of ids: without role and end."""
+        return [*self._start, *self._tokenizer.encode(text)] if isinstance(text, str) else list(text)
+
+    def parser(
+        self, *, call_id: str, stop: Sequence[str] = (), raw: bool = False, options: TurnOptions = PLAIN
+    ) -> TurnParser:
+        """A parser for one sampled message."""
+        return TurnParser(
+            self._tokenizer, self._ends, call_id=call_id, stop=stop, raw=raw, grammar=self.grammar, options=options
+        )
+
+    def raw_text(self, turn: Node) -> str:
+        """What was sampled of a turn, as text: without its end, but with its reasoning, calls and stop string."""
+        sampled = turn.ids[len(turn.ids) - turn.sampled :]
+        return self._tokenizer.decode(sampled[:-1] if sampled and sampled[-1] in self._ends else sampled)
+
+
+class FamilyTemplate(ChatTemplate):
     """How a model family writes conversations: special tokens around each message, which a subclass defines.
 
     Ids of later messages never change those of earlier ones.
@@ -115,20 +176,27 @@ class ChatTemplate(ABC):
         """The ids after a sampled message, including its end where it was cut off."""
         return [*([] if sampled and sampled[-1] in self._ends else [self.end_id]), *self._separator]
 
-    def plain(self, text: str | Sequence[int]) -> list[int]:
-        """The ids of raw text, or of ids: without role and end."""
-        return [*self._start, *self._encode(text)] if isinstance(text, str) else list(text)
+    def begin(self, conversation: Sequence[Message], tools: Sequence[Tool], options: TurnOptions) -> Continuation:
+        rendered = [
+            self.render(message, first=not index, tools=() if index else tools)
+            for index, message in enumerate(conversation)
+        ]
+        return Continuation(rendered, self.opening(options), options)
 
-    def parser(
-        self, *, call_id: str, stop: Sequence[str] = (), raw: bool = False, options: TurnOptions = PLAIN
-    ) -> TurnParser:
-        """A parser for one sampled message."""
-        return TurnParser(
-            self._tokenizer, self._ends, call_id=call_id, stop=stop, raw=raw, grammar=self.grammar, options=options
-        )
+    def extend(
+        self, conversation: Sequence[Message], start: int, tools: Sequence[Tool], options: TurnOptions, turn: Node
+    ) -> Continuation:
+        closing = self.closing(turn.ids[len(turn.ids) - turn.sampled :])
+        rendered = [self.render(message, first=False, tools=()) for message in conversation[start:]]
+        opening = self.opening(options)
+        if rendered:
+            rendered[0] = [*closing, *rendered[0]]
+        else:
+            opening = [*closing, *opening]
+        return Continuation(rendered, opening, options, ends_turn=closing[:1] == [self.end_id])
 
 
-class ChatML(ChatTemplate):
+class ChatML(FamilyTemplate):
     """`<|im_start|>role … <|im_end|>`, as Qwen and SmolLM2 write it."""
 
     name, required_tokens, end_tokens = "chatml", ("<|im_start|>", "<|im_end|>"), ("<|im_end|>",)
@@ -138,7 +206,7 @@ class ChatML(ChatTemplate):
         return [self._tokenizer.specials["<|im_start|>"]], f"{role}\n"
 
 
-class Llama3(ChatTemplate):
+class Llama3(FamilyTemplate):
     """`<|start_header_id|>role<|end_header_id|> … <|eot_id|>`; tool results have the role `ipython`."""
 
     name, required_tokens = "llama3", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -150,7 +218,7 @@ class Llama3(ChatTemplate):
         return [specials["<|start_header_id|>"], *self._encode(role), specials["<|end_header_id|>"]], "\n\n"
 
 
-class PlainText(ChatTemplate):
+class PlainText(FamilyTemplate):
     """`### role` as plain text, for tokenizers without role tokens; only the end of a message is a special token."""
 
     name, default_grammar, separator = "json", JSON, "\n"
@@ -165,8 +233,8 @@ class PlainText(ChatTemplate):
         return [], f"### {role}\n"
 
 
-def template_of(name: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of this name; TemplateError if the tokenizer lacks its special tokens.
+def family_of(name: str, tokenizer: Tokenizer) -> FamilyTemplate:
+    """The family of this name; TemplateError if the tokenizer lacks its special tokens.
 
     `json` frames messages as the tokenizer's family does, and writes calls without marks.
     """

@@ -75,7 +75,8 @@ class ObjectScanner:
     def __init__(self) -> None:
         self._stack: list[str] = []
         self._expected = "value"
-        self._pending = ""  # cannot be released before more of it arrives
+        self.pending = ""
+        """Text that cannot be released before more of it arrives."""
         self.complete = self.invalid = False
         self.rest = ""
         """Text after the end of the object, or from where it is invalid."""
@@ -87,13 +88,13 @@ class ObjectScanner:
 
     def scan(self, text: str, depth: int = 0) -> str:
         """Add text; return what is certain by now, up to where the object closes to this depth."""
-        text, at = self._pending + text, 0
-        self._pending = self.rest = ""
+        text, at = self.pending + text, 0
+        self.pending = self.rest = ""
         try:
             while at < len(text):
                 end = self._next(text, at)
                 if end is None:
-                    self._pending = text[at:]
+                    self.pending = text[at:]
                     break
                 at = end
                 if self.depth <= depth and text[at - 1] in "}]":

@@ -5,7 +5,7 @@ given tokens; what follows is sampled freely and may still not match.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import orjson
@@ -21,6 +21,7 @@ _STORED_NAMES = {
     "instruction": "note",
     "parse_tool_calls": "calls",
     "single_tool_call": "single",
+    "chat_template_kwargs": "template",
 }
 """The store's names for the options, which are part of its file format."""
 
@@ -39,6 +40,8 @@ class TurnOptions:
     """Whether tool calls are parsed; otherwise they are text."""
     single_tool_call: bool = False
     """Whether the turn ends where a second call would start."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """The client's arguments for the chat template, such as `enable_thinking`."""
 
     @classmethod
     def from_openai(cls, body: Mapping[str, Any], tools: Sequence[Tool], grammar: Grammar, instruction: str) -> Self:
@@ -92,7 +95,7 @@ class TurnOptions:
         """As JSON for the store, without defaults."""
         if self == PLAIN:
             return "{}"
-        changes = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+        changes = [each.name for each in fields(self) if getattr(self, each.name) != getattr(PLAIN, each.name)]
         return orjson.dumps({_STORED_NAMES[name]: getattr(self, name) for name in changes}).decode()
 
     @classmethod

@@ -1,8 +1,8 @@
 """Parses a turn while it is sampled: ids to text, text to a message, and both to the deltas that a stream shows.
 
 Deltas are never taken back: joined, they are the message. So the parser holds back what may still become something
-else: half a character, half a stop string, white space before a tool call, the start of a call. Once a call's name is
-complete, its arguments are streamed as they arrive; if they break off, what was sent of them stays.
+else: half a character, half a stop string, white space before a tool call, and a call until it is complete. A call that
+breaks off or is malformed is text, so that no client takes it for a call: some repair half an object.
 """
 
 import re
@@ -85,6 +85,7 @@ class TurnParser:
         self._logprobs: list[float] = []
         self._tops: list[Any] | None = None
         self._deltas: list[Delta] = []
+        self._call_deltas: list[Delta] | None = None  # of a call that is not complete yet
         self.stopped_by: str | None = None
         """The stop string that was found."""
         self.done = False
@@ -130,11 +131,8 @@ class TurnParser:
             self._run_until_stop(self._decoder.finish())
         if not self.done:
             self._run(self._uncut)
-        if self._state == self._in_call and not self._has_name:  # the turn ended inside a call
-            self._add_complete_call(self._buffer)
-        elif self._state == self._in_call:
-            if self._in_arguments:
-                self._malformed.append(self._call_text.strip())
+        if self._state == self._in_call:  # the turn ended inside a call
+            self._end_incomplete_call()
         elif self._state == self._in_reasoning:
             self._add_reasoning(self._buffer)
             self._space = ""
@@ -153,13 +151,13 @@ class TurnParser:
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content)}
         if self._reasoning:
             message["reasoning_content"] = "".join(self._reasoning)
-        if self._calls:
-            message["tool_calls"] = list(self._calls)
+        if calls := self._calls[: len(self._calls) - (self._call_deltas is not None)]:
+            message["tool_calls"] = calls
         return message
 
     @property
     def malformed(self) -> tuple[str, ...]:
-        """The calls that cannot be parsed: they stay in the text, or break off where they are invalid."""
+        """The calls that cannot be parsed: they stay in the text."""
         return tuple(self._malformed)
 
     # -- states -------------------------------------------------------------------------------------------------
@@ -278,11 +276,36 @@ class TurnParser:
             self._add_arguments(certain)
             self._in_arguments = self._scanner.depth > 1
         if self._scanner.invalid:
-            self._malformed.append(self._call_text.strip())
             self._state = self._in_text
+            self._drop_call()
+            self._add_malformed(self._call_text)
         elif self._scanner.complete:
             self._state = self._after_call
+            self._show_call()
         return True
+
+    def _end_incomplete_call(self) -> None:
+        """The turn ends inside a call, which may be complete except for its closing mark."""
+        if not self._has_name:
+            self._add_complete_call(self._buffer)
+            return
+        self._drop_call()
+        self._add_malformed(self._call_text + self._scanner.pending + self._buffer)
+
+    def _show_call(self) -> None:
+        """Show a call that is complete."""
+        deltas, self._call_deltas = self._call_deltas or [], None
+        self._deltas += deltas
+
+    def _drop_call(self) -> None:
+        """Forget a call that is not one: its tokens belong to the text that it becomes."""
+        deltas, self._call_deltas = self._call_deltas or [], None
+        self._calls.pop()
+        self._tokens = [*(token for delta in deltas for token in delta.ids), *self._tokens]
+        self._logprobs = [*(value for delta in deltas for value in delta.logprobs), *self._logprobs]
+        if any(delta.tops is not None for delta in deltas) or self._tops is not None:
+            tops = [top for delta in deltas for top in (delta.tops or [()] * len(delta.ids))]
+            self._tops = [*tops, *(self._tops or [()] * (len(self._tokens) - len(tops)))]
 
     def _find_name(self) -> bool:
         """A call whose name is not complete yet."""
@@ -325,6 +348,7 @@ class TurnParser:
             return False
         self._add_call(call[0])
         self._add_arguments(call[1])
+        self._show_call()
         return True
 
     def _add_malformed(self, text: str, close: str = "") -> None:
@@ -336,6 +360,7 @@ class TurnParser:
         index = len(self._calls)
         id = f"{self._call_id}_{index}"
         self._calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": ""}})
+        self._call_deltas = []
         self._add_delta(Delta(index=index, id=id, name=name))
 
     def _add_arguments(self, text: str) -> None:
@@ -381,7 +406,7 @@ class TurnParser:
                 None if self._tops is None else tuple(self._tops),
             )
             self._tokens, self._logprobs, self._tops = [], [], None
-        self._deltas.append(delta)
+        (self._deltas if self._call_deltas is None else self._call_deltas).append(delta)
 
     def _take_deltas(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []

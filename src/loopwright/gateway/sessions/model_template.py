@@ -1,0 +1,275 @@
+"""The model's own chat template, rendered a turn at a time and spliced with what was sampled.
+
+A Jinja template renders whole conversations, and an agent's turn must not cost what all turns before it cost. What
+follows a turn does not depend on the middle of the conversation, so a window is rendered: the messages up to the first
+of the user, the turn with the exchange before it, and what follows it. Each rendering has to start as the first one
+did: a template that changes what it wrote before is rendered from the start, which makes a separate branch.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from loopwright.core.episode import Node
+from loopwright.core.task import Message
+from loopwright.engines.chat_template import ChatTemplateSource, RenderError, SpecialTokens, unprotected
+from loopwright.engines.tokenizer import Tokenizer
+from loopwright.gateway.sessions.template import ChatTemplate, Continuation, TemplateError, family_of, text_of
+from loopwright.gateway.sessions.tool_calls import HERMES, JSON, LLAMA3, Grammar, Tool, is_json_object
+from loopwright.gateway.sessions.turn_options import TurnOptions
+from loopwright.gateway.sessions.turn_parser import END_THINK, THINK
+
+log = logging.getLogger(__name__)
+_MAX_CUTS = 8
+"""Messages of one continuation whose ids are told apart; of more, only the first and the last."""
+_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<end_of_turn>")
+_OPEN_REASONING = re.compile(rf"{THINK}\s*$")
+_PROBE = "zq7"
+_PROBE_CALL = {"id": "call00000", "type": "function", "function": {"name": _PROBE, "arguments": {_PROBE: _PROBE}}}
+_PROBE_TOOL = {"type": "function", "function": {"name": _PROBE, "parameters": {"type": "object", "properties": {}}}}
+_HELLO = "hello"
+_USER: Message = {"role": "user", "content": _HELLO}
+
+
+_Context = tuple[Sequence[Tool], Mapping[str, Any]]
+"""Tools, and the client's arguments for the template."""
+
+
+class _Facts:
+    """What is known of a tokenizer's template: its special tokens, the ends of turns, and how it writes calls."""
+
+    def __init__(self, tokenizer: Tokenizer, source: ChatTemplateSource) -> None:
+        self.specials = SpecialTokens(tokenizer)
+        turn = {"role": "assistant", "content": _PROBE}
+        text = source.render([_USER, turn, _USER], opens_turn=True)
+        self.has_parts = _PROBE not in text
+        """Whether a message's content is a list of parts."""
+        if self.has_parts:
+            text = source.render([_with_parts(each) for each in (_USER, turn, _USER)], opens_turn=True)
+        end = self.specials.find(text, frozenset(tokenizer.specials), text.find(_PROBE))
+        if _PROBE not in text or end is None or _HELLO in text[text.find(_PROBE) : end.start()]:
+            raise TemplateError("it does not end the assistant's messages with a special token")
+        names = {str(end[1]), source.tokens.get("eos_token", ""), *_ENDS}
+        self.ends = frozenset(name for name in names if name in tokenizer.specials)
+        try:
+            family = family_of("auto", tokenizer)
+            self.start, self.grammar = family.plain(""), family.grammar
+        except TemplateError:
+            self.start, self.grammar = [], JSON
+        self.grammar = _grammar(source) or self.grammar
+
+
+def _grammar(source: ChatTemplateSource) -> Grammar | None:
+    """How the template writes calls; None if it writes none, or in a form that is not parsed here."""
+    calls = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
+    try:
+        text = source.render([_USER, calls], [_PROBE_TOOL], opens_turn=False)
+    except RenderError:
+        return None
+    call = text[text.rfind(_HELLO) :]
+    if f'{{"name": "{_PROBE}", "parameters"' in call:
+        return LLAMA3
+    if f'{{"name": "{_PROBE}", "arguments"' in call:
+        return HERMES if HERMES.open in call else JSON
+    if _PROBE in call:
+        log.warning("the model's chat template writes tool calls in a form that is not parsed here: they stay text")
+    return None
+
+
+def _with_parts(message: Message) -> Message:
+    """A message whose content is a list of parts, for templates that know no other."""
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+_facts: "WeakKeyDictionary[Tokenizer, _Facts]" = WeakKeyDictionary()
+
+
+def template_of(name: str, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template of this name: `auto` is the model's own where it has one, and the family of its tokens otherwise."""
+    source = getattr(tokenizer, "chat_template", None)
+    if name == "auto" and source is not None:
+        try:
+            return ModelTemplate(tokenizer, source)
+        except (RenderError, TemplateError) as error:
+            log.warning("the model's own chat template cannot be used, and its family's is: %s", error)
+    return family_of(name, tokenizer)
+
+
+class ModelTemplate(ChatTemplate):
+    """A Jinja template from the model's files. Each session has its own."""
+
+    def __init__(self, tokenizer: Tokenizer, source: ChatTemplateSource) -> None:
+        if tokenizer not in _facts:
+            _facts[tokenizer] = _Facts(tokenizer, source)
+        facts = _facts[tokenizer]
+        self._tokenizer, self._source, self._specials = tokenizer, source, facts.specials
+        self.grammar, self._end_names = facts.grammar, facts.ends
+        self._ends = frozenset(tokenizer.specials[name] for name in facts.ends)
+        self._names = {tokenizer.specials[name]: name for name in facts.ends}
+        self._start, self._has_parts = facts.start, facts.has_parts
+        self._head: tuple[list[Message], _Context, tuple[str, ...]] = [], ([], {}), ()
+
+    def begin(self, conversation: Sequence[Message], tools: Sequence[Tool], options: TurnOptions) -> Continuation:
+        context = self._specials.protect(list(tools)), options.chat_template_kwargs
+        messages = [self._prepare(message) for message in conversation]
+        return self._continue(self._open(messages, context, options), 0, messages, 0, context, options)
+
+    def extend(
+        self, conversation: Sequence[Message], start: int, tools: Sequence[Tool], options: TurnOptions, turn: Node
+    ) -> Continuation | None:
+        context = self._specials.protect(list(tools)), options.chat_template_kwargs
+        try:
+            return self._extend(conversation, start, context, options, turn)
+        except RenderError:  # of the window; the conversation itself may still be rendered
+            return None
+
+    def _extend(
+        self, conversation: Sequence[Message], start: int, context: _Context, options: TurnOptions, turn: Node
+    ) -> Continuation | None:
+        roles = [message.get("role") for message in conversation[: start - 1]]
+        first = roles.index("user") + 1 if "user" in roles else len(roles)
+        latest = max((index for index in range(first, len(roles)) if roles[index] == "assistant"), default=first)
+        head = [self._prepare(message) for message in conversation[:first]]
+        before = [*head, *(self._prepare(message) for message in conversation[latest : start - 1])]
+        window = [*before, *(self._prepare(message) for message in conversation[start - 1 :])]
+        text = self._open(window, context, options)
+        if not self._starts_with(text, head, context):
+            return None
+        opened = self._render(before, context, opens_turn=True)
+        is_opened = text.startswith(opened)
+        at = len(opened) if is_opened else _common_prefix(text, self._render(before, context, opens_turn=False))
+        end_name, raw = self._names.get(turn.ids[-1], ""), self.raw_text(turn)
+        if end_name and text.startswith(raw + end_name, at):
+            end = self._specials.find(text, self._end_names, at + len(raw))
+        else:
+            end = self._find_end(window, len(before), context, options, text)
+        if end is None:
+            return None
+        result = self._continue(
+            text, end.end() if end_name else end.start(), window, len(before) + 1, context, options, end_name
+        )
+        written = unprotected(text[at : end.start()])
+        given = self._tokenizer.decode(turn.ids[: len(turn.ids) - bool(end_name)])
+        is_same = (is_opened and written == raw) or (written.endswith(raw) and given.endswith(written))
+        note = "" if is_same else f"message {start} stays as sampled; the chat template would write it differently"
+        return replace(result, ends_turn=not end_name, note=note)
+
+    def _starts_with(self, text: str, head: list[Message], context: _Context) -> bool:
+        """Whether a text starts with these messages as they were written before."""
+        if self._head[:2] != (head, context):
+            self._head = head, context, tuple(self._render(head, context, opens_turn=opens) for opens in (True, False))
+        return text.startswith(self._head[2])
+
+    def _find_end(
+        self, window: list[Message], index: int, context: _Context, options: TurnOptions, text: str
+    ) -> re.Match[str] | None:
+        """The end of the turn at `index`, which the template does not write as it was sampled.
+
+        What does not change if the turn changes follows it.
+        """
+        other = dict(window[index])
+        other["content"] = f"{other['content']}{_PROBE}"
+        if calls := other.get("tool_calls"):
+            function = calls[-1]["function"]
+            arguments = function["arguments"]
+            arguments = {**arguments, _PROBE: _PROBE} if isinstance(arguments, dict) else f"{arguments}{_PROBE}"
+            other["tool_calls"] = [*calls[:-1], {**calls[-1], "function": {**function, "arguments": arguments}}]
+        changed = self._open([*window[:index], other, *window[index + 1 :]], context, options)
+        if changed == text:
+            return None
+        shared = _common_prefix(text[::-1], changed[::-1])
+        return self._specials.find(text, self._end_names, len(text) - shared)
+
+    def _continue(
+        self,
+        text: str,
+        start: int,
+        messages: list[Message],
+        first: int,
+        context: _Context,
+        options: TurnOptions,
+        after: str = "",
+    ) -> Continuation:
+        """The ids of the text from `start` on: of the messages from `first` on, and of the opening."""
+        cuts: list[int] = []
+        for index in range(first, len(messages)):
+            is_cut = len(messages) - first <= _MAX_CUTS or index in (first, len(messages) - 1)
+            cuts.append(self._cut(messages[: index + 1], context, text) if is_cut else 0)
+        last = max(cuts, default=0)
+        reasoning = _OPEN_REASONING.search(text, max(last, start))
+        prefill = options.prefill
+        if reasoning and not prefill.startswith(THINK):
+            text += self._specials.protect(f"\n{END_THINK}\n\n{prefill}") if prefill else ""
+            options = options if prefill else replace(options, prefill=reasoning[0])
+        elif reasoning:
+            options = replace(options, prefill=reasoning[0])
+        else:
+            text += self._specials.protect(prefill)
+        ids: list[list[int]] = [[] for _ in cuts]
+        opening: list[int] = []
+        for end, segment in self._specials.encode(text[start:], after):
+            owner = next((index for index, cut in enumerate(cuts) if start + end <= cut), None)
+            (opening if owner is None else ids[owner]).extend(segment)
+        return Continuation(ids, opening, options)
+
+    def _cut(self, messages: list[Message], context: _Context, text: str) -> int:
+        """Where these messages end in the text, which has more of them; 0 if the template cannot tell."""
+        try:
+            part = self._render(messages, context, opens_turn=False)
+        except RenderError:
+            return 0
+        return len(part) if text.startswith(part) else _common_prefix(text, part)
+
+    def _open(self, messages: list[Message], context: _Context, options: TurnOptions) -> str:
+        """The text up to the policy's turn. An instruction is a message of its own, or the end of the last one."""
+        if not options.instruction:
+            return self._render(messages, context, opens_turn=True)
+        instruction = self._specials.protect(options.instruction)
+        try:
+            text = self._render([*messages, {"role": "system", "content": instruction}], context, opens_turn=True)
+            if text.count(instruction) and self._cut(messages, context, text):
+                return text
+        except RenderError:
+            pass
+        last = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{instruction}"}
+        return self._render([*messages[:-1], last], context, opens_turn=True)
+
+    def _render(self, messages: list[Message], context: _Context, *, opens_turn: bool) -> str:
+        tools, arguments = context
+        if self._has_parts:
+            messages = [_with_parts(message) for message in messages]
+        return self._source.render(messages, tools, opens_turn=opens_turn, arguments=arguments)
+
+    def _prepare(self, message: Message) -> Message:
+        """A message as a serving engine gives it to the template: arguments as objects, reasoning by all its names."""
+        result = dict(self._specials.protect(message))
+        result["content"] = self._specials.protect(text_of(message))
+        if calls := result.get("tool_calls"):
+            result["tool_calls"] = [_prepare_call(call) for call in calls]
+        if reasoning := result.pop("reasoning_content", None):
+            result |= {"reasoning_content": reasoning, "thinking": reasoning}
+        return result
+
+
+def _prepare_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function") or {}
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str) and is_json_object(arguments):
+        arguments = json.loads(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _common_prefix(one: str, other: str) -> int:
+    """How many characters two texts start with alike, by halving."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
