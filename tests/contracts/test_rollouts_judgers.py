@@ -205,7 +205,7 @@ def test_l04_parts_inherit_the_limits_that_they_do_not_set():
         ("returns_text_part", TypeError),
         ("returns_nan", ValueError),
         ("returns_huge", ValueError),
-        ("returns_nothing_named", ValueError),
+        ("returns_no_parts", ValueError),
     ],
 )
 def test_l04_return_values_are_checked(function, kind):

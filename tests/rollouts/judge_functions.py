@@ -83,7 +83,7 @@ def returns_text(answer):
     return "1.0"
 
 
-def returns_none_by_name(answer):
+def returns_no_parts(answer):
     return {}
 
 
