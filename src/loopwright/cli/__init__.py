@@ -18,6 +18,7 @@ VERBS = {
     "verify": ("verify", "Check scenarios without running them."),
     "dry-run": ("dry_run", "Show what a scenario would do, and run nothing."),
     "list": ("listing", "List what a scenario can name, such as agents and judgers."),
+    "check": ("check", "Check that the ledgers of a run are what was written."),
     "report": ("report", "Make the report and the exports again."),
     "export": ("export", "Export trials, episodes, training rows or steps."),
     "episodes": ("episodes", "Show rollouts and their conversations."),

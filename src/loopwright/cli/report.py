@@ -11,6 +11,6 @@ def command(output: OutputArgument) -> None:
     """Make report.html, the CSV files and best.toml again from the ledgers. Works while a run is in progress."""
     if not any(output.glob("*/ledger.db")):
         raise LedgerError(f"no ledger found below {output}. Give the --output directory of a run.")
-    code = write_all(output)
+    code = write_all(output, check=True)
     typer.echo(output / "report.html")
     raise typer.Exit(code)

@@ -8,12 +8,12 @@ A group is opened in the transaction that reserves its trials, so a crash loses 
 is decided by the step of the trainer's checkpoint, so none is trained on twice.
 """
 
-import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Trial
+from loopwright.ledger.chain import KINDS, returning
 from loopwright.ledger.ledger import Ledger
 
 _SCHEMA = (
@@ -24,6 +24,7 @@ _SCHEMA = (
     "CREATE INDEX IF NOT EXISTS groups_ready ON groups (version, grp) WHERE status = 'ready'",
     "CREATE INDEX IF NOT EXISTS groups_taken ON groups (step, grp) WHERE status = 'taken'",
 )
+_RETURNING = returning("grp, ''", KINDS["group"].columns)
 
 
 class Groups:
@@ -42,9 +43,11 @@ class Groups:
     def open(self, group: int, source: str, trials: Sequence[Trial], *, again: int | None = None) -> None:
         """Write a new group with its trials; `again` is the expired group whose prompt it repeats."""
         self._ledger.reserve(trials, hold=True)
-        with self._ledger.transaction as connection:
-            connection.execute(
-                "INSERT INTO groups (grp, source, again, status) VALUES (?, ?, ?, 'open')", (group, source, again)
+        with self._ledger.transaction:
+            self._ledger.chain.update(
+                "group",
+                f"INSERT INTO groups (grp, source, again, status) VALUES (?, ?, ?, 'open') {_RETURNING}",
+                (group, source, again),
             )
 
     def ready(self, group: int, version: int) -> None:
@@ -57,41 +60,45 @@ class Groups:
         self._move(group, "open", status, None)
 
     def _move(self, group: int, before: str, after: str, version: int | None) -> None:
-        with self._ledger.transaction.held as connection:
-            changed = connection.execute(
-                "UPDATE groups SET status = ?, version = ? WHERE grp = ? AND status = ?",
-                (after, version, group, before),
-            ).rowcount
-            if changed != 1:
+        with self._ledger.transaction.held:
+            if not self._update("status = ?, version = ? WHERE grp = ? AND status = ?", after, version, group, before):
                 raise ValueError(f"group {group} is not {before}")
             if after == Outcome.FILTERED:
-                _mark_unused(connection, [group], Outcome.FILTERED)
+                self._mark_unused([group], Outcome.FILTERED)
+
+    def _update(self, change: str, *values: Any) -> list[int]:
+        """Change some groups; gives their numbers in order."""
+        statement = f"UPDATE groups SET {change} {_RETURNING}"
+        return self._ledger.chain.update("group", statement, values)
+
+    def _mark_unused(self, groups: Sequence[int], outcome: Outcome) -> None:
+        """Change the outcome of these groups' scored trials, which are not trained on; their rewards stay."""
+        statement = "UPDATE trials SET outcome = ? WHERE grp = ? AND outcome IN ('ok', 'truncated', 'invalid')"
+        for group in groups:
+            self._ledger.chain.update_results(statement, (outcome, group))
 
     def take(self, most: int, step: int) -> list[int]:
         """Up to `most` ready groups, oldest version first, for this step of training."""
-        with self._ledger.transaction as connection:
-            rows = connection.execute(
-                "UPDATE groups SET status = 'taken', step = ? WHERE grp IN "
-                "(SELECT grp FROM groups WHERE status = 'ready' ORDER BY version, grp LIMIT ?) RETURNING grp",
-                (step, most),
-            ).fetchall()
-        self._ready -= len(rows)
-        return sorted(group for (group,) in rows)
+        with self._ledger.transaction:
+            groups = self._update(
+                "status = 'taken', step = ? WHERE grp IN "
+                "(SELECT grp FROM groups WHERE status = 'ready' ORDER BY version, grp LIMIT ?)",
+                step,
+                most,
+            )
+        self._ready -= len(groups)
+        return groups
 
     def expire(self, before: int) -> list[int]:
         """Expire the ready groups with any token older than version `before`, and their trials."""
-        with self._ledger.transaction.held as connection:
-            expired = [
-                group
-                for (group,) in connection.execute(
-                    "UPDATE groups SET status = 'expired' WHERE grp IN "
-                    "(SELECT grp FROM groups WHERE status = 'ready' AND version < ?) RETURNING grp",
-                    (before,),
-                ).fetchall()
-            ]
-            _mark_unused(connection, expired, Outcome.EXPIRED)
+        with self._ledger.transaction.held:
+            expired = self._update(
+                "status = 'expired' WHERE grp IN (SELECT grp FROM groups WHERE status = 'ready' AND version < ?)",
+                before,
+            )
+            self._mark_unused(expired, Outcome.EXPIRED)
         self._ready -= len(expired)
-        return sorted(expired)
+        return expired
 
     def groups_of_step(self, step: int) -> list[int]:
         """The groups that were taken for this step, trained on or not."""
@@ -101,16 +108,14 @@ class Groups:
 
     def settle(self, step: int) -> None:
         """Mark as trained what was taken up to this step, whose checkpoint is written."""
-        with self._ledger.transaction as connection:
-            connection.execute("UPDATE groups SET status = 'trained' WHERE status = 'taken' AND step <= ?", (step,))
+        with self._ledger.transaction:
+            self._update("status = 'trained' WHERE status = 'taken' AND step <= ?", step)
 
     def restore(self, step: int) -> None:
         """Continue after this step: what was taken up to it is trained, the rest is ready again."""
         self.settle(step)
-        with self._ledger.transaction as connection:
-            self._ready += connection.execute(
-                "UPDATE groups SET status = 'ready', step = NULL WHERE status = 'taken'"
-            ).rowcount
+        with self._ledger.transaction:
+            self._ready += len(self._update("status = 'ready', step = NULL WHERE status = 'taken'"))
 
     def unfinished(self) -> list[int]:
         """The groups that were in production when the run stopped."""
@@ -136,11 +141,3 @@ class Groups:
     def counts(self) -> dict[str, int]:
         """How many groups there are of each status."""
         return dict(self._rows("SELECT status, count(*) FROM groups GROUP BY status"))
-
-
-def _mark_unused(connection: sqlite3.Connection, groups: Sequence[int], outcome: Outcome) -> None:
-    """Change the outcome of these groups' scored trials, which are not trained on; their rewards stay."""
-    connection.executemany(
-        "UPDATE trials SET outcome = ? WHERE grp = ? AND outcome IN ('ok', 'truncated', 'invalid')",
-        [(outcome, group) for group in groups],
-    )

@@ -2,6 +2,7 @@
 
 One SQLite file in WAL mode per run. A trial is reserved before it starts, attempted, and committed when it ends, so
 that neither parallel trials nor crashes can lose or repeat a number. One process writes; any number may read.
+Every write is an event of a checksum chain (`chain.py`), so that damage is noticed.
 """
 
 import sqlite3
@@ -17,15 +18,19 @@ from loopwright.core.errors import LedgerError, storage
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Reward
 from loopwright.core.trial import Result, Trial
-from loopwright.ledger.sqlite import Transaction, connect, connect_to_read, damaged, explained, text
+from loopwright.ledger.chain import CHAIN_SCHEMA, KINDS, RESERVED, Chain, last_event, returning
+from loopwright.ledger.check import check_ledger
+from loopwright.ledger.head import Head
+from loopwright.ledger.sqlite import Transaction, connect, connect_to_read, explained, text
 
-VERSION = 1
+VERSION = 2
 _SCHEMA = """
 CREATE TABLE trials (
     number INTEGER PRIMARY KEY, grp INTEGER NOT NULL, repeat INTEGER NOT NULL, action TEXT NOT NULL, key TEXT NOT NULL,
     draw INTEGER, regime TEXT NOT NULL, outcome TEXT, fault TEXT, reason TEXT NOT NULL DEFAULT '',
     reward REAL, reward_detail TEXT, metrics TEXT, usage TEXT, cached_from TEXT,
-    reserved_at REAL NOT NULL, finished_at REAL
+    reserved_at REAL NOT NULL, finished_at REAL,
+    reserve_seq INTEGER, reserve_hash BLOB, result_seq INTEGER, result_hash BLOB
 ) STRICT;
 CREATE INDEX trials_by_key ON trials (key) WHERE outcome IN ('ok', 'infeasible') AND cached_from IS NULL AND key <> '';
 CREATE TABLE attempts (
@@ -41,6 +46,7 @@ _COLUMNS = (
     "number, grp, repeat, action, key, draw, regime, outcome, fault, reason, reward, reward_detail, metrics, usage, "
     "cached_from, reserved_at, finished_at"
 )
+_ATTEMPT = returning("trial, attempt", KINDS["attempt"].columns)
 
 
 class Ledger:
@@ -52,11 +58,11 @@ class Ledger:
     ...     trial = ledger.commit(trial, result)
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection, chain: Chain | None = None) -> None:
         self.path = path
-        self._connection = connection
-        self.transaction = Transaction(path, connection)
-        """Every write goes through it; what is held in it is written together."""
+        self._connection, self._chain = connection, chain
+        self.transaction = Transaction(path, connection, chain=chain)
+        """Every write goes through it, and is added to the chain; what is held in it is written together."""
         self._rows = self.transaction.rows
         self.flush = self.transaction.flush
         """Write to disk everything that was reserved and committed."""
@@ -80,24 +86,29 @@ class Ledger:
             for leftover in part.parent.glob(f"{part.name}*"):
                 leftover.unlink()
             with closing(connect(part, synchronous)) as connection:
-                connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
-                rows = [(name, text(value)) for name, value in (state or {}).items()]
-                connection.executemany("INSERT INTO state VALUES (?, ?)", rows)
+                connection.executescript(
+                    f"BEGIN IMMEDIATE; {_SCHEMA} {CHAIN_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;"
+                )
+                connection.execute("BEGIN")
+                first = Chain(connection, None)
+                for name, value in (state or {}).items():
+                    first.set_state(name, text(value))
+                connection.execute("COMMIT")
+            head = Head(path, first.last)  # before the ledger: without its head it would seem damaged
             part.rename(path)
-            return cls(path, connect(path, synchronous))
+            connection = connect(path, synchronous)
+            return cls(path, connection, Chain(connection, head))
 
     @classmethod
     def open(cls, path: Path, *, synchronous: Literal["NORMAL", "FULL"] = "NORMAL") -> Self:
         """An existing ledger, checked for damage, for continuing it."""
         # Read first: opening for writing would make even an empty file look like a database.
         cls.read(path).close()
+        if problem := check_ledger(path).message:
+            raise LedgerError(problem)
         with explained(path):
             connection = connect(path, synchronous)
-            damage = [row[0] for row in connection.execute("PRAGMA quick_check(1)")]
-        if damage != ["ok"]:
-            connection.close()
-            raise LedgerError(damaged(path, damage[0]))
-        return cls(path, connection)
+            return cls(path, connection, Chain(connection, Head(path, last_event(connection))))
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -117,6 +128,8 @@ class Ledger:
         """Fold the write-ahead log into the file and close it."""
         with explained(self.path):
             self.transaction.flush()
+            if self._chain is not None:
+                self._chain.close()
             self._connection.close()
 
     def __enter__(self) -> Self:
@@ -124,6 +137,13 @@ class Ledger:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def chain(self) -> Chain:
+        """Where every write is recorded, in its transaction."""
+        if self._chain is None:
+            raise LedgerError(f"{self.path} is open for reading only. Open it with Ledger.open.")
+        return self._chain
 
     # -- writing: reserve, attempt, commit ----------------------------------------------------------------------
 
@@ -133,32 +153,35 @@ class Ledger:
         With `hold` it is on disk only after the next `flush` or `attempt`; one comes before anything is started.
         """
         rows = [
-            (t.number, t.group, t.repeat, text(t.action), t.key, t.draw, text(t.regime), t.reserved_at) for t in trials
+            (t.number, t.group, t.repeat, text(t.action), t.key, t.draw, text(t.regime), float(t.reserved_at))
+            for t in trials
         ]
         with self.transaction.held if hold else self.transaction as connection:
             connection.executemany(
-                "INSERT INTO trials (number, grp, repeat, action, key, draw, regime, reserved_at) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                rows,
+                f"INSERT INTO trials ({RESERVED}, reserve_seq, reserve_hash) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [(*row, *self.chain.next("reserve", row[0], row)) for row in rows],
             )
             if note is not None:
-                connection.execute("INSERT INTO payloads VALUES (?, 'note', ?)", (trials[0].number, orjson.dumps(note)))
+                self.chain.put_payload(trials[0].number, "note", orjson.dumps(note))
 
     def attempt(self, number: int, pid: int, start_ticks: int) -> int:
         """Open an attempt at a trial and record its process, so that a resumed run can end it."""
+        now = time.time()
         with self.transaction as connection:
-            row = connection.execute(
+            ((attempt,),) = connection.execute(
                 "INSERT INTO attempts (trial, attempt, pid, start_ticks, started_at) "
                 "SELECT ?, 1 + count(*), ?, ?, ? FROM attempts WHERE trial = ? RETURNING attempt",
-                (number, pid, start_ticks, time.time(), number),
-            ).fetchone()
-        return int(row[0])
+                (number, pid, start_ticks, now, number),
+            ).fetchall()
+            self.chain.add("attempt", number, (pid, start_ticks, now, None, None, None), str(attempt))
+        return int(attempt)
 
     def running(self, number: int, attempt: int, pid: int, start_ticks: int) -> None:
         """Record that another process works on the same attempt now."""
-        with self.transaction as connection:
-            connection.execute(
-                "UPDATE attempts SET pid = ?, start_ticks = ? WHERE trial = ? AND attempt = ?",
+        with self.transaction:
+            self.chain.update(
+                "attempt",
+                f"UPDATE attempts SET pid = ?, start_ticks = ? WHERE trial = ? AND attempt = ? {_ATTEMPT}",
                 (pid, start_ticks, number, attempt),
             )
 
@@ -186,35 +209,34 @@ class Ledger:
             trial.reserved_at,
             time.time(),
         )
-        detail = None if reward is None else text({"parts": reward.parts, "more": reward.more})
+        values = (
+            finished.outcome,
+            finished.fault,
+            finished.reason,
+            None if reward is None else float(reward.value),
+            None if reward is None else text({"parts": reward.parts, "more": reward.more}),
+            text(finished.metrics),
+            text(finished.usage),
+            finished.cached_from,
+            finished.finished_at,
+        )
         with self.transaction.held if hold else self.transaction as connection:
             changed = connection.execute(
                 "UPDATE trials SET outcome = ?, fault = ?, reason = ?, reward = ?, reward_detail = ?, metrics = ?, "
-                "usage = ?, cached_from = ?, finished_at = ? "
+                "usage = ?, cached_from = ?, finished_at = ?, result_seq = ?, result_hash = ? "
                 "WHERE number = ? AND (outcome IS NULL OR outcome = 'aborted')",
-                (
-                    finished.outcome,
-                    finished.fault,
-                    finished.reason,
-                    None if reward is None else reward.value,
-                    detail,
-                    text(finished.metrics),
-                    text(finished.usage),
-                    finished.cached_from,
-                    finished.finished_at,
-                    finished.number,
-                ),
+                (*values, *self.chain.next("result", finished.number, values), finished.number),
             ).rowcount
             if changed != 1:
                 raise LedgerError(f"{self.path}: trial {trial.number} was never reserved, or is finished already.")
             if result.episode is not None:
-                connection.execute(
-                    "INSERT OR REPLACE INTO payloads VALUES (?, 'rollout', ?)", (finished.number, result.episode)
-                )
+                self.chain.put_payload(finished.number, "rollout", result.episode)
             if finished.outcome is Outcome.ABORTED:
                 # The end of a trial's last attempt is the end of the trial; only an earlier one needs its own.
-                connection.execute(
-                    "UPDATE attempts SET ended_at = ?, outcome = ?, reason = ? WHERE trial = ? AND ended_at IS NULL",
+                self.chain.update(
+                    "attempt",
+                    "UPDATE attempts SET ended_at = ?, outcome = ?, reason = ? WHERE trial = ? AND ended_at IS NULL "
+                    + _ATTEMPT,
                     (finished.finished_at, finished.outcome, finished.reason, finished.number),
                 )
         return finished
@@ -237,26 +259,29 @@ class Ledger:
                 trials,
             )
             connection.executemany("INSERT INTO payloads VALUES (?, 'episode', ?)", episodes)
+            self.chain.add_batches("live", trials)
+            self.chain.add_batches("episodes", episodes)
             if unfinished is not None:
-                connection.execute("INSERT OR REPLACE INTO state VALUES ('unfinished', ?)", (text(unfinished),))
+                self.chain.set_state("unfinished", text(unfinished))
 
     def put_payload(self, number: int, kind: str, data: bytes) -> None:
         """Store a larger value with a trial."""
-        with self.transaction as connection:
-            connection.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", (number, kind, data))
+        with self.transaction:
+            self.chain.put_payload(number, kind, data)
 
     def set_state(self, name: str, value: Any) -> None:
         """Store a value with the run."""
-        with self.transaction as connection:
-            connection.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (name, text(value)))
+        with self.transaction:
+            self.chain.set_state(name, text(value))
 
     def close_attempts(self) -> None:
         """End the attempts that a dead process left open; their trials stay unfinished."""
-        with self.transaction as connection:
-            connection.execute(
+        with self.transaction:
+            self.chain.update(
+                "attempt",
                 "UPDATE attempts SET ended_at = ?, outcome = 'lost', reason = 'the process that ran it died' "
                 "WHERE ended_at IS NULL "
-                "AND trial IN (SELECT number FROM trials WHERE ifnull(outcome, 'aborted') = 'aborted')",
+                f"AND trial IN (SELECT number FROM trials WHERE ifnull(outcome, 'aborted') = 'aborted') {_ATTEMPT}",
                 (time.time(),),
             )
 

@@ -17,6 +17,7 @@ _OK = Outcome.OK.value  # a plain string: sqlite3 takes a fifth longer over a ro
 
 Step = tuple[int, int, Any, int | None, str, Any, float, float]
 """Number, episode, action, draw, regime as JSON, observation, reward, time."""
+_STEP_WIDTH = 8
 
 
 def as_json(value: Any) -> bytes:
@@ -48,20 +49,19 @@ class Recorder:
         unfinished: Callable[[], tuple[tuple[Any, ...], dict[str, Any]] | None] = lambda: None,
     ) -> None:
         self._ledger, self._every_s, self._unfinished = ledger, every_s, unfinished
-        self._steps: list[Step] = []
-        self._rows: list[tuple[Any, ...]] = []
+        self._trials: list[tuple[Any, ...]] = []  # steps and rows, in the order of their numbers
         self._episodes: list[tuple[int, bytes]] = []
         self._writing = threading.Lock()
         self._wake, self._closed = threading.Event(), False
         self._failure: LoopwrightError | None = None
-        self.add = self._steps.append
+        self.add: Callable[[Step], None] = self._trials.append
         """Add a successful step."""
         self._thread = threading.Thread(target=self._work, name="loopwright-recorder", daemon=True)
         self._thread.start()
 
     def add_row(self, row: tuple[Any, ...]) -> None:
         """Add a trial as the row that it will be (see Ledger.append): a failed step, or a whole episode."""
-        self._rows.append(row)
+        self._trials.append(row)
 
     def add_episode(self, last: int, facts: dict[str, Any]) -> None:
         """Add an episode that ended."""
@@ -72,9 +72,9 @@ class Recorder:
         """Write now if steps arrive faster than the thread writes them, so that memory stays bounded."""
         if self._failure is not None:
             raise self._failure
-        if len(self._steps) > 2 * _MOST_ROWS:
+        if len(self._trials) > 2 * _MOST_ROWS:
             self._write()
-        elif len(self._steps) > _MOST_ROWS:
+        elif len(self._trials) > _MOST_ROWS:
             self._wake.set()
 
     def flush(self) -> None:
@@ -102,20 +102,19 @@ class Recorder:
             # Read first: an episode that ends right now is then among the rows below, or still in progress here.
             unfinished = self._unfinished()
             # The lists stay the same objects, since `add` is bound to one: copy what is there, keep what is added.
-            steps, rows, episodes = self._steps[:], self._rows[:], self._episodes[:]
-            if not (steps or rows or episodes or unfinished):
+            trials, episodes = self._trials[:], self._episodes[:]
+            if not (trials or episodes or unfinished):
                 return
-            trials = [*map(_row, steps), *rows]
-            trials.sort(key=lambda row: row[0])
+            rows = [_row(trial) if len(trial) == _STEP_WIDTH else trial for trial in trials]
             try:
-                self._ledger.append(trials, episodes, unfinished)
+                self._ledger.append(rows, episodes, unfinished)
             except LoopwrightError as error:
                 self._failure = error
                 return
-            del self._steps[: len(steps)], self._rows[: len(rows)], self._episodes[: len(episodes)]
+            del self._trials[: len(trials)], self._episodes[: len(episodes)]
 
 
-def _row(step: Step) -> tuple[Any, ...]:
+def _row(step: tuple[Any, ...]) -> tuple[Any, ...]:
     number, episode, action, draw, regime, observation, reward, at = step
     return (
         number,

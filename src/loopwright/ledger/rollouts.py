@@ -13,8 +13,8 @@ from loopwright.ledger.ledger import Ledger
 
 KIND = "rollout"
 """The payload that holds an episode."""
-REJUDGED = "rejudged"
-"""The payload that holds later verdicts, oldest first; the first reward is never changed."""
+REJUDGED = "rejudged:"
+"""The payload `rejudged:<id>` holds a later verdict; the first reward and earlier verdicts are never changed."""
 EVALUATED = "json_extract(action, '$.evaluated')"
 """In a query of trials: the training step before an evaluation; NULL for all other trials."""
 _PAGE = 32
@@ -109,8 +109,8 @@ def groups_of(ledger: Ledger) -> Iterator[list[Rollout]]:
 
 def rejudgements(ledger: Ledger, number: int) -> list[Rejudgement]:
     """The later verdicts on an episode, oldest first."""
-    data = ledger.payload(number, REJUDGED)
-    verdicts = [] if data is None else orjson.loads(data)
+    query = "SELECT data FROM payloads WHERE trial = ? AND substr(kind, 1, ?) = ? ORDER BY rowid"
+    verdicts = [orjson.loads(data) for (data,) in ledger.transaction.rows(query, (number, len(REJUDGED), REJUDGED))]
     return [
         Rejudgement(
             one["id"],
@@ -123,9 +123,6 @@ def rejudgements(ledger: Ledger, number: int) -> list[Rejudgement]:
 
 def add_rejudgements(ledger: Ledger, verdicts: Sequence[tuple[int, Rejudgement]]) -> None:
     """Append verdicts to the earlier ones."""
-    for number, verdict in verdicts:
-        every = [*rejudgements(ledger, number), verdict]
-        data = orjson.dumps([one.as_json() for one in every])
-        with ledger.transaction.held as connection:
-            connection.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", (number, REJUDGED, data))
-    ledger.transaction.flush()
+    with ledger.transaction:
+        for number, verdict in verdicts:
+            ledger.chain.put_payload(number, f"{REJUDGED}{verdict.id}", orjson.dumps(verdict.as_json()))

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -44,6 +44,18 @@ def explained(path: Path) -> Iterator[None]:
         raise explain(path, error) from error
 
 
+class CommitLog(Protocol):
+    """What grows with a transaction and is undone with it, under its lock."""
+
+    last: Any
+
+    def publish(self) -> None:
+        """Everything up to `last` is committed."""
+
+    def undo(self) -> None:
+        """Everything after the last commit is undone."""
+
+
 class Transaction:
     """Writes under a lock: all of a transaction or nothing. A class, because this is the hot path.
 
@@ -51,17 +63,21 @@ class Transaction:
     commit to the next writer, so that what belongs together costs one commit.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, held_lock: Any = None) -> None:
-        self._path, self._connection, self._joins = path, connection, False
+    def __init__(
+        self, path: Path, connection: sqlite3.Connection, held_lock: Any = None, chain: CommitLog | None = None
+    ) -> None:
+        self._path, self._connection, self._joins, self._chain = path, connection, False, chain
+        self._before: Any = None
         self._commits, self._lock = held_lock is None, held_lock or threading.RLock()
         if held_lock is None:
-            self.held = Transaction(path, connection, self._lock)
+            self.held = Transaction(path, connection, self._lock, chain)
 
     def __enter__(self) -> sqlite3.Connection:
         self._lock.acquire()
         try:
             self._joins = self._connection.in_transaction
             self._connection.execute("SAVEPOINT joined" if self._joins else "BEGIN IMMEDIATE")
+            self._before = None if self._chain is None else self._chain.last
         except sqlite3.Error as error:
             self._lock.release()
             raise explain(self._path, error) from error
@@ -73,18 +89,30 @@ class Transaction:
                 # Undo this part, and not what others hold. A full disk may have undone everything already.
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK TO joined" if self._joins else "ROLLBACK")
+                self._undo()
             elif self._commits:
                 self._connection.execute("COMMIT")
+                if self._chain is not None:
+                    self._chain.publish()
             elif self._joins:
                 self._connection.execute("RELEASE joined")
         except sqlite3.Error as refused:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
+            self._undo()
             raise explain(self._path, refused) from refused
         finally:
             self._lock.release()
         if isinstance(error, sqlite3.Error):
             raise explain(self._path, error) from error
+
+    def _undo(self) -> None:
+        if self._chain is None:
+            return
+        if self._connection.in_transaction:
+            self._chain.last = self._before
+        else:
+            self._chain.undo()
 
     def flush(self) -> None:
         """Commit everything held."""

@@ -37,11 +37,14 @@ class Steps:
         numbers = orjson.dumps(dict(step.numbers)).decode()
         with self._ledger.transaction as connection:
             connection.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)", (kind, step.step, step.at, numbers))
+            self._ledger.chain.add("step", step.step, (float(step.at), numbers), kind)
 
     def forget(self, after: int) -> None:
         """Drop the training steps after this one: training continues here and will repeat them."""
-        with self._ledger.transaction as connection:
-            connection.execute("DELETE FROM steps WHERE kind = 'train' AND step > ?", (after,))
+        with self._ledger.transaction:
+            self._ledger.chain.update(
+                "step", "DELETE FROM steps WHERE kind = 'train' AND step > ? RETURNING step, kind, NULL, NULL", (after,)
+            )
 
 
 def steps(ledger: Ledger, kind: Kind) -> Iterator[Step]:

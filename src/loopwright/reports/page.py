@@ -4,7 +4,7 @@ import os
 import shlex
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from hashlib import sha256
@@ -41,9 +41,12 @@ class OverviewRow:
     succeeded: str = ""
 
 
-def write_report(output: Path) -> Path:
-    """Write `<output>/report.html` from every `<output>/<run>/ledger.db`. Unreadable runs are named in it."""
-    digests, unreadable = _read_all(output)
+def write_report(output: Path, damage: Mapping[str, str] | None = None) -> Path:
+    """Write `<output>/report.html` from every `<output>/<run>/ledger.db`. Unreadable runs are named in it.
+
+    `damage` holds what is wrong with the ledger of a run, by its folder; the run's section shows it.
+    """
+    digests, unreadable = _read_all(output, damage or {})
     charts: list[dict[str, Any]] = []
     sections, overview = [], []
     for digest in digests:
@@ -79,12 +82,13 @@ def write_report(output: Path) -> Path:
     return target
 
 
-def _read_all(output: Path) -> tuple[list[Digest], list[tuple[str, str]]]:
+def _read_all(output: Path, damage: Mapping[str, str]) -> tuple[list[Digest], list[tuple[str, str]]]:
     digests, unreadable = [], []
     folders = (path for path in output.iterdir() if any((path / trace).exists() for trace in _TRACES))
     for folder in sorted(folders):
         try:
-            digests.append(read_run(folder))
+            digest = read_run(folder)
+            digests.append(replace(digest, trouble=damage[folder.name]) if folder.name in damage else digest)
         except (LoopwrightError, OSError, ValueError) as error:
             unreadable.append((folder.name, str(error)))
     return sorted(digests, key=lambda digest: (digest.started_at, digest.name)), unreadable

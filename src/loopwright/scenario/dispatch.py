@@ -24,6 +24,7 @@ from loopwright.core.errors import LedgerError, LoopwrightError, OutputBusy, Sto
 from loopwright.core.outcome import Outcome
 from loopwright.envs.live.server import ServerError, ServerLost
 from loopwright.execution.local.processes import is_ignored
+from loopwright.ledger.check import check_ledger
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer
 from loopwright.ledger.trial_book import TrialBook
@@ -189,11 +190,18 @@ def _record_failure(error: Exception, ledger: Ledger | None, name: str, output: 
         log.warning("the failure could not be written to %s", output)
 
 
-def write_all(output: Path) -> int:
-    """Write everything that is made from the ledgers: CSV files, best.toml, report.html. Returns 1 on a failure."""
-    code = 0
+def write_all(output: Path, *, check: bool = False) -> int:
+    """Write everything that is made from the ledgers: CSV files, best.toml, report.html. Returns 1 on a failure.
+
+    With `check`, a damaged ledger is a failure, and its run is shown as damaged. A run that this process continued was
+    checked when its ledger was opened.
+    """
+    code, damage = 0, dict[str, str]()
     for path in sorted(output.glob("*/ledger.db")):
         try:
+            if check and (problem := check_ledger(path).message):
+                log.error("%s", problem)
+                code, damage[path.parent.name] = 1, problem
             with Ledger.read(path) as ledger:
                 write_csv(ledger, path.parent)
                 write_best(ledger, path.parent / "best.toml")
@@ -201,7 +209,7 @@ def write_all(output: Path) -> int:
             log.error("%s", error)
             code = 1
     try:
-        write_report(output)
+        write_report(output, damage)
     except (LoopwrightError, OSError) as error:
         log.error("%s", error)
         code = 1

@@ -1,0 +1,84 @@
+"""Large runs: `report`, `resume` and `check` of 200,000 trials of a `random` search, in seconds and bytes."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+
+from benchmarks.measure import Ratio
+from loopwright.core.outcome import Outcome
+from loopwright.core.reward import Reward
+from loopwright.core.trial import Result
+from loopwright.scenario.dispatch import begin, build
+from loopwright.scenario.load import load
+
+TRIALS, LEFT = 200_000, 10
+MOST_S, MOST_MB = 10, 200
+SCENARIO = f"""
+name = "large"
+[[run]]
+name = "bowl"
+agent = {{ type = "random", trials = {TRIALS + LEFT}, seed = 1 }}
+reward = {{ type = "negative", metrics = ["loss"] }}
+[run.workload]
+type = "python"
+function = "function:bowl"
+[run.workload.args]
+x = {{ low = -5.0, high = 5.0 }}
+y = {{ low = -5.0, high = 5.0 }}
+z = {{ low = 0.0, high = 9.0 }}
+"""
+
+
+def fill(directory: Path) -> Path:
+    """The output directory of a search that was killed ten trials before its end."""
+    (directory / "function.py").write_text(Path(__file__).with_name("function.py").read_text())
+    file, output = directory / "scenario.toml", directory / "out"
+    file.write_text(SCENARIO)
+    loaded = load(file)
+    output.mkdir()
+    begin(loaded, output)
+    built = build(loaded, loaded.runs[0], output)
+    book, random = built.env.book, Random(1)
+    try:
+        for number in range(1, TRIALS + 1):
+            action = {"x": random.uniform(-5, 5), "y": random.uniform(-5, 5), "z": random.uniform(0, 9)}
+            trial = book.new_trial(action, group=book.new_group(), key=f"{number:064x}")
+            book.reserve([trial])
+            loss = action["x"] ** 2 + action["y"] ** 2 + action["z"]
+            reward = Reward(-loss, {"loss": loss})
+            book.commit(trial, Result(Outcome.OK, {"loss": loss}, usage={"wall_s": 1e-4}, reward=reward))
+            if number % 1000 == 0:
+                book.ledger.flush()
+    finally:
+        built.resources.close()
+    return output
+
+
+def cost(verb: str, output: Path) -> tuple[float, float, float]:
+    """Wall time and processor time in seconds, and the most memory in MB, of one command."""
+    start_s = time.perf_counter()
+    command = Path(sys.executable).with_name("loopwright")
+    process = subprocess.Popen([command, verb, output], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, f"`loopwright {verb}` ended with {process.returncode}"
+    return time.perf_counter() - start_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
+
+
+def run() -> list[Ratio]:
+    """Each command once, in a process of its own."""
+    ratios = []
+    with tempfile.TemporaryDirectory() as directory:
+        output = fill(Path(directory))
+        for verb in ("check", "report", "resume"):
+            wall_s, cpu_s, most_mb = cost(verb, output)
+            name = f"large: `{verb}` of {TRIALS:,} trials"
+            ratios.append(
+                Ratio(f"{name}, processor time", cpu_s, MOST_S, unit="s", detail=f"{wall_s:.1f} s on the clock")
+            )
+            ratios.append(Ratio(f"{name}, memory", most_mb, MOST_MB, unit="MB"))
+    return ratios

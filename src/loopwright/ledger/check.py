@@ -1,0 +1,238 @@
+"""Check a ledger: SQLite's own structure, every event of the checksum chain against the rows, and the head file."""
+
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from loopwright.core.errors import LedgerError
+from loopwright.ledger.chain import KINDS, ORIGIN, RESERVED, RESULT, Chain, EventKind, last_event, link
+from loopwright.ledger.head import Head, StoredHead, head_path
+from loopwright.ledger.sqlite import connect, connect_to_read, explained
+
+_SUBJECTS = {
+    "reserve": "what trial {key} was to do (its action, regime, key or group)",
+    "result": "the result of trial {key}",
+    **{kind: spec.subject for kind, spec in KINDS.items()},
+}
+_RESERVED = RESERVED.count(",") + 1
+_NO_RESULT = (None, None, "", *(None,) * (RESULT.count(",") - 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A part of the ledger that is not what its event recorded. `now` holds its values."""
+
+    kind: str
+    key: int
+    name: str
+    event: int | None
+    """None if no event recorded it."""
+    now: Sequence[Any]
+
+    def __str__(self) -> str:
+        problem = "was written by no event" if self.event is None else f"is not what event {self.event:,} recorded"
+        return f"{_SUBJECTS[self.kind].format(key=self.key, name=self.name)} {problem}"
+
+
+@dataclass
+class Check:
+    """What was checked, and what is wrong."""
+
+    path: Path
+    trials: int = 0
+    events: int = 0
+    damage: list[str] = field(default_factory=list)
+    accepted: list[dict[str, Any]] = field(default_factory=list)
+    """Earlier damage that the user accepted: when, and what it was."""
+
+    @property
+    def message(self) -> str:
+        """The damage and the next move; empty if there is none."""
+        if not self.damage:
+            return ""
+        more = f" (and {len(self.damage) - 1:,} more)" if len(self.damage) > 1 else ""
+        output = self.path.parent.parent
+        return (
+            f"{self.path} is damaged: {self.damage[0]}{more}. Nothing was changed. `loopwright check {output}` lists "
+            "everything that is wrong. Restore the run's folder from a copy, or accept the ledger as it is with "
+            f"`loopwright check {output} --accept`."
+        )
+
+
+def check_ledger(path: Path) -> Check:
+    """Check a ledger, also while another process writes it."""
+    check = Check(path)
+    # The head is read first: what is committed after that only puts the ledger further ahead.
+    try:
+        head: StoredHead | None = StoredHead.read(path)
+    except (OSError, ValueError) as error:
+        head, name = None, head_path(path).name
+        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        check.damage.append(f"{name} {reason}, so the last events may be missing as well")
+    with explained(path), closing(connect_to_read(path)) as connection:
+        connection.execute("BEGIN")  # one snapshot for everything below
+        structure = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if structure != "ok":
+            raise LedgerError(
+                f"{path} is damaged ({structure}). Nothing was changed. Restore the run's folder from a copy, or save "
+                f"what is readable with `sqlite3 {path.name} .recover`."
+            )
+        hashes = _Hashes(connection)
+        check.events = hashes.count
+        check.trials = connection.execute("SELECT count(*) FROM trials").fetchone()[0]
+        if head is not None:
+            check.damage += _head_damage(hashes, path, head)
+        check.damage += _gap_damage(connection, hashes)
+        check.damage += map(str, _differences(connection, hashes))
+        check.accepted = _accepted(connection)
+    return check
+
+
+class _Hashes:
+    """The hashes of all events by number, 16 bytes each; the first is that before the chain."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.count = last_event(connection)[0]
+        self._bytes, self._known = bytearray(16 * (self.count + 1)), bytearray(self.count + 1)
+        for query in (
+            "SELECT seq, hash FROM events",
+            "SELECT reserve_seq, reserve_hash FROM trials WHERE reserve_seq IS NOT NULL",
+            "SELECT result_seq, result_hash FROM trials WHERE result_seq IS NOT NULL",
+        ):
+            for seq, hash in connection.execute(query):
+                self._bytes[16 * seq : 16 * seq + 16] = hash.ljust(16, b"\0")[:16]
+                self._known[seq] = 1
+
+    def __getitem__(self, seq: int) -> bytes:
+        return bytes(self._bytes[16 * seq : 16 * seq + 16])
+
+    def gaps(self) -> list[int]:
+        """The numbers without an event."""
+        return [seq for seq in range(1, self.count + 1) if not self._known[seq]] if 0 in self._known[1:] else []
+
+    def differ(self, seq: int, kind: str, key: int, name: str, values: Sequence[Any]) -> bool:
+        """Whether these values are not what an event recorded. What follows a gap cannot be told, and the gap is."""
+        previous = self[seq - 1]
+        return link(previous, kind, key, name, values) != self[seq] and (previous != ORIGIN or seq == 1)
+
+
+def _head_damage(hashes: _Hashes, path: Path, head: StoredHead) -> Iterator[str]:
+    if head.count > hashes.count:
+        yield (
+            f"it ends with event {hashes.count:,}; the {head.count - hashes.count:,} events after that are missing. If "
+            f"{path.name}-wal was deleted or left out of a copy, put it back"
+        )
+    elif hashes[head.count] != head.hash:
+        yield f"its event {head.count:,} is not the one that {head_path(path).name} records"
+
+
+def _gap_damage(connection: sqlite3.Connection, hashes: _Hashes) -> Iterator[str]:
+    gaps = hashes.gaps()
+    if not gaps:
+        return
+    numbers = {number for (number,) in connection.execute("SELECT number FROM trials")}
+    missing = [number for number in range(1, max(numbers, default=0)) if number not in numbers]
+    trials = f"; trial {', '.join(f'{number:,}' for number in missing[:5])} is missing" if missing else ""
+    yield f"{len(gaps):,} events are missing, the first of them is event {gaps[0]:,}{trials}"
+
+
+def _differences(connection: sqlite3.Connection, hashes: _Hashes) -> Iterator[Difference]:
+    trials = connection.execute(
+        f"SELECT {RESERVED}, {RESULT}, reserve_seq, result_seq FROM trials WHERE reserve_seq IS NOT NULL"
+    )
+    for row in trials:
+        number, reserve, result, reserved = row[0], row[:_RESERVED], row[_RESERVED:-2], row[-2]
+        if hashes.differ(reserved, "reserve", number, "", reserve):
+            yield Difference("reserve", number, "", reserved, reserve)
+        if row[-1] is None and result != _NO_RESULT:
+            yield Difference("result", number, "", None, result)
+        elif row[-1] is not None and hashes.differ(row[-1], "result", number, "", result):
+            yield Difference("result", number, "", row[-1], result)
+    for kind, spec in KINDS.items():
+        # Some tables belong to one kind of run.
+        if connection.execute("SELECT 1 FROM sqlite_schema WHERE name = ?", (spec.table,)).fetchone():
+            yield from _differences_of(connection, hashes, kind, spec)
+
+
+def _differences_of(
+    connection: sqlite3.Connection, hashes: _Hashes, kind: str, spec: EventKind
+) -> Iterator[Difference]:
+    wrong: dict[tuple[int, str], Difference] = {}
+    batches: dict[tuple[int, str], int] = {}
+    for seq, key, name, values in _events(connection, kind, spec):
+        if hashes.differ(seq, kind, key, name, values):
+            wrong[key, name] = Difference(kind, key, name, seq, values)
+        elif wrong:
+            wrong.pop((key, name), None)  # that event recorded what this one replaced
+        if spec.many:
+            batches[key, name] = len(values)
+    yield from wrong.values()
+    if spec.many:
+        # What no batch covers is found by its number alone; the usual case is a single count.
+        (count,) = connection.execute(f"SELECT count(*) FROM {spec.table} AS r WHERE {spec.rows}").fetchone()
+        if count <= sum(batches.values()):
+            return
+    unrecorded = connection.execute(
+        f"SELECT {spec.identity}, {spec.columns} FROM {spec.table} AS r LEFT JOIN "
+        f"(SELECT DISTINCT key, name FROM events WHERE kind = ?) AS e ON {spec.where} "
+        f"WHERE e.key IS NULL AND {spec.rows}",
+        (kind,),
+    )
+    for key, name, *values in unrecorded:
+        yield Difference(kind, key, str(name), None, [values] if spec.many else values)
+
+
+def _events(connection: sqlite3.Connection, kind: str, spec: EventKind) -> Iterator[tuple[int, int, str, list[Any]]]:
+    """(number, key, name, values as they are now) of each event of a kind, in order."""
+    if not spec.many:
+        query = (
+            f"SELECT e.seq, e.key, e.name, {spec.columns} FROM events AS e LEFT JOIN {spec.table} AS r ON {spec.where} "
+            "WHERE e.kind = ? ORDER BY e.seq"
+        )
+        for seq, key, name, *values in connection.execute(query, (kind,)):
+            yield seq, key, name, values
+        return
+    where = spec.where.replace("e.key", "?1").replace("e.name", "?2")
+    rows = f"SELECT {spec.columns} FROM {spec.table} AS r WHERE {where} ORDER BY 1"
+    for seq, key, name in connection.execute("SELECT seq, key, name FROM events WHERE kind = ? ORDER BY seq", (kind,)):
+        yield seq, key, name, connection.execute(rows, (key, name)).fetchall()
+
+
+def _accepted(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+    rows = connection.execute("SELECT value FROM state WHERE name = 'accepted'").fetchall()
+    try:
+        return [accepted for (value,) in rows for accepted in orjson.loads(value)]
+    except ValueError:  # damaged as well, and reported so
+        return []
+
+
+def accept_ledger(path: Path) -> Check:
+    """Record a damaged ledger as it is now: new events replace those that disagree, and the head follows them."""
+    check = check_ledger(path)
+    with explained(path), closing(connect(path, "FULL")) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        chain, hashes = Chain(connection, None), _Hashes(connection)
+        differences = list(_differences(connection, hashes))
+        for seq in hashes.gaps():
+            connection.execute("INSERT INTO events VALUES (?, 'gap', 0, '', ?)", (seq, ORIGIN))
+        for difference in differences:
+            kind, key, name, now = difference.kind, difference.key, difference.name, difference.now
+            if kind in KINDS:
+                chain.add(kind, key, now, name)
+                continue
+            if kind == "reserve":
+                old = (difference.event, "replaced", key, "", hashes[difference.event or 0])
+                connection.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?)", old)
+            seq, hash = chain.next(kind, key, now)
+            connection.execute(f"UPDATE trials SET {kind}_seq = ?, {kind}_hash = ? WHERE number = ?", (seq, hash, key))
+        accepted = [*check.accepted, {"at": time.time(), "damage": check.damage}]
+        chain.set_state("accepted", orjson.dumps(accepted).decode())
+        connection.execute("COMMIT")
+        Head(path, chain.last).close()
+    return check_ledger(path)
