@@ -3,10 +3,14 @@
 import os
 import signal
 import subprocess
+import time
 
 import pytest
 
 from loopwright.core.outcome import Outcome
+from loopwright.scenario.dispatch import dispatch
+from loopwright.scenario.load import load
+from loopwright.workloads import command
 from tests.survival.campaign import SCENARIO, Campaign, end_of, read_all, wait_for
 
 TRIALS = 6
@@ -138,3 +142,34 @@ def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path, number):
 
     assert (result.code, result.err) == (143, "")
     assert campaign.left_running() == []
+
+
+@pytest.mark.parametrize("where", ["metrics = { y = { regex = '(a|aa)+$' } }", "success = { regex = '(a|aa)+$' }"])
+def test_s12_a_pattern_that_backtracks_without_end_does_not_outlive_a_signal(tmp_path, where):
+    """It fails its trial in the end (see test_metric.py); until then, the event loop hears everything."""
+    campaign = campaign_at(tmp_path, work="#!/bin/sh\nprintf '%05000dx' 0 | tr 0 a\n")
+    text = campaign.scenario.read_text()
+    line = next(line for line in text.splitlines() if line.startswith("metrics"))
+    campaign.scenario.write_text(text.replace(line, where if "metrics" in where else f"{line}\n{where}"))
+    process = campaign.start()
+    stdout = campaign.output / "work" / "trials" / "1" / "stdout"
+    wait_for(lambda: process.poll() is not None or (stdout.exists() and stdout.stat().st_size > 5000))
+    assert process.poll() is None, end_of(process)
+    time.sleep(0.3)  # the command has ended, and its output is being matched
+
+    process.send_signal(signal.SIGINT)
+
+    assert end_of(process).code == 130
+    assert {trial.outcome for trial in campaign.trials()} == {Outcome.ABORTED}
+
+
+def test_a_pattern_that_backtracks_without_end_fails_its_trial(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_MATCH_S", 0.1)
+    work = "#!/bin/sh\nprintf '%05000dx' 0 | tr 0 a\n"
+    campaign = campaign_at(tmp_path, work=work)
+    text = campaign.scenario.read_text()
+    campaign.scenario.write_text(text.replace("'y: (\\d+)'", "'(a|aa)+$'"))
+    assert dispatch(load(campaign.scenario), campaign.output) == 1
+    first = campaign.trials()[0]
+    assert (first.outcome, first.metrics) == (Outcome.METRIC_MISSING, {})
+    assert first.reason.startswith("y: matching '(a|aa)+$' in stdout (5,001 bytes) took more than 0.1 s. Avoid repeats")

@@ -5,16 +5,16 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from loopwright.workloads.command import MetricConfig, MetricMissing
+from loopwright.workloads.command import MetricConfig, MetricMissing, PatternTimeout
 
 
 @pytest.fixture
 def read(tmp_path):
-    def read(metric: dict, stdout: str | bytes = "", usage=None, **files: str) -> float:
+    def read(metric: dict, stdout: str | bytes = "", usage=None, timeout_s=10.0, **files: str) -> float:
         (tmp_path / "stdout").write_bytes(stdout.encode() if isinstance(stdout, str) else stdout)
         for name, content in files.items():
             (tmp_path / name).write_text(content)
-        return MetricConfig.model_validate(metric).read(tmp_path, tmp_path / "stdout", usage or {})
+        return MetricConfig.model_validate(metric).read(tmp_path, tmp_path / "stdout", usage or {}, timeout_s)
 
     return read
 
@@ -90,3 +90,10 @@ def test_invalid_settings_are_refused(metric, words):
     with pytest.raises(ValidationError) as raised:
         MetricConfig.model_validate(metric)
     assert words in str(raised.value)
+
+
+def test_a_pattern_that_backtracks_without_end_names_itself_and_its_input(read):
+    with pytest.raises(
+        PatternTimeout, match=r"matching '\(a\|aa\)\+\$' in stdout \(5,001 bytes\) took more than 0.05 s"
+    ):
+        read({"regex": "(a|aa)+$"}, "a" * 5000 + "x", timeout_s=0.05)

@@ -12,11 +12,15 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
+import regex
 from pydantic import Field, field_validator, model_validator
 
 from loopwright.core.canonical import key_of
@@ -39,6 +43,10 @@ from loopwright.workloads.base import (
 )
 
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)(?::([A-Za-z]*))?\}")
+_MATCH_NOW_S = 0.02
+"""How long patterns are matched in the event loop; almost all are done by then. The rest moves to a thread."""
+_MATCH_S = 10.0
+"""After how many seconds of matching a trial fails."""
 _NOT_LINKED = (".done", "setup.stdout", "setup.stderr")
 
 
@@ -103,6 +111,24 @@ class MetricMissing(Exception):
     """A metric that could not be read; the message says where it was expected."""
 
 
+class PatternTimeout(Exception):
+    """A regular expression that took too long; the message names it, the size of its input and the fix."""
+
+
+def _matches(pattern: str, path: Path, source: str, timeout_s: float, group: int = 0) -> Iterator[bytes | None]:
+    """A group of each match in a file. Matching ends after the timeout, and lets other threads run."""
+    # Bytes, mapped: output may be large and need not be valid UTF-8.
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        try:
+            for match in regex.finditer(pattern.encode(), content, timeout=timeout_s, concurrent=True):
+                yield match[group]
+        except TimeoutError as error:
+            raise PatternTimeout(
+                f"matching {pattern!r} in {source} ({len(content):,} bytes) took more than {timeout_s:g} s. Avoid "
+                "repeats within repeats, such as (a+)+, or let the command print less"
+            ) from error
+
+
 class MetricConfig(Config):
     """Where to read one metric: by `regex` or `json` in the output or in `file`, or from the `resource` usage."""
 
@@ -120,8 +146,8 @@ class MetricConfig(Config):
     def _check_pattern(cls, pattern: str | None) -> str | None:
         if pattern is not None:
             try:
-                groups = re.compile(pattern.encode()).groups
-            except re.error as error:
+                groups = regex.compile(pattern.encode()).groups
+            except regex.error as error:
                 raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
             if groups < 1:
                 raise ValueError(f"{pattern!r} needs a group, in parentheses, around the number")
@@ -142,8 +168,8 @@ class MetricConfig(Config):
             raise ValueError("`file` goes with regex or json, not with resource")
         return self
 
-    def read(self, directory: Path, stdout: Path, usage: Mapping[str, float]) -> float:
-        """The value; raises MetricMissing if it cannot be read."""
+    def read(self, directory: Path, stdout: Path, usage: Mapping[str, float], timeout_s: float) -> float:
+        """The value; raises MetricMissing if it cannot be read, PatternTimeout if matching takes too long."""
         if self.resource is not None:
             if self.resource not in usage:
                 raise MetricMissing(f"{self.resource} is unknown, since it is below that of Loopwright's own process")
@@ -157,14 +183,10 @@ class MetricConfig(Config):
         elif path.stat().st_size == 0:
             raise MetricMissing(f"{source} is empty")
         else:
-            group: bytes | None = None
-            # Bytes, mapped: output may be large and need not be valid UTF-8.
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                for match in re.finditer(self.regex.encode(), content):
-                    group = match[1]
-            if group is None:
+            groups = deque(_matches(self.regex, path, source, timeout_s, group=1), maxlen=1)
+            if not groups or groups[0] is None:
                 raise MetricMissing(f"nothing in {source} matches {self.regex!r}")
-            text = group.decode(errors="replace")
+            text = groups[0].decode(errors="replace")
         try:
             number = float(text)
         except (TypeError, ValueError) as error:
@@ -189,8 +211,8 @@ class SuccessConfig(Config):
     def _compiles(cls, pattern: str | None) -> str | None:
         if pattern is not None:
             try:
-                re.compile(pattern.encode())
-            except re.error as error:
+                regex.compile(pattern.encode())
+            except regex.error as error:
                 raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
         return pattern
 
@@ -330,7 +352,31 @@ class CommandWorkload(Workload):
             if error.infra:
                 return Result(Outcome.LOST, reason=str(error), fault=Fault.INFRA)
             return Result(Outcome.CRASHED, reason=str(error))
-        return self._evaluate(job.directory, completion)
+        try:
+            return self._evaluate(job.directory, completion, _MATCH_NOW_S)
+        except PatternTimeout:
+            return await self._evaluate_in_thread(job.directory, completion)
+
+    async def _evaluate_in_thread(self, directory: Path, completion: Completion) -> Result:
+        """Evaluate a trial outside the event loop, so that others go on and signals are heard."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Result] = loop.create_future()
+
+        def evaluate() -> None:
+            try:
+                result = self._evaluate(directory, completion, _MATCH_S)
+            except PatternTimeout as error:
+                result = Result(Outcome.METRIC_MISSING, reason=str(error), usage=completion.usage)
+            with suppress(RuntimeError):  # the run has ended without us
+                loop.call_soon_threadsafe(finish, result)
+
+        def finish(result: Result) -> None:
+            if not done.done():  # the trial was aborted
+                done.set_result(result)
+
+        # Not the loop's executor, which a stopped run would wait for.
+        threading.Thread(target=evaluate, name="loopwright-match", daemon=True).start()
+        return await done
 
     async def _prepare(self, job: Job, setup: CommandTemplate) -> Result | None:
         """Run the setup if needed, and link its files into the trial's directory; returns its failure."""
@@ -376,22 +422,25 @@ class CommandWorkload(Workload):
         ending = _ending(completion, self.config.setup_timeout_s, directory / "setup.stderr")
         return Result(outcome, reason=f"the setup in setup/{directory.name} failed: {ending}")
 
-    def _evaluate(self, directory: Path, completion: Completion) -> Result:
+    def _evaluate(self, directory: Path, completion: Completion, timeout_s: float) -> Result:
+        """The result of a command that has ended. Raises PatternTimeout if a pattern takes longer than the timeout."""
         usage = completion.usage
         if completion.timed_out or completion.exit_code not in self.config.success.exit_codes:
             outcome = Outcome.TIMEOUT if completion.timed_out else Outcome.CRASHED
             return Result(outcome, reason=_ending(completion, self.config.timeout_s, directory / "stderr"), usage=usage)
         pattern = self.config.success.regex
         stdout = directory / "stdout"
-        if pattern is not None and not (stdout.is_file() and re.search(pattern.encode(), stdout.read_bytes())):
+        if pattern is not None and not _contains(pattern, stdout, timeout_s):
             return Result(Outcome.CRASHED, reason=f"stdout does not contain {pattern!r}", usage=usage)
         metrics: dict[str, float] = {}
         missing: list[str] = []
         for name, metric in self.config.metrics.items():
             try:
-                metrics[name] = metric.read(directory, stdout, usage)
+                metrics[name] = metric.read(directory, stdout, usage, timeout_s)
             except MetricMissing as error:
                 missing.append(f"{name}: {error}")
+            except PatternTimeout as error:
+                raise PatternTimeout(f"{name}: {error}") from error
         if missing:
             return Result(Outcome.METRIC_MISSING, reason="; ".join(missing), usage=usage)
         return Result(Outcome.OK, metrics, usage=usage)
@@ -401,6 +450,14 @@ class CommandWorkload(Workload):
 
     def kill(self) -> None:
         self.executor.kill_all()
+
+
+def _contains(pattern: str, stdout: Path, timeout_s: float) -> bool:
+    if not stdout.is_file():
+        return False
+    if stdout.stat().st_size == 0:  # which cannot be mapped
+        return regex.search(pattern.encode(), b"") is not None
+    return any(True for _ in _matches(pattern, stdout, "stdout", timeout_s))
 
 
 def _recreate(directory: Path) -> None:
