@@ -14,6 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pydantic import Field
+
 from loopwright.agents import agents
 from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import LedgerError, did_you_mean, storage
@@ -79,7 +81,7 @@ class RunKind(RunConfig, ABC):
     kind: ClassVar[Literal["search", "live", "rollout", "training"]]
     needs: ClassVar[tuple[str, ...]]
     """The tables without which `check` makes no sense."""
-    agent_class: type[Agent] | None = None
+    agent_class: type[Agent] | None = Field(default=None, exclude=True)
     """The agent's class; None if there is no agent, or if its table is broken."""
 
     # -- loading ------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pydantic import Field
+
 from loopwright.agents import agents, rollout_agents
 from loopwright.agents.search.grid_random import Grid
 from loopwright.core.agent import Agent, AgentConfig
@@ -24,7 +26,7 @@ class SearchRun(RunKind):
     kind: ClassVar[Literal["search"]] = "search"
     needs: ClassVar[tuple[str, ...]] = ("workload",)
     workload: WorkloadConfig
-    workload_class: type[Workload]
+    workload_class: type[Workload] = Field(exclude=True)
 
     @classmethod
     def read_parts(cls, raw: dict[str, Any], checker: Checker) -> dict[str, Any]:
