@@ -103,6 +103,8 @@ def section(title: str, model: type[BaseModel]) -> str:
         "|---|---|---|---|",
     ]
     for name, field in model.model_fields.items():
+        if not field.repr:  # not for users to set
+            continue
         cells = (
             f"`{field.alias or name}`",
             kind(field.annotation),

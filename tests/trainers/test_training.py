@@ -308,7 +308,7 @@ def test_training_waits_for_a_judge_outage_to_end(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sampling": ", top_p = 0.9"}, "[run.rollout] loop.sampling.top_p: excludes tokens"),
+        ({"sampling": ", top_p = 0.9"}, "[run.rollout] loop.sampling.top_p: changes which tokens"),
         (
             {"sampling": ", temperature = 0"},
             "[run.rollout] loop.sampling.temperature: with 0 there is nothing to learn",

@@ -17,6 +17,8 @@ from loopwright.core.reward import Reward
 from loopwright.core.task import Message, Task
 
 T = TypeVar("T")
+_STEERING = frozenset({"frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "guide"})
+"""Settings of `Node.sampling` that make a turn untrainable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Node:
     finish: str | None = None
     """Why the sampling of this message ended: `stop`, `length`, or `cut` if it was given up before its end; None for an
     input message."""
-    sampling: Mapping[str, float] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     """The settings that reshaped the sampling distribution, such as `temperature`; empty if none did."""
 
     def __post_init__(self) -> None:
@@ -80,6 +82,11 @@ class Node:
         for span in self.spans:
             marks[span.start : span.stop] = [mark(span)] * (span.stop - span.start)
         return tuple(marks)
+
+    @property
+    def is_steered(self) -> bool:
+        """Whether a penalty, a bias or guided decoding shaped it: no trainer computes the logprobs of that."""
+        return not _STEERING.isdisjoint(self.sampling)
 
     @property
     def sampled(self) -> int:
@@ -221,15 +228,15 @@ class Episode:
     def rows(self, oldest: int | None = None) -> list[Row]:
         """A row per branch. A sampled token that several branches share is trained on in the first one only.
 
-        Tokens sampled by a version before `oldest` are part of the response, but are not trained on; a row without any
-        token to train on is omitted.
+        Tokens sampled by a version before `oldest`, and those of a steered turn, are part of the response, but are not
+        trained on; a row without any token to train on is omitted.
         """
         exported: set[int] = set()
         rows = []
         for path in self.branches():
             nodes = [self.nodes[index] for index in path]
             fresh = _joined(
-                node.mask if index not in exported else (0,) * len(node.ids)
+                node.mask if index not in exported and not node.is_steered else (0,) * len(node.ids)
                 for index, node in zip(path, nodes, strict=True)
             )
             exported.update(path)

@@ -24,6 +24,7 @@
     │   └── BadSampling (ValueError)     the engine cannot give true logprobs     engines/base.py
     ├── BudgetSpent (RuntimeError)       a rollout used all its turns or tokens   gateway/sessions/session.py
     ├── BadRequest (ValueError)          a request violates its API               gateway/dialects/fields.py
+    │   └── StateNotFound                a request refers to what is not stored   gateway/dialects/fields.py
     ├── Refusal (PermissionError)        the gateway rejects a call               gateway/refusal.py
     ├── WorkerRefused (PermissionError)  a relay rejects an engine                gateway/relay/worker.py
     ├── TemplateError (ValueError)       the tokenizer lacks special tokens       gateway/sessions/template.py

@@ -2,12 +2,12 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from loopwright.core.config import Config
 from loopwright.core.errors import LoopwrightError, Problem
@@ -36,7 +36,33 @@ class ContextFull(EngineError, ValueError):
 
 
 class BadSampling(EngineError, ValueError):
-    """Sampling parameters for which this engine cannot report true logprobs: the request is at fault."""
+    """Sampling parameters that this engine cannot apply, or report true logprobs for: the request is at fault."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+_NEUTRAL_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+PENALTIES = frozenset({*_NEUTRAL_PENALTIES, "logit_bias"})
+"""The parameters of `Sampling.steering` that add to or scale logits."""
+GUIDES = frozenset({"guide.json", "guide.regex", "guide.choice", "guide.grammar"})
+"""The kinds of guided decoding."""
+
+
+class Guide(Config):
+    """What constrains a turn: only tokens that continue a match can be sampled."""
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    value: str
+    """A JSON schema, a regular expression, a JSON list of texts, or a grammar in the server's own notation."""
+    source: str = "guide"
+    """The field that a client requested it with."""
+
+
+def _bias_pairs(value: Any) -> Any:
+    """A mapping from tokens to biases as sorted pairs, which can be hashed."""
+    return sorted((int(token), bias) for token, bias in value.items()) if isinstance(value, Mapping) else value
 
 
 class Sampling(Config):
@@ -56,14 +82,51 @@ class Sampling(Config):
     """Tokens of one turn."""
     top_logprobs: int = Field(default=0, ge=0, le=20)
     """How many of the likeliest tokens are reported at each position, where the engine can."""
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Subtracted from a token's logit for each time that the turn contains it already."""
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Subtracted from the logit of each token that the turn contains already."""
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    """Divides positive logits, and multiplies negative ones, of tokens that the prompt or the turn contains."""
+    logit_bias: Annotated[tuple[tuple[int, float], ...], BeforeValidator(_bias_pairs)] = ()
+    """Added to the logits of tokens, by token id."""
+    guide: Guide | None = None
+    """What the turn has to match, for servers with guided decoding."""
+    sampled_before: int = Field(default=0, ge=0, repr=False)
+    """How many of the given ids an interrupted stream of the same turn has sampled: penalties count them, too."""
 
     @property
-    def reshapes(self) -> dict[str, float]:
+    def reshapes(self) -> dict[str, Any]:
         """The parameters that change the model's own distribution; empty if none does."""
         plain = self.temperature == 1.0 and self.top_p == 1.0 and self.top_k == 0 and self.min_p == 0.0
-        if plain:
+        if plain and not self.steering:
             return {}
-        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        truncation = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        return {**truncation, **self.steering}
+
+    @property
+    def steering(self) -> dict[str, Any]:
+        """The parameters that prefer or exclude certain tokens, by name; engines apply them only if they can.
+
+        They make a turn that cannot be trained on: a trainer computes the policy's logprobs without them.
+        """
+        values: dict[str, Any] = {
+            name: getattr(self, name) for name, neutral in _NEUTRAL_PENALTIES.items() if getattr(self, name) != neutral
+        }
+        if self.logit_bias:
+            values["logit_bias"] = {str(token): bias for token, bias in self.logit_bias}
+        if self.guide is not None:
+            values["guide"] = self.guide.model_dump()
+        return values
+
+    def after(self, sampled: int) -> "Sampling":
+        """The sampling of a turn's rest, of which so many tokens have been sampled."""
+        changes: dict[str, Any] = {"max_tokens": self.max_tokens - sampled}
+        if self.guide is not None:
+            raise BadSampling("a turn with guided decoding cannot be continued after an interruption: send it again")
+        if self.frequency_penalty or self.presence_penalty:
+            changes["sampled_before"] = self.sampled_before + sampled
+        return self.model_copy(update=changes)
 
     @property
     def greedy(self) -> bool:
@@ -85,6 +148,8 @@ class Chunk:
     finish: Finish | None = None
     tops: Tops | None = None
     """One entry per token, if `top_logprobs` were requested and the engine reports them."""
+    cached_tokens: int = 0
+    """In the first chunk of a stream: tokens of the prompt that came from a prefix cache, if the engine reports it."""
 
 
 class EngineConfig(Config):
@@ -148,6 +213,19 @@ class Engine(ABC):
     @abstractmethod
     def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
         """The policy's tokens after these ids. The same seed gives the same tokens. Raises EngineError on failure."""
+
+    @property
+    def steering(self) -> frozenset[str]:
+        """Which parameters of `Sampling.steering` it applies; the kinds of guided decoding as `guide.json`."""
+        return frozenset()
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raise BadSampling for a parameter that this engine does not apply."""
+        for name in sampling.steering:
+            guide = sampling.guide if name == "guide" else None
+            if (name if guide is None else f"guide.{guide.kind}") not in self.steering:
+                source = name if guide is None else guide.source
+                raise BadSampling(f"{source}: engine {self.config.type!r} cannot apply it; leave it out", source)
 
     async def wait_until_running(self) -> int:
         """Wait while the engine is paused; returns the number of pauses so far."""

@@ -13,6 +13,8 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 from loopwright.core.errors import Problem
 from loopwright.core.tagged_config import config_parser
 from loopwright.engines.base import (
+    GUIDES,
+    PENALTIES,
     Chunk,
     ContextFull,
     Engine,
@@ -186,6 +188,11 @@ class Fleet(Engine):
 
     # -- streams ------------------------------------------------------------------------------------------------
 
+    @property
+    def steering(self) -> frozenset[str]:
+        """What all members apply; without members, everything: the one that joins will refuse what it cannot do."""
+        return frozenset.intersection(*(m.engine.steering for m in self._members.values()), PENALTIES | GUIDES)
+
     def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
         return self.route(None, ids, sampling, seed)
 
@@ -203,7 +210,7 @@ class Fleet(Engine):
             member = await self._choose(key)
             before, rest = len(sampled), sampling
             if sampled:
-                rest = sampling.model_copy(update={"max_tokens": sampling.max_tokens - before})
+                rest = sampling.after(before)
             try:
                 async with aclosing(member.stream([*ids, *sampled] if sampled else ids, rest, seed)) as stream:
                     async for chunk in stream:
@@ -361,6 +368,10 @@ class _SessionView(Engine):
 
     @version.setter
     def version(self, _: int) -> None: ...  # only the fleet sets it
+
+    @property
+    def steering(self) -> frozenset[str]:
+        return self._fleet.steering
 
     def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
         return self._fleet.route(self._key, ids, sampling, seed)

@@ -2,7 +2,7 @@
 
 from loopwright.core.errors import LoopwrightError, StorageError
 from loopwright.engines.base import BadSampling, ContextFull, EngineError
-from loopwright.gateway.dialects.fields import BadRequest
+from loopwright.gateway.dialects.fields import BadRequest, StateNotFound
 from loopwright.gateway.sessions.session import BudgetSpent
 
 
@@ -29,12 +29,14 @@ def refusal_of(error: Exception) -> Refusal:
     match error:
         case Refusal():
             return error
+        case StateNotFound():
+            return Refusal(400, "state", str(error), param=error.param, retry=False)
         case BadRequest():
             return Refusal(400, "invalid", str(error), param=error.param, retry=False)
         case ContextFull():
             return Refusal(400, "context", str(error), param="messages", retry=False)
         case BadSampling():
-            return Refusal(400, "invalid", str(error), retry=False)
+            return Refusal(400, "invalid", str(error), param=error.param, retry=False)
         case EngineError():
             return Refusal(503, "engine", f"the engine failed: {error}")
         case BudgetSpent() if error.is_temporary:

@@ -266,4 +266,4 @@ def _check_sampling(sampling: Sampling, temperature: float) -> None:
             f"set GRPOConfig(temperature={sampling.temperature:g})"
         )
     if names := truncating_parameters(sampling):
-        raise ValueError(f"the loop's sampling: {', '.join(names)} excludes tokens that TRL includes; remove it")
+        raise ValueError(f"the loop's sampling: {', '.join(names)} changes what TRL computes without it; remove it")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -85,15 +86,17 @@ def build_samples(
 
 
 def truncating_parameters(sampling: Sampling) -> list[str]:
-    """The parameters that exclude tokens, so that logprobs are not those of the policy alone."""
+    """The parameters that exclude or prefer tokens, so that logprobs are not those of the policy alone."""
     active = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
-    return [name for name, is_active in active.items() if is_active]
+    return [*(name for name, is_active in active.items() if is_active), *sampling.steering]
 
 
 def check_sampling(episode: Episode, temperature: float) -> None:
     """Raise TrainingFailed if its tokens were sampled from another distribution than the one that is trained."""
     expected = Sampling(temperature=temperature).reshapes
     for node in episode.nodes:
+        if node.is_steered:  # its rows exclude it
+            continue
         if node.spans and node.sampling != expected and Sampling(**node.sampling).reshapes != expected:
             raise TrainingFailed(
                 f"a rollout of task {episode.task.id!r} was sampled with {_as_text(node.sampling)}, but the policy is "
@@ -101,7 +104,7 @@ def check_sampling(episode: Episode, temperature: float) -> None:
             )
 
 
-def _as_text(sampling: Mapping[str, float]) -> str:
+def _as_text(sampling: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in sampling.items()) or "temperature 1"
 
 

@@ -66,7 +66,7 @@ class Trainer(Agent, ABC):
             if sampling.temperature == 0:
                 problems.append(Problem(f"{where}.temperature", "with 0 there is nothing to learn; set it above 0."))
             else:
-                reason = "excludes tokens that the policy would sample, so training would be biased; remove it."
+                reason = "changes which tokens the policy samples, so training would be biased; remove it."
                 problems += [Problem(f"{where}.{name}", reason) for name in truncating_parameters(sampling)]
         return problems
 

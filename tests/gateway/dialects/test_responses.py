@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from itertools import groupby
 
 import openai
@@ -125,19 +126,22 @@ def test_sampling_overrides_that_of_the_session():
 
 def test_unknown_fields_are_accepted():
     more = {"metadata": {"a": "b"}, "store": False, "truncation": "auto", "reasoning": {"effort": "low"}, "unheard": 1}
-    assert parse(**more, parallel_tool_calls=True, text={"verbosity": "low"}, previous_response_id=None) == parse()
+    ask = parse(**more, parallel_tool_calls=True, text={"verbosity": "low"}, previous_response_id=None)
+    ignored = {"truncation": "auto", "reasoning": {"effort": "low"}, "unheard": 1, "text.verbosity": "low"}
+    assert replace(ask, echo={}) == replace(parse(), ignored=ignored, echo={})
 
 
 REFUSED = [
-    ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
-    ({"conversation": "conv_1"}, "conversation", "send the whole conversation"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "not in this session"),
+    ({"conversation": "conv_1"}, "conversation", "not in this session"),
+    ({"conversation": "c", "previous_response_id": "r"}, "previous_response_id", "this or a conversation"),
     ({"prompt": {"id": "p"}}, "prompt", "prompts are not stored"),
     ({"background": True}, "background", "while its client waits"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0", "images are not supp"),
     ({"input": [output("c", [{"type": "input_image"}])]}, "input.0.output.0", "images are not supported"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0", "'input_file' is not"),
-    ({"input": [{"type": "item_reference", "id": "m"}]}, "input.0", "items are not stored"),
-    ({"input": [{"id": "m"}]}, "input.0", "items are not stored"),
+    ({"input": [{"type": "item_reference", "id": "m"}]}, "input.0", "not in this session"),
+    ({"input": [{"id": "m"}]}, "input.0", "not in this session"),
     ({"input": [{"type": "computer_call"}]}, "input.0", "'computer_call' is not supported"),
     ({"input": [{"role": "robot", "content": "hi"}]}, "input.0.role", "'robot'"),
     ({"input": [{"role": "user"}]}, "input.0.content", "required"),
@@ -147,7 +151,11 @@ REFUSED = [
     ({"instructions": 7}, "instructions", "expected a text"),
     ({"max_output_tokens": 0}, "max_output_tokens", "greater than or equal to 1"),
     ({"temperature": "hot"}, "temperature", "expected a number"),
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'web_search' is not supported"),
+    (
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp", "name": "x"}]}]},
+        "tools.0.tools.0.type",
+        "mcp",
+    ),
     ({"stream": "yes"}, "stream", "true or false"),
 ]
 

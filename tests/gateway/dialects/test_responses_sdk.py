@@ -150,7 +150,7 @@ def test_t01_the_sdk_streams_without_a_loop():
 
 def test_t01_the_sdk_raises_refusals():
     async def main(open_session, engine):
-        with pytest.raises(openai.BadRequestError, match="send the whole conversation") as refused:
+        with pytest.raises(openai.BadRequestError, match="not in this session") as refused:
             await sync(open_session, lambda client: client.responses.create(**ASKED, previous_response_id="resp_1"))
         return refused.value
 

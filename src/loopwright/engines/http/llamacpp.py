@@ -5,12 +5,23 @@ there, the logprobs of such tokens are missing; a second request asks for all lo
 """
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+import orjson
 
-from loopwright.engines.base import ContextFull, EngineConfig, EngineError, Finish, Sampling
+from loopwright.engines.base import (
+    PENALTIES,
+    BadSampling,
+    ContextFull,
+    EngineConfig,
+    EngineError,
+    Finish,
+    Guide,
+    Sampling,
+)
 from loopwright.engines.http.base import HttpConfig, HttpEngine, RawChunk
 
 _BLOCK = 16
@@ -37,11 +48,16 @@ class LlamaCppEngine(HttpEngine):
     Config: ClassVar[type[EngineConfig]] = LlamaCppConfig
     config: LlamaCppConfig
 
+    @property
+    def steering(self) -> frozenset[str]:
+        return PENALTIES | {"guide.json", "guide.choice", "guide.grammar"}
+
     async def sample(self, ids: Sequence[int], sampling: Sampling, seed: int) -> AsyncGenerator[RawChunk, None]:
         sampled: list[int] = []
         finish: Finish | None = None
         while finish is None:
-            count = min(_BLOCK, sampling.max_tokens - len(sampled))
+            # A grammar starts anew with each request, so a guided turn is one.
+            count = sampling.max_tokens if sampling.guide else min(_BLOCK, sampling.max_tokens - len(sampled))
             prompt = [*ids, *sampled]
             try:
                 answer = await self.client.post(
@@ -90,6 +106,12 @@ class LlamaCppEngine(HttpEngine):
 
     async def _missing(self, before: Sequence[int], token: int, sampling: Sampling) -> _TokenLogprobs:
         """Logprobs that the server left out: request all of them at this position, forcing an `a` as the token."""
+        if sampling.repetition_penalty != 1.0 or sampling.guide is not None:
+            name = "repetition_penalty" if sampling.guide is None else sampling.guide.source
+            raise BadSampling(
+                f"{name}: {self.client.url} reports no logprob for a token that ends within a character; leave it out",
+                name,
+            )
         plain = self.tokenizer.encode("a")[0]
         body = _body(before, 1, Sampling(temperature=0), 0) | {
             "logit_bias": [[plain, 1e6]],
@@ -98,8 +120,8 @@ class LlamaCppEngine(HttpEngine):
         }
         answer = await self.client.post("/completion", body, prompt_tokens=len(before))
         entries = answer["completion_probabilities"][0]["top_logprobs"]
-        ids = [entry["id"] for entry in entries]
-        return _reshaped(ids, [entry["logprob"] for entry in entries], token, sampling)
+        logprobs = _steer({entry["id"]: entry["logprob"] for entry in entries}, before, sampling)
+        return _reshaped(list(logprobs), list(logprobs.values()), token, sampling)
 
 
 def _body(prompt: Sequence[int], count: int, sampling: Sampling, seed: int) -> dict[str, Any]:
@@ -108,7 +130,7 @@ def _body(prompt: Sequence[int], count: int, sampling: Sampling, seed: int) -> d
         "n_predict": count,
         "seed": seed,
         # In our order, without the server's defaults (temperature 0.8, top-k 40, min-p 0.05).
-        "samplers": ["temperature", "top_k", "top_p", "min_p"],
+        "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
@@ -121,7 +143,24 @@ def _body(prompt: Sequence[int], count: int, sampling: Sampling, seed: int) -> d
         "n_cache_reuse": 0,  # shifting cached keys to another position is not exact
         "stream": False,
         "response_fields": ["tokens", "completion_probabilities", "stop_type"],
+        "repeat_penalty": sampling.repetition_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "repeat_last_n": -1,
+        "logit_bias": sampling.logit_bias,
+        **_guide_fields(sampling.guide),
     }
+
+
+def _guide_fields(guide: Guide | None) -> dict[str, Any]:
+    """The fields for guided decoding."""
+    if guide is None:
+        return {}
+    if guide.kind == "json":
+        return {"json_schema": orjson.loads(guide.value)}
+    if guide.kind == "choice":
+        return {"grammar": "root ::= " + " | ".join(orjson.dumps(text).decode() for text in orjson.loads(guide.value))}
+    return {"grammar": guide.value}
 
 
 def _is_cut(text: bytes) -> bool:
@@ -137,6 +176,18 @@ def _is_cut(text: bytes) -> bool:
 def _log(probability: float) -> float:
     """A probability that was rounded to 0 is later refused as a logprob."""
     return math.log(probability) if probability > 0 else -math.inf
+
+
+def _steer(logprobs: dict[int, float], before: Sequence[int], sampling: Sampling) -> dict[int, float]:
+    """Apply bias, and the penalties as llama.cpp does: for all tokens so far, those of the prompt too."""
+    changes = defaultdict[int, float](float, sampling.logit_bias)
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        for token, count in Counter(before).items():
+            changes[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    if not changes:
+        return logprobs
+    steered = {token: logprob + changes[token] for token, logprob in logprobs.items()}
+    return dict(sorted(steered.items(), key=lambda each: -each[1]))
 
 
 def _reshaped(ids: Sequence[int], logprobs: Sequence[float], token: int, sampling: Sampling) -> _TokenLogprobs:

@@ -9,7 +9,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from loopwright.engines.base import BadSampling, ContextFull, EngineConfig, EngineError, Sampling
+import orjson
+
+from loopwright.engines.base import GUIDES, PENALTIES, BadSampling, ContextFull, EngineConfig, EngineError, Sampling
 from loopwright.engines.http.base import HttpConfig, HttpEngine, RawChunk
 
 _PROBED_TOKENS = 4
@@ -36,6 +38,10 @@ class VllmEngine(HttpEngine):
         self._processed_logprobs: bool | None = None
         self._can_mark_weights = False
 
+    @property
+    def steering(self) -> frozenset[str]:
+        return PENALTIES | GUIDES
+
     async def sample(self, ids: Sequence[int], sampling: Sampling, seed: int) -> AsyncGenerator[RawChunk, None]:
         model, limit = await self._model()
         if limit is not None and len(ids) >= limit:
@@ -52,15 +58,16 @@ class VllmEngine(HttpEngine):
             "top_p": 1.0 if sampling.greedy else sampling.top_p,
             "top_k": 0 if sampling.greedy else sampling.top_k,
             "min_p": 0.0 if sampling.greedy else sampling.min_p,
-            # The model's own generation config may set these.
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
+            # Always, because the model's own generation config may set these.
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
             "stop_token_ids": sorted(self.stop_ids),
             "logprobs": sampling.top_logprobs,
             # Puts ids into the list of logprobs; `return_token_ids` would send the prompt back, too.
             "return_tokens_as_token_ids": True,
             "stream": True,
+            **_steering(sampling),
         }
         async with aclosing(self.client.events("/v1/completions", body, prompt_tokens=len(ids))) as events:
             async for event in events:
@@ -120,6 +127,17 @@ class VllmEngine(HttpEngine):
 
     async def weights_id(self) -> Any:
         return await self.client.get("/weight_info") if self._can_mark_weights else await super().weights_id()
+
+
+def _steering(sampling: Sampling) -> dict[str, Any]:
+    """The fields for bias and guided decoding."""
+    fields: dict[str, Any] = {}
+    if sampling.logit_bias:
+        fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
+    if (guide := sampling.guide) is not None:
+        value = orjson.loads(guide.value) if guide.kind in ("json", "choice") else guide.value
+        fields["structured_outputs"] = {guide.kind: value}
+    return fields
 
 
 def _id(token: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from loopwright.engines.base import Chunk, Finish, Sampling
 from loopwright.engines.inprocess.kv_cache import Rows, Shape
 from loopwright.engines.inprocess.prefixes import Ids, Prefixes, common
-from loopwright.engines.inprocess.sampler import Draw, likeliest, sample
+from loopwright.engines.inprocess.sampler import Draw, likeliest, sample, steer
 from loopwright.engines.tokenizer import Tokenizer, ends_with_stop
 
 _PROMPT_TOKENS = 512
@@ -41,12 +41,20 @@ class StreamRequest:
     seed: str
     reader: ChunkReader
     sampled: list[int] = field(default_factory=list)
+    is_steered: bool = False
+    """Whether the sampling has a bias or a penalty."""
+    cached_tokens: int = 0
+    """Tokens of its prompt that were cached."""
     is_over: bool = False
     """It has finished, or its reader is gone."""
 
     def draw(self) -> Draw:
         """How its next token is sampled."""
-        return Draw(self.sampling, self.seed, len(self.prompt) + len(self.sampled))
+        sampling, position = self.sampling, len(self.prompt) + len(self.sampled)
+        if not self.is_steered:
+            return Draw(sampling, self.seed, position)
+        context = np.concatenate((self.prompt, np.asarray(self.sampled, dtype=np.int64)))
+        return Draw(sampling, self.seed, position, context, sampling.sampled_before + len(self.sampled))
 
 
 @dataclass(slots=True)
@@ -104,7 +112,8 @@ class Batch:
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, seed: str, reader: ChunkReader) -> StreamRequest:
         """Queue a request; it joins the batch with the next step."""
-        request = StreamRequest(np.asarray(prompt, dtype=np.int64), sampling, seed, reader)
+        ids = np.asarray(prompt, dtype=np.int64)
+        request = StreamRequest(ids, sampling, seed, reader, is_steered=bool(sampling.steering))
         self.waiting.append(request)
         return request
 
@@ -147,10 +156,12 @@ class Batch:
             if request.is_over or key in groups:
                 self.waiting.popleft()
                 if not request.is_over:
+                    request.cached_tokens = len(request.prompt)
                     groups[key].append(request)
                     admitted += 1
                 continue
             length, memory = self._cached_prefix(request.prompt)
+            request.cached_tokens = length
             longest = max(longest, len(request.prompt) - length)
             if groups and longest * (len(groups) + 1) > _PROMPT_TOKENS:
                 break
@@ -198,11 +209,13 @@ class Batch:
     ) -> list[tuple[StreamRequest, Chunk]]:
         """Sample the next token of each request."""
         results, draws = [], [request.draw() for request in requests]
+        logits = steer(logits, draws)
         tokens = zip(requests, sample(logits, draws), likeliest(logits, draws), strict=True)
         for request, (token, logprob), tops in tokens:
             request.sampled.append(token)
             finish = self._finish(request)
-            results.append((request, Chunk((token,), (logprob,), version, finish, tops)))
+            cached = request.cached_tokens if len(request.sampled) == 1 else 0
+            results.append((request, Chunk((token,), (logprob,), version, finish, tops, cached)))
             request.is_over = request.is_over or finish is not None
         self._remove_finished()
         return results

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from loopwright.core.config import size_bytes
 from loopwright.core.errors import MissingExtra, Problem
-from loopwright.engines.base import Chunk, ContextFull, Engine, EngineConfig, EngineError, Sampling
+from loopwright.engines.base import PENALTIES, Chunk, ContextFull, Engine, EngineConfig, EngineError, Sampling
 from loopwright.engines.inprocess.smollm2 import package_problem
 
 
@@ -64,11 +64,15 @@ class TransformersEngine(Engine):
         self._driver: asyncio.Task[None] | None = None
         self._closed = False
 
+    @property
+    def steering(self) -> frozenset[str]:
+        return PENALTIES
+
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
         if not len(ids):
             raise ValueError("an engine needs at least one token to continue from")
         size = self.model.config.vocab_size
-        for token in (min(ids), max(ids)):
+        for token in (min(ids), max(ids), *(token for token, _ in sampling.logit_bias)):
             if not 0 <= token < size:
                 raise ValueError(f"{token} is not a token of this model, whose vocabulary has {size}")
         if len(ids) >= self.max_context:

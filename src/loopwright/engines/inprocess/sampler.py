@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +25,36 @@ class Draw:
     sampling: Sampling
     seed: str
     position: int
+    context: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    """The tokens of prompt and turn so far, if a penalty needs them."""
+    sampled: int = 0
+    """How many of the last of them belong to the turn."""
+
+
+def steer(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Logits after bias and penalties, in the order of vLLM: bias, then repetition, frequency and presence."""
+    if all(draw.context is None for draw in draws):
+        return logits
+    logits = logits.float().clone()
+    for values, draw in zip(logits, draws, strict=True):
+        sampling, context = draw.sampling, draw.context
+        if context is None:
+            continue
+        for token, bias in sampling.logit_bias:
+            values[token] += bias
+        if sampling.repetition_penalty != 1.0:
+            at = torch.from_numpy(np.unique(context)).to(values.device)
+            some = values[at]
+            values[at] = torch.where(some > 0, some / sampling.repetition_penalty, some * sampling.repetition_penalty)
+        if draw.sampled and (sampling.frequency_penalty or sampling.presence_penalty):
+            tokens, counts = np.unique(context[-draw.sampled :], return_counts=True)
+            penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
+            values[torch.from_numpy(tokens).to(values.device)] -= torch.from_numpy(penalties).to(values)
+    return logits
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[tuple[int, float]]:
-    """A token and its logprob for each row."""
+    """A token and its logprob for each row of steered logits."""
     results = [(int(token), 0.0) for token in logits.argmax(-1).tolist()]  # greedy: nothing else is possible
     rows = [row for row, draw in enumerate(draws) if not draw.sampling.greedy]
     if not rows:

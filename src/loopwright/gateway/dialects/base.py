@@ -14,16 +14,20 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import orjson
 
 from loopwright.core.task import Message
 from loopwright.engines.base import Sampling
 from loopwright.engines.tokenizer import Tokenizer
-from loopwright.gateway.dialects.fields import BadRequest, openai_error
+from loopwright.gateway.dialects.fields import BadRequest, flag, openai_error
+from loopwright.gateway.dialects.known_fields import KnownFields
+from loopwright.gateway.dialects.response_items import ToolOrigin
+from loopwright.gateway.dialects.sampling_fields import template_arguments
+from loopwright.gateway.sessions.graph import RAW
 from loopwright.gateway.sessions.tool_calls import HERMES, Grammar, Tool
 from loopwright.gateway.sessions.turn import Delta, Turn
 from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
@@ -47,7 +51,7 @@ class TurnRequest:
     """What an agent asks for, in any dialect."""
 
     messages: Sequence[Message]
-    """In OpenAI's chat format. Raw text to continue is one message with the role `prompt`: a text or ids."""
+    """In OpenAI's chat format. Raw text to continue is a message with the role `prompt`: a text or ids."""
     sampling: Sampling
     """The session's default sampling, overridden by the request; its `stop` is always empty."""
     tools: Sequence[Tool] = ()
@@ -62,10 +66,52 @@ class TurnRequest:
     seed: int | None = None
     options: TurnOptions = PLAIN
     """How to prompt and parse the turn."""
+    continues: bool = False
+    """Whether the last message is the start of the turn."""
+    return_token_ids: bool = False
+    """Whether the response contains the ids of prompt and turn."""
+    tool_origins: Mapping[str, ToolOrigin] = field(default_factory=dict)
+    """How the client described tools that are not plain functions, by the name that the policy knows."""
+    echo: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that the response repeats."""
+    conversation: str = ""
+    """The stored conversation that this is a turn of."""
+    has_instructions: bool = False
+    """Whether the first message is for this turn only."""
+    branch: str = ""
+    """The client's name for the conversation, such as that of a sub-agent."""
+    ignored: Mapping[str, Any] = field(default_factory=dict)
+    """Fields without effect here that the client may rely on; they are recorded, and named in the response."""
+
+    @property
+    def conversations(self) -> list[Sequence[Message]]:
+        """The messages of each conversation: raw prompts are one each."""
+        is_raw = bool(self.messages) and self.messages[0].get("role") == RAW
+        return [[message] for message in self.messages] if is_raw else [self.messages]
+
+
+def continue_message(request: TurnRequest) -> TurnRequest:
+    """A request whose last message is the start of the turn (a prefill), which the policy continues."""
+    *messages, last = request.messages
+    if last["role"] != "assistant":
+        raise BadRequest("continue_final_message: the last message is not the assistant's", "continue_final_message")
+    if last.get("tool_calls") or last.get("reasoning_content"):
+        raise BadRequest("messages: only text can be prefilled; end with a user message", "messages")
+    if not messages:
+        raise BadRequest("messages: a prefill needs a message before it", "messages")
+    options, prefill = request.options, str(last["content"])
+    if prefill:
+        if options.prefill and options.parse_tool_calls:
+            raise BadRequest("tool_choice: a turn with a prefill cannot start with a call", "tool_choice")
+        options = replace(options, prefill=prefill, prefill_visible=False)
+    return replace(request, messages=messages, options=options)
 
 
 class StreamWriter(ABC):
     """Writes one response as server-sent events."""
+
+    prompts: Sequence[tuple[int, ...]] = ()
+    """The prompt of each choice, for clients that ask for token ids."""
 
     @abstractmethod
     def begin(self, prompt_tokens: int) -> bytes:
@@ -88,30 +134,77 @@ class StreamWriter(ABC):
         return b": keepalive\n\n"
 
 
+@dataclass(frozen=True, slots=True)
+class StoredConversation:
+    """A conversation of the session, up to a turn that a request refers to."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    has_instructions: bool = False
+    """Whether the first message was for that turn only."""
+
+
+class History(Protocol):
+    """What a session has stored, for requests that refer to it."""
+
+    def turn(self, call_id: str) -> StoredConversation | None:
+        """The conversation up to the turn of a finished call."""
+        ...
+
+    def conversation(self, id: str) -> StoredConversation | None:
+        """The conversation of this id, up to its last turn."""
+        ...
+
+
+class _NoHistory:
+    """Of a dialect without a session."""
+
+    def turn(self, call_id: str) -> None: ...
+
+    def conversation(self, id: str) -> None: ...
+
+
 class Dialect(ABC):
     """One API's requests and responses. `defaults` is the session's default sampling, which a request overrides."""
 
     name: ClassVar[str]
+    known_fields: ClassVar[KnownFields]
+    """What happens to each field."""
     conversation_fields: ClassVar[tuple[str, ...]] = ("messages",)
     """The fields that change from turn to turn; all others are settings."""
 
-    def __init__(self, tokenizer: Tokenizer, defaults: Sampling, grammar: Grammar = HERMES) -> None:
-        self.tokenizer, self.defaults, self.grammar = tokenizer, defaults, grammar
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        defaults: Sampling,
+        grammar: Grammar = HERMES,
+        history: History = _NoHistory(),  # noqa: B008  it has no state
+    ) -> None:
+        self.tokenizer, self.defaults, self.grammar, self.history = tokenizer, defaults, grammar, history
         self.bodies = BodyReader(self.name)
         self._settings: tuple[bytes, TurnRequest] | None = None
 
     def parse(self, body: Mapping[str, Any]) -> TurnRequest:
-        """The turn that is asked for. BadRequest if a field is wrong or not supported; unknown fields are ignored."""
+        """The turn that is asked for. BadRequest if a field is wrong or not supported."""
         messages = self.parse_messages(body)
         settings = {name: value for name, value in body.items() if name not in self.conversation_fields}
         try:
             settings_json = orjson.dumps(settings)
         except orjson.JSONEncodeError:  # nested too deeply, which may be an error in one of the fields
-            return self.parse_settings(settings, messages)
+            return self._parse_settings(settings, messages)
         # An agent sends the same settings with every request, so they are parsed once.
         if self._settings is None or self._settings[0] != settings_json:
-            self._settings = settings_json, self.parse_settings(settings, messages)
-        return replace(self._settings[1], messages=messages)
+            self._settings = settings_json, self._parse_settings(settings, messages)
+        request = replace(self._settings[1], messages=messages)
+        return continue_message(request) if request.continues else request
+
+    def _parse_settings(self, settings: Mapping[str, Any], messages: Sequence[Message]) -> TurnRequest:
+        settings = {name: value for name, value in settings.items() if value not in ({}, [])}  # which say nothing
+        ignored = self.known_fields.ignored(settings)
+        request = self.parse_settings(settings, messages)
+        options = replace(request.options, chat_template_kwargs=template_arguments(settings))
+        return_ids = flag(settings, "return_token_ids")
+        return replace(request, options=options, return_token_ids=return_ids, ignored={**ignored, **request.ignored})
 
     @abstractmethod
     def parse_messages(self, body: Mapping[str, Any]) -> Sequence[Message]:

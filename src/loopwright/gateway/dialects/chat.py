@@ -11,11 +11,14 @@ from loopwright.engines.tokenizer import Tokenizer
 from loopwright.gateway.dialects import fields
 from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest
 from loopwright.gateway.dialects.fields import BadRequest
+from loopwright.gateway.dialects.known_fields import KnownFields
+from loopwright.gateway.dialects.sampling_fields import sampling
 from loopwright.gateway.sessions.tool_calls import Tool
 from loopwright.gateway.sessions.turn import Delta, Turn
 from loopwright.gateway.sessions.turn_options import TurnOptions, format_instruction
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_LIMITS = ("max_completion_tokens", "max_tokens")
 _PLAIN_ROLES = ("user", "assistant", "system")
 
 
@@ -23,6 +26,18 @@ class ChatCompletions(Dialect):
     """`POST /v1/chat/completions`."""
 
     name = "chat.completions"
+    known_fields = KnownFields(
+        "messages tools tool_choice parallel_tool_calls response_format stop n logprobs top_logprobs max_tokens "
+        "max_completion_tokens stream_options continue_final_message add_generation_prompt",
+        {
+            "audio": "only text can be sampled",
+            "modalities": "only text can be sampled",
+            "functions": "send `tools`",
+            "function_call": "send `tool_choice`",
+            "echo": "the messages are not part of the response",
+        },
+        "prediction",
+    )
 
     def parse_messages(self, body: Mapping[str, Any]) -> list[Message]:
         messages = fields.objects(body.get("messages"), "messages")
@@ -31,14 +46,18 @@ class ChatCompletions(Dialect):
         return [_message(message, index) for index, message in enumerate(messages)]
 
     def parse_settings(self, body: Mapping[str, Any], messages: Sequence[Message]) -> TurnRequest:
-        if body.get("audio") or body.get("modalities") not in (None, [], ["text"]):
-            raise BadRequest("modalities: only text can be sampled", "modalities")
         tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(fields.objects(body.get("tools"), "tools"))]
         top = fields.integer(body, "top_logprobs", 0, 20) or 0
         instruction = format_instruction(body.get("response_format"), "response_format")
+        continues = fields.flag(body, "continue_final_message")
+        if body.get("add_generation_prompt") is False and not continues:
+            raise BadRequest(
+                "add_generation_prompt: false needs continue_final_message: true, which continues the last message",
+                "add_generation_prompt",
+            )
         return TurnRequest(
             messages,
-            fields.openai_sampling(self.defaults, body, "max_completion_tokens", "max_tokens", top_logprobs=top),
+            sampling(self.defaults, body, _LIMITS, self.tokenizer.size, top_logprobs=top),
             tools=tools,
             stop=fields.openai_stop(body),
             n=fields.integer(body, "n", 1, fields.MAX_CHOICES) or 1,
@@ -49,6 +68,7 @@ class ChatCompletions(Dialect):
             model=fields.model(body),
             seed=fields.integer(body, "seed"),
             options=TurnOptions.from_openai(body, tools, self.grammar, instruction),
+            continues=continues,
         )
 
     def render(self, request: TurnRequest, call_id: str, turns: Sequence[Turn]) -> dict[str, Any]:
@@ -64,9 +84,12 @@ class ChatCompletions(Dialect):
                     "message": {**turn.message, "content": text or (None if turn.calls else ""), "refusal": None},
                     "logprobs": logprobs,
                     "finish_reason": _finish_reason(turn),
+                    **({"token_ids": turn.ids} if request.return_token_ids else {}),
                 }
             )
-        return {**_head(request, call_id, "chat.completion"), "choices": choices, "usage": fields.usage(turns)}
+        head = _head(request, call_id, "chat.completion")
+        prompt = {"prompt_token_ids": turns[0].prompt_ids} if request.return_token_ids else {}
+        return {**head, **prompt, "choices": choices, "usage": fields.usage(turns, request.n)}
 
     def stream(self, request: TurnRequest, call_id: str) -> StreamWriter:
         return _Stream(request, self.tokenizer, _head(request, call_id, "chat.completion.chunk"))
@@ -89,7 +112,7 @@ class CompletionStream(StreamWriter):
     def end(self, turns: Sequence[Turn]) -> bytes:
         events = [self._event([self.last_choice(index, turn)]) for index, turn in enumerate(turns)]
         if self._request.include_usage:
-            events.append(self._event([], usage=fields.usage(turns)))
+            events.append(self._event([], usage=fields.usage(turns, self._request.n)))
         return b"".join([*events, b"data: [DONE]\n\n"])
 
     def fail(self, message: str, *, kind: str) -> bytes:
@@ -101,7 +124,8 @@ class _Stream(CompletionStream):
 
     def begin(self, prompt_tokens: int) -> bytes:
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return b"".join(self._event([_choice(index, delta)]) for index in range(self._request.n))
+        prompt = {"prompt_token_ids": self.prompts[0]} if self.prompts else {}
+        return b"".join(self._event([_choice(index, delta)], **prompt) for index in range(self._request.n))
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         content: dict[str, Any] = {}
@@ -118,9 +142,10 @@ class _Stream(CompletionStream):
         if self._request.logprobs and delta.ids:
             top = self._request.top_logprobs
             logprobs = fields.content_logprobs(self._tokenizer, delta.ids, delta.logprobs, top, delta.tops)
-        elif not content:
+        elif not content and not (self.prompts and delta.ids):
             return b""
-        return self._event([_choice(choice, content, logprobs=logprobs)])
+        more = {"token_ids": delta.ids} if self.prompts else {}
+        return self._event([{**_choice(choice, content, logprobs=logprobs), **more}])
 
     def last_choice(self, index: int, turn: Turn) -> Mapping[str, Any]:
         return _choice(index, {}, finish_reason=_finish_reason(turn))

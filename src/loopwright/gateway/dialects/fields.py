@@ -3,15 +3,13 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from pydantic import ValidationError
 
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.task import Message
-from loopwright.engines.base import Sampling, Tops
+from loopwright.engines.base import Tops
 from loopwright.engines.tokenizer import Tokenizer
 from loopwright.gateway.sessions.tool_calls import Tool
 
@@ -29,10 +27,10 @@ _OPENAI_ERRORS = {
     "closed": ("invalid_request_error", "session_closed"),
     "quota": ("insufficient_quota", "insufficient_quota"),
     "context": ("invalid_request_error", "context_length_exceeded"),
+    "state": ("invalid_request_error", "previous_response_not_found"),
     "engine": ("server_error", "engine_error"),
     "internal": ("server_error", "internal_error"),
 }
-_OPENAI_SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 
 
 class BadRequest(LoopwrightError, ValueError):
@@ -43,13 +41,17 @@ class BadRequest(LoopwrightError, ValueError):
         self.param = param
 
 
+class StateNotFound(BadRequest):
+    """A request refers to something that its session does not have."""
+
+
 # -- requests -------------------------------------------------------------------------------------------------------
 
 
 def text(value: Any, where: str) -> str:
     """A text."""
     if not isinstance(value, str):
-        raise BadRequest(f"{where}: expected a text, got {_short_repr(value)}", where)
+        raise BadRequest(f"{where}: expected a text, got {short_repr(value)}", where)
     return value
 
 
@@ -64,10 +66,10 @@ def objects(value: Any, where: str) -> list[Mapping[str, Any]]:
     """A list of objects; empty if it is missing."""
     items = [] if value is None else value
     if not isinstance(items, list):
-        raise BadRequest(f"{where}: expected a list, got {_short_repr(value)}", where)
+        raise BadRequest(f"{where}: expected a list, got {short_repr(value)}", where)
     if set(map(type, items)) - {dict}:
         index, item = next((index, item) for index, item in enumerate(items) if not isinstance(item, dict))
-        raise BadRequest(f"{where}.{index}: expected an object, got {_short_repr(item)}", f"{where}.{index}")
+        raise BadRequest(f"{where}.{index}: expected an object, got {short_repr(item)}", f"{where}.{index}")
     return items
 
 
@@ -75,7 +77,7 @@ def optional_flag(body: Mapping[str, Any], name: str) -> bool | None:
     """True or false, or None if it is missing."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise BadRequest(f"{name}: expected true or false, got {_short_repr(value)}", name)
+        raise BadRequest(f"{name}: expected true or false, got {short_repr(value)}", name)
     return value
 
 
@@ -99,36 +101,6 @@ def integer(body: Mapping[str, Any], name: str, minimum: int | None = None, maxi
 def model(body: Mapping[str, Any]) -> str:
     """The model's name, which may be any: a session has one engine."""
     return text(body.get("model") or "", "model")
-
-
-def sampling(defaults: Sampling, body: Mapping[str, Any], names: Mapping[str, str]) -> Sampling:
-    """The session's default sampling, overridden by the request; `names` maps its fields to ours."""
-    values = {ours: body[theirs] for theirs, ours in names.items() if body.get(theirs) is not None}
-    for theirs, ours in names.items():
-        if isinstance(values.get(ours), bool | str):  # which pydantic would accept as numbers
-            raise BadRequest(f"{theirs}: expected a number, got {_short_repr(values[ours])}", theirs)
-    try:
-        return _override(defaults, tuple(values.items()))
-    except TypeError as error:  # a list or an object
-        wrong = next(theirs for theirs, ours in names.items() if isinstance(values.get(ours), list | dict))
-        raise BadRequest(f"{wrong}: expected a number, got {_short_repr(body[wrong])}", wrong) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = {ours: theirs for theirs, ours in names.items()}.get(str(first["loc"][0]), str(first["loc"][0]))
-        raise BadRequest(f"{where}: {first['msg']}", where) from error
-
-
-@lru_cache(maxsize=256)
-def _override(defaults: Sampling, values: tuple[tuple[str, Any], ...]) -> Sampling:
-    """Cached, because the requests of an agent mostly set the same values, and validation is slow."""
-    return Sampling.model_validate({**defaults.model_dump(), **dict(values), "stop": ()})
-
-
-def openai_sampling(defaults: Sampling, body: Mapping[str, Any], *limits: str, top_logprobs: int = 0) -> Sampling:
-    """The sampling of an OpenAI request; the first of `limits` that it contains is the number of tokens."""
-    limit = next((name for name in limits if body.get(name) is not None), limits[0])
-    result = sampling(defaults, body, {**_OPENAI_SAMPLING, limit: "max_tokens"})
-    return result.model_copy(update={"top_logprobs": top_logprobs}) if top_logprobs else result
 
 
 def openai_stop(body: Mapping[str, Any]) -> tuple[str, ...]:
@@ -167,7 +139,7 @@ def tool_call(id: Any, name: Any, arguments: str, where: str) -> Message:
 def to_json(value: Any, where: str) -> str:
     """An object as JSON; one that is too deep to be parsed again is refused."""
     if not isinstance(value, dict):
-        raise BadRequest(f"{where}: expected an object, got {_short_repr(value)}", where)
+        raise BadRequest(f"{where}: expected an object, got {short_repr(value)}", where)
     try:
         return orjson.dumps(value).decode()
     except orjson.JSONEncodeError as error:
@@ -187,7 +159,8 @@ def join_blocks(texts: Sequence[str]) -> str:
     return "\n\n".join(texts)
 
 
-def _short_repr(value: Any) -> str:
+def short_repr(value: Any) -> str:
+    """A value in an error message."""
     result = repr(value)
     return result if len(result) <= _MAX_REPR else f"{result[:_MAX_REPR]}…"
 
@@ -211,10 +184,20 @@ def now() -> int:
     return int(time.time())
 
 
-def usage(turns: Sequence["Turn"]) -> dict[str, Any]:
-    """The tokens of an OpenAI completion; choices share their prompt."""
-    prompt, sampled = turns[0].prompt_tokens, sum(turn.sampled_tokens for turn in turns)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+def usage(turns: Sequence["Turn"], n: int) -> dict[str, Any]:
+    """The tokens of an OpenAI completion; each `n` choices share their prompt."""
+    prompt, sampled = sum(turn.prompt_tokens for turn in turns[::n]), sum(turn.sampled_tokens for turn in turns)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+        "prompt_tokens_details": {"cached_tokens": sum(turn.cached_tokens for turn in turns[::n])},
+    }
+
+
+def token_fields(turn: "Turn") -> dict[str, Any]:
+    """Ids and logprobs of a turn, for APIs that have no fields of their own for them."""
+    return {"prompt_token_ids": turn.prompt_ids, "token_ids": turn.ids, "token_logprobs": turn.logprobs}
 
 
 def content_logprobs(

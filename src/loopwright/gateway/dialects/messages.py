@@ -12,13 +12,14 @@ from typing import Any
 
 from loopwright.core.task import Message
 from loopwright.gateway.dialects import fields
-from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest
-from loopwright.gateway.dialects.fields import BadRequest
+from loopwright.gateway.dialects.base import Dialect, StoredConversation, StreamWriter, TurnRequest, continue_message
+from loopwright.gateway.dialects.fields import BadRequest, StateNotFound
+from loopwright.gateway.dialects.known_fields import KnownFields, ignored_options, recordable
+from loopwright.gateway.dialects.sampling_fields import sampling
 from loopwright.gateway.sessions.tool_calls import Tool
 from loopwright.gateway.sessions.turn import Delta, Turn
 from loopwright.gateway.sessions.turn_options import TurnOptions, format_instruction
 
-_SAMPLING = {"max_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
 _ERROR_TYPES = {
     "invalid": "invalid_request_error",
     "authentication": "authentication_error",
@@ -28,9 +29,11 @@ _ERROR_TYPES = {
     "closed": "permission_error",
     "quota": "rate_limit_error",
     "context": "invalid_request_error",
+    "state": "not_found_error",
     "engine": "overloaded_error",
     "internal": "api_error",
 }
+_NO_CACHE = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 _SIGNATURE = "loopwright"
 """SDKs and agents expect a signature after thinking; the gateway does not check it."""
 # Some agents put a number into it that changes with each request, so that no prefix would ever match.
@@ -41,29 +44,60 @@ class Messages(Dialect):
     """`POST /v1/messages` and `/v1/messages/count_tokens`."""
 
     name = "messages"
-    conversation_fields = ("messages", "system")
+    conversation_fields = ("messages", "system", "thread")
+    known_fields = KnownFields(
+        "messages system max_tokens tools tool_choice stop_sequences output_config output_format thread "
+        "context_management thinking",
+        {
+            "mcp_servers": "tools run on the client's side; describe them in `tools`",
+            "container": "tools run on the client's side; describe them in `tools`",
+            "compaction": "conversations are not summarized here; summarize it with a turn of your own",
+            "stop": "send `stop_sequences`",
+            "n": "a message is one turn",
+        },
+        "inference_geo speed betas anthropic_beta diagnostics fallbacks fallback_credit_token user_profile_id "
+        "workspace_id",
+    )
 
     def parse(self, body: Mapping[str, Any]) -> TurnRequest:
-        request = super().parse(body)
-        *messages, last = request.messages
+        request = super().parse(self._continued(body))
+        last = request.messages[-1]
         if last["role"] != "assistant":
             return request
-        if last.get("tool_calls") or last.get("reasoning_content"):
-            raise BadRequest("messages: only text can be prefilled; end with a user message", "messages")
-        prefill = str(last["content"])
-        if prefill != prefill.rstrip():
+        if str(last["content"]) != str(last["content"]).rstrip():
             raise BadRequest("messages: a prefill cannot end with white space", "messages")
-        if not messages:
-            raise BadRequest("messages: a prefill needs a message before it", "messages")
-        options = request.options
-        if prefill:
-            if options.prefill and options.parse_tool_calls:
-                raise BadRequest("tool_choice: a turn with a prefill cannot start with a call", "tool_choice")
-            options = replace(options, prefill=prefill, prefill_visible=False)
-        return replace(request, messages=messages, options=options)
+        return continue_message(request)
+
+    def _continued(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The body of a request that continues a thread, with the tools that the thread was created with."""
+        if (stored := self._thread(body)) is None:
+            return body
+        for name in ("system", "tools"):
+            if body.get(name):
+                raise BadRequest(f"{name}: a thread keeps what it was created with; leave it out", name)
+        if not body.get("messages"):
+            raise BadRequest("messages: at least one new message is required", "messages")
+        functions = [tool["function"] for tool in stored.tools]
+        return {**body, "tools": [{**each, "input_schema": each["parameters"]} for each in functions]}
+
+    def _thread(self, body: Mapping[str, Any]) -> StoredConversation | None:
+        """The conversation that a request continues; None if it sends its own."""
+        thread = body.get("thread") or {"type": "create"}
+        match thread.get("type") if isinstance(thread, dict) else None:
+            case "create":
+                return None
+            case "continue":
+                previous = fields.text(thread.get("previous_message_id"), "thread.previous_message_id")
+                if (stored := self.history.turn(previous.removeprefix("msg_"))) is None:
+                    raise StateNotFound(f"thread: {previous!r:.100} is not in this session", "thread")
+                return stored
+            case _:
+                raise BadRequest("thread: expected an object of type create or continue", "thread")
 
     def parse_messages(self, body: Mapping[str, Any]) -> list[Message]:
         messages = list(_system(body.get("system"), "system"))
+        if (stored := self._thread(body)) is not None:
+            messages += stored.messages
         for index, message in enumerate(fields.objects(body.get("messages"), "messages")):
             messages += _messages(message, f"messages.{index}")
         if not messages:
@@ -82,13 +116,19 @@ class Messages(Dialect):
         response_format = output.get("format") if isinstance(output, Mapping) else body.get("output_format")
         return TurnRequest(
             messages,
-            fields.sampling(self.defaults, body, _SAMPLING),
+            sampling(self.defaults, body, ("max_tokens",), self.tokenizer.size),
             tools=tools,
             stop=tuple(
                 fields.non_empty_text(stop, f"stop_sequences.{index}") for index, stop in enumerate(stops or ())
             ),
             stream=fields.flag(body, "stream"),
             model=fields.model(body),
+            seed=fields.integer(body, "seed"),
+            ignored={
+                **ignored_options(output, "output_config", "format"),
+                **_ignored_thinking(body.get("thinking")),
+                **_ignored_edits(body.get("context_management")),
+            },
             options=TurnOptions.from_tool_choice(
                 choice.get("type"),
                 choice.get("name"),
@@ -110,8 +150,8 @@ class Messages(Dialect):
             function = call["function"]
             arguments = json.loads(function["arguments"])  # not with orjson, which rounds long integers
             content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
-        usage = _usage(turn.prompt_tokens, turn.sampled_tokens)
-        return {**_head(request, call_id, turn.prompt_tokens), "content": content, **_stop_reason(turn), "usage": usage}
+        more = {"usage": _usage(turn), **(fields.token_fields(turn) if request.return_token_ids else {})}
+        return {**_head(request, call_id), "content": content, **_stop_reason(turn), **more}
 
     def stream(self, request: TurnRequest, call_id: str) -> StreamWriter:
         return _Stream(request, call_id)
@@ -212,10 +252,28 @@ def _tool(tool: Mapping[str, Any], where: str) -> Tool:
     return fields.function(tool.get("name"), tool.get("description"), tool.get("input_schema"), where)
 
 
+def _ignored_thinking(value: Any) -> dict[str, Any]:
+    """Thinking that is asked for: whether a policy reasons is up to the policy."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return {} if kind in (None, "disabled") else {"thinking": value}
+
+
+def _ignored_edits(value: Any) -> dict[str, Any]:
+    """The edits of `context_management` that would change the conversation: they are skipped."""
+    if not isinstance(value, dict | None):
+        raise BadRequest("context_management: expected an object", "context_management")
+    edits = fields.objects((value or {}).get("edits"), "context_management.edits")
+    return {
+        f"context_management.{edit.get('type')}": recordable(edit)
+        for edit in edits
+        if edit.get("type") != "clear_thinking_20251015" or edit.get("keep") not in ("all", {"type": "all"})
+    }
+
+
 # -- responses ------------------------------------------------------------------------------------------------------
 
 
-def _head(request: TurnRequest, call_id: str, prompt_tokens: int) -> dict[str, Any]:
+def _head(request: TurnRequest, call_id: str, prompt_tokens: int = 0) -> dict[str, Any]:
     return {
         "id": f"msg_{call_id}",
         "type": "message",
@@ -224,17 +282,15 @@ def _head(request: TurnRequest, call_id: str, prompt_tokens: int) -> dict[str, A
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": _usage(prompt_tokens, 0),
+        "usage": {**_NO_CACHE, "input_tokens": prompt_tokens, "output_tokens": 0},
     }
 
 
-def _usage(prompt_tokens: int, sampled_tokens: int) -> dict[str, Any]:
-    return {
-        "input_tokens": prompt_tokens,
-        "output_tokens": sampled_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
-    }
+def _usage(turn: Turn) -> dict[str, Any]:
+    """Anthropic counts cached tokens beside the other ones of the prompt."""
+    cached, rest = turn.cached_tokens, turn.prompt_tokens - turn.cached_tokens
+    cache = {**_NO_CACHE, "cache_read_input_tokens": cached}
+    return {**cache, "input_tokens": rest, "output_tokens": turn.sampled_tokens}
 
 
 def _stop_reason(turn: Turn) -> dict[str, Any]:
@@ -247,7 +303,10 @@ def _stop_reason(turn: Turn) -> dict[str, Any]:
 def _error(message: str, kind: str) -> dict[str, Any]:
     if kind == "context":
         message = f"prompt is too long: {message}"  # the words that agents look for
-    return {"type": "error", "error": {"type": _ERROR_TYPES.get(kind, "api_error"), "message": message}}
+    error: dict[str, Any] = {"type": _ERROR_TYPES.get(kind, "api_error"), "message": message}
+    if kind == "state":
+        error["details"] = {"error_code": "thread_not_found"}  # for which the SDK sends everything again
+    return {"type": "error", "error": error}
 
 
 def models_response(names: Sequence[str]) -> dict[str, Any]:
@@ -287,8 +346,9 @@ class _Stream(StreamWriter):
 
     def end(self, turns: Sequence[Turn]) -> bytes:
         (turn,) = turns
-        usage = _usage(turn.prompt_tokens, turn.sampled_tokens)
-        last = {"type": "message_delta", "delta": _stop_reason(turn), "usage": usage}
+        last = {"type": "message_delta", "delta": _stop_reason(turn), "usage": _usage(turn)}
+        if self.prompts:
+            last |= fields.token_fields(replace(turn, prompt_ids=self.prompts[0]))
         return self._close() + _event(last) + _event({"type": "message_stop"})
 
     def fail(self, message: str, *, kind: str) -> bytes:

@@ -1,19 +1,21 @@
 """OpenAI Responses: items in requests and responses, OpenAI's chat format internally.
 
-Nothing is stored between requests: `previous_response_id` and similar fields are refused, so that no agent continues
-without the history that it relies on.
+What a request refers to (`previous_response_id`, `conversation`, `item_reference`) is answered from the session.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from loopwright.core.task import Message
 from loopwright.engines.tokenizer import Tokenizer
 from loopwright.gateway.dialects import fields
 from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest
-from loopwright.gateway.dialects.fields import BadRequest
-from loopwright.gateway.sessions.tool_calls import Tool
+from loopwright.gateway.dialects.fields import BadRequest, StateNotFound
+from loopwright.gateway.dialects.known_fields import KnownFields, ignored_options
+from loopwright.gateway.dialects.response_items import Item, custom_input, parse_items, parse_tools
+from loopwright.gateway.dialects.sampling_fields import sampling
 from loopwright.gateway.sessions.turn import Delta, Turn
 from loopwright.gateway.sessions.turn_options import TurnOptions, format_instruction
 from loopwright.gateway.sessions.turn_parser import END_THINK
@@ -21,57 +23,120 @@ from loopwright.gateway.sessions.turn_parser import END_THINK
 _LOGPROBS = "message.output_text.logprobs"
 _REASONING, _TEXT = "reasoning", "text"
 _ERROR_CODES = {"invalid": "invalid_prompt", "context": "context_length_exceeded", "quota": "rate_limit_exceeded"}
-_TEXT_TYPES = ("input_text", "output_text", "text")
-_STATEFUL_FIELDS = {
-    "previous_response_id": "responses are not stored; send the whole conversation as `input`",
-    "conversation": "conversations are not stored; send the whole conversation as `input`",
-    "prompt": "prompts are not stored; send it as `instructions` and `input`",
-    "background": "a response is sampled while its client waits; stream it",
-}
+_ECHOED = (
+    "max_tool_calls metadata parallel_tool_calls prompt_cache_key reasoning safety_identifier service_tier store text "
+    "tool_choice truncation user"
+)
+"""The settings that a response repeats."""
+_LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
 
 
 class Responses(Dialect):
     """`POST /v1/responses`."""
 
     name = "responses"
-    conversation_fields = ("input", "instructions")
+    conversation_fields = ("input", "instructions", "previous_response_id", "conversation")
+    known_fields = KnownFields(
+        "input instructions tools tool_choice parallel_tool_calls text include top_logprobs max_output_tokens "
+        "max_completion_tokens max_tokens stop previous_response_id conversation",
+        {
+            "background": "a response is sampled while its client waits; stream it",
+            "prompt": "prompts are not stored; send it as `instructions` and `input`",
+            "n": "a response has one turn",
+        },
+        "max_tool_calls stream_options",
+    )
+
+    def parse(self, body: Mapping[str, Any]) -> TurnRequest:
+        request, conversation = super().parse(body), _conversation_id(body)
+        has_instructions = body.get("instructions") is not None
+        echo = {"instructions": body.get("instructions"), "previous_response_id": body.get("previous_response_id")}
+        if conversation:
+            echo["conversation"] = {"id": conversation}
+        echo |= {name: value for name, value in request.echo.items() if value is not None}
+        return replace(request, conversation=conversation, has_instructions=has_instructions, echo=echo)
 
     def parse_messages(self, body: Mapping[str, Any]) -> list[Message]:
-        """Instructions, then the items of the input. The items of one turn become one message."""
-        for field, reason in _STATEFUL_FIELDS.items():
-            if body.get(field):
-                raise BadRequest(f"{field}: not supported: {reason}", field)
+        """Instructions, the stored conversation that the request refers to, then the items of the input."""
         messages: list[Message] = []
         if (instructions := body.get("instructions")) is not None:
             messages.append({"role": "system", "content": fields.text(instructions, "instructions")})
+        messages += self._stored_messages(body)
         items = body.get("input")
         if isinstance(items, str):
             return [*messages, {"role": "user", "content": items}]
-        turn = _TurnItems()
-        for index, item in enumerate(fields.objects(items, "input")):
-            where = f"input.{index}"
-            if not turn.add(item, where):
-                messages += turn.take()
-                messages.append(_message_of(item, where))
-        messages += turn.take()
+        messages += parse_items(fields.objects(items, "input"), "input", self._finder())
         if items is None or not messages:
             raise BadRequest("input: at least one item is required", "input")
         return messages
 
+    def _stored_messages(self, body: Mapping[str, Any]) -> Sequence[Message]:
+        """The messages of the response or conversation that a request continues, without their instructions."""
+        previous, conversation = body.get("previous_response_id"), _conversation_id(body)
+        if previous and conversation:
+            raise BadRequest("previous_response_id: send this or a conversation", "previous_response_id")
+        if previous:
+            name = "previous_response_id"
+            stored = self.history.turn(fields.text(previous, name).removeprefix("resp_"))
+        elif conversation:
+            name, stored = "conversation", self.history.conversation(conversation)
+        else:
+            return ()
+        if stored is None:
+            raise StateNotFound(f"{name}: {previous or conversation!r:.100} is not in this session", name)
+        return stored.messages[stored.has_instructions :]
+
+    def _finder(self) -> Callable[[str, str], Item]:
+        """Finds the items that a request refers to, each in the turn that it is part of."""
+        texts_of: set[str] = set()
+
+        def find(id: str, where: str) -> Item:
+            kind, _, rest = id.partition("_")
+            call_id, _, index = rest.partition("_")
+            stored = self.history.turn(call_id)
+            if stored is not None:
+                *_, turn = stored.messages
+                calls = turn.get("tool_calls") or ()
+                match kind:
+                    case "rs":
+                        return {
+                            **_reasoning_item(id),
+                            "content": [_reasoning_part(turn.get("reasoning_content") or "")],
+                        }
+                    case "msg":  # streamed text around calls is several items; the first one stands for all of it
+                        text = "" if call_id in texts_of else str(turn["content"] or "")
+                        texts_of.add(call_id)
+                        return {**_message_item(id), "content": text}
+                    case "fc" | "ctc" if index.isdecimal() and int(index) < len(calls):
+                        call = calls[int(index)]
+                        return {**_call_item(id, call["id"], call["function"]["name"]), **call["function"]}
+            raise StateNotFound(f"{where}: item {id!r:.100} is not in this session", where)
+
+        return find
+
     def parse_settings(self, body: Mapping[str, Any], messages: Sequence[Message]) -> TurnRequest:
-        tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(fields.objects(body.get("tools"), "tools"))]
+        sent_tools = fields.objects(body.get("tools"), "tools")
+        tools, origins, ignored = parse_tools(sent_tools)
         text, include = body.get("text"), body.get("include")
         top = fields.integer(body, "top_logprobs", 0, 20) or 0
         instruction = format_instruction(text.get("format") if isinstance(text, Mapping) else None, "text.format")
         return TurnRequest(
             messages,
-            fields.openai_sampling(self.defaults, body, "max_output_tokens", top_logprobs=top),
+            sampling(self.defaults, body, _LIMITS, self.tokenizer.size, top_logprobs=top),
             tools=tools,
+            stop=fields.openai_stop(body),
             stream=fields.flag(body, "stream"),
             logprobs=isinstance(include, list) and _LOGPROBS in include,
             top_logprobs=top,
             model=fields.model(body),
+            seed=fields.integer(body, "seed"),
             options=TurnOptions.from_openai(body, tools, self.grammar, instruction),
+            ignored={**ignored_options(text, "text", "format"), **ignored},
+            tool_origins=origins,
+            echo={
+                **{name: body.get(name) for name in _ECHOED.split()},
+                "tools": [_sent_tool(tool) for tool in sent_tools],
+            },
         )
 
     def render(self, request: TurnRequest, call_id: str, turns: Sequence[Turn]) -> dict[str, Any]:
@@ -85,130 +150,63 @@ class Responses(Dialect):
             part = _text_part(turn.text, _logprobs(self.tokenizer, request, turn))
             output.append({**_message_item(f"msg_{call_id}_0"), "status": _status(turn), "content": [part]})
         for index, call in enumerate(turn.calls):
-            arguments = call["function"]["arguments"]
-            item = _call_item(f"fc_{call_id}_{index}", call["id"], call["function"]["name"])
-            output.append({**item, "status": "completed", "arguments": arguments})
-        return {**_head(request, call_id), **_result(self.tokenizer, turn), "output": output}
+            item = _open_call(request, f"{call_id}_{index}", call["id"], call["function"]["name"])
+            output.append(_finish_call(item, call["function"]["arguments"]))
+        more = fields.token_fields(turn) if request.return_token_ids else {}
+        return {**_head(request, call_id), **_result(self.tokenizer, turn), "output": output, **more}
 
     def stream(self, request: TurnRequest, call_id: str) -> StreamWriter:
         return _Stream(self.tokenizer, request, call_id)
 
 
-# -- requests -------------------------------------------------------------------------------------------------------
-
-
-class _TurnItems:
-    """Consecutive items of the policy, combined into messages: one for each turn."""
-
-    def __init__(self) -> None:
-        self._messages: list[dict[str, Any]] = []
-        self._last = ""
-
-    def add(self, item: Mapping[str, Any], where: str) -> bool:
-        """Add an item; False if it is not the policy's."""
-        kind = _kind(item)
-        if kind == "message" and item.get("role") == "assistant":
-            # Two texts in a row are two turns: a turn has its text in one piece, or around its calls.
-            message = self._message(new=self._last == "message")
-            message["content"] += "".join(_texts(item.get("content"), f"{where}.content"))
-        elif kind == "function_call":
-            arguments = fields.text(item.get("arguments") or "{}", f"{where}.arguments")
-            call = fields.tool_call(item.get("call_id"), item.get("name"), arguments, where)
-            self._message().setdefault("tool_calls", []).append(call)
-        elif kind == "reasoning":
-            message = self._message(new=self._last in ("message", "function_call"))
-            parts = fields.objects(item.get("content"), f"{where}.content")
-            texts = [fields.text(part.get("text"), f"{where}.content.{index}") for index, part in enumerate(parts)]
-            if any(texts):
-                message["reasoning_content"] = message.get("reasoning_content", "") + "".join(texts)
-        else:
-            return False
-        self._last = kind
-        return True
-
-    def take(self) -> list[Message]:
-        """The messages so far; what follows is another turn."""
-        messages, self._messages, self._last = self._messages, [], ""
-        return list(messages)
-
-    def _message(self, *, new: bool = False) -> dict[str, Any]:
-        if new or not self._messages:
-            self._messages.append({"role": "assistant", "content": ""})
-        return self._messages[-1]
-
-
-def _kind(item: Mapping[str, Any]) -> str:
-    return str(item.get("type") or ("message" if "role" in item else "item_reference"))
-
-
-def _message_of(item: Mapping[str, Any], where: str) -> Message:
-    """The message of an item that is not the policy's."""
-    match _kind(item), item.get("role"):
-        case "message", ("user" | "system" | "developer") as role:
-            content = fields.join_blocks(_texts(item.get("content"), f"{where}.content"))
-            return {"role": "user" if role == "user" else "system", "content": content}
-        case "message", role:
-            expected = "'user', 'assistant', 'system' or 'developer'"
-            raise BadRequest(f"{where}.role: expected {expected}, got {role!r:.60}", f"{where}.role")
-        case "function_call_output", _:
-            output = fields.join_blocks(_texts(item.get("output"), f"{where}.output"))
-            call_id = fields.text(item.get("call_id"), f"{where}.call_id")
-            return {"role": "tool", "tool_call_id": call_id, "content": output}
-        case "item_reference", _:
-            raise BadRequest(f"{where}: items are not stored; send the item itself", where)
-        case kind, _:
-            raise fields.unsupported_content(kind, where)
-
-
-def _texts(content: Any, where: str) -> list[str]:
-    if content is None:
-        raise BadRequest(f"{where}: required", where)
-    if isinstance(content, str):
-        return [content]
-    texts = []
-    for index, part in enumerate(fields.objects(content, where)):
-        kind = part.get("type")
-        if kind != "refusal" and kind not in _TEXT_TYPES:
-            raise fields.unsupported_content(str(kind), f"{where}.{index}")
-        name = "refusal" if kind == "refusal" else "text"
-        texts.append(fields.text(part.get(name), f"{where}.{index}.{name}"))
-    return texts
-
-
-def _tool(tool: Mapping[str, Any], where: str) -> Tool:
-    if tool.get("type") != "function":
-        kind = str(tool.get("type"))
-        raise BadRequest(f"{where}: {kind!r} is not supported: only functions are", f"{where}.type")
-    return fields.function(tool.get("name"), tool.get("description"), tool.get("parameters"), where)
-
-
 # -- responses ------------------------------------------------------------------------------------------------------
 
 
+def _conversation_id(body: Mapping[str, Any]) -> str:
+    value = body.get("conversation")
+    return fields.text((value.get("id") if isinstance(value, dict) else value) or "", "conversation")
+
+
+def _sent_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as the response repeats it."""
+    if tool.get("type") != "function":
+        return dict(tool)
+    return {"description": None, "parameters": None, **tool, "strict": bool(tool.get("strict"))}
+
+
 def _head(request: TurnRequest, call_id: str) -> dict[str, Any]:
+    """A response that is in progress; it repeats what was requested."""
+    sampling = request.sampling
     return {
         "id": f"resp_{call_id}",
         "object": "response",
         "created_at": fields.now(),
+        "completed_at": None,
         "status": "in_progress",
         "background": False,
         "error": None,
         "incomplete_details": None,
-        "instructions": None,
-        "max_output_tokens": request.sampling.max_tokens,
+        "max_output_tokens": sampling.max_tokens,
+        "max_tool_calls": None,
         "metadata": {},
         "model": request.model,
         "output": [],
         "parallel_tool_calls": True,
-        "previous_response_id": None,
-        "store": False,
-        "temperature": request.sampling.temperature,
+        "prompt_cache_key": None,
+        "reasoning": None,
+        "safety_identifier": None,
+        "service_tier": "default",
+        "store": True,
+        "temperature": sampling.temperature,
         "text": {"format": {"type": "text"}},
         "tool_choice": "auto",
-        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools],
-        "top_p": request.sampling.top_p,
+        "top_p": sampling.top_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "top_logprobs": request.top_logprobs,
         "truncation": "disabled",
         "usage": None,
+        **request.echo,
     }
 
 
@@ -219,10 +217,11 @@ def _result(tokenizer: Tokenizer, turn: Turn) -> dict[str, Any]:
         reasoning_tokens = bisect_left(counts, True, key=lambda count: END_THINK in tokenizer.decode(turn.ids[:count]))
     return {
         "status": _status(turn),
+        "completed_at": None if turn.finish == "length" else fields.now(),
         "incomplete_details": {"reason": "max_output_tokens"} if turn.finish == "length" else None,
         "usage": {
             "input_tokens": turn.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": turn.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": turn.sampled_tokens,
             "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
             "total_tokens": turn.prompt_tokens + turn.sampled_tokens,
@@ -257,6 +256,26 @@ def _call_item(id: str, call_id: str, name: str) -> dict[str, Any]:
     return {**item, "status": "in_progress"}
 
 
+def _open_call(request: TurnRequest, id: str, call_id: str, name: str) -> dict[str, Any]:
+    """The item of a call, of the kind that the client described the tool as."""
+    origin = request.tool_origins.get(name)
+    if origin is None:
+        return _call_item(f"fc_{id}", call_id, name)
+    item = {**_call_item(f"fc_{id}", call_id, origin.name)}
+    if origin.is_custom:
+        del item["arguments"]
+        item |= {"id": f"ctc_{id}", "type": "custom_tool_call", "input": ""}
+    return item if origin.namespace is None else {**item, "namespace": origin.namespace}
+
+
+def _finish_call(item: dict[str, Any], arguments: str) -> dict[str, Any]:
+    """The item with its arguments."""
+    if "input" in item:
+        text, is_complete = custom_input(arguments)
+        return {**item, "input": text, "status": "completed" if is_complete else "incomplete"}
+    return {**item, "arguments": arguments, "status": "completed"}  # only complete calls are shown
+
+
 def _reasoning_part(text: str) -> dict[str, Any]:
     return {"type": "reasoning_text", "text": text}
 
@@ -287,8 +306,11 @@ class _Stream(StreamWriter):
         events = b""
         if delta.index is not None:
             if self._open is None or self._place != delta.index:
-                item = _call_item(f"fc_{self._call_id}_{delta.index}", delta.id, delta.name)
+                item = _open_call(self._request, f"{self._call_id}_{delta.index}", delta.id, delta.name)
                 events = self._close("completed") + self._add(item, delta.index)
+            if "input" in (self._open or {}):  # written at its end: its JSON is not what the client expects
+                self._texts.append(delta.arguments)
+                return events
             return events + self._text_delta("response.function_call_arguments", delta.arguments)
         if delta.reasoning:
             if self._open is None or self._place != _REASONING:
@@ -309,6 +331,8 @@ class _Stream(StreamWriter):
             events = self._close("completed") + self._add_message()
         events += self._close(_status(turn))
         self._response.update(_result(self._tokenizer, turn), output=self._done)
+        if self.prompts:
+            self._response.update(fields.token_fields(replace(turn, prompt_ids=self.prompts[0])))
         return events + self._event(f"response.{_status(turn)}", response=self._response)
 
     def fail(self, message: str, *, kind: str) -> bytes:
@@ -344,9 +368,14 @@ class _Stream(StreamWriter):
         elif self._place == _TEXT:
             part = _text_part(text, self._logprobs)
             events = self._item_event("response.output_text.done", content_index=0, text=text, logprobs=self._logprobs)
+        elif "input" in item:
+            item = _finish_call(item, text)
+            status, text = item["status"], item["input"]
+            events = self._item_event("response.custom_tool_call_input.delta", delta=text)
+            events += self._item_event("response.custom_tool_call_input.done", input=text)
         else:
-            status = "completed"  # only complete calls are shown
-            item["arguments"] = text
+            item = _finish_call(item, text)
+            status = item["status"]
             events = self._item_event("response.function_call_arguments.done", name=item["name"], arguments=text)
         if self._place in (_REASONING, _TEXT):
             events += self._item_event("response.content_part.done", content_index=0, part=part)

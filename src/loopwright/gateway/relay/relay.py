@@ -37,13 +37,17 @@ class RelayConfig(FleetSettings):
 class RelayedEngine(Engine):
     """The engine of a worker, at the other end of a link."""
 
-    def __init__(self, link: Link, tokenizer: Tokenizer, version: int) -> None:
+    def __init__(self, link: Link, tokenizer: Tokenizer, version: int, steering: Sequence[str] = ()) -> None:
         super().__init__(EngineConfig(type="relayed"), Path())
-        self.tokenizer, self.version = tokenizer, version
+        self.tokenizer, self.version, self._steering = tokenizer, version, frozenset(map(str, steering))
         self._link, self._numbers = link, count(1)
         self._streams: dict[int, asyncio.Queue[Chunk | Exception]] = {}
         self._commands: dict[int, asyncio.Future[int]] = {}
         self._lost: EngineError | None = None
+
+    @property
+    def steering(self) -> frozenset[str]:
+        return self._steering
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
         if self._lost is not None:
@@ -137,7 +141,8 @@ def _chunk(message: dict[str, Any]) -> Chunk:
     ids, logprobs, version, finish = (message[key] for key in ("ids", "logprobs", "version", "finish"))
     if finish not in _FINISHES or type(version) is not int or not all(type(token) is int for token in ids):
         raise ValueError("not a chunk of tokens")
-    return Chunk(tuple(ids), tuple(logprobs), version, finish, _tops(message.get("tops")))
+    cached = int(message.get("cached_tokens", 0))
+    return Chunk(tuple(ids), tuple(logprobs), version, finish, _tops(message.get("tops")), cached)
 
 
 def _tops(data: Any) -> Tops | None:
@@ -286,7 +291,7 @@ class Relay(Fleet):
             if isinstance(old.engine, RelayedEngine):
                 old.engine.dismiss(f"another worker has connected as {name!r}; give each its own --name")
             self._leave(old, "it has reconnected")
-        engine = RelayedEngine(link, self.tokenizer, announcement["version"])
+        engine = RelayedEngine(link, self.tokenizer, announcement["version"], announcement.get("steering") or ())
         link.send("welcome")
         # Its previous gateway may have paused it.
         link.send("resume", id=0)

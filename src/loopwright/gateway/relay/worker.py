@@ -126,6 +126,7 @@ class RelayWorker:
                 name=self.name,
                 model=f"{config.type}:{getattr(config, 'model', '')}",
                 version=self.engine.version,
+                steering=sorted(self.engine.steering),
                 fingerprint=self._fingerprint,
                 **tokenizer_fields,
             )
@@ -175,6 +176,7 @@ class RelayWorker:
 
     async def _generate(self, link: Link, message: dict[str, Any]) -> None:
         sampling = Sampling.model_validate(message["sampling"])
+        self.engine.check_sampling(sampling)
         async with aclosing(self.engine.generate(message["ids"], sampling, seed=message["seed"])) as stream:
             async for chunk in stream:
                 link.send(
@@ -185,6 +187,7 @@ class RelayWorker:
                     version=chunk.version,
                     finish=chunk.finish,
                     tops=chunk.tops,
+                    **({"cached_tokens": chunk.cached_tokens} if chunk.cached_tokens else {}),
                 )
 
     async def _do(self, link: Link, message: dict[str, Any]) -> None:

@@ -138,7 +138,7 @@ class RequestObserver:
         turn_request, call = request[CALL]
         session = call.owner.session
         entry |= {
-            "dialect": call.dialect,
+            "dialect": call.record.dialect,
             "call": call.id,
             "streamed": call.streamed,
             "prompt_tokens": call.drafts[0].prompt_tokens,

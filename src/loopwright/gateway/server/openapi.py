@@ -125,10 +125,19 @@ _OPEN_SESSION = _object("id key status openai_base_url anthropic_base_url", id=_
 _ENGINES = _object("version", version={"type": "integer"})
 _MODELS = _object("data", data=_LIST)
 
+_TOKENIZE = Route(
+    "The ids of a text, or of the prompt for messages",
+    _SESSION,
+    _object("count tokens", count={"type": "integer"}),
+    _object("prompt", prompt=_TEXT, return_token_strs=_FLAG),
+    (400, 401, 404, 413, 500, 503),
+)
+
 _ROUTES: dict[str, Route] = {
     "GET /healthz": Route("Health of engine and store", _NONE, _object("status version failing"), None, (503,)),
     "GET /metrics": Route("Metrics for Prometheus", _OPTIONAL_TOKEN, _TEXT, None, (401,), content_type="text/plain"),
     "GET /openapi.json": Route("This description", _NONE, _object("openapi paths")),
+    "GET /sessions": Route("The sessions that the gateway has open", _TOKEN, _object("sessions"), None, (401, 503)),
     "POST /sessions": Route(
         "Open a session",
         _OPTIONAL_TOKEN,
@@ -178,6 +187,23 @@ _ROUTES: dict[str, Route] = {
         "A model; any name is accepted", _SESSION, _object("id"), None, (401, 404, 503)
     ),
     "GET /{id}/models": Route("The models", _SESSION, _MODELS, None, (401, 404, 503)),
+    "POST /{id}/v1/conversations": Route(
+        "Open a conversation for OpenAI's Responses",
+        _SESSION,
+        _object("id object created_at metadata", id=_TEXT),
+        _object("", metadata=_OBJECT),
+        (400, 401, 404, 409, 413, 503),
+        needs_body=False,
+    ),
+    "POST /{id}/tokenize": _TOKENIZE,
+    "POST /{id}/v1/tokenize": _TOKENIZE,
+    "POST /{id}/v1/responses/input_tokens": Route(
+        "Count the tokens of a prompt: OpenAI's Responses",
+        _SESSION,
+        _object("object input_tokens", input_tokens={"type": "integer"}),
+        _DIALECTS["v1/responses"].request,
+        (400, 401, 404, 413, 500, 503),
+    ),
 }
 
 

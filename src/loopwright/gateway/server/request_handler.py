@@ -7,7 +7,9 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import orjson
 from aiohttp import web
@@ -16,6 +18,7 @@ from loopwright.engines.base import Sampling
 from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest, parse_object
 from loopwright.gateway.dialects.chat import ChatCompletions
 from loopwright.gateway.dialects.completions import Completions
+from loopwright.gateway.dialects.fields import BadRequest, text
 from loopwright.gateway.dialects.messages import Messages, models_response
 from loopwright.gateway.dialects.responses import Responses
 from loopwright.gateway.refusal import Refusal, refusal_of
@@ -39,6 +42,8 @@ ROUTES: dict[str, type[Dialect]] = {
 """The path below `/{session}` and its dialect; the same dialect serves `count_tokens` below that path."""
 _CLIENT_LEFT = 499
 """The status of a request whose client left before the response."""
+_MAX_NAMES, _MAX_NAME = 32, 80
+"""How many ignored fields a header names, and how many characters of each."""
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -61,6 +66,10 @@ class RequestHandler:
         for path in ROUTES:
             app.router.add_route("POST", f"/{{id}}/{path}", self._turn_handler(path))
             app.router.add_route("POST", f"/{{id}}/{path}/count_tokens", self._count_handler(path))
+        app.router.add_route("POST", "/{id}/v1/responses/input_tokens", self._count_handler("v1/responses"))
+        app.router.add_route("POST", "/{id}/v1/conversations", self._open_conversation)
+        for path in ("/{id}/tokenize", "/{id}/v1/tokenize"):
+            app.router.add_route("POST", path, self._tokenize)
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -126,7 +135,7 @@ class RequestHandler:
 
     def _dialect(self, session: ServedSession, path: str) -> Dialect:
         tokenizer, template = session.session.engine.tokenizer, session.session.template
-        dialect = session.dialects[path] = ROUTES[path](tokenizer, session.config.defaults, template.grammar)
+        dialect = session.dialects[path] = ROUTES[path](tokenizer, session.config.defaults, template.grammar, session)
         return dialect
 
     def _turn_handler(self, path: str) -> Handler:
@@ -136,8 +145,10 @@ class RequestHandler:
             if session.status != "open":
                 raise session.refusal()
             dialect = session.dialects.get(path) or self._dialect(session, path)
-            body, digest = dialect.bodies.read(data)
-            turn_request = dialect.parse(body)
+            content, digest = dialect.bodies.read(data)
+            turn_request = dialect.parse(content)
+            if branch := request.headers.get("x-loopwright-branch") or request.headers.get("thread-id"):
+                turn_request = replace(turn_request, branch=branch[:_MAX_NAME])
             retries = request.headers.get("x-stainless-retry-count", "0")
             is_retry = retries.isdecimal() and int(retries[:9]) > 0
             call = session.call(dialect.name, turn_request, digest, is_retry=is_retry)
@@ -146,7 +157,11 @@ class RequestHandler:
             try:
                 if turn_request.stream:
                     return await self._stream(request, dialect, turn_request, call)
-                return json_response(dialect.render(turn_request, call.id, await call.result()))
+                turns = await call.result()
+                if turn_request.return_token_ids:
+                    turns = [replace(turn, prompt_ids=ids) for turn, ids in zip(turns, call.prompts(), strict=True)]
+                body = dialect.render(turn_request, call.id, turns)
+                return json_response(body, headers=_notice(call) if call.record.ignored else None)
             finally:
                 call.leave()
 
@@ -157,16 +172,49 @@ class RequestHandler:
             session = self.session(request)
             dialect = session.dialects.get(path) or self._dialect(session, path)
             turn_request = dialect.parse(parse_object(await request.read()))
-            tokens = session.session.count(turn_request.messages, turn_request.tools, turn_request.options)
-            return json_response({"input_tokens": tokens})
+            tools, options = turn_request.tools, turn_request.options
+            tokens = sum(session.session.count(each, tools, options) for each in turn_request.conversations)
+            kind = {"object": "response.input_tokens"} if dialect.name == Responses.name else {}
+            return json_response({**kind, "input_tokens": tokens})
 
         return handle_count
+
+    async def _open_conversation(self, request: web.Request) -> web.StreamResponse:
+        """Open a conversation for `responses`; each response in it continues the one before."""
+        session = self.session(request)
+        if session.status != "open":
+            raise session.refusal()
+        body = parse_object(await request.read(), allow_empty=True)
+        if body.get("items"):
+            raise BadRequest("items: a conversation starts empty; send them with its first response", "items")
+        if not isinstance(metadata := body.get("metadata") or {}, dict):
+            raise BadRequest("metadata: expected an object", "metadata")
+        head = {"id": session.open_conversation(), "object": "conversation", "created_at": int(time.time())}
+        return json_response({**head, "metadata": metadata})
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        """The ids of a text, or of the prompt for some messages, as vLLM's route of that name returns them."""
+        session = self.session(request)
+        body = parse_object(await request.read())
+        tokenizer = session.session.engine.tokenizer
+        if "messages" in body:
+            path = "v1/chat/completions"
+            turn_request = (session.dialects.get(path) or self._dialect(session, path)).parse(body)
+            ids = session.session.preview(turn_request.messages, turn_request.tools, turn_request.options)
+        else:
+            ids = session.session.template.plain(text(body.get("prompt"), "prompt"))
+        pieces = {"token_strs": tokenizer.pieces(ids)} if body.get("return_token_strs") else {}
+        return json_response({"count": len(ids), "tokens": ids, **pieces})
 
     async def _stream(
         self, request: web.Request, dialect: Dialect, turn_request: TurnRequest, call: SessionCall
     ) -> web.StreamResponse:
         """Send deltas as they are sampled. A failure before the first one becomes an error response."""
-        stream = _EventStream(request, dialect.stream(turn_request, call.id), self._config.write_s)
+        writer = dialect.stream(turn_request, call.id)
+        if turn_request.return_token_ids:
+            writer.prompts = call.prompts()
+        notice = _notice(call) if call.record.ignored else {}
+        stream = _EventStream(request, writer, self._config.write_s, notice)
         try:
             async with aclosing(call.follow(self._config.keepalive_s)) as follow:
                 async for deltas in follow:
@@ -208,9 +256,9 @@ class _EventStream:
     One timer serves the whole stream, because a stream has many deltas.
     """
 
-    def __init__(self, request: web.Request, writer: StreamWriter, limit_s: float) -> None:
+    def __init__(self, request: web.Request, writer: StreamWriter, limit_s: float, notice: Mapping[str, str]) -> None:
         self._request, self.writer, self._limit_s = request, writer, limit_s
-        self.response = web.StreamResponse(headers=_STREAM_HEADERS)
+        self.response = web.StreamResponse(headers={**_STREAM_HEADERS, **notice})
         self._loop = asyncio.get_running_loop()
         self._writing_since: float | None = None
         self._timer = self._loop.call_later(limit_s, self._check)
@@ -250,6 +298,13 @@ def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | Non
     except TypeError:  # an integer of more than 64 bits, in the arguments of a call
         body = json.dumps(data).encode()
     return web.Response(body=body, status=status, headers={"content-type": "application/json", **(headers or {})})
+
+
+def _notice(call: SessionCall) -> dict[str, str]:
+    """The header that names the ignored fields."""
+    names = [quote(name[:_MAX_NAME], safe="._-[]") for name in call.record.ignored]
+    rest = [f"and {len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
+    return {"x-loopwright-ignored": ", ".join([*names[:_MAX_NAMES], *rest])}
 
 
 def _key(request: web.Request) -> str:

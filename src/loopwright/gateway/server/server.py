@@ -38,6 +38,7 @@ class Server:
         self._operations = Operations(gateway, handler.observer, handler.is_admin)
         self._operations.mount(app)
         add = app.router.add_route
+        add("GET", "/sessions", self._list)
         add("POST", "/sessions", self._open)
         add("POST", "/sessions/{id}", self._open)
         add("GET", "/sessions/{id}", self.show)
@@ -84,6 +85,11 @@ class Server:
             key, message = next(explain(error, SessionConfig))
             raise Refusal(400, "invalid", f"{key}: {message}" if key else message, param=key, retry=False) from error
         return json_response((await self._gateway.open(id, config)).as_json())
+
+    async def _list(self, request: web.Request) -> web.StreamResponse:
+        if not self._handler.is_admin(request):
+            raise Refusal(401, "authentication", "this needs the gateway's token (--token-file)", retry=False)
+        return json_response({"sessions": [each.summary() for each in self._gateway.sessions.values()]})
 
     async def show(self, request: web.Request) -> web.StreamResponse:
         """Describe a session."""

@@ -5,20 +5,50 @@ when the last one leaves, sampling stops. A retry of the same request joins the 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from loopwright.gateway.sessions.exactness import Exactness
 from loopwright.gateway.sessions.store import INTENT, RESULT, Statement, node_statement
 from loopwright.gateway.sessions.turn import Delta, Draft, Turn
+from loopwright.gateway.sessions.turn_options import TurnOptions
 
 if TYPE_CHECKING:
     from loopwright.gateway.sessions.served_session import ServedSession
 
+_STORED = ("ignored", "branch", "conversation", "has_instructions")
 ChoiceDelta = tuple[int, Delta]
 """The index of a choice, and its next delta."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """What is recorded of a request besides its messages."""
+
+    dialect: str = ""
+    ignored: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that had no effect, with their values."""
+    branch: str = ""
+    """The client's name for the conversation."""
+    conversation: str = ""
+    """The id of the conversation that the client opened for it."""
+    has_instructions: bool = False
+    """Whether the first message was for this turn only."""
+
+    def as_json(self, options: TurnOptions) -> str:
+        """The options of a turn with this record, for the store; the dialect has a column of its own."""
+        data = {name: value for name in _STORED if (value := getattr(self, name))}
+        stored = options.as_json()
+        return stored if not data else orjson.dumps({**orjson.loads(stored), "request": data}).decode()
+
+    @classmethod
+    def from_json(cls, dialect: str, stored: str) -> "CallRecord":
+        """What `as_json` wrote."""
+        return cls(dialect, **orjson.loads(stored).get("request", {}))
 
 
 @dataclass(eq=False)
@@ -28,7 +58,7 @@ class SessionCall:
     owner: "ServedSession"
     id: str
     digest: bytes
-    dialect: str
+    record: CallRecord
     drafts: Sequence[Draft]
     streamed: bool
     deltas: list[ChoiceDelta] = field(default_factory=list)
@@ -85,6 +115,10 @@ class SessionCall:
         self._abandon()
         async with self._lock:
             pass
+
+    def prompts(self) -> list[tuple[int, ...]]:
+        """The ids that the engine was given for each choice."""
+        return [self.owner.session.prompt_ids(draft) for draft in self.drafts]
 
     async def result(self) -> Sequence[Turn]:
         """The turns, once they are committed."""
@@ -203,9 +237,9 @@ class SessionCall:
         statements: list[Statement] = []
         for choice, draft in enumerate(self.drafts):
             verdict = draft.verdict
-            call = (owner.id, draft.node, self.id, choice, self.digest, self.dialect)
+            call = (owner.id, draft.node, self.id, choice, self.digest, self.record.dialect)
             prompt = (draft.sampling.model_dump_json(), draft.seed, now, verdict.kind, verdict.reason, verdict.token)
-            statements.append((INTENT, (*call, *prompt, draft.options.as_json())))
+            statements.append((INTENT, (*call, *prompt, self.record.as_json(draft.options))))
         return statements
 
     def _results(self) -> list[Statement]:

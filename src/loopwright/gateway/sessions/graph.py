@@ -250,6 +250,14 @@ class Graph:
         if role == "assistant":
             self._by_key.setdefault((parent, (role, text, calls, _ANY)), []).append(number)
 
+    def conversation(self, number: int) -> tuple[list[Message], list[Tool]]:
+        """The messages up to a node, and the tools that they were sent with."""
+        path = self._path(number)
+        messages = [self.nodes[each].message for each in path]
+        context_json = self.keys[path[0]][2].removeprefix(key_of(messages[0])[2])
+        context, _ = json.JSONDecoder().raw_decode(context_json or "[]")
+        return messages, context if isinstance(context, list) else []
+
     def release(self) -> None:
         """Keep only the nodes, and free what is needed to find them and to add more."""
         self.keys, self._by_key, self._children, self._context_json = {}, {}, {}, (([], {}), "")

@@ -102,6 +102,8 @@ def template_of(name: str, tokenizer: Tokenizer) -> ChatTemplate:
 class ModelTemplate(ChatTemplate):
     """A Jinja template from the model's files. Each session has its own."""
 
+    takes_kwargs = True
+
     def __init__(self, tokenizer: Tokenizer, source: ChatTemplateSource) -> None:
         if tokenizer not in _facts:
             _facts[tokenizer] = _Facts(tokenizer, source)

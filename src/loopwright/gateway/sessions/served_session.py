@@ -16,9 +16,9 @@ from loopwright.core.episode import Episode
 from loopwright.core.errors import StorageError
 from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Engine, Reasoning, Sampling
-from loopwright.gateway.dialects.base import Dialect, TurnRequest
+from loopwright.gateway.dialects.base import Dialect, StoredConversation, TurnRequest
 from loopwright.gateway.refusal import Refusal
-from loopwright.gateway.sessions.call import SessionCall
+from loopwright.gateway.sessions.call import CallRecord, SessionCall
 from loopwright.gateway.sessions.exactness import Exactness, Verdict
 from loopwright.gateway.sessions.session import Session, SessionLimits
 from loopwright.gateway.sessions.session_config import SessionConfig
@@ -42,6 +42,7 @@ _MAX_RESTORED_CALLS = 8
 _MAX_WAITING = 256
 """Calls that may wait for a slot."""
 _ROW_FIELDS = ("prompt_ids", "response_ids", "response_mask", "logprobs", "versions")
+_NO_RECORD = CallRecord()
 _LOST = Verdict(Exactness.BROKEN, "the gateway stopped before this turn ended: what was sampled is unknown")
 
 
@@ -103,8 +104,13 @@ class ServedSession:
         self._running: set[SessionCall] = set()
         self.unsaved: set[SessionCall] = set()
         """Calls of which the store may lack something."""
-        self._dialect_names: dict[int, str] = {}
-        self._pinned: tuple[Sampling | None, tuple[str, ...], Sampling] = (None, (), config.defaults)
+        self._records: dict[int, CallRecord] = {}
+        self._nodes: dict[str, int] = {}
+        """The first turn of each call."""
+        self._conversations: dict[str, list[int]] = {}
+        """The turns of each conversation that the client opened."""
+        self._pinned: tuple[Sampling | None, tuple[str, ...], Sampling, Mapping[str, str]]
+        self._pinned = None, (), config.defaults, {}
         self.dialects: dict[str, Dialect] = {}
         """The dialects that its agent uses, by path."""
         self._saved_nodes, self._saved_status = 1, ""
@@ -140,35 +146,75 @@ class ServedSession:
         self._used_at = now
         if call is not None:
             return call
-        requested, stop, sampling = self._pinned  # mostly the same as in the call before
+        requested, stop, sampling, overridden = self._pinned  # mostly the same as in the call before
         if request.sampling is not requested or request.stop != stop:
             sampling = self.config.pin(request.sampling, request.stop)
-            self._pinned = request.sampling, request.stop, sampling
-        drafts: list[Draft] = []
-        for choice in range(request.n):
-            draft = self.session.draft(
-                request.messages,
-                request.tools,
-                sampling=sampling,
-                seed=None if request.seed is None else f"{request.seed}:{choice}",
-                options=request.options,
-                choices=request.n - choice,
-            )
-            drafts.append(draft)
-            draft.verdict = self.session.verdicts[draft.node] = drafts[0].verdict  # choices share their prompt
+            overridden = dict.fromkeys(self.config.overridden(request.sampling), "pinned by the session")
+            self._pinned = request.sampling, request.stop, sampling, overridden
+        drafts = self._drafts(request, sampling)
         call_id = f"{self._call_prefix}{next(self._call_numbers):x}"
-        call = SessionCall(self, call_id, digest, dialect, drafts, request.stream)
+        ignored = {**request.ignored, **overridden}
+        record = CallRecord(dialect, ignored, request.branch, request.conversation, request.has_instructions)
+        call = SessionCall(self, call_id, digest, record, drafts, request.stream)
         if self.store is not None:
             self.unsaved.add(call)
         self._add_call(call)
         return call
 
+    def _drafts(self, request: TurnRequest, sampling: Sampling) -> list[Draft]:
+        """A draft for each choice of each conversation."""
+        drafts: list[Draft] = []
+        conversations = request.conversations
+        total = request.n * len(conversations)
+        for choice in range(total):
+            conversation, index = divmod(choice, request.n)
+            draft = self.session.draft(
+                conversations[conversation],
+                request.tools,
+                sampling=sampling,
+                seed=None if request.seed is None else f"{request.seed}:{choice}",
+                options=request.options,
+                choices=total - choice,
+            )
+            drafts.append(draft)
+            first = drafts[choice - index]  # choices share their prompt
+            draft.verdict = self.session.verdicts[draft.node] = first.verdict
+        return drafts
+
     def _add_call(self, call: SessionCall) -> None:
         self._calls[call.digest] = call
-        for draft in call.drafts:
-            self._dialect_names[draft.node] = call.dialect
+        self._nodes[call.id] = call.drafts[0].node
+        self._records |= dict.fromkeys((draft.node for draft in call.drafts), call.record)
+        if call.record.conversation:
+            self._conversations.setdefault(call.record.conversation, []).append(call.drafts[0].node)
         while len(self._calls) > _MAX_CALLS:
             self._calls.popitem(last=False)
+
+    # -- what requests refer to ---------------------------------------------------------------------------------
+
+    def turn(self, call_id: str) -> StoredConversation | None:
+        """The conversation up to the turn of a finished call."""
+        node = self._nodes.get(call_id)
+        return None if node is None else self._conversation_at(node)
+
+    def conversation(self, id: str) -> StoredConversation | None:
+        """A conversation that the client opened, up to its last finished turn."""
+        if (nodes := self._conversations.get(id)) is None:
+            return None
+        found = (self._conversation_at(node) for node in reversed(nodes))
+        return next((each for each in found if each is not None), StoredConversation(()))
+
+    def open_conversation(self) -> str:
+        """The id of a new conversation."""
+        id = f"conv_{secrets.token_hex(16)}"
+        self._conversations[id] = []
+        return id
+
+    def _conversation_at(self, node: int) -> StoredConversation | None:
+        graph = self.session.graph
+        if graph.nodes[node].finish not in ("stop", "length"):
+            return None
+        return StoredConversation(*graph.conversation(node), self._records[node].has_instructions)
 
     @asynccontextmanager
     async def slot(self, call: SessionCall) -> AsyncIterator[None]:
@@ -309,11 +355,25 @@ class ServedSession:
         """Everything that was recorded, without a reward."""
         return self.session.episode(self.config.task_of(self.id), self.outcome, reason=self.reason)
 
+    def summary(self) -> dict[str, Any]:
+        """The session in a list: no content, and no key."""
+        return {
+            "id": self.id,
+            "run": self.config.run,
+            "trial": self.config.trial,
+            "status": self.status,
+            "running": len(self._running),
+            "turns": len(self.session.verdicts),
+            "sampled_tokens": sum(node.sampled for node in self.session.graph.nodes),
+            "opened_at": self.opened_at,
+            "closed_at": self.closed_at,
+        }
+
     def describe(self) -> dict[str, Any]:
         """The session for its owner: the graph, rows for training, and a verdict per turn."""
         episode, verdicts, nodes = self.episode(), self.session.verdicts, self.session.graph.nodes
         counts = {str(kind): sum(verdict.kind == kind for verdict in verdicts.values()) for kind in Exactness}
-        running = len(self._running)
+        running, records = len(self._running), self._records
         return {
             "id": self.id,
             "run": self.config.run,
@@ -328,7 +388,9 @@ class ServedSession:
             "turns": [
                 {
                     "node": number,
-                    "dialect": self._dialect_names.get(number, ""),
+                    "dialect": records.get(number, _NO_RECORD).dialect,
+                    "branch": records.get(number, _NO_RECORD).branch,
+                    "ignored": records.get(number, _NO_RECORD).ignored,
                     "verdict": verdict.kind,
                     "reason": verdict.reason,
                     "token": verdict.token,
@@ -379,7 +441,10 @@ class ServedSession:
         self._saved_nodes = len(self.session.graph.nodes)
         calls: dict[str, list[Any]] = {}
         for each in rows:
-            self._dialect_names[each[0]] = each[4]
+            record = self._records[each[0]] = CallRecord.from_json(each[4], each[7])
+            self._nodes.setdefault(each[1], each[0])
+            if record.conversation:
+                self._conversations.setdefault(record.conversation, []).append(each[0])
             if each[0] not in lost_nodes:
                 calls.setdefault(each[1], []).append(each)
         for id, choices in list(calls.items())[-_MAX_RESTORED_CALLS:]:
@@ -387,7 +452,7 @@ class ServedSession:
             for node, _, _, _, _, sampling_json, seed, options_json, *_ in choices:
                 sampling, options = Sampling.model_validate_json(sampling_json), TurnOptions.from_json(options_json)
                 drafts.append(self.session.restore_draft(node, sampling, seed, prompts[node], options))
-            call = SessionCall(self, id, choices[0][3], choices[0][4], drafts, True)
+            call = SessionCall(self, id, choices[0][3], self._records[choices[0][0]], drafts, True)
             if all(map(self.session.is_done, drafts)):
                 call.turns = [self.session.result(draft) for draft in drafts]
             self._add_call(call)

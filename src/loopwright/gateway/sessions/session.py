@@ -11,6 +11,7 @@ from loopwright.core.errors import LoopwrightError
 from loopwright.core.outcome import FAULT_OF, Fault, Outcome
 from loopwright.core.task import Message, Task
 from loopwright.engines.base import BadSampling, Chunk, ContextFull, Engine, EngineError, Reasoning, Sampling
+from loopwright.gateway.dialects.fields import BadRequest
 from loopwright.gateway.sessions.exactness import Exactness, Verdict
 from loopwright.gateway.sessions.graph import RAW, Graph, Key, copy_message
 from loopwright.gateway.sessions.model_template import template_of
@@ -107,8 +108,12 @@ class Session:
                 raise BudgetSpent(f"all {limit} turns are used up")
             raise BudgetSpent(f"{self._turns} of {limit} turns are used up; {choices} more were requested")
         sampling = sampling or self.sampling
+        self.engine.check_sampling(sampling)
         if self.limits.tokens is not None:
             sampling = self._fit_budget(sampling, sampling.max_tokens, choices)
+        if options.chat_template_kwargs and not self.template.takes_kwargs:
+            name = "chat_template_kwargs"
+            raise BadRequest(f"{name}: this model's prompts are not rendered with a Jinja template; leave it out", name)
         if not tools:  # there is nothing to call
             options = replace(options, parse_tool_calls=False)
         place = self.graph.place(messages, tools, self._with_thinking(messages, options))
@@ -180,14 +185,16 @@ class Session:
     async def _generate(self, draft: Draft, parser: TurnParser | None, on_delta: OnDelta | None) -> str:
         """Sample until the turn ends, and return why it did. After a pause, sampling continues with a new span."""
         clock, sampling = asyncio.get_running_loop().time, draft.sampling
-        while (remaining := draft.remaining) > 0:
+        while draft.remaining > 0:
             chunk: Chunk | None = None
-            rest = sampling.model_copy(update={"max_tokens": remaining}) if draft.ids else sampling
+            rest = sampling.after(len(draft.ids)) if draft.ids else sampling
             # Prompts are long, and most turns are never paused: copied only if necessary.
             ids = draft.prompt + array("q", draft.ids) if draft.ids else draft.prompt
             async with aclosing(self.engine.generate(ids, rest, seed=draft.seed)) as stream:
                 async for chunk in stream:
                     check_chunk(chunk)
+                    if not draft.ids:
+                        draft.cached_tokens = chunk.cached_tokens
                     count = len(chunk.ids)
                     if parser is not None:
                         count = _feed(parser, on_delta, chunk.ids, chunk.logprobs, chunk.tops)
@@ -204,9 +211,15 @@ class Session:
 
     def count(self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: TurnOptions = PLAIN) -> int:
         """How many tokens the prompt of a turn after these messages would have."""
+        return len(self.preview(messages, tools, options))
+
+    def preview(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: TurnOptions = PLAIN
+    ) -> list[int]:
+        """The prompt that a turn after these messages would have in a session of its own."""
         graph = Graph(self.template, forks=self._forks)
         place = graph.place(messages, tools, self._with_thinking(messages, options))
-        return len(graph.ids(place.node)) + len(place.opening)
+        return [*graph.ids(place.node), *place.opening]
 
     def _with_thinking(self, messages: Sequence[Message], options: TurnOptions) -> TurnOptions:
         """With a prefill that starts reasoning, if the model needs it and the turn has no other prefill."""
@@ -248,6 +261,10 @@ class Session:
         raw = self.graph.nodes[draft.parent].message.get("role") == RAW
         stop, options = draft.sampling.stop, draft.options
         return self.template.parser(call_id=f"call_{draft.node}", stop=stop, raw=raw, options=options)
+
+    def prompt_ids(self, draft: Draft) -> tuple[int, ...]:
+        """The ids that the engine was given for a turn."""
+        return (*self.graph.ids(draft.parent), *draft.opening)
 
     def restore(self, nodes: Sequence[tuple[Node, Key | None]], verdicts: Mapping[int, Verdict]) -> None:
         """Continue from what was recorded: nodes, with the keys of those that can be found again."""
@@ -318,6 +335,7 @@ def _turn(draft: Draft, parser: TurnParser, finish: str) -> Turn:
         parser.stopped_by,
         None if draft.tops is None else tuple(draft.tops),
         parser.hidden,
+        draft.cached_tokens,
     )
 
 

@@ -87,3 +87,8 @@ class SessionConfig(Config):
         if "max_tokens" in pins:
             pins["max_tokens"] = min(pins["max_tokens"], requested.max_tokens)
         return requested.model_copy(update={**pins, "stop": (*pins.get("stop", ()), *stop)})
+
+    def overridden(self, requested: Sampling) -> list[str]:
+        """The parameters of a request that are pinned to other values; it may always ask for fewer tokens."""
+        pins = self.sampling.model_fields_set - {"max_tokens", "stop", "top_logprobs"}
+        return sorted(name for name in pins if getattr(requested, name) != getattr(self.sampling, name))

@@ -67,6 +67,8 @@ class ChatTemplate(ABC):
 
     grammar: Grammar
     """How it writes tool calls."""
+    takes_kwargs = False
+    """Whether it uses a request's `chat_template_kwargs`."""
     _tokenizer: Tokenizer
     _ends: frozenset[int]
     """The special tokens that end a turn."""

@@ -57,6 +57,10 @@ class Turn:
     """The most likely tokens at each position, if the engine was asked for them."""
     hidden: tuple[int, int] = (0, 0)
     """Characters of reasoning and of text that the client wrote itself."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that the engine did not have to compute."""
+    prompt_ids: tuple[int, ...] = ()
+    """What the engine was given, for clients that ask for it."""
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
@@ -96,6 +100,8 @@ class Draft:
     logprobs: list[float] = field(default_factory=list)
     tops: list[tuple[tuple[int, float], ...]] | None = None
     """The most likely tokens at each position; not stored."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that the engine did not have to compute; not stored."""
     spans: list[Span] = field(default_factory=list)
 
     @property

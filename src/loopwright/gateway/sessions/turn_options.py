@@ -78,7 +78,7 @@ class TurnOptions:
                 if not tools:
                     raise BadRequest("tool_choice: there are no tools to choose from", "tool_choice")
                 prefill = grammar.opening(tools[0]["function"]["name"] if len(tools) == 1 else None)
-            case "function" | "tool":
+            case "function" | "tool" | "custom":
                 if non_empty_text(name, "tool_choice.name") not in [tool["function"]["name"] for tool in tools]:
                     raise BadRequest(f"tool_choice.name: no tool {name!r:.60} in `tools`", "tool_choice.name")
                 prefill = grammar.opening(name)

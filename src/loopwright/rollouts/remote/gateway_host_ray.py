@@ -37,7 +37,7 @@ class EngineWorker(StreamingWorker):
     async def handle(self, request: tuple[str, tuple[Any, ...]]) -> Any:
         method, args = request
         if method == "about":
-            return self._engine.tokenizer, self._engine.version
+            return self._engine.tokenizer, self._engine.version, self._engine.steering
         await getattr(self._engine, method)(*args)
         return self._engine.version
 
@@ -57,11 +57,16 @@ class ActorEngine(Engine):
         super().__init__(EngineConfig(type="named"), Path())
         self.name = name
         self._handle: Any = None
+        self._steering: frozenset[str] = frozenset()
 
     async def connect(self) -> None:
         """Find the actor, and get its engine's tokenizer and version."""
         self.tokenizer: Tokenizer
-        self.tokenizer, self.version = await self._call("about")
+        self.tokenizer, self.version, self._steering = await self._call("about")
+
+    @property
+    def steering(self) -> frozenset[str]:
+        return self._steering
 
     async def _actor(self) -> Any:
         if self._handle is None:

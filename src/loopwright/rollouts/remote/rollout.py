@@ -12,7 +12,7 @@ from typing import Any
 from loopwright.core.episode import Attempt, Episode
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.engines.base import Sampling
+from loopwright.engines.base import PENALTIES, Sampling
 from loopwright.execution.base import Executor
 from loopwright.execution.sandbox import Sandbox, SandboxInstance
 from loopwright.execution.sandbox.files import remove, run_in_thread
@@ -135,7 +135,7 @@ class RemoteRollout:
         id = f"trial-{'x' if request.trial is None else request.trial}-{secrets.token_hex(6)}"
         # What an agent cannot change: how tokens are drawn, and what the configuration sets.
         sampling = request.merge_sampling(config.sampling)
-        fixed = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        fixed = Sampling().model_dump(include={"temperature", "top_p", "top_k", "min_p", *PENALTIES})
         fixed |= sampling.model_dump(include=sampling.model_fields_set)
         session_config = SessionConfig(  # without the task: everyone with the session's key could read its label
             run=context.run,
