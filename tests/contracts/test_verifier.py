@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from loopwright.execution.sandbox import links, sandbox_of
+from tests.execution.sandbox.fake_docker import has_real_image
 from tests.rollouts.harbor import run_verifier, write
 
 TASKS = Path(__file__).parents[2] / "examples" / "tasks"
@@ -17,11 +18,22 @@ JSON = f"if python3 -c 'import json, sys; sys.exit(json.load(open(\"answer.json\
 EXPECTED = {"tests__expected.txt": "42\n"}
 
 
-@pytest.fixture(params=["none", "bwrap"])
-def sandbox(request):
-    if request.param == "bwrap" and shutil.which("bwrap") is None:
+def available(name):
+    if name == "bwrap" and shutil.which("bwrap") is None:
         pytest.skip("needs bubblewrap")
-    return sandbox_of(request.param)
+    if name == "docker" and not has_real_image():
+        pytest.skip("needs a Docker daemon with its default image")
+    return sandbox_of(name)
+
+
+@pytest.fixture(params=["bwrap", "docker"])
+def isolating(request):
+    return available(request.param)
+
+
+@pytest.fixture(params=["none", "bwrap", "docker"])
+def sandbox(request):
+    return available(request.param)
 
 
 def report(path, home, **given):
@@ -40,13 +52,13 @@ def report(path, home, **given):
         "ln -s /proc/1/root/tests/expected.txt answer.txt",
     ],
 )
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
-def test_a08_a_link_into_the_tests_is_no_answer(tmp_path, trick):
+def test_a08_a_link_into_the_tests_is_no_answer(tmp_path, isolating, trick):
     """Even for tests that need Harbor's own path, so that an agent knows where they will be."""
     path = write(tmp_path / "task", test=HARBOR_DIFF, **EXPECTED)
-    done = report(path, tmp_path, sandbox=sandbox_of("bwrap"), agent=trick)
+    done = report(path, tmp_path, sandbox=isolating, agent=trick)
     assert done["rewards"] == {"reward": 0.0}
-    assert "/app/answer.txt" in done["removed_links"] or "/app/deep/answer.txt" in done["removed_links"]
+    # With Docker, each command has a new /usr, and the link there leads nowhere.
+    assert {*done.get("removed_links", ())} & {"/app/answer.txt", "/app/deep/answer.txt"} or "/usr" in trick
 
 
 def test_a08_without_isolation_a_link_into_the_task_is_no_answer(tmp_path):
@@ -94,15 +106,14 @@ def test_a08_a_link_is_not_a_copy(tmp_path, sandbox, trick):
     assert report(tmp_path / "task", tmp_path, sandbox=sandbox, agent=trick)["rewards"] == {"reward": 0.0}
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
-def test_a08_the_path_of_tests_is_never_the_same(tmp_path):
+def test_a08_the_path_of_tests_is_never_the_same(tmp_path, isolating):
     """Unless they name Harbor's paths, which are there then."""
     show = 'echo "$LOOPWRIGHT_TESTS_DIR $LOOPWRIGHT_VERIFIER_DIR"; ls -d /test? /log?'
     outputs = []
     for number, test in enumerate([show, show, f"{show}; cat /tests/test.sh > /logs/verifier/copy"]):
         home = tmp_path / str(number)
         path = write(home / "task", test=f'{test}\necho 1 > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"')
-        outputs.append(report(path, home, sandbox=sandbox_of("bwrap"))["output"])
+        outputs.append(report(path, home, sandbox=isolating)["output"])
     first, second, named = outputs
     assert first.split()[0] != second.split()[0]
     assert {Path(word).parent.name for word in first.split()[:2]} != {"tests", "logs"}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,13 @@ daemon.connect(sys.argv[1])
 socket.send_fds(daemon, [json.dumps(sys.argv[2:]).encode() + b"\\n"], [1, 2])
 sys.exit(int(daemon.recv(16) or b"125"))
 """
+
+
+def has_real_image():
+    """Whether there is a real daemon with the default image."""
+    if shutil.which("docker") is None:
+        return False
+    return subprocess.run(["docker", "image", "inspect", IMAGE], capture_output=True, check=False).returncode == 0
 
 
 class FakeDocker:

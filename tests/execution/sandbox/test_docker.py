@@ -55,6 +55,7 @@ def test_a_command_is_a_container_without_privileges_or_network(docker, tmp_path
         *("--pids-limit=7", "--memory=1000", "--memory-swap=1000"),
         f"--mount=type=bind,source={harness.workspace},target=/app",
     } <= set(options)
+    assert any(word.startswith("--security-opt=seccomp=") for word in options), "the fake's version is unknown"
     assert removed[:2] == ["rm", "--force"]
     assert run[run.index("--name") + 1] in removed
 

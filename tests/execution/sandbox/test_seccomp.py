@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loopwright.execution.sandbox import SandboxError
-from loopwright.execution.sandbox.seccomp import ABSENT, DENIED, SOCKET_FAMILIES, compile_filter
+from loopwright.execution.sandbox.seccomp import ABSENT, DENIED, SOCKET_FAMILIES, compile_filter, docker_profile
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALLOWED, KILLED = 0x7FFF0000, 0x80000000
@@ -75,6 +75,14 @@ def test_other_tables_of_calls_are_no_way_round():
     """Programs for i386 are killed, and calls by their x32 numbers do not exist."""
     assert verdict("x86_64", 288, architecture=0x40000003) == KILLED
     assert verdict("x86_64", 0x40000000 | 250) == failure(errno.ENOSYS)
+
+
+def test_the_profile_for_docker_is_the_same_filter():
+    rules = docker_profile()["syscalls"]
+    names = {name for rule in rules for name in rule["names"]}
+    assert names == {*DENIED, *ABSENT, "clone", "unshare", "socket"}
+    refused = {arg["value"] for rule in rules if rule["names"] == ["socket"] for arg in rule["args"]}
+    assert refused == {*range(17)} - {*SOCKET_FAMILIES.values()} | {16}, "all below 16, and those greater than 16"
 
 
 def test_an_unknown_architecture_is_refused_with_the_alternative():

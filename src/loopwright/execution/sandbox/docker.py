@@ -6,6 +6,7 @@ removed before the next command starts, the last one with the instance, and thos
 """
 
 import asyncio
+import json
 import os
 import shlex
 import shutil
@@ -34,11 +35,14 @@ from loopwright.execution.sandbox.base import (
 from loopwright.execution.sandbox.bubblewrap import PREFIX, remove_stale
 from loopwright.execution.sandbox.files import remove
 from loopwright.execution.sandbox.network_proxy import NetworkProxy, receive_files
+from loopwright.execution.sandbox.seccomp import docker_profile
 
 IMAGE = "python:3.11-slim"
 _TIMEOUT_S = 120.0
 _CHECK_TIMEOUT_S = 10.0
 _PROXY_TIMEOUT_S = 30.0
+_FILTERS_ALL = 25
+"""The version of Docker whose own filter denies what ours does (io_uring, vsock), and allows only what it knows."""
 _NOT_STARTED = 125
 """The exit code of `docker run` if it created no container."""
 _MACHINE, _OWNER = "loopwright.machine", "loopwright.owner"
@@ -72,6 +76,10 @@ class Docker(Sandbox):
             )
 
     def check(self) -> None:
+        self._server_version()
+
+    def _server_version(self) -> int:
+        """The daemon's major version."""
         if shutil.which("docker") is None:
             raise SandboxError('sandbox = "docker" needs Docker. Install it (https://docs.docker.com), or use "bwrap".')
         try:
@@ -86,6 +94,8 @@ class Docker(Sandbox):
                 f'sandbox = "docker": {done.stderr.strip() or "no error message"}. '
                 'Start the daemon (systemctl start docker), set DOCKER_HOST, or use "bwrap".'
             )
+        major = done.stdout.partition(".")[0]
+        return int(major) if major.isdecimal() else 0
 
     @asynccontextmanager
     async def open(
@@ -96,11 +106,13 @@ class Docker(Sandbox):
         mount_at: str | None = None,
         hide: tuple[Path, ...] = (),
     ) -> AsyncIterator[SandboxInstance]:
-        await asyncio.to_thread(self.check)
+        version = await asyncio.to_thread(self._server_version)
         await asyncio.to_thread(remove_stale_containers)
         await asyncio.to_thread(remove_stale)
         proxy = NetworkProxy(allowed_urls)
         instance = _Instance(workspace, mount_at, proxy, self.bounds, self._readable, self._image, hide)
+        if version < _FILTERS_ALL:
+            instance.use_own_filter()
         try:
             if allowed_urls:
                 await proxy.serve(await asyncio.to_thread(instance.open_listeners))
@@ -136,6 +148,12 @@ class _Instance(SandboxInstance):
         self._name = f"loopwright-{uuid.uuid4().hex}"
         self._containers: list[str] = []
         self._proxy_container: socket.socket | None = None
+        self._filter: tuple[str, ...] = ()
+
+    def use_own_filter(self) -> None:
+        """Replace the daemon's system-call filter by ours."""
+        path = self._write_private("filter.json", [json.dumps(docker_profile())])
+        self._filter = (f"--security-opt=seccomp={path}",)
 
     def path_inside(self, path: Path) -> str:
         return str(PurePosixPath(self._mount_at) / path.absolute().relative_to(self.workspace))
@@ -242,6 +260,7 @@ class _Instance(SandboxInstance):
     def _isolation(self) -> Iterator[str]:
         bounds = self._bounds
         yield from (f"--user={os.getuid()}:{os.getgid()}", "--cap-drop=ALL", "--security-opt=no-new-privileges")
+        yield from self._filter
         yield from ("--ulimit=core=0", f"--label={_MACHINE}={_machine()}", f"--label={_OWNER}={_owner()}")
         if bounds.processes is not None:
             yield f"--pids-limit={bounds.processes}"

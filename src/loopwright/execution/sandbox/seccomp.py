@@ -1,4 +1,4 @@
-"""The system-call filter of a sandbox, compiled to the BPF program that `bwrap --seccomp` loads.
+"""The system-call filter of a sandbox: the BPF program that `bwrap --seccomp` loads, and a profile for older Dockers.
 
 Bubblewrap drops all privileges, so most of these calls would fail anyway. The filter is for those that need none and
 reach what no namespace separates (kernel keys, io_uring, vsock), and for bugs in the others. docs/sandbox.md lists it.
@@ -7,8 +7,8 @@ reach what no namespace separates (kernel keys, io_uring, vsock), and for bugs i
 import errno
 import platform
 import struct
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from loopwright.execution.sandbox.base import SandboxError
 
@@ -130,6 +130,30 @@ def compile_filter(machine: str = platform.machine()) -> bytes:
     program += (_step(_EQUAL, family, if_true=len(families) - index) for index, family in enumerate(families))
     program += (_fail(errno.EAFNOSUPPORT), _step(_RETURN, _ALLOW))
     return b"".join(program)
+
+
+def docker_profile() -> dict[str, Any]:
+    """The same filter as a profile for Docker."""
+
+    def rule(names: Iterable[str], error: int, *conditions: tuple[str, int]) -> dict[str, Any]:
+        # For a mask the second value is what must remain of the argument.
+        args = [{"index": 0, "op": f"SCMP_CMP_{op}", "value": value, "valueTwo": value} for op, value in conditions]
+        return {"names": [*names], "action": "SCMP_ACT_ERRNO", "errnoRet": error, "args": args}
+
+    flags = [1 << bit for bit in range(32) if _NEW_NAMESPACES & 1 << bit]
+    families = SOCKET_FAMILIES.values()
+    others = [family for family in range(max(families)) if family not in families]
+    return {
+        "defaultAction": "SCMP_ACT_ALLOW",
+        "syscalls": [
+            rule(DENIED, errno.EPERM),
+            rule(ABSENT, errno.ENOSYS),
+            *(rule(["clone", "unshare"], errno.EPERM, ("MASKED_EQ", flag)) for flag in flags),
+            rule(["unshare"], errno.EPERM, ("MASKED_EQ", _NEW_TIME)),
+            *(rule(["socket"], errno.EAFNOSUPPORT, ("EQ", family)) for family in others),
+            rule(["socket"], errno.EAFNOSUPPORT, ("GT", max(families))),
+        ],
+    }
 
 
 def _step(code: int, value: int, *, if_true: int = 0, if_false: int = 0) -> bytes:
