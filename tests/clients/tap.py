@@ -51,8 +51,8 @@ def tapping(upstream: str) -> Iterator[tuple[str, list[Exchange]]]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    target = ""
-    log: list[Exchange] = []
+    target: str
+    log: list[Exchange]
 
     def _forward(self) -> None:
         exchange = Exchange(self.command, self.path, self._body())

@@ -95,9 +95,11 @@ def test_a_client_works_and_is_captured_exactly(client, tmp_path, table):
     ):
         session = gateway.open("client")
         process = run(client, tmp_path, address, session)
-        record = gateway.shown(session)
+        record = gateway.describe(session)
     log = tmp_path / "engine.jsonl"
-    capture = check(record, exchanges, [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else [])
+    capture = check(
+        record, exchanges, [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    )
     broken = failures(client, process, tmp_path / "work")
     ignored = f"ignored: {', '.join(f'`{name}`' for name in capture.ignored)}" if capture.ignored else ""
     table[client.key] = [

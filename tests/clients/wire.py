@@ -87,16 +87,18 @@ def _responses_stream(stream: list[dict[str, Any]]) -> Answer:
     kinds = {"response.output_text.delta": "text", "response.reasoning_text.delta": "reasoning"}
     arguments: dict[str, str] = {}
     names: dict[str, str] = {}
+    custom: set[str] = set()
     for event in stream:
         if name := kinds.get(event["type"]):
             setattr(answer, name, getattr(answer, name) + event["delta"])
         elif event["type"] == "response.output_item.added" and "name" in event["item"]:
             names[event["item"]["id"]] = event["item"]["name"]
-        elif event["type"] == "response.function_call_arguments.delta":
+        elif event["type"] in ("response.function_call_arguments.delta", "response.custom_tool_call_input.delta"):
             arguments[event["item_id"]] = arguments.get(event["item_id"], "") + event["delta"]
-        elif event["type"] == "response.custom_tool_call_input.delta":
-            arguments[event["item_id"]] = json.dumps({"input": event["delta"]})
-    answer.calls = [(names[id], json.loads(text)) for id, text in arguments.items()]
+            custom |= {event["item_id"]} if "custom" in event["type"] else set()
+    answer.calls = [
+        (names[id], {"input": text} if id in custom else json.loads(text)) for id, text in arguments.items()
+    ]
     assert stream[-1]["type"] == "response.completed", stream[-1]["type"]
     assert answer == _items(stream[-1]["response"]["output"]), "the stream's last event differs from its deltas"
     return answer

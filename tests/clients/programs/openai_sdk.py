@@ -1,4 +1,4 @@
-"""OpenAI's SDK: a conversation with tools in Chat Completions or Responses; `state` leaves the history to the server."""
+"""OpenAI's SDK: a conversation with tools in Chat Completions, or in Responses with or without its state."""
 
 import json
 import sys
@@ -35,10 +35,8 @@ def chat():
         for _ in stream:
             pass
         message = stream.get_final_completion().choices[0].message
-    messages.append({"role": "assistant", "content": message.content, "tool_calls": [
-        {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": call.function.arguments}}
-        for call in message.tool_calls
-    ]})  # fmt: skip
+    calls = [call.model_dump(exclude={"index": True, "function": {"parsed_arguments"}}) for call in message.tool_calls]
+    messages.append({"role": "assistant", "content": message.content, "tool_calls": calls})
     for call in message.tool_calls:
         result = str(PRICES[json.loads(call.function.arguments)["item"]])
         messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
@@ -71,7 +69,9 @@ def responses(stateful=False):
 
     print(json.dumps(ask(user("Who are you?")).output_text))
     print(json.dumps(ask(user("Say a verse."), stream=True).output_text))
-    calls = [item for item in ask(user("What do tea and cake cost?"), stream=True).output if item.type == "function_call"]
+    calls = [
+        item for item in ask(user("What do tea and cake cost?"), stream=True).output if item.type == "function_call"
+    ]
     results = [
         {
             "type": "function_call_output",

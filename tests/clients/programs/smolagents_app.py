@@ -21,9 +21,7 @@ def price(item: str) -> int:
 model = OpenAIModel("policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
 settings = {"tools": [price], "model": model, "verbosity_level": LogLevel.OFF}
 kind, _, streaming = sys.argv[1].removeprefix("chat, ").partition(", ")
-agent = {"CodeAgent": CodeAgent, "ToolCallingAgent": ToolCallingAgent}[kind](
-    **settings, stream_outputs=bool(streaming)
-)
+agent = {"CodeAgent": CodeAgent, "ToolCallingAgent": ToolCallingAgent}[kind](**settings, stream_outputs=bool(streaming))
 with redirect_stdout(sys.stderr):  # a stream is shown, whatever the level
     answer = agent.run("What do tea and cake cost?")
 print(json.dumps(answer))
