@@ -1,17 +1,32 @@
 """The engine contract for real servers, checked against a forward pass of transformers."""
 
+import json
+import re
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from loopwright.engines.base import EngineError, Sampling, engines
+from loopwright.engines.base import BadSampling, EngineError, Guide, Sampling, engines
 from loopwright.engines.inprocess import smollm2
-from loopwright.engines.inprocess.sampler import reshape
+from loopwright.engines.inprocess.sampler import Draw, reshape, steer
 from loopwright.testing import EngineContract
 from loopwright.testing.engines import ids_of, logprobs_of
 
+STEERING = [
+    {"logit_bias": {"28": 4.0, "198": -50}},
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 0.7, "presence_penalty": 0.3, "temperature": 0.8},
+]
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+GUIDES = {
+    "json": json.dumps(_SCHEMA),
+    "choice": '["blue", "green"]',
+    "regex": "[ab]{3}",
+    "grammar": 'root ::= "yes"',
+}
 SHAPES = [{"temperature": 0.7}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.1}]
 
 
@@ -48,6 +63,7 @@ class RealServer(EngineContract):
 
     wire = ""
     url = ""
+    penalties_count_the_prompt = False
     deadline_s = 600.0
 
     def make_engine(self, directory, *, slow=False):
@@ -65,6 +81,38 @@ class RealServer(EngineContract):
             chunks = await self.chunks_of(engine, "x", max_tokens=24, **shape)
             expected = forward(reference(), self.prompt_ids(engine), ids_of(chunks), Sampling(**shape))
             assert logprobs_of(chunks) == pytest.approx(expected, abs=self.tolerance)
+
+        self.use(tmp_path, body)
+
+    @pytest.mark.parametrize("steering", STEERING, ids=lambda steering: next(iter(steering)))
+    def test_logprobs_belong_to_the_steered_distribution(self, tmp_path, steering):
+        async def body(engine):
+            sampling, prompt = Sampling(**steering), self.prompt_ids(engine)
+            engine.check_sampling(sampling)
+            chunks = await self.chunks_of(engine, "x", max_tokens=24, **steering)
+            ids = ids_of(chunks)
+            before = len(prompt) if self.penalties_count_the_prompt else 0
+            draws = [
+                Draw(sampling, "", 0, np.asarray([*prompt, *ids[:index]]), before + index) for index in range(len(ids))
+            ]
+            logprobs = reshape(steer(logits_of(reference(), prompt, ids), draws), [sampling] * len(ids))
+            expected = logprobs.gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
+            assert logprobs_of(chunks) == pytest.approx(expected, abs=self.tolerance)
+
+        self.use(tmp_path, body)
+
+    @pytest.mark.parametrize(("kind", "value"), GUIDES.items())
+    def test_guided_turns_match(self, tmp_path, kind, value):
+        async def body(engine):
+            guide = Guide(kind=kind, value=value)
+            if f"guide.{kind}" not in engine.steering:
+                with pytest.raises(BadSampling):
+                    engine.check_sampling(Sampling(guide=guide))
+                return
+            chunks = await self.chunks_of(engine, "x", max_tokens=128, temperature=0, guide=guide)
+            end = engine.tokenizer.specials["<|im_end|>"]
+            text = engine.tokenizer.decode(token for token in ids_of(chunks) if token != end)
+            assert re.fullmatch(r"\s*\{\s*\"a\"\s*:\s*(true|false)\s*\}\s*|blue|green|[ab]{3}|yes", text), text
 
         self.use(tmp_path, body)
 

@@ -21,6 +21,7 @@ def url():
 
 class TestLlamaCpp(RealServer):
     wire = "llamacpp"
+    penalties_count_the_prompt = True
 
     @pytest.fixture(autouse=True)
     def _url(self, url):

@@ -108,7 +108,7 @@ def test_the_fields_of_the_servers():
     assert _steering(choice) == {"structured_outputs": {"choice": ['a"b', "c"]}}
     body = _body([1], 1, sampling, 0)
     assert [body[name] for name in ("repeat_penalty", "frequency_penalty", "presence_penalty")] == [1.1, 0.5, 0.25]
-    assert (body["logit_bias"], body["repeat_last_n"]) == (((7, 1.5),), -1)
+    assert (body["logit_bias"], body["repeat_last_n"]) == (((7, 1.5),), 2)
     assert _body([1], 1, schema, 0)["json_schema"] == {"type": "object"}
     assert _body([1], 1, choice, 0)["grammar"] == 'root ::= "a\\"b" | "c"'
     assert "grammar" not in _body([1], 1, Sampling(), 0)

@@ -146,7 +146,7 @@ def _body(prompt: Sequence[int], count: int, sampling: Sampling, seed: int) -> d
         "repeat_penalty": sampling.repetition_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "presence_penalty": sampling.presence_penalty,
-        "repeat_last_n": -1,
+        "repeat_last_n": len(prompt) + count,
         "logit_bias": sampling.logit_bias,
         **_guide_fields(sampling.guide),
     }
