@@ -23,6 +23,7 @@ NAMES = (
     "sandbox",
     "engines",
     "gateway",
+    "bodies",
     "training",
 )
 LONG = ("training-demo",)

@@ -51,7 +51,7 @@ class Side:
         """Where so many new clients go."""
         if not self.sessions:
             return [Place(f"{self.hop.url}/v1", self.hop.key)] * count
-        places = [_open_session(self.hop.url) for _ in range(count)]
+        places = [open_session(self.hop.url) for _ in range(count)]
         self.opened_places += places
         return places
 
@@ -75,7 +75,8 @@ class Side:
         return f"{self.rate:,.0f}/s, p50 {self.p50_ms:.2f} ms, {self.cpu_us:.0f} µs of CPU each"
 
 
-def _open_session(url: str) -> Place:
+def open_session(url: str) -> Place:
+    """A new session there."""
     with urllib.request.urlopen(urllib.request.Request(f"{url}/sessions", method="POST")) as answer:
         session = orjson.loads(answer.read())
     return Place(session["openai_base_url"], session["key"])

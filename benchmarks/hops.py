@@ -22,6 +22,11 @@ from typing import Any, ClassVar, Literal
 
 import aiohttp
 import orjson
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import tokenizers.trainers
 from aiohttp import web
 
 from benchmarks.load import SAID
@@ -29,6 +34,7 @@ from loopwright.cli.gateway import app
 from loopwright.core.runtime import run
 from loopwright.engines.base import Chunk, Engine, EngineConfig, Sampling, engines
 from loopwright.engines.shortcuts import SHORTCUTS
+from loopwright.engines.tokenizer import HubTokenizer, Tokenizer
 
 LITELLM = "litellm[proxy]==1.106.2"
 _HOME = Path(__file__).resolve().parent.parent / ".venvs" / "litellm"
@@ -71,12 +77,29 @@ class Quads:
         return self._names.get(token) or bytes((token - 2**32,))
 
 
+def byte_pairs() -> HubTokenizer:
+    """A byte-level BPE tokenizer, trained on the standard library's source: as slow as those of real models."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=8000,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train([str(file) for file in sorted(Path(os.__file__).parent.glob("*.py"))[:60]], trainer)
+    return HubTokenizer(tokenizer)
+
+
 class MockConfig(EngineConfig):
     """An engine that takes no time."""
 
     type: Literal["mock"] = "mock"
     block: int = 200
     """Tokens that come at once."""
+    context: int | None = None
+    """Tokens of its context; with a limit, its tokenizer is one as real models have, which takes its time."""
 
 
 class MockEngine(Engine):
@@ -86,7 +109,8 @@ class MockEngine(Engine):
 
     def __init__(self, config: MockConfig, home: Path) -> None:
         super().__init__(config, home)
-        self.tokenizer = Quads()
+        self.tokenizer: Tokenizer = Quads() if config.context is None else byte_pairs()
+        self.max_context = config.context
         ids = (*self.tokenizer.encode(SAID), self.tokenizer.specials["<|im_end|>"])
         logprobs = tuple(-number / 300 for number in range(len(ids)))
         block = config.block

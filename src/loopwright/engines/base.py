@@ -201,6 +201,8 @@ class Engine(ABC):
 
     Config: ClassVar[type[EngineConfig]] = EngineConfig
     tokenizer: Tokenizer
+    max_context: int | None = None
+    """Tokens of a prompt and its turn together; None as long as the engine does not know."""
 
     def __init__(self, config: Any, scenario_dir: Path) -> None:
         self.config, self.scenario_dir = config, scenario_dir

@@ -91,6 +91,7 @@ class Fleet(Engine):
     def __init__(self, config: FleetSettings, scenario_dir: Path) -> None:
         super().__init__(config, scenario_dir)
         self._members: dict[str, FleetMember] = {}
+        self._max_context: int | None = None
         self._changed = asyncio.Event()
         self._update: tuple[Any, int] | None = None
         self._update_lock = asyncio.Lock()
@@ -185,6 +186,16 @@ class Fleet(Engine):
         if member.engine.version != self.version:
             return f"excluded: it has version {member.engine.version}, not {self.version}{reason}"
         return f"backing off{reason}" if member.rests_until > now else "serving"
+
+    @property
+    def max_context(self) -> int | None:
+        """The shortest that is known of its members: any of them may serve the next turn."""
+        lengths = (member.engine.max_context for member in self._members.values())
+        return min((length for length in (self._max_context, *lengths) if length is not None), default=None)
+
+    @max_context.setter
+    def max_context(self, length: int | None) -> None:
+        self._max_context = length
 
     # -- streams ------------------------------------------------------------------------------------------------
 
@@ -372,6 +383,14 @@ class _SessionView(Engine):
     @property
     def steering(self) -> frozenset[str]:
         return self._fleet.steering
+
+    @property
+    def max_context(self) -> int | None:
+        return self._fleet.max_context
+
+    @max_context.setter
+    def max_context(self, length: int | None) -> None:
+        self._fleet.max_context = length
 
     def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> AsyncGenerator[Chunk, None]:
         return self._fleet.route(self._key, ids, sampling, seed)

@@ -70,6 +70,10 @@ class GatewayConfig(Config):
     """Seconds for which a completed session can still be read, without a store and a run that collects it."""
     body_bytes: int = Field(default=32 * 2**20, ge=1024)
     """The largest request body."""
+    session_tokens: int = Field(default=4_000_000, ge=1)
+    """Tokens that a session may record, given and sampled: they are in memory, 50 bytes each."""
+    read_s: float = Field(default=60.0, gt=0)
+    """Seconds in which the body of a request has to arrive."""
     keepalive_s: float = Field(default=10.0, gt=0)
     """Seconds of silence in a stream before a comment is sent."""
     write_s: float = Field(default=60.0, gt=0)
@@ -321,6 +325,7 @@ class Gateway:
             template=None if template == "auto" else template_of(template, engine.tokenizer),
             reasoning=self.config.reasoning,
             thinks=self.config.thinks,
+            max_recorded=self.config.session_tokens,
         )
 
     def _recover_open(self) -> None:

@@ -92,7 +92,8 @@ class VllmEngine(HttpEngine):
             model = next((model for model in models if model["id"] == name), None)
             if model is None:
                 raise EngineError(f"{self.client.url} does not serve {name!r}, but {[m['id'] for m in models]}")
-            self._model_info = name, model.get("max_model_len")
+            self.max_context = model.get("max_model_len")
+            self._model_info = name, self.max_context
         return self._model_info
 
     async def _require_processed_logprobs(self, model: str, ids: Sequence[int]) -> None:

@@ -49,6 +49,7 @@ class TransformersEngine(Engine):
     """Runs a model in a separate thread, one step at a time for all streams."""
 
     Config: ClassVar[type[EngineConfig]] = TransformersConfig
+    max_context: int
     config: TransformersConfig
 
     def __init__(self, config: TransformersConfig, scenario_dir: Path) -> None:

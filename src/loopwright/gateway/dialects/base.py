@@ -247,6 +247,10 @@ def parse_object(body: bytes, *, allow_empty: bool = False) -> dict[str, Any]:
     return data
 
 
+BodyStart = tuple[dict[str, Any], str, int]
+"""The fields before the list of messages, the name of the list, and where its last message ends."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prefix:
     """The start of a body: its bytes up to the end of a message, and what they contain."""
@@ -278,9 +282,41 @@ class BodyReader:
     def __init__(self, dialect: str) -> None:
         self._new_digest = blake2b(digest_size=16, person=dialect.encode()[:16])
         self._prefixes: list[_Prefix] = []
+        self._candidates: list[_Prefix] = []
+
+    def count_new(self, body: bytes) -> int:
+        """How many bytes of a body have to be parsed."""
+        return len(body) - max((len(p.data) for p in self._prefixes if body.startswith(p.data)), default=0)
+
+    def keep(self) -> None:
+        """Remember the body that was read last, whose request is accepted: the next one may start like it."""
+        self._prefixes = self._candidates
+
+    def forget(self) -> None:
+        """Forget the body that was remembered last: its request was refused after all."""
+        self._prefixes = self._prefixes[1:]
+
+    @property
+    def start(self) -> BodyStart | None:
+        """The start of the body that was read last, if it can be remembered: for `adopt` in another process."""
+        if not self._candidates:
+            return None
+        first = self._candidates[0]
+        return first.fields, first.name, len(first.data)
+
+    def adopt(self, body: bytes, content: Mapping[str, Any], start: BodyStart | None) -> None:
+        """As if this body had been read here; `start` is from the reader that has read it."""
+        self._candidates = self._prefixes
+        if start is not None:
+            fields, name, end = start
+            digest = self._new_digest.copy()
+            digest.update(body[:end])
+            new = _Prefix(body[:end], digest, fields, name, content[name])
+            self._candidates = [new, *self._prefixes[: _MAX_PREFIXES - 1]]
 
     def read(self, body: bytes) -> tuple[dict[str, Any], bytes]:
         """The content of a body, and a digest of its bytes. BadRequest if it is not a JSON object."""
+        self._candidates = self._prefixes
         for prefix in self._prefixes:
             if body.startswith(prefix.data) and (data := prefix.parse(body)) is not None:
                 return data, self._remember(prefix, body, data[prefix.name])
@@ -310,7 +346,7 @@ class BodyReader:
             digest.update(body[start:end])
             others = [each for each in self._prefixes if each is not prefix]
             new = _Prefix(body[:end], digest.copy(), prefix.fields, prefix.name, items)
-            self._prefixes = [new, *others[: _MAX_PREFIXES - 1]]
+            self._candidates = [new, *others[: _MAX_PREFIXES - 1]]
             start = end
         digest.update(body[start:])
         return digest.digest()

@@ -137,18 +137,19 @@ class RequestObserver:
             return entry
         turn_request, call = request[CALL]
         session = call.owner.session
+        verdict = session.verdicts.get(call.drafts[0].node)  # none if it was refused
         entry |= {
             "dialect": call.record.dialect,
             "call": call.id,
             "streamed": call.streamed,
             "prompt_tokens": call.drafts[0].prompt_tokens,
             "sampled_tokens": sum(len(draft.ids) for draft in call.drafts),
-            "verdict": session.verdicts[call.drafts[0].node].kind,
+            "verdict": None if verdict is None else verdict.kind,
             "error": None if call.error is None else type(call.error).__name__,
         }
         if self._gateway.config.log_prompts:
             entry["messages"] = turn_request.messages
-            entry["said"] = [session.graph.nodes[draft.node].message for draft in call.drafts]
+            entry["said"] = [session.graph.nodes[draft.node].message for draft in call.drafts if verdict is not None]
         return entry
 
     def collect(self) -> Iterable[Metric]:

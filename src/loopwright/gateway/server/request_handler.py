@@ -5,8 +5,8 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -22,6 +22,7 @@ from loopwright.gateway.dialects.fields import BadRequest, text
 from loopwright.gateway.dialects.messages import Messages, models_response
 from loopwright.gateway.dialects.responses import Responses
 from loopwright.gateway.refusal import Refusal, refusal_of
+from loopwright.gateway.server.body_worker import LARGE_BYTES, BodyWorker
 from loopwright.gateway.server.observer import CALL, RequestObserver
 from loopwright.gateway.sessions.call import SessionCall
 from loopwright.gateway.sessions.served_session import ServedSession
@@ -57,9 +58,15 @@ class RequestHandler:
     def __init__(self, gateway: "Gateway") -> None:
         self._gateway, self._config = gateway, gateway.config
         self.observer = RequestObserver(gateway)
+        self._worker = BodyWorker(gateway)
         # For errors outside of sessions, which need no tokenizer. A relay has none before its first worker connects.
         tokenizer: Any = getattr(gateway.engine, "tokenizer", None)
         self._sessionless = {path: dialect(tokenizer, Sampling()) for path, dialect in ROUTES.items()}
+
+    async def close(self) -> None:
+        """Close the access log, and end the body worker."""
+        self.observer.close()
+        await self._worker.close()
 
     def mount(self, app: web.Application) -> None:
         """Add the routes of the dialects."""
@@ -138,22 +145,58 @@ class RequestHandler:
         dialect = session.dialects[path] = ROUTES[path](tokenizer, session.config.defaults, template.grammar, session)
         return dialect
 
+    async def _read(self, request: web.Request) -> bytes:
+        """The body of a request, which has `read_s` seconds to arrive."""
+        try:
+            async with asyncio.timeout(self._config.read_s):
+                return await request.read()
+        except TimeoutError as error:
+            message = f"the request's body did not arrive within {self._config.read_s:g} s"
+            raise Refusal(408, "invalid", message) from error
+
+    @asynccontextmanager
+    async def _large_body(
+        self, request: web.Request, session: ServedSession, dialect: Dialect
+    ) -> AsyncIterator[tuple[dict[str, Any], bytes]]:
+        """The content and the digest of a body that may be large: the worker prepares it, unless little of it is new.
+
+        A session has one such body in memory at a time.
+        """
+        async with session.large_body_lock:
+            data = await self._read(request)
+            if dialect.bodies.count_new(data) <= LARGE_BYTES:
+                yield dialect.bodies.read(data)
+                return
+            prepared = await self._worker.prepare(session, dialect, data)
+            dialect.bodies.adopt(data, prepared.content, prepared.start)
+            with prepared.used_by(dialect.tokenizer):
+                yield prepared.content, prepared.digest
+
     def _turn_handler(self, path: str) -> Handler:
         async def handle_turn(request: web.Request) -> web.StreamResponse:
             session = self.session(request)
-            data = await request.read()
             if session.status != "open":
                 raise session.refusal()
             dialect = session.dialects.get(path) or self._dialect(session, path)
-            content, digest = dialect.bodies.read(data)
-            turn_request = dialect.parse(content)
-            if branch := request.headers.get("x-loopwright-branch") or request.headers.get("thread-id"):
-                turn_request = replace(turn_request, branch=branch[:_MAX_NAME])
             retries = request.headers.get("x-stainless-retry-count", "0")
             is_retry = retries.isdecimal() and int(retries[:9]) > 0
-            call = session.call(dialect.name, turn_request, digest, is_retry=is_retry)
-            request[CALL] = turn_request, call
-            call.join()
+            content: AbstractAsyncContextManager[tuple[dict[str, Any], bytes]]
+            if request.content_length is not None and request.content_length <= LARGE_BYTES:
+                # Most bodies have arrived with their headers.
+                data = await (request.read() if request.content.is_eof() else self._read(request))
+                content = nullcontext(dialect.bodies.read(data))
+            else:
+                content = self._large_body(request, session, dialect)
+            async with content as (body, digest):
+                if session.status != "open":
+                    raise session.refusal()
+                turn_request = dialect.parse(body)
+                if branch := request.headers.get("x-loopwright-branch") or request.headers.get("thread-id"):
+                    turn_request = replace(turn_request, branch=branch[:_MAX_NAME])
+                call = session.call(dialect.name, turn_request, digest, is_retry=is_retry)
+                dialect.bodies.keep()
+                request[CALL] = turn_request, call
+                call.join()
             try:
                 if turn_request.stream:
                     return await self._stream(request, dialect, turn_request, call)
@@ -171,9 +214,10 @@ class RequestHandler:
         async def handle_count(request: web.Request) -> web.StreamResponse:
             session = self.session(request)
             dialect = session.dialects.get(path) or self._dialect(session, path)
-            turn_request = dialect.parse(parse_object(await request.read()))
-            tools, options = turn_request.tools, turn_request.options
-            tokens = sum(session.session.count(each, tools, options) for each in turn_request.conversations)
+            async with self._large_body(request, session, dialect) as (body, _):
+                turn_request = dialect.parse(body)
+                tools, options = turn_request.tools, turn_request.options
+                tokens = sum(session.session.count(each, tools, options) for each in turn_request.conversations)
             kind = {"object": "response.input_tokens"} if dialect.name == Responses.name else {}
             return json_response({**kind, "input_tokens": tokens})
 
@@ -195,7 +239,11 @@ class RequestHandler:
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         """The ids of a text, or of the prompt for some messages, as vLLM's route of that name returns them."""
         session = self.session(request)
-        body = parse_object(await request.read())
+        data = await self._read(request)
+        if len(data) > LARGE_BYTES:
+            message = f"the request has {len(data)} bytes; at most {LARGE_BYTES} are tokenised here"
+            raise Refusal(413, "too_large", message, retry=False)
+        body = parse_object(data)
         tokenizer = session.session.engine.tokenizer
         if "messages" in body:
             path = "v1/chat/completions"

@@ -66,7 +66,7 @@ class Server:
         if self._runner.server is not None:
             await self._operations.drain(self._runner.server)
         await self._runner.cleanup()
-        self._handler.observer.close()
+        await self._handler.close()
 
     async def _open(self, request: web.Request) -> web.StreamResponse:
         id, is_admin = request.match_info.get("id"), self._handler.is_admin(request)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from loopwright.engines.base import BadSampling, ContextFull
 from loopwright.gateway.sessions.exactness import Exactness
 from loopwright.gateway.sessions.store import INTENT, RESULT, Statement, node_statement
 from loopwright.gateway.sessions.turn import Delta, Draft, Turn
@@ -183,10 +184,11 @@ class SessionCall:
         owner = self.owner
         async with self._lock, owner.slot(self):
             owner.session.resume(self.drafts)
-            if owner.store is None:
-                self.turns = await self._sample()
-            else:
-                self.turns = await self._sample_durably()
+            try:
+                self.turns = await (self._sample() if owner.store is None else self._sample_durably())
+            except (ContextFull, BadSampling):
+                await owner.discard(self)
+                raise
         self._wake()
 
     async def _sample_durably(self) -> list[Turn]:

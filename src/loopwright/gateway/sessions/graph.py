@@ -59,6 +59,8 @@ class Graph:
     def __init__(self, template: ChatTemplate, *, forks: bool = False) -> None:
         self._forks = forks
         self.nodes: list[Node] = [ROOT]
+        self.tokens = 0
+        """Tokens of all nodes together."""
         self.keys: dict[int, Key] = {}
         """How the message of a node is found again; interrupted turns have no key."""
         self._template = template
@@ -235,6 +237,7 @@ class Graph:
         """Add a node; its number."""
         number = len(self.nodes)
         self.nodes.append(node)
+        self.tokens += len(node.ids)
         self._children.setdefault(node.parent or 0, []).append(number)
         if key is not None:
             self.index(number, key)
@@ -257,6 +260,27 @@ class Graph:
         context_json = self.keys[path[0]][2].removeprefix(key_of(messages[0])[2])
         context, _ = json.JSONDecoder().raw_decode(context_json or "[]")
         return messages, context if isinstance(context, list) else []
+
+    def truncate(self, count: int) -> None:
+        """Keep so many nodes, and remove those that were added later: a refused request leaves nothing."""
+        for number in range(len(self.nodes) - 1, count - 1, -1):
+            node = self.nodes.pop()
+            parent = node.parent or 0
+            self.tokens -= len(node.ids)
+            self._notes.pop(number, None)
+            self._children[parent].remove(number)
+            if (key := self.keys.pop(number, None)) is not None:
+                for each in (key, (*key[:3], _ANY)) if key[0] == "assistant" else (key,):
+                    self._by_key[parent, each].remove(number)
+                    if not self._by_key[parent, each]:
+                        del self._by_key[parent, each]
+            if not self._children[parent]:
+                del self._children[parent]
+        self._recent = [each for each in self._recent if max(each[2]) < count]
+        if self._latest[0] >= count:
+            self._latest = 0, array("q")
+        if self._latest_placement is not None and self._latest_placement[1].node >= count:
+            self._latest_placement = None
 
     def release(self) -> None:
         """Keep only the nodes, and free what is needed to find them and to add more."""

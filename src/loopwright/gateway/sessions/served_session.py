@@ -30,6 +30,7 @@ from loopwright.gateway.sessions.store import (
     delete_statements,
     load_nodes,
     node_statement,
+    truncate_statements,
 )
 from loopwright.gateway.sessions.template import ChatTemplate
 from loopwright.gateway.sessions.turn import Draft
@@ -78,6 +79,7 @@ class ServedSession:
         template: ChatTemplate | None = None,
         reasoning: Reasoning | None = None,
         thinks: bool | None = None,
+        max_recorded: int | None = None,
     ) -> None:
         self.id, self.config, self.store, self.clock = id, config, store, clock
         self.key = key or f"sk-{secrets.token_urlsafe(24)}"
@@ -85,7 +87,7 @@ class ServedSession:
             engine,
             config.defaults,
             seed=config.seed or id,
-            limits=SessionLimits(config.calls, config.tokens),
+            limits=SessionLimits(config.calls, config.tokens, max_recorded),
             template=template,
             reasoning=reasoning,
             thinks=thinks,
@@ -117,6 +119,8 @@ class ServedSession:
         self._settling: asyncio.Task[None] | None = None
         self._slots = None if config.concurrency is None else asyncio.Semaphore(config.concurrency)
         self._waiting = 0
+        self.large_body_lock = asyncio.Lock()
+        """Held while a large body is read and prepared: a session has one in memory at a time."""
 
     def admits(self, key: str) -> bool:
         """Whether this is its key, compared in constant time: whoever has it may call models."""
@@ -166,19 +170,24 @@ class ServedSession:
         drafts: list[Draft] = []
         conversations = request.conversations
         total = request.n * len(conversations)
-        for choice in range(total):
-            conversation, index = divmod(choice, request.n)
-            draft = self.session.draft(
-                conversations[conversation],
-                request.tools,
-                sampling=sampling,
-                seed=None if request.seed is None else f"{request.seed}:{choice}",
-                options=request.options,
-                choices=total - choice,
-            )
-            drafts.append(draft)
-            first = drafts[choice - index]  # choices share their prompt
-            draft.verdict = self.session.verdicts[draft.node] = first.verdict
+        try:
+            for choice in range(total):
+                conversation, index = divmod(choice, request.n)
+                draft = self.session.draft(
+                    conversations[conversation],
+                    request.tools,
+                    sampling=sampling,
+                    seed=None if request.seed is None else f"{request.seed}:{choice}",
+                    options=request.options,
+                    choices=total - choice,
+                )
+                drafts.append(draft)
+                first = drafts[choice - index]  # choices share their prompt
+                draft.verdict = self.session.verdicts[draft.node] = first.verdict
+        except BaseException:
+            if drafts:
+                self.session.discard(drafts)
+            raise
         return drafts
 
     def _add_call(self, call: SessionCall) -> None:
@@ -215,6 +224,25 @@ class ServedSession:
         if graph.nodes[node].finish not in ("stop", "length"):
             return None
         return StoredConversation(*graph.conversation(node), self._records[node].has_instructions)
+
+    async def discard(self, call: SessionCall) -> None:
+        """Remove a call that the engine refused, from memory and store, if nothing was added after it."""
+        if not self.session.discard(call.drafts):
+            return
+        if self._calls.get(call.digest) is call:
+            del self._calls[call.digest]
+        for draft in call.drafts:
+            self._records.pop(draft.node, None)
+        self._nodes.pop(call.id, None)
+        if call.record.conversation:
+            self._conversations[call.record.conversation].remove(call.drafts[0].node)
+        for dialect in self.dialects.values():
+            if dialect.name == call.record.dialect:
+                dialect.bodies.forget()
+        first = call.drafts[0].first_node or 1
+        self._saved_nodes = min(self._saved_nodes, first)
+        if self.store is not None:
+            await self.store.write(truncate_statements(self.id, first))
 
     @asynccontextmanager
     async def slot(self, call: SessionCall) -> AsyncIterator[None]:

@@ -42,6 +42,8 @@ class SessionLimits:
     turns: int | None = None
     tokens: int | None = None
     """Sampled tokens, over all turns."""
+    recorded: int | None = None
+    """Tokens in the graph, given and sampled, which bound its memory."""
 
 
 class Session:
@@ -116,17 +118,50 @@ class Session:
             raise BadRequest(f"{name}: this model's prompts are not rendered with a Jinja template; leave it out", name)
         if not tools:  # there is nothing to call
             options = replace(options, parse_tool_calls=False)
-        place = self.graph.place(messages, tools, self._with_thinking(messages, options))
-        prompt = self.graph.ids(place.node) + array("q", place.opening)
+        count = len(self.graph.nodes)
+        try:
+            place = self.graph.place(messages, tools, self._with_thinking(messages, options))
+            prompt = self.graph.ids(place.node) + array("q", place.opening)
+            sampling = self._fit_context(sampling, len(prompt), len(place.opening))
+        except BaseException:
+            self.graph.truncate(count)
+            raise
         node, verdict = len(self.graph.nodes), place.verdict
         seed = seed or f"{self._seed}:{node}"
         draft = Draft(node, place.node, prompt, len(prompt), place.opening, sampling, seed, verdict, place.options)
+        draft.first_node = count
         self.graph.add(draft.as_node(_EMPTY, "cut"))  # reserves its number while other calls run
         self.verdicts[node] = verdict
         self._turns += 1
         draft.reserved = draft.remaining
         self._reserved += draft.reserved
         return draft
+
+    def _fit_context(self, sampling: Sampling, prompt: int, opening: int) -> Sampling:
+        """The sampling that fits after a prompt of so many tokens. ContextFull or BudgetSpent if it is too long."""
+        recorded = self.graph.tokens + opening
+        if self.limits.recorded is not None and recorded > self.limits.recorded:
+            raise BudgetSpent(
+                f"{recorded} tokens would be recorded, and {self.limits.recorded} may be (session_tokens)"
+            )
+        limit = self.engine.max_context
+        if limit is None or prompt + sampling.max_tokens <= limit:
+            return sampling
+        if prompt >= limit:
+            raise ContextFull(limit, prompt)
+        return sampling.model_copy(update={"max_tokens": limit - prompt})
+
+    def discard(self, drafts: Sequence[Draft]) -> bool:
+        """Remove the drafts of a refused request and their messages; False if the graph has more by now."""
+        first = drafts[0].first_node
+        if first is None or drafts[-1].node != len(self.graph.nodes) - 1 or any(draft.ids for draft in drafts):
+            return False
+        self.graph.truncate(first)
+        for draft in drafts:
+            self.release(draft)
+            del self.verdicts[draft.node]
+        self._turns -= len(drafts)
+        return True
 
     def resume(self, drafts: Sequence[Draft]) -> None:
         """Reserve tokens for interrupted drafts, a share for each. BudgetSpent if there are too few."""
@@ -156,7 +191,9 @@ class Session:
             with self.phase("generate"):
                 finish = await self._generate(draft, parser if is_live else None, on_delta)
             self.verdicts[node] = draft.verdict
-        except (ContextFull, BadSampling):  # the request's fault; everything that was sampled is known
+        except (ContextFull, BadSampling) as error:  # the request's fault; everything that was sampled is known
+            if isinstance(error, ContextFull) and not draft.ids:
+                self.engine.max_context = error.limit  # so that the next prompt of this length is not even rendered
             raise
         except EngineError as error:
             reason = f"the engine failed: {error}".encode("utf-8", "replace").decode()  # so that a store can write it
@@ -175,6 +212,7 @@ class Session:
                     parser.parse(draft.ids)
             finally:
                 self.graph.nodes[node] = draft.as_node(parser.message, finish)
+                self.graph.tokens += len(draft.ids) - before
             if on_delta is not None and finish != "cut":
                 for delta in rest:
                     on_delta(delta)

@@ -193,6 +193,14 @@ def delete_statements(session: str) -> list[Statement]:
     return [(f"DELETE FROM {table} WHERE {column} = ?", (session,)) for table, column in tables]
 
 
+def truncate_statements(session: str, first: int) -> list[Statement]:
+    """Statements that delete the nodes of a session from this number on, and their calls."""
+    return [
+        ("DELETE FROM nodes WHERE session = ? AND number >= ?", (session, first)),
+        ("DELETE FROM calls WHERE session = ? AND node >= ?", (session, first)),
+    ]
+
+
 def _lock(output: Path) -> int:
     lock = os.open(output / "gateway.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:

@@ -103,6 +103,8 @@ class Draft:
     cached_tokens: int = 0
     """Tokens of the prompt that the engine did not have to compute; not stored."""
     spans: list[Span] = field(default_factory=list)
+    first_node: int | None = None
+    """The first node that it added to the graph; None if it was restored from a store."""
 
     @property
     def remaining(self) -> int:
