@@ -240,20 +240,23 @@ class SpecialTokens:
         """The first of these special tokens that the template wrote, from a position on."""
         return next((match for match in self._split.finditer(text, start) if match[1] in names), None)
 
-    def encode(self, text: str, after: str = "") -> list[tuple[int, list[int]]]:
-        """The ids of rendered text, in segments: where each ends, and its ids. `after` is a special token before it."""
+    def encode(self, text: str, after: str = "", *, is_start: bool = True) -> list[tuple[int, list[int]]]:
+        """The ids of rendered text, in segments: where each ends, and its ids.
+
+        `after` is the special token before it; without `is_start`, something else precedes it.
+        """
         segments: list[tuple[int, list[int]]] = []
-        start, before = 0, after
+        start, before, is_start = 0, after, is_start and not after
         for match in self._split.finditer(text):
             if (name := match[1]) is None:
                 continue  # a name that is meant as text
             if match.start() > start:
-                ids = self._encode_text(text[start : match.start()], before, name, is_first=not (start or after))
+                ids = self._encode_text(text[start : match.start()], before, name, is_first=is_start and not start)
                 segments.append((match.start(), ids))
             segments.append((match.end(), [self._ids[name]]))
             start, before = match.end(), name
         if start < len(text):
-            segments.append((len(text), self._encode_text(text[start:], before, "", is_first=not (start or after))))
+            segments.append((len(text), self._encode_text(text[start:], before, "", is_first=is_start and not start)))
         return segments
 
     def _encode_text(self, text: str, before: str, after: str, *, is_first: bool) -> list[int]:

@@ -78,6 +78,8 @@ class TurnRequest:
     """The stored conversation that this is a turn of."""
     has_instructions: bool = False
     """Whether the first message is for this turn only."""
+    calls_functions: bool = False
+    """Whether the client sends `functions`, and gets a `function_call` rather than tool calls."""
     branch: str = ""
     """The client's name for the conversation, such as that of a sub-agent."""
     ignored: Mapping[str, Any] = field(default_factory=dict)

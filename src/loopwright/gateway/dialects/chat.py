@@ -20,6 +20,8 @@ from loopwright.gateway.sessions.turn_options import TurnOptions, format_instruc
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _LIMITS = ("max_completion_tokens", "max_tokens")
 _PLAIN_ROLES = ("user", "assistant", "system")
+_FUNCTION_ID = "function_call"
+"""The id of a call in the form that has none."""
 
 
 class ChatCompletions(Dialect):
@@ -28,12 +30,10 @@ class ChatCompletions(Dialect):
     name = "chat.completions"
     known_fields = KnownFields(
         "messages tools tool_choice parallel_tool_calls response_format stop n logprobs top_logprobs max_tokens "
-        "max_completion_tokens stream_options continue_final_message add_generation_prompt",
+        "max_completion_tokens stream_options continue_final_message add_generation_prompt functions function_call",
         {
             "audio": "only text can be sampled",
             "modalities": "only text can be sampled",
-            "functions": "send `tools`",
-            "function_call": "send `tool_choice`",
             "echo": "the messages are not part of the response",
         },
         "prediction",
@@ -46,6 +46,8 @@ class ChatCompletions(Dialect):
         return [_message(message, index) for index, message in enumerate(messages)]
 
     def parse_settings(self, body: Mapping[str, Any], messages: Sequence[Message]) -> TurnRequest:
+        if is_legacy := bool(body.get("functions")):
+            body = _without_functions(body)
         tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(fields.objects(body.get("tools"), "tools"))]
         top = fields.integer(body, "top_logprobs", 0, 20) or 0
         instruction = format_instruction(body.get("response_format"), "response_format")
@@ -69,21 +71,24 @@ class ChatCompletions(Dialect):
             seed=fields.integer(body, "seed"),
             options=TurnOptions.from_openai(body, tools, self.grammar, instruction),
             continues=continues,
+            calls_functions=is_legacy,
         )
 
     def render(self, request: TurnRequest, call_id: str, turns: Sequence[Turn]) -> dict[str, Any]:
         choices = []
         for index, turn in enumerate(turns):
-            text, logprobs = turn.text, None
+            logprobs = None
             if request.logprobs:
-                top = request.top_logprobs
-                logprobs = fields.content_logprobs(self.tokenizer, turn.ids, turn.logprobs, top, turn.tops)
+                logprobs = fields.content_logprobs(self.tokenizer, turn, request.top_logprobs, streamed=False)
+            message = {**turn.message, "content": turn.text or (None if turn.calls else ""), "refusal": None}
+            if request.calls_functions and turn.calls:
+                message["function_call"] = message.pop("tool_calls")[0]["function"]
             choices.append(
                 {
                     "index": index,
-                    "message": {**turn.message, "content": text or (None if turn.calls else ""), "refusal": None},
+                    "message": message,
                     "logprobs": logprobs,
-                    "finish_reason": _finish_reason(turn),
+                    "finish_reason": _finish_reason(request, turn),
                     **({"token_ids": turn.ids} if request.return_token_ids else {}),
                 }
             )
@@ -133,22 +138,21 @@ class _Stream(CompletionStream):
             call: dict[str, Any] = {"index": delta.index, "function": {"arguments": delta.arguments}}
             if delta.id:
                 call |= {"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}}
-            content = {"tool_calls": [call]}
+            content = {"function_call": call["function"]} if self._request.calls_functions else {"tool_calls": [call]}
         elif delta.text:
             content = {"content": delta.text}
         elif delta.reasoning:
             content = {"reasoning_content": delta.reasoning}
         logprobs = None
-        if self._request.logprobs and delta.ids:
-            top = self._request.top_logprobs
-            logprobs = fields.content_logprobs(self._tokenizer, delta.ids, delta.logprobs, top, delta.tops)
+        if self._request.logprobs and delta.text:
+            logprobs = fields.content_logprobs(self._tokenizer, delta, self._request.top_logprobs, streamed=True)
         elif not content and not (self.prompts and delta.ids):
             return b""
         more = {"token_ids": delta.ids} if self.prompts else {}
         return self._event([{**_choice(choice, content, logprobs=logprobs), **more}])
 
     def last_choice(self, index: int, turn: Turn) -> Mapping[str, Any]:
-        return _choice(index, {}, finish_reason=_finish_reason(turn))
+        return _choice(index, {}, finish_reason=_finish_reason(self._request, turn))
 
 
 def _choice(
@@ -167,8 +171,20 @@ def _head(request: TurnRequest, call_id: str, kind: str) -> dict[str, Any]:
     }
 
 
-def _finish_reason(turn: Turn) -> str:
-    return "length" if turn.finish == "length" else "tool_calls" if turn.calls else "stop"
+def _finish_reason(request: TurnRequest, turn: Turn) -> str:
+    if turn.finish == "length" or not turn.calls:
+        return "length" if turn.finish == "length" else "stop"
+    return "function_call" if request.calls_functions else "tool_calls"
+
+
+def _without_functions(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A request with `functions`, as one with `tools` that calls at most one of them."""
+    if body.get("tools"):
+        raise BadRequest("functions: send either `functions` or `tools`", "functions")
+    functions, choice = fields.objects(body["functions"], "functions"), body.get("function_call")
+    tools = [{"type": "function", "function": function} for function in functions]
+    choice = {"type": "function", "function": choice} if isinstance(choice, dict) else choice
+    return {**body, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
 
 
 def _message(message: Mapping[str, Any], index: int) -> Message:
@@ -178,8 +194,11 @@ def _message(message: Mapping[str, Any], index: int) -> Message:
     if is_plain and len(message) == 2:
         return message  # as almost all are; a long history passes here in every turn
     reasoning = message.get("reasoning_content") or message.get("reasoning")
-    if is_plain and not reasoning and not message.get("tool_calls"):
+    if is_plain and not reasoning and not message.get("tool_calls") and not message.get("function_call"):
         return {"role": role, "content": content}
+    if role == "function" or message.get("function_call"):
+        message = _without_function_call(message)
+        role = message["role"]
     where, role = f"messages.{index}", _ROLES.get(str(role))
     if role is None:
         raise BadRequest(f"{where}.role: expected one of {', '.join(_ROLES)}", f"{where}.role")
@@ -191,6 +210,13 @@ def _message(message: Mapping[str, Any], index: int) -> Message:
     if reasoning and role == "assistant":
         result["reasoning_content"] = fields.text(reasoning, f"{where}.reasoning_content")
     return result
+
+
+def _without_function_call(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with a `function_call`, or a function's result, as one with a tool call; there is one at a time."""
+    if message.get("role") == "function":
+        return {"role": "tool", "tool_call_id": _FUNCTION_ID, "content": message.get("content")}
+    return {**message, "tool_calls": [{"id": _FUNCTION_ID, "type": "function", "function": message["function_call"]}]}
 
 
 def _content(content: Any, where: str) -> str:

@@ -14,9 +14,10 @@ from loopwright.engines.tokenizer import Tokenizer
 from loopwright.gateway.sessions.tool_calls import Tool
 
 if TYPE_CHECKING:
-    from loopwright.gateway.sessions.turn import Turn
+    from loopwright.gateway.sessions.turn import Delta, Turn
 
 MAX_CHOICES = 128
+_END_THINK = "</think>"
 _MAX_REPR = 60
 _OPENAI_ERRORS = {
     "invalid": ("invalid_request_error", None),
@@ -200,18 +201,24 @@ def token_fields(turn: "Turn") -> dict[str, Any]:
     return {"prompt_token_ids": turn.prompt_ids, "token_ids": turn.ids, "token_logprobs": turn.logprobs}
 
 
-def content_logprobs(
-    tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[float], top: int, tops: Tops | None = None
-) -> dict[str, Any]:
-    """`logprobs` of a chat completion: an entry for every sampled token, including the end of the turn.
+def content_logprobs(tokenizer: Tokenizer, sampled: "Turn | Delta", top: int, *, streamed: bool) -> dict[str, Any]:
+    """`logprobs` of a chat completion: an entry for each token of the text, whose tokens joined are the text.
 
     If the engine returns no alternatives, `top_logprobs` contains the sampled token.
     """
-    content = []
-    for index, (token, logprob) in enumerate(zip(tokenizer.pieces(ids), logprobs, strict=True)):
-        entry = _logprob_entry(token, logprob)
-        others = [_logprob_entry(*other) for other in alternatives(tokenizer, tops, index, top)]
-        content.append({**entry, "top_logprobs": (others or [entry]) if top else []})
+    tokens, text = tokenizer.pieces(sampled.ids), sampled.text
+    joined = "".join(tokens)
+    after = joined.find(_END_THINK) + 1 if sampled.reasoning else 0
+    # In a turn, calls may follow the text; the text of a delta comes last.
+    start = max(joined.rfind(text) if streamed else joined.find(text, after), 0)
+    content, end = [], 0
+    for index, (token, logprob) in enumerate(zip(tokens, sampled.logprobs, strict=True)):
+        at, end = end, end + len(token)
+        # A token without text is the rest of the character before it.
+        if end > start and at < start + len(text) + (not token):
+            entry = _logprob_entry(token, logprob)
+            others = [_logprob_entry(*other) for other in alternatives(tokenizer, sampled.tops, index, top)]
+            content.append({**entry, "top_logprobs": (others or [entry]) if top else []})
     return {"content": content, "refusal": None}
 
 

@@ -232,10 +232,8 @@ def _result(tokenizer: Tokenizer, turn: Turn) -> dict[str, Any]:
 def _logprobs(tokenizer: Tokenizer, request: TurnRequest, sampled: Turn | Delta) -> list[dict[str, Any]]:
     if not request.logprobs:
         return []
-    top = request.top_logprobs
-    entries: list[dict[str, Any]] = fields.content_logprobs(
-        tokenizer, sampled.ids, sampled.logprobs, top, sampled.tops
-    )["content"]
+    result = fields.content_logprobs(tokenizer, sampled, request.top_logprobs, streamed=isinstance(sampled, Delta))
+    entries: list[dict[str, Any]] = result["content"]
     return entries
 
 

@@ -129,11 +129,18 @@ class Graph:
     def _find_echo(self, node: int, message: Message) -> list[int]:
         """The turns after a node that an agent sends back as they were sampled, rather than as they were shown."""
         turns = [child for child in self._children.get(node, ()) if self.nodes[child].finish in ("stop", "length")]
-        return [
-            turn
-            for turn in turns
-            if _is_echo(message, str(self.nodes[turn].message["content"]), self._template.raw_text(self.nodes[turn]))
-        ]
+        return [turn for turn in turns if self._is_echo(message, self.nodes[turn])]
+
+    def _is_echo(self, message: Message, turn: Node) -> bool:
+        """Whether an agent sends a turn back as it was sampled, with the stop string, or with text of its own added."""
+        text, raw, shown = text_of(message), self._template.raw_text(turn), str(turn.message["content"]).strip()
+        if message.get("tool_calls") or not text:
+            return False
+        if text.strip() == raw.strip() or self._template.text_added(message, turn):
+            return True
+        rest = text.strip().removeprefix(shown).strip()
+        is_end = bool(rest) and raw.rstrip().endswith(rest) and text.strip().startswith(shown)
+        return is_end and raw.rstrip()[: -len(rest)].rstrip().endswith(shown)
 
     def _extend(
         self, last: int, count: int, messages: list[Message], context: _Context, options: TurnOptions
@@ -351,19 +358,6 @@ def _split_reasoning(text: str) -> tuple[str | None, str]:
     """Reasoning at the start of a text, and the rest; None if it starts with no reasoning."""
     match = _INLINE.fullmatch(text)
     return (None, text) if match is None else (match[1].strip(), match[2])
-
-
-def _is_echo(message: Message, shown: str, raw: str) -> bool:
-    """Whether an agent sends a turn back as it was sampled, or with the stop string that ended it.
-
-    `shown` is the text of the turn, `raw` all that was sampled of it.
-    """
-    text, shown, raw = text_of(message).strip(), shown.strip(), raw.strip()
-    if message.get("tool_calls") or not text:
-        return False
-    rest = text.removeprefix(shown).strip()
-    ends_alike = text.startswith(shown) and rest and raw.endswith(rest) and raw[: -len(rest)].rstrip().endswith(shown)
-    return text == raw or bool(ends_alike)
 
 
 def _arranged(messages: Sequence[Message]) -> list[Message]:

@@ -151,9 +151,11 @@ class ModelTemplate(ChatTemplate):
             end = self._find_end(window, len(before), context, options, text)
         if end is None:
             return None
-        result = self._continue(
-            text, end.end() if end_name else end.start(), window, len(before) + 1, context, options, end_name
-        )
+        added = self._specials.protect(self.text_added(conversation[start - 1], turn))
+        if not text.endswith(added, at, end.start()):
+            return None
+        cut = end.end() if end_name else end.start() - len(added)
+        result = self._continue(text, cut, window, len(before) + 1, context, options, end_name)
         written = unprotected(text[at : end.start()])
         given = self._tokenizer.decode(turn.ids[: len(turn.ids) - bool(end_name)])
         is_same = (is_opened and written == raw) or (written.endswith(raw) and given.endswith(written))
@@ -213,7 +215,7 @@ class ModelTemplate(ChatTemplate):
             text += self._specials.protect(prefill)
         ids: list[list[int]] = [[] for _ in cuts]
         opening: list[int] = []
-        for end, segment in self._specials.encode(text[start:], after):
+        for end, segment in self._specials.encode(text[start:], after, is_start=not start):
             owner = next((index for index, cut in enumerate(cuts) if start + end <= cut), None)
             (opening if owner is None else ids[owner]).extend(segment)
         return Continuation(ids, opening, options)

@@ -105,6 +105,11 @@ class ChatTemplate(ABC):
         sampled = turn.ids[len(turn.ids) - turn.sampled :]
         return self._tokenizer.decode(sampled[:-1] if sampled and sampled[-1] in self._ends else sampled)
 
+    def text_added(self, message: Message, turn: Node) -> str:
+        """What an agent has added to a turn that was cut off, or ended by a stop string, when it sends it back."""
+        raw = "" if turn.ids[-1] in self._ends else self.raw_text(turn)
+        return text.removeprefix(raw) if raw and (text := text_of(message)).startswith(raw) else ""
+
 
 class FamilyTemplate(ChatTemplate):
     """How a model family writes conversations: special tokens around each message, which a subclass defines.
@@ -188,14 +193,15 @@ class FamilyTemplate(ChatTemplate):
     def extend(
         self, conversation: Sequence[Message], start: int, tools: Sequence[Tool], options: TurnOptions, turn: Node
     ) -> Continuation:
-        closing = self.closing(turn.ids[len(turn.ids) - turn.sampled :])
+        added = self.text_added(conversation[start - 1], turn)
+        closing = [*self._encode(added), *self.closing(turn.ids[len(turn.ids) - turn.sampled :])]
         rendered = [self.render(message, first=False, tools=()) for message in conversation[start:]]
         opening = self.opening(options)
         if rendered:
             rendered[0] = [*closing, *rendered[0]]
         else:
             opening = [*closing, *opening]
-        return Continuation(rendered, opening, options, ends_turn=closing[:1] == [self.end_id])
+        return Continuation(rendered, opening, options, ends_turn=self.end_id in closing)
 
 
 class ChatML(FamilyTemplate):
