@@ -5,6 +5,8 @@ import openai
 import pytest
 
 from loopwright.engines.base import GUIDES, PENALTIES, Guide, Sampling
+from loopwright.engines.chat_template import ChatTemplateSource
+from loopwright.engines.tokenizer import ByteTokenizer
 from loopwright.gateway.dialects.chat import ChatCompletions
 from loopwright.gateway.dialects.completions import Completions
 from loopwright.gateway.dialects.messages import Messages
@@ -188,6 +190,42 @@ def test_t13_options_of_known_fields_are_named():
             for some, named in ((edits[:1], None), (edits, "context_management.clear_tool_uses_20250919")):
                 status, ignored, _ = await post(session, "v1/messages", {**body, "context_management": {"edits": some}})
                 assert (status, ignored) == (200, named)
+
+    run(main)
+
+
+class Templated(ByteTokenizer):
+    """Has a chat template with an argument."""
+
+    chat_template = ChatTemplateSource(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{{ opening | default('') }}{% endif %}"
+    )
+
+
+def test_t13_arguments_reach_the_chat_template():
+    async def main():
+        engine = Teller("hello")
+        engine.tokenizer = Templated()
+        async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
+            for more in ({}, {"chat_template_kwargs": {"opening": "he"}}):
+                await client.chat.completions.create(model="m", messages=[user("a")], extra_body=more)
+            without, with_it = (engine.tokenizer.decode(ids) for ids, *_ in engine.calls)
+            assert with_it == f"{without}he"
+            assert all(turn["verdict"] != "broken" for turn in session.served.describe()["turns"])
+
+    run(main)
+
+
+def test_t13_fields_of_messages_are_named():
+    async def main():
+        async with served() as gateway:
+            session = await gateway.open()
+            named = {**user("hi"), "name": "Ada", "annotations": [], "audio": None, "future": {"a": 1}}
+            status, ignored, _ = await post(session, "v1/chat/completions", {"messages": [user("a"), named]})
+            assert (status, ignored) == (200, "messages.future, messages.name")
+            (turn,) = session.served.describe()["turns"]
+            assert turn["ignored"] == {"messages.future": {"a": 1}, "messages.name": "Ada"}
 
     run(main)
 

@@ -1,6 +1,5 @@
 """The engine contract for real servers, checked against a forward pass of transformers."""
 
-import json
 import re
 from functools import cache
 from pathlib import Path
@@ -20,9 +19,8 @@ STEERING = [
     {"repetition_penalty": 1.3},
     {"frequency_penalty": 0.7, "presence_penalty": 0.3, "temperature": 0.8},
 ]
-_SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 GUIDES = {
-    "json": json.dumps(_SCHEMA),
+    "json": '{"enum": ["red"]}',
     "choice": '["blue", "green"]',
     "regex": "[ab]{3}",
     "grammar": 'root ::= "yes"',
@@ -110,9 +108,9 @@ class RealServer(EngineContract):
                     engine.check_sampling(Sampling(guide=guide))
                 return
             chunks = await self.chunks_of(engine, "x", max_tokens=128, temperature=0, guide=guide)
-            end = engine.tokenizer.specials["<|im_end|>"]
-            text = engine.tokenizer.decode(token for token in ids_of(chunks) if token != end)
-            assert re.fullmatch(r"\s*\{\s*\"a\"\s*:\s*(true|false)\s*\}\s*|blue|green|[ab]{3}|yes", text), text
+            specials = set(engine.tokenizer.specials.values())
+            text = engine.tokenizer.decode(token for token in ids_of(chunks) if token not in specials)
+            assert re.fullmatch('"red"|blue|green|[ab]{3}|yes', text), text
 
         self.use(tmp_path, body)
 
