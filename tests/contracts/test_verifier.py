@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,24 @@ def test_a08_files_that_cannot_be_inspected_in_time_score_zero(tmp_path, monkeyp
     done = report(path, tmp_path, agent="echo 42 > answer.txt; ln -s answer.txt other")
     assert done["rewards"] == {"reward": 0.0}
     assert "could not be inspected" in done["output"]
+
+
+@pytest.mark.parametrize("length", [195, 198, 200])
+def test_a08_a_link_too_deep_to_be_found_is_removed(tmp_path, isolating, length):
+    """Given a path that is too long outside but not inside, a link at its end is still no way to the tests."""
+    path = write(tmp_path / "task", test=HARBOR_DIFF, **EXPECTED)
+    name = "n" * length
+    agent = f"""
+        deep=""; i=0
+        while [ $i -lt 20 ]; do mkdir {name}; cd {name}; deep="$deep{name}/"; i=$((i+1)); done
+        ln -s /tests/expected.txt end
+        cd /app; ln -s "${{deep}}end" answer.txt; cat answer.txt 2>&1 | grep -q "No such" && touch reached
+    """
+    done = report(path, tmp_path, sandbox=isolating, agent=agent)
+    assert (tmp_path / "workspace/reached").exists(), "inside, the link leads to where the tests will be"
+    assert done["rewards"] == {"reward": 0.0}
+    links_left = subprocess.run(["find", tmp_path / "workspace", "-type", "l"], capture_output=True, check=True)
+    assert links_left.stdout == b""
 
 
 def test_a08_a_module_in_the_workspace_is_not_imported_by_the_tests(tmp_path, sandbox):

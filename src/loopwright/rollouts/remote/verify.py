@@ -19,7 +19,7 @@ from loopwright.execution.local.process_tree import signal_name
 from loopwright.execution.local.processes import MARKER_VARIABLE
 from loopwright.execution.sandbox import SandboxError, SandboxInstance
 from loopwright.execution.sandbox.files import remove, remove_in_background, run_in_thread
-from loopwright.execution.sandbox.links import TooManyFiles, remove_outward_links
+from loopwright.execution.sandbox.links import UncheckedLinks, remove_outward_links
 from loopwright.rollouts.tasks.harbor.dockerfile import WorkspaceLayout, read_layout
 from loopwright.rollouts.tasks.harbor.reward import BrokenTests, read_rewards
 from loopwright.rollouts.tasks.harbor.source import TaskLocator
@@ -131,7 +131,7 @@ async def verify(
         await asyncio.to_thread(sandbox.begin_verification)
         try:
             removed_links = await run_in_thread(remove_outward_links, sandbox)
-        except TooManyFiles as error:
+        except UncheckedLinks as error:
             return {"rewards": {"reward": 0.0}, "output": str(error)}
         mounts = {mount: directory / Path(mount).name for mount in (_VERIFIER, _HOME)}
         env = {**_trusted_search_paths(sandbox), **prepared.env, **prepared.tests_env[step.name]}
