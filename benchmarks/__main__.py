@@ -26,7 +26,7 @@ NAMES = (
     "bodies",
     "training",
 )
-LONG = ("training-demo",)
+LONG = ("large", "training-demo")
 """Run by name only: they take longer than all others together."""
 
 

@@ -22,6 +22,7 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.reports.export import flat_row
 from loopwright.reports.page import write_report
 from loopwright.reports.search.best import Candidate, best_of
+from loopwright.reports.search.trials import stored_trials
 
 
 class NoResult(LoopwrightError, LookupError):
@@ -198,11 +199,10 @@ class Study:
         trials = self.trials()
         by_number = {trial.number: trial for trial in trials}
         with self._ledger() as ledger:
-            source = ledger.state("source") or {}
+            source, best = ledger.state("source") or {}, best_of(stored_trials(ledger))
         rewards = source.get("run", {}).get("reward") or {}
         return [
-            _result(candidate, [by_number[number] for number in candidate.trials], rewards)
-            for candidate in best_of(trials).front
+            _result(candidate, [by_number[number] for number in candidate.trials], rewards) for candidate in best.front
         ]
 
     def report(self) -> Report:

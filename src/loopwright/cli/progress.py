@@ -16,6 +16,7 @@ from loopwright.reports.live.policy import comparison
 from loopwright.reports.progress import RunProgress, show_progress
 from loopwright.reports.rollout.digest import read_rollouts, rollout_result
 from loopwright.reports.search.best import best_of
+from loopwright.reports.search.trials import stored_trials
 from loopwright.reports.training.digest import read_training, training_result
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.kinds.base import LoadedScenario
@@ -92,7 +93,7 @@ def _print_result(name: str, path: Path, *, json: bool) -> None:
 
 def _search_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
     """The best actions of a search."""
-    counts, about, best = ledger.counts(), ledger.state("run", {}), best_of(ledger.trials())
+    counts, about, best = ledger.counts(), ledger.state("run", {}), best_of(stored_trials(ledger))
     by_regime = about.get("conditions_on_regime")
     candidates = best.by_regime if by_regime else best.front
     lines = [f"{counts.get('ok', 0)} ok of {sum(counts.values()) - counts['cached']} trials"]

@@ -58,7 +58,7 @@ class SearchEnv:
         self.objectives, self.metric_names, self.rules = objectives, metric_names, rules or TrialRules()
         self._shared = shared
         book.kill = workload.kill
-        self._keys = set() if book.count_cached else {trial.key for trial in book.ledger.trials() if trial.key}
+        self._keys = set() if book.count_cached else book.ledger.keys()
         # Remembering which keys have an answer is cheaper than asking the ledger about every new one.
         self._answered = book.ledger.answered_keys() if book.step else set()
         self._in_flight: dict[str, asyncio.Event] = {}
@@ -259,10 +259,16 @@ class SearchEnv:
             size = None if size is None else size * choice.size
         return size
 
-    def history(self) -> Iterator[Proposal]:
-        """Everything proposed so far in this run, by group, for an agent that continues it."""
+    def history(self, *, without_successes: bool = False) -> Iterator[Proposal]:
+        """Everything proposed so far in this run, by group, for an agent that continues it.
+
+        With `without_successes`, groups in which every trial is ok are left out, apart from the last.
+        """
         notes = self.book.ledger.notes()
-        for _, group in groupby(self.book.ledger.trials(), key=lambda trial: trial.group):
+        # A large run has few others, and these are found without reading all of it into memory.
+        where = f"grp = {self.book.group} OR grp IN (SELECT grp FROM trials WHERE ifnull(outcome, '') <> 'ok')"
+        stored = self.book.ledger.trials(where=where if without_successes else "1")
+        for _, group in groupby(stored, key=lambda trial: trial.group):
             trials = list(group)
             first, finished = trials[0], not any(trial.unfinished for trial in trials)
             feedback = self._feedback(trials, self._previous(first)) if finished else None

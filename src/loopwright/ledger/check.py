@@ -99,18 +99,19 @@ class _Hashes:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.count = last_event(connection)[0]
-        self._bytes, self._known = bytearray(16 * (self.count + 1)), bytearray(self.count + 1)
+        hashes, self._known = bytearray(16 * (self.count + 1)), bytearray(self.count + 1)
         for query in (
             "SELECT seq, hash FROM events",
             "SELECT reserve_seq, reserve_hash FROM trials WHERE reserve_seq IS NOT NULL",
             "SELECT result_seq, result_hash FROM trials WHERE result_seq IS NOT NULL",
         ):
             for seq, hash in connection.execute(query):
-                self._bytes[16 * seq : 16 * seq + 16] = hash.ljust(16, b"\0")[:16]
+                hashes[16 * seq : 16 * seq + 16] = hash.ljust(16, b"\0")[:16]
                 self._known[seq] = 1
+        self._bytes = bytes(hashes)
 
     def __getitem__(self, seq: int) -> bytes:
-        return bytes(self._bytes[16 * seq : 16 * seq + 16])
+        return self._bytes[16 * seq : 16 * seq + 16]
 
     def gaps(self) -> list[int]:
         """The numbers without an event."""

@@ -309,16 +309,19 @@ class Ledger:
         )
         return {key for (key,) in rows}
 
+    def keys(self) -> set[str]:
+        """The keys of all trials."""
+        return {key for (key,) in self._rows("SELECT DISTINCT key FROM trials WHERE key <> ''")}
+
     def trial(self, number: int) -> Trial | None:
         """One trial by its number."""
         rows = self._rows(f"SELECT {_COLUMNS} FROM trials WHERE number = ?", (number,))
         return _trial(rows[0]) if rows else None
 
-    def trials(self, *, after: int = 0) -> Iterator[Trial]:
-        """All trials by number, in pages, so that the writer never waits."""
-        while rows := self._rows(
-            f"SELECT {_COLUMNS} FROM trials WHERE number > ? ORDER BY number LIMIT 5000", (after,)
-        ):
+    def trials(self, *, after: int = 0, where: str = "1") -> Iterator[Trial]:
+        """All trials by number, or those that meet a condition in SQL; in pages, so that the writer never waits."""
+        query = f"SELECT {_COLUMNS} FROM trials WHERE number > ? AND ({where}) ORDER BY number LIMIT 5000"
+        while rows := self._rows(query, (after,)):
             yield from map(_trial, rows)
             after = rows[-1][0]
 
@@ -349,6 +352,13 @@ class Ledger:
         """How many trials ended in each way; trials in flight count as `running`, cached ones as `cached` as well."""
         rows = self._rows("SELECT ifnull(outcome, 'running'), count(*), count(cached_from) FROM trials GROUP BY 1")
         return {name: count for name, count, _ in rows} | {"cached": sum(row[2] for row in rows)}
+
+    def rewards(self) -> tuple[int, float, Trial | None]:
+        """How many trials have a reward, the sum of these, and the first trial with the best."""
+        finished = "outcome <> 'aborted' AND reward IS NOT NULL"
+        ((count, total),) = self._rows(f"SELECT count(*), total(reward) FROM trials WHERE {finished}")
+        best = self._rows(f"SELECT {_COLUMNS} FROM trials WHERE {finished} ORDER BY reward DESC, number LIMIT 1")
+        return count, total, _trial(best[0]) if best else None
 
     def worst(self) -> float | None:
         """The lowest reward so far."""

@@ -13,6 +13,7 @@ from loopwright.core.errors import MissingExtra, storage
 from loopwright.core.trial import Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.search.best import Candidate, best_of
+from loopwright.reports.search.trials import stored_trials
 
 
 def write_csv(ledger: Ledger, directory: Path) -> list[Path]:
@@ -23,17 +24,18 @@ def write_csv(ledger: Ledger, directory: Path) -> list[Path]:
     with replacing(trajectory) as file:
         rows = csv.writer(file)
         rows.writerow(("trial", "action", "reward", "observation", "env_params", "outcome"))
-        for trial in ledger.trials():
-            rows.writerow(
-                (
-                    trial.number,
-                    _json(trial.action),
-                    _reward(trial),
-                    _json(trial.metrics) if trial.metrics else "",
-                    _json(trial.regime),
-                    trial.outcome,
-                )
+        after = 0
+        # As the ledger has it: there may be very many rows, and what is JSON there is JSON here.
+        query = (
+            "SELECT number, action, reward, reward_detail, metrics, regime, outcome FROM trials "
+            "WHERE number > ? ORDER BY number LIMIT 2000"
+        )
+        while page := ledger.transaction.rows(query, (after,)):
+            rows.writerows(
+                (number, action, _reward(value, detail), "" if metrics == "{}" else metrics, regime, outcome)
+                for number, action, value, detail, metrics, regime, outcome in page
             )
+            after = page[-1][0]
     if not names:
         return [trajectory]
     with replacing(env) as file:
@@ -47,12 +49,12 @@ def _json(value: Any) -> str:
     return orjson.dumps(value).decode()
 
 
-def _reward(trial: Trial) -> str:
+def _reward(value: float | None, detail: str | None) -> str:
     """A number, or a list of them for several objectives; empty without a reward."""
-    if trial.reward is None:
+    if detail is None:
         return ""
-    objectives = trial.reward.objectives
-    return _json(objectives[0] if len(objectives) == 1 else objectives)
+    more = orjson.loads(detail)["more"]
+    return _json([value, *more] if more else value)
 
 
 def write_parquet(ledger: Ledger, path: Path) -> Path:
@@ -115,7 +117,7 @@ def write_best(ledger: Ledger, path: Path) -> Path | None:
     source, run = ledger.state("source"), ledger.state("run", {})
     if source is None:
         return None
-    best = best_of(ledger.trials())
+    best = best_of(stored_trials(ledger))
     candidates = best.by_regime if run.get("conditions_on_regime") else best.front
     runs = [_plain_run(source, candidate, regime) for candidate in candidates for regime in candidate.regimes]
     if not runs:

@@ -36,12 +36,11 @@ class RunProgress(Observer):
         self.label = (*about["objectives"], "")[0]
         self.cached_are_free = not book.count_cached
         self.training = TrainingProgress.of(book.ledger)
-        self.scored, self.reward_sum = 0, 0.0
-        self.cached, self.failed, self.done = book.ledger.counts()["cached"], 0, 0
-        self.best: Trial | None = None
-        for trial in book.ledger.trials():
-            if not trial.unfinished:
-                self._count(trial)
+        counts = book.ledger.counts()
+        self.cached = counts.pop("cached")
+        self.done = sum(count for name, count in counts.items() if name not in ("running", Outcome.ABORTED))
+        self.failed = self.done - counts.get(Outcome.OK, 0)
+        self.scored, self.reward_sum, self.best = book.ledger.rewards()
         self.done_before, self.started = self.done, time.monotonic()
 
     def after(self, trial: Trial) -> None:

@@ -27,6 +27,7 @@ from loopwright.envs.live.server import ServerError, ServerLost
 from loopwright.envs.search import SearchEnv
 from loopwright.ledger.trial_book import RunStopped
 from loopwright.reports.search.best import best_of
+from loopwright.reports.search.trials import stored_trials
 
 
 def train(env: LiveEnv | SearchEnv, config: RlConfig, algorithm: RlAlgorithm, *, slots: int) -> None:
@@ -114,7 +115,7 @@ def _evaluate(driver: Driver, learner: PolicyLearner, times: int) -> None:
         return
     evaluation = _Evaluation(driver, times)
     # Trials of the evaluation do not compete, so that a resumed run finds the same static action.
-    candidates = (trial for trial in env.book.ledger.trials() if trial.number not in evaluation.numbers)
+    candidates = (trial for trial in stored_trials(env.book.ledger) if trial.number not in evaluation.numbers)
     static = best_of(candidates).front
     rows = []
     for index, regime in enumerate(regimes):

@@ -1,5 +1,6 @@
 """Agents that learn nothing: every point of a grid, and random points."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -7,7 +8,7 @@ from loopwright.agents.search.base import BudgetedConfig, SearchConfig, SpaceAge
 from loopwright.core.agent import AgentConfig
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import Problem
-from loopwright.core.trial import Action, Observation
+from loopwright.core.trial import Action, Observation, Proposal
 from loopwright.envs.search import SearchEnv
 from loopwright.spaces.space import Space
 
@@ -24,7 +25,14 @@ class RandomConfig(BudgetedConfig):
     type: Literal["random"] = "random"
 
 
-class Grid(SpaceAgent):
+class MemorylessAgent(SpaceAgent):
+    """Continues a run from its failures alone, since successes teach it nothing."""
+
+    def restore(self, history: Iterable[Proposal]) -> None:
+        super().restore(self.env.history(without_successes=True))
+
+
+class Grid(MemorylessAgent):
     """Visits every point of the grid once, the last parameter changing fastest."""
 
     Config: ClassVar[type[AgentConfig]] = GridConfig
@@ -54,7 +62,7 @@ class Grid(SpaceAgent):
         return point
 
 
-class RandomSearch(SpaceAgent):
+class RandomSearch(MemorylessAgent):
     """Draws each point from (seed, n) alone. With env_params it ignores the regime, which gives an unbiased picture of
     every action under all regimes.
     """

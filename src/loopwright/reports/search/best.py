@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import fsum
 from statistics import stdev
 
-from loopwright.core.canonical import key_of
 from loopwright.core.outcome import Outcome
-from loopwright.core.trial import Action, Regime, Trial
+from loopwright.core.trial import Action, Regime
+from loopwright.reports.search.trials import StoredTrial
 
 
 @dataclass(frozen=True)
@@ -35,47 +35,89 @@ class Best:
     by_regime: tuple[Candidate, ...]
 
 
-def best_of(trials: Iterable[Trial]) -> Best:
+def best_of(trials: Iterable[StoredTrial]) -> Best:
     """The best actions among the trials of a run.
 
     An action that failed under a regime does not compete there. An action that was measured under more regimes
     precedes one that was measured under fewer.
     """
-    measured: dict[str, dict[str, list[Trial]]] = defaultdict(lambda: defaultdict(list))
+    measured: dict[str, list[StoredTrial] | StoredTrial] = {}  # almost all actions are measured once
     for trial in trials:
         if counts(trial):
-            measured[key_of(trial.action)][key_of(trial.regime)].append(trial)
-    good = [
-        {regime: group for regime, group in regimes.items() if all(trial.reward for trial in group)}
-        for regimes in measured.values()
-    ]
-    every = [_candidate(list(regimes.values())) for regimes in good if regimes]
-    widest = max((len(candidate.regimes) for candidate in every), default=0)
-    front = pareto([candidate for candidate in every if len(candidate.regimes) == widest])
-    by_regime: dict[str, Candidate] = {}
-    for regimes in good:
-        for regime, group in regimes.items():
-            candidate = _candidate([group])
-            if regime not in by_regime or candidate.reward > by_regime[regime].reward:
-                by_regime[regime] = candidate
-    return Best(tuple(front), tuple(by_regime[key] for key in sorted(by_regime)))
+            earlier = measured.setdefault(trial.action_key, trial)
+            if isinstance(earlier, list):
+                earlier.append(trial)
+            elif earlier is not trial:
+                measured[trial.action_key] = [earlier, trial]
+    front = _Front()
+    by_regime: dict[str, tuple[float, list[StoredTrial]]] = {}
+    for group in measured.values():
+        regimes = _by_regime(group if isinstance(group, list) else [group])
+        if regimes:
+            front.add(list(regimes.values()))
+        for regime, repeats in regimes.items():
+            reward = _means([repeats])[0]
+            if regime not in by_regime or reward > by_regime[regime][0]:
+                by_regime[regime] = reward, repeats
+    return Best(tuple(front.candidates()), tuple(_candidate([by_regime[key][1]]) for key in sorted(by_regime)))
 
 
-def counts(trial: Trial) -> bool:
+def counts(trial: StoredTrial) -> bool:
     """Whether a trial measures its action: it is not a copy of another trial of this run, and not lost."""
     is_copy = trial.cached_from is not None and trial.cached_from.isdigit()
     return trial.outcome not in (None, Outcome.ABORTED, Outcome.LOST) and not is_copy
 
 
-def _candidate(regimes: Sequence[Sequence[Trial]]) -> Candidate:
-    # For each regime, the mean of every objective over its repeats.
-    rewards = [[trial.reward.objectives for trial in group if trial.reward] for group in regimes]
+def _by_regime(trials: list[StoredTrial]) -> dict[str, list[StoredTrial]]:
+    """The repeats of an action under each regime in which none of them failed."""
+    if len(trials) == 1:
+        return {trials[0].regime_key: trials} if trials[0].objectives else {}
+    regimes: dict[str, list[StoredTrial]] = defaultdict(list)
+    for trial in trials:
+        regimes[trial.regime_key].append(trial)
+    return {regime: group for regime, group in regimes.items() if all(trial.objectives for trial in group)}
+
+
+class _Front:
+    """The best of the actions that were measured under the most regimes; with several objectives, all of them."""
+
+    def __init__(self) -> None:
+        self._widest = 0
+        self._actions: list[list[list[StoredTrial]]] = []
+        self._best: tuple[float, int] | None = None
+
+    def add(self, regimes: list[list[StoredTrial]]) -> None:
+        """Add an action, as its repeats under each regime."""
+        if len(regimes) < self._widest:
+            return
+        if len(regimes) > self._widest:
+            self._widest, self._actions, self._best = len(regimes), [], None
+        objectives = _means(regimes)
+        if len(objectives) > 1:
+            self._actions.append(regimes)
+        elif self._best is None or (objectives[0], -regimes[0][0].number) > self._best:
+            self._best, self._actions = (objectives[0], -regimes[0][0].number), [regimes]
+
+    def candidates(self) -> list[Candidate]:
+        """The single best action, or the Pareto front."""
+        return pareto([_candidate(regimes) for regimes in self._actions])
+
+
+def _means(regimes: Sequence[Sequence[StoredTrial]]) -> tuple[float, ...]:
+    """Each objective: the mean over regimes of the mean over repeats."""
+    if len(regimes) == 1 and len(regimes[0]) == 1:
+        return regimes[0][0].objectives
+    rewards = [[trial.objectives for trial in group] for group in regimes]
     means = [[fsum(values) / len(group) for values in zip(*group, strict=True)] for group in rewards]
+    return tuple(fsum(values) / len(means) for values in zip(*means, strict=True))
+
+
+def _candidate(regimes: Sequence[Sequence[StoredTrial]]) -> Candidate:
     trials = [trial for group in regimes for trial in group]
-    repeats = [trial.reward.value for trial in regimes[0] if trial.reward] if len(regimes) == 1 else []
+    repeats = [trial.objectives[0] for trial in regimes[0]] if len(regimes) == 1 else []
     return Candidate(
         action=trials[0].action,
-        objectives=tuple(fsum(values) / len(means) for values in zip(*means, strict=True)),
+        objectives=_means(regimes),
         trials=tuple(trial.number for trial in trials),
         spread=stdev(repeats) if len(repeats) > 1 else None,
         regimes=tuple(group[0].regime for group in regimes),

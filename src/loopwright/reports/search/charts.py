@@ -1,7 +1,6 @@
 """The chart data of a search: its trials as columns, thinned if there are too many to draw."""
 
 import heapq
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -9,10 +8,10 @@ from math import floor, fsum, log10
 from typing import Any
 
 from loopwright.core.canonical import canonical, key_of
-from loopwright.core.trial import Trial
 from loopwright.reports.formatting import assignments, evenly, exact, short
 from loopwright.reports.search.best import counts
-from loopwright.reports.search.digest import Digest, regime_key
+from loopwright.reports.search.digest import Digest
+from loopwright.reports.search.trials import StoredTrial
 from loopwright.spaces.parameter import Choice, Fixed, Parameter, Range, parameter
 
 DRAWN = 5000
@@ -25,39 +24,32 @@ COLOURED = 6
 """Up to this many regimes have a colour, a shape and a line each."""
 
 
-@dataclass(frozen=True)
-class Axis:
-    """One parameter as the axis of a chart, with a position for each trial; None if it was inactive."""
-
-    name: str
-    kind: str
-    """`value`, `log` or `category`."""
-    categories: tuple[str, ...]
-    positions: Sequence[float | None]
-
-
 @dataclass
 class BestSoFar:
     """The best mean over repeats, trial by trial. A configuration that failed is excluded, as in the answer."""
 
-    means: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     failed: set[str] = field(default_factory=set)
-    _heap: list[tuple[float, str, int]] = field(default_factory=list)
+    _means: dict[str, float] = field(default_factory=dict)
+    _repeats: dict[str, list[float]] = field(default_factory=dict)
+    _heap: list[tuple[float, str]] = field(default_factory=list)
 
     def add(self, question: str, value: float | None) -> None:
         """Add a measurement, or a failure (None)."""
         if value is None:
             self.failed.add(question)
-        else:
-            self.means[question].append(value)
-            values = self.means[question]
-            heapq.heappush(self._heap, (-fsum(values) / len(values), question, len(values)))
+            return
+        if question in self._means:
+            values = self._repeats.setdefault(question, [self._means[question]])
+            values.append(value)
+            value = fsum(values) / len(values)
+        self._means[question] = value
+        heapq.heappush(self._heap, (-value, question))
 
     def value(self) -> float | None:
         """The best mean so far. Means that later repeats changed are dropped."""
         while self._heap:
-            mean, question, count = self._heap[0]
-            if question not in self.failed and count == len(self.means[question]):
+            mean, question = self._heap[0]
+            if question not in self.failed and -mean == self._means[question]:
                 return -mean
             heapq.heappop(self._heap)
         return None
@@ -76,21 +68,21 @@ def chart_data(digest: Digest) -> dict[str, Any]:
     steps = {point[0] for objective in lines for line in objective for point in line["steps"]}
     indexes = thinned(ok, answer | steps)
     points = [ok[index] for index in indexes]
-    failed = [trial for trial in digest.trials if trial.reward is None and not trial.unfinished]
+    failed = [trial for trial in digest.trials if not trial.objectives and not trial.unfinished]
     return {
         "labels": labels,
         "last": digest.trials[-1].number if digest.trials else 0,
         "number": [trial.number for trial in points],
-        "rewards": [[trial.reward.objectives[o] for trial in points if trial.reward] for o in range(len(labels))],
-        "regime": [regimes.get(regime_key(trial)) for trial in points],
+        "rewards": [[trial.objectives[o] for trial in points] for o in range(len(labels))],
+        "regime": [regimes.get(trial.regime_key) for trial in points],
         "cached": [int(trial.cached_from is not None) for trial in points],
         "answer": [index for index, trial in enumerate(points) if trial.number in answer],
         "sketch": evenly(range(len(points)), _SKETCHED),
-        "floors": [floor_of([t.reward.objectives[o] for t in ok if t.reward]) for o in range(len(labels))],
+        "floors": [floor_of([trial.objectives[o] for trial in ok]) for o in range(len(labels))],
         "lines": lines,
         "regimes": [short(assignments(regime), 60) for regime in digest.regimes],
-        "regime_means": _means_by([regimes.get(regime_key(trial)) for trial in ok], ok, len(regimes)),
-        "parameters": [_axis_data(axis, indexes, ok) for axis in axes(digest)],
+        "regime_means": _means_by([regimes.get(trial.regime_key) for trial in ok], ok, len(regimes)),
+        "parameters": axes(digest, indexes),
         "failed": ticks((t.number, str(t.outcome), t.reason) for t in failed),
     }
 
@@ -110,9 +102,8 @@ def best_lines(digest: Digest, objective: int) -> list[dict[str, Any]]:
     for _, group in groupby(digest.trials, key=lambda trial: trial.group):
         for trial in group:
             if counts(trial):
-                regime = regime_key(trial)
-                value = trial.reward.objectives[objective] if trial.reward else None
-                races[index.get(regime, 0)].add(key_of(trial.action) + regime, value)
+                value = trial.objectives[objective] if trial.objectives else None
+                races[index.get(trial.regime_key, 0)].add(trial.action_key + trial.regime_key, value)
         # Repeats count together: after the group, not after each of them.
         for race, line in zip(races, steps, strict=True):
             value = race.value()
@@ -125,20 +116,19 @@ def best_lines(digest: Digest, objective: int) -> list[dict[str, Any]]:
     ]
 
 
-def axes(digest: Digest) -> list[Axis]:
-    """The parameters that varied, in the order of the scenario."""
+def axes(digest: Digest, indexes: Sequence[int]) -> list[dict[str, Any]]:
+    """The parameters that varied, in the order of the scenario, with the positions of the trials to draw."""
     specs = digest.table("parameters")
-    used = {name for trial in digest.ok for name in trial.action}
-    names = [name for name in specs if name in used] + sorted(used - set(specs))
-    every = [_axis(name, _parameter(specs.get(name)), digest.ok) for name in names]
+    names = [name for name in specs if name in digest.varied] + sorted(digest.varied.keys() - set(specs))
+    every = (_axis(name, _parameter(specs.get(name)), digest.ok, indexes) for name in names if digest.varied[name])
     return [axis for axis in every if axis is not None]
 
 
-def thinned(trials: Sequence[Trial], keep: set[int]) -> list[int]:
+def thinned(trials: Sequence[StoredTrial], keep: set[int]) -> list[int]:
     """The indexes of the trials to draw: all, or those to keep, the best, and an even share of the rest."""
     if len(trials) <= DRAWN:
         return list(range(len(trials)))
-    rewards = [trial.reward.value if trial.reward else float("-inf") for trial in trials]
+    rewards = [trial.objectives[0] for trial in trials]
     by_reward = sorted(range(len(trials)), key=rewards.__getitem__)
     special = {index for index, trial in enumerate(trials) if trial.number in keep} | set(by_reward[-_THINNED // 10 :])
     rest = [index for index in range(len(trials)) if index not in special]
@@ -158,42 +148,46 @@ def floor_of(rewards: Sequence[float]) -> float | None:
     return floor((tenth - 0.15 * (high - tenth)) / step) * step
 
 
-def _axis(name: str, space: Parameter | None, trials: Sequence[Trial]) -> Axis | None:
-    values = [trial.action.get(name) for trial in trials]
-    distinct = {_same(value): value for value in values if value is not None}
-    if len(distinct) < 2 or isinstance(space, Fixed):
+def _axis(
+    name: str, space: Parameter | None, trials: Sequence[StoredTrial], indexes: Sequence[int]
+) -> dict[str, Any] | None:
+    """One parameter as the axis of a chart: of values, with a log scale or not, or of categories with their means."""
+    if isinstance(space, Fixed):
         return None
+    # The values of a range are as many as the trials, and only those that are drawn are needed.
+    drawn = [trials[index].action.get(name) for index in indexes]
+    values = drawn if isinstance(space, Range) else [trial.action.get(name) for trial in trials]
+    distinct = {_same(value): value for value in values if value is not None}
+    if len(distinct) < 2:
+        return None
+    axis = {"name": name, "kind": "value", "categories": (), "means": [], "at": drawn}
     numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in distinct.values())
     candidates = space.values if isinstance(space, Choice) else ()
-    if isinstance(space, Range) or (
-        numeric and (len(candidates) > _CATEGORIES or (not candidates and len(distinct) > 6))
-    ):
-        log = isinstance(space, Range) and space.log and all(value > 0 for value in distinct.values())
-        return Axis(name, "log" if log else "value", (), values) if numeric else None
+    if isinstance(space, Range):
+        log = space.log and numeric and all(value > 0 for value in distinct.values())
+        return {**axis, "kind": "log" if log else "value"} if numeric else None
+    if numeric and (len(candidates) > _CATEGORIES or (not candidates and len(distinct) > 6)):
+        return axis
     categories = {_same(canonical(value)): value for value in candidates} | distinct
     if len(categories) > 4 * _CATEGORIES:
         return None
     place = {key: index for index, key in enumerate(categories)}
     positions = [None if value is None else place[_same(value)] for value in values]
-    return Axis(name, "category", tuple(short(exact(value), 80) for value in categories.values()), positions)
-
-
-def _axis_data(axis: Axis, indexes: Sequence[int], trials: Sequence[Trial]) -> dict[str, Any]:
     return {
-        "name": axis.name,
-        "kind": axis.kind,
-        "categories": axis.categories,
-        "means": _means_by(axis.positions, trials, len(axis.categories)),
-        "at": [axis.positions[index] for index in indexes],
+        **axis,
+        "kind": "category",
+        "categories": tuple(short(exact(value), 80) for value in categories.values()),
+        "means": _means_by(positions, trials, len(categories)),
+        "at": [positions[index] for index in indexes],
     }
 
 
-def _means_by(places: Sequence[float | None], trials: Sequence[Trial], count: int) -> list[float | None]:
+def _means_by(places: Sequence[float | None], trials: Sequence[StoredTrial], count: int) -> list[float | None]:
     """The mean reward at each of the places 0..count-1, over all trials."""
     values: list[list[float]] = [[] for _ in range(count)]
     for place, trial in zip(places, trials, strict=True):
-        if count and place is not None and trial.reward:
-            values[int(place)].append(trial.reward.value)
+        if count and place is not None:
+            values[int(place)].append(trial.objectives[0])
     return [fsum(rewards) / len(rewards) if rewards else None for rewards in values]
 
 

@@ -15,6 +15,7 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.reports.formatting import number
 from loopwright.reports.live.policy import Comparison, comparison
 from loopwright.reports.search.best import Best, Candidate, best_of
+from loopwright.reports.search.trials import StoredTrial, stored_trials
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,13 @@ class Digest:
     provenance: Mapping[str, Any]
     failure: str
     finished: bool
-    trials: Sequence[Trial]
+    trials: Sequence[StoredTrial]
     trouble: str
     """Why the ledger could not be read completely."""
     policy: Comparison | None = None
     """The policy beside the best static action, if one was trained and evaluated."""
+    span: tuple[float | None, float | None] = (None, None)
+    """When the first trial started, and when the last one ended."""
 
     @property
     def name(self) -> str:
@@ -80,9 +83,14 @@ class Digest:
         return best_of(self.trials)
 
     @cached_property
-    def ok(self) -> list[Trial]:
+    def ok(self) -> list[StoredTrial]:
         """The trials that have a reward."""
-        return [trial for trial in self.trials if trial.reward is not None]
+        return [trial for trial in self.trials if trial.objectives]
+
+    def whole(self, numbers: Iterable[int]) -> list[Trial]:
+        """These trials with everything that the ledger has of them."""
+        with Ledger.read(self.folder / "ledger.db") as ledger:
+            return [trial for number in numbers if (trial := ledger.trial(number)) is not None]
 
     @property
     def count(self) -> int:
@@ -136,7 +144,7 @@ class Digest:
     @cached_property
     def labels(self) -> tuple[str, ...]:
         """A name for each objective."""
-        width = max((len(trial.reward.objectives) for trial in self.ok if trial.reward), default=1)
+        width = max((len(trial.objectives) for trial in self.ok), default=1)
         objectives = self.about.get("objectives")
         names = [str(label) for label in objectives] if isinstance(objectives, list) else []
         return tuple((names + ["reward", *(f"objective {n}" for n in range(2, width + 1))][len(names) :])[:width])
@@ -144,13 +152,28 @@ class Digest:
     @cached_property
     def regimes(self) -> list[Regime]:
         """The regimes that were met, in the order of their values."""
-        regimes = {regime_key(trial): trial.regime for trial in self.trials if trial.regime}
+        regimes = {trial.regime_key: trial.regime for trial in self.trials if trial.regime}
         return sorted(regimes.values(), key=self.order)
 
     def order(self, regime: Regime) -> list[tuple[Any, ...]]:
         """Sorts regimes as the scenario lists their values, and otherwise numbers as numbers."""
         lists = self.table("parameters")
         return [_rank(value, lists.get(name)) for name, value in sorted(regime.items())]
+
+    @cached_property
+    def varied(self) -> dict[str, bool]:
+        """The parameters of the ok trials, and whether they were varied."""
+        varied: dict[str, bool] = {}
+        first = self.ok[0].action if self.ok else {}
+        for trial in self.ok:
+            action = trial.action
+            if action.keys() != first.keys():
+                varied |= {name: varied.get(name, False) for name in action}
+                varied |= dict.fromkeys(action.keys() ^ first.keys(), True)
+            for name, value in action.items():
+                if not varied.get(name):
+                    varied[name] = value != first.get(name)
+        return varied
 
     @property
     def by_regime(self) -> bool:
@@ -160,8 +183,8 @@ class Digest:
     @property
     def wall_s(self) -> float | None:
         """From the first trial's start to the last one's end."""
-        ends = [trial.finished_at for trial in self.trials if trial.finished_at is not None]
-        return max(0.0, max(ends) - self.trials[0].reserved_at) if ends else None
+        first, last = self.span
+        return None if first is None or last is None else max(0.0, last - first)
 
     @property
     def started_at(self) -> float:
@@ -169,14 +192,14 @@ class Digest:
         started = self.provenance.get("started_at")
         if isinstance(started, (int, float)):
             return float(started)
-        return self.trials[0].reserved_at if self.trials else float("inf")
+        return float("inf") if self.span[0] is None else self.span[0]
 
     def baseline(self, candidate: Candidate) -> Candidate | None:
         """The action of the first ok trial, if it was measured under the candidate's regimes."""
         if not self.ok:
             return None
-        action = key_of(self.ok[0].action)
-        front = best_of(trial for trial in self.trials if key_of(trial.action) == action).front
+        action = self.ok[0].action_key
+        front = best_of(trial for trial in self.trials if trial.action_key == action).front
         regimes = {key_of(regime) for regime in candidate.regimes}
         return front[0] if front and {key_of(regime) for regime in front[0].regimes} == regimes else None
 
@@ -192,7 +215,22 @@ class Digest:
 def read_search(ledger: Ledger) -> Digest:
     """The digest of a search, or of an RL agent that was trained on batch trials."""
     trials, trouble = _readable(ledger)
-    return Digest(**basics(ledger), trials=trials, trouble=trouble, policy=comparison(_state(ledger, "policy")))
+    return Digest(
+        **basics(ledger),
+        trials=trials,
+        trouble=trouble,
+        policy=comparison(_state(ledger, "policy")),
+        span=_span(ledger),
+    )
+
+
+def _span(ledger: Ledger) -> tuple[float | None, float | None]:
+    query = "SELECT (SELECT reserved_at FROM trials ORDER BY number LIMIT 1), (SELECT max(finished_at) FROM trials)"
+    try:
+        first, last = ledger.transaction.rows(query)[0]
+    except LoopwrightError:
+        return None, None
+    return first, last
 
 
 def basics(ledger: Ledger) -> dict[str, Any]:
@@ -223,20 +261,15 @@ def grouped_failures(failed: Iterable[tuple[int, str, str, str]]) -> list[Failur
     return sorted(failures, key=lambda failure: -failure.count)
 
 
-def regime_key(trial: Trial) -> str:
-    """Equal for trials under the same regime."""
-    return "" if not trial.regime else key_of(trial.regime)
-
-
 def _rank(value: Any, candidates: Any) -> tuple[int, bool, float, str]:
     place = candidates.index(value) if isinstance(candidates, list) and value in candidates else -1
     return place, isinstance(value, str), value if isinstance(value, (int, float)) else 0.0, str(value)
 
 
-def _readable(ledger: Ledger) -> tuple[list[Trial], str]:
-    trials: list[Trial] = []
+def _readable(ledger: Ledger) -> tuple[list[StoredTrial], str]:
+    trials: list[StoredTrial] = []
     try:
-        for trial in ledger.trials():
+        for trial in stored_trials(ledger):
             trials.append(trial)  # noqa: PERF402  what was read before the damage is kept
     except (LoopwrightError, ValueError, KeyError, TypeError) as error:
         return trials, f"Only {len(trials)} trials could be read: {error}"

@@ -1,6 +1,7 @@
 """The page of a search: the answer first, then the evidence for it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import nlargest
 from itertools import combinations
 from math import fsum
 from statistics import median, stdev
@@ -67,7 +68,7 @@ def _answer_title(digest: Digest, best: Candidate) -> str:
 def reward_range(digest: Digest, best: Candidate) -> tuple[float, float]:
     """The lowest and the highest reward of its single trials."""
     numbers = set(best.trials)
-    rewards = [trial.reward.value for trial in digest.ok if trial.number in numbers and trial.reward]
+    rewards = [trial.objectives[0] for trial in digest.ok if trial.number in numbers]
     return min(rewards), max(rewards)
 
 
@@ -80,20 +81,18 @@ def reward_text(candidate: Candidate, label: str) -> str:
 
 def parameter_rows(digest: Digest, best: Candidate) -> list[tuple[str, Any, bool]]:
     """Each parameter of an action with its value, and whether it was varied at all."""
-    varied = {name for trial in digest.ok for name, value in trial.action.items() if value != best.action.get(name)}
     is_only = len(digest.ok) == 1
-    return [(name, value, name in varied or is_only) for name, value in _in_scenario_order(digest, best.action)]
+    rows = _in_scenario_order(digest, best.action)
+    return [(name, value, digest.varied.get(name, True) or is_only) for name, value in rows]
 
 
 def _metric_rows(digest: Digest, best: Candidate) -> list[tuple[str, str]]:
     """What was measured with an action, apart from the objective: the mean and the standard deviation."""
-    numbers = set(best.trials)
     metrics: dict[str, list[float]] = {}
-    for trial in digest.ok:
-        if trial.number in numbers:
-            for name, value in trial.metrics.items():
-                if isinstance(value, (int, float)) and name != digest.labels[0]:
-                    metrics.setdefault(name, []).append(value)
+    for trial in digest.whole(best.trials):
+        for name, value in trial.metrics.items():
+            if isinstance(value, (int, float)) and name != digest.labels[0]:
+                metrics.setdefault(name, []).append(value)
     return [
         (name, spread(fsum(values) / len(values), stdev(values), name) if values[1:] else measured(values[0], name))
         for name, values in metrics.items()
@@ -117,10 +116,7 @@ def varied_names(digest: Digest, candidates: Sequence[Candidate]) -> list[str]:
 
 
 def _varied(digest: Digest) -> list[str]:
-    first = digest.ok[0].action
-    varied = {n for trial in digest.ok for n in {*trial.action, *first} if trial.action.get(n) != first.get(n)}
-    every = dict.fromkeys(name for trial in digest.ok for name in trial.action)
-    return [name for name, _ in _in_scenario_order(digest, every) if name in varied]
+    return [name for name, is_varied in _in_scenario_order(digest, digest.varied) if is_varied]
 
 
 def _in_scenario_order(digest: Digest, action: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -170,14 +166,12 @@ def _not_drawn(digest: Digest, chart: Mapping[str, Any]) -> str:
 
 def _slowest(digest: Digest) -> tuple[list[Trial], str]:
     """The three slowest trials, and a sentence about the time of all; nothing if fewer than two were timed."""
-    uncached = (trial for trial in digest.trials if trial.cached_from is None)
-    timed = [trial for trial in uncached if isinstance(trial.usage.get("wall_s"), (int, float))]
+    timed = [(trial.wall_s, trial) for trial in digest.trials if trial.cached_from is None and trial.wall_s is not None]
     if len(timed) < 2:
         return [], ""
-    wall_s: Callable[[Trial], float] = lambda trial: trial.usage["wall_s"]  # noqa: E731
-    slowest = sorted(timed, key=wall_s, reverse=True)[:3]
-    cpu_s = fsum(trial.usage.get(name) or 0.0 for trial in timed for name in ("user_s", "system_s"))
-    return slowest, (
-        f"The median trial took {duration(median(map(wall_s, timed)))}, the slowest {duration(wall_s(slowest[0]))}; "
-        f"together they used {duration(cpu_s)} of processor time."
+    slowest = nlargest(3, timed, key=lambda row: row[0])
+    return digest.whole(trial.number for _, trial in slowest), (
+        f"The median trial took {duration(median(wall_s for wall_s, _ in timed))}, the slowest "
+        f"{duration(slowest[0][0])}; together they used {duration(fsum(trial.cpu_s for _, trial in timed))} of "
+        "processor time."
     )

@@ -1,0 +1,108 @@
+"""Trials as the reports of a search need them: a fifth of the memory of a Trial, since there may be 200,000 of them."""
+
+from collections.abc import Iterator
+
+import orjson
+
+from loopwright.core.canonical import canonical, key_of
+from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.trial import Action, Regime
+from loopwright.ledger.ledger import Ledger
+
+_QUERY = (
+    "SELECT number, grp, action, regime, outcome, fault, reason, reward, reward_detail, metrics, usage, cached_from "
+    "FROM trials WHERE number > ? ORDER BY number LIMIT 2000"
+)
+_OUTCOMES, _FAULTS = {str(outcome): outcome for outcome in Outcome}, {str(fault): fault for fault in Fault}
+_SCALARS = frozenset((int, str, bool, type(None)))
+
+
+class StoredTrial:
+    """What reports need of every trial. The rest of a few trials is read from the ledger when it is shown."""
+
+    __slots__ = (
+        "_action",
+        "action_key",
+        "cached_from",
+        "cpu_s",
+        "fault",
+        "group",
+        "number",
+        "objectives",
+        "outcome",
+        "reason",
+        "regime",
+        "regime_key",
+        "wall_s",
+    )
+
+    _action: str
+    number: int
+    group: int
+    outcome: Outcome | None
+    fault: Fault | None
+    reason: str
+    regime: Regime
+    regime_key: str
+    """Equal for trials under the same regime; empty without one."""
+    action_key: str
+    """Equal for equal actions of a run."""
+    objectives: tuple[float, ...]
+    """Empty without a reward."""
+    cached_from: str | None
+    wall_s: float | None
+    cpu_s: float
+
+    @property
+    def action(self) -> Action:
+        """What the agent chose."""
+        return orjson.loads(self._action)  # type: ignore[no-any-return]
+
+    @property
+    def unfinished(self) -> bool:
+        """In flight or aborted."""
+        return self.outcome in (None, Outcome.ABORTED)
+
+
+def stored_trials(ledger: Ledger) -> Iterator[StoredTrial]:
+    """All trials by number. Raises ValueError, KeyError or TypeError at one that makes no sense."""
+    regimes: dict[str, tuple[Regime, str]] = {}
+    names: list[str] = []
+    after = 0
+    loads = orjson.loads
+    while rows := ledger.transaction.rows(_QUERY, (after,)):
+        for number, group, text, regime, outcome, fault, reason, reward, detail, metrics, usage, cached_from in rows:
+            trial = StoredTrial()
+            trial.number, trial.group = number, number if group == number else group
+            action = loads(text)
+            names = names or list(action)
+            trial._action, trial.action_key = text, _action_key(text, action, names)
+            if regime not in regimes:
+                values = loads(regime)
+                regimes[regime] = values, key_of(values) if values else ""
+            trial.regime, trial.regime_key = regimes[regime]
+            trial.outcome = None if outcome is None else _OUTCOMES[outcome]
+            trial.fault = None if fault is None else _FAULTS[fault]
+            trial.reason, trial.cached_from = reason, cached_from
+            trial.objectives = () if detail is None else (reward, *loads(detail)["more"])
+            if metrics:
+                loads(metrics)  # fails where it will be shown
+            spent = loads(usage) if usage else {}
+            wall_s = spent.get("wall_s")
+            trial.wall_s = wall_s if isinstance(wall_s, (int, float)) else None
+            trial.cpu_s = (spent.get("user_s") or 0.0) + (spent.get("system_s") or 0.0)
+            yield trial
+        after = rows[-1][0]
+
+
+def _action_key(text: str, action: Action, names: list[str]) -> str:
+    """The text itself, if equal actions of this run have the same text: no need for a hash, nor for its memory."""
+    if list(action) == names:
+        for value in action.values():
+            if value.is_integer() if type(value) is float else type(value) not in _SCALARS:
+                break
+        else:
+            return text
+    if action.keys() == set(names):
+        return orjson.dumps({name: canonical(action[name]) for name in names}).decode()
+    return key_of(action)
