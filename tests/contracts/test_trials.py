@@ -148,6 +148,15 @@ def test_a04_artifacts_of_a_sandboxed_agent_are_kept(server):
     assert (result["outcome"], result["artifacts"]["kept"]) == ("ok", {"note.txt": 1}), result["output"]
 
 
+def test_a04_agents_are_not_shown_the_output_of_the_server(server):
+    output = server.directory / "out"
+    for readable in ("out", str(output), str(output / "deeper")):
+        loop = {**server.loop("chat()"), "sandbox": "bwrap", "readable": [readable]}
+        body = {"key": readable, "task": {"id": "t", "prompt": "?"}, "loop": loop}
+        code, _, error = server.refusal("POST", "/trials", body, server.token)
+        assert (code, "the server's own output" in error["message"]) == (400, True), error
+
+
 def test_a04_metrics_count_trials_by_status_and_outcome(tmp_path):
     with serve(tmp_path, "-j", "1", *ENGINE_ARGS) as server:
         for key, text in (("good", "chat()"), ("bad", "chat(); sys.exit(3)")):

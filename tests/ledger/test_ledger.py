@@ -1,5 +1,6 @@
 """The ledger: reserved, attempted, committed, and the same after it was closed, killed or read from elsewhere."""
 
+import os
 import sqlite3
 import subprocess
 import sys
@@ -342,3 +343,15 @@ def test_whatever_was_written_is_read_back_after_reopening(operations):
         ledger.close()
         with Ledger.read(path) as reader:
             model.check(reader)
+
+
+def test_only_its_owner_can_read_a_private_ledger(tmp_path):
+    umask = os.umask(0)
+    try:
+        with Ledger.create(tmp_path / "ledger.db", private=True) as ledger:
+            ledger.set_state("x", 1)
+            modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.glob("ledger.db*")}
+    finally:
+        os.umask(umask)
+    assert {"ledger.db", "ledger.db-wal", "ledger.db-shm"} <= set(modes)
+    assert {modes[f"ledger.db{end}"] for end in ("", "-wal", "-shm")} == {0o600}

@@ -220,3 +220,9 @@ def test_a_missing_file(tmp_path):
 )
 def test_sizes(text, size):
     assert size_bytes(text) == size
+
+
+@pytest.mark.parametrize("name", ["report.html", "Report.HTML", "scenario.toml", "campaign.json", "cache.db"])
+def test_a_run_cannot_have_the_name_of_a_file_in_the_output(write, name):
+    with pytest.raises(ScenarioError, match="choose another name"):
+        load(write(run=f'[[run]]\nname = "{name}"'))

@@ -5,11 +5,15 @@ import os
 import shutil
 import subprocess
 
+import aiohttp
+import openai
 import pytest
 
 from loopwright.core.errors import StorageError
 from loopwright.core.outcome import Outcome
 from tests.contracts.harness import FunctionEnv, ListedAgent
+from tests.gateway.clients import chat
+from tests.gateway.harness import client_of, run, served, user
 from tests.survival.campaign import SCENARIO, Campaign
 
 NOISY = """#!/bin/sh
@@ -169,3 +173,32 @@ def test_a_damaged_ledger_is_reported_and_unchanged(whole, tmp_path, how):
     assert str(damaged.ledger) in result.err
     assert "damaged" in result.err or "is not a ledger" in result.err
     assert damaged.ledger.read_bytes() == content
+
+
+def test_a_gateway_whose_calls_do_not_fit_on_its_disk_is_not_healthy(disk):
+    async def healthy(http, gateway):
+        async with http.get(f"{gateway.address}/healthz") as answer:
+            return answer.status == 200, await answer.json()
+
+    async def story():
+        async with (
+            served(output=disk) as gateway,
+            aiohttp.ClientSession() as http,
+            client_of(await gateway.open()) as client,
+        ):
+            await chat(client, [user("small")])
+            assert (await healthy(http, gateway))[0]
+            for number in range(3):
+                with pytest.raises(openai.InternalServerError, match="cannot be recorded"):
+                    await chat(client, [user(f"{number}" + "x" * 300_000)])
+                assert await healthy(http, gateway) == (
+                    False,
+                    {"status": "failing", "version": 0, "failing": ["store"]},
+                )
+            assert not list(disk.glob("*probe*"))
+            assert mount("-o", "remount,size=64m", disk)
+            assert (await healthy(http, gateway))[0]
+            await chat(client, [user("3" + "x" * 300_000)])
+            assert (await healthy(http, gateway))[0]
+
+    run(story)

@@ -76,8 +76,12 @@ class Ledger:
         *,
         synchronous: Literal["NORMAL", "FULL"] = "NORMAL",
         state: Mapping[str, Any] | None = None,
+        private: bool = False,
     ) -> Self:
-        """A new ledger without trials, with the state of the run. A ledger that exists is an error."""
+        """A new ledger without trials, with the state of the run. A ledger that exists is an error.
+
+        Only its owner can read a `private` one, whatever the umask; its write-ahead log inherits that.
+        """
         if path.exists():
             raise LedgerError(f"{path} exists already. Continue with `loopwright resume`, or choose another --output.")
         # Written to another name and moved into place: after a crash there is a whole ledger, or none.
@@ -85,6 +89,9 @@ class Ledger:
         with explained(path), storage(path):
             for leftover in part.parent.glob(f"{part.name}*"):
                 leftover.unlink()
+            if private:
+                part.touch(0o600)
+                part.chmod(0o600)
             with closing(connect(part, synchronous)) as connection:
                 connection.executescript(
                     f"BEGIN IMMEDIATE; {_SCHEMA} {CHAIN_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;"

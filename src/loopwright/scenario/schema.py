@@ -43,6 +43,10 @@ class SystemConfig(Config):
         return size_bytes(value)
 
 
+_RESERVED_NAMES = {"report.html", "scenario.toml", "campaign.json", "cache.db", "dse_failure.txt"}
+"""Files of the output directory, in which each run has a folder."""
+
+
 class RunBasics(Config):
     """The plain keys of a run."""
 
@@ -54,6 +58,15 @@ class RunBasics(Config):
     """Whether an equal trial is answered from this run, also from other runs, or measured again."""
     observers: tuple[str, ...] = ()
     """Your own observers, each `module:Class`, called before and after each trial."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_free(cls, name: str) -> str:
+        if name.lower() in _RESERVED_NAMES or name.lower().startswith("cache.db-"):
+            raise ValueError(
+                f"{name!r} is a file that Loopwright writes into the output directory; choose another name"
+            )
+        return name
 
 
 class RunConfig(RunBasics):

@@ -17,7 +17,6 @@ from loopwright.gateway.relay.relay import Relay
 from loopwright.gateway.server.observer import RequestObserver, metrics_response
 from loopwright.gateway.server.openapi import describe_routes
 from loopwright.gateway.server.request_handler import json_response
-from loopwright.gateway.sessions.store import PROBE
 
 if TYPE_CHECKING:
     from loopwright.gateway.gateway import Gateway
@@ -63,7 +62,7 @@ class Operations:
                     if part == "engine":
                         await self._gateway.engine.check()
                     elif self._gateway.store is not None:
-                        await self._gateway.store.write(PROBE)
+                        await self._gateway.store.check()
             except TimeoutError:
                 problems[part] = f"no response within {_TIMEOUT_S:g} s"
             except (EngineError, StorageError) as error:

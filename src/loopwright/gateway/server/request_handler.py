@@ -23,6 +23,7 @@ from loopwright.gateway.dialects.messages import Messages, models_response
 from loopwright.gateway.dialects.responses import Responses
 from loopwright.gateway.refusal import Refusal, refusal_of
 from loopwright.gateway.server.body_worker import LARGE_BYTES, BodyWorker
+from loopwright.gateway.server.connections import ConnectionGuard
 from loopwright.gateway.server.observer import CALL, RequestObserver
 from loopwright.gateway.sessions.call import SessionCall
 from loopwright.gateway.sessions.served_session import ServedSession
@@ -59,6 +60,7 @@ class RequestHandler:
         self._gateway, self._config = gateway, gateway.config
         self.observer = RequestObserver(gateway)
         self._worker = BodyWorker(gateway)
+        self.guard = ConnectionGuard(gateway.config.unauthenticated_connections, gateway.config.header_s)
         # For errors outside of sessions, which need no tokenizer. A relay has none before its first worker connects.
         tokenizer: Any = getattr(gateway.engine, "tokenizer", None)
         self._sessionless = {path: dialect(tokenizer, Sampling()) for path, dialect in ROUTES.items()}
@@ -118,13 +120,17 @@ class RequestHandler:
     def is_admin(self, request: web.Request) -> bool:
         """Whether a request has the gateway's token."""
         token = self._gateway.token
-        return token is not None and hmac.compare_digest(_key(request).encode("utf-8", "replace"), token.encode())
+        if token is None or not hmac.compare_digest(_key(request).encode("utf-8", "replace"), token.encode()):
+            return False
+        self.guard.unauthenticated.pop(request.protocol, None)
+        return True
 
     def session(self, request: web.Request) -> ServedSession:
         """The session of a request that has its key, to call models."""
         id = request.match_info["id"]
         session = self._gateway.sessions.get(id) or self._gateway.find(id)
         if session.admits(_key(request)):
+            self.guard.unauthenticated.pop(request.protocol, None)
             return session
         raise Refusal(401, "authentication", "the API key is not the one of this session", retry=False)
 

@@ -1,5 +1,6 @@
 """The gateway's HTTP server: starts, stops, and serves the routes by which sessions are opened, read and closed."""
 
+import asyncio
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -27,12 +28,9 @@ class Server:
         self._handler = handler = RequestHandler(gateway)
         app = web.Application(client_max_size=self._config.body_bytes, middlewares=[handler.middleware])
         self._runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=None,
-            keepalive_timeout=75.0,
-            shutdown_timeout=self._config.drain_s,
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=self._config.drain_s
         )
+        self._listener: asyncio.Server | None = None
         self.port = 0
         handler.mount(app)  # first, because routes are tried in order
         self._operations = Operations(gateway, handler.observer, handler.is_admin)
@@ -51,18 +49,21 @@ class Server:
     async def start(self) -> None:
         """Start to listen."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._config.host, self._config.port, backlog=1024)
+        assert self._runner.server is not None  # noqa: S101  it is set up
+        # Not a TCPSite, which would not use our class of connections.
+        connect = self._handler.guard.protocol_factory(self._runner.server, access_log=None, keepalive_timeout=75.0)
         try:
-            await site.start()
+            loop, config = asyncio.get_running_loop(), self._config
+            self._listener = await loop.create_server(connect, config.host, config.port, backlog=1024)
         except OSError:
             await self._runner.cleanup()
             raise
-        self.port = self._runner.addresses[0][1]
+        self.port = self._listener.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         """Accept no more requests; running ones have `drain_s` seconds to end."""
-        for site in self._runner.sites:
-            await site.stop()
+        if self._listener is not None:
+            self._listener.close()
         if self._runner.server is not None:
             await self._operations.drain(self._runner.server)
         await self._runner.cleanup()
@@ -72,11 +73,7 @@ class Server:
         id, is_admin = request.match_info.get("id"), self._handler.is_admin(request)
         if self._gateway.token is not None and not is_admin:
             raise Refusal(401, "authentication", "opening a session needs the gateway's token", retry=False)
-        if self._gateway.token is None and not self._config.public:
-            host = request.url.host or ""
-            if not is_loopback(host) and host != urlsplit(self._gateway.address).hostname:
-                # A web page in a local browser may have pointed its own host name at this machine.
-                raise Refusal(403, "authentication", "this gateway opens sessions for this machine only", retry=False)
+        self._refuse_web_pages(request)
         if id is not None and is_generated(id) and not is_admin:
             self._handler.session(request)  # or everyone who has seen its URL would get its key
         try:
@@ -85,6 +82,18 @@ class Server:
             key, message = next(explain(error, SessionConfig))
             raise Refusal(400, "invalid", f"{key}: {message}" if key else message, param=key, retry=False) from error
         return json_response((await self._gateway.open(id, config)).as_json())
+
+    def _refuse_web_pages(self, request: web.Request) -> None:
+        """A page in somebody's browser must not open sessions with the reach of that browser."""
+        host, origin = request.url.host or "", request.headers.get("origin")
+        if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            raise Refusal(403, "permission", "a web page of another site cannot open a session", retry=False)
+        if origin is not None and urlsplit(origin).netloc != request.host:
+            raise Refusal(403, "permission", f"a web page of {origin[:200]!r} cannot open a session", retry=False)
+        is_ours = is_loopback(host) or host == urlsplit(self._gateway.address).hostname
+        if self._gateway.token is None and not self._config.public and not is_ours:
+            # A web page in a local browser may have pointed its own host name at this machine.
+            raise Refusal(403, "permission", "this gateway opens sessions for this machine only", retry=False)
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
         if not self._handler.is_admin(request):

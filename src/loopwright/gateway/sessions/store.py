@@ -70,6 +70,8 @@ PROBE: Sequence[Statement] = (
     ("DELETE FROM sessions WHERE id = '/'", ()),
 )
 """Changes nothing, but shows whether the store can be written."""
+_PAGES_BYTES = 2**16
+"""What a write takes besides its data."""
 
 
 class DiskStore:
@@ -94,6 +96,8 @@ class DiskStore:
                     f"{self.path} has format {version}, and this Loopwright reads {VERSION}. Choose another --output."
                 )
         self._transaction = Transaction(self.path, self._connection)
+        self._failed_bytes = 0
+        """The size of the last write, if it failed for want of disk or for another reason."""
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[tuple[Sequence[Statement], asyncio.Future[None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="gateway-store", daemon=True)
@@ -107,6 +111,22 @@ class DiskStore:
         done = self._loop.create_future()
         self._queue.put((statements, done))
         return done
+
+    async def check(self) -> None:
+        """StorageError if it cannot be written now. What failed last must fit: small writes may still succeed."""
+        await self.write(PROBE)
+        if self._failed_bytes:
+            await asyncio.to_thread(self._allocate, 2 * self._failed_bytes + _PAGES_BYTES)
+
+    def _allocate(self, size: int) -> None:
+        path = self.path.with_name("gateway.probe")
+        with storage(path):
+            file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(file, 0, size)
+            finally:
+                os.close(file)
+                path.unlink()
 
     def rows(self, query: str, values: tuple[Any, ...] = ()) -> list[Any]:
         """The rows of a query."""
@@ -139,8 +159,14 @@ class DiskStore:
                         connection.execute(query, values)
             except Exception as error:  # noqa: BLE001  raised to those who await the writes
                 failure = error
+            if (size := sum(_size(statements) for statements, _ in jobs if statements is not PROBE)) or failure:
+                self._failed_bytes = size if failure is not None else 0
             # Once for all of them: waking the event loop costs more than resolving a future.
             self._loop.call_soon_threadsafe(_resolve, [done for _, done in jobs], failure)
+
+
+def _size(statements: Sequence[Statement]) -> int:
+    return sum(len(value) for _, values in statements for value in values if isinstance(value, str | bytes))
 
 
 def _resolve(futures: Sequence[asyncio.Future[None]], failure: Exception | None) -> None:

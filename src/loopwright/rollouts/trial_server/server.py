@@ -197,6 +197,8 @@ class TrialServer:
 
     async def _check_sandbox(self, loop: RemoteConfig) -> None:
         """SandboxError if the sandbox is not available. Checked once, while other requests are answered."""
+        if loop.exposes(self._output, self._scenario_dir):
+            raise SandboxError("`readable` would show agents the server's own output: queue, results and tokens")
         sandbox, key = loop.build_sandbox(self._scenario_dir), (loop.sandbox, loop.readable)
         if key not in self._available:
             async with asyncio.timeout(_CHECK_S):

@@ -185,7 +185,8 @@ class RunKind(RunConfig, ABC):
             with storage(directory):
                 directory.mkdir(parents=True, exist_ok=True)
             state = {"id": uuid.uuid4().hex, "fingerprint": fingerprint}
-            ledger = Ledger.create(path, synchronous=synchronous, state=state)
+            has_conversations = self.kind in ("rollout", "training")
+            ledger = Ledger.create(path, synchronous=synchronous, state=state, private=has_conversations)
         context.resources.callback(ledger.close)
         self.describe(context, ledger, details)
         agent = context.agent

@@ -1,0 +1,80 @@
+"""Connections: those that have not shown a valid key are few and short-lived, and bad requests are not repeated.
+
+A server has a limited number of open files. Without limits, anyone who can connect could hold all of them.
+"""
+
+import asyncio
+import logging
+import resource
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+log = logging.getLogger(__name__)
+
+
+class GuardedConnection(web.RequestHandler):
+    """A connection whose first request has to arrive soon."""
+
+    def __init__(self, guard: "ConnectionGuard", server: web.Server, **options: Any) -> None:
+        super().__init__(server, **options)
+        self._guard = guard
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._timer = self._loop.call_later(self._guard.header_s, self._check)
+        self._guard.add(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._guard.unauthenticated.pop(self, None)
+        super().connection_lost(exc)
+
+    def _check(self) -> None:
+        if self._request_count == 0:
+            self.abort()
+
+    def abort(self) -> None:
+        """Disconnect at once."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def handle_error(
+        self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """A response to what is not HTTP. aiohttp's would repeat the line at fault, which may contain a key."""
+        if status != 400:
+            return super().handle_error(request, status, exc, message)
+        log.warning("refused a malformed request: %s", type(exc).__name__)
+        error = {"message": "the request is not valid HTTP", "type": "invalid_request_error", "param": None}
+        response = web.json_response({"error": {**error, "code": None}}, status=400)
+        response.force_close()
+        return response
+
+
+class ConnectionGuard:
+    """The connections without a valid key so far: beyond `limit`, the oldest one is disconnected."""
+
+    def __init__(self, limit: int, header_s: float) -> None:
+        most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._limit = limit if most_files == resource.RLIM_INFINITY else max(1, min(limit, most_files // 4))
+        self.header_s = header_s
+        self.unauthenticated: dict[web.RequestHandler, None] = {}
+        """In the order in which they came. A request with a valid key removes its connection."""
+
+    def add(self, connection: GuardedConnection) -> None:
+        """Count a new connection."""
+        self.unauthenticated[connection] = None
+        if len(self.unauthenticated) > self._limit:
+            oldest = next(iter(self.unauthenticated))
+            del self.unauthenticated[oldest]
+            if isinstance(oldest, GuardedConnection):
+                oldest.abort()
+
+    def protocol_factory(self, server: web.Server, **options: Any) -> Callable[[], GuardedConnection]:
+        """Creates a connection of a server."""
+        loop = asyncio.get_running_loop()
+        return lambda: GuardedConnection(self, server, loop=loop, **options)
