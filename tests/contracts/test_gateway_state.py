@@ -102,9 +102,11 @@ def test_t13_previous_response_id_continues_what_was_stored(tmp_path):
             prompt = engine.tokenizer.decode(engine.calls[-1][0])
             assert "Be long." in prompt
             assert "Be brief." not in prompt, "instructions are those of one request"
-            with pytest.raises(openai.BadRequestError, match="resp_0") as refused:
-                await client.responses.create(input="a", previous_response_id="resp_0", **more)
-            assert refused.value.code == "previous_response_not_found"
+            raw = await client.completions.create(model="m", prompt="a")
+            for id in ("resp_0", raw.id.replace("cmpl-", "resp_")):
+                with pytest.raises(openai.BadRequestError, match=id) as refused:
+                    await client.responses.create(input="a", previous_response_id=id, **more)
+                assert refused.value.code == "previous_response_not_found"
 
     run(main)
 
@@ -152,6 +154,25 @@ def test_t13_a_conversation_is_continued_turn_by_turn(tmp_path):
                 await client.responses.create(model="m", input="a", conversation="conv_0")
             with pytest.raises(openai.BadRequestError, match="items"):
                 await client.conversations.create(items=[user("x")])
+            session.served._conversations |= {str(number): [] for number in range(1024)}
+            with pytest.raises(openai.RateLimitError, match="1024 conversations"):
+                await client.conversations.create()
+
+    run(main)
+
+
+def test_t13_a_large_body_may_refer_to_what_is_stored():
+    """Which another process prepares, without the session."""
+
+    async def main():
+        async with served(Teller(says)) as gateway, client_of(session := await gateway.open()) as client:
+            more = {"model": "m", "tools": [TOOL]}
+            first = await client.responses.create(input="go", **more)
+            (made,) = [item for item in first.output if item.type == "function_call"]
+            result = {"type": "function_call_output", "call_id": made.call_id, "output": "x" * 100_000}
+            second = await client.responses.create(input=[result], previous_response_id=first.id, **more)
+            assert second.output_text == "1 results"
+            assert kinds(session) == ["exact", "exact"]
 
     run(main)
 

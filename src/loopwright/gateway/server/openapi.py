@@ -192,7 +192,7 @@ _ROUTES: dict[str, Route] = {
         _SESSION,
         _object("id object created_at metadata", id=_TEXT),
         _object("", metadata=_OBJECT),
-        (400, 401, 404, 409, 413, 503),
+        (400, 401, 404, 409, 413, 429, 503),
         needs_body=False,
     ),
     "POST /{id}/tokenize": _TOKENIZE,

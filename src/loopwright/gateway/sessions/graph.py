@@ -264,7 +264,8 @@ class Graph:
         """The messages up to a node, and the tools that they were sent with."""
         path = self._path(number)
         messages = [self.nodes[each].message for each in path]
-        context_json = self.keys[path[0]][2].removeprefix(key_of(messages[0])[2])
+        _, _, calls, _ = self.keys.get(path[0], ("", "", "", ""))  # raw text has no key
+        context_json = calls.removeprefix(key_of(messages[0])[2])
         context, _ = json.JSONDecoder().raw_decode(context_json or "[]")
         return messages, context if isinstance(context, list) else []
 

@@ -20,6 +20,7 @@ from loopwright.gateway.dialects.base import Dialect, StoredConversation, TurnRe
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.sessions.call import CallRecord, SessionCall
 from loopwright.gateway.sessions.exactness import Exactness, Verdict
+from loopwright.gateway.sessions.graph import RAW
 from loopwright.gateway.sessions.session import Session, SessionLimits
 from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.gateway.sessions.store import (
@@ -40,6 +41,8 @@ _MAX_CALLS = 64
 """Calls of a session that a retry can find."""
 _MAX_RESTORED_CALLS = 8
 """The same after a restart of the gateway."""
+_MAX_CONVERSATIONS = 1024
+"""Conversations that a client may open."""
 _MAX_WAITING = 256
 """Calls that may wait for a slot."""
 _ROW_FIELDS = ("prompt_ids", "response_ids", "response_mask", "logprobs", "versions")
@@ -215,6 +218,8 @@ class ServedSession:
 
     def open_conversation(self) -> str:
         """The id of a new conversation."""
+        if len(self._conversations) >= _MAX_CONVERSATIONS:
+            raise Refusal.out_of_quota(f"{_MAX_CONVERSATIONS} conversations are open")
         id = f"conv_{secrets.token_hex(16)}"
         self._conversations[id] = []
         return id
@@ -223,7 +228,10 @@ class ServedSession:
         graph = self.session.graph
         if graph.nodes[node].finish not in ("stop", "length"):
             return None
-        return StoredConversation(*graph.conversation(node), self._records[node].has_instructions)
+        messages, tools = graph.conversation(node)
+        if messages[0].get("role") == RAW:
+            return None
+        return StoredConversation(messages, tools, self._records[node].has_instructions)
 
     async def discard(self, call: SessionCall) -> None:
         """Remove a call that the engine refused, from memory and store, if nothing was added after it."""
