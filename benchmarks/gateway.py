@@ -156,7 +156,7 @@ def long(ours: Side) -> Ratio:
     detail = (
         f"{last:.2f} and {second:.2f} ms; requests of {len(bodies[-1]) / 1000:.0f} and {len(bodies[1]) / 1000:.0f} kB"
     )
-    return Ratio(f"gateway: turn {LONG} of a session, 50 k tokens, against turn 2", last / second, 1.5, detail=detail)
+    return Ratio(f"gateway: turn {LONG} of a session, 50 k tokens, against turn 2", last / second, 1.25, detail=detail)
 
 
 def _check(output: Path, sessions: int) -> None:

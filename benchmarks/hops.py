@@ -33,6 +33,7 @@ from benchmarks.load import SAID
 from loopwright.cli.gateway import app
 from loopwright.core.runtime import run
 from loopwright.engines.base import Chunk, Engine, EngineConfig, Sampling, engines
+from loopwright.engines.chat_template import ChatTemplateSource
 from loopwright.engines.shortcuts import SHORTCUTS
 from loopwright.engines.tokenizer import HubTokenizer, Tokenizer
 
@@ -48,6 +49,10 @@ class Quads:
 
     specials: Mapping[str, int] = {"<|im_start|>": 2**33, "<|im_end|>": 2**33 + 1}
     size = 2**33 + 2
+    chat_template = ChatTemplateSource(  # SmolLM2's, except for its system message
+        "{% for message in messages %}"
+        "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
 
     def __init__(self) -> None:
         self._names = {number: name.encode() for name, number in self.specials.items()}

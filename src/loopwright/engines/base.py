@@ -157,7 +157,8 @@ class EngineConfig(Config):
 
     type: str
     template: Literal["auto", "chatml", "llama3", "json"] = "auto"
-    """How conversations and tool calls are written; `auto` decides by the tokenizer's special tokens."""
+    """How conversations and tool calls are written; `auto` uses the model's own chat template. Without one, it
+    decides by the tokenizer's special tokens."""
     reasoning: Reasoning = "preserve"
     """The policy's reasoning before the last user message: `preserve` keeps it in the context as it was sampled, `fork`
     leaves it out, as many chat templates do, on a separate branch."""
