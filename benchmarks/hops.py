@@ -51,7 +51,8 @@ class Quads:
     size = 2**33 + 2
     chat_template = ChatTemplateSource(  # SmolLM2's, except for its system message
         "{% for message in messages %}"
-        "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
 
     def __init__(self) -> None:

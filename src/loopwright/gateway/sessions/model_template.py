@@ -151,14 +151,15 @@ class ModelTemplate(ChatTemplate):
             end = self._find_end(window, len(before), context, options, text)
         if end is None:
             return None
-        added = self._specials.protect(self.text_added(conversation[start - 1], turn))
+        added = "" if end_name else self._specials.protect(self.text_added(conversation[start - 1], turn))
         if not text.endswith(added, at, end.start()):
             return None
         cut = end.end() if end_name else end.start() - len(added)
         result = self._continue(text, cut, window, len(before) + 1, context, options, end_name)
         written = unprotected(text[at : end.start()])
-        given = self._tokenizer.decode(turn.ids[: len(turn.ids) - bool(end_name)])
-        is_same = (is_opened and written == raw) or (written.endswith(raw) and given.endswith(written))
+        is_same = is_opened and written == raw
+        if not is_same and written.endswith(raw):  # it may have started with given text
+            is_same = self._tokenizer.decode(turn.ids[: len(turn.ids) - bool(end_name)]).endswith(written)
         note = "" if is_same else f"message {start} stays as sampled; the chat template would write it differently"
         return replace(result, ends_turn=not end_name, note=note)
 
@@ -251,7 +252,8 @@ class ModelTemplate(ChatTemplate):
     def _prepare(self, message: Message) -> Message:
         """A message as a serving engine gives it to the template: arguments as objects, reasoning by all its names."""
         result = dict(self._specials.protect(message))
-        result["content"] = self._specials.protect(text_of(message))
+        if type(result.get("content")) is not str:
+            result["content"] = self._specials.protect(text_of(message))
         if calls := result.get("tool_calls"):
             result["tool_calls"] = [_prepare_call(call) for call in calls]
         if reasoning := result.pop("reasoning_content", None):
