@@ -41,13 +41,20 @@ class _Turn:
     sampled: str
 
 
-def check(record: Mapping[str, Any], exchanges: Sequence[Exchange], log: Sequence[Mapping[str, str]]) -> Capture:
-    """Check one session."""
+def check(
+    record: Mapping[str, Any],
+    exchanges: Sequence[Exchange],
+    log: Sequence[Mapping[str, str]],
+    received: Sequence[tuple[Sequence[int], Sequence[int]]] | None = None,
+) -> Capture:
+    """Check one session; `received` are the ids of each prompt and completion, if the client asked for them."""
     turns, calls = list(_turns(record)), [each for each in exchanges if dialect_of(each) and each.status == 200]
     problems = [*_refusals(exchanges), *_rows(record), *_engine(turns, log), *_answers(turns, calls)]
     verdicts = [turn for turn in record["turns"] if turn["verdict"] != "exact"]
     problems += [f"turn at node {turn['node']} is broken" for turn in verdicts if turn["verdict"] == "broken"]
     problems += ["a fork has no reason" for turn in verdicts if not turn["reason"]]
+    if received is not None and turns != [_Turn(_decode(prompt), _decode(sampled)) for prompt, sampled in received]:
+        problems.append("the client's token ids differ from the captured ones")
     if not record["trainable"]:
         problems.append("the session is not trainable")
     ignored = {name for each in calls for name in each.headers.get("x-loopwright-ignored", "").split(",")}

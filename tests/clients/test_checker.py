@@ -96,6 +96,13 @@ def hide_the_reason(record, exchanges, log):
     record["turns"][0]["verdict"] = "forked"
 
 
+def test_a_client_that_got_other_token_ids_is_a_problem(session):
+    sampled = ids(REPLY + "<|im_end|>")
+    assert check(*session, received=[(ids(PROMPT), sampled)]).problems == ()
+    assert check(*session, received=[(ids(PROMPT), sampled[:-1])]).problems
+    assert check(*session, received=[]).problems
+
+
 def test_an_exact_session_has_no_problem(session):
     capture = check(*session)
     assert (capture.problems, capture.turns, capture.branches) == ((), 1, 1)

@@ -50,7 +50,7 @@ def run(client, home, address, session):
     (work / "calc.py").write_text("def add(a, b):\n    return a - b\n")
     if (modules := environment / "node_modules").exists():
         (work / "node_modules").symlink_to(modules)
-    for program in PROGRAMS.iterdir():
+    for program in PROGRAMS.glob("*.*"):
         shutil.copy(program, work if program.suffix == ".mjs" else home)
     base = f"{address}/{session['id']}"
     env = {
@@ -96,10 +96,9 @@ def test_a_client_works_and_is_captured_exactly(client, tmp_path, table):
         session = gateway.open("client")
         process = run(client, tmp_path, address, session)
         record = gateway.describe(session)
-    log = tmp_path / "engine.jsonl"
-    capture = check(
-        record, exchanges, [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    )
+    log, received = tmp_path / "engine.jsonl", tmp_path / "work" / "token_ids.json"
+    entries = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    capture = check(record, exchanges, entries, json.loads(received.read_text()) if received.exists() else None)
     broken = failures(client, process, tmp_path / "work")
     ignored = f"ignored: {', '.join(f'`{name}`' for name in capture.ignored)}" if capture.ignored else ""
     table[client.key] = [

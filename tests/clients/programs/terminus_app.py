@@ -1,4 +1,4 @@
-"""Harbor's terminus-2 at one task, in a terminal of its own; prints the reward, and the token ids that Harbor has."""
+"""Harbor's terminus-2 at one task; prints the reward, and leaves the token ids that Harbor got."""
 
 import json
 import os
@@ -37,4 +37,8 @@ subprocess.run(command, check=True, stdout=sys.stderr)
 (result,) = (json.loads(path.read_text()) for path in Path("jobs").glob("*/*/result.json"))
 if result["exception_info"]:
     sys.exit(json.dumps(result["exception_info"]))
+if "collect_rollout_details" in kwargs:
+    (detail,) = result["agent_result"]["rollout_details"]
+    pairs = list(zip(detail["prompt_token_ids"], detail["completion_token_ids"], strict=True))
+    Path("token_ids.json").write_text(json.dumps(pairs))
 print(json.dumps(f"reward {result['verifier_result']['rewards']['reward']}"))
