@@ -146,7 +146,7 @@ def test_mini_swe_agent_is_the_agent_of_a_run(tmp_path):
     """Two tasks with tests: the policy solves one, and only claims to have solved the other."""
     (tmp_path / "parts.py").write_text(POLICY)
     for name in ("calc", "other"):
-        right = f"python3 -c 'import {name}; print(int({name}.add(20, 3) == 23))'"
+        right = f"python3 -c 'import sys; sys.path.append(\".\"); import {name}; print(int({name}.add(20, 3) == 23))'"
         test = f'{right} > "$LOOPWRIGHT_VERIFIER_DIR/reward.txt"'
         files = {f"environment__{name}.py": "def add(a, b):\n    return a - b\n"}
         write(tmp_path / "tasks" / name, instruction=f"fix add in {name}.py", test=test, **files)
