@@ -100,7 +100,7 @@ def test_a_client_works_and_is_captured_exactly(client, tmp_path, table):
     entries = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     capture = check(record, exchanges, entries, json.loads(received.read_text()) if received.exists() else None)
     broken = failures(client, process, tmp_path / "work")
-    ignored = f"ignored: {', '.join(f'`{name}`' for name in capture.ignored)}" if capture.ignored else ""
+    ignored = f"Ignored: {', '.join(f'`{name}`' for name in capture.ignored)}" if capture.ignored else ""
     table[client.key] = [
         client.name,
         client.version,
