@@ -12,7 +12,7 @@ import orjson
 from loopwright.core.errors import MissingExtra, storage
 from loopwright.core.trial import Trial
 from loopwright.ledger.ledger import Ledger
-from loopwright.reports.search.best import Candidate, best_of
+from loopwright.reports.search.best import Best, Candidate, best_of
 from loopwright.reports.search.trials import stored_trials
 
 
@@ -112,12 +112,15 @@ def _uniform(column: list[Any]) -> list[Any]:
     return column
 
 
-def write_best(ledger: Ledger, path: Path) -> Path | None:
-    """The best configuration as a scenario of plain runs: one, or one per regime, or one per point of the front."""
+def write_best(ledger: Ledger, path: Path, best: Best | None = None) -> Path | None:
+    """The best configuration as a scenario of plain runs: one, or one per regime, or one per point of the front.
+
+    `best` spares reading the trials again.
+    """
     source, run = ledger.state("source"), ledger.state("run", {})
     if source is None:
         return None
-    best = best_of(stored_trials(ledger))
+    best = best or best_of(stored_trials(ledger))
     candidates = best.by_regime if run.get("conditions_on_regime") else best.front
     runs = [_plain_run(source, candidate, regime) for candidate in candidates for regime in candidate.regimes]
     if not runs:

@@ -18,6 +18,7 @@ from loopwright.core.errors import LoopwrightError
 from loopwright.reports import formatting
 from loopwright.reports.export import replacing
 from loopwright.reports.kinds import KINDS, read_run
+from loopwright.reports.search.best import Best
 from loopwright.reports.search.digest import Digest
 
 if TYPE_CHECKING:
@@ -41,12 +42,23 @@ class OverviewRow:
     succeeded: str = ""
 
 
-def write_report(output: Path, damage: Mapping[str, str] | None = None) -> Path:
-    """Write `<output>/report.html` from every `<output>/<run>/ledger.db`. Unreadable runs are named in it.
+@dataclass(frozen=True)
+class ReadRuns:
+    """The runs of an output directory, in the order in which they started."""
 
-    `damage` holds what is wrong with the ledger of a run, by its folder; the run's section shows it.
-    """
-    digests, unreadable = _read_all(output, damage or {})
+    digests: list[Digest]
+    unreadable: list[tuple[str, str]]
+    """The folders that could not be read, and why."""
+
+    def best(self, folder: Path) -> Best | None:
+        """The answer of a search, if it was read."""
+        return next((each.best for each in self.digests if each.folder == folder and each.kind == "search"), None)
+
+
+def write_report(output: Path, runs: ReadRuns | None = None) -> Path:
+    """Write `<output>/report.html` from every `<output>/<run>/ledger.db`. Unreadable runs are named in it."""
+    runs = runs or read_runs(output)
+    digests = runs.digests
     charts: list[dict[str, Any]] = []
     sections, overview = [], []
     for digest in digests:
@@ -67,7 +79,7 @@ def write_report(output: Path, damage: Mapping[str, str] | None = None) -> Path:
             ),
             written_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             runs_found=formatting.counted(len(digests), "run") if digests else "no run was found here",
-            unreadable=unreadable,
+            unreadable=runs.unreadable,
             overview=overview,
             sections=sections,
             data=_embedded(charts),
@@ -82,7 +94,9 @@ def write_report(output: Path, damage: Mapping[str, str] | None = None) -> Path:
     return target
 
 
-def _read_all(output: Path, damage: Mapping[str, str]) -> tuple[list[Digest], list[tuple[str, str]]]:
+def read_runs(output: Path, damage: Mapping[str, str] | None = None) -> ReadRuns:
+    """Read every run. `damage` holds what is wrong with the ledger of a run, by its folder; its section shows that."""
+    damage = damage or {}
     digests, unreadable = [], []
     folders = (path for path in output.iterdir() if any((path / trace).exists() for trace in _TRACES))
     for folder in sorted(folders):
@@ -91,7 +105,7 @@ def _read_all(output: Path, damage: Mapping[str, str]) -> tuple[list[Digest], li
             digests.append(replace(digest, trouble=damage[folder.name]) if folder.name in damage else digest)
         except (LoopwrightError, OSError, ValueError) as error:
             unreadable.append((folder.name, str(error)))
-    return sorted(digests, key=lambda digest: (digest.started_at, digest.name)), unreadable
+    return ReadRuns(sorted(digests, key=lambda digest: (digest.started_at, digest.name)), unreadable)
 
 
 def _run_section(output: Path, digest: Digest, charts: list[dict[str, Any]]) -> tuple[str, OverviewRow]:

@@ -29,7 +29,7 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer
 from loopwright.ledger.trial_book import TrialBook
 from loopwright.reports.export import replacing, write_best, write_csv
-from loopwright.reports.page import write_report
+from loopwright.reports.page import read_runs, write_report
 from loopwright.scenario.kinds.base import AnyEnv, BuildContext, LoadedScenario, RunKind
 from loopwright.scenario.load import load
 
@@ -196,24 +196,29 @@ def write_all(output: Path, *, check: bool = False) -> int:
     With `check`, a damaged ledger is a failure, and its run is shown as damaged. A run that this process continued was
     checked when its ledger was opened.
     """
-    code, damage = 0, dict[str, str]()
-    for path in sorted(output.glob("*/ledger.db")):
+    paths = sorted(output.glob("*/ledger.db"))
+    damage: dict[str, str] = {}
+    for path in paths if check else ():
         try:
-            if check and (problem := check_ledger(path).message):
-                log.error("%s", problem)
-                code, damage[path.parent.name] = 1, problem
+            damage |= {path.parent.name: problem} if (problem := check_ledger(path).message) else {}
+        except LoopwrightError as error:
+            damage[path.parent.name] = str(error)
+    failures = list[str](damage.values())
+    runs = read_runs(output, damage)
+    for path in paths:
+        try:
             with Ledger.read(path) as ledger:
                 write_csv(ledger, path.parent)
-                write_best(ledger, path.parent / "best.toml")
+                write_best(ledger, path.parent / "best.toml", runs.best(path.parent))
         except (LoopwrightError, OSError) as error:
-            log.error("%s", error)
-            code = 1
+            failures.append(str(error))
     try:
-        write_report(output, damage)
+        write_report(output, runs)
     except (LoopwrightError, OSError) as error:
-        log.error("%s", error)
-        code = 1
-    return code
+        failures.append(str(error))
+    for failure in dict.fromkeys(failures):
+        log.error("%s", failure)
+    return 1 if failures else 0
 
 
 # -- the output directory ------------------------------------------------------------------------------------------
