@@ -17,6 +17,7 @@
     ├── AddressError (ValueError)        an address cannot be used                envs/live/address.py
     ├── WireError (ValueError)           the bytes violate the live protocol      envs/live/wire.py
     │   └── Unsendable                   the protocol cannot express a value      envs/live/wire.py
+    ├── RenderError (ValueError)         a chat template refused a conversation   engines/chat_template.py
     ├── EngineError (ConnectionError)    an engine failed                         engines/base.py
     │   ├── EngineAway                   no engine is available right now         engines/base.py
     │   ├── EngineGone                   no server listens at its address         engines/http/client.py

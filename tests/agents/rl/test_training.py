@@ -34,6 +34,7 @@ from loopwright.agents.rl.sb3 import Sb3Learner, SlotVecEnv
 from loopwright.agents.rl.training import warm_start_pairs
 from loopwright.core.outcome import Outcome
 from loopwright.envs.gym.adapter import Driver
+from loopwright.ledger.check import accept_ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are trying to run PPO on the GPU")
 
@@ -102,6 +103,7 @@ def test_an_interrupted_evaluation_is_completed_on_resume(tmp_path):
         connection.execute("DELETE FROM trials WHERE number > 38")
         connection.execute("DELETE FROM payloads WHERE trial > 38")
     connection.close()
+    accept_ledger(tmp_path / "out" / "r" / "ledger.db")
     assert resume(tmp_path) == 0
     assert numbers(tmp_path) == list(range(1, 41))
     assert state(tmp_path, "policy")["regimes"] == evaluation

@@ -1,6 +1,7 @@
 """What a live environment records, also after a crash."""
 
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -106,13 +107,14 @@ def test_an_unfinished_episode_is_recorded_and_closed_by_the_next_run(tmp_path):
     env = live_env(tmp_path, record="episodes", drawn={"speed": [1, 2]})
     play(env, 8)
     env.flush()  # as before a checkpoint
+    dead = tmp_path / "dead" / "run"  # what a dead process would leave
+    dead.mkdir(parents=True)
+    shutil.copy(tmp_path / "run" / "ledger.head", dead)
     left = sqlite3.connect(tmp_path / "run" / "ledger.db")
-    left.execute("VACUUM INTO ?", (str(tmp_path / "left.db"),))  # what a dead process would leave
+    left.execute("VACUUM INTO ?", (str(dead / "ledger.db"),))
     left.close()
     env.close()
     assert [row.number for row in env.book.ledger.trials()] == [5, 8]
-    (tmp_path / "dead" / "run").mkdir(parents=True)
-    (tmp_path / "left.db").rename(tmp_path / "dead" / "run" / "ledger.db")
     again = live_env(tmp_path / "dead", record="episodes", drawn={"speed": [1, 2]})
     assert (again.book.step, again.book.group, again.book.draw) == (8, 2, 2)
     play(again, 5)
