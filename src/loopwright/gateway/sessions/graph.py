@@ -179,23 +179,24 @@ class Graph:
                     key = self._first_key(key, context)
                 own = tuple(ids[at : max(at, end)])
                 node, at = self.add(Node(node, messages[index], own, (0.0,) * len(own)), key), max(at, end)
-        verdict = self._compare(last, siblings, node, count if count < len(messages) else None)
-        if is_rewritten:
-            reason = f"the chat template writes message {count + 1} differently than before"
-            verdict = replace(verdict, reason=reason)
-        elif verdict == Verdict():
+        if count < len(messages) and siblings:
+            reason = f"message {count + 1} differs from what was recorded" if last else "another conversation starts"
+            if is_rewritten:
+                reason = f"the chat template writes message {count + 1} differently than before"
+            verdict = self._fork(last, siblings, node, reason)
+        else:
             verdict = self._judge(last, turn, node, continuation)
         return Placement(node, (*ids, *continuation.opening)[at:], verdict, continuation.options)
 
     def _judge(self, last: int, turn: int, node: int, continuation: Continuation) -> Verdict:
         """The verdict on messages that continue a turn: whether its end was added, or the template writes it so."""
-        if continuation.ends_turn and last == turn:
-            return Verdict(Exactness.BRIDGED, f"the end of node {turn} was added, not sampled", len(self.ids(turn)))
         note = self._notes.get(self.nodes[turn].parent or 0) if turn else None
         if note is None and continuation.note:
             note = Verdict(reason=continuation.note, token=len(self.ids(turn)) - self.nodes[turn].sampled)
         if note is not None:  # what follows a deviation deviates, too
             self._notes[node] = note
+        if continuation.ends_turn and last == turn:
+            return Verdict(Exactness.BRIDGED, f"the end of node {turn} was added, not sampled", len(self.ids(turn)))
         return note or Verdict()
 
     def _path(self, node: int) -> list[int]:
@@ -314,15 +315,12 @@ class Graph:
         self._latest = number, ids
         return ids
 
-    def _compare(self, last: int, siblings: Sequence[int], node: int, new: int | None) -> Verdict:
-        """The verdict on messages after the node `last`, whose children were `siblings`; `new` is the first new one."""
-        if new is not None and siblings:
-            while (parent := self.nodes[node].parent or 0) != last:
-                node = parent
-            shared = max(_common_prefix(self.nodes[node].ids, self.nodes[sibling].ids) for sibling in siblings)
-            reason = f"message {new + 1} differs from what was recorded" if last else "another conversation starts"
-            return Verdict(Exactness.FORKED, reason, len(self.ids(last)) + shared)
-        return Verdict()
+    def _fork(self, last: int, siblings: Sequence[int], node: int, reason: str) -> Verdict:
+        """The verdict on new messages up to `node`, which branch off after `last` beside these siblings."""
+        while (parent := self.nodes[node].parent or 0) != last:
+            node = parent
+        shared = max(_common_prefix(self.nodes[node].ids, self.nodes[sibling].ids) for sibling in siblings)
+        return Verdict(Exactness.FORKED, reason, len(self.ids(last)) + shared)
 
 
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

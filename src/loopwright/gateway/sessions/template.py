@@ -193,7 +193,7 @@ class FamilyTemplate(ChatTemplate):
     def extend(
         self, conversation: Sequence[Message], start: int, tools: Sequence[Tool], options: TurnOptions, turn: Node
     ) -> Continuation:
-        added = self.text_added(conversation[start - 1], turn)
+        added = "" if turn.ids[-1] in self._ends else self.text_added(conversation[start - 1], turn)
         closing = [*self._encode(added), *self.closing(turn.ids[len(turn.ids) - turn.sampled :])]
         rendered = [self.render(message, first=False, tools=()) for message in conversation[start:]]
         opening = self.opening(options)
