@@ -24,7 +24,7 @@ from loopwright.core.task import Message
 from loopwright.engines.base import Sampling
 from loopwright.engines.tokenizer import Tokenizer
 from loopwright.gateway.dialects.fields import BadRequest, flag, openai_error
-from loopwright.gateway.dialects.known_fields import KnownFields
+from loopwright.gateway.dialects.known_fields import KnownFields, recordable
 from loopwright.gateway.dialects.response_items import ToolOrigin
 from loopwright.gateway.dialects.sampling_fields import template_arguments
 from loopwright.gateway.sessions.graph import RAW
@@ -172,6 +172,8 @@ class Dialect(ABC):
     name: ClassVar[str]
     known_fields: ClassVar[KnownFields]
     """What happens to each field."""
+    message_fields: ClassVar[frozenset[str]] = frozenset()
+    """The fields of a message that are read, where others are ignored and named."""
     conversation_fields: ClassVar[tuple[str, ...]] = ("messages",)
     """The fields that change from turn to turn; all others are settings."""
 
@@ -198,6 +200,13 @@ class Dialect(ABC):
         if self._settings is None or self._settings[0] != settings_json:
             self._settings = settings_json, self._parse_settings(settings, messages)
         request = replace(self._settings[1], messages=messages)
+        # Most messages have a role and a content only.
+        if self.message_fields and (others := [message for message in body["messages"] if len(message) > 2]):
+            values = {name: value for message in others for name, value in message.items() if value}
+            notes = {
+                f"messages.{name}": recordable(values[name]) for name in sorted(values.keys() - self.message_fields)
+            }
+            request = replace(request, ignored={**request.ignored, **notes})
         return continue_message(request) if request.continues else request
 
     def _parse_settings(self, settings: Mapping[str, Any], messages: Sequence[Message]) -> TurnRequest:

@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -12,7 +11,7 @@ from loopwright.engines.tokenizer import Tokenizer
 from loopwright.gateway.dialects import fields
 from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest
 from loopwright.gateway.dialects.fields import BadRequest
-from loopwright.gateway.dialects.known_fields import KnownFields, recordable
+from loopwright.gateway.dialects.known_fields import KnownFields
 from loopwright.gateway.dialects.sampling_fields import sampling
 from loopwright.gateway.sessions.tool_calls import Tool
 from loopwright.gateway.sessions.turn import Delta, Turn
@@ -20,7 +19,6 @@ from loopwright.gateway.sessions.turn_options import TurnOptions, format_instruc
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _LIMITS = ("max_completion_tokens", "max_tokens")
-_MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "refusal"}
 _PLAIN_ROLES = ("user", "assistant", "system")
 _FUNCTION_ID = "function_call"
 """The id of a call in the form that has none."""
@@ -30,6 +28,9 @@ class ChatCompletions(Dialect):
     """`POST /v1/chat/completions`."""
 
     name = "chat.completions"
+    message_fields = frozenset(
+        ["role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "refusal"]
+    )
     known_fields = KnownFields(
         "messages tools tool_choice parallel_tool_calls response_format stop n logprobs top_logprobs max_tokens "
         "max_completion_tokens stream_options continue_final_message add_generation_prompt functions function_call",
@@ -40,16 +41,6 @@ class ChatCompletions(Dialect):
         },
         "prediction",
     )
-
-    def parse(self, body: Mapping[str, Any]) -> TurnRequest:
-        request = super().parse(body)
-        # Most messages have a role and a content only.
-        others = [message for message in body["messages"] if len(message) > 2]
-        names = {name: value for message in others for name, value in message.items() if value} if others else {}
-        if ignored := names.keys() - _MESSAGE_FIELDS:
-            notes = {f"messages.{name}": recordable(names[name]) for name in sorted(ignored)}
-            return replace(request, ignored={**request.ignored, **notes})
-        return request
 
     def parse_messages(self, body: Mapping[str, Any]) -> list[Message]:
         messages = fields.objects(body.get("messages"), "messages")
