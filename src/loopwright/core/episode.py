@@ -104,6 +104,8 @@ class Row:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     reward: float | None
+    nodes: tuple[int, ...] = ()
+    """The nodes that it consists of, from the first message on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +260,7 @@ class Episode:
                     logprobs=_joined(node.logprobs for node in nodes)[first:],
                     versions=versions[first:],
                     reward=None if self.reward is None else self.reward.value,
+                    nodes=path,
                 )
             )
         return rows

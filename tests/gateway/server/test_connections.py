@@ -88,8 +88,11 @@ def test_a_web_page_cannot_open_a_session(headers, status):
 
 def test_a_page_of_the_gateways_own_address_may_open_one():
     async def story():
-        async with served() as gateway, aiohttp.ClientSession() as http:
-            async with http.post(f"{gateway.address}/sessions", headers={"origin": gateway.address}) as answer:
-                assert answer.status == 200
+        async with (
+            served() as gateway,
+            aiohttp.ClientSession() as http,
+            http.post(f"{gateway.address}/sessions", headers={"origin": gateway.address}) as answer,
+        ):
+            assert answer.status == 200
 
     run(story)

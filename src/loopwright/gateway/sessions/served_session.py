@@ -45,7 +45,7 @@ _MAX_CONVERSATIONS = 1024
 """Conversations that a client may open."""
 _MAX_WAITING = 256
 """Calls that may wait for a slot."""
-_ROW_FIELDS = ("prompt_ids", "response_ids", "response_mask", "logprobs", "versions")
+_ROW_FIELDS = ("prompt_ids", "response_ids", "response_mask", "logprobs", "versions", "nodes")
 _NO_RECORD = CallRecord()
 _LOST = Verdict(Exactness.BROKEN, "the gateway stopped before this turn ended: what was sampled is unknown")
 
@@ -141,8 +141,11 @@ class ServedSession:
     # -- calls --------------------------------------------------------------------------------------------------
 
     def call(self, dialect: str, request: TurnRequest, digest: bytes, *, is_retry: bool) -> SessionCall:
-        """The call for a request; an SDK's retry gets the call that it retries."""
-        call = self._calls.get(digest) if is_retry else None
+        """The call for a request; an SDK's retry, and a repetition of what a restart lost, get the former call."""
+        call = self._calls.get(digest)
+        if call is not None and not is_retry:
+            was_lost = any(self.session.verdicts.get(draft.node) == _LOST for draft in call.drafts)
+            call = call if was_lost and call.idle else None
         if call is not None and not call.idle:
             return call
         now = self.clock()
@@ -410,6 +413,21 @@ class ServedSession:
         episode, verdicts, nodes = self.episode(), self.session.verdicts, self.session.graph.nodes
         counts = {str(kind): sum(verdict.kind == kind for verdict in verdicts.values()) for kind in Exactness}
         running, records = len(self._running), self._records
+        turns = {
+            number: {
+                "node": number,
+                "dialect": records.get(number, _NO_RECORD).dialect,
+                "branch": records.get(number, _NO_RECORD).branch,
+                "ignored": records.get(number, _NO_RECORD).ignored,
+                "verdict": verdict.kind,
+                "reason": verdict.reason,
+                "token": verdict.token,
+                "finish": nodes[number].finish,
+                "sampling": nodes[number].sampling,
+                "sampled_tokens": nodes[number].sampled,
+            }
+            for number, verdict in sorted(verdicts.items())
+        }
         return {
             "id": self.id,
             "run": self.config.run,
@@ -421,21 +439,14 @@ class ServedSession:
             "restored": self.restored,
             "trainable": not counts[Exactness.BROKEN] and not running and episode.sampled > 0,
             "verdicts": counts,
-            "turns": [
+            "turns": list(turns.values()),
+            "rows": [
                 {
-                    "node": number,
-                    "dialect": records.get(number, _NO_RECORD).dialect,
-                    "branch": records.get(number, _NO_RECORD).branch,
-                    "ignored": records.get(number, _NO_RECORD).ignored,
-                    "verdict": verdict.kind,
-                    "reason": verdict.reason,
-                    "token": verdict.token,
-                    "finish": nodes[number].finish,
-                    "sampled_tokens": nodes[number].sampled,
+                    **{name: getattr(row, name) for name in _ROW_FIELDS},
+                    "turns": [turns[number] for number in row.nodes if number in turns],
                 }
-                for number, verdict in sorted(verdicts.items())
+                for row in episode.rows()
             ],
-            "rows": [{name: getattr(row, name) for name in _ROW_FIELDS} for row in episode.rows()],
             "episode": episode.as_json(),
         }
 

@@ -15,6 +15,10 @@ _GENERATED_ID = re.compile(r"s-[0-9a-f]{16}")
 _RESERVED = {"sessions", "healthz", "metrics", "v1", "ws", "openapi.json", "engines", "weights", "pause", "resume"}
 
 
+_WITH_QUOTA, _UNLIMITED = 4096, 2**31 - 1
+"""Tokens of a turn for which nobody sets a limit, with and without a quota; engines end it where their context does."""
+
+
 def is_id(text: str) -> bool:
     """Whether this can be a session's id: it is the first part of a path, and must not clash with other routes."""
     return _ID.fullmatch(text) is not None and text not in _RESERVED
@@ -42,7 +46,7 @@ class SessionConfig(Config):
     session's own key, which its agent has, only calls models."""
     sampling: Sampling = Sampling()
     """What is set here is pinned: requests cannot change it, except that they may ask for fewer tokens."""
-    max_tokens: int = Field(default=4096, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     """Tokens of a turn if neither `sampling` nor the request says how many."""
     seed: str | None = None
     """The seed of its turns; the session's id by default."""
@@ -79,7 +83,9 @@ class SessionConfig(Config):
         """The sampling of a request that sets nothing itself."""
         if "max_tokens" in self.sampling.model_fields_set:
             return self.sampling
-        return self.sampling.model_copy(update={"max_tokens": self.max_tokens})
+        # A call reserves what it may use of the quota: without a limit, one call would take all of it.
+        limit = self.max_tokens or (_WITH_QUOTA if self.tokens is not None else _UNLIMITED)
+        return self.sampling.model_copy(update={"max_tokens": limit})
 
     def pin(self, requested: Sampling, stop: tuple[str, ...]) -> Sampling:
         """The sampling of a request: what it asks for, except what is pinned."""
