@@ -46,6 +46,7 @@ _MAX_CONVERSATIONS = 1024
 _MAX_WAITING = 256
 """Calls that may wait for a slot."""
 _ROW_FIELDS = ("prompt_ids", "response_ids", "response_mask", "logprobs", "versions", "nodes")
+_RECORD_FIELDS = ("dialect", "branch", "ignored")
 _NO_RECORD = CallRecord()
 _LOST = Verdict(Exactness.BROKEN, "the gateway stopped before this turn ended: what was sampled is unknown")
 
@@ -122,8 +123,7 @@ class ServedSession:
         self._settling: asyncio.Task[None] | None = None
         self._slots = None if config.concurrency is None else asyncio.Semaphore(config.concurrency)
         self._waiting = 0
-        self.large_body_lock = asyncio.Lock()
-        """Held while a large body is read and prepared: a session has one in memory at a time."""
+        self.large_body_lock = asyncio.Lock()  # a session has one large body in memory at a time
 
     def admits(self, key: str) -> bool:
         """Whether this is its key, compared in constant time: whoever has it may call models."""
@@ -144,8 +144,8 @@ class ServedSession:
         """The call for a request; an SDK's retry, and a repetition of what a restart lost, get the former call."""
         call = self._calls.get(digest)
         if call is not None and not is_retry:
-            was_lost = any(self.session.verdicts.get(draft.node) == _LOST for draft in call.drafts)
-            call = call if was_lost and call.idle else None
+            is_lost = call.idle and any(self.session.verdicts.get(draft.node) == _LOST for draft in call.drafts)
+            call = call if is_lost else None
         if call is not None and not call.idle:
             return call
         now = self.clock()
@@ -240,18 +240,15 @@ class ServedSession:
         """Remove a call that the engine refused, from memory and store, if nothing was added after it."""
         if not self.session.discard(call.drafts):
             return
-        if self._calls.get(call.digest) is call:
-            del self._calls[call.digest]
-        for draft in call.drafts:
-            self._records.pop(draft.node, None)
+        self._calls = OrderedDict((digest, each) for digest, each in self._calls.items() if each is not call)
+        self._records = {node: record for node, record in self._records.items() if record is not call.record}
         self._nodes.pop(call.id, None)
         if call.record.conversation:
             self._conversations[call.record.conversation].remove(call.drafts[0].node)
         for dialect in self.dialects.values():
             if dialect.name == call.record.dialect:
                 dialect.bodies.forget()
-        first = call.drafts[0].first_node or 1
-        self._saved_nodes = min(self._saved_nodes, first)
+        self._saved_nodes = min(self._saved_nodes, first := call.drafts[0].first_node or 1)
         if self.store is not None:
             await self.store.write(truncate_statements(self.id, first))
 
@@ -412,13 +409,11 @@ class ServedSession:
         """The session for its owner: the graph, rows for training, and a verdict per turn."""
         episode, verdicts, nodes = self.episode(), self.session.verdicts, self.session.graph.nodes
         counts = {str(kind): sum(verdict.kind == kind for verdict in verdicts.values()) for kind in Exactness}
-        running, records = len(self._running), self._records
+        running = len(self._running)
         turns = {
             number: {
                 "node": number,
-                "dialect": records.get(number, _NO_RECORD).dialect,
-                "branch": records.get(number, _NO_RECORD).branch,
-                "ignored": records.get(number, _NO_RECORD).ignored,
+                **{name: getattr(self._records.get(number, _NO_RECORD), name) for name in _RECORD_FIELDS},
                 "verdict": verdict.kind,
                 "reason": verdict.reason,
                 "token": verdict.token,
