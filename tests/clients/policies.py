@@ -51,7 +51,7 @@ def shop(messages):
     if "cost" in question:
         return "I look it up.\n" + "\n".join(call("price", item=item) for item in PRICES if item in question)
     if "verse" in question:
-        return f"<think>\nIt should rhyme.\n</think>\n\n{VERSE}" if "think" in question else VERSE
+        return VERSE
     return "You are welcome." if "Thank" in question else "My name is Tilly."
 
 

@@ -33,10 +33,8 @@ messages = [("system", "You keep a shop.")]
 for question in ("Who are you?", "Say a verse.", "What do tea and cake cost?", "Thank you."):
     messages = [*messages, ("user", question)]
     if "verse" in question:
-        *_, state = app.stream({"messages": messages}, stream_mode=["values", "messages"])
-        while state[0] != "values":
-            raise SystemExit(f"unexpected end of the stream: {state}")
-        messages = state[1]["messages"]
+        parts = app.stream({"messages": messages}, stream_mode=["values", "messages"])
+        messages = [state for mode, state in parts if mode == "values"][-1]["messages"]
     else:
         messages = app.invoke({"messages": messages})["messages"]
     print(json.dumps(messages[-1].text))
