@@ -99,7 +99,8 @@ KINDS: Mapping[str, EventKind] = {
 
 def link(previous: bytes, kind: str, key: int, name: str, values: Any) -> bytes:
     """The hash of an event."""
-    content = orjson.dumps((kind, key, name, values), default=_digest)
+    # Binary values by their own hash.
+    content = orjson.dumps((kind, key, name, values), default=lambda data: blake2b(data, digest_size=16).hexdigest())
     return blake2b(previous + content, digest_size=16).digest()
 
 
@@ -108,10 +109,6 @@ def returning(*columns: str) -> str:
     # RETURNING gives the whole numbers of REAL columns as integers.
     names = ", ".join(columns).split(", ")
     return "RETURNING " + ", ".join(f"{name} + 0.0" if name in _REAL else name for name in names)
-
-
-def _digest(data: Any) -> str:
-    return blake2b(data, digest_size=16).hexdigest()
 
 
 class Chain:

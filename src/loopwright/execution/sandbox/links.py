@@ -40,7 +40,8 @@ def remove_outward_links(instance: SandboxInstance) -> list[str]:
             targets = [root] if directory == instance.workspace else [*directories]
             for path, is_link in _links(directory, modes, deadline_s):
                 inside = PurePosixPath(root) / path.relative_to(directory)
-                if is_link and _may_stay(instance, inside, targets):
+                target = resolve(instance, inside) if is_link else None
+                if target is not None and (instance.may_link_to(target) or any(map(target.is_relative_to, targets))):
                     continue
                 _discard(path, directory, modes, is_link=is_link)
                 removed.append(str(inside))
@@ -62,11 +63,6 @@ def _discard(path: Path, directory: Path, modes: dict[str, int], *, is_link: boo
     remove(entry)
     if os.path.lexists(entry):
         raise UncheckedLinks(f"the agent left files below {entry.name} that can be neither inspected nor removed")
-
-
-def _may_stay(instance: SandboxInstance, link: PurePosixPath, targets: list[str]) -> bool:
-    target = resolve(instance, link)
-    return target is not None and (instance.may_link_to(target) or any(target.is_relative_to(each) for each in targets))
 
 
 def resolve(instance: SandboxInstance, inside: PurePosixPath) -> PurePosixPath | None:

@@ -114,6 +114,8 @@ class Messages(Dialect):
             raise BadRequest("tool_choice: expected an object", "tool_choice")
         choice, output = choice or {}, body.get("output_config")
         response_format = output.get("format") if isinstance(output, Mapping) else body.get("output_format")
+        # Thinking that is asked for is ignored: whether a policy reasons is up to the policy.
+        thinking = body["thinking"].get("type") if isinstance(body.get("thinking"), dict) else None
         return TurnRequest(
             messages,
             sampling(self.defaults, body, ("max_tokens",), self.tokenizer.size),
@@ -126,7 +128,7 @@ class Messages(Dialect):
             seed=fields.integer(body, "seed"),
             ignored={
                 **ignored_options(output, "output_config", "format"),
-                **_ignored_thinking(body.get("thinking")),
+                **({} if thinking in (None, "disabled") else {"thinking": body["thinking"]}),
                 **_ignored_edits(body.get("context_management")),
             },
             options=TurnOptions.from_tool_choice(
@@ -250,12 +252,6 @@ def _tool(tool: Mapping[str, Any], where: str) -> Tool:
         kind = str(tool["type"])
         raise BadRequest(f"{where}: {kind!r} runs on Anthropic's servers; describe it with an input_schema", where)
     return fields.function(tool.get("name"), tool.get("description"), tool.get("input_schema"), where)
-
-
-def _ignored_thinking(value: Any) -> dict[str, Any]:
-    """Thinking that is asked for: whether a policy reasons is up to the policy."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    return {} if kind in (None, "disabled") else {"thinking": value}
 
 
 def _ignored_edits(value: Any) -> dict[str, Any]:

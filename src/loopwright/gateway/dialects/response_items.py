@@ -58,7 +58,10 @@ def _add(tool: Item, namespace: str | None, where: str, functions: list[Tool], o
             function = fields.function(name, description, tool.get("parameters"), where)
         case "custom":
             is_custom, text = True, fields.text(description or "", f"{where}.description")
-            function = fields.function(name, text + _format_note(tool.get("format")), _INPUT, where)
+            format = tool.get("format")
+            if isinstance(format, Mapping) and format.get("type") == "grammar":  # nothing else constrains the input
+                text += f"\n\nThe input has to match this {format.get('syntax')} grammar:\n{format.get('definition')}"
+            function = fields.function(name, text, _INPUT, where)
         case kind:
             raise BadRequest(f"{where}: {str(kind)!r} is not supported in a namespace", f"{where}.type")
     functions.append(function)
@@ -69,13 +72,6 @@ def _add(tool: Item, namespace: str | None, where: str, functions: list[Tool], o
 def full_name(namespace: Any, name: Any) -> Any:
     """The name under which the policy knows a tool."""
     return name if not namespace else f"{str(namespace).removesuffix('__')}__{name}"
-
-
-def _format_note(format: Any) -> str:
-    """The grammar of a custom tool's input, for its description: nothing constrains what is sampled."""
-    if not isinstance(format, Mapping) or format.get("type") != "grammar":
-        return ""
-    return f"\n\nThe input has to match this {format.get('syntax')} grammar:\n{format.get('definition')}"
 
 
 def custom_input(arguments: str) -> tuple[str, bool]:

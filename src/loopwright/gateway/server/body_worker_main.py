@@ -241,12 +241,9 @@ def serve(requests: BinaryIO, responses: BinaryIO) -> None:
         responses.write(HEADER.pack(len(data), 0) + data)
         responses.flush()
         del job, body, reply, data
-        if _resident_bytes() > _MAX_RESIDENT_BYTES:
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        if resident_pages * os.sysconf("SC_PAGE_SIZE") > _MAX_RESIDENT_BYTES:
             return
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> None:

@@ -120,16 +120,14 @@ class Graph:
             # A policy may sample the same message twice; all candidates are followed.
             candidates = [child for node in nodes for child in self._by_key.get((node, key), ())]
             if not candidates and key[0] == "assistant":
-                candidates = [child for node in nodes for child in self._find_echo(node, message)]
+                # An agent may send a turn back as it was sampled, and not as it was shown.
+                turns = [child for node in nodes for child in self._children.get(node, ())]
+                finished = [turn for turn in turns if self.nodes[turn].finish in ("stop", "length")]
+                candidates = [turn for turn in finished if self._is_echo(message, self.nodes[turn])]
             if not candidates:
                 return nodes, count
             nodes = candidates
         return nodes, len(more)
-
-    def _find_echo(self, node: int, message: Message) -> list[int]:
-        """The turns after a node that an agent sends back as they were sampled, rather than as they were shown."""
-        turns = [child for child in self._children.get(node, ()) if self.nodes[child].finish in ("stop", "length")]
-        return [turn for turn in turns if self._is_echo(message, self.nodes[turn])]
 
     def _is_echo(self, message: Message, turn: Node) -> bool:
         """Whether an agent sends a turn back as it was sampled, with the stop string, or with text of its own added."""

@@ -139,7 +139,9 @@ class ModelTemplate(ChatTemplate):
         before = [*head, *(self._prepare(message) for message in conversation[latest : start - 1])]
         window = [*before, *(self._prepare(message) for message in conversation[start - 1 :])]
         text = self._open(window, context, options)
-        if not self._starts_with(text, head, context):
+        if self._head[:2] != (head, context):
+            self._head = head, context, tuple(self._render(head, context, opens_turn=opens) for opens in (True, False))
+        if not text.startswith(self._head[2]):
             return None
         opened = self._render(before, context, opens_turn=True)
         is_opened = text.startswith(opened)
@@ -162,12 +164,6 @@ class ModelTemplate(ChatTemplate):
             is_same = self._tokenizer.decode(turn.ids[: len(turn.ids) - bool(end_name)]).endswith(written)
         note = "" if is_same else f"message {start} stays as sampled; the chat template would write it differently"
         return replace(result, ends_turn=not end_name, note=note)
-
-    def _starts_with(self, text: str, head: list[Message], context: _Context) -> bool:
-        """Whether a text starts with these messages as they were written before."""
-        if self._head[:2] != (head, context):
-            self._head = head, context, tuple(self._render(head, context, opens_turn=opens) for opens in (True, False))
-        return text.startswith(self._head[2])
 
     def _find_end(
         self, window: list[Message], index: int, context: _Context, options: TurnOptions, text: str

@@ -159,14 +159,13 @@ class DiskStore:
                         connection.execute(query, values)
             except Exception as error:  # noqa: BLE001  raised to those who await the writes
                 failure = error
-            if (size := sum(_size(statements) for statements, _ in jobs if statements is not PROBE)) or failure:
-                self._failed_bytes = size if failure is not None else 0
+            if failure is not None or self._failed_bytes:
+                rows = [values for statements, _ in jobs if statements is not PROBE for _, values in statements]
+                size = sum(len(value) for values in rows for value in values if isinstance(value, str | bytes))
+                if size or failure is not None:
+                    self._failed_bytes = size if failure is not None else 0
             # Once for all of them: waking the event loop costs more than resolving a future.
             self._loop.call_soon_threadsafe(_resolve, [done for _, done in jobs], failure)
-
-
-def _size(statements: Sequence[Statement]) -> int:
-    return sum(len(value) for _, values in statements for value in values if isinstance(value, str | bytes))
 
 
 def _resolve(futures: Sequence[asyncio.Future[None]], failure: Exception | None) -> None:
