@@ -28,6 +28,29 @@ def test_t16_a_row_names_its_nodes_finishes_verdicts_and_sampling():
     run(story)
 
 
+def test_t16_a_turn_that_was_cut_off_and_repeated_is_marked_and_not_trained():
+    async def story():
+        engine = Teller("hello", hold_at=2)
+        async with served(engine) as gateway, client_of(session := await gateway.open()) as client:
+            stream = await chat(client, [user("hi")], stream=True)
+            await engine.held.wait()
+            await stream.close()
+            while session.served.running:
+                await asyncio.sleep(0.01)
+            (turn,), (row,) = (session.served.describe()[name] for name in ("turns", "rows"))
+            assert (turn["finish"], turn["abandoned"]) == ("cut", False)
+            assert sum(row["response_mask"]) == 2, "it may be the end of the session"
+            engine.go.set()
+            assert (await chat(client, [user("hi")])).choices[0].message.content == "hello"
+            first, second = session.served.describe()["turns"]
+            assert (first["abandoned"], second["abandoned"]) == (True, False)
+            (row,) = session.served.describe()["rows"]
+            assert [each["node"] for each in row["turns"]] == [second["node"]]
+            assert len(session.served.episode().rows(with_abandoned=True)) == 2
+
+    run(story)
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_t18_a_lost_turn_is_sampled_again_when_the_call_is_repeated(tmp_path, n):
     async def story():

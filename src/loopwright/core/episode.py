@@ -227,13 +227,24 @@ class Episode:
 
     # -- for training -------------------------------------------------------------------------------------------
 
-    def rows(self, oldest: int | None = None) -> list[Row]:
+    @property
+    def abandoned(self) -> frozenset[int]:
+        """The turns that were given up and repeated: a later turn answers the same prompt.
+
+        A turn that was cut off at the end of its episode, such as by a deadline, is not one of them.
+        """
+        parents = {node.parent for node in self.nodes}
+        last_answer = {node.parent: index for index, node in enumerate(self.nodes) if node.spans}
+        leaves = [index for index, node in enumerate(self.nodes) if node.finish == "cut" and index not in parents]
+        return frozenset(index for index in leaves if last_answer.get(self.nodes[index].parent, 0) > index)
+
+    def rows(self, oldest: int | None = None, *, with_abandoned: bool = False) -> list[Row]:
         """A row per branch. A sampled token that several branches share is trained on in the first one only.
 
-        Tokens sampled by a version before `oldest`, and those of a steered turn, are part of the response, but are not
-        trained on; a row without any token to train on is omitted.
+        Tokens sampled by a version before `oldest`, those of a steered turn and, unless asked for, those of an
+        abandoned one are part of the response, but are not trained on; a row without any token to train on is omitted.
         """
-        exported: set[int] = set()
+        exported: set[int] = set() if with_abandoned else set(self.abandoned)
         rows = []
         for path in self.branches():
             nodes = [self.nodes[index] for index in path]

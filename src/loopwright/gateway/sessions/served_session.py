@@ -409,7 +409,7 @@ class ServedSession:
         """The session for its owner: the graph, rows for training, and a verdict per turn."""
         episode, verdicts, nodes = self.episode(), self.session.verdicts, self.session.graph.nodes
         counts = {str(kind): sum(verdict.kind == kind for verdict in verdicts.values()) for kind in Exactness}
-        running = len(self._running)
+        running, abandoned = len(self._running), episode.abandoned
         turns = {
             number: {
                 "node": number,
@@ -418,6 +418,7 @@ class ServedSession:
                 "reason": verdict.reason,
                 "token": verdict.token,
                 "finish": nodes[number].finish,
+                "abandoned": number in abandoned,
                 "sampling": nodes[number].sampling,
                 "sampled_tokens": nodes[number].sampled,
             }
