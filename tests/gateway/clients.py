@@ -56,5 +56,5 @@ def exact(engine, session):
     episode = session.episode()
     paths = {tuple(t for i in episode.path(n) for t in episode.nodes[i].ids) for n in range(1, len(episode.nodes))}
     assert {(*prompt, *sampled) for prompt, sampled, *_ in engine.calls} <= paths
-    assert sum(sum(row.response_mask) for row in episode.rows()) == episode.sampled
+    assert sum(sum(row.response_mask) for row in episode.rows(with_abandoned=True)) == episode.sampled
     return episode

@@ -63,7 +63,8 @@ def checked(described, answers, kills):
             assert "is unknown" in turn["reason"]
         else:
             assert turn["finish"] in ("stop", "length")
-            committed.append([node["logprobs"][at] for at in sampled])
+            end = -1 if turn["finish"] == "stop" else None  # the response does not show the end token
+            committed.append([node["logprobs"][at] for at in sampled][:end])
     for turn in answers:
         committed.remove(turn)
     assert len(committed) <= kills, "at most the last turn before each kill was committed but not seen"

@@ -81,6 +81,7 @@ def check(episode, engine):
         whole = (*ids, *sampled)
         assert any(path[: len(whole)] == whole for path in paths)
     assert sum(len(sampled) for _, sampled in engine.calls) == episode.sampled
-    assert sum(sum(row.response_mask) for row in episode.rows()) == episode.sampled
-    trained = [i for row in episode.rows() for i, mark in zip(row.response_ids, row.response_mask, strict=True) if mark]
+    rows = episode.rows(with_abandoned=True)
+    assert sum(sum(row.response_mask) for row in rows) == episode.sampled
+    trained = [i for row in rows for i, mark in zip(row.response_ids, row.response_mask, strict=True) if mark]
     assert sorted(trained) == sorted(token for _, sampled in engine.calls for token in sampled)

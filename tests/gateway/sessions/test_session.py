@@ -127,7 +127,7 @@ def test_tokens_before_an_engine_failure_are_kept_as_a_dead_branch():
         episode = session.episode(TASK)
         assert [node.finish for node in episode.nodes[2:]] == ["cut", "stop"]
         assert episode.path(turn.node) == (1, 3)
-        assert len(episode.rows()) == 2
+        assert (len(episode.rows()), len(episode.rows(with_abandoned=True))) == (1, 2)
 
     run(scenario, [chunk_of(97, 98), EngineError("gone")], "fine")
 
