@@ -206,7 +206,7 @@ def test_running_out_of_file_descriptors_is_an_infrastructure_fault(tmp_path):
     async def attempt(spare: int) -> int | bool | None:
         fds = []
         try:
-            while open_fds() < 128 - spare:
+            while open_fds() < limit - spare:
                 fds.append(os.open(os.devnull, os.O_RDONLY))
             done = await LocalExecutor().run(command(tmp_path, "true"), ignore)
             return done.exit_code
