@@ -74,12 +74,8 @@ def tune(
     name = re.sub(r"\W+", "-", getattr(function, "__name__", "function")).strip("-") or "function"
     directory = Path(output) if output is not None else _new_directory(name)
     metric, reward = _objective(minimize, maximize)
-    workload = {
-        **_workload(function, name, directory, timeout_s, in_process=in_process),
-        "metrics": [metric],
-        "args": dict(space),
-        "constraints": list(constraints),
-    }
+    workload = _workload(function, name, directory, timeout_s, in_process=in_process)
+    workload |= {"metrics": [metric], "args": dict(space), "constraints": list(constraints)}
     agent_table = {"type": agent} if isinstance(agent, str) else dict(agent)
     scenario = {
         "name": name,

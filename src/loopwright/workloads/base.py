@@ -1,6 +1,7 @@
 """The base of all workloads: what a trial runs, and the parameters it takes."""
 
 import os
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -226,6 +227,34 @@ def link_into(directory: Path, scenario_dir: Path, names: tuple[str, ...]) -> No
             if target.parent != directory:
                 target.parent.mkdir(parents=True, exist_ok=True)
             target.symlink_to(source)
+
+
+def link_products(source: Path, target: Path, excluded: tuple[str, ...] = ()) -> None:
+    """Link the files of the setup; if the input files include a directory of the same name, into that directory."""
+    for product in source.iterdir():
+        path = target / product.name
+        if path.is_dir() and not path.is_symlink() and not product.is_symlink():
+            link_products(product, path)
+        elif product.name not in excluded and not path.is_symlink():
+            path.symlink_to(product)
+
+
+def recreate(directory: Path) -> None:
+    """Create an empty directory; what is there was left by an interrupted setup."""
+    with storage(directory):
+        if directory.exists():
+            shutil.rmtree(directory)
+        directory.mkdir(parents=True)
+
+
+def last_line(path: Path) -> str:
+    """The end of a file that a command wrote, for an error message; empty if there is none."""
+    if not path.is_file():  # A command may delete its own directory.
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 400))
+        lines = file.read().decode(errors="replace").strip().splitlines()
+    return lines[-1].strip()[:300] if lines else ""
 
 
 workloads: Registry[type[Workload]] = Registry("workload", "loopwright.workloads", Workload)

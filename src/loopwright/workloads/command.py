@@ -39,7 +39,10 @@ from loopwright.workloads.base import (
     WorkloadConfig,
     as_text,
     fresh_directory,
+    last_line,
     link_into,
+    link_products,
+    recreate,
 )
 
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)(?::([A-Za-z]*))?\}")
@@ -391,7 +394,7 @@ class CommandWorkload(Workload):
         if key in self._setup_failures:
             return self._setup_failures[key]
         with storage(job.directory):
-            _link_products(directory, job.directory, excluded=(*_NOT_LINKED, *RESERVED_FILES))
+            link_products(directory, job.directory, excluded=(*_NOT_LINKED, *RESERVED_FILES))
         return None
 
     @cached_property
@@ -402,7 +405,7 @@ class CommandWorkload(Workload):
     async def _run_setup(
         self, job: Job, setup: CommandTemplate, arguments: Mapping[str, Any], directory: Path
     ) -> Result | None:
-        _recreate(directory)
+        recreate(directory)
         link_into(directory, self.site.scenario_dir, self.config.files)
         command = Command(
             argv=tuple(setup.words(arguments)),
@@ -453,29 +456,9 @@ class CommandWorkload(Workload):
 
 
 def _contains(pattern: str, stdout: Path, timeout_s: float) -> bool:
-    if not stdout.is_file():
-        return False
-    if stdout.stat().st_size == 0:  # which cannot be mapped
-        return regex.search(pattern.encode(), b"") is not None
+    if not stdout.is_file() or stdout.stat().st_size == 0:  # an empty file cannot be mapped
+        return stdout.is_file() and regex.search(pattern.encode(), b"") is not None
     return any(True for _ in _matches(pattern, stdout, "stdout", timeout_s))
-
-
-def _recreate(directory: Path) -> None:
-    """Create an empty directory; what is there was left by an interrupted setup."""
-    with storage(directory):
-        if directory.exists():
-            shutil.rmtree(directory)
-        directory.mkdir(parents=True)
-
-
-def _link_products(source: Path, target: Path, excluded: tuple[str, ...] = ()) -> None:
-    """Link the files of the setup; if the input files include a directory of the same name, into that directory."""
-    for product in source.iterdir():
-        path = target / product.name
-        if path.is_dir() and not path.is_symlink() and not product.is_symlink():
-            _link_products(product, path)
-        elif product.name not in excluded and not path.is_symlink():
-            path.symlink_to(product)
 
 
 def _ending(completion: Completion, timeout_s: float | None, stderr: Path) -> str:
@@ -486,16 +469,7 @@ def _ending(completion: Completion, timeout_s: float | None, stderr: Path) -> st
         ending = f"ended by signal {completion.signal}"
     else:
         ending = f"exit code {completion.exit_code}"
-    return f"{ending}; stderr ends with: {line}" if (line := _last_line(stderr)) else ending
-
-
-def _last_line(path: Path) -> str:
-    if not path.is_file():  # A command may delete its own directory.
-        return ""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 400))
-        lines = file.read().decode(errors="replace").strip().splitlines()
-    return lines[-1].strip()[:300] if lines else ""
+    return f"{ending}; stderr ends with: {line}" if (line := last_line(stderr)) else ending
 
 
 def _at_pointer(pointer: str, path: Path, source: str) -> Any:

@@ -216,8 +216,7 @@ class ServedSession:
         """A conversation that the client opened, up to its last finished turn."""
         if (nodes := self._conversations.get(id)) is None:
             return None
-        found = (self._conversation_at(node) for node in reversed(nodes))
-        return next((each for each in found if each is not None), StoredConversation(()))
+        return next(filter(None, map(self._conversation_at, reversed(nodes))), StoredConversation(()))
 
     def open_conversation(self) -> str:
         """The id of a new conversation."""
@@ -407,9 +406,9 @@ class ServedSession:
 
     def describe(self) -> dict[str, Any]:
         """The session for its owner: the graph, rows for training, and a verdict per turn."""
-        episode, verdicts, nodes = self.episode(), self.session.verdicts, self.session.graph.nodes
+        verdicts, nodes = self.session.verdicts, self.session.graph.nodes
+        abandoned = (episode := self.episode()).abandoned
         counts = {str(kind): sum(verdict.kind == kind for verdict in verdicts.values()) for kind in Exactness}
-        running, abandoned = len(self._running), episode.abandoned
         turns = {
             number: {
                 "node": number,
@@ -430,10 +429,10 @@ class ServedSession:
             "trial": self.config.trial,
             "status": self.status,
             "snapshot": self.snapshot or None,
-            "running": running,
+            "running": len(self._running),
             "silent_s": self.silent_s,
             "restored": self.restored,
-            "trainable": not counts[Exactness.BROKEN] and not running and episode.sampled > 0,
+            "trainable": not counts[Exactness.BROKEN] and not self._running and episode.sampled > 0,
             "verdicts": counts,
             "turns": list(turns.values()),
             "rows": [
