@@ -215,7 +215,7 @@ def test_t07_a_call_cancelled_at_once_holds_nothing():
             body, digest = dialect.bodies.read(b'{"model": "m", "messages": [{"role": "user", "content": "a"}]}')
             call = live.call("chat", dialect.parse(body), digest, is_retry=False)
             call.join()
-            call.leave()
+            call.leave(is_delivered=False)
             await asyncio.sleep(0.01)
             assert (await live.session.turn([user("b")])).sampled_tokens == 6
 

@@ -2,12 +2,16 @@
 
 import asyncio
 import shutil
+import socket
+from urllib.parse import urlsplit
 
+import orjson
 import pytest
 
+from loopwright.core.episode import Episode
 from loopwright.gateway.sessions.session_config import SessionConfig
-from tests.gateway.clients import chat
-from tests.gateway.harness import Teller, client_of, run, served, user
+from tests.gateway.clients import chat, text_of
+from tests.gateway.harness import Teller, client_of, run, served, until, user
 
 
 def test_t16_a_row_names_its_nodes_finishes_verdicts_and_sampling():
@@ -47,6 +51,60 @@ def test_t16_a_turn_that_was_cut_off_and_repeated_is_marked_and_not_trained():
             (row,) = session.served.describe()["rows"]
             assert [each["node"] for each in row["turns"]] == [second["node"]]
             assert len(session.served.episode().rows(with_abandoned=True)) == 2
+
+    run(story)
+
+
+async def ask_and_leave(session, *, stream, read):
+    """Send a request, wait until its turn is finished, and hang up after the first `read` bytes of the response."""
+    body = orjson.dumps({"model": "any", "messages": [user("hi")], "stream": stream})
+    url = urlsplit(session.openai_base_url)
+    head = f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: {url.netloc}\r\nauthorization: Bearer {session.key}\r\n"
+    turns = len(session.served.session.verdicts)
+    with socket.create_connection((url.hostname, url.port)) as connection:
+        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        await until(lambda: len(session.served.session.verdicts) > turns and not session.served.running)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_recv(connection, read)  # so that the response is on its way
+    await until(lambda: not session.episode().nodes[-1].is_delivered)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_t16_a_finished_turn_that_never_arrived_and_was_repeated_is_marked_and_not_trained(tmp_path, stream):
+    async def story():
+        async with served(Teller("hello"), output=tmp_path) as gateway:
+            session = await gateway.open("t")
+            await ask_and_leave(session, stream=stream, read=50)
+            (turn,), (row,) = (session.served.describe()[name] for name in ("turns", "rows"))
+            assert (turn["finish"], turn["abandoned"]) == ("stop", False)
+            assert sum(row["response_mask"]) == 6, "it may be the end of the session"
+            async with client_of(session) as client:
+                assert (await chat(client, [user("hi")])).choices[0].message.content == "hello"
+                await chat(client, [user("hi")])
+            turns = session.served.describe()["turns"]
+            assert [each["abandoned"] for each in turns] == [True, False, False], "answers that arrived count"
+            await session.close()
+        async with served(Teller(), output=tmp_path) as gateway:
+            described = gateway.find("t").verify()
+            assert described["turns"] == turns
+            assert [row["nodes"][-1] for row in described["rows"]] == [turn["node"] for turn in turns[1:]]
+            episode = Episode.from_json(orjson.loads(orjson.dumps(described["episode"])))
+            assert (len(episode.rows()), len(episode.rows(with_abandoned=True))) == (2, 3)
+
+    run(story)
+
+
+def test_t16_an_sdk_that_closes_a_stream_early_or_retries_it():
+    async def story():
+        async with served(Teller("x" * 2000)) as gateway, client_of(session := await gateway.open()) as client:
+            stream = await chat(client, [user("hi")], stream=True)
+            await until(lambda: session.served.session.verdicts and not session.served.running)
+            await stream.close()
+            await until(lambda: not session.episode().nodes[-1].is_delivered)
+            again = await chat(client, [user("hi")], stream=True, extra_headers={"x-stainless-retry-count": "1"})
+            assert len(text_of([chunk async for chunk in again])) == 2000
+            (turn,) = session.served.describe()["turns"]
+            assert session.episode().nodes[turn["node"]].is_delivered, "the retry has it"
 
     run(story)
 

@@ -47,6 +47,8 @@ class Node:
     input message."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The settings that reshaped the sampling distribution, such as `temperature`; empty if none did."""
+    is_delivered: bool = True
+    """False if the client's connection was lost before the end of the response; of input messages always True."""
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.logprobs):
@@ -65,7 +67,8 @@ class Node:
         """A node from plain data."""
         spans = tuple(Span(*span) for span in data["spans"])
         ids, logprobs = tuple(data["ids"]), tuple(data["logprobs"])
-        return cls(data["parent"], data["message"], ids, logprobs, spans, data.get("finish"), data.get("sampling", {}))
+        finish, sampling, is_delivered = data.get("finish"), data.get("sampling", {}), data.get("is_delivered", True)
+        return cls(data["parent"], data["message"], ids, logprobs, spans, finish, sampling, is_delivered)
 
     @property
     def mask(self) -> tuple[int, ...]:
@@ -229,14 +232,19 @@ class Episode:
 
     @property
     def abandoned(self) -> frozenset[int]:
-        """The turns that were given up and repeated: a later turn answers the same prompt.
+        """The turns that their client never had completely, and repeated: a later turn answers the same prompt.
 
         A turn that was cut off at the end of its episode, such as by a deadline, is not one of them.
         """
         parents = {node.parent for node in self.nodes}
         last_answer = {node.parent: index for index, node in enumerate(self.nodes) if node.spans}
-        leaves = [index for index, node in enumerate(self.nodes) if node.finish == "cut" and index not in parents]
-        return frozenset(index for index in leaves if last_answer.get(self.nodes[index].parent, 0) > index)
+        return frozenset(
+            index
+            for index, node in enumerate(self.nodes)
+            if (node.finish == "cut" or not node.is_delivered)
+            and index not in parents
+            and last_answer.get(node.parent, 0) > index
+        )
 
     def rows(self, oldest: int | None = None, *, with_abandoned: bool = False) -> list[Row]:
         """A row per branch. A sampled token that several branches share is trained on in the first one only.
@@ -330,6 +338,7 @@ class Episode:
                     "spans": [(span.start, span.stop, span.version) for span in node.spans],
                     **({"finish": node.finish} if node.finish else {}),
                     **({"sampling": node.sampling} if node.sampling else {}),
+                    **({} if node.is_delivered else {"is_delivered": False}),
                 }
                 for node in self.nodes[1:]
             ],

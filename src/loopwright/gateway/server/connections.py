@@ -1,15 +1,19 @@
 """Connections: those that have not shown a valid key are few and short-lived, and bad requests are not repeated.
 
 A server has a limited number of open files. Without limits, anyone who can connect could hold all of them.
+A client that leaves without reading its response resets the connection, which the call is told.
 """
 
 import asyncio
 import logging
 import resource
+import socket
 from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
+
+from loopwright.gateway.sessions.call import SessionCall
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +35,19 @@ class GuardedConnection(web.RequestHandler):
         if self._timer is not None:
             self._timer.cancel()
         self._guard.unauthenticated.pop(self, None)
+        call = self._guard.last_calls.pop(self, None)
+        if call is not None and (exc is not None or self._is_reset()):
+            call.record_delivery(False)
         super().connection_lost(exc)
 
     def _check(self) -> None:
         if self._request_count == 0:
             self.abort()
+
+    def _is_reset(self) -> bool:
+        """Whether the client's end was closed before it had read everything."""
+        sock = None if self.transport is None else self.transport.get_extra_info("socket")
+        return sock is not None and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
 
     def abort(self) -> None:
         """Disconnect at once."""
@@ -64,6 +76,8 @@ class ConnectionGuard:
         self.header_s = header_s
         self.unauthenticated: dict[web.RequestHandler, None] = {}
         """In the order in which they came. A request with a valid key removes its connection."""
+        self.last_calls: dict[web.RequestHandler, SessionCall] = {}
+        """The call whose response was the last one on a connection."""
 
     def add(self, connection: GuardedConnection) -> None:
         """Count a new connection."""
@@ -73,6 +87,14 @@ class ConnectionGuard:
             del self.unauthenticated[oldest]
             if isinstance(oldest, GuardedConnection):
                 oldest.abort()
+
+    def note_response(self, request: web.Request, call: SessionCall) -> bool:
+        """Remember that a call's response goes to this client; False if its connection is lost already."""
+        transport = request.transport
+        if transport is None or transport.is_closing():
+            return False
+        self.last_calls[request.protocol] = call
+        return True
 
     def protocol_factory(self, server: web.Server, **options: Any) -> Callable[[], GuardedConnection]:
         """Creates a connection of a server."""

@@ -84,6 +84,7 @@ class RequestHandler:
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Turn errors into responses, and observe how each request ends."""
         start, status = time.perf_counter(), _CLIENT_LEFT
+        self.guard.last_calls.pop(request.protocol, None)  # a client that asks again has read the response before
         try:
             try:
                 response = await handler(request)
@@ -203,16 +204,21 @@ class RequestHandler:
                 dialect.bodies.keep()
                 request[CALL] = turn_request, call
                 call.join()
+            is_delivered = False
             try:
                 if turn_request.stream:
-                    return await self._stream(request, dialect, turn_request, call)
-                turns = await call.result()
-                if turn_request.return_token_ids:
-                    turns = [replace(turn, prompt_ids=ids) for turn, ids in zip(turns, call.prompts(), strict=True)]
-                body = dialect.render(turn_request, call.id, turns)
-                return json_response(body, headers=_notice(call) if call.record.ignored else None)
+                    response = await self._stream(request, dialect, turn_request, call)
+                else:
+                    turns = await call.result()
+                    if turn_request.return_token_ids:
+                        prompts = call.prompts()
+                        turns = [replace(turn, prompt_ids=ids) for turn, ids in zip(turns, prompts, strict=True)]
+                    body = dialect.render(turn_request, call.id, turns)
+                    response = json_response(body, headers=_notice(call) if call.record.ignored else None)
+                is_delivered = self.guard.note_response(request, call)
+                return response
             finally:
-                call.leave()
+                call.leave(is_delivered=is_delivered)
 
         return handle_turn
 

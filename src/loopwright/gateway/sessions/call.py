@@ -6,7 +6,7 @@ when the last one leaves, sampling stops. A retry of the same request joins the 
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,8 @@ class SessionCall:
     _waiters: set[asyncio.Future[bool]] = field(default_factory=set)
     _abandoned: bool = False
     """Whether we cancelled the task because nobody follows it; others may cancel it, too."""
+    _is_delivered: bool = False
+    """Whether a follower has got the whole response."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by the task at work: an abandoned one may still be running when the next one starts."""
 
@@ -91,13 +93,28 @@ class SessionCall:
             self._task = asyncio.create_task(self._run())
             self._task.add_done_callback(self._on_done)
 
-    def leave(self) -> None:
-        """Stop following. Without followers, sampling stops."""
+    def leave(self, *, is_delivered: bool) -> None:
+        """Stop following, with or without the whole response. Without followers, sampling stops."""
         self._followers -= 1
+        self._is_delivered |= is_delivered and self.error is None
         if self._followers == 0:
             if self.turns is None:
                 self._abandon()
             self.deltas = []
+            if self.error is None:
+                self.record_delivery(self._is_delivered)
+
+    def record_delivery(self, is_delivered: bool) -> None:
+        """Record whether the client has the turns that are finished, while the session is open."""
+        self._is_delivered, nodes = is_delivered, self.owner.session.graph.nodes
+        if self.owner.status != "open":
+            return
+        for draft in self.drafts:
+            node = nodes[draft.node]
+            if node.is_delivered != is_delivered and node.finish in ("stop", "length"):
+                nodes[draft.node] = replace(node, is_delivered=is_delivered)
+                if self.owner.store is not None:
+                    self.owner.unsaved.add(self)  # written at the latest with the intent of the next call
 
     def _abandon(self) -> None:
         # Only once: a second cancellation would interrupt the final write.

@@ -25,7 +25,7 @@ from loopwright.engines.base import Sampling
 from loopwright.gateway.sessions.graph import Key, key_of
 from loopwright.ledger.sqlite import Transaction, connect, explained
 
-VERSION = 3
+VERSION = 4
 _SCHEMA = """
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY, key TEXT NOT NULL, terms TEXT NOT NULL, opened_at REAL NOT NULL, status TEXT NOT NULL,
@@ -33,7 +33,8 @@ CREATE TABLE sessions (
 ) STRICT;
 CREATE TABLE nodes (
     session TEXT NOT NULL, number INTEGER NOT NULL, parent INTEGER NOT NULL, key TEXT, message TEXT NOT NULL,
-    ids BLOB NOT NULL, logprobs BLOB NOT NULL, spans TEXT NOT NULL, finish TEXT, PRIMARY KEY (session, number)
+    ids BLOB NOT NULL, logprobs BLOB NOT NULL, spans TEXT NOT NULL, finish TEXT,
+    is_delivered INTEGER NOT NULL DEFAULT 1, PRIMARY KEY (session, number)
 ) STRICT;
 CREATE TABLE calls (
     session TEXT NOT NULL, node INTEGER NOT NULL, call TEXT NOT NULL, choice INTEGER NOT NULL, digest BLOB NOT NULL,
@@ -49,9 +50,11 @@ ALTER TABLE calls ADD COLUMN failed_at INTEGER;
 UPDATE calls SET failure = reason, failed_at = token, verdict = 'exact', reason = '', token = NULL
 WHERE verdict = 'broken';
 """
+_FROM_3 = "ALTER TABLE nodes ADD COLUMN is_delivered INTEGER NOT NULL DEFAULT 1;"
+_UPGRADES = {0: _SCHEMA, 2: _FROM_2 + _FROM_3, 3: _FROM_3}
 
 # Each for one row; `_group` merges several rows into one statement.
-NODE = "INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+NODE = "INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 INTENT = "INSERT OR REPLACE INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, ?, ?, ?, ?, NULL, NULL)"
 RESULT = (
     "UPDATE calls SET ended_at = result.column1, failure = result.column2, failed_at = result.column3 "
@@ -88,9 +91,9 @@ class DiskStore:
             # A checkpoint waits for the disk, and all calls wait for the checkpoint: so they are rare (16 MB).
             self._connection.execute("PRAGMA wal_autocheckpoint = 4096")
             (version,) = self._connection.execute("PRAGMA user_version").fetchone()
-            if version in (0, 2):
-                tables = _FROM_2 if version else _SCHEMA
-                self._connection.executescript(f"BEGIN IMMEDIATE; {tables} PRAGMA user_version = {VERSION}; COMMIT;")
+            if version in _UPGRADES:
+                upgrade = f"{_UPGRADES[version]} PRAGMA user_version = {VERSION};"
+                self._connection.executescript(f"BEGIN IMMEDIATE; {upgrade} COMMIT;")
             elif version != VERSION:
                 raise LedgerError(
                     f"{self.path} has format {version}, and this Loopwright reads {VERSION}. Choose another --output."
@@ -251,6 +254,7 @@ def node_statement(session: str, number: int, node: Node, key: Key | None) -> St
         struct.pack(f"{len(node.logprobs)}d", *node.logprobs),
         orjson.dumps([(span.start, span.stop, span.version) for span in node.spans]).decode(),
         node.finish,
+        node.is_delivered,
     )
 
 
@@ -261,16 +265,17 @@ GAP = Node(0, {"role": "lost", "content": ""})
 def load_nodes(query: Query, session: str) -> list[tuple[Node, Key | None]]:
     """The nodes of a session below the root, in order, and the keys of those that can be found again."""
     rows = query(
-        "SELECT number, parent, key, message, ids, logprobs, spans, finish, sampling FROM nodes LEFT JOIN calls "
-        "ON calls.session = nodes.session AND node = number WHERE nodes.session = ? ORDER BY number",
+        "SELECT number, parent, key, message, ids, logprobs, spans, finish, is_delivered, sampling FROM nodes "
+        "LEFT JOIN calls ON calls.session = nodes.session AND node = number WHERE nodes.session = ? ORDER BY number",
         (session,),
     )
     nodes: list[tuple[Node, Key | None]] = []
-    for number, parent, key, message_json, ids, logprobs, spans_json, finish, sampling in rows:
+    for number, parent, key, message_json, ids, logprobs, spans_json, finish, is_delivered, sampling in rows:
         nodes += [(GAP, None)] * (number - 1 - len(nodes))
         message, spans = orjson.loads(message_json), tuple(Span(*span) for span in orjson.loads(spans_json))
         reshapes = {} if sampling is None else Sampling.model_validate_json(sampling).reshapes
-        node = Node(parent, message, _numbers("q", ids), _numbers("d", logprobs), spans, finish, reshapes)
+        tokens = _numbers("q", ids), _numbers("d", logprobs)
+        node = Node(parent, message, *tokens, spans, finish, reshapes, bool(is_delivered))
         stored_key: Key | None = None
         if key is not None:
             stored_key = tuple(json.loads(key)) if key else key_of(message)
