@@ -25,7 +25,7 @@ from loopwright.spaces.parameter import Choice, Fixed, Range
 from loopwright.spaces.space import EnvParamConfig
 from loopwright.trainers.config import LoraConfig
 from loopwright.workloads.base import workloads
-from loopwright.workloads.command import MetricConfig, SuccessConfig
+from loopwright.workloads.command_config import MetricConfig, SuccessConfig
 
 PAGE = Path(__file__).with_name("reference.md")
 HEAD = """# TOML reference

@@ -12,7 +12,8 @@ from loopwright.core.trial import Result
 from loopwright.testing import WorkloadContract
 from loopwright.testing.executors import ignore
 from loopwright.workloads.base import Job, Site
-from loopwright.workloads.command import CommandConfig, CommandWorkload
+from loopwright.workloads.command import CommandWorkload
+from loopwright.workloads.command_config import CommandConfig
 
 SCRIPT = f"{BEHAVIOURS}\nimport sys\nprint(globals()[sys.argv[1]](sys.argv[2]))\n"
 Y = {"y": {"regex": "y=([0-9.]+)"}}

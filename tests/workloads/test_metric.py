@@ -5,7 +5,8 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from loopwright.workloads.command import MetricConfig, MetricMissing, PatternTimeout
+from loopwright.workloads.command import MetricMissing, PatternTimeout, read_metric
+from loopwright.workloads.command_config import MetricConfig
 
 
 @pytest.fixture
@@ -14,7 +15,7 @@ def read(tmp_path):
         (tmp_path / "stdout").write_bytes(stdout.encode() if isinstance(stdout, str) else stdout)
         for name, content in files.items():
             (tmp_path / name).write_text(content)
-        return MetricConfig.model_validate(metric).read(tmp_path, tmp_path / "stdout", usage or {}, timeout_s)
+        return read_metric(MetricConfig.model_validate(metric), tmp_path, tmp_path / "stdout", usage or {}, timeout_s)
 
     return read
 

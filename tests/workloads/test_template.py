@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopwright.workloads.base import as_text
-from loopwright.workloads.command import CommandTemplate
+from loopwright.workloads.base import CommandTemplate, as_text
 
 
 @given(st.text())

@@ -17,7 +17,8 @@ from loopwright.rollouts.tasks.mix import TaskMix
 from loopwright.scenario.load import load
 from loopwright.spaces.parameter import Choice, Range
 from loopwright.spaces.space import Draws
-from loopwright.workloads.command import CommandConfig, CommandTemplate
+from loopwright.workloads.base import CommandTemplate
+from loopwright.workloads.command_config import CommandConfig
 
 _EXAMPLES = 3
 

@@ -6,7 +6,8 @@ from loopwright.core.imports import lazy_exports
 from loopwright.workloads.base import Job, Site, Workload, WorkloadConfig, workloads
 
 if TYPE_CHECKING:
-    from loopwright.workloads.command import CommandConfig, CommandWorkload, MetricConfig, SuccessConfig
+    from loopwright.workloads.command import CommandWorkload
+    from loopwright.workloads.command_config import CommandConfig, MetricConfig, SuccessConfig
     from loopwright.workloads.python import PythonConfig, PythonWorkload
 
 __all__ = [
@@ -26,7 +27,8 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     {
-        **dict.fromkeys(("CommandConfig", "CommandWorkload", "MetricConfig", "SuccessConfig"), "command"),
+        "CommandWorkload": "command",
+        **dict.fromkeys(("CommandConfig", "MetricConfig", "SuccessConfig"), "command_config"),
         **dict.fromkeys(("PythonConfig", "PythonWorkload"), "python"),
     },
 )

@@ -8,106 +8,42 @@ import asyncio
 import json
 import math
 import mmap
-import os
-import re
-import shlex
-import shutil
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar
 
 import regex
-from pydantic import Field, field_validator, model_validator
 
 from loopwright.core.canonical import key_of
-from loopwright.core.config import Config
-from loopwright.core.errors import LaunchError, Problem, did_you_mean, storage
+from loopwright.core.errors import LaunchError, storage
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Result
 from loopwright.execution.base import Command, Completion, Executor
 from loopwright.execution.local.executor import LocalExecutor
-from loopwright.spaces.parameter import Fixed
 from loopwright.workloads.base import (
     RESERVED_FILES,
+    CommandTemplate,
     Job,
     Site,
     Workload,
     WorkloadConfig,
-    as_text,
     fresh_directory,
     last_line,
     link_into,
     link_products,
     recreate,
 )
+from loopwright.workloads.command_config import CommandConfig, MetricConfig
 
-_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)(?::([A-Za-z]*))?\}")
 _MATCH_NOW_S = 0.02
 """How long patterns are matched in the event loop; almost all are done by then. The rest moves to a thread."""
 _MATCH_S = 10.0
 """After how many seconds of matching a trial fails."""
 _NOT_LINKED = (".done", "setup.stdout", "setup.stderr")
-
-
-class CommandTemplate:
-    """A command with placeholders for arguments.
-
-    >>> CommandTemplate("gcc {opt:words} bench.c -o bench").words({"opt": "-O3 -march=native"})
-    ['gcc', '-O3', '-march=native', 'bench.c', '-o', 'bench']
-    """
-
-    def __init__(self, text: str | tuple[str, ...]) -> None:
-        self._words = shlex.split(text) if isinstance(text, str) else list(text)
-        if not self._words:
-            raise ValueError("the command is empty")
-        for word in self._words:
-            for match in _PLACEHOLDER.finditer(word):
-                if match[2] is not None and (match[2] != "words" or match[0] != word):
-                    raise ValueError(f"{match[0]} in {word!r}: use {{name}}, or {{name:words}} as a separate word")
-        self.names = frozenset(m[1] for word in self._words for m in _PLACEHOLDER.finditer(word) if m[1])
-
-    @property
-    def program(self) -> str | None:
-        """The program to run; None if it contains a placeholder."""
-        first = self._words[0]
-        return None if any(m[1] for m in _PLACEHOLDER.finditer(first)) else first
-
-    def option_before(self, name: str) -> str | None:
-        """The option before the word `{name}`, which would lose its value if the argument is absent."""
-        for option, word in zip(self._words, self._words[1:], strict=False):
-            if word in (f"{{{name}}}", f"{{{name}:words}}") and option.startswith("-") and "=" not in option:
-                return option
-        return None
-
-    def problem_with(self, name: str, value: Any) -> str | None:
-        """Why a value cannot be part of a command line; None if it can."""
-        text = as_text(value)
-        if "\0" in text:
-            return f"{value!r} contains a NUL character, which a command line cannot."
-        if f"{{{name}:words}}" in self._words:
-            try:
-                shlex.split(text)
-            except ValueError as error:
-                return f"{value!r} cannot be split into words: {str(error).lower()}."
-        return None
-
-    def words(self, arguments: Mapping[str, Any]) -> list[str]:
-        """The words of the command; a word with an absent argument is omitted."""
-        words: list[str] = []
-        for word in self._words:
-            names = {m[1] for m in _PLACEHOLDER.finditer(word) if m[1]}
-            if not names <= arguments.keys():
-                continue
-            whole = _PLACEHOLDER.fullmatch(word)
-            if whole and whole[2] == "words":
-                words += shlex.split(as_text(arguments[whole[1]]))
-            else:
-                words.append(_PLACEHOLDER.sub(lambda m: as_text(arguments[m[1]]) if m[1] else m[0][0], word))
-        return words
 
 
 class MetricMissing(Exception):
@@ -116,198 +52,6 @@ class MetricMissing(Exception):
 
 class PatternTimeout(Exception):
     """A regular expression that took too long; the message names it, the size of its input and the fix."""
-
-
-def _matches(pattern: str, path: Path, source: str, timeout_s: float, group: int = 0) -> Iterator[bytes | None]:
-    """A group of each match in a file. Matching ends after the timeout, and lets other threads run."""
-    # Bytes, mapped: output may be large and need not be valid UTF-8.
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        try:
-            for match in regex.finditer(pattern.encode(), content, timeout=timeout_s, concurrent=True):
-                yield match[group]
-        except TimeoutError as error:
-            raise PatternTimeout(
-                f"matching {pattern!r} in {source} ({len(content):,} bytes) took more than {timeout_s:g} s. Avoid "
-                "repeats within repeats, such as (a+)+, or let the command print less"
-            ) from error
-
-
-class MetricConfig(Config):
-    """Where to read one metric: by `regex` or `json` in the output or in `file`, or from the `resource` usage."""
-
-    regex: str | None = None
-    """A pattern whose first group is the number; the last match counts."""
-    json_pointer: str | None = Field(default=None, alias="json", pattern=r"^(/.*)?$")
-    """A JSON pointer such as `/results/0/gflops` into the output, or into its last line."""
-    file: str | None = None
-    """A file that the command writes, relative to the trial's directory; by default standard output is read."""
-    resource: Literal["wall_s", "user_s", "system_s", "max_rss_bytes"] | None = None
-    """A resource that the trial used, instead of its output."""
-
-    @field_validator("regex")
-    @classmethod
-    def _check_pattern(cls, pattern: str | None) -> str | None:
-        if pattern is not None:
-            try:
-                groups = regex.compile(pattern.encode()).groups
-            except regex.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-            if groups < 1:
-                raise ValueError(f"{pattern!r} needs a group, in parentheses, around the number")
-        return pattern
-
-    @field_validator("file")
-    @classmethod
-    def _check_file(cls, name: str | None) -> str | None:
-        if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
-            raise ValueError(f"{name!r} must be relative to the trial's directory and stay inside it")
-        return name
-
-    @model_validator(mode="after")
-    def _check_source(self) -> Self:
-        if sum(source is not None for source in (self.regex, self.json_pointer, self.resource)) != 1:
-            raise ValueError("give exactly one of regex, json, resource")
-        if self.resource is not None and self.file is not None:
-            raise ValueError("`file` goes with regex or json, not with resource")
-        return self
-
-    def read(self, directory: Path, stdout: Path, usage: Mapping[str, float], timeout_s: float) -> float:
-        """The value; raises MetricMissing if it cannot be read, PatternTimeout if matching takes too long."""
-        if self.resource is not None:
-            if self.resource not in usage:
-                raise MetricMissing(f"{self.resource} is unknown, since it is below that of Loopwright's own process")
-            return float(usage[self.resource])
-        path = directory / self.file if self.file else stdout
-        source = self.file or "stdout"
-        if not path.is_file():
-            raise MetricMissing(f"the command did not write {source}")
-        if self.regex is None:
-            text = _at_pointer(self.json_pointer or "", path, source)
-        elif path.stat().st_size == 0:
-            raise MetricMissing(f"{source} is empty")
-        else:
-            groups = deque(_matches(self.regex, path, source, timeout_s, group=1), maxlen=1)
-            if not groups or groups[0] is None:
-                raise MetricMissing(f"nothing in {source} matches {self.regex!r}")
-            text = groups[0].decode(errors="replace")
-        try:
-            number = float(text)
-        except (TypeError, ValueError) as error:
-            raise MetricMissing(f"{text!r} in {source} is not a number") from error
-        except OverflowError as error:
-            raise MetricMissing(f"the number in {source} is not a finite number: {error}") from error
-        if not math.isfinite(number):
-            raise MetricMissing(f"{text!r} in {source} is not a finite number")
-        return number
-
-
-class SuccessConfig(Config):
-    """When a command counts as successful."""
-
-    exit_codes: tuple[int, ...] = (0,)
-    """Exit codes that count as success."""
-    regex: str | None = None
-    """A pattern that standard output must also contain."""
-
-    @field_validator("regex")
-    @classmethod
-    def _compiles(cls, pattern: str | None) -> str | None:
-        if pattern is not None:
-            try:
-                regex.compile(pattern.encode())
-            except regex.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-        return pattern
-
-
-class CommandConfig(WorkloadConfig):
-    """A command whose arguments are searched."""
-
-    type: Literal["command"] = "command"
-    command: str | tuple[str, ...]
-    """The command: `{name}` is replaced by an argument within its word, `{name:words}` by the words of its value.
-    It runs without a shell; a word with an absent argument is omitted."""
-    setup: str | tuple[str, ...] | None = None
-    """A command that runs once per distinct set of the arguments it names, in a separate directory;
-    the files it creates are linked into the trials' directories."""
-    setup_timeout_s: float | None = Field(default=600, gt=0)
-    """Seconds after which the setup command is ended."""
-    metrics: dict[str, MetricConfig] = Field(default_factory=dict)
-    """Metrics by name: `{ regex }` or `{ json }`, in stdout or in a `file`, or `{ resource }`."""
-    success: SuccessConfig = SuccessConfig()
-    """When a trial counts as `ok`: its exit code, and optionally its output."""
-
-    @field_validator("command", "setup")
-    @classmethod
-    def _check_template(cls, text: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        if text is not None:
-            CommandTemplate(text)
-        return text
-
-    @field_validator("metrics")
-    @classmethod
-    def _check_names(cls, metrics: dict[str, MetricConfig]) -> dict[str, MetricConfig]:
-        for name in metrics:
-            if not name.isidentifier():
-                raise ValueError(f"{name!r} cannot be used in an expression; use letters, digits and _")
-        return metrics
-
-    def metric_names(self) -> tuple[str, ...]:
-        return tuple(self.metrics)
-
-    def problems(self, scenario_dir: Path) -> list[Problem]:
-        problems = super().problems(scenario_dir)
-        parameters = {**self.args, **self.env}
-        names: set[str] = set()
-        for key, text in (("command", self.command), ("setup", self.setup)):
-            if text is None:
-                continue
-            template = CommandTemplate(text)
-            names |= template.names
-            for name in sorted(template.names - parameters.keys()):
-                hint = did_you_mean(name, list(parameters))
-                problems.append(Problem(key, f"unknown argument {{{name}}}. {hint} Write literal braces twice."))
-            for name in sorted(template.names & parameters.keys()):
-                can_be_absent = parameters[name].when and parameters[name].otherwise is None
-                if can_be_absent and (option := template.option_before(name)):
-                    fix = f"write {option}={{{name}}} as one word, or give {name} an `otherwise`"
-                    problems.append(Problem(key, f"{option} loses its value when {name} is absent; {fix}."))
-            problems += self._unusable_values(template)
-            problems += self._missing_program(key, template, scenario_dir)
-        for name in sorted(self.args.keys() - names):
-            if not isinstance(self.args[name], Fixed):
-                problems.append(
-                    Problem(f"args.{name}", f"is searched, but neither command nor setup contains {{{name}}}.")
-                )
-        return problems
-
-    def _unusable_values(self, template: CommandTemplate) -> list[Problem]:
-        """Values that a command line cannot contain, including all values of a list, so that none fails hours later."""
-        problems = []
-        for name, parameter in {**self.args, **self.env}.items():
-            if name not in template.names and name not in self.env:
-                continue
-            values = [*parameter.grid(), *([] if parameter.otherwise is None else [parameter.otherwise])]
-            key = f"{'args' if name in self.args else 'env'}.{name}"
-            problems += [Problem(key, text) for value in values if (text := template.problem_with(name, value))]
-        return problems
-
-    def _missing_program(self, key: str, template: CommandTemplate, scenario_dir: Path) -> list[Problem]:
-        program = template.program
-        if program is None or program.startswith("/"):
-            is_missing = program is not None and not os.access(program, os.X_OK)
-            return [Problem(key, f"{program!r} is not an executable file.")] if is_missing else []
-        if "/" not in program:
-            path = str(fixed.value) if isinstance(fixed := self.env.get("PATH"), Fixed) else None
-            if shutil.which(program, path=path) is None:
-                return [Problem(key, f"{program!r} is not on the PATH. Install it, or give its path in `files`.")]
-            return []
-        path = os.path.normpath(program)
-        is_linked = any(Path(path).is_relative_to(os.path.normpath(name)) for name in self.files)
-        if is_linked or (key == "command" and self.setup is not None):  # The setup may create it.
-            return []
-        fix = f"add it: files = [{path!r}]" if (scenario_dir / program).exists() else "it does not exist"
-        return [Problem(key, f"{program!r} is not among the `files` linked into a trial's directory; {fix}.")]
 
 
 class CommandWorkload(Workload):
@@ -439,7 +183,7 @@ class CommandWorkload(Workload):
         missing: list[str] = []
         for name, metric in self.config.metrics.items():
             try:
-                metrics[name] = metric.read(directory, stdout, usage, timeout_s)
+                metrics[name] = read_metric(metric, directory, stdout, usage, timeout_s)
             except MetricMissing as error:
                 missing.append(f"{name}: {error}")
             except PatternTimeout as error:
@@ -497,3 +241,49 @@ def _load_json(path: Path, source: str) -> Any:
         return json.loads(lines[-1])
     except (ValueError, RecursionError) as error:
         raise MetricMissing(f"neither {source} nor its last line is JSON") from error
+
+
+def _matches(pattern: str, path: Path, source: str, timeout_s: float, group: int = 0) -> Iterator[bytes | None]:
+    """A group of each match in a file. Matching ends after the timeout, and lets other threads run."""
+    # Bytes, mapped: output may be large and need not be valid UTF-8.
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        try:
+            for match in regex.finditer(pattern.encode(), content, timeout=timeout_s, concurrent=True):
+                yield match[group]
+        except TimeoutError as error:
+            raise PatternTimeout(
+                f"matching {pattern!r} in {source} ({len(content):,} bytes) took more than {timeout_s:g} s. Avoid "
+                "repeats within repeats, such as (a+)+, or let the command print less"
+            ) from error
+
+
+def read_metric(
+    metric: MetricConfig, directory: Path, stdout: Path, usage: Mapping[str, float], timeout_s: float
+) -> float:
+    """The value; raises MetricMissing if it cannot be read, PatternTimeout if matching takes too long."""
+    if metric.resource is not None:
+        if metric.resource not in usage:
+            raise MetricMissing(f"{metric.resource} is unknown, since it is below that of Loopwright's own process")
+        return float(usage[metric.resource])
+    path = directory / metric.file if metric.file else stdout
+    source = metric.file or "stdout"
+    if not path.is_file():
+        raise MetricMissing(f"the command did not write {source}")
+    if metric.regex is None:
+        text = _at_pointer(metric.json_pointer or "", path, source)
+    elif path.stat().st_size == 0:
+        raise MetricMissing(f"{source} is empty")
+    else:
+        groups = deque(_matches(metric.regex, path, source, timeout_s, group=1), maxlen=1)
+        if not groups or groups[0] is None:
+            raise MetricMissing(f"nothing in {source} matches {metric.regex!r}")
+        text = groups[0].decode(errors="replace")
+    try:
+        number = float(text)
+    except (TypeError, ValueError) as error:
+        raise MetricMissing(f"{text!r} in {source} is not a number") from error
+    except OverflowError as error:
+        raise MetricMissing(f"the number in {source} is not a finite number: {error}") from error
+    if not math.isfinite(number):
+        raise MetricMissing(f"{text!r} in {source} is not a finite number")
+    return number

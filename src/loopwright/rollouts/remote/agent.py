@@ -25,7 +25,7 @@ from loopwright.rollouts.pools.base import contain_failures
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_host import AgentSession
 from loopwright.rollouts.remote.verify import read_tail
-from loopwright.workloads.command import CommandTemplate
+from loopwright.workloads.base import CommandTemplate
 
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", MARKER_VARIABLE)
 _TAIL_BYTES = 16 * 1024

@@ -19,7 +19,7 @@ from loopwright.gateway.settings import SERVER_TOKEN, read_token
 from loopwright.rollouts.loops.base import Loop, LoopConfig
 from loopwright.rollouts.tasks.harbor.source import TaskLocator
 from loopwright.rollouts.tasks.sources import TasksError
-from loopwright.workloads.command import CommandTemplate
+from loopwright.workloads.base import CommandTemplate
 
 PLACEHOLDERS = ("instruction", "id", "task_path", "workspace", "home", "openai_base_url", "anthropic_base_url", "key")
 """Placeholders that a command may contain in braces."""

@@ -1,0 +1,163 @@
+"""The settings of the command workload, and what can be checked before anything runs."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Literal, Self
+
+import regex
+from pydantic import Field, field_validator, model_validator
+
+from loopwright.core.config import Config
+from loopwright.core.errors import Problem, did_you_mean
+from loopwright.spaces.parameter import Fixed
+from loopwright.workloads.base import CommandTemplate, WorkloadConfig
+
+
+class MetricConfig(Config):
+    """Where to read one metric: by `regex` or `json` in the output or in `file`, or from the `resource` usage."""
+
+    regex: str | None = None
+    """A pattern whose first group is the number; the last match counts."""
+    json_pointer: str | None = Field(default=None, alias="json", pattern=r"^(/.*)?$")
+    """A JSON pointer such as `/results/0/gflops` into the output, or into its last line."""
+    file: str | None = None
+    """A file that the command writes, relative to the trial's directory; by default standard output is read."""
+    resource: Literal["wall_s", "user_s", "system_s", "max_rss_bytes"] | None = None
+    """A resource that the trial used, instead of its output."""
+
+    @field_validator("regex")
+    @classmethod
+    def _check_pattern(cls, pattern: str | None) -> str | None:
+        if pattern is not None:
+            try:
+                groups = regex.compile(pattern.encode()).groups
+            except regex.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+            if groups < 1:
+                raise ValueError(f"{pattern!r} needs a group, in parentheses, around the number")
+        return pattern
+
+    @field_validator("file")
+    @classmethod
+    def _check_file(cls, name: str | None) -> str | None:
+        if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
+            raise ValueError(f"{name!r} must be relative to the trial's directory and stay inside it")
+        return name
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if sum(source is not None for source in (self.regex, self.json_pointer, self.resource)) != 1:
+            raise ValueError("give exactly one of regex, json, resource")
+        if self.resource is not None and self.file is not None:
+            raise ValueError("`file` goes with regex or json, not with resource")
+        return self
+
+
+class SuccessConfig(Config):
+    """When a command counts as successful."""
+
+    exit_codes: tuple[int, ...] = (0,)
+    """Exit codes that count as success."""
+    regex: str | None = None
+    """A pattern that standard output must also contain."""
+
+    @field_validator("regex")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        if pattern is not None:
+            try:
+                regex.compile(pattern.encode())
+            except regex.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        return pattern
+
+
+class CommandConfig(WorkloadConfig):
+    """A command whose arguments are searched."""
+
+    type: Literal["command"] = "command"
+    command: str | tuple[str, ...]
+    """The command: `{name}` is replaced by an argument within its word, `{name:words}` by the words of its value.
+    It runs without a shell; a word with an absent argument is omitted."""
+    setup: str | tuple[str, ...] | None = None
+    """A command that runs once per distinct set of the arguments it names, in a separate directory;
+    the files it creates are linked into the trials' directories."""
+    setup_timeout_s: float | None = Field(default=600, gt=0)
+    """Seconds after which the setup command is ended."""
+    metrics: dict[str, MetricConfig] = Field(default_factory=dict)
+    """Metrics by name: `{ regex }` or `{ json }`, in stdout or in a `file`, or `{ resource }`."""
+    success: SuccessConfig = SuccessConfig()
+    """When a trial counts as `ok`: its exit code, and optionally its output."""
+
+    @field_validator("command", "setup")
+    @classmethod
+    def _check_template(cls, text: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if text is not None:
+            CommandTemplate(text)
+        return text
+
+    @field_validator("metrics")
+    @classmethod
+    def _check_names(cls, metrics: dict[str, MetricConfig]) -> dict[str, MetricConfig]:
+        for name in metrics:
+            if not name.isidentifier():
+                raise ValueError(f"{name!r} cannot be used in an expression; use letters, digits and _")
+        return metrics
+
+    def metric_names(self) -> tuple[str, ...]:
+        return tuple(self.metrics)
+
+    def problems(self, scenario_dir: Path) -> list[Problem]:
+        problems = super().problems(scenario_dir)
+        parameters = {**self.args, **self.env}
+        names: set[str] = set()
+        for key, text in (("command", self.command), ("setup", self.setup)):
+            if text is None:
+                continue
+            template = CommandTemplate(text)
+            names |= template.names
+            for name in sorted(template.names - parameters.keys()):
+                hint = did_you_mean(name, list(parameters))
+                problems.append(Problem(key, f"unknown argument {{{name}}}. {hint} Write literal braces twice."))
+            for name in sorted(template.names & parameters.keys()):
+                can_be_absent = parameters[name].when and parameters[name].otherwise is None
+                if can_be_absent and (option := template.option_before(name)):
+                    fix = f"write {option}={{{name}}} as one word, or give {name} an `otherwise`"
+                    problems.append(Problem(key, f"{option} loses its value when {name} is absent; {fix}."))
+            problems += self._unusable_values(template)
+            problems += self._missing_program(key, template, scenario_dir)
+        for name in sorted(self.args.keys() - names):
+            if not isinstance(self.args[name], Fixed):
+                problems.append(
+                    Problem(f"args.{name}", f"is searched, but neither command nor setup contains {{{name}}}.")
+                )
+        return problems
+
+    def _unusable_values(self, template: CommandTemplate) -> list[Problem]:
+        """Values that a command line cannot contain, including all values of a list, so that none fails hours later."""
+        problems = []
+        for name, parameter in {**self.args, **self.env}.items():
+            if name not in template.names and name not in self.env:
+                continue
+            values = [*parameter.grid(), *([] if parameter.otherwise is None else [parameter.otherwise])]
+            key = f"{'args' if name in self.args else 'env'}.{name}"
+            problems += [Problem(key, text) for value in values if (text := template.problem_with(name, value))]
+        return problems
+
+    def _missing_program(self, key: str, template: CommandTemplate, scenario_dir: Path) -> list[Problem]:
+        program = template.program
+        if program is None or program.startswith("/"):
+            is_missing = program is not None and not os.access(program, os.X_OK)
+            return [Problem(key, f"{program!r} is not an executable file.")] if is_missing else []
+        if "/" not in program:
+            path = str(fixed.value) if isinstance(fixed := self.env.get("PATH"), Fixed) else None
+            if shutil.which(program, path=path) is None:
+                return [Problem(key, f"{program!r} is not on the PATH. Install it, or give its path in `files`.")]
+            return []
+        path = os.path.normpath(program)
+        is_linked = any(Path(path).is_relative_to(os.path.normpath(name)) for name in self.files)
+        if is_linked or (key == "command" and self.setup is not None):  # The setup may create it.
+            return []
+        fix = f"add it: files = [{path!r}]" if (scenario_dir / program).exists() else "it does not exist"
+        return [Problem(key, f"{program!r} is not among the `files` linked into a trial's directory; {fix}.")]
