@@ -8,7 +8,7 @@ from gymnasium import spaces
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loopwright.agents.rl.observation_wrappers import wrap_for_library
+from loopwright.agents.rl.library_spaces import wrap_for_library
 from loopwright.core.outcome import Outcome
 from loopwright.core.reward import Identity, Objectives
 from loopwright.envs.gym.adapter import GymnasiumAdapter, LiveAdapter, VectorAdapter

@@ -20,6 +20,9 @@ for _name, _path in {
     "a2c": "rl.agent:A2c",
     "dqn": "rl.agent:Dqn",
     "sac": "rl.agent:Sac",
+    "td3": "rl.agent:Td3",
+    "maskable_ppo": "rl.agent:MaskablePpo",
+    "sb3": "rl.agent:Sb3",
 }.items():
     agents.add_lazily(_name, f"loopwright.agents.{_path}")
 for _name, _path in {

@@ -60,6 +60,11 @@ class Agent(ABC):
         return []
 
     @classmethod
+    def observation_problem(cls, observation_space: Any) -> str | None:
+        """Why the agent cannot observe this space of a live server; checked when the scenario is loaded."""
+        return None
+
+    @classmethod
     def too_little(cls, config: Any, space: Any, repeats: int = 1, parallel: int = 1) -> list[Problem]:
         """Why the budget is too small to give a result. `space` is None for a live run."""
         return []

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from loopwright.agents.rl.learner import RlAlgorithm, RlConfig, backend
 from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, did_you_mean, sentence
+from loopwright.core.imports import import_object, look_first_in
 from loopwright.envs.live.server import ServerLost
 from loopwright.spaces.parameter import Range
 from loopwright.spaces.space import Space
@@ -36,8 +37,9 @@ class RlAgent(Agent):
     def problems(cls, config: RlConfig, space: Any, home: Path) -> list[Problem]:
         """`space` is a workload's space, or a live server's action space, None if it is not known yet."""
         problems = []
-        if config.library not in cls.algorithm.libraries:
-            libraries = " or ".join(map(repr, cls.algorithm.libraries))
+        algorithm = cls.algorithm_of(config)
+        if config.library not in algorithm.libraries:
+            libraries = " or ".join(map(repr, algorithm.libraries))
             problems.append(Problem("library", f"{config.type!r} needs {libraries}, not {config.library!r}."))
         package, extra = ("stable_baselines3", "rl") if config.library == "sb3" else ("ray", "ray")
         if not all(map(is_installed, (package, "gymnasium", "torch"))):
@@ -48,19 +50,25 @@ class RlAgent(Agent):
             )
         if config.warm_start is not None and (reason := cls._warm_start_problem(config, space, home)):
             problems.append(Problem("warm_start", reason))
-        if config.options and not problems:
-            # Importing the library takes seconds, so only if there are options to check.
-            options = backend(config.library).option_names(cls.algorithm.name)
-            problems += [
-                Problem("options", f"unknown option {name!r} of {cls.algorithm.name}. {did_you_mean(name, options)}")
-                for name in config.options
-                if name not in options
-            ]
+        # Importing the library takes seconds, so only if there is something to check.
+        if not problems and (config.options or config.policy or ":" in algorithm.name):
+            problems += _library_problems(config, algorithm.name, home)
         if isinstance(space, Space):
             reason = cls.space_problem(space)
         else:
-            reason = None if space is None else cls.algorithm.action_space_problem(space)
+            reason = None if space is None else algorithm.action_space_problem(space, config.library)
         return [*problems, Problem("type", f"{reason}.")] if reason else problems
+
+    @classmethod
+    def algorithm_of(cls, config: RlConfig) -> RlAlgorithm:
+        """The algorithm of a run."""
+        return cls.algorithm
+
+    @classmethod
+    def observation_problem(cls, observation_space: Any) -> str | None:
+        from loopwright.agents.rl.library_spaces import space_problem  # requires gymnasium
+
+        return space_problem(observation_space, "the observation space")
 
     @classmethod
     def too_little(cls, config: RlConfig, space: Any, repeats: int = 1, parallel: int = 1) -> list[Problem]:
@@ -75,7 +83,7 @@ class RlAgent(Agent):
         # RLlib shortens its last batch to the rest of the budget.
         slots = parallel if config.library == "sb3" else 1
         rollout = (config.rollout or 1) if config.library == "sb3" else 1
-        required = max(rollout, cls.algorithm.min_update_steps * slots) * repeats
+        required = max(rollout, cls.algorithm_of(config).min_update_steps * slots) * repeats
         if training >= required:
             return []
         reason = f"{training} of {config.trials} remain for training, but the first update of the policy needs"
@@ -85,7 +93,7 @@ class RlAgent(Agent):
     def _warm_start_problem(cls, config: RlConfig, space: Any, home: Path) -> str | None:
         if not isinstance(space, Space):
             return "not supported in a live run: the steps of another run do not fit it; remove it."
-        if not cls.algorithm.can_imitate or config.library != "sb3":
+        if not cls.algorithm_of(config).can_imitate or config.library != "sb3":
             return f"{config.type!r} of {config.library} cannot imitate; use ppo or a2c with library = 'sb3'."
         directory = home / str(config.warm_start)
         return None if (directory / "ledger.db").is_file() else f"there is no ledger.db in {directory}."
@@ -100,7 +108,7 @@ class RlAgent(Agent):
         from loopwright.agents.rl.training import train  # requires gymnasium
 
         try:
-            train(self.env, self.config, self.algorithm, slots=self.parallel)
+            train(self.env, self.config, self.algorithm_of(self.config), slots=self.parallel)
             return 0
         except StorageError:
             raise
@@ -113,6 +121,36 @@ class RlAgent(Agent):
             log.exception("training of run %r failed; continue with `loopwright resume`", self.env.book.name)
         self.env.book.ledger.set_state("failure", failure)
         return 1
+
+
+def _library_problems(config: RlConfig, algorithm: str, home: Path) -> list[Problem]:
+    """What the library says about the algorithm, its options and its policy."""
+    library = backend(config.library)
+    look_first_in(home)
+    try:
+        options = library.option_names(algorithm)
+    except LoopwrightError as error:
+        return [Problem("algorithm", sentence(error))]
+    problems = [
+        Problem("options", f"unknown option {name!r} of {algorithm}. {did_you_mean(name, options)}")
+        for name in config.options
+        if name not in options
+    ]
+    if config.policy is None:
+        return problems
+    names = library.policy_names(algorithm)
+    if not names:
+        problems.append(
+            Problem("policy", f"{config.library!r} chooses its network by the observation space; remove it.")
+        )
+    elif ":" not in config.policy and config.policy not in names:
+        problems.append(Problem("policy", f"unknown policy {config.policy!r}. {did_you_mean(config.policy, names)}"))
+    elif ":" in config.policy:
+        try:
+            import_object(config.policy)
+        except (ImportError, ValueError) as error:
+            problems.append(Problem("policy", f"{config.policy!r}: {error}."))
+    return problems
 
 
 def is_installed(module: str) -> bool:
@@ -144,6 +182,26 @@ class SacConfig(RlConfig):
     """Soft actor-critic: for spaces with at least one range."""
 
     type: Literal["sac"] = "sac"
+
+
+class Td3Config(RlConfig):
+    """Twin delayed DDPG: for spaces with at least one range; deterministic, with noise for exploration."""
+
+    type: Literal["td3"] = "td3"
+
+
+class MaskablePpoConfig(RlConfig):
+    """PPO that never chooses an action that the environment masks, by `action_masks()` or `info["action_mask"]`."""
+
+    type: Literal["maskable_ppo"] = "maskable_ppo"
+
+
+class Sb3Config(RlConfig):
+    """Any algorithm built on Stable-Baselines3."""
+
+    type: Literal["sb3"] = "sb3"
+    algorithm: str
+    """Its class, such as `sb3_contrib:RecurrentPPO`, or `module:Class` beside the scenario."""
 
 
 class Ppo(RlAgent):
@@ -184,3 +242,37 @@ class Sac(RlAgent):
         if any(isinstance(parameter, Range) for parameter in space.tunable.values()):
             return None
         return "'sac' needs a range among the arguments; use ppo or dqn for lists"
+
+
+class Td3(RlAgent):
+    """Conditions on the drawn regime."""
+
+    Config: ClassVar[type[AgentConfig]] = Td3Config
+    algorithm = RlAlgorithm("TD3", action_spaces=("Box",))
+
+    @classmethod
+    def space_problem(cls, space: Space) -> str | None:
+        reason = Sac.space_problem(space)
+        return reason and reason.replace("'sac'", "'td3'")
+
+
+class MaskablePpo(RlAgent):
+    """Conditions on the drawn regime."""
+
+    Config: ClassVar[type[AgentConfig]] = MaskablePpoConfig
+    algorithm = RlAlgorithm("MaskablePPO", action_spaces=("Discrete", "MultiDiscrete", "MultiBinary"), masks=True)
+
+    @classmethod
+    def space_problem(cls, space: Space) -> str | None:
+        return "'maskable_ppo' is for live runs, whose environment masks actions; use ppo and `constraints` here"
+
+
+class Sb3(RlAgent):
+    """Conditions on the drawn regime."""
+
+    Config: ClassVar[type[AgentConfig]] = Sb3Config
+
+    @classmethod
+    def algorithm_of(cls, config: RlConfig) -> RlAlgorithm:
+        assert isinstance(config, Sb3Config)  # noqa: S101  its own Config
+        return RlAlgorithm(config.algorithm)

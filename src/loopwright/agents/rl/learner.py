@@ -29,8 +29,11 @@ class RlConfig(AgentConfig):
     """Learning rate. Default: the library's own."""
     rollout: int | None = Field(default=None, ge=1)
     """Trials to collect before each update of the policy."""
-    hidden: tuple[int, ...] = (64, 64)
-    """Sizes of the hidden layers of the policy network."""
+    policy: str | None = None
+    """The policy class: a name of the library, such as `CnnPolicy`, or `module:Class`. Default: chosen by the
+    observation space (Stable-Baselines3 only)."""
+    hidden: tuple[int, ...] | None = None
+    """Sizes of the hidden layers of the policy network. Default: the algorithm's own."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further options of the library's algorithm, under the library's own names."""
     checkpoint_every: int = Field(default=1000, ge=1)
@@ -51,7 +54,7 @@ class RlAlgorithm:
     """An RL algorithm and where it can be used."""
 
     name: str
-    """Its name in the libraries, such as `PPO`."""
+    """Its name in the libraries, such as `PPO`, or `module:Class`."""
     libraries: tuple[str, ...] = ("sb3",)
     can_imitate: bool = False
     """Whether its policy can be trained on recorded actions first (warm start, Stable-Baselines3 only)."""
@@ -61,11 +64,22 @@ class RlAlgorithm:
     """Action spaces of live servers that it supports."""
     view: Literal["flat", "discrete"] = "flat"
     """The form in which it chooses the actions of a batch run."""
+    masks: bool = False
+    """Whether it asks the environment which actions are allowed."""
 
-    def action_space_problem(self, action_space: Any) -> str | None:
+    def action_space_problem(self, action_space: Any, library: str) -> str | None:
         """Why the algorithm cannot act in the action space of a live server."""
-        kind = type(action_space).__name__
-        if kind in self.action_spaces:
+        from loopwright.agents.rl.library_spaces import flat_actions, space_problem  # requires gymnasium
+
+        if reason := space_problem(action_space, "the action space"):
+            return reason
+        actions = flat_actions(action_space, library)
+        flat_space: Any = action_space if actions is None else actions.gym_space
+        kind, flat_kind = type(action_space).__name__, type(flat_space).__name__
+        needs_bounds = self.action_spaces == ("Box",)
+        if needs_bounds and flat_kind == "Box" and not flat_space.is_bounded():
+            return f"{self.name.lower()!r} needs bounds, but the server's action space is {action_space}"
+        if flat_kind in self.action_spaces or (library == "rllib" and actions is None and kind in ("Dict", "Tuple")):
             return None
         supported = ", ".join(self.action_spaces)
         return f"{self.name.lower()!r} supports the action spaces {supported}; the server has a {kind}"
@@ -89,8 +103,8 @@ class LearnerContext:
         return self.book.directory / "policy"
 
     def default_rollout(self, config: RlConfig) -> int:
-        """Steps per update if `rollout` is not set."""
-        return min(2048, max(64, config.trials // self.trials_per_step // 20))
+        """Steps per update if `rollout` is not set: a multiple of the usual batch of 64."""
+        return min(2048, max(64, config.trials // self.trials_per_step // 20 // 64 * 64))
 
 
 class PolicyLearner(ABC):
@@ -135,7 +149,10 @@ class Backend(Protocol):
     """What the module of a library provides."""
 
     def option_names(self, algorithm: str) -> list[str]:
-        """The names that `options` may have."""
+        """The names that `options` may have. Raises LoopwrightError if there is no such algorithm."""
+
+    def policy_names(self, algorithm: str) -> list[str]:
+        """The names that `policy` may have; none if the library has no such choice."""
 
     def batch_env(self, driver: Any, slots: int) -> Any:
         """A batch run as the library's kind of environment. The caller closes the driver."""

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from loopwright.agents.rl.learner import LearnerContext, RlAlgorithm, RlConfig, backend
-from loopwright.agents.rl.observation_wrappers import flatten_codec
+from loopwright.agents.rl.library_spaces import flat_actions, flatten_codec
 from loopwright.core.errors import InvalidAction, LoopwrightError, storage
 from loopwright.core.trial import Observation
 from loopwright.envs.gym.codec import ActionCodec, LiveObservationCodec, ObservationCodec
 from loopwright.envs.gym.observation import RegimeEncoder
 from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.live.samples import checker, reader
+from loopwright.envs.live.server import GymServer
 from loopwright.envs.live.wire import WireError, decode_space, encode_space
 from loopwright.envs.search import SearchEnv
 from loopwright.spaces.parameter import parameter
@@ -27,19 +28,17 @@ class PolicyError(LoopwrightError, ValueError):
     """A policy that cannot be loaded or applied."""
 
 
-def policy_card(
-    env: LiveEnv | SearchEnv, config: RlConfig, algorithm: RlAlgorithm, observation_space: Any = None
-) -> dict[str, Any]:
-    """What `act` needs to know of a policy. A live policy has the server's observation space."""
-    live = observation_space is not None
+def policy_card(env: LiveEnv | SearchEnv, config: RlConfig, algorithm: RlAlgorithm) -> dict[str, Any]:
+    """What `act` needs to know of a policy. A live policy has the server's spaces."""
+    server = env.server if isinstance(env, LiveEnv) else None
     run = env.book.ledger.state("run", {})
     return {
         "algorithm": algorithm.name,
         "library": config.library,
-        "live": live,
+        "live": server is not None,
         "view": algorithm.view,
         "metrics": env.metric_names,
-        **({"observation_space": _space_as_json(observation_space)} if live else {}),
+        **(_spaces_as_json(server) if server is not None else {}),
         **{name: run.get(name, {}) for name in ("parameters", "env_params", "constraints")},
     }
 
@@ -73,7 +72,7 @@ def act(directory: Path, regime: Mapping[str, Any], observation: Any = None) -> 
     encoder = RegimeEncoder(draws) if draws.values else None
     if card["live"]:
         encoded = _encode_live(card, encoder, regime, observation)
-        return np.asarray(predict(encoded)).tolist()
+        return _native_action(card, predict(encoded))
     codec = ObservationCodec(card["metrics"], encoder, flat=True)
     encoded = codec.encode(Observation(dict.fromkeys(card["metrics"]), regime))
     space = Space(parameters, tuple(card["constraints"]), frozenset(card["env_params"]))
@@ -116,14 +115,47 @@ def _encode_live(
     return codec.encode(value) if flatten is None else flatten.encode(codec.encode(value))
 
 
-def _space_as_json(space: Any) -> Any:
-    """A space without the bounds of its boxes: observations may exceed them, and JSON has no infinity."""
-    try:
-        return _map_boxes(
-            encode_space(space), lambda box: {"type": "Box", "shape": box["shape"], "dtype": box["dtype"]}
-        )
-    except WireError:
-        return None  # a space that can be learned from but has no JSON form
+def _native_action(card: Mapping[str, Any], choice: Any) -> Any:
+    """The network's choice as the server's own action, in JSON."""
+    description = card.get("action_space")
+    actions = flat_actions(decode_space(description, "action_space"), card["library"]) if description else None
+    return _as_json(choice if actions is None else actions.decode(choice))
+
+
+def _as_json(action: Any) -> Any:
+    if isinstance(action, Mapping):
+        return {name: _as_json(part) for name, part in action.items()}
+    return [_as_json(part) for part in action] if isinstance(action, tuple) else np.asarray(action).tolist()
+
+
+def _spaces_as_json(server: GymServer) -> dict[str, Any]:
+    """Observations without the bounds of their boxes, which they may exceed; actions with them."""
+    forms = {}
+    for name, space, form in (
+        (
+            "observation_space",
+            server.observation_space,
+            lambda box: {key: box[key] for key in ("type", "shape", "dtype")},
+        ),
+        ("action_space", server.action_space, _box_as_json),
+    ):
+        try:
+            forms[name] = _map_boxes(encode_space(space), form)
+        except WireError:
+            forms[name] = None  # a space that can be learned from but has no JSON form
+    return forms
+
+
+def _box_as_json(box: dict[str, Any]) -> dict[str, Any]:
+    """A box with its bounds; infinite ones as text, since JSON has no infinity."""
+
+    def bounds(value: Any) -> Any:
+        if isinstance(value, list):
+            return [bounds(part) for part in value]
+        return value if np.isfinite(value) else str(value)
+
+    shape = tuple(box["shape"])
+    return {**box, **{name: bounds(np.broadcast_to(box[name], shape).tolist()) for name in ("low", "high")}}
 
 
 def _map_boxes(description: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:

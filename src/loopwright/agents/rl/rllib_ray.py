@@ -12,12 +12,13 @@ import gymnasium as gym
 import numpy as np
 import ray
 import torch
+import tree
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.dqn import DQNConfig
 from ray.rllib.algorithms.ppo import PPO, PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.rl_module import RLModule
-from ray.rllib.utils.spaces.space_utils import unsquash_action
+from ray.rllib.utils.spaces.space_utils import get_base_struct_from_space, unsquash_action
 from ray.tune.registry import register_env
 
 from loopwright.agents.rl.learner import LearnerContext, PolicyLearner, RlConfig
@@ -133,6 +134,11 @@ def option_names(algorithm: str) -> list[str]:
     return list(dict.fromkeys(p.name for p in parameters if p.kind is p.KEYWORD_ONLY))
 
 
+def policy_names(_: str) -> list[str]:
+    """None: RLlib chooses the network by the observation space."""
+    return []
+
+
 def _algorithm_config(algorithm: str, config: RlConfig, key: str, batch: int) -> AlgorithmConfig:
     algorithm_config: AlgorithmConfig = _CONFIGS[algorithm]()
     options: dict[str, Any] = {} if config.learning_rate is None else {"lr": config.learning_rate}
@@ -145,10 +151,14 @@ def _algorithm_config(algorithm: str, config: RlConfig, key: str, batch: int) ->
         .env_runners(num_env_runners=0, rollout_fragment_length=batch if algorithm == "PPO" else 1)
         .learners(num_learners=0)
         .reporting(min_sample_timesteps_per_iteration=0 if algorithm == "PPO" else batch, min_time_s_per_iteration=0)
-        .rl_module(model_config=DefaultModelConfig(fcnet_hiddens=list(config.hidden)))
+        .rl_module(model_config=DefaultModelConfig(**_network(config)))
         .debugging(seed=config.seed, log_level="ERROR")
         .training(**{**options, **config.options})
     )
+
+
+def _network(config: RlConfig) -> dict[str, Any]:
+    return {} if config.hidden is None else {"fcnet_hiddens": list(config.hidden)}
 
 
 def _with_batch(config: AlgorithmConfig, steps: int) -> AlgorithmConfig:
@@ -172,12 +182,9 @@ def _predict(module: RLModule, observation: Any) -> Any:
         action = out["actions"][0].numpy()
     else:
         distribution: Any = module.get_inference_action_dist_cls().from_logits(out["action_dist_inputs"])
-        action = distribution.to_deterministic().sample()[0].numpy()
-    # RLlib does the same before a step: it scales the network's output, around 0, to the Box and clips it.
-    space = module.action_space
-    if not isinstance(space, gym.spaces.Box):
-        return action
-    return np.asarray(unsquash_action(action, space), space.dtype)  # type: ignore[no-untyped-call]
+        action = tree.map_structure(lambda part: part[0].numpy(), distribution.to_deterministic().sample())
+    # RLlib does the same before a step: it scales the network's output, around 0, to each Box and clips it.
+    return unsquash_action(action, get_base_struct_from_space(module.action_space))  # type: ignore[no-untyped-call]
 
 
 def load_policy(_: str, directory: Path) -> Callable[[Any], Any]:

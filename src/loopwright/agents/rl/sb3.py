@@ -1,5 +1,6 @@
-"""The backend for Stable-Baselines3: PPO, A2C, DQN and SAC. Import it late: torch and SB3 are heavy."""
+"""The backend for Stable-Baselines3 and algorithms built on it. Import it late: torch and SB3 are heavy."""
 
+import math
 from collections.abc import Callable, Sequence
 from inspect import signature
 from pathlib import Path
@@ -16,11 +17,33 @@ from stable_baselines3.common.type_aliases import TrainFreq, TrainFrequencyUnit
 from stable_baselines3.common.vec_env import VecEnv
 
 from loopwright.agents.rl.learner import ImitationLearner, LearnerContext, RlConfig
-from loopwright.core.errors import storage
+from loopwright.agents.rl.library_spaces import is_large_image
+from loopwright.core.errors import LoopwrightError, MissingExtra, storage
+from loopwright.core.imports import import_object
 from loopwright.envs.gym.adapter import Driver, step_info
 
 _POLICY = "policy.zip"
 _REPLAY = "replay.pkl"
+_BATCH = 64
+"""SB3's usual minibatch."""
+
+
+def algorithm_class(name: str) -> type[BaseAlgorithm]:
+    """The class of an algorithm: of SB3, of sb3_contrib, or at `module:Class`."""
+    path = (
+        name if ":" in name else f"{'stable_baselines3' if hasattr(stable_baselines3, name) else 'sb3_contrib'}:{name}"
+    )
+    try:
+        kind = import_object(path)
+    except ImportError as error:
+        if path.startswith("sb3_contrib:") and getattr(error, "name", "") == "sb3_contrib":
+            raise MissingExtra(f"algorithm {path!r}", "rl") from error
+        raise LoopwrightError(f"algorithm {path!r}: {error}") from error
+    except ValueError as error:
+        raise LoopwrightError(f"algorithm {path!r}: {error}") from error
+    if not isinstance(kind, type) or not issubclass(kind, BaseAlgorithm):
+        raise LoopwrightError(f"algorithm {path!r} is not a class of Stable-Baselines3 algorithms (BaseAlgorithm)")
+    return kind
 
 
 class SlotVecEnv(VecEnv):
@@ -86,8 +109,12 @@ class _BudgetCallback(BaseCallback):
             return True
         if "n_rollout_steps" in self.locals:
             return bool(self.locals["n_steps"] + 1 >= self.locals["n_rollout_steps"])
-        every: TrainFreq = self.locals["train_freq"]
-        return every.unit is TrainFrequencyUnit.STEP and bool(self.locals["num_collected_steps"] >= every.frequency)
+        every: TrainFreq | None = self.locals.get("train_freq")
+        return (
+            every is not None
+            and every.unit is TrainFrequencyUnit.STEP
+            and bool(self.locals["num_collected_steps"] >= every.frequency)
+        )
 
 
 class Sb3Learner(ImitationLearner):
@@ -99,14 +126,14 @@ class Sb3Learner(ImitationLearner):
         self._slots = int(getattr(env, "num_envs", 1))
         self._trials_per_step = context.trials_per_step * self._slots
         torch.set_num_threads(1)
-        kind: type[BaseAlgorithm] = getattr(stable_baselines3, algorithm)
+        kind = algorithm_class(algorithm)
         if (directory / _POLICY).exists():
             self.model = kind.load(directory / _POLICY, env=env, device="cpu")
             if isinstance(self.model, OffPolicyAlgorithm) and (directory / _REPLAY).exists():
                 self.model.load_replay_buffer(directory / _REPLAY)
         else:
-            policy = "MultiInputPolicy" if isinstance(env.observation_space, spaces.Dict) else "MlpPolicy"
-            self.model = kind(policy, env, **_options(algorithm, self._slots, config, context))
+            policy = _policy(kind, env.observation_space, config.policy)
+            self.model = kind(policy, env, **_options(kind, self._slots, config, context))
 
     def learn(self, until: int) -> None:
         if self.has_budget(until):
@@ -151,26 +178,53 @@ build_learner = Sb3Learner
 
 def option_names(algorithm: str) -> list[str]:
     """The keyword arguments of the algorithm, except for those that the learner sets."""
-    names = signature(getattr(stable_baselines3, algorithm)).parameters
+    names = signature(algorithm_class(algorithm)).parameters
     return [name for name in names if name not in ("policy", "env", "_init_setup_model")]
 
 
-def _options(algorithm: str, slots: int, config: RlConfig, context: LearnerContext) -> dict[str, Any]:
-    max_steps = context.max_steps
-    options: dict[str, Any] = {"seed": config.seed, "device": "cpu", "policy_kwargs": {"net_arch": list(config.hidden)}}
+def policy_names(algorithm: str) -> list[str]:
+    """The names that `policy` may have, besides `module:Class`."""
+    return list(algorithm_class(algorithm).policy_aliases)
+
+
+def _policy(kind: type[BaseAlgorithm], space: "spaces.Space[Any]", name: str | None) -> Any:
+    """The policy class that the configuration names, or the one that suits the observations."""
+    if name is not None:
+        return import_object(name) if ":" in name else name
+    prefix = "MultiInput" if isinstance(space, spaces.Dict) else "Cnn" if is_large_image(space) else "Mlp"
+    # Some algorithms have other names for the same, such as MlpLstmPolicy.
+    return next((alias for alias in kind.policy_aliases if alias.startswith(prefix)), f"{prefix}Policy")
+
+
+def _options(kind: type[BaseAlgorithm], slots: int, config: RlConfig, context: LearnerContext) -> dict[str, Any]:
+    """The keyword arguments of the algorithm: ours where the budget is smaller than its defaults, then the user's."""
+    max_steps, parameters = context.max_steps, signature(kind).parameters
+    options: dict[str, Any] = {"seed": config.seed, "device": "cpu"}
+    if config.hidden is not None:
+        options["policy_kwargs"] = {"net_arch": list(config.hidden)}
     if config.learning_rate is not None:
         options["learning_rate"] = config.learning_rate
-    if algorithm in ("PPO", "A2C"):
-        default = context.default_rollout(config) if algorithm == "PPO" else 8
-        options["n_steps"] = max(2, (config.rollout or min(default, max_steps)) // slots)
-        if algorithm == "PPO":
-            options["batch_size"] = min(64, options["n_steps"] * slots)
-    else:
+    if "n_steps" in parameters and not issubclass(kind, OffPolicyAlgorithm):
+        batched = "batch_size" in parameters
+        default = context.default_rollout(config) if batched else 8
+        steps = options["n_steps"] = max(2, (config.rollout or min(default, max_steps)) // slots)
+        if batched:
+            options["batch_size"] = _even_batch(int(config.options.get("n_steps", steps)) * slots)
+    elif issubclass(kind, OffPolicyAlgorithm):
         options["learning_starts"] = min(100, max(1, max_steps // 10))
         options["buffer_size"] = min(1_000_000, max(1000, max_steps))
         if config.rollout is not None:
             options["train_freq"] = max(1, config.rollout // slots)
-    return {**options, **config.options}
+    options |= config.options
+    if config.hidden is not None and "policy_kwargs" in config.options:
+        options["policy_kwargs"] = {"net_arch": list(config.hidden), **config.options["policy_kwargs"]}
+    return {name: value for name, value in options.items() if name in parameters}
+
+
+def _even_batch(steps: int) -> int:
+    """The minibatch nearest to SB3's own that divides a rollout evenly: a shorter last one would weigh too much."""
+    divisors = [size for size in range(1, steps + 1) if steps % size == 0]
+    return min(divisors, key=lambda size: abs(math.log(size / _BATCH)))
 
 
 def _stack(observations: Sequence[Any]) -> Any:
@@ -181,6 +235,5 @@ def _stack(observations: Sequence[Any]) -> Any:
 
 def load_policy(algorithm: str, directory: Path) -> Callable[[Any], Any]:
     """The saved policy as a function from observation to action."""
-    kind: type[BaseAlgorithm] = getattr(stable_baselines3, algorithm)
-    model = kind.load(directory / _POLICY, device="cpu")
+    model = algorithm_class(algorithm).load(directory / _POLICY, device="cpu")
     return lambda observation: model.predict(observation, deterministic=True)[0]

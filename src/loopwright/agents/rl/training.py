@@ -14,7 +14,7 @@ from loopwright.agents.rl.learner import (
     RlConfig,
     backend,
 )
-from loopwright.agents.rl.observation_wrappers import wrap_for_library
+from loopwright.agents.rl.library_spaces import ActionMasks, wrap_for_library
 from loopwright.agents.rl.policy import policy_card, write_policy_card
 from loopwright.agents.search.warm_start import warm_trials
 from loopwright.core.canonical import key_of
@@ -43,11 +43,11 @@ def train(env: LiveEnv | SearchEnv, config: RlConfig, algorithm: RlAlgorithm, *,
 
 def _train_live(env: LiveEnv, config: RlConfig, algorithm: RlAlgorithm) -> None:
     with closing(LiveAdapter(env)) as adapter:
-        if reason := algorithm.action_space_problem(adapter.action_space):
+        if reason := algorithm.action_space_problem(adapter.action_space, config.library):
             raise LoopwrightError(reason)
         context = LearnerContext(env.book, 1, config.trials, env.flush)
-        card = policy_card(env, config, algorithm, env.server.observation_space)
-        library_env = wrap_for_library(adapter, config.library)
+        card = policy_card(env, config, algorithm)
+        library_env = wrap_for_library(ActionMasks(adapter) if algorithm.masks else adapter, config.library)
         with closing(backend(config.library).build_learner(algorithm.name, library_env, config, context)) as learner:
             _learn(learner, config.trials, card)
 

@@ -73,6 +73,7 @@ def make_server(target: str | object, args: Mapping[str, Any], directory: Path) 
     `args` that it accepts; Gymnasium gets all of them.
     """
     if isinstance(target, str) and target.startswith(GYMNASIUM):
+        look_first_in(directory)
         return _make_registered(target.removeprefix(GYMNASIUM), args)
     name = target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__name__)
     server: Any = resolve(target, directory) if isinstance(target, str) else target
@@ -93,9 +94,13 @@ def check_server_class(path: str, directory: Path) -> str | None:
     try:
         if path.startswith(GYMNASIUM):
             gymnasium, identifier = _gymnasium(), path.removeprefix(GYMNASIUM)
+            look_first_in(directory)
             try:
-                gymnasium.spec(identifier)
-            except (gymnasium.error.Error, ImportError) as error:
+                module, _, name = identifier.rpartition(":")  # `module:ID`, as gymnasium.make accepts it
+                if module:
+                    import_module(module)
+                gymnasium.spec(name)
+            except Exception as error:  # noqa: BLE001  a module may raise anything
                 return f"gymnasium has no environment {identifier!r}: {error}"
             return None
         target = resolve(path, directory)

@@ -39,8 +39,11 @@ class LiveRun(RunKind):
             able = ", ".join(name for name in agents.names() if agents.get(name).steps_live)
             checker.add("[run.agent] type", f"{raw['agent']['type']!r} cannot act in a live environment; {able} can.")
         elif agent is not None:
-            action_space = self.live.spaces(checker.directory).action_space
-            checker.add_all("[run.agent]", agent.problems(self.agent, action_space, checker.directory))
+            spaces = self.live.spaces(checker.directory)
+            checker.add_all("[run.agent]", agent.problems(self.agent, spaces.action_space, checker.directory))
+            observed = spaces.observation_space
+            if observed is not None and (reason := agent.observation_problem(observed)):
+                checker.add("[run.live]", f"{reason}.")
             checker.add_all("[run.agent]", agent.too_little(self.agent, None))
             self.check_draws(raw, self.live.args, checker)
 

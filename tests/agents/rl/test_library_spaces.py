@@ -6,7 +6,7 @@ import pytest
 from gymnasium import spaces
 from tests.envs.helpers import SampleServer, live_env
 
-from loopwright.agents.rl.observation_wrappers import flatten_codec, wrap_for_library
+from loopwright.agents.rl.library_spaces import flatten_codec, wrap_for_library
 from loopwright.core.errors import LoopwrightError
 from loopwright.envs.gym.adapter import LiveAdapter
 
@@ -42,7 +42,7 @@ def test_unsupported_observations_are_flattened(space, sb3, rllib):
 
 
 def test_an_observation_that_cannot_be_flattened_is_an_error():
-    with pytest.raises(LoopwrightError, match="cannot be flattened for a network"):
+    with pytest.raises(LoopwrightError, match="is a Sequence space, which has no fixed number of values"):
         flatten_codec(spaces.Sequence(TWO), "sb3")
 
 

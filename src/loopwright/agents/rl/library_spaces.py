@@ -1,0 +1,145 @@
+"""Spaces as a library's networks accept them: unchanged, or flattened. Requires gymnasium."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.wrappers import TransformAction, TransformObservation
+
+from loopwright.core.errors import LoopwrightError
+from loopwright.envs.gym.adapter import LiveAdapter
+from loopwright.envs.gym.codec import FlattenCodec
+from loopwright.envs.gym.flat_actions import FlatActions
+
+MIN_IMAGE_PIXELS = 36
+"""Smaller images do not fit the convolutions of SB3's CnnPolicy."""
+_NETWORK_SPACES = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+
+
+def wrap_for_library(env: "gym.Env[Any, Any]", library: str) -> "gym.Env[Any, Any]":
+    """A live environment whose observations and actions the library's networks accept."""
+    codec = flatten_codec(env.observation_space, library)
+    actions = flat_actions(env.action_space, library)
+    if codec is not None:
+        env = TransformObservation(env, codec.encode, codec.gym_space)
+    return env if actions is None else TransformAction(env, actions.decode, actions.gym_space)
+
+
+class ActionMasks(gym.Wrapper[Any, Any, Any, Any]):
+    """Answers `action_masks()`, as masked PPO asks: from the server's method of that name, or from its `info`."""
+
+    def __init__(self, env: LiveAdapter) -> None:
+        super().__init__(env)
+        self._server, self._mask = env.inner.server, None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        observation, info = self.env.reset(seed=seed, options=options)
+        self._mask = info.get("action_mask")
+        return observation, info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        step = self.env.step(action)
+        self._mask = step[-1].get("action_mask", self._mask)
+        return step
+
+    def action_masks(self) -> Any:
+        """Which choices are allowed now."""
+        masks = self._mask
+        if masks is None:
+            find = getattr(self._server, "get_wrapper_attr", None)
+            try:
+                masks = (find("action_masks") if find else self._server.action_masks)()  # type: ignore[attr-defined]
+            except AttributeError:
+                raise LoopwrightError(
+                    "the environment masks no actions: it has neither a method action_masks() nor info['action_mask']; "
+                    "use ppo"
+                ) from None
+        return np.asarray(masks, bool)
+
+
+def space_problem(space: "spaces.Space[Any]", where: str) -> str | None:
+    """Why no network can observe or choose elements of this space, naming the part."""
+    match space:
+        case spaces.Dict():
+            parts = [space_problem(part, f"{where}[{name!r}]") for name, part in space.spaces.items()]
+        case spaces.Tuple():
+            parts = [space_problem(part, f"{where}[{n}]") for n, part in enumerate(space.spaces)]
+        case _ if isinstance(space, _NETWORK_SPACES):
+            return None if space.shape is None or 0 not in space.shape else f"{where} has no elements: {space}"
+        case _:
+            return (
+                f"{where} is a {type(space).__name__} space, which has no fixed number of values for a network. "
+                'Encode it as a Box, or drop it, in a wrapper (wrappers = ["module:Class"])'
+            )
+    return next((reason for reason in parts if reason), None)
+
+
+def is_image(space: "spaces.Space[Any]") -> bool:
+    """Whether the observation is an image: bytes 0..255 with one, three or four channels, first or last."""
+    if not isinstance(space, spaces.Box) or len(space.shape) != 3 or space.dtype != np.uint8:
+        return False
+    return bool((space.low == 0).all() and (space.high == 255).all())
+
+
+def is_large_image(space: "spaces.Space[Any]") -> bool:
+    """Whether an image is large enough for a convolutional network."""
+    return is_image(space) and sorted(space.shape or ())[1] >= MIN_IMAGE_PIXELS
+
+
+def flatten_codec(space: "spaces.Space[Any]", library: str) -> FlattenCodec | None:
+    """The codec that flattens observations for a library, or None if the library accepts them as they are."""
+    if reason := space_problem(space, "the observation space"):
+        raise LoopwrightError(reason)
+    if library == "rllib":  # an image (height, width, channels) or a vector of floats
+        accepted = isinstance(space, spaces.Box) and (
+            len(space.shape) == 3 or (len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating))
+        )
+    elif isinstance(space, spaces.Dict):  # named parts, but no nested ones; it sends every image through convolutions
+        parts = space.spaces.values()
+        accepted = all(_sb3_observes(part) and is_image(part) == is_large_image(part) for part in parts)
+    else:
+        accepted = _sb3_observes(space)
+    return None if accepted else FlattenCodec(space)
+
+
+def _sb3_observes(space: "spaces.Space[Any]") -> bool:
+    """Whether SB3 accepts a part. It one-hot encodes indices, counting from 0."""
+    match space:
+        case spaces.Box():
+            return space.shape != ()
+        case spaces.Discrete():
+            return int(space.start) == 0
+        case spaces.MultiDiscrete():
+            return space.nvec.ndim == 1 and not np.any(space.start)
+    return isinstance(space, spaces.MultiBinary)
+
+
+def flat_actions(space: "spaces.Space[Any]", library: str) -> FlatActions | None:
+    """What turns a network's output into actions, or None if the library chooses in the space as it is."""
+    if reason := space_problem(space, "the action space"):
+        raise LoopwrightError(reason)
+    if library == "rllib":
+        parts = getattr(space, "spaces", [space])
+        accepted = all(map(_rllib_chooses, parts.values() if isinstance(parts, dict) else parts))
+    else:
+        accepted = _sb3_chooses(space)
+    return None if accepted else FlatActions(space)
+
+
+def _sb3_chooses(space: "spaces.Space[Any]") -> bool:
+    """Whether SB3 chooses well in a space. It counts from 0, and explores a Box around 0, clipped to its bounds."""
+    match space:
+        case spaces.Box():
+            symmetric = np.array_equal(space.low, -space.high) or not space.is_bounded()
+            return space.shape != () and np.issubdtype(space.dtype, np.floating) and bool(symmetric)
+        case spaces.MultiBinary():
+            return isinstance(space.n, int)
+    return isinstance(space, spaces.Discrete | spaces.MultiDiscrete) and _sb3_observes(space)
+
+
+def _rllib_chooses(space: "spaces.Space[Any]") -> bool:
+    """Whether RLlib chooses in a space; it scales its output to a Box itself."""
+    if isinstance(space, spaces.Box):
+        return len(space.shape) == 1 and np.issubdtype(space.dtype, np.floating)
+    return isinstance(space, spaces.Discrete | spaces.MultiDiscrete) and _sb3_observes(space)
