@@ -25,7 +25,7 @@ from loopwright.spaces.parameter import Choice, Fixed, Range
 from loopwright.spaces.space import EnvParamConfig
 from loopwright.trainers.config import LoraConfig
 from loopwright.workloads.base import workloads
-from loopwright.workloads.command_config import MetricConfig, SuccessConfig
+from loopwright.workloads.command_config import MetricConfig, ReadyConfig, ServiceConfig, SuccessConfig
 
 PAGE = Path(__file__).with_name("reference.md")
 HEAD = """# TOML reference
@@ -78,6 +78,8 @@ def sections() -> list[str]:
         parts += kinds(where, registry)
     parts.append(section("`[run.workload] success`", SuccessConfig))
     parts.append(section("`[run.workload.metrics] NAME`", MetricConfig))
+    parts.append(section("`[run.workload.service]`", ServiceConfig))
+    parts.append(section("`[run.workload.service] ready`", ReadyConfig))
     for form, model in (("a range", Range), ("a list", Choice), ("a fixed value", Fixed)):
         parts.append(section(f"`[run.workload.args] NAME` as {form}", model))
     return parts

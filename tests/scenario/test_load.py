@@ -107,7 +107,7 @@ def test_a_good_scenario_is_loaded_completely(loaded):
         (
             args("x = [1, 2]\nz = [1, 2]"),
             "[run.workload] args.z",
-            "neither command nor setup contains",
+            "no command contains",
         ),
         (args("x = [1, 2]\nz = 2026-01-01"), "[run.workload] args", "is not a number, string, boolean, list or table"),
         (args("x = [1, nan]"), "[run.workload] args", "nan is not a finite number"),

@@ -14,6 +14,7 @@ class Outcome(StrEnum):
     METRIC_MISSING = "metric_missing"
     ABORTED = "aborted"
     LOST = "lost"
+    STOPPED = "stopped"
     TRUNCATED = "truncated"
     FILTERED = "filtered"
     EXPIRED = "expired"

@@ -201,6 +201,7 @@ class SearchEnv:
             parameters_json=orjson.dumps(record, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE),
             marker=f"{self._marker}.{trial.number}",
             on_start=started,
+            on_services=lambda processes: ledger.set_state("services", processes),
             flush_reservation=ledger.flush,
             is_retry=trial.reserved_at < self._opened_at,
         )

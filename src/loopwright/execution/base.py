@@ -6,9 +6,9 @@ else happens to it, and that nothing it started is alive once `run` has returned
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 OnStart = Callable[[int, int], None]
 """Called with the process id and its start time (clock ticks since boot) as soon as the process exists."""
@@ -18,6 +18,32 @@ Usage = Mapping[str, float]
 """What a process used, including the children it waited for: `wall_s`, `user_s`, `system_s`, and `max_rss_bytes` if
 that can be measured. The kernel starts a child's peak at the memory of its parent, so a peak below our own is unknown,
 and a Python worker's peak may stem from an earlier call."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """One of the places where trials run at the same time, with what no other trial has meanwhile."""
+
+    number: int
+    cores: frozenset[int] | None = None
+    """The cores that its processes are pinned to; None if they are not."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """What a command may name: `{slot}`, `{cpus}`, `{gpu}`, `{port}`, `{port_2}` …"""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """The same for the environment of its processes."""
+
+
+class SlotPool(Protocol):
+    """Where a trial that consists of several commands gets one slot for all of them."""
+
+    async def acquire(self) -> Slot:
+        """Wait for a slot and take it."""
+
+    def with_free_ports(self, slot: Slot) -> Slot:
+        """The same slot, with other ports if something else uses one of its own by now."""
+
+    def release(self, slot: Slot) -> None:
+        """Give the slot to the next trial."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +60,8 @@ class Command:
     timeout_s: float | None = None
     marker: str = ""
     """Unique per attempt. It identifies processes that left the command's session."""
+    slot: Slot | None = None
+    """A slot that the caller holds; by default the executor takes one for as long as the command runs."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +123,9 @@ class Executor(ABC):
 
     Test a subclass with `loopwright.testing.ExecutorContract`.
     """
+
+    slots: SlotPool | None = None
+    """The slots of this machine; None if commands run elsewhere, where services and ports cannot be offered."""
 
     @abstractmethod
     async def run(self, command: Command, on_start: OnStart) -> Completion:

@@ -345,10 +345,11 @@ class Ledger:
 
     def open_processes(self) -> list[tuple[int, int]]:
         """(pid, start time) of each process that a dead writer may have left running."""
-        return self._rows(
+        attempts = self._rows(
             "SELECT pid, start_ticks FROM attempts JOIN trials ON number = trial "
             "WHERE ended_at IS NULL AND ifnull(trials.outcome, 'aborted') = 'aborted' AND pid IS NOT NULL"
         )
+        return attempts + [(pid, ticks) for pid, ticks in self.state("services", [])]
 
     def last(self) -> tuple[int, int, int]:
         """The highest trial number, group and draw so far."""

@@ -21,6 +21,10 @@ class Checker:
         self.problems = list(problems)
         self.parallel = 1
         """The scenario's `[system] parallel`."""
+        self.devices: tuple[str, ...] = ()
+        """The GPUs of `[system] gpus`."""
+        self.system = "local"
+        """The scenario's `[system] type`."""
         self.suffix = ""
         """Added to each key, where a scenario has several runs."""
 

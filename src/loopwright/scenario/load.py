@@ -78,7 +78,8 @@ def _read_file(path: Path) -> tuple[str, dict[str, Any]]:
 def _read_scenario(raw: Mapping[str, Any], checker: Checker) -> tuple[str, SystemConfig | None, tuple[RunKind, ...]]:
     checker.unknown_keys("", raw, Scenario)
     system = checker.model("[system]", raw.get("system", {}), SystemConfig)
-    checker.parallel = system.parallel if system is not None else 1
+    if system is not None:
+        checker.parallel, checker.devices, checker.system = system.parallel, system.devices(), system.type
     name = raw.get("name", "")
     if not isinstance(name, str) or not name:
         checker.add("name", "is missing; give the scenario a name, in quotes.")

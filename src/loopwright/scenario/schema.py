@@ -10,6 +10,7 @@ from loopwright.core.config import Config, size_bytes
 from loopwright.core.reward import Penalties, RewardFunction
 from loopwright.engines.base import EngineConfig
 from loopwright.envs.live.config import LiveConfig
+from loopwright.execution.devices import visible_devices
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.remote.gateway_config import GatewayHostConfig
@@ -26,6 +27,9 @@ class SystemConfig(Config):
     """How many trials are in flight at a time."""
     pin_cpus: bool = False
     """Whether each trial in flight gets its own cores, so that parallel trials do not disturb one another."""
+    gpus: Literal["auto"] | int | tuple[int | str, ...] = Field(default=(), union_mode="left_to_right")
+    """The GPUs that trials share: how many, a list of their ids, or "auto" for all of this machine. Each trial in
+    flight has `[run.workload] gpus` of them to itself, in `CUDA_VISIBLE_DEVICES` and `ROCR_VISIBLE_DEVICES`."""
     memory: int | None = Field(default=None, gt=0)
     """How much memory each process of a trial may use, for example "2GiB"."""
     output: int = Field(default=64 * 2**20, ge=4096)
@@ -41,6 +45,21 @@ class SystemConfig(Config):
     @classmethod
     def _bytes(cls, value: Any) -> Any:
         return size_bytes(value)
+
+    @field_validator("gpus")
+    @classmethod
+    def _different(cls, gpus: str | int | tuple[int | str, ...]) -> str | int | tuple[int | str, ...]:
+        if isinstance(gpus, int) and not 0 <= gpus <= 1024:
+            raise ValueError(f"{gpus} is not a number of GPUs")
+        if isinstance(gpus, tuple) and len({str(gpu) for gpu in gpus}) < len(gpus):
+            raise ValueError(f"{list(gpus)} names a GPU twice")
+        return gpus
+
+    def devices(self) -> tuple[str, ...]:
+        """The ids of the GPUs."""
+        if self.gpus == "auto":
+            return visible_devices()
+        return tuple(map(str, range(self.gpus) if isinstance(self.gpus, int) else self.gpus))
 
 
 _RESERVED_NAMES = {"report.html", "scenario.toml", "campaign.json", "cache.db", "dse_failure.txt"}

@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -20,6 +20,7 @@ from loopwright.core.expression import Expression
 from loopwright.core.registry import Registry
 from loopwright.core.trial import Result
 from loopwright.execution.base import OnStart
+from loopwright.execution.local.executor import Slots
 from loopwright.spaces.parameter import Fixed, Parameter, parameter
 from loopwright.spaces.space import Space
 
@@ -41,6 +42,8 @@ class WorkloadConfig(Config):
     """Expressions over arguments and environment variables; an action that violates one is `infeasible`."""
     timeout_s: float | None = Field(default=None, gt=0)
     """Seconds after which a trial's process tree is ended."""
+    gpus: int = Field(default=0, ge=0)
+    """How many of `[system] gpus` each trial has to itself."""
     files: tuple[str, ...] = ()
     """Input files, relative to the scenario: linked into each trial's directory, and part of the fingerprint."""
 
@@ -71,6 +74,10 @@ class WorkloadConfig(Config):
     def metric_names(self) -> tuple[str, ...] | None:
         """The metrics of a trial, in order; None if they are unknown before it runs."""
         return None
+
+    def local_only(self) -> list[str]:
+        """The keys that need processes on this machine."""
+        return []
 
     def problems(self, scenario_dir: Path) -> list[Problem]:
         """All problems that can be detected without running a trial."""
@@ -114,6 +121,8 @@ class Job:
     """Identifies the trial's processes; see `Command.marker`."""
     on_start: OnStart
     """Records each process, so that it can be ended after a crash."""
+    on_services: Callable[[Sequence[tuple[int, int]]], None] = lambda _: None
+    """Records the processes of all services that run now, likewise."""
     flush_reservation: Callable[[], None] = lambda: None
     """Writes the trial's reservation to disk. Call it before a process is started, unless `on_start` comes first."""
     is_retry: bool = True
@@ -133,7 +142,7 @@ class Workload(ABC):
 
     Config: ClassVar[type[WorkloadConfig]] = WorkloadConfig
 
-    not_compared: ClassVar[set[str]] = {"args", "env", "constraints", "timeout_s"}
+    not_compared: ClassVar[set[str]] = {"args", "env", "constraints", "timeout_s", "gpus"}
     """Settings that are not part of the fingerprint. A timeout does not change a successful result."""
 
     def __init__(self, config: Any, site: "Site") -> None:
@@ -172,9 +181,14 @@ class Site:
     directory: Path
     parallel: int = 1
     pin_cpus: bool = False
+    devices: tuple[str, ...] = ()
     memory_bytes: int | None = None
     output_bytes: int = 64 * 2**20
     grace_s: float = 2.0
+
+    def slots(self, gpus: int, ports: int = 1) -> Slots:
+        """The slots of a run whose trials each need this many GPUs and ports."""
+        return Slots(self.parallel, pin_cpus=self.pin_cpus, devices=self.devices, devices_each=gpus, ports=ports)
 
 
 def as_text(value: Any) -> str:
@@ -307,14 +321,14 @@ def recreate(directory: Path) -> None:
         directory.mkdir(parents=True)
 
 
-def last_line(path: Path) -> str:
+def last_lines(path: Path, count: int = 3) -> list[str]:
     """The end of a file that a command wrote, for an error message; empty if there is none."""
     if not path.is_file():  # A command may delete its own directory.
-        return ""
+        return []
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 400))
+        file.seek(max(0, path.stat().st_size - 400 * count))
         lines = file.read().decode(errors="replace").strip().splitlines()
-    return lines[-1].strip()[:300] if lines else ""
+    return [line.strip()[:300] for line in lines[-count:]]
 
 
 workloads: Registry[type[Workload]] = Registry("workload", "loopwright.workloads", Workload)

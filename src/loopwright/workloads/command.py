@@ -10,11 +10,11 @@ import math
 import mmap
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import regex
 
@@ -22,7 +22,7 @@ from loopwright.core.canonical import key_of
 from loopwright.core.errors import LaunchError, storage
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Result
-from loopwright.execution.base import Command, Completion, Executor
+from loopwright.execution.base import Command, Completion, Executor, Slot, SlotPool
 from loopwright.execution.local.executor import LocalExecutor
 from loopwright.workloads.base import (
     RESERVED_FILES,
@@ -32,12 +32,13 @@ from loopwright.workloads.base import (
     Workload,
     WorkloadConfig,
     fresh_directory,
-    last_line,
+    last_lines,
     link_into,
     link_products,
     recreate,
 )
 from loopwright.workloads.command_config import CommandConfig, MetricConfig
+from loopwright.workloads.services import ServiceFailed, Services
 
 _MATCH_NOW_S = 0.02
 """How long patterns are matched in the event loop; almost all are done by then. The rest moves to a thread."""
@@ -63,17 +64,26 @@ class CommandWorkload(Workload):
 
     def __init__(self, config: CommandConfig, site: Site, executor: Executor | None = None) -> None:
         super().__init__(config, site)
+        self._command = CommandTemplate(config.command)
+        others = self._command.names - config.args.keys() - config.env.keys()
+        self._slot_names = config.slot_names() if others or config.service else set()
+        ports = max((int(name[5:] or 1) for name in self._slot_names if name.startswith("port")), default=1)
         self.executor = executor or LocalExecutor(
-            parallel=site.parallel,
-            pin_cpus=site.pin_cpus,
             memory_bytes=site.memory_bytes,
             output_bytes=site.output_bytes,
             grace_s=site.grace_s,
+            slots=site.slots(config.gpus, ports),
         )
-        self._command = CommandTemplate(config.command)
         self._setup = CommandTemplate(config.setup) if config.setup is not None else None
         self._locks: dict[str, asyncio.Lock] = {}
         self._setup_failures: dict[str, Result] = {}
+        self._services: Services | None = None
+        if config.service or self._slot_names:
+            if self.executor.slots is None:
+                raise LaunchError(f"[run.workload] {', '.join(config.local_only())}: the executor has no slots.")
+            if config.service:
+                directory = site.directory / "services"
+                self._services = Services(config.service, self.executor, self.executor.slots, directory, self._link)
 
     async def run(self, job: Job) -> Result:
         job.flush_reservation()
@@ -85,33 +95,90 @@ class CommandWorkload(Workload):
         try:
             if self._setup is not None and (failure := await self._prepare(job, self._setup)) is not None:
                 return failure
-            command = Command(
-                argv=tuple(self._command.words(job.arguments)),
-                directory=job.directory,
-                environment=self.environment(job.arguments),
-                stdout=job.directory / "stdout",
-                stderr=job.directory / "stderr",
-                timeout_s=self.config.timeout_s,
-                marker=job.marker,
-            )
-            completion = await self.executor.run(command, job.on_start)
+            if self._services is not None or self._slot_names:
+                return await self._run_in_slot(job)
+            return await self._evaluate(job, await self.executor.run(self._trial_command(job), job.on_start))
         except LaunchError as error:
             if error.infra:
                 return Result(Outcome.LOST, reason=str(error), fault=Fault.INFRA)
             return Result(Outcome.CRASHED, reason=str(error))
-        try:
-            return self._evaluate(job.directory, completion, _MATCH_NOW_S)
-        except PatternTimeout:
-            return await self._evaluate_in_thread(job.directory, completion)
 
-    async def _evaluate_in_thread(self, directory: Path, completion: Completion) -> Result:
+    def _trial_command(self, job: Job, slot: Slot | None = None) -> Command:
+        return Command(
+            argv=tuple(self._command.words({**slot.values, **job.arguments} if slot else job.arguments)),
+            directory=job.directory,
+            environment=self.environment(job.arguments),
+            stdout=job.directory / "stdout",
+            stderr=job.directory / "stderr",
+            timeout_s=self.config.timeout_s,
+            marker=job.marker,
+            slot=slot,
+        )
+
+    async def _run_in_slot(self, job: Job) -> Result:
+        """Run a trial whose command and services share a slot."""
+        slots = cast("SlotPool", self.executor.slots)
+        slot = await slots.acquire()
+        try:
+            if self._services is None:
+                slot = slots.with_free_ports(slot)
+                command = self._trial_command(job, slot)
+                return await self._evaluate(job, await self.executor.run(command, job.on_start))
+            return await self._run_with_services(job, slot, self._services)
+        finally:
+            slots.release(slot)
+
+    async def _run_with_services(self, job: Job, slot: Slot, services: Services) -> Result:
+        result = None
+        try:
+            slot, running = await services.start(job, slot, self.environment(job.arguments))
+        except ServiceFailed as failure:
+            return failure.result
+        try:
+            result = await self._run_watched(job, self._trial_command(job, slot), [services.watch(running)])
+            if result.outcome is not Outcome.STOPPED:
+                result = await services.explain(result, running)
+        finally:
+            is_usable = result is not None and result.outcome is Outcome.OK
+            await services.finish(running, slot, job, is_usable=is_usable)
+        return result
+
+    async def _run_watched(self, job: Job, command: Command, watchers: Sequence[Coroutine[Any, Any, Result]]) -> Result:
+        """Run a command that is ended as soon as one of its watchers returns, with the watcher's result."""
+        main = asyncio.ensure_future(self.executor.run(command, job.on_start))
+        tasks = [asyncio.ensure_future(watcher) for watcher in watchers]
+        try:
+            await asyncio.wait([main, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            if main.done():
+                return await self._evaluate(job, main.result())
+            return next(task.result() for task in tasks if task.done())
+        finally:
+            for task in (main, *tasks):
+                task.cancel()
+            await asyncio.gather(main, *tasks, return_exceptions=True)
+
+    def _link(self, directory: Path, job: Job) -> None:
+        """Link the input files and the products of the setup into the directory of a service."""
+        link_into(directory, self.site.scenario_dir, self.config.files)
+        if self._setup is not None:
+            with storage(directory):
+                link_products(self._setup_directory(job), directory, excluded=(*_NOT_LINKED, *RESERVED_FILES))
+
+    async def _evaluate(self, job: Job, completion: Completion) -> Result:
+        """The result of a command that has ended."""
+        try:
+            return self._read(job.directory, completion, _MATCH_NOW_S)
+        except PatternTimeout:
+            return await self._read_in_thread(job.directory, completion)
+
+    async def _read_in_thread(self, directory: Path, completion: Completion) -> Result:
         """Evaluate a trial outside the event loop, so that others go on and signals are heard."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Result] = loop.create_future()
 
         def evaluate() -> None:
             try:
-                result = self._evaluate(directory, completion, _MATCH_S)
+                result = self._read(directory, completion, _MATCH_S)
             except PatternTimeout as error:
                 result = Result(Outcome.METRIC_MISSING, reason=str(error), usage=completion.usage)
             with suppress(RuntimeError):  # the run has ended without us
@@ -128,8 +195,8 @@ class CommandWorkload(Workload):
     async def _prepare(self, job: Job, setup: CommandTemplate) -> Result | None:
         """Run the setup if needed, and link its files into the trial's directory; returns its failure."""
         arguments = {name: job.arguments[name] for name in sorted(setup.names) if name in job.arguments}
-        key = key_of(arguments, self._first_fingerprint)[:16]
-        directory = self.site.directory / "setup" / key
+        directory = self._setup_directory(job)
+        key = directory.name
         async with self._locks.setdefault(key, asyncio.Lock()):
             if key not in self._setup_failures and not (directory / ".done").exists():
                 failure = await self._run_setup(job, setup, arguments, directory)
@@ -140,6 +207,11 @@ class CommandWorkload(Workload):
         with storage(job.directory):
             link_products(directory, job.directory, excluded=(*_NOT_LINKED, *RESERVED_FILES))
         return None
+
+    def _setup_directory(self, job: Job) -> Path:
+        names = self._setup.names if self._setup is not None else ()
+        arguments = {name: job.arguments[name] for name in sorted(names) if name in job.arguments}
+        return self.site.directory / "setup" / key_of(arguments, self._first_fingerprint)[:16]
 
     @cached_property
     def _first_fingerprint(self) -> str:
@@ -169,7 +241,7 @@ class CommandWorkload(Workload):
         ending = _ending(completion, self.config.setup_timeout_s, directory / "setup.stderr")
         return Result(outcome, reason=f"the setup in setup/{directory.name} failed: {ending}")
 
-    def _evaluate(self, directory: Path, completion: Completion, timeout_s: float) -> Result:
+    def _read(self, directory: Path, completion: Completion, timeout_s: float) -> Result:
         """The result of a command that has ended. Raises PatternTimeout if a pattern takes longer than the timeout."""
         usage = completion.usage
         if completion.timed_out or completion.exit_code not in self.config.success.exit_codes:
@@ -193,6 +265,8 @@ class CommandWorkload(Workload):
         return Result(Outcome.OK, metrics, usage=usage)
 
     async def close(self) -> None:
+        if self._services is not None:
+            await self._services.close()
         await self.executor.close()
 
     def kill(self) -> None:
@@ -213,7 +287,7 @@ def _ending(completion: Completion, timeout_s: float | None, stderr: Path) -> st
         ending = f"ended by signal {completion.signal}"
     else:
         ending = f"exit code {completion.exit_code}"
-    return f"{ending}; stderr ends with: {line}" if (line := last_line(stderr)) else ending
+    return f"{ending}; stderr ends with: {lines[0]}" if (lines := last_lines(stderr, 1)) else ending
 
 
 def _at_pointer(pointer: str, path: Path, source: str) -> Any:

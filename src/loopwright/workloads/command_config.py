@@ -1,9 +1,10 @@
 """The settings of the command workload, and what can be checked before anything runs."""
 
 import os
+import re
 import shutil
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import regex
 from pydantic import Field, field_validator, model_validator
@@ -12,6 +13,26 @@ from loopwright.core.config import Config
 from loopwright.core.errors import Problem, did_you_mean
 from loopwright.spaces.parameter import Fixed
 from loopwright.workloads.base import CommandTemplate, WorkloadConfig
+
+_SLOT_NAMES = re.compile(r"slot|cpus|gpu|port(_[2-9])?")
+"""What a command may name besides arguments: what its slot has."""
+
+
+def check_pattern(pattern: str | None) -> str | None:
+    """Raise ValueError unless the pattern compiles."""
+    if pattern is not None:
+        try:
+            regex.compile(pattern.encode())
+        except regex.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+    return pattern
+
+
+def check_template(text: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    """Raise ValueError unless the placeholders of a command can be filled."""
+    if text is not None:
+        CommandTemplate(text)
+    return text
 
 
 class MetricConfig(Config):
@@ -28,14 +49,9 @@ class MetricConfig(Config):
 
     @field_validator("regex")
     @classmethod
-    def _check_pattern(cls, pattern: str | None) -> str | None:
-        if pattern is not None:
-            try:
-                groups = regex.compile(pattern.encode()).groups
-            except regex.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-            if groups < 1:
-                raise ValueError(f"{pattern!r} needs a group, in parentheses, around the number")
+    def _check_group(cls, pattern: str | None) -> str | None:
+        if check_pattern(pattern) is not None and regex.compile(str(pattern).encode()).groups < 1:
+            raise ValueError(f"{pattern!r} needs a group, in parentheses, around the number")
         return pattern
 
     @field_validator("file")
@@ -62,15 +78,50 @@ class SuccessConfig(Config):
     regex: str | None = None
     """A pattern that standard output must also contain."""
 
-    @field_validator("regex")
-    @classmethod
-    def _compiles(cls, pattern: str | None) -> str | None:
-        if pattern is not None:
-            try:
-                regex.compile(pattern.encode())
-            except regex.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-        return pattern
+    _check_regex = field_validator("regex")(check_pattern)
+
+
+class ReadyConfig(Config):
+    """When a service is ready: by `port`, `http` or `regex`. Without one, as soon as it runs."""
+
+    port: int | str | None = None
+    """A port of this machine that accepts connections, usually "{port}"."""
+    http: str | None = Field(default=None, pattern=r"^http://")
+    """An address whose GET is answered with a status below 400, such as "http://127.0.0.1:{port}/health"."""
+    regex: str | None = None
+    """A pattern in the service's output."""
+    timeout_s: float = Field(default=60, gt=0)
+    """Seconds after which the trial is a `timeout` if its service is not ready."""
+
+    _check_regex = field_validator("regex")(check_pattern)
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if sum(source is not None for source in (self.port, self.http, self.regex)) > 1:
+            raise ValueError("give one of port, http, regex")
+        return self
+
+
+class ServiceConfig(Config):
+    """A program that runs beside the trial's command, such as a database, and ends with it."""
+
+    command: str | tuple[str, ...]
+    """The command, with placeholders as in the workload's own; it must stay in the foreground."""
+    name: str = Field(default="service", pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")
+    """What the log is called: `NAME.stdout` and `NAME.stderr` in the trial's directory."""
+    ready: ReadyConfig = ReadyConfig()
+    """When the trial's command may start."""
+    reuse: bool = False
+    """Whether the service stays for the next trial of its slot with the same arguments. After a failed trial it does
+    not."""
+
+    _check_command = field_validator("command")(check_template)
+
+    def templates(self) -> dict[str, CommandTemplate]:
+        """Everything with placeholders, by key."""
+        ready = self.ready.http if self.ready.port is None else str(self.ready.port)
+        templates = {"service.command": CommandTemplate(self.command)}
+        return templates | ({} if ready is None else {"service.ready": CommandTemplate((ready,))})
 
 
 class CommandConfig(WorkloadConfig):
@@ -89,13 +140,23 @@ class CommandConfig(WorkloadConfig):
     """Metrics by name: `{ regex }` or `{ json }`, in stdout or in a `file`, or `{ resource }`."""
     success: SuccessConfig = SuccessConfig()
     """When a trial counts as `ok`: its exit code, and optionally its output."""
+    service: tuple[ServiceConfig, ...] = ()
+    """Programs that run beside the command: one table, or several, started in their order."""
 
-    @field_validator("command", "setup")
+    _check_commands = field_validator("command", "setup")(check_template)
+
+    @field_validator("service", mode="before")
     @classmethod
-    def _check_template(cls, text: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        if text is not None:
-            CommandTemplate(text)
-        return text
+    def _one_or_several(cls, services: Any) -> Any:
+        return (services,) if isinstance(services, dict | ServiceConfig) else services
+
+    @field_validator("service")
+    @classmethod
+    def _check_services(cls, services: tuple[ServiceConfig, ...]) -> tuple[ServiceConfig, ...]:
+        names = [service.name for service in services]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"{', '.join(sorted(twice))}: give each service its own `name`")
+        return services
 
     @field_validator("metrics")
     @classmethod
@@ -112,12 +173,13 @@ class CommandConfig(WorkloadConfig):
         problems = super().problems(scenario_dir)
         parameters = {**self.args, **self.env}
         names: set[str] = set()
-        for key, text in (("command", self.command), ("setup", self.setup)):
-            if text is None:
-                continue
-            template = CommandTemplate(text)
+        for key, template in self.templates():
             names |= template.names
             for name in sorted(template.names - parameters.keys()):
+                if key != "setup" and _SLOT_NAMES.fullmatch(name):
+                    if name == "gpu" and not self.gpus:
+                        problems.append(Problem(key, "{gpu} needs `gpus`, the number of GPUs of a trial."))
+                    continue
                 hint = did_you_mean(name, list(parameters))
                 problems.append(Problem(key, f"unknown argument {{{name}}}. {hint} Write literal braces twice."))
             for name in sorted(template.names & parameters.keys()):
@@ -126,13 +188,26 @@ class CommandConfig(WorkloadConfig):
                     fix = f"write {option}={{{name}}} as one word, or give {name} an `otherwise`"
                     problems.append(Problem(key, f"{option} loses its value when {name} is absent; {fix}."))
             problems += self._unusable_values(template)
-            problems += self._missing_program(key, template, scenario_dir)
+            if key != "service.ready":
+                problems += self._missing_program(key, template, scenario_dir)
         for name in sorted(self.args.keys() - names):
             if not isinstance(self.args[name], Fixed):
-                problems.append(
-                    Problem(f"args.{name}", f"is searched, but neither command nor setup contains {{{name}}}.")
-                )
+                problems.append(Problem(f"args.{name}", f"is searched, but no command contains {{{name}}}."))
         return problems
+
+    def templates(self) -> list[tuple[str, CommandTemplate]]:
+        """Everything with placeholders, with its key."""
+        commands = (("setup", self.setup), ("command", self.command))
+        templates = [(key, CommandTemplate(text)) for key, text in commands if text is not None]
+        return templates + [item for service in self.service for item in service.templates().items()]
+
+    def slot_names(self) -> set[str]:
+        """What the commands of a trial take from its slot."""
+        names = {name for key, template in self.templates() if key != "setup" for name in template.names}
+        return {name for name in names - self.args.keys() - self.env.keys() if _SLOT_NAMES.fullmatch(name)}
+
+    def local_only(self) -> list[str]:
+        return [*(["service"] if self.service else []), *(f"{{{name}}}" for name in sorted(self.slot_names()))]
 
     def _unusable_values(self, template: CommandTemplate) -> list[Problem]:
         """Values that a command line cannot contain, including all values of a list, so that none fails hours later."""
@@ -157,7 +232,7 @@ class CommandConfig(WorkloadConfig):
             return []
         path = os.path.normpath(program)
         is_linked = any(Path(path).is_relative_to(os.path.normpath(name)) for name in self.files)
-        if is_linked or (key == "command" and self.setup is not None):  # The setup may create it.
+        if is_linked or (key != "setup" and self.setup is not None):  # The setup may create it.
             return []
         fix = f"add it: files = [{path!r}]" if (scenario_dir / program).exists() else "it does not exist"
         return [Problem(key, f"{program!r} is not among the `files` linked into a trial's directory; {fix}.")]

@@ -61,7 +61,7 @@ class PythonWorkload(Workload):
             output_bytes=site.output_bytes,
             grace_s=site.grace_s,
             memory_bytes=site.memory_bytes,
-            pin_cpus=site.pin_cpus,
+            slots=site.slots(config.gpus),
         )
         self._paths = config.import_paths(site.scenario_dir)
 

@@ -5,14 +5,17 @@ Benchmarks print their result last, so the end of a long output is as valuable a
 """
 
 import asyncio
+import errno
 import os
+import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
-from loopwright.core.errors import StorageError, storage
-from loopwright.execution.base import Command, Completion, Executor, OnStart
+from loopwright.core.errors import LaunchError, StorageError, storage
+from loopwright.execution.base import Command, Completion, Executor, OnStart, Slot
 from loopwright.execution.local.process_tree import (
     Exit,
     ProcessLimits,
@@ -43,8 +46,9 @@ class LocalExecutor(Executor):
         memory_bytes: int | None = None,
         output_bytes: int = OUTPUT_BYTES,
         grace_s: float = GRACE_S,
+        slots: "Slots | None" = None,
     ) -> None:
-        self._slots = Slots(parallel, pin_cpus=pin_cpus)
+        self.slots: Slots = slots or Slots(parallel, pin_cpus=pin_cpus)
         self._memory_bytes = memory_bytes
         self._output_bytes = output_bytes
         self._grace_s = grace_s
@@ -52,9 +56,10 @@ class LocalExecutor(Executor):
 
     async def run(self, command: Command, on_start: OnStart) -> Completion:
         loop = asyncio.get_running_loop()
-        slot = await self._slots.acquire()
+        slot = command.slot or await self.slots.acquire()
         with ExitStack() as stack:
-            stack.callback(self._slots.release, slot)
+            if command.slot is None:
+                stack.callback(self.slots.release, slot)
             with exhaustion_as_launch_error():
                 output = _Output(command, self._output_bytes, stack)
                 tree = spawn(
@@ -62,11 +67,12 @@ class LocalExecutor(Executor):
                     directory=command.directory,
                     environment={
                         **command.environment,
+                        **slot.variables,
                         MARKER_VARIABLE: f"{command.environment.get(MARKER_VARIABLE, '')}:{command.marker}",
                     },
                     stdout=output.pumps[0].write_fd,
                     stderr=output.pumps[1].write_fd,
-                    limits=ProcessLimits(self._slots.cores[slot], self._memory_bytes),
+                    limits=ProcessLimits(slot.cores, self._memory_bytes),
                     marker=command.marker,
                 )
             finished = self._running[tree] = loop.create_future()
@@ -98,6 +104,7 @@ class LocalExecutor(Executor):
         if self._running:
             self.kill_all()
             await asyncio.wait(list(self._running.values()))
+        self.slots.close()
 
     async def _supervise(
         self, command: Command, on_start: OnStart, tree: ProcessTree, output: "_Output"
@@ -128,41 +135,146 @@ class LocalExecutor(Executor):
 
 
 class Slots:
-    """Numbered permits for running trials, granted in the order of the requests, with their CPU cores.
+    """The slots of a run, granted in the order of the requests. No two trials have the same one at the same time.
 
-    Not asyncio.Semaphore, which stays bound to the event loop in which it was first contended: each run has its own.
+    Each has its share of the cores and of the `devices`, and `ports` free ports. Not asyncio.Semaphore, which stays
+    bound to the event loop in which it was first contended: each run has its own.
     """
 
-    def __init__(self, count: int, *, pin_cpus: bool = False) -> None:
+    def __init__(
+        self,
+        count: int,
+        *,
+        pin_cpus: bool = False,
+        devices: Sequence[str] = (),
+        devices_each: int = 0,
+        ports: int = 0,
+    ) -> None:
         if count < 1:
             raise ValueError(f"parallel = {count}: must be at least 1")
+        if devices_each * count > len(devices):
+            raise ValueError(f"parallel = {count} with gpus = {devices_each} needs more than {len(devices)} devices")
+        cores = sorted(os.sched_getaffinity(0))
+        self._cores = core_sets(cores, count) if pin_cpus else [None] * count
+        self._cpus = [",".join(map(str, sorted(pinned or cores))) for pinned in self._cores]
+        self._devices = [
+            ",".join(devices[number * devices_each : (number + 1) * devices_each]) for number in range(count)
+        ]
+        self._leases: list[list[PortLease]] = [[] for _ in range(count)]
+        self._ports = ports
         self._free = deque(range(count))
         self._waiting: deque[asyncio.Future[int]] = deque()
-        self.cores = core_sets(sorted(os.sched_getaffinity(0)), count) if pin_cpus else [None] * count
-        """The cores of each slot; None if trials are not pinned."""
+        self._slots: list[Slot | None] = [None] * count
 
-    async def acquire(self) -> int:
+    async def acquire(self) -> Slot:
         """Wait for a free slot and take it."""
         if self._free:
-            return self._free.popleft()
+            return self._take(self._free.popleft())
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         try:
-            return await future
+            return self._take(await future)
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self.release(future.result())
+                self._give_back(future.result())
             raise
 
-    def release(self, slot: int) -> None:
+    def release(self, slot: Slot) -> None:
         """Return a slot; the longest waiting request gets it."""
+        self._give_back(slot.number)
+
+    def close(self) -> None:
+        """Release all ports."""
+        for leases in self._leases:
+            while leases:
+                leases.pop().close()
+
+    def with_free_ports(self, slot: Slot) -> Slot:
+        """The same slot, with other ports if something else uses one of its own by now."""
+        leases = self._leases[slot.number]
+        if all(lease.is_free for lease in leases):
+            return slot
+        self._slots[slot.number] = None
+        while leases:
+            leases.pop().close()
+        return self._slot(slot.number)
+
+    def _take(self, number: int) -> Slot:
+        if slot := self._slots[number]:
+            return slot
+        try:
+            return self._slot(number)
+        except BaseException:
+            self._give_back(number)
+            raise
+
+    def _slot(self, number: int) -> Slot:
+        leases = self._leases[number]
+        while len(leases) < self._ports:
+            leases.append(PortLease())
+        values: dict[str, Any] = {"slot": number, "cpus": self._cpus[number]}
+        values |= {"port" if n == 1 else f"port_{n}": lease.port for n, lease in enumerate(leases, 1)}
+        if devices := self._devices[number]:
+            values["gpu"] = devices
+        variables = {f"LOOPWRIGHT_{name.upper()}": str(value) for name, value in values.items()}
+        if devices:
+            variables["ROCR_VISIBLE_DEVICES"] = devices
+            if not os.path.exists("/dev/kfd"):  # noqa: PTH110  AMD's runtime would apply both, one after the other.
+                variables["CUDA_VISIBLE_DEVICES"] = devices
+        slot = self._slots[number] = Slot(number, self._cores[number], values, variables)
+        return slot
+
+    def _give_back(self, number: int) -> None:
         while self._waiting:
             future = self._waiting.popleft()
             if not future.done():
-                future.set_result(slot)
+                future.set_result(number)
                 return
         # Last in, first out: the most recently used slot has a warm worker and warm caches.
-        self._free.appendleft(slot)
+        self._free.appendleft(number)
+
+
+class PortLease:
+    """A free port. No other run of this machine gets it until it is closed, or this process ends."""
+
+    # Below the ports that the kernel gives to outgoing connections.
+    _FIRST, _COUNT = 20_000, 12_000
+
+    def __init__(self) -> None:
+        for offset in range(self._COUNT):
+            self.port = self._FIRST + (os.getpid() * 37 + offset) % self._COUNT
+            self._lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            with suppress(OSError):
+                # An abstract name: it is unique on the machine, and gone with this process.
+                self._lock.bind(f"\0loopwright-port-{self.port}")
+                if self.is_free:
+                    return
+            self._lock.close()
+        raise LaunchError(f"no port from {self._FIRST} to {self._FIRST + self._COUNT - 1} is free.", infra=True)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a server could listen on it now."""
+        return _can_bind(socket.AF_INET, self.port) and (not socket.has_ipv6 or _can_bind(socket.AF_INET6, self.port))
+
+    def close(self) -> None:
+        """Let others have the port."""
+        self._lock.close()
+
+
+def _can_bind(family: socket.AddressFamily, port: int) -> bool:
+    try:
+        probe = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:  # The kernel has no IPv6.
+        return True
+    with probe:
+        try:
+            if family is socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            probe.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRNOTAVAIL
+    return True
 
 
 def core_sets(cores: list[int], count: int) -> list[frozenset[int] | None]:

@@ -1,8 +1,10 @@
 """Calls Python functions in worker processes that stay warm between calls and can be killed."""
 
 import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
 
-from loopwright.execution.base import CallResult, FunctionCall, OnStart
+from loopwright.execution.base import CallResult, FunctionCall, OnStart, Slot
 from loopwright.execution.local.executor import GRACE_S, OUTPUT_BYTES, Slots
 from loopwright.execution.local.process_tree import ProcessLimits
 from loopwright.execution.local.worker_process import WorkerProcess
@@ -20,12 +22,15 @@ class WorkerPool:
         grace_s: float = GRACE_S,
         memory_bytes: int | None = None,
         pin_cpus: bool = False,
+        slots: Slots | None = None,
     ) -> None:
-        self._slots = Slots(size, pin_cpus=pin_cpus)
+        self._slots = slots or Slots(size, pin_cpus=pin_cpus)
         self._max_idle = _IDLE_PER_SLOT * size
         self._output_bytes = output_bytes
         self._grace_s = grace_s
-        self._limits = [ProcessLimits(self._slots.cores[slot], memory_bytes) for slot in range(size)]
+        self._memory_bytes = memory_bytes
+        self._places: dict[int, tuple[Slot, Mapping[str, str], Mapping[str, str], ProcessLimits]] = {}
+        """By slot: what its last call had, the environment of its workers, and their limits."""
         self._idle: list[WorkerProcess] = []
         self._busy: set[WorkerProcess] = set()
         self._all_idle: asyncio.Future[None] | None = None
@@ -34,7 +39,8 @@ class WorkerPool:
         """Make the call. Raise LaunchError if no worker can be started, StorageError if a file cannot be written."""
         slot = await self._slots.acquire()
         try:
-            worker = await self._worker_for(call, self._limits[slot])
+            call, limits = self._placed(call, slot)
+            worker = await self._worker_for(call, limits)
             self._busy.add(worker)
             try:
                 return await worker.call(call, self._output_bytes, on_start)
@@ -62,6 +68,16 @@ class WorkerPool:
             await asyncio.shield(self._all_idle)
         idle, self._idle = self._idle, []
         await asyncio.gather(*(worker.close() for worker in idle))
+        self._slots.close()
+
+    def _placed(self, call: FunctionCall, slot: Slot) -> tuple[FunctionCall, ProcessLimits]:
+        """The call with the variables of its slot. The same objects again if they can be: workers compare them."""
+        place = self._places.get(slot.number)
+        if place is None or place[0] is not slot or place[1] is not call.environment:
+            environment = {**call.environment, **slot.variables}
+            limits = ProcessLimits(slot.cores, self._memory_bytes)
+            place = self._places[slot.number] = slot, call.environment, environment, limits
+        return replace(call, environment=place[2]), place[3]
 
     async def _worker_for(self, call: FunctionCall, limits: ProcessLimits) -> WorkerProcess:
         """An idle worker with the same environment (OMP_NUM_THREADS and others are read at import), or a new one."""

@@ -67,6 +67,7 @@ class SearchRun(RunKind):
         for name in sorted(self._metrics_of_rewards() - set(self.metric_names)):
             hint = did_you_mean(name, list(self.metric_names))
             checker.add("[[run]] reward", f"reads the metric {name!r}, which the workload does not give. {hint}")
+        self._check_place(checker)
         self._check_conditions(space, checker)
         if agent is not None and self.agent is not None:
             self._check_agent(agent, self.agent, space, checker)
@@ -75,6 +76,16 @@ class SearchRun(RunKind):
                 checker.add(
                     f"[run.workload] args.{name}", "has several values, but the run has no agent to choose one."
                 )
+
+    def _check_place(self, checker: Checker) -> None:
+        """Report what the system cannot offer."""
+        each, parallel, gpus = self.workload.gpus, checker.parallel, len(checker.devices)
+        if each * parallel > gpus:
+            needs = f"{each} for each of parallel = {parallel} trials, but [system] gpus has {gpus}"
+            checker.add("[run.workload] gpus", f"needs {needs}. Lower one of them, or list more devices.")
+        if checker.system != "local":
+            for problem in self.workload.local_only():
+                checker.add(f"[run.workload] {problem}", f'needs [system] type = "local", not {checker.system!r}.')
 
     def _check_conditions(self, space: Space, checker: Checker) -> None:
         for name, parameter in space.tunable.items():
@@ -121,6 +132,7 @@ class SearchRun(RunKind):
             directory=(context.output / self.name).absolute(),
             parallel=system.parallel,
             pin_cpus=system.pin_cpus,
+            devices=system.devices() if config.gpus else (),
             memory_bytes=system.memory,
             output_bytes=system.output,
             grace_s=system.grace_s,
