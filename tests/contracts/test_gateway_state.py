@@ -152,11 +152,103 @@ def test_t13_a_conversation_is_continued_turn_by_turn(tmp_path):
             assert (kinds(session), spliced(engine)) == (["exact"] * 3, True)
             with pytest.raises(openai.BadRequestError, match="conv_0"):
                 await client.responses.create(model="m", input="a", conversation="conv_0")
-            with pytest.raises(openai.BadRequestError, match="items"):
-                await client.conversations.create(items=[user("x")])
-            session.served._conversations |= {str(number): [] for number in range(1024)}
+            session.served.history._turns |= {str(number): [] for number in range(1024)}
             with pytest.raises(openai.RateLimitError, match="1024 conversations"):
                 await client.conversations.create()
+
+    run(main)
+
+
+def test_t13_stored_responses_are_retrieved_and_deleted(tmp_path):
+    async def main():
+        more = {"model": "m", "tools": [TOOL], "instructions": "Be brief.", "metadata": {"a": "b"}, "temperature": 0.5}
+        engine = Teller(lambda prompt: says(prompt) if "<|im_start|>tool" in prompt else f"<think>so</think>{says('')}")
+        async with served(engine, output=tmp_path) as gateway, client_of(session := await gateway.open("s")) as client:
+            first = await client.responses.create(input="go", **more)
+            *_, made = first.output
+            result = {"type": "function_call_output", "call_id": made.call_id, "output": "2"}
+            second = await client.responses.create(input=[result], previous_response_id=first.id, **more)
+            other = await client.chat.completions.create(model="m", messages=[user("chat")])
+            await client.responses.delete(second.id)
+            turns = session.served.describe()["turns"]
+        async with served(engine, output=tmp_path) as gateway, client_of(session := await gateway.open("s")) as client:
+            again = await client.responses.retrieve(first.id)
+            same = {"id", "created_at", "output", "usage", "status", "model", "instructions", "metadata", "tools"}
+            assert again.model_dump(include=same | {"temperature"}) == first.model_dump(include=same | {"temperature"})
+            items = [item async for item in client.responses.input_items.list(first.id, limit=1, order="asc")]
+            assert [(item.role, item.content[0].text) for item in items] == [("user", "go")]
+            for id in (second.id, other.id.replace("chatcmpl-", "resp_"), "resp_0"):
+                for ask in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
+                    with pytest.raises(openai.NotFoundError, match=id):
+                        await ask(id)
+            with pytest.raises(openai.BadRequestError, match=second.id):
+                await client.responses.create(input="a", previous_response_id=second.id, model="m")
+            with pytest.raises(openai.BadRequestError, match="stream"):
+                await client.responses.retrieve(first.id, stream=True)
+            assert session.served.describe()["turns"] == turns, "what was sampled stays recorded"
+
+    run(main)
+
+
+def test_t13_the_items_of_a_conversation(tmp_path):
+    async def main():
+        engine = Teller(lambda prompt: f"{prompt.count('<|im_start|>')}")
+        async with served(engine, output=tmp_path) as gateway, client_of(await gateway.open("s")) as client:
+            conversations = client.conversations
+            id = (await conversations.create(metadata={"a": "b"}, items=[user("one"), user("two")])).id
+            (three,) = (await conversations.items.create(id, items=[user("three")])).data
+            reply = await client.responses.create(model="m", input="four", instructions="Be brief.", conversation=id)
+            assert reply.output_text == "5"
+            await conversations.items.create(id, items=[{"role": "assistant", "content": "five"}, user("six")])
+            assert (await conversations.update(id, metadata={"c": "d"})).metadata == {"c": "d"}
+            gone = (await conversations.create(items=[user("x")])).id
+            assert (await conversations.delete(gone)).deleted
+        async with served(engine, output=tmp_path) as gateway, client_of(session := await gateway.open("s")) as client:
+            conversations = client.conversations
+            items = [item async for item in conversations.items.list(id, limit=2, order="asc")]
+            assert [item.content[0].text for item in items] == ["one", "two", "three", "four", "5", "five", "six"]
+            assert (items[2].id, items[4].id) == (three.id, reply.output[0].id)
+            newest = await conversations.items.list(id, limit=1)
+            assert (newest.data[0].content[0].text, newest.has_more) == ("six", True)
+            assert (await conversations.items.retrieve(items[3].id, conversation_id=id)).content[0].text == "four"
+            assert (await conversations.retrieve(id)).metadata == {"c": "d"}
+            seventh = await client.responses.create(model="m", input="seven", conversation=id)
+            assert (seventh.output_text, kinds(session)[-1]) == ("8", "forked"), "without the instructions"
+            for ask in (
+                conversations.items.retrieve("msg_0", conversation_id=id),
+                conversations.retrieve(gone),
+                conversations.update(gone, metadata={}),
+                conversations.delete("conv_0"),
+            ):
+                with pytest.raises(openai.NotFoundError):
+                    await ask
+            for query in ({"limit": 0}, {"order": "up"}, {"after": "msg_0"}):
+                with pytest.raises(openai.BadRequestError, match=next(iter(query))):
+                    await conversations.items.list(id, **query)
+            for items in ([user("x")] * 21, [], [{"type": "image"}]):
+                with pytest.raises(openai.BadRequestError, match="items"):
+                    await conversations.items.create(id, items=items)
+            with pytest.raises(openai.APIStatusError, match="this route accepts"):
+                await conversations.items.create(id, items=[user("x" * 70_000)])
+            await conversations.delete(id)
+            with pytest.raises(openai.BadRequestError, match=id):
+                await client.responses.create(model="m", input="eight", conversation=id)
+        async with served(engine, output=tmp_path) as gateway, client_of(await gateway.open("s")) as client:
+            with pytest.raises(openai.NotFoundError):
+                await client.conversations.retrieve(id)
+
+    run(main)
+
+
+def test_t13_what_a_client_adds_to_conversations_is_bounded():
+    async def main():
+        async with served() as gateway, client_of(await gateway.open()) as client:
+            id = (await client.conversations.create()).id
+            for _ in range(69):
+                await client.conversations.items.create(id, items=[user("x" * 60_000)])
+            with pytest.raises(openai.RateLimitError, match="bytes of items"):
+                await client.conversations.items.create(id, items=[user("x" * 60_000)])
+            assert (await client.responses.create(model="m", input="a")).output_text == "hello"
 
     run(main)
 

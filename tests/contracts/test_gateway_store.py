@@ -461,7 +461,7 @@ def test_t02_a_failed_turn_is_exact_once_a_retry_completes_it_after_a_restart(tm
 
 
 def as_format_2(output):
-    """A store from before failures and deliveries had their own columns."""
+    """A store from before failures and deliveries had their own columns, and conversations their own table."""
     with closing(sqlite3.connect(output / "gateway.db")) as store, store:
         store.execute(
             "UPDATE calls SET verdict = 'broken', reason = failure, token = failed_at WHERE failure IS NOT NULL"
@@ -469,4 +469,5 @@ def as_format_2(output):
         for column in ("failure", "failed_at"):
             store.execute(f"ALTER TABLE calls DROP COLUMN {column}")
         store.execute("ALTER TABLE nodes DROP COLUMN is_delivered")
+        store.execute("DROP TABLE objects")
         store.execute("PRAGMA user_version = 2")

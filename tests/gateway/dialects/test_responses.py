@@ -128,7 +128,7 @@ def test_unknown_fields_are_accepted():
     more = {"metadata": {"a": "b"}, "store": False, "truncation": "auto", "reasoning": {"effort": "low"}, "unheard": 1}
     ask = parse(**more, parallel_tool_calls=True, text={"verbosity": "low"}, previous_response_id=None)
     ignored = {"truncation": "auto", "reasoning": {"effort": "low"}, "unheard": 1, "text.verbosity": "low"}
-    assert replace(ask, echo={}) == replace(parse(), ignored=ignored, echo={})
+    assert replace(ask, echo={}, recorded={}) == replace(parse(), ignored=ignored, echo={}, recorded={})
 
 
 REFUSED = [

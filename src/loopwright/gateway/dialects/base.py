@@ -78,6 +78,8 @@ class TurnRequest:
     """The stored conversation that this is a turn of."""
     has_instructions: bool = False
     """Whether the first message is for this turn only."""
+    recorded: Mapping[str, Any] = field(default_factory=dict)
+    """What a stored response needs to know of the request."""
     calls_functions: bool = False
     """Whether the client sends `functions`, and gets a `function_call` rather than tool calls."""
     branch: str = ""

@@ -5,7 +5,7 @@ What a request refers to (`previous_response_id`, `conversation`, `item_referenc
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 from loopwright.core.task import Message
@@ -14,7 +14,7 @@ from loopwright.gateway.dialects import fields
 from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest
 from loopwright.gateway.dialects.fields import BadRequest, StateNotFound
 from loopwright.gateway.dialects.known_fields import KnownFields, ignored_options
-from loopwright.gateway.dialects.response_items import Item, custom_input, parse_items, parse_tools
+from loopwright.gateway.dialects.response_items import Item, ToolOrigin, custom_input, parse_items, parse_tools
 from loopwright.gateway.dialects.sampling_fields import sampling
 from loopwright.gateway.sessions.turn import Delta, Turn
 from loopwright.gateway.sessions.turn_options import TurnOptions, format_instruction
@@ -28,6 +28,8 @@ _ECHOED = (
     "tool_choice truncation user"
 )
 """The settings that a response repeats."""
+_RECORDED = ("metadata", "previous_response_id")
+"""What a stored response repeats of its request."""
 _LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")
 
 
@@ -54,7 +56,13 @@ class Responses(Dialect):
         if conversation:
             echo["conversation"] = {"id": conversation}
         echo |= {name: value for name, value in request.echo.items() if value is not None}
-        return replace(request, conversation=conversation, has_instructions=has_instructions, echo=echo)
+        recorded = {"created_at": fields.now(), **{name: echo[name] for name in _RECORDED if echo.get(name)}}
+        if request.model:
+            recorded["model"] = request.model
+        if request.tool_origins:
+            recorded["origins"] = {name: astuple(origin) for name, origin in request.tool_origins.items()}
+        request = replace(request, conversation=conversation, has_instructions=has_instructions)
+        return replace(request, echo=echo, recorded=recorded)
 
     def parse_messages(self, body: Mapping[str, Any]) -> list[Message]:
         """Instructions, the stored conversation that the request refers to, then the items of the input."""
@@ -65,10 +73,14 @@ class Responses(Dialect):
         items = body.get("input")
         if isinstance(items, str):
             return [*messages, {"role": "user", "content": items}]
-        messages += parse_items(fields.objects(items, "input"), "input", self._finder())
+        messages += self.parse_input(fields.objects(items, "input"), "input")
         if items is None or not messages:
             raise BadRequest("input: at least one item is required", "input")
         return messages
+
+    def parse_input(self, items: Sequence[Item], where: str) -> list[Message]:
+        """The messages of items, of which some may refer to what the session has."""
+        return parse_items(items, where, self._finder())
 
     def _stored_messages(self, body: Mapping[str, Any]) -> Sequence[Message]:
         """The messages of the response or conversation that a request continues, without their instructions."""
@@ -135,23 +147,13 @@ class Responses(Dialect):
             tool_origins=origins,
             echo={
                 **{name: body.get(name) for name in _ECHOED.split()},
-                "tools": [_sent_tool(tool) for tool in sent_tools],
+                "tools": [sent_tool(tool) for tool in sent_tools],
             },
         )
 
     def render(self, request: TurnRequest, call_id: str, turns: Sequence[Turn]) -> dict[str, Any]:
         (turn,) = turns
-        output: list[dict[str, Any]] = []
-        if turn.reasoning:
-            item = _reasoning_item(f"rs_{call_id}")
-            output.append({**item, "status": "completed", "content": [_reasoning_part(turn.reasoning)]})
-        # An empty turn is an item too; otherwise an agent that sends items back would lose it.
-        if turn.text or not turn.calls:
-            part = _text_part(turn.text, _logprobs(self.tokenizer, request, turn))
-            output.append({**_message_item(f"msg_{call_id}_0"), "status": _status(turn), "content": [part]})
-        for index, call in enumerate(turn.calls):
-            item = _open_call(request, f"{call_id}_{index}", call["id"], call["function"]["name"])
-            output.append(_finish_call(item, call["function"]["arguments"]))
+        output = output_items(turn, call_id, request.tool_origins, _logprobs(self.tokenizer, request, turn))
         more = fields.token_fields(turn) if request.return_token_ids else {}
         return {**_head(request, call_id), **_result(self.tokenizer, turn), "output": output, **more}
 
@@ -162,12 +164,30 @@ class Responses(Dialect):
 # -- responses ------------------------------------------------------------------------------------------------------
 
 
+def output_items(
+    turn: Turn, call_id: str, origins: Mapping[str, ToolOrigin], logprobs: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """The items of a turn: reasoning, text, and calls of the tools as the client described them."""
+    items: list[dict[str, Any]] = []
+    if turn.reasoning:
+        item = _reasoning_item(f"rs_{call_id}")
+        items.append({**item, "status": "completed", "content": [_reasoning_part(turn.reasoning)]})
+    # An empty turn is an item too; otherwise an agent that sends items back would lose it.
+    if turn.text or not turn.calls:
+        part = _text_part(turn.text, logprobs)
+        items.append({**_message_item(f"msg_{call_id}_0"), "status": _status(turn), "content": [part]})
+    for index, call in enumerate(turn.calls):
+        item = _open_call(origins, f"{call_id}_{index}", call["id"], call["function"]["name"])
+        items.append(_finish_call(item, call["function"]["arguments"]))
+    return items
+
+
 def _conversation_id(body: Mapping[str, Any]) -> str:
     value = body.get("conversation")
     return fields.text((value.get("id") if isinstance(value, dict) else value) or "", "conversation")
 
 
-def _sent_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def sent_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool as the response repeats it."""
     if tool.get("type") != "function":
         return dict(tool)
@@ -254,9 +274,9 @@ def _call_item(id: str, call_id: str, name: str) -> dict[str, Any]:
     return {**item, "status": "in_progress"}
 
 
-def _open_call(request: TurnRequest, id: str, call_id: str, name: str) -> dict[str, Any]:
+def _open_call(origins: Mapping[str, ToolOrigin], id: str, call_id: str, name: str) -> dict[str, Any]:
     """The item of a call, of the kind that the client described the tool as."""
-    origin = request.tool_origins.get(name)
+    origin = origins.get(name)
     if origin is None:
         return _call_item(f"fc_{id}", call_id, name)
     item = {**_call_item(f"fc_{id}", call_id, origin.name)}
@@ -304,7 +324,7 @@ class _Stream(StreamWriter):
         events = b""
         if delta.index is not None:
             if self._open is None or self._place != delta.index:
-                item = _open_call(self._request, f"{self._call_id}_{delta.index}", delta.id, delta.name)
+                item = _open_call(self._request.tool_origins, f"{self._call_id}_{delta.index}", delta.id, delta.name)
                 events = self._close("completed") + self._add(item, delta.index)
             if "input" in (self._open or {}):  # written at its end: its JSON is not what the client expects
                 self._texts.append(delta.arguments)

@@ -1,6 +1,7 @@
 """The gateway's OpenAPI description: the router lists the routes, and this module says what each of them does."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -56,6 +57,8 @@ class Route:
     """The content type of a streamed response."""
     status: int = 200
     needs_body: bool = True
+    query: Mapping[str, Schema] = field(default_factory=dict)
+    """The parameters of the query, all of them optional."""
 
 
 _SAMPLING: dict[str, Schema] = {
@@ -123,6 +126,15 @@ _DIALECTS: dict[str, Route] = {
 _DESCRIPTION = _object("id status turns rows verdicts trainable episode", turns=_LIST, rows=_LIST, episode=_OBJECT)
 _OPEN_SESSION = _object("id key status openai_base_url anthropic_base_url", id=_TEXT, key=_TEXT)
 _ENGINES = _object("version", version={"type": "integer"})
+_CONVERSATION = _object("id object created_at metadata", id=_TEXT, metadata=_OBJECT)
+_DELETED = _object("id object deleted", id=_TEXT)
+_ITEMS = _object("object data first_id last_id has_more", data=_LIST)
+_PAGING: dict[str, Schema] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100},
+    "order": {"enum": ["asc", "desc"]},
+    "after": _TEXT,
+}
+_STATE_ERRORS = (401, 404, 409, 503)
 _MODELS = _object("data", data=_LIST)
 
 _TOKENIZE = Route(
@@ -187,13 +199,46 @@ _ROUTES: dict[str, Route] = {
         "A model; any name is accepted", _SESSION, _object("id"), None, (401, 404, 503)
     ),
     "GET /{id}/models": Route("The models", _SESSION, _MODELS, None, (401, 404, 503)),
+    "GET /{id}/v1/responses/{response}": Route(
+        "A stored response", _SESSION, _DIALECTS["v1/responses"].response, None, (400, *_STATE_ERRORS)
+    ),
+    "DELETE /{id}/v1/responses/{response}": Route(
+        "Refer to a response no longer; its turn stays recorded", _SESSION, _DELETED, None, (*_STATE_ERRORS, 500)
+    ),
+    "GET /{id}/v1/responses/{response}/input_items": Route(
+        "The input of a stored response", _SESSION, _ITEMS, None, (400, *_STATE_ERRORS), query=_PAGING
+    ),
     "POST /{id}/v1/conversations": Route(
         "Open a conversation for OpenAI's Responses",
         _SESSION,
-        _object("id object created_at metadata", id=_TEXT),
-        _object("", metadata=_OBJECT),
-        (400, 401, 404, 409, 413, 429, 503),
+        _CONVERSATION,
+        _object("", metadata=_OBJECT, items={**_MESSAGES, "minItems": 0, "maxItems": 20}),
+        (400, *_STATE_ERRORS, 413, 429, 500),
         needs_body=False,
+    ),
+    "GET /{id}/v1/conversations/{conversation}": Route("A conversation", _SESSION, _CONVERSATION, None, _STATE_ERRORS),
+    "POST /{id}/v1/conversations/{conversation}": Route(
+        "Change the metadata of a conversation",
+        _SESSION,
+        _CONVERSATION,
+        _object("metadata", metadata=_OBJECT),
+        (400, *_STATE_ERRORS, 413, 429, 500),
+    ),
+    "DELETE /{id}/v1/conversations/{conversation}": Route(
+        "Refer to a conversation no longer; its turns stay recorded", _SESSION, _DELETED, None, (*_STATE_ERRORS, 500)
+    ),
+    "GET /{id}/v1/conversations/{conversation}/items": Route(
+        "The items of a conversation", _SESSION, _ITEMS, None, (400, *_STATE_ERRORS), query=_PAGING
+    ),
+    "POST /{id}/v1/conversations/{conversation}/items": Route(
+        "Add items to a conversation",
+        _SESSION,
+        _ITEMS,
+        _object("items", items={**_MESSAGES, "maxItems": 20}),
+        (400, *_STATE_ERRORS, 413, 429, 500),
+    ),
+    "GET /{id}/v1/conversations/{conversation}/items/{item}": Route(
+        "An item of a conversation", _SESSION, _object("id type"), None, _STATE_ERRORS
     ),
     "POST /{id}/tokenize": _TOKENIZE,
     "POST /{id}/v1/tokenize": _TOKENIZE,
@@ -261,10 +306,11 @@ def _operation(method: str, path: str) -> Schema:
     if path == "/healthz":
         responses["503"]["content"] = content
     operation: Schema = {"summary": route.summary, "responses": responses, "security": _SECURITY[route.security]}
-    if names := [part[1:-1] for part in path.split("/") if part.startswith("{")]:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {**_TEXT, "minLength": 1}} for name in names
-        ]
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {**_TEXT, "minLength": 1}} for name in names]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()]
+    if parameters:
+        operation["parameters"] = parameters
     if route.request is not None:
         body = {"application/json": {"schema": route.request}}
         operation["requestBody"] = {"required": route.needs_body, "content": body}

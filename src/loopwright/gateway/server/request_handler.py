@@ -18,7 +18,7 @@ from loopwright.engines.base import Sampling
 from loopwright.gateway.dialects.base import Dialect, StreamWriter, TurnRequest, parse_object
 from loopwright.gateway.dialects.chat import ChatCompletions
 from loopwright.gateway.dialects.completions import Completions
-from loopwright.gateway.dialects.fields import BadRequest, text
+from loopwright.gateway.dialects.fields import text
 from loopwright.gateway.dialects.messages import Messages, models_response
 from loopwright.gateway.dialects.responses import Responses
 from loopwright.gateway.refusal import Refusal, refusal_of
@@ -76,7 +76,6 @@ class RequestHandler:
             app.router.add_route("POST", f"/{{id}}/{path}", self._turn_handler(path))
             app.router.add_route("POST", f"/{{id}}/{path}/count_tokens", self._count_handler(path))
         app.router.add_route("POST", "/{id}/v1/responses/input_tokens", self._count_handler("v1/responses"))
-        app.router.add_route("POST", "/{id}/v1/conversations", self._open_conversation)
         for path in ("/{id}/tokenize", "/{id}/v1/tokenize"):
             app.router.add_route("POST", path, self._tokenize)
 
@@ -149,7 +148,9 @@ class RequestHandler:
 
     def _dialect(self, session: ServedSession, path: str) -> Dialect:
         tokenizer, template = session.session.engine.tokenizer, session.session.template
-        dialect = session.dialects[path] = ROUTES[path](tokenizer, session.config.defaults, template.grammar, session)
+        dialect = session.dialects[path] = ROUTES[path](
+            tokenizer, session.config.defaults, template.grammar, session.history
+        )
         return dialect
 
     async def _read(self, request: web.Request) -> bytes:
@@ -160,6 +161,14 @@ class RequestHandler:
         except TimeoutError as error:
             message = f"the request's body did not arrive within {self._config.read_s:g} s"
             raise Refusal(408, "invalid", message) from error
+
+    async def read_small_object(self, request: web.Request, *, allow_empty: bool = False) -> dict[str, Any]:
+        """The JSON object in the body of a request that is parsed and used on the event loop."""
+        data = await self._read(request)
+        if len(data) > LARGE_BYTES:
+            message = f"the request has {len(data)} bytes; this route accepts {LARGE_BYTES}"
+            raise Refusal(413, "too_large", message, retry=False)
+        return parse_object(data, allow_empty=allow_empty)
 
     @asynccontextmanager
     async def _large_body(
@@ -235,27 +244,10 @@ class RequestHandler:
 
         return handle_count
 
-    async def _open_conversation(self, request: web.Request) -> web.StreamResponse:
-        """Open a conversation for `responses`; each response in it continues the one before."""
-        session = self.session(request)
-        if session.status != "open":
-            raise session.refusal()
-        body = parse_object(await request.read(), allow_empty=True)
-        if body.get("items"):
-            raise BadRequest("items: a conversation starts empty; send them with its first response", "items")
-        if not isinstance(metadata := body.get("metadata") or {}, dict):
-            raise BadRequest("metadata: expected an object", "metadata")
-        head = {"id": session.open_conversation(), "object": "conversation", "created_at": int(time.time())}
-        return json_response({**head, "metadata": metadata})
-
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         """The ids of a text, or of the prompt for some messages, as vLLM's route of that name returns them."""
         session = self.session(request)
-        data = await self._read(request)
-        if len(data) > LARGE_BYTES:
-            message = f"the request has {len(data)} bytes; at most {LARGE_BYTES} are tokenised here"
-            raise Refusal(413, "too_large", message, retry=False)
-        body = parse_object(data)
+        body = await self.read_small_object(request)
         tokenizer = session.session.engine.tokenizer
         if "messages" in body:
             path = "v1/chat/completions"

@@ -13,6 +13,7 @@ from loopwright.gateway.dialects.base import parse_object
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.server.operations import Operations
 from loopwright.gateway.server.request_handler import RequestHandler, json_response
+from loopwright.gateway.server.stored_routes import StoredRoutes
 from loopwright.gateway.sessions.session_config import SessionConfig, is_generated
 from loopwright.gateway.settings import is_loopback
 
@@ -35,6 +36,7 @@ class Server:
         handler.mount(app)  # first, because routes are tried in order
         self._operations = Operations(gateway, handler.observer, handler.is_admin)
         self._operations.mount(app)
+        StoredRoutes(handler, self._config.model).mount(app)
         add = app.router.add_route
         add("GET", "/sessions", self._list)
         add("POST", "/sessions", self._open)

@@ -21,7 +21,7 @@ from loopwright.gateway.sessions.turn_options import TurnOptions
 if TYPE_CHECKING:
     from loopwright.gateway.sessions.served_session import ServedSession
 
-_STORED = ("ignored", "branch", "conversation", "has_instructions")
+_STORED = ("ignored", "branch", "conversation", "has_instructions", "response")
 ChoiceDelta = tuple[int, Delta]
 """The index of a choice, and its next delta."""
 
@@ -39,6 +39,8 @@ class CallRecord:
     """The id of the conversation that the client opened for it."""
     has_instructions: bool = False
     """Whether the first message was for this turn only."""
+    response: Mapping[str, Any] = field(default_factory=dict)
+    """What a stored response needs to know of its request."""
 
     def as_json(self, options: TurnOptions) -> str:
         """The options of a turn with this record, for the store; the dialect has a column of its own."""

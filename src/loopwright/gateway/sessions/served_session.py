@@ -16,11 +16,11 @@ from loopwright.core.episode import Episode
 from loopwright.core.errors import StorageError
 from loopwright.core.outcome import Outcome
 from loopwright.engines.base import Engine, Reasoning, Sampling
-from loopwright.gateway.dialects.base import Dialect, StoredConversation, TurnRequest
+from loopwright.gateway.dialects.base import Dialect, TurnRequest
 from loopwright.gateway.refusal import Refusal
 from loopwright.gateway.sessions.call import CallRecord, SessionCall
 from loopwright.gateway.sessions.exactness import Exactness, Verdict
-from loopwright.gateway.sessions.graph import RAW
+from loopwright.gateway.sessions.history import SessionHistory
 from loopwright.gateway.sessions.session import Session, SessionLimits
 from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.gateway.sessions.store import (
@@ -41,8 +41,6 @@ _MAX_CALLS = 64
 """Calls of a session that a retry can find."""
 _MAX_RESTORED_CALLS = 8
 """The same after a restart of the gateway."""
-_MAX_CONVERSATIONS = 1024
-"""Conversations that a client may open."""
 _MAX_WAITING = 256
 """Calls that may wait for a slot."""
 _ROW_FIELDS = ("prompt_ids", "response_ids", "response_mask", "logprobs", "versions", "nodes")
@@ -110,11 +108,7 @@ class ServedSession:
         self._running: set[SessionCall] = set()
         self.unsaved: set[SessionCall] = set()
         """Calls of which the store may lack something."""
-        self._records: dict[int, CallRecord] = {}
-        self._nodes: dict[str, int] = {}
-        """The first turn of each call."""
-        self._conversations: dict[str, list[int]] = {}
-        """The turns of each conversation that the client opened."""
+        self.history = SessionHistory(self)
         self._pinned: tuple[Sampling | None, tuple[str, ...], Sampling, Mapping[str, str]]
         self._pinned = None, (), config.defaults, {}
         self.dialects: dict[str, Dialect] = {}
@@ -164,11 +158,15 @@ class ServedSession:
         drafts = self._drafts(request, sampling)
         call_id = f"{self._call_prefix}{next(self._call_numbers):x}"
         ignored = {**request.ignored, **overridden}
-        record = CallRecord(dialect, ignored, request.branch, request.conversation, request.has_instructions)
+        names = request.branch, request.conversation
+        record = CallRecord(dialect, ignored, *names, request.has_instructions, request.recorded)
         call = SessionCall(self, call_id, digest, record, drafts, request.stream)
         if self.store is not None:
             self.unsaved.add(call)
-        self._add_call(call)
+        self._calls[digest] = call
+        self.history.add(call)
+        while len(self._calls) > _MAX_CALLS:
+            self._calls.popitem(last=False)
         return call
 
     def _drafts(self, request: TurnRequest, sampling: Sampling) -> list[Draft]:
@@ -196,54 +194,12 @@ class ServedSession:
             raise
         return drafts
 
-    def _add_call(self, call: SessionCall) -> None:
-        self._calls[call.digest] = call
-        self._nodes[call.id] = call.drafts[0].node
-        self._records |= dict.fromkeys((draft.node for draft in call.drafts), call.record)
-        if call.record.conversation:
-            self._conversations.setdefault(call.record.conversation, []).append(call.drafts[0].node)
-        while len(self._calls) > _MAX_CALLS:
-            self._calls.popitem(last=False)
-
-    # -- what requests refer to ---------------------------------------------------------------------------------
-
-    def turn(self, call_id: str) -> StoredConversation | None:
-        """The conversation up to the turn of a finished call."""
-        node = self._nodes.get(call_id)
-        return None if node is None else self._conversation_at(node)
-
-    def conversation(self, id: str) -> StoredConversation | None:
-        """A conversation that the client opened, up to its last finished turn."""
-        if (nodes := self._conversations.get(id)) is None:
-            return None
-        return next(filter(None, map(self._conversation_at, reversed(nodes))), StoredConversation(()))
-
-    def open_conversation(self) -> str:
-        """The id of a new conversation."""
-        if len(self._conversations) >= _MAX_CONVERSATIONS:
-            raise Refusal.out_of_quota(f"{_MAX_CONVERSATIONS} conversations are open")
-        id = f"conv_{secrets.token_hex(16)}"
-        self._conversations[id] = []
-        return id
-
-    def _conversation_at(self, node: int) -> StoredConversation | None:
-        graph = self.session.graph
-        if graph.nodes[node].finish not in ("stop", "length"):
-            return None
-        messages, tools = graph.conversation(node)
-        if messages[0].get("role") == RAW:
-            return None
-        return StoredConversation(messages, tools, self._records[node].has_instructions)
-
     async def discard(self, call: SessionCall) -> None:
         """Remove a call that the engine refused, from memory and store, if nothing was added after it."""
         if not self.session.discard(call.drafts):
             return
         self._calls = OrderedDict((digest, each) for digest, each in self._calls.items() if each is not call)
-        self._records = {node: record for node, record in self._records.items() if record is not call.record}
-        self._nodes.pop(call.id, None)
-        if call.record.conversation:
-            self._conversations[call.record.conversation].remove(call.drafts[0].node)
+        self.history.remove(call)
         for dialect in self.dialects.values():
             if dialect.name == call.record.dialect:
                 dialect.bodies.forget()
@@ -278,6 +234,10 @@ class ServedSession:
     def running(self) -> int:
         """How many calls are running."""
         return len(self._running)
+
+    def is_running(self, node: int) -> bool:
+        """Whether a turn is being sampled."""
+        return any(draft.node == node for call in self._running for draft in call.drafts)
 
     # -- the store ----------------------------------------------------------------------------------------------
 
@@ -412,7 +372,7 @@ class ServedSession:
         turns = {
             number: {
                 "node": number,
-                **{name: getattr(self._records.get(number, _NO_RECORD), name) for name in _RECORD_FIELDS},
+                **{name: getattr(self.history.records.get(number, _NO_RECORD), name) for name in _RECORD_FIELDS},
                 "verdict": verdict.kind,
                 "reason": verdict.reason,
                 "token": verdict.token,
@@ -482,11 +442,8 @@ class ServedSession:
         self.session.restore(nodes, verdicts)
         self._saved_nodes = len(self.session.graph.nodes)
         calls: dict[str, list[Any]] = {}
+        self.history.restore([(each[0], each[1], CallRecord.from_json(each[4], each[7])) for each in rows], store)
         for each in rows:
-            record = self._records[each[0]] = CallRecord.from_json(each[4], each[7])
-            self._nodes.setdefault(each[1], each[0])
-            if record.conversation:
-                self._conversations.setdefault(record.conversation, []).append(each[0])
             if each[0] not in lost_nodes:
                 calls.setdefault(each[1], []).append(each)
         for id, choices in list(calls.items())[-_MAX_RESTORED_CALLS:]:
@@ -494,7 +451,7 @@ class ServedSession:
             for node, _, _, _, _, sampling_json, seed, options_json, *_ in choices:
                 sampling, options = Sampling.model_validate_json(sampling_json), TurnOptions.from_json(options_json)
                 drafts.append(self.session.restore_draft(node, sampling, seed, prompts[node], options))
-            call = SessionCall(self, id, choices[0][3], self._records[choices[0][0]], drafts, True)
+            call = SessionCall(self, id, choices[0][3], self.history.records[choices[0][0]], drafts, True)
             if all(map(self.session.is_done, drafts)):
                 call.turns = [self.session.result(draft) for draft in drafts]
-            self._add_call(call)
+            self._calls[call.digest] = call

@@ -43,6 +43,9 @@ CREATE TABLE calls (
     PRIMARY KEY (session, node)
 ) STRICT;
 """
+_OBJECTS = """
+CREATE TABLE objects (session TEXT NOT NULL, id TEXT NOT NULL, data TEXT NOT NULL, PRIMARY KEY (session, id)) STRICT;
+"""
 # Format 2 stored a turn's failure in place of its prompt's verdict.
 _FROM_2 = """
 ALTER TABLE calls ADD COLUMN failure TEXT;
@@ -50,8 +53,8 @@ ALTER TABLE calls ADD COLUMN failed_at INTEGER;
 UPDATE calls SET failure = reason, failed_at = token, verdict = 'exact', reason = '', token = NULL
 WHERE verdict = 'broken';
 """
-_FROM_3 = "ALTER TABLE nodes ADD COLUMN is_delivered INTEGER NOT NULL DEFAULT 1;"
-_UPGRADES = {0: _SCHEMA, 2: _FROM_2 + _FROM_3, 3: _FROM_3}
+_FROM_3 = f"ALTER TABLE nodes ADD COLUMN is_delivered INTEGER NOT NULL DEFAULT 1; {_OBJECTS}"
+_UPGRADES = {0: _SCHEMA + _OBJECTS, 2: _FROM_2 + _FROM_3, 3: _FROM_3}
 
 # Each for one row; `_group` merges several rows into one statement.
 NODE = "INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -60,6 +63,8 @@ RESULT = (
     "UPDATE calls SET ended_at = result.column1, failure = result.column2, failed_at = result.column3 "
     "FROM (VALUES (?, ?, ?, ?, ?)) AS result WHERE session = result.column4 AND node = result.column5"
 )
+OBJECT = "INSERT OR REPLACE INTO objects VALUES (?, ?, ?)"
+"""A conversation that the client opened, as JSON; empty for a deleted conversation or response."""
 SESSION = "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _MAX_ROWS = 32
 """Rows of one statement."""
@@ -217,7 +222,7 @@ def _query(query: str, count: int) -> str:
 
 def delete_statements(session: str) -> list[Statement]:
     """Statements that delete everything about a session."""
-    tables = (("sessions", "id"), ("nodes", "session"), ("calls", "session"))
+    tables = (("sessions", "id"), ("nodes", "session"), ("calls", "session"), ("objects", "session"))
     return [(f"DELETE FROM {table} WHERE {column} = ?", (session,)) for table, column in tables]
 
 
