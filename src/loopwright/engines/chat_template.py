@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 _MARKS = "\ufdd0", "\ufdd1"
 """Noncharacters around the name of a special token that is meant as text."""
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SHORT = 16
+"""Characters of a text whose ids are remembered."""
 _SMALL = 2**20
 """Characters of a template; a larger one is not a chat template."""
 
@@ -192,7 +194,9 @@ def _compile(source: str) -> Any:
         "dict": _Dict(),
         "namespace": _Names,
     }
-    return environment.from_string(source)
+    template = environment.from_string(source)
+    template.globals = dict(template.globals)  # each rendering copies them, and Jinja's own kind of mapping is slow
+    return template
 
 
 def _refuse(message: str) -> None:
@@ -221,6 +225,8 @@ class SpecialTokens:
         self._split = re.compile(f"{_MARKS[0]}(?:{one}){_MARKS[1]}|({one})")
         self._strips: Mapping[str, tuple[bool, bool]] = getattr(tokenizer, "strips", {})
         self._encode_later = getattr(tokenizer, "encode_later", tokenizer.encode)
+        # Roles and the text between messages, which every turn repeats.
+        self._encode_short = lru_cache(256)(lambda text: self._encode_later(unprotected(text)) if text else [])
 
     def protect(self, value: Any) -> Any:
         """The same data, with marks around all names of special tokens; the very same object if it has none."""
@@ -238,7 +244,9 @@ class SpecialTokens:
 
     def find(self, text: str, names: frozenset[str], start: int = 0) -> re.Match[str] | None:
         """The first of these special tokens that the template wrote, from a position on."""
-        return next((match for match in self._split.finditer(text, start) if match[1] in names), None)
+        while (match := self._split.search(text, start)) is not None and match[1] not in names:
+            start = match.end()
+        return match
 
     def encode(self, text: str, after: str = "", *, is_start: bool = True) -> list[tuple[int, list[int]]]:
         """The ids of rendered text, in segments: where each ends, and its ids.
@@ -265,9 +273,11 @@ class SpecialTokens:
             text = text.lstrip()
         if self._strips.get(after, (False, False))[0]:
             text = text.rstrip()
+        if len(text) <= _SHORT and not is_first:
+            return self._encode_short(text)
         if _MARKS[0] in text or _MARKS[1] in text:
             text = unprotected(text)
-        return (self._tokenizer.encode if is_first else self._encode_later)(text) if text else []
+        return (self._tokenizer.encode if is_first else self._encode_later)(text)
 
 
 def unprotected(text: str) -> str:

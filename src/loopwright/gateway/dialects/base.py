@@ -14,8 +14,9 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 import orjson
@@ -92,6 +93,10 @@ class TurnRequest:
         """The messages of each conversation: raw prompts are one each."""
         is_raw = bool(self.messages) and self.messages[0].get("role") == RAW
         return [[message] for message in self.messages] if is_raw else [self.messages]
+
+
+_SETTINGS = attrgetter(*(each.name for each in fields(TurnRequest)[1:]))
+"""All of a request except its messages. `replace` is slow."""
 
 
 def continue_message(request: TurnRequest) -> TurnRequest:
@@ -201,7 +206,7 @@ class Dialect(ABC):
         # An agent sends the same settings with every request, so they are parsed once.
         if self._settings is None or self._settings[0] != settings_json:
             self._settings = settings_json, self._parse_settings(settings, messages)
-        request = replace(self._settings[1], messages=messages)
+        request = TurnRequest(messages, *_SETTINGS(self._settings[1]))
         # Most messages have a role and a content only.
         if self.message_fields and (others := [message for message in body["messages"] if len(message) > 2]):
             values = {name: value for message in others for name, value in message.items() if value}

@@ -144,8 +144,10 @@ class SessionCall:
         """The turns, once they are committed."""
         task = self._task
         if self.turns is None and task is not None:
-            await asyncio.wait((task,))  # not `await task`: cancelling one follower must not cancel the call
-            self._raise_failure(task)
+            while self.turns is None and not task.done():
+                await self._wait()  # not `await task`: cancelling one follower must not cancel the call
+            if self.turns is None:
+                self._raise_failure(task)
         return self.turns or ()
 
     async def follow(self, keepalive_s: float) -> AsyncGenerator[list[ChoiceDelta], None]:
@@ -167,17 +169,18 @@ class SessionCall:
             elif not await self._wait(keepalive_s):
                 yield []
 
-    async def _wait(self, timeout_s: float) -> bool:
+    async def _wait(self, timeout_s: float | None = None) -> bool:
         """Wait for a delta or the end; False if neither came in time."""
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         self._waiters.add(waiter)
-        timer = loop.call_later(timeout_s, _resolve, waiter, False)
+        timer = None if timeout_s is None else loop.call_later(timeout_s, _resolve, waiter, False)
         try:
             return bool(await waiter)
         finally:
             self._waiters.discard(waiter)
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
 
     def _wake(self) -> None:
         for waiter in self._waiters:
@@ -201,13 +204,16 @@ class SessionCall:
 
     async def _run(self) -> None:
         owner = self.owner
-        async with self._lock, owner.slot(self):
-            owner.session.resume(self.drafts)
+        async with self._lock:
+            await owner.enter(self)
             try:
+                owner.session.resume(self.drafts)
                 self.turns = await (self._sample() if owner.store is None else self._sample_durably())
             except (ContextFull, BadSampling):
                 await owner.discard(self)
                 raise
+            finally:
+                owner.leave(self)
         self._wake()
 
     async def _sample_durably(self) -> list[Turn]:

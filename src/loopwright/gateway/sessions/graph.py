@@ -80,7 +80,7 @@ class Graph:
             return Placement(node, (), verdict, options)
         if self._forks:
             messages = _without_old_reasoning(messages)
-        has_results = any(message.get("role") == "tool" for message in messages)
+        has_results = "tool" in [message.get("role") for message in messages]
         messages = _arranged(messages) if has_results else list(messages)
         context = list(tools), dict(options.chat_template_kwargs)
         prefix, nodes = self._take_recent(messages, context)
@@ -333,10 +333,14 @@ def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 def copy_message(message: Message) -> dict[str, Any]:
     """A message as our own plain data, which its sender cannot change later."""
+    is_plain = len(message) == 2 and type(message.get("role")) is str and type(message.get("content")) is str
+    if is_plain and message["content"].isascii():
+        return dict(message)  # as most are; a copy with the same text is compared in no time
     try:
-        copy: dict[str, Any] = orjson.loads(orjson.dumps(message))
+        data = orjson.dumps(message)
     except orjson.JSONEncodeError as error:
         raise ValueError(f"a message cannot be written as JSON: {error}") from error
+    copy: dict[str, Any] = dict(message) if is_plain else orjson.loads(data)
     return copy
 
 

@@ -2,8 +2,9 @@
 
 A Jinja template renders whole conversations, and an agent's turn must not cost what all turns before it cost. What
 follows a turn does not depend on the middle of the conversation, so a window is rendered: the messages up to the first
-of the user, the turn with the exchange before it, and what follows it. Each rendering has to start as the first one
-did: a template that changes what it wrote before is rendered from the start, which makes a separate branch.
+of the user, the turn with a few messages before it, and what follows it. Each rendering has to start as the first one
+did: a template that changes what it wrote before is rendered from the start, which makes a separate branch. The window
+of a turn mostly starts with the window of the turn before it, so that one rendering is enough.
 """
 
 import json
@@ -11,6 +12,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +28,8 @@ from loopwright.gateway.sessions.turn_parser import END_THINK, THINK
 log = logging.getLogger(__name__)
 _MAX_CUTS = 8
 """Messages of one continuation whose ids are told apart; of more, only the first and the last."""
+_MAX_WINDOW = 8
+"""Messages between the first ones and a turn that are rendered again; after that the window starts later."""
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<end_of_turn>")
 _OPEN_REASONING = re.compile(rf"{THINK}\s*$")
 _PROBE = "zq7"
@@ -113,37 +117,55 @@ class ModelTemplate(ChatTemplate):
         self._ends = frozenset(tokenizer.specials[name] for name in facts.ends)
         self._names = {tokenizer.specials[name]: name for name in facts.ends}
         self._start, self._has_parts = facts.start, facts.has_parts
-        self._head: tuple[list[Message], _Context, tuple[str, ...]] = [], ([], {}), ()
+        self._head: tuple[Sequence[Message], _Context, list[Message], tuple[str, ...]] = [], ([], {}), [], ()
+        """The first messages of a conversation, what they were rendered with, as prepared, and as text."""
+        self._window: tuple[int, Sequence[Message], list[Message], str] = 0, [], [], ""
+        """What was rendered last: where it continues after the head, the messages from there, all as prepared, text."""
+        self._prompt: tuple[_Context, str] = ([], {}), ""
+        """The text with which the template opened a turn, and what it was rendered with."""
+        self._tools: tuple[Sequence[Tool], Sequence[Tool]] = (), []
 
     def begin(self, conversation: Sequence[Message], tools: Sequence[Tool], options: TurnOptions) -> Continuation:
-        context = self._specials.protect(list(tools)), options.chat_template_kwargs
+        context = self._context(tools, options)
         messages = [self._prepare(message) for message in conversation]
         return self._continue(self._open(messages, context, options), 0, messages, 0, context, options)
 
     def extend(
         self, conversation: Sequence[Message], start: int, tools: Sequence[Tool], options: TurnOptions, turn: Node
     ) -> Continuation | None:
-        context = self._specials.protect(list(tools)), options.chat_template_kwargs
         try:
-            return self._extend(conversation, start, context, options, turn)
+            return self._extend(conversation, start, self._context(tools, options), options, turn)
         except RenderError:  # of the window; the conversation itself may still be rendered
             return None
+
+    def _context(self, tools: Sequence[Tool], options: TurnOptions) -> _Context:
+        sent, _ = self._tools
+        if len(sent) != len(tools) or not all(map(is_, sent, tools)):
+            self._tools = tools, self._specials.protect(list(tools))
+        return self._tools[1], options.chat_template_kwargs
 
     def _extend(
         self, conversation: Sequence[Message], start: int, context: _Context, options: TurnOptions, turn: Node
     ) -> Continuation | None:
-        roles = [message.get("role") for message in conversation[: start - 1]]
-        first = roles.index("user") + 1 if "user" in roles else len(roles)
-        latest = max((index for index in range(first, len(roles)) if roles[index] == "assistant"), default=first)
-        head = [self._prepare(message) for message in conversation[:first]]
-        before = [*head, *(self._prepare(message) for message in conversation[latest : start - 1])]
-        window = [*before, *(self._prepare(message) for message in conversation[start - 1 :])]
+        stop = start - 1
+        first = next((index + 1 for index in range(stop) if conversation[index].get("role") == "user"), stop)
+        if self._head[:2] != (conversation[:first], context):
+            head = [self._prepare(message) for message in conversation[:first]]
+            texts = tuple(self._render(head, context, opens_turn=opens) for opens in (True, False))
+            self._head = conversation[:first], context, head, texts
+            self._window = 0, [], [], ""
+        anchor, recent, before, opened = self._window
+        if not recent or len(recent) > _MAX_WINDOW or conversation[anchor:stop] != recent:
+            roles = [message.get("role") for message in conversation[first:stop]]
+            anchor = stop - 1 - roles[::-1].index("assistant") if "assistant" in roles else first
+            before = [*self._head[2], *(self._prepare(message) for message in conversation[anchor:stop])]
+            opened = self._render(before, context, opens_turn=True)
+        window = [*before, *(self._prepare(message) for message in conversation[stop:])]
         text = self._open(window, context, options)
-        if self._head[:2] != (head, context):
-            self._head = head, context, tuple(self._render(head, context, opens_turn=opens) for opens in (True, False))
-        if not text.startswith(self._head[2]):
+        if not text.startswith(self._head[3]):
             return None
-        opened = self._render(before, context, opens_turn=True)
+        if not options.instruction:
+            self._window = anchor, conversation[anchor:], window, text
         is_opened = text.startswith(opened)
         at = len(opened) if is_opened else _common_prefix(text, self._render(before, context, opens_turn=False))
         end_name, raw = self._names.get(turn.ids[-1], ""), self.raw_text(turn)
@@ -153,17 +175,16 @@ class ModelTemplate(ChatTemplate):
             end = self._find_end(window, len(before), context, options, text)
         if end is None:
             return None
-        added = "" if end_name else self._specials.protect(self.text_added(conversation[start - 1], turn))
+        added = "" if end_name else self._specials.protect(self.text_added(conversation[stop], turn))
         if not text.endswith(added, at, end.start()):
             return None
-        cut = end.end() if end_name else end.start() - len(added)
-        result = self._continue(text, cut, window, len(before) + 1, context, options, end_name)
         written = unprotected(text[at : end.start()])
         is_same = is_opened and written == raw
         if not is_same and written.endswith(raw):  # it may have started with given text
             is_same = self._tokenizer.decode(turn.ids[: len(turn.ids) - bool(end_name)]).endswith(written)
         note = "" if is_same else f"message {start} stays as sampled; the chat template would write it differently"
-        return replace(result, ends_turn=not end_name, note=note)
+        cut = end.end() if end_name else end.start() - len(added)
+        return self._continue(text, cut, window, len(before) + 1, context, options, (end_name, note))
 
     def _find_end(
         self, window: list[Message], index: int, context: _Context, options: TurnOptions, text: str
@@ -193,13 +214,22 @@ class ModelTemplate(ChatTemplate):
         first: int,
         context: _Context,
         options: TurnOptions,
-        after: str = "",
+        turn: tuple[str, str] | None = None,
     ) -> Continuation:
-        """The ids of the text from `start` on: of the messages from `first` on, and of the opening."""
-        cuts: list[int] = []
-        for index in range(first, len(messages)):
-            is_cut = len(messages) - first <= _MAX_CUTS or index in (first, len(messages) - 1)
+        """The ids of the text from `start` on: of the messages from `first` on, and of the opening.
+
+        `turn` has the special token that ended the turn before them, and what the template writes differently in it.
+        """
+        cuts, end = list[int](), len(messages) - 1
+        for index in range(first, end):
+            is_cut = end - first < _MAX_CUTS or index == first
             cuts.append(self._cut(messages[: index + 1], context, text) if is_cut else 0)
+        if first <= end:
+            prompt = self._prompt[1] if self._prompt[0] == context and not options.instruction else ""
+            if not prompt or not text.endswith(prompt):
+                prompt = text[self._cut(messages, context, text) :]
+                self._prompt = context, "" if options.instruction else prompt
+            cuts.append(len(text) - len(prompt))
         last = max(cuts, default=0)
         reasoning = _OPEN_REASONING.search(text, max(last, start))
         prefill = options.prefill
@@ -212,10 +242,13 @@ class ModelTemplate(ChatTemplate):
             text += self._specials.protect(prefill)
         ids: list[list[int]] = [[] for _ in cuts]
         opening: list[int] = []
+        after, note = turn or ("", "")
+        owner = 0
         for end, segment in self._specials.encode(text[start:], after, is_start=not start):
-            owner = next((index for index, cut in enumerate(cuts) if start + end <= cut), None)
-            (opening if owner is None else ids[owner]).extend(segment)
-        return Continuation(ids, opening, options)
+            while owner < len(cuts) and start + end > cuts[owner]:
+                owner += 1
+            (ids[owner] if owner < len(cuts) else opening).extend(segment)
+        return Continuation(ids, opening, options, ends_turn=turn is not None and not after, note=note)
 
     def _cut(self, messages: list[Message], context: _Context, text: str) -> int:
         """Where these messages end in the text, which has more of them; 0 if the template cannot tell."""
@@ -247,7 +280,10 @@ class ModelTemplate(ChatTemplate):
 
     def _prepare(self, message: Message) -> Message:
         """A message as a serving engine gives it to the template: arguments as objects, reasoning by all its names."""
-        result = dict(self._specials.protect(message))
+        protected: Message = self._specials.protect(message)
+        if protected is message and len(message) == 2 and type(message.get("content")) is str:
+            return message  # as most are; a template cannot change it
+        result = dict(protected)
         if type(result.get("content")) is not str:
             result["content"] = self._specials.protect(text_of(message))
         if calls := result.get("tool_calls"):

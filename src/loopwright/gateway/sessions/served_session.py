@@ -4,8 +4,8 @@ import asyncio
 import hmac
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from itertools import count
 from typing import Any
@@ -207,28 +207,28 @@ class ServedSession:
         if self.store is not None:
             await self.store.write(truncate_statements(self.id, first))
 
-    @asynccontextmanager
-    async def slot(self, call: SessionCall) -> AsyncIterator[None]:
-        """A place among the calls that run at the same time."""
+    async def enter(self, call: SessionCall) -> None:
+        """Wait for a place among the calls that run at the same time; the call has to `leave` it."""
+        if self.status != "open":  # closed between the request and now
+            raise self.refusal()
         self._running.add(call)
+        if self._slots is None:
+            return
+        self._waiting += 1
         try:
-            if self.status != "open":  # closed between the request and now
-                raise self.refusal()
-            if self._slots is None:
-                yield
-                return
-            self._waiting += 1
-            try:
-                await self._slots.acquire()
-            finally:
-                self._waiting -= 1
-            try:
-                yield
-            finally:
-                self._slots.release()
-        finally:
+            await self._slots.acquire()
+        except BaseException:
             self._running.discard(call)
-            self._used_at = self.clock()
+            raise
+        finally:
+            self._waiting -= 1
+
+    def leave(self, call: SessionCall) -> None:
+        """Free the place of a call."""
+        if self._slots is not None:
+            self._slots.release()
+        self._running.discard(call)
+        self._used_at = self.clock()
 
     @property
     def running(self) -> int:

@@ -72,6 +72,7 @@ class Session:
         self.graph = Graph(self.template, forks=self._forks)
         self.verdicts: dict[int, Verdict] = {}
         """The exactness of each turn, by its node."""
+        self._without_calls = PLAIN, replace(PLAIN, parse_tool_calls=False)
         self._running: dict[int, Draft] = {}
         self._turns = self._sampled = self._reserved = 0
         self.phases_s: dict[str, float] = {}
@@ -116,8 +117,10 @@ class Session:
         if options.chat_template_kwargs and not self.template.takes_kwargs:
             name = "chat_template_kwargs"
             raise BadRequest(f"{name}: this model's prompts are not rendered with a Jinja template; leave it out", name)
-        if not tools:  # there is nothing to call
-            options = replace(options, parse_tool_calls=False)
+        if not tools and options.parse_tool_calls:  # there is nothing to call
+            if self._without_calls[0] is not options:  # mostly the same as in the turn before
+                self._without_calls = options, replace(options, parse_tool_calls=False)
+            options = self._without_calls[1]
         count = len(self.graph.nodes)
         try:
             place = self.graph.place(messages, tools, self._with_thinking(messages, options))
