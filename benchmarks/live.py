@@ -1,6 +1,7 @@
 """Live environments: CartPole through `loopwright.make` against the bare environment, and what a step leaves behind.
 
-Both get the same actions and reset where an episode ends; ours has each step numbered, checked and recorded.
+Both get the same actions and reset where an episode ends; ours has each step numbered, checked and recorded. With
+`isolate`, the environment is in a process of its own: measured against SB3's `SubprocVecEnv`, which does the same.
 """
 
 import json
@@ -14,15 +15,19 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from stable_baselines3.common.vec_env import SubprocVecEnv
 
 import loopwright
 from benchmarks.measure import Ratio, best_of
 from benchmarks.spine import MEMORY
+from loopwright.envs.live.isolated import EnvProcess, Reset, Step
+from loopwright.envs.live.regime_server import ServerTarget
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.recorder import Recorder
 
 ENVIRONMENT = "CartPole-v1"
 STEPS, ROUNDS = 20_000, 9
+ISOLATED_STEPS, ISOLATED_ROUNDS, COPIES = 4_000, 5, 8
 TRIALS, BATCHES = 100_000, 5
 MANY, MOST_MB = 1_000_000, 300
 SCENARIO = """
@@ -34,14 +39,15 @@ reward = {{ type = "server" }}
 [run.live]
 env_class = "{env_class}"
 record = "{record}"
+isolate = {isolate}
 """
 
 
-def make_env(home: Path, env_class: str, record: str) -> Any:
+def make_env(home: Path, env_class: str, record: str, *, isolate: bool = False) -> Any:
     """A live run as an environment, with its record in `home`."""
-    file = home / f"{record}.toml"
-    file.write_text(SCENARIO.format(env_class=env_class, record=record))
-    return loopwright.make(file, output=home / f"out-{record}")
+    file = home / f"{record}-{isolate}.toml"
+    file.write_text(SCENARIO.format(env_class=env_class, record=record, isolate=str(isolate).lower()))
+    return loopwright.make(file, output=home / f"out-{record}-{isolate}")
 
 
 def walk(env: Any, steps: int = STEPS) -> Callable[[], None]:
@@ -83,6 +89,55 @@ def stepping() -> list[Ratio]:
             detail=f"{rate[name]:,.0f} steps/s, bare {rate['bare']:,.0f}",
         )
         for name, what, target in (("steps", "every step", 0.4), ("episodes", "whole episodes", 0.5))
+    ]
+
+
+def isolated() -> list[Ratio]:
+    """Steps per second of one environment and of eight in a process of their own, against SB3's `SubprocVecEnv`."""
+    actions = [np.full(COPIES, number & 1) for number in range(2)]
+    target = ServerTarget(f"gymnasium:{ENVIRONMENT}")
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as directory:
+        one = make_env(Path(directory), f"gymnasium:{ENVIRONMENT}", "steps", isolate=True)
+        process = EnvProcess(target, copies=COPIES)
+        theirs = {copies: SubprocVecEnv([lambda: gymnasium.make(ENVIRONMENT)] * copies) for copies in (1, COPIES)}
+
+        def step_process() -> None:
+            process.call([Reset(n) for n in range(COPIES)])
+            for number in range(ISOLATED_STEPS // COPIES):
+                responses = process.call([Step(n, action) for n, action in enumerate(actions[number & 1])])
+                if ended := [Reset(n) for n, response in enumerate(responses) if response[2] or response[3]]:
+                    process.call(ended)
+
+        def step_theirs(copies: int) -> Callable[[], None]:
+            def stepped() -> None:
+                theirs[copies].reset()
+                for number in range(ISOLATED_STEPS // copies):
+                    theirs[copies].step(actions[number & 1][:copies])
+
+            return stepped
+
+        contenders = {
+            "one": walk(one, ISOLATED_STEPS),
+            "eight": step_process,
+            "their one": step_theirs(1),
+            "their eight": step_theirs(COPIES),
+        }
+        best = best_of(ISOLATED_ROUNDS, contenders)
+        for env in (one, process, *theirs.values()):
+            env.close()
+    rate = {name: ISOLATED_STEPS / taken_s for name, taken_s in best.items()}
+    return [
+        Ratio(
+            f"live: {what} with isolate, against SubprocVecEnv",
+            rate[name] / rate[f"their {name}"],
+            goal,
+            at_least=True,
+            detail=f"{rate[name]:,.0f} steps/s, SubprocVecEnv {rate[f'their {name}']:,.0f}",
+        )
+        for name, what, goal in (
+            ("one", f"{ENVIRONMENT} with every step recorded", 0.5),
+            ("eight", f"{COPIES} × {ENVIRONMENT} in one process, batched", 0.8),
+        )
     ]
 
 
@@ -158,7 +213,7 @@ def staying_flat() -> list[Ratio]:
 
 def run() -> list[Ratio]:
     """Speed, recording and memory."""
-    return [*stepping(), recording(), *staying_flat()]
+    return [*stepping(), *isolated(), recording(), *staying_flat()]
 
 
 if __name__ == "__main__":

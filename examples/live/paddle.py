@@ -33,7 +33,7 @@ class PaddleServer:
         self._speed = float(regime.get("ball_speed", 1.0))
         self._paddle, self._caught = 0.0, 0
         self._throw()
-        return self._observation(), {}
+        return self._observation(), {"env_params": {"ball_speed": self._speed}}
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Move the paddle and the ball. There is a reward only when the ball comes down."""

@@ -112,6 +112,7 @@ name = "{name}"
 {agent}
 [run.live]
 env_class = "{env_class}"
+isolate = false
 {more}
 """
 

@@ -88,7 +88,7 @@ class LineServer:
     def reset(self, *, seed=None, options=None):
         self.resets.append(options)
         self.position, self.left = 0.0, 5
-        return self._observation(), {}
+        return self._observation(), {"env_params": (options or {}).get("env_params", {})}
 
     def step(self, action):
         self.steps += 1

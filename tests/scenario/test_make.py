@@ -22,7 +22,7 @@ DRAWN = {
 }
 LIVE = {
     "reward": "",
-    "workload": '[run.live]\nenv_class = "gymnasium:CartPole-v1"',
+    "workload": '[run.live]\nenv_class = "gymnasium:CartPole-v1"\nisolate = false',
     "args": "",
     "agent": 'agent = { type = "ppo", trials = 9 }',
 }

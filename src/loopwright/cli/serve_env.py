@@ -6,8 +6,9 @@ from typing import Annotated
 import typer
 
 from loopwright.cli.options import assignment
+from loopwright.envs.live.regime_server import RegimeServer, ServerTarget, constructor_args
 from loopwright.envs.live.serve import serve
-from loopwright.envs.live.server import GymServer, ServerError, check_server_class, make_server
+from loopwright.envs.live.server import GymServer, ServerError, check_server_class
 from loopwright.envs.live.wire import encode_space
 
 
@@ -24,13 +25,19 @@ def command(
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="Let other machines connect. There is no password.")] = False,
 ) -> None:
-    """Serve an environment over a socket: each client gets its own instance. Ctrl-C stops it."""
+    """Serve an environment over a socket: each client gets its own instance. Ctrl-C stops it.
+
+    Arguments of its constructor that are not set with --arg can be drawn by the client, per episode.
+    """
     args, directory = dict(assignment(text, "--arg") for text in arg or ()), Path.cwd()
     if reason := check_server_class(environment, directory):
         raise ServerError(reason)
 
+    target = ServerTarget(environment, args, directory=directory)
+    settable = {*(constructor_args(environment, directory) or ())} - args.keys()
+
     def make() -> GymServer:
-        return make_server(environment, args, directory)
+        return RegimeServer(target, settable)
 
     # Made once as a test, so that wrong arguments are reported here and not to the first client.
     first = make()

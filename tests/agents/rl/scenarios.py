@@ -52,7 +52,9 @@ metrics = ["y"]
 """
 
 
-def live_scenario(agent: str, env_class: str = "gymnasium:CartPole-v1", more: str = "") -> str:
+def live_scenario(
+    agent: str, env_class: str = "gymnasium:CartPole-v1", more: str = "", *, isolate: bool = False
+) -> str:
     return f"""
 name = "training"
 [[run]]
@@ -61,6 +63,7 @@ agent = {{ {agent} }}
 reward = {{ type = "server" }}
 [run.live]
 env_class = "{env_class}"
+isolate = {str(isolate).lower()}
 {more}
 """
 

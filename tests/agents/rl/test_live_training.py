@@ -44,7 +44,9 @@ def test_an_unsupported_action_space_at_an_address_fails_the_run(tmp_path, caplo
 
 
 def at_address(address, agent='type = "sac", trials = 50'):
-    return live_scenario(agent).replace('env_class = "gymnasium:CartPole-v1"', f'address = "{address}"')
+    return live_scenario(agent).replace(
+        'env_class = "gymnasium:CartPole-v1"\nisolate = false', f'address = "{address}"'
+    )
 
 
 def test_an_unreachable_server_fails_the_run_and_the_next_run_starts(tmp_path, caplog, monkeypatch):

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from gymnasium import spaces
 
-from loopwright.envs.live import probe
+from loopwright.envs.live import isolated, probe
 from loopwright.envs.live.config import LiveConfig
 from loopwright.envs.live.probe import probe_spaces
+from loopwright.envs.live.regime_server import ServerTarget
 
 SERVERS = """
 import os
@@ -75,7 +76,7 @@ def directory(tmp_path, monkeypatch):
 
 
 def probe_server(directory: Path, name: str, **args):
-    return probe_spaces(f"probed_{directory.name}:{name}", args, directory)
+    return probe_spaces(ServerTarget(f"probed_{directory.name}:{name}", args, directory=directory))
 
 
 def test_declared_spaces_are_read_without_creating_the_server(directory):
@@ -117,7 +118,7 @@ def test_a_server_that_cannot_be_created_is_a_problem(directory, name, message):
 
 @pytest.mark.parametrize("name", ["Dies", "Sleeps"])
 def test_a_probe_without_a_response_leaves_the_spaces_unknown(directory, name, monkeypatch):
-    monkeypatch.setattr(probe, "_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(isolated, "_START_TIMEOUT_S", 3.0)
     assert probe_server(directory, name) == probe.ServerSpaces()
 
 

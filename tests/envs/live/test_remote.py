@@ -2,6 +2,7 @@
 
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ def address(request, tmp_path):
 
 
 def test_a_remote_environment_behaves_like_a_local_one(address):
-    here = make_server("gymnasium:CartPole-v1", {}, "")
-    with serving(lambda: make_server("gymnasium:CartPole-v1", {}, ""), address) as server:
+    here = make_server("gymnasium:CartPole-v1", {}, Path())
+    with serving(lambda: make_server("gymnasium:CartPole-v1", {}, Path()), address) as server:
         there = RemoteServer(server.address, validate=True)
         assert (there.observation_space, there.action_space) == (here.observation_space, here.action_space)
         assert there.metadata["render_fps"] == here.metadata["render_fps"]

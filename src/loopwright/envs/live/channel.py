@@ -1,20 +1,31 @@
-"""Channels: messages over a stream socket, one frame each."""
+"""Channels: messages over a stream socket, one frame each: a length of four bytes and a body."""
 
 import math
 import socket
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
-from loopwright.envs.live.wire import HEADER_BYTES, Framer, Message, body_bytes, unpack
+from loopwright.envs.live.wire import HEADER_BYTES, Framer, body_bytes, unpack
 
 _RECEIVE_BYTES = 65536
 
 
 class Channel:
-    """Sends and receives messages on a connected socket. One thread may send while another one receives."""
+    """Sends and receives messages on a connected socket. One thread may send while another one receives.
 
-    def __init__(self, connection: socket.socket) -> None:
+    By default messages are those of the live protocol; `frame` and `unpack` encode and decode others.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        frame: Callable[[Any], bytes] | None = None,
+        unpack: Callable[[bytes | memoryview], Any] = unpack,
+    ) -> None:
         connection.setblocking(True)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -22,7 +33,7 @@ class Channel:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
         self._socket = connection
-        self._framer = Framer()
+        self._frame, self._unpack = frame or Framer().frame, unpack
         self._buffer = b""
         self._timeout_s = self._socket_timeout_s = math.inf
 
@@ -39,15 +50,15 @@ class Channel:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
         self._socket_timeout_s = timeout_s
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Any) -> None:
         """Send a message. Raises Unsendable if it cannot be encoded; then nothing was sent."""
-        data = self._framer.frame(message)
+        data = self._frame(message)
         try:
             self._socket.sendall(data)
         except BlockingIOError:
             raise TimeoutError("the peer does not read") from None
 
-    def receive(self, deadline_s: float = math.inf) -> Message:
+    def receive(self, deadline_s: float = math.inf) -> Any:
         """The next message. Raises TimeoutError after the timeout or at `deadline_s` (monotonic), EOFError at the end.
 
         The first read waits for the whole timeout, which must not end after `deadline_s`.
@@ -62,11 +73,11 @@ class Channel:
             raise EOFError("the peer closed the connection")
         # The usual case: exactly one frame.
         if len(data) > HEADER_BYTES and len(data) == HEADER_BYTES + int.from_bytes(data[:HEADER_BYTES], "big"):
-            return unpack(data[HEADER_BYTES:])
+            return self._unpack(data[HEADER_BYTES:])
         self._buffer = data
         return self.receive_within(deadline_s)
 
-    def receive_within(self, deadline_s: float) -> Message:
+    def receive_within(self, deadline_s: float) -> Any:
         """Like `receive`, but checks the deadline before every read."""
         buffer, self._buffer = bytearray(self._buffer), b""
         try:
@@ -78,7 +89,7 @@ class Channel:
                 self._set_socket_timeout(self._timeout_s)
         self._buffer = bytes(buffer[end:])
         with memoryview(buffer) as view:
-            return unpack(view[HEADER_BYTES:end])
+            return self._unpack(view[HEADER_BYTES:end])
 
     def _read_to(self, buffer: bytearray, size_bytes: int, deadline_s: float) -> None:
         """Read until the buffer has at least `size_bytes`."""

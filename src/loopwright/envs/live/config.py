@@ -10,25 +10,36 @@ from loopwright.core.config import Config
 from loopwright.core.errors import Problem
 from loopwright.envs.live.address import Address, AddressError
 from loopwright.envs.live.probe import ServerSpaces, probe_spaces
-from loopwright.envs.live.server import GymServer, check_server_class, make_server
-from loopwright.spaces.parameter import Fixed, Parameter, parameter
+from loopwright.envs.live.regime_server import (
+    RegimeServer,
+    ServerTarget,
+    constructor_args,
+    misspelled,
+    refusal,
+)
+from loopwright.envs.live.server import GymServer, check_server_class
+from loopwright.spaces.parameter import Choice, Fixed, Parameter, parameter
 
 
 class LiveConfig(Config):
     """A live environment: an object in this process, or a server at an address."""
 
     env_class: str | None = None
-    """`module:Class` or `gymnasium:CartPole-v1`, created in this process with those of `args` that it accepts."""
+    """`module:Class` or `gymnasium:CartPole-v1`, created with those of `args` that it accepts."""
     address: str | None = None
     """Where a server listens: `unix:///run/sim.sock` or `tcp://host:port`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments: fixed ones for the constructor of `env_class` (a server at an address exists already), lists for
-    [run.env_params] to draw per episode."""
+    [run.env_params] to draw per episode. The environment is built again if a drawn one is an argument of its
+    constructor; otherwise `reset` must return it in info["env_params"]."""
+    isolate: bool | None = None
+    """Whether `env_class` runs in a process of its own (the default), so that its crash costs the episode and not the
+    run. In this process a step is faster."""
     record: Literal["steps", "episodes"] = "steps"
     """Whether the ledger has a row per step or per episode. Steps are counted either way."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """How long a step or a reset may take before the server counts as lost. In this process, native code that does not
-    return cannot be interrupted: run such a server at an address."""
+    """How long a step or a reset may take before the server counts as lost. With isolate = false, native code that does
+    not return cannot be interrupted."""
 
     @field_validator("args")
     @classmethod
@@ -38,28 +49,53 @@ class LiveConfig(Config):
     @model_validator(mode="after")
     def _check_target(self) -> "LiveConfig":
         if (self.env_class is None) == (self.address is None):
-            raise ValueError("give either env_class (in process) or address (a server)")
+            raise ValueError("give either env_class (a class) or address (a server)")
+        if self.address is not None and self.isolate is not None:
+            raise ValueError("isolate is for env_class; a server at an address has its own process already")
         return self
 
     def fixed(self) -> dict[str, Any]:
         """The arguments for the constructor."""
         return {name: p.value for name, p in self.args.items() if isinstance(p, Fixed)}
 
+    def target(self, scenario_dir: Path, env_params: Collection[str]) -> ServerTarget:
+        """What the server is created from. The first one is built with the first candidate of what is drawn."""
+        path = self.env_class or ""
+        accepted = constructor_args(path, scenario_dir)
+        drawn = {name: p.values[0] for name, p in self.args.items() if name in env_params and isinstance(p, Choice)}
+        taken = {name: value for name, value in drawn.items() if accepted is None or name in accepted}
+        return ServerTarget(path, self.fixed(), taken, scenario_dir)
+
     def problems(self, scenario_dir: Path, env_params: Collection[str]) -> list[Problem]:
         """What is wrong with this configuration, as far as that shows without starting the server."""
         if self.env_class is None:
             problems = self._address_problems()
+        elif reason := check_server_class(self.env_class, scenario_dir):
+            problems = [Problem("env_class", reason)]
         else:
-            reason = check_server_class(self.env_class, scenario_dir) or self.spaces(scenario_dir).problem
-            problems = [Problem("env_class", reason)] if reason else []
+            problems = self._constructor_problems(self.target(scenario_dir, env_params), env_params)
         problems += [
             Problem(f"args.{name}", "has several values; let the environment draw it: [run.env_params." + name + "].")
             for name, p in self.args.items()
             if not isinstance(p, Fixed) and name not in env_params
         ]
-        if env_params and (reason := context_conflict(self.spaces(scenario_dir).observation_space)):
+        if env_params and (reason := context_conflict(self.spaces(scenario_dir, env_params).observation_space)):
             problems.append(Problem("env_class", f"{reason}."))
         return problems
+
+    def _constructor_problems(self, target: ServerTarget, env_params: Collection[str]) -> list[Problem]:
+        accepted = constructor_args(target.path, target.directory) or []
+        problems = [
+            Problem(f"args.{name}", reason)
+            for name in target.args
+            if accepted and name not in accepted and (reason := misspelled(name, accepted))
+        ]
+        # A regime that only `reset` can apply is tried out, if it can be drawn at all.
+        regime = {name: p.values[0] for name, p in self.args.items() if name in env_params and isinstance(p, Choice)}
+        probed = probe_spaces(target, {} if regime.keys() <= target.drawn.keys() else regime)
+        if probed.problem and not problems:
+            problems.append(Problem("env_class", probed.problem))
+        return problems + [Problem(f"args.{name}", refusal([name])) for name in probed.unacknowledged]
 
     def _address_problems(self) -> list[Problem]:
         problems = []
@@ -75,17 +111,27 @@ class LiveConfig(Config):
         ]
         return problems
 
-    def spaces(self, scenario_dir: Path) -> ServerSpaces:
+    def spaces(self, scenario_dir: Path, env_params: Collection[str]) -> ServerSpaces:
         """The server's spaces, as far as they are known before the run starts."""
-        return ServerSpaces() if self.env_class is None else probe_spaces(self.env_class, self.fixed(), scenario_dir)
+        return ServerSpaces() if self.env_class is None else probe_spaces(self.target(scenario_dir, env_params))
 
-    def connect(self, scenario_dir: Path) -> GymServer:
-        """The server: created in this process, or connected to."""
-        if self.env_class is not None:
-            return make_server(self.env_class, self.fixed(), scenario_dir)
-        from loopwright.envs.live.remote import RemoteServer  # requires msgpack and gymnasium
+    def connect(self, scenario_dir: Path, env_params: Collection[str]) -> GymServer:
+        """The server: in a process of its own, in this one, or connected to."""
+        if self.env_class is None:
+            from loopwright.envs.live.remote import RemoteServer  # requires msgpack and gymnasium
 
-        return RemoteServer(self.address or "", timeout_s=self.timeout_s)
+            return RemoteServer(self.address or "", timeout_s=self.timeout_s)
+        target = self.target(scenario_dir, env_params)
+        if self.isolate is False:
+            return RegimeServer(target) if target.drawn else target.make()
+        from loopwright.envs.live.isolated import IsolatedServer  # requires msgpack and gymnasium
+
+        return IsolatedServer(target, timeout_s=self.timeout_s)
+
+    @property
+    def has_deadlines(self) -> bool:
+        """Whether the server itself limits how long a response may take."""
+        return self.address is not None or self.isolate is not False
 
 
 def context_conflict(observation_space: Any) -> str | None:

@@ -15,6 +15,7 @@ from loopwright.core.outcome import FAULT_OF, Fault, Outcome
 from loopwright.core.reward import Objectives, Penalties, Reward, ServerReward
 from loopwright.core.trial import Regime, Trial
 from loopwright.envs.live.config import context_conflict
+from loopwright.envs.live.regime_server import refusal, unacknowledged
 from loopwright.envs.live.server import (
     GymServer,
     ServerError,
@@ -81,7 +82,7 @@ class LiveEnv:
         observation, reward, terminated, truncated, info = env.step_now(action)
 
     Synchronous, since an event loop per step would cost three quarters of the speed. The regime is drawn per episode
-    and passed to the server in `reset(options={"env_params": …})`.
+    and passed to the server in `reset(options={"env_params": …})`, which must acknowledge it in `info["env_params"]`.
     """
 
     metric_names = ("observation",)
@@ -161,6 +162,8 @@ class LiveEnv:
             raise ServerError(f"'reset' returned {problem}")
         if not isinstance(info, dict):
             raise ServerError(f"'reset' returned info: expected a dict, got {short_repr(info)}")
+        if self._regime and (names := unacknowledged(self._regime, info)):
+            raise ServerError(refusal(names))
         return observation, info
 
     def _begin_episode(self, number: int) -> None:
@@ -194,7 +197,7 @@ class LiveEnv:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step_now(self, action: Any) -> Step:
-        """One step, one trial. If the server dies or hangs, the trial is `lost`, and ServerLost is raised."""
+        """One step, one trial. If the server fails, the episode ends, and ServerLost is raised unless it restarts."""
         if not self._may_step:
             if self.book.stopping:
                 raise RunStopped
@@ -267,6 +270,8 @@ class LiveEnv:
         if not is_valid:
             return self._fail(number, action, Outcome.INVALID, str(error) or repr(error))
         reason = str(error) if isinstance(error, ServerLost) else f"the server failed: {type(error).__name__}: {error}"
+        if isinstance(error, ServerLost) and error.restarts:
+            return self._fail(number, action, error.outcome, reason)
         self._record_failure(number, action, Outcome.LOST, reason)
         self._recorder.flush()
         if isinstance(error, ServerLost):

@@ -117,7 +117,7 @@ class RemoteServer:
         deadline_s = time.monotonic() + self._timeout_s
         try:
             channel.send(request)
-            response = channel.receive(deadline_s)
+            response: Message = channel.receive(deadline_s)
             while response["type"] == "pong" != expected:
                 response = channel.receive_within(deadline_s)
         except Unsendable as error:
@@ -221,7 +221,7 @@ class RemoteServer:
 
     def _lose(self, reason: str, cause: BaseException | None = None, *, advice: str = _CHECK_SERVER) -> NoReturn:
         self._disconnect(reason)
-        raise ServerLost(f"lost the server at {self.address}: {reason}. {advice}") from cause
+        raise ServerLost(f"lost the server at {self.address}: {reason}. {advice}", restarts=True) from cause
 
     def _disconnect(self, reason: str) -> None:
         self._disconnect_reason = reason

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, cast
 
 from loopwright.core.errors import LoopwrightError, MissingExtra, did_you_mean
 from loopwright.core.imports import look_first_in
+from loopwright.core.outcome import Outcome
 
 if TYPE_CHECKING:
     from gymnasium import Space
@@ -23,7 +24,15 @@ _MAX_REPR = 80
 
 
 class ServerLost(LoopwrightError, ConnectionError):
-    """The server died, hangs, or violates the protocol. Its episode is lost; the next `reset()` reconnects."""
+    """The server died, hangs, or violates the protocol, and its episode is lost.
+
+    `outcome` is that of the step in progress. With `restarts`, the next `reset()` reconnects or starts a new process,
+    so that the episode is all that is lost.
+    """
+
+    def __init__(self, message: str, *, outcome: Outcome = Outcome.LOST, restarts: bool = False) -> None:
+        super().__init__(message)
+        self.outcome, self.restarts = outcome, restarts
 
 
 class ServerError(LoopwrightError, ValueError):
@@ -93,13 +102,9 @@ def check_server_class(path: str, directory: Path) -> str | None:
     """Why no server can be created from this path, as far as that shows without creating it."""
     try:
         if path.startswith(GYMNASIUM):
-            gymnasium, identifier = _gymnasium(), path.removeprefix(GYMNASIUM)
-            look_first_in(directory)
+            _, identifier = _gymnasium(), path.removeprefix(GYMNASIUM)
             try:
-                module, _, name = identifier.rpartition(":")  # `module:ID`, as gymnasium.make accepts it
-                if module:
-                    import_module(module)
-                gymnasium.spec(name)
+                load_factory(path, directory)
             except Exception as error:  # noqa: BLE001  a module may raise anything
                 return f"gymnasium has no environment {identifier!r}: {error}"
             return None
@@ -148,6 +153,19 @@ def _accepted_args(factory: Any, args: Mapping[str, Any]) -> dict[str, Any]:
             names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
             return {name: value for name, value in args.items() if name in names}
     return dict(args)
+
+
+def load_factory(path: str, directory: Path) -> Any:
+    """What is called to create the server of a path: the class, or the entry point of a registered environment."""
+    if not path.startswith(GYMNASIUM):
+        return resolve(path, directory)
+    gymnasium = _gymnasium()
+    look_first_in(directory)
+    module, _, name = path.removeprefix(GYMNASIUM).rpartition(":")  # `module:ID`, as gymnasium.make accepts it
+    if module:
+        import_module(module)
+    entry_point = gymnasium.spec(name).entry_point
+    return entry_point if callable(entry_point) else gymnasium.envs.registration.load_env_creator(entry_point)
 
 
 def _make_registered(identifier: str, args: Mapping[str, Any]) -> GymServer:

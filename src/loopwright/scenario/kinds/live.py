@@ -39,7 +39,7 @@ class LiveRun(RunKind):
             able = ", ".join(name for name in agents.names() if agents.get(name).steps_live)
             checker.add("[run.agent] type", f"{raw['agent']['type']!r} cannot act in a live environment; {able} can.")
         elif agent is not None:
-            spaces = self.live.spaces(checker.directory)
+            spaces = self.live.spaces(checker.directory, self.env_params.keys())
             checker.add_all("[run.agent]", agent.problems(self.agent, spaces.action_space, checker.directory))
             observed = spaces.observation_space
             if observed is not None and (reason := agent.observation_problem(observed)):
@@ -57,10 +57,9 @@ class LiveRun(RunKind):
         )
         return LiveEnv(
             book,
-            server=context.server or live.connect(context.loaded.directory),
+            server=context.server or live.connect(context.loaded.directory, self.env_params.keys()),
             draws=Draws(context.agent.seed, live.args, self.env_params),
             penalties=self.rewards,
             record=live.record,
-            # At an address, each answer has its own deadline.
-            timeout_s=live.timeout_s if context.server is not None or live.address is None else None,
+            timeout_s=live.timeout_s if context.server is not None or not live.has_deadlines else None,
         )

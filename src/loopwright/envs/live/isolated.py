@@ -1,0 +1,237 @@
+"""Isolation: an environment in a child process of its own, so that a crash, a hang or a segmentation fault costs the
+episodes in progress and not the run.
+
+One child hosts any number of copies, and one message steps all of them:
+
+    process = EnvProcess(ServerTarget("gymnasium:CartPole-v1"), copies=8, timeout_s=30.0)
+    process.call([Reset(n, seed=n) for n in range(8)])               # one message there, one back
+    responses = process.call([Step(n, 1) for n in range(8)])         # in the order of the requests
+    process.call([Step(0, 1), Reset(1), Step(2, 0)])                 # resets and steps may be mixed
+    process.close()
+
+A request names the copy that it is for. The child handles the requests of a message one after another and responds with
+one list: what each call returned, unchanged, or a `Failure`. A copy that raised is built again by its next reset; the
+other copies are not affected. If the child dies or does not respond within `timeout_s`, or the call is interrupted, it
+is killed with everything that it started, `call` raises ServerLost, and the next `call` starts a new child, in which
+every copy needs a reset.
+
+The wire: a socket pair; frames of four length bytes and a pickle. The child trusts its parent and is trusted, since it
+runs the code that would otherwise run in this process. The first message is the target and the number of copies, the
+first response the spaces and the metadata. The child ends when its parent does, also after `kill -9`: the kernel kills
+it when the write end of `_lifeline` closes.
+"""
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+from loopwright.core.outcome import Outcome
+from loopwright.envs.live.channel import Channel
+from loopwright.envs.live.regime_server import ServerTarget
+from loopwright.envs.live.server import ServerError, ServerLost
+from loopwright.envs.live.wire import HEADER_BYTES, MAX_FRAME_BYTES, Unsendable
+
+_START_TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S = 5.0
+_RESET_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Begin an episode of one copy."""
+
+    copy: int
+    seed: int | None = None
+    options: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one copy."""
+
+    copy: int
+    action: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A copy raised: the exception's type and message. It is built again by its next reset."""
+
+    reason: str
+    is_unusable: bool = False
+    """Whether it responds, but with something unusable, so that building it again would not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The child's first response: what the environment declares, or why it cannot be created."""
+
+    observation_space: Any = None
+    action_space: Any = None
+    metadata: Any = None
+    problem: str | None = None
+
+
+def frame(message: Any) -> bytes:
+    """A message as bytes. Raises Unsendable."""
+    try:
+        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # an object's own `__reduce__` may raise anything
+        raise Unsendable(f"{type(error).__name__}: {error}") from error
+    if len(body) > MAX_FRAME_BYTES:
+        raise Unsendable(f"the message has {len(body):,} bytes; at most {MAX_FRAME_BYTES:,} are allowed")
+    return len(body).to_bytes(HEADER_BYTES, "big") + body
+
+
+class EnvProcess:
+    """A child process with copies of an environment. For one thread. Raises ServerError if it cannot be created."""
+
+    def __init__(self, target: ServerTarget, *, copies: int = 1, timeout_s: float | None = None) -> None:
+        self._target, self.copies, self._timeout_s = target, copies, timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self.starts = 0
+        """How many processes were started so far: copies need a reset whenever it has grown."""
+        welcome = self._start()
+        self.observation_space, self.action_space = welcome.observation_space, welcome.action_space
+        self.metadata: dict[str, Any] = dict(welcome.metadata or {})
+
+    def call(self, requests: Sequence[Reset | Step]) -> list[Any]:
+        """One response per request: what the environment returned, or a Failure. Raises ServerLost."""
+        kind = type(requests[0]).__name__.lower()
+        if self._channel is None:
+            welcome = self._start()
+            spaces = welcome.observation_space, welcome.action_space
+            if spaces != (self.observation_space, self.action_space):
+                self.close()
+                raise ServerError("the environment's spaces have changed since its process was started first")
+        assert self._channel is not None  # noqa: S101
+        try:
+            self._channel.send(requests)
+            responses: list[Any] = self._channel.receive()
+        except Unsendable:
+            raise  # nothing was sent
+        except TimeoutError:
+            self._lose(f"it did not respond to {kind!r} within {self._timeout_s:g} s (timeout_s)", Outcome.TIMEOUT)
+        except (OSError, EOFError):
+            self._lose(f"its process {self._death()} in {kind!r}", Outcome.CRASHED)
+        except Exception as error:  # noqa: BLE001  unpickling a user's objects
+            self._lose(f"its response to {kind!r} cannot be read here: {error!r}", Outcome.CRASHED)
+        except BaseException:
+            # Interrupted: the pending response would be taken for that of the next call.
+            self.kill()
+            raise
+        return responses
+
+    def close(self) -> None:
+        """Close all copies and end the process. May be called again."""
+        if self._channel is not None and self._process is not None:
+            with suppress(OSError, subprocess.TimeoutExpired, Unsendable):
+                self._channel.send(None)
+                self._process.wait(_CLOSE_TIMEOUT_S)
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process and everything that it started, at once."""
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            os.close(self._lifeline)
+            os.close(self._traceback)
+            self._process = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _start(self) -> Welcome:
+        self.starts += 1
+        ours, theirs = socket.socketpair()
+        read_end, self._lifeline = os.pipe()
+        self._traceback = os.memfd_create("traceback")
+        fds = theirs.fileno(), read_end, self._traceback
+        try:
+            # In a new session, so that Ctrl-C reaches this process only, and its children are killed with it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", "from loopwright.envs.live.isolated_main import main; main()", *map(str, fds)],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=fds,
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+            os.close(read_end)
+        self._channel = Channel(ours, frame=frame, unpack=pickle.loads)
+        self._channel.set_timeout(_START_TIMEOUT_S)
+        try:
+            self._channel.send((self._target, self.copies, sys.path))
+            welcome: Welcome = self._channel.receive()
+        except TimeoutError:
+            self._lose(f"it was not created within {_START_TIMEOUT_S:g} s", Outcome.TIMEOUT)
+        except (OSError, EOFError):
+            self._lose(f"its process {self._death()} while it was created", Outcome.CRASHED)
+        except BaseException:
+            self.kill()
+            raise
+        if welcome.problem is not None:
+            self.kill()
+            raise ServerError(welcome.problem)
+        if self._timeout_s is not None:
+            self._channel.set_timeout(self._timeout_s)
+        return welcome
+
+    def _death(self) -> str:
+        """How the process died, and where, if Python could tell."""
+        assert self._process is not None  # noqa: S101
+        try:
+            code = self._process.wait(_CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        lines = os.pread(self._traceback, 65536, 0).decode(errors="replace").splitlines()
+        where = next((line.strip() for line in lines if line.startswith("  File ")), None)
+        return f"{how} ({where})" if where else how
+
+    def _lose(self, reason: str, outcome: Outcome) -> NoReturn:
+        self.kill()
+        raise ServerLost(f"the environment {self._target.path!r} failed: {reason}", outcome=outcome, restarts=True)
+
+
+class IsolatedServer:
+    """One copy of an environment in a child process, as a GymServer."""
+
+    def __init__(self, target: ServerTarget, *, timeout_s: float | None = None) -> None:
+        self._process = EnvProcess(target, timeout_s=timeout_s)
+        self.observation_space, self.action_space = self._process.observation_space, self._process.action_space
+        self.metadata = self._process.metadata
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode, in a new process if the last one is gone. A reset that fails is tried again."""
+        for _ in range(_RESET_ATTEMPTS - 1):
+            with suppress(ServerLost):
+                return cast("tuple[Any, dict[str, Any]]", self._call(Reset(0, seed, options)))
+        return cast("tuple[Any, dict[str, Any]]", self._call(Reset(0, seed, options)))
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """One step. ServerLost ends the episode; the next reset builds the environment again."""
+        return cast("tuple[Any, float, bool, bool, dict[str, Any]]", self._call(Step(0, action)))
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+    def _call(self, request: Reset | Step) -> Any:
+        (response,) = self._process.call([request])
+        if type(response) is Failure:
+            if response.is_unusable:
+                raise ServerError(response.reason)
+            raise ServerLost(f"the environment failed: {response.reason}", outcome=Outcome.CRASHED, restarts=True)
+        return response
