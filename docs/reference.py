@@ -13,6 +13,7 @@ from loopwright.core.registry import Registry
 from loopwright.core.reward import Penalties, rewards
 from loopwright.engines.base import Sampling, engines
 from loopwright.envs.live.config import LiveConfig
+from loopwright.execution.system import systems
 from loopwright.rollouts.config import ProduceConfig, RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.judgers.base import judgers
@@ -20,7 +21,7 @@ from loopwright.rollouts.loops.base import loops
 from loopwright.rollouts.remote.config import BoundsConfig
 from loopwright.rollouts.remote.gateway_config import GATEWAY_HOSTS
 from loopwright.rollouts.tasks.sources import task_sources
-from loopwright.scenario.schema import RunConfig, Scenario, SystemConfig
+from loopwright.scenario.schema import RunConfig, Scenario
 from loopwright.spaces.parameter import Choice, Fixed, Range
 from loopwright.spaces.space import EnvParamConfig
 from loopwright.trainers.config import LoraConfig
@@ -52,7 +53,7 @@ def sections() -> list[str]:
     """One section per table of a scenario."""
     parts = [
         section("Scenario", Scenario),
-        section("`[system]`", SystemConfig),
+        *kinds("`[system]`", systems),
         section("`[[run]]`", RunConfig),
         section("`[run.live]`", LiveConfig),
         section("`[run.rollout]`", RolloutConfig),

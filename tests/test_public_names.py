@@ -43,7 +43,8 @@ PACKAGES = {
         RegimeEncoder RemoteServer ServerError ServerLost StructuredObservation VectorAdapter serve
     """,
     "loopwright.execution": """
-        CallResult Command Completion Executor FunctionCall LocalExecutor OnStart Usage WorkerPool
+        CallExecutor CallResult Command Completion Executor FunctionCall LocalExecutor LocalSystem OnStart SystemConfig
+        Usage WorkerPool systems
     """,
     "loopwright.execution.sandbox": """
         Bounds NoSandbox Sandbox SandboxError SandboxInstance sandbox_of
@@ -88,7 +89,7 @@ PACKAGES = {
         Submission TrialServer TrialServerClient TrialServerConfig
     """,
     "loopwright.scenario": """
-        LoadedScenario RunConfig Scenario SystemConfig
+        LoadedScenario RunConfig Scenario
     """,
     "loopwright.spaces": """
         Choice ContinuousSpace EnvParamConfig Fixed Parameter Range Space

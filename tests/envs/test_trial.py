@@ -22,8 +22,8 @@ class Recording(FunctionWorkload):
 
     async def run(self, job: Job):
         self.__dict__.setdefault("jobs", []).append(job)
-        job.on_start(100 + job.trial, 1)
-        job.on_start(200 + job.trial, 2)
+        job.on_start(f"{100 + job.trial}:1")
+        job.on_start(f"{200 + job.trial}:2")
         return await super().run(job)
 
 

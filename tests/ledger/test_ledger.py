@@ -84,25 +84,25 @@ def test_an_aborted_trial_is_unfinished_and_can_be_committed_again(ledger):
 
 def test_attempts_are_counted_and_end_with_their_trial(ledger):
     ledger.reserve([trial()])
-    assert ledger.attempt(1, 100, 5) == 1
+    assert ledger.attempt(1, "100:5") == 1
     ledger.commit(trial(), Result(Outcome.ABORTED))
-    assert ledger.attempt(1, 101, 6) == 2
-    assert ledger.open_processes() == [(101, 6)]
+    assert ledger.attempt(1, "101:6") == 2
+    assert ledger.open_attempts() == {1: (2, "101:6")}
     ledger.commit(trial(), Result(Outcome.OK))
-    assert ledger.open_processes() == []
+    assert ledger.open_attempts() == {}
     assert [(number, outcome) for number, _, _, outcome in ledger.attempts(1)] == [(1, "aborted"), (2, "ok")]
 
 
 def test_an_attempt_that_moves_to_another_process_stays_one_attempt(ledger):
     ledger.reserve([trial()])
-    ledger.running(1, ledger.attempt(1, 100, 5), 200, 6)
-    assert ledger.open_processes() == [(200, 6)]
+    ledger.running(1, ledger.attempt(1, "100:5"), "200:6")
+    assert ledger.open_attempts() == {1: (1, "200:6")}
 
 
 def test_what_a_dead_process_left_open_is_lost_but_its_trial_is_not(ledger):
     ledger.reserve([trial()])
-    ledger.attempt(1, 100, 5)
-    ledger.close_attempts()
+    ledger.attempt(1, "100:5")
+    ledger.close_attempts([1])
     assert [outcome for _, _, _, outcome in ledger.attempts(1)] == ["lost"]
     assert [found.number for found in ledger.unfinished()] == [1]
 
@@ -162,7 +162,7 @@ def test_several_threads_write_and_read_at_the_same_time(path, ledger):
         try:
             for number in range(thread * 100 + 1, thread * 100 + 26):
                 ledger.reserve([trial(number)])
-                ledger.attempt(number, number, 1)
+                ledger.attempt(number, f"{number}:1")
                 ledger.commit(trial(number), Result(Outcome.OK, {"y": float(number)}, reward=Reward(float(number))))
                 assert ledger.find(f"key-{number}").number == number
         except BaseException as error:
@@ -253,7 +253,7 @@ class TestAFileThatIsNotWhatItShouldBe:
         Ledger.create(path).close()
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA user_version = 99")
-        with pytest.raises(LedgerError, match="has version 99; this Loopwright reads 2"):
+        with pytest.raises(LedgerError, match="has version 99; this Loopwright reads 3"):
             opener(path)
 
 
@@ -311,7 +311,7 @@ class Model:
             case "commit", number, result if number in self.trials and self.trials[number].unfinished:
                 self.trials[number] = ledger.commit(self.trials[number], result)
             case "attempt", number if number in self.trials:
-                self.attempts[number] = ledger.attempt(number, 1, 1)
+                self.attempts[number] = ledger.attempt(number, "1:1")
             case "payload", number, data if number in self.trials:
                 ledger.put_payload(number, "data", data)
                 self.payloads[number] = data

@@ -57,7 +57,7 @@ async def run_verifier(path: Path, directory: Path, work=lambda workspace: None,
                 stage(prepared, step, directory / "workspace")
                 work(directory / "workspace")
                 if agent:
-                    await executor.run(instance.wrap(_script(agent, directory)), lambda _pid, _ticks: None)
+                    await executor.run(instance.wrap(_script(agent, directory)), lambda _: None)
                 reports.append(
                     await verify(prepared, step, instance, executor, directory, marker=f"verify-{os.getpid()}")
                 )

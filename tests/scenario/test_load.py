@@ -2,9 +2,9 @@
 
 import pytest
 
+from loopwright.core.config import size_bytes
 from loopwright.core.errors import ScenarioError
 from loopwright.scenario.load import load
-from loopwright.scenario.schema import size_bytes
 
 
 def problems(path) -> list[str]:
@@ -35,9 +35,9 @@ def test_a_good_scenario_is_loaded_completely(loaded):
         ({"head": ""}, "name", "is missing; give the scenario a name, in quotes."),
         ({"head": 'name = "x"\n[system]\nparalel = 2'}, "[system]", "Did you mean 'parallel'?"),
         ({"head": 'name = "x"\n[system]\nparallel = 0'}, "[system] parallel", "greater than or equal to 1, not 0"),
-        ({"head": 'name = "x"\n[system]\ntype = "slurm"'}, "[system] type", "'local', not 'slurm'"),
+        ({"head": 'name = "x"\n[system]\ntype = "slum"'}, "[system] type", "unknown system 'slum'"),
         ({"head": 'name = "x"\n[system]\nmemory = "2 apples"'}, "[system] memory", "write for example '512MiB'"),
-        ({"head": 'name = "x"\nsystem = "local"'}, "[system]", "not 'local'"),
+        ({"head": 'name = "x"\nsystem = "local"'}, "[system]", "must be a table"),
         ({"run": '[[run]]\nname = "a/b"'}, "[[run]] name", "not 'a/b'"),
         ({"run": "[[run]]"}, "[[run]] name", "is missing"),
         ({"run": '[[run]]\nname = "a"\nrepeat = 2'}, "[[run]]", "Did you mean 'repeats'?"),

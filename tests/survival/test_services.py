@@ -29,7 +29,8 @@ def test_s13_services_of_a_killed_run_are_ended_by_resume(tmp_path):
             return ledger.state("services", [])
 
     wait_for(services)
-    ((pid, _),) = services()
+    (handle,) = services()
+    pid = int(handle.partition(":")[0])
     os.killpg(process.pid, signal.SIGKILL)
     end_of(process)
     assert alive(pid)

@@ -9,6 +9,7 @@ from tests.workloads.behaviours import BEHAVIOURS
 
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Result
+from loopwright.execution.local.system import LocalSystem
 from loopwright.testing import WorkloadContract
 from loopwright.testing.executors import ignore
 from loopwright.workloads.base import Job, Site
@@ -22,7 +23,9 @@ Y = {"y": {"regex": "y=([0-9.]+)"}}
 @pytest.fixture
 def site(tmp_path):
     (tmp_path / "scenario").mkdir()
-    return Site(scenario_dir=tmp_path / "scenario", directory=tmp_path / "run", parallel=2, grace_s=0.1)
+    return Site(
+        scenario_dir=tmp_path / "scenario", directory=tmp_path / "run", system=LocalSystem(parallel=2, grace_s=0.1)
+    )
 
 
 def run(site: Site, config: CommandConfig, *arguments: dict) -> list[Result]:

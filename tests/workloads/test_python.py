@@ -8,6 +8,7 @@ from tests.workloads.behaviours import BEHAVIOURS
 
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Result
+from loopwright.execution.local.system import LocalSystem
 from loopwright.testing import WorkloadContract
 from loopwright.testing.executors import ignore
 from loopwright.workloads.base import Job, Site
@@ -37,7 +38,7 @@ def site(tmp_path):
     scenario_dir = tmp_path / "scenario"
     scenario_dir.mkdir()
     (scenario_dir / "workload_functions.py").write_text(MODULE)
-    return Site(scenario_dir=scenario_dir, directory=tmp_path / "run", grace_s=0.1)
+    return Site(scenario_dir=scenario_dir, directory=tmp_path / "run", system=LocalSystem(grace_s=0.1))
 
 
 def run(site: Site, name: str, arguments=None, **settings) -> Result:

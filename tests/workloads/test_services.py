@@ -11,6 +11,7 @@ import pytest
 
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Result
+from loopwright.execution.local.system import LocalSystem
 from loopwright.testing.executors import alive, ignore
 from loopwright.workloads.base import Job, Site
 from loopwright.workloads.command import CommandWorkload
@@ -52,7 +53,7 @@ def site(tmp_path):
     (tmp_path / "scenario").mkdir()
     (tmp_path / "scenario" / "server.py").write_text(SERVER)
     (tmp_path / "scenario" / "client.py").write_text(CLIENT)
-    return Site(scenario_dir=tmp_path / "scenario", directory=tmp_path / "run", grace_s=0.1)
+    return Site(scenario_dir=tmp_path / "scenario", directory=tmp_path / "run", system=LocalSystem(grace_s=0.1))
 
 
 def configure(request: str = "hello", mode: str = "serve", port: str = "{port}", **service) -> CommandConfig:
@@ -101,7 +102,7 @@ def test_a_trial_starts_when_its_service_is_ready(site, ready):
     pid = int(result.metrics["pid"])
     assert not alive(pid)
     assert (site.directory / "trials/1/service.stdout").read_text() == "ready for work\n"
-    assert [[process[0] for process in record] for record in records] == [[pid], []]
+    assert [[int(handle.partition(":")[0]) for handle in record] for record in records] == [[pid], []]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_python_functions_have_the_variables_of_their_slot(site):
         "    return {'slot': int(e['LOOPWRIGHT_SLOT']), 'port': int(e['LOOPWRIGHT_PORT']),"
         " 'gpu': int(e['CUDA_VISIBLE_DEVICES'])}\n"
     )
-    site = Site(site.scenario_dir, site.directory, devices=("7",))
+    site = Site(site.scenario_dir, site.directory, system=LocalSystem(gpus=[7]))
 
     async def main() -> Result:
         workload = PythonWorkload(PythonConfig(function="train:f", gpus=1), site)

@@ -102,11 +102,14 @@ class OutputBusy(StorageError):
 
 
 class LaunchError(LoopwrightError, RuntimeError):
-    """A process could not be started; `infra` is true if the machine, not the command, is at fault."""
+    """A process could not be started, or was lost with its machine.
 
-    def __init__(self, message: str, *, infra: bool = False) -> None:
+    `infra` is true if the machine, not the command, is at fault; `cancelled` if somebody else ended its job.
+    """
+
+    def __init__(self, message: str, *, infra: bool = False, cancelled: bool = False) -> None:
         super().__init__(message)
-        self.infra = infra
+        self.infra, self.cancelled = infra, cancelled
 
 
 class InvalidAction(LoopwrightError, ValueError):

@@ -37,6 +37,8 @@ class TrialRules:
     """Whether a finite space is used up once all of it was measured; not for an agent that measures again."""
     fingerprint: str = ""
     """Part of every cache key: trials of different inputs do not answer one another."""
+    retries: int = 0
+    """How often a trial that was lost to the infrastructure is attempted again."""
 
 
 class SearchEnv:
@@ -67,6 +69,7 @@ class SearchEnv:
         self._repeats: Counter[str] | None = None
         self._marker = book.ledger.state("id")
         self._opened_at = time.time()
+        self._adoptable = book.ledger.open_attempts() if book.step else {}
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -181,14 +184,15 @@ class SearchEnv:
 
     async def _measure(self, trial: Trial) -> Result:
         """Run the workload. Equal trials wait meanwhile, and look into the ledger once this one is committed."""
-        ledger, attempt = self.book.ledger, 0
+        ledger = self.book.ledger
+        attempt, handle = self._adoptable.pop(trial.number, (0, ""))
 
-        def started(pid: int, start_ticks: int) -> None:
+        def started(handle: str) -> None:
             nonlocal attempt  # one attempt may take several processes, one after another
             if attempt:
-                ledger.running(trial.number, attempt, pid, start_ticks)
+                ledger.running(trial.number, attempt, handle)
             else:
-                attempt = ledger.attempt(trial.number, pid, start_ticks)
+                attempt = ledger.attempt(trial.number, handle)
 
         arguments = self.space.arguments(trial.action, trial.regime)
         record: dict[str, Any] = {"trial": trial.number, "arguments": arguments, "action": trial.action}
@@ -204,15 +208,23 @@ class SearchEnv:
             on_services=lambda processes: ledger.set_state("services", processes),
             flush_reservation=ledger.flush,
             is_retry=trial.reserved_at < self._opened_at,
+            handle=handle,
         )
-        if self.rules.cache == "off":
-            return await self.workload.run(job)
-        committed = self._in_flight[trial.key] = asyncio.Event()
+        caches = self.rules.cache != "off"
+        if caches:
+            committed = self._in_flight[trial.key] = asyncio.Event()
         try:
+            for _ in range(self.rules.retries):
+                result = await self.workload.run(job)
+                if result.outcome is not Outcome.LOST:
+                    return result
+                ledger.close_attempts([trial.number], result.reason)
+                attempt, job = 0, replace(job, is_retry=True, handle="")
             return await self.workload.run(job)
         finally:
-            self._in_flight.pop(trial.key, None)
-            asyncio.get_running_loop().call_soon(committed.set)
+            if caches:
+                self._in_flight.pop(trial.key, None)
+                asyncio.get_running_loop().call_soon(committed.set)
 
     def _feedback(self, trials: Sequence[Trial], previous: Observation, slot: int = 0) -> Feedback:
         first = next((trial for trial in trials if trial.outcome is not Outcome.OK), trials[0])
@@ -278,7 +290,9 @@ class SearchEnv:
     def unfinished(self) -> list[list[Trial]]:
         """The groups that were in flight when the run stopped, to be finished under their own numbers and draws."""
         ledger = self.book.ledger
-        return [ledger.group(number) for number in sorted({trial.group for trial in ledger.unfinished()})]
+        # Those whose jobs still run come first: they are already in flight.
+        groups = {trial.group: trial.number not in self._adoptable for trial in reversed(ledger.unfinished())}
+        return [ledger.group(number) for number in sorted(groups, key=lambda number: (groups[number], number))]
 
     def resume(self, trials: Sequence[Trial]) -> Awaitable[Feedback]:
         """Finish a group that an earlier process began."""

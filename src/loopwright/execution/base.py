@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-OnStart = Callable[[int, int], None]
-"""Called with the process id and its start time (clock ticks since boot) as soon as the process exists."""
+OnStart = Callable[[str], None]
+"""Called with a handle by which a resumed run finds the command again: as soon as its process exists, or before its job
+is submitted."""
 
 
 Usage = Mapping[str, float]
@@ -62,6 +63,11 @@ class Command:
     """Unique per attempt. It identifies processes that left the command's session."""
     slot: Slot | None = None
     """A slot that the caller holds; by default the executor takes one for as long as the command runs."""
+    handle: str = ""
+    """The handle of a job that an earlier process submitted for this command; the executor continues with that job."""
+    nodes: int = 1
+    gpus: int = 0
+    """GPUs per node."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,8 @@ class Completion:
     stdout_bytes: int
     """Bytes produced, including those that exceeded the cap and were not written to the file."""
     stderr_bytes: int
+    reason: str = ""
+    """Why it ended, if a scheduler says more than the exit code."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,10 @@ class FunctionCall:
     """Starts once the module is imported; the import may take a minute, or this if it is longer."""
     marker: str = ""
     """Unique per attempt. It identifies processes that left the worker's session."""
+    handle: str = ""
+    nodes: int = 1
+    gpus: int = 0
+    """As those of a command."""
 
 
 @dataclass(frozen=True)
@@ -141,3 +153,22 @@ class Executor(ABC):
     async def close(self) -> None:
         """Release all resources. Nothing may be run afterwards."""
         self.kill_all()
+
+
+class CallExecutor(ABC):
+    """Runs calls of Python functions, each in a process that can be killed."""
+
+    @abstractmethod
+    async def call(self, call: FunctionCall, on_start: OnStart) -> CallResult:
+        """Make a call. If cancelled, end its process first.
+
+        Raises LaunchError if no process can be started, StorageError if output cannot be written.
+        """
+
+    @abstractmethod
+    def kill_all(self) -> None:
+        """SIGKILL all running calls immediately; safe in a signal handler."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release all resources."""

@@ -65,7 +65,7 @@ KINDS: Mapping[str, EventKind] = {
     ),
     "attempt": EventKind(
         "attempts",
-        "pid, start_ticks, started_at, ended_at, outcome, reason",
+        "handle, started_at, ended_at, outcome, reason",
         "trial = e.key AND attempt = CAST(e.name AS INTEGER)",
         "trial, attempt",
         "attempt {name} of trial {key}",

@@ -7,7 +7,7 @@ Every write is an event of a checksum chain (`chain.py`), so that damage is noti
 
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -23,7 +23,7 @@ from loopwright.ledger.check import check_ledger
 from loopwright.ledger.head import Head
 from loopwright.ledger.sqlite import Transaction, connect, connect_to_read, explained, text
 
-VERSION = 2
+VERSION = 3
 _SCHEMA = """
 CREATE TABLE trials (
     number INTEGER PRIMARY KEY, grp INTEGER NOT NULL, repeat INTEGER NOT NULL, action TEXT NOT NULL, key TEXT NOT NULL,
@@ -34,7 +34,7 @@ CREATE TABLE trials (
 ) STRICT;
 CREATE INDEX trials_by_key ON trials (key) WHERE outcome IN ('ok', 'infeasible') AND cached_from IS NULL AND key <> '';
 CREATE TABLE attempts (
-    trial INTEGER NOT NULL, attempt INTEGER NOT NULL, pid INTEGER, start_ticks INTEGER,
+    trial INTEGER NOT NULL, attempt INTEGER NOT NULL, handle TEXT NOT NULL,
     started_at REAL NOT NULL, ended_at REAL, outcome TEXT, reason TEXT, PRIMARY KEY (trial, attempt)
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE payloads (
@@ -54,7 +54,7 @@ class Ledger:
 
     >>> with Ledger.create(Path("out/matmul/ledger.db")) as ledger:
     ...     ledger.reserve([trial])
-    ...     ledger.attempt(trial.number, pid, start_ticks)
+    ...     ledger.attempt(trial.number, handle)
     ...     trial = ledger.commit(trial, result)
     """
 
@@ -171,25 +171,25 @@ class Ledger:
             if note is not None:
                 self.chain.put_payload(trials[0].number, "note", orjson.dumps(note))
 
-    def attempt(self, number: int, pid: int, start_ticks: int) -> int:
-        """Open an attempt at a trial and record its process, so that a resumed run can end it."""
+    def attempt(self, number: int, handle: str) -> int:
+        """Open an attempt at a trial and record its process or job, so that a resumed run can end or adopt it."""
         now = time.time()
         with self.transaction as connection:
             ((attempt,),) = connection.execute(
-                "INSERT INTO attempts (trial, attempt, pid, start_ticks, started_at) "
-                "SELECT ?, 1 + count(*), ?, ?, ? FROM attempts WHERE trial = ? RETURNING attempt",
-                (number, pid, start_ticks, now, number),
+                "INSERT INTO attempts (trial, attempt, handle, started_at) "
+                "SELECT ?, 1 + count(*), ?, ? FROM attempts WHERE trial = ? RETURNING attempt",
+                (number, handle, now, number),
             ).fetchall()
-            self.chain.add("attempt", number, (pid, start_ticks, now, None, None, None), str(attempt))
+            self.chain.add("attempt", number, (handle, now, None, None, None), str(attempt))
         return int(attempt)
 
-    def running(self, number: int, attempt: int, pid: int, start_ticks: int) -> None:
-        """Record that another process works on the same attempt now."""
+    def running(self, number: int, attempt: int, handle: str) -> None:
+        """Record that another process or job works on the same attempt now."""
         with self.transaction:
             self.chain.update(
                 "attempt",
-                f"UPDATE attempts SET pid = ?, start_ticks = ? WHERE trial = ? AND attempt = ? {_ATTEMPT}",
-                (pid, start_ticks, number, attempt),
+                f"UPDATE attempts SET handle = ? WHERE trial = ? AND attempt = ? {_ATTEMPT}",
+                (handle, number, attempt),
             )
 
     def commit(self, trial: Trial, result: Result, *, hold: bool = False) -> Trial:
@@ -281,16 +281,16 @@ class Ledger:
         with self.transaction:
             self.chain.set_state(name, text(value))
 
-    def close_attempts(self) -> None:
-        """End the attempts that a dead process left open; their trials stay unfinished."""
+    def close_attempts(self, numbers: Iterable[int], reason: str = "the process that ran it died") -> None:
+        """End the open attempts at these trials, which stay unfinished."""
         with self.transaction:
-            self.chain.update(
-                "attempt",
-                "UPDATE attempts SET ended_at = ?, outcome = 'lost', reason = 'the process that ran it died' "
-                "WHERE ended_at IS NULL "
-                f"AND trial IN (SELECT number FROM trials WHERE ifnull(outcome, 'aborted') = 'aborted') {_ATTEMPT}",
-                (time.time(),),
-            )
+            for number in numbers:
+                self.chain.update(
+                    "attempt",
+                    "UPDATE attempts SET ended_at = ?, outcome = 'lost', reason = ? "
+                    f"WHERE trial = ? AND ended_at IS NULL {_ATTEMPT}",
+                    (time.time(), reason, number),
+                )
 
     def close_episode(self) -> None:
         """End the episode that a dead process left open: its row holds the steps that were written."""
@@ -343,13 +343,13 @@ class Ledger:
             _trial(row) for row in self._rows(f"SELECT {_COLUMNS} FROM trials WHERE grp = ? ORDER BY number", (number,))
         ]
 
-    def open_processes(self) -> list[tuple[int, int]]:
-        """(pid, start time) of each process that a dead writer may have left running."""
-        attempts = self._rows(
-            "SELECT pid, start_ticks FROM attempts JOIN trials ON number = trial "
-            "WHERE ended_at IS NULL AND ifnull(trials.outcome, 'aborted') = 'aborted' AND pid IS NOT NULL"
+    def open_attempts(self) -> dict[int, tuple[int, str]]:
+        """(attempt, handle) by trial: what a dead writer may have left running."""
+        rows = self._rows(
+            "SELECT trial, attempt, handle FROM attempts JOIN trials ON number = trial "
+            "WHERE ended_at IS NULL AND ifnull(trials.outcome, 'aborted') = 'aborted'"
         )
-        return attempts + [(pid, ticks) for pid, ticks in self.state("services", [])]
+        return {trial: (attempt, handle) for trial, attempt, handle in rows}
 
     def last(self) -> tuple[int, int, int]:
         """The highest trial number, group and draw so far."""

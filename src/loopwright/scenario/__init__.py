@@ -6,19 +6,18 @@ from loopwright.core.imports import lazy_exports
 
 if TYPE_CHECKING:
     from loopwright.scenario.kinds.base import LoadedScenario
-    from loopwright.scenario.schema import RunConfig, Scenario, SystemConfig
+    from loopwright.scenario.schema import RunConfig, Scenario
 
 __all__ = [
     "LoadedScenario",
     "RunConfig",
     "Scenario",
-    "SystemConfig",
 ]
 
 __getattr__ = lazy_exports(
     __name__,
     {
         "LoadedScenario": "kinds.base",
-        **dict.fromkeys(("RunConfig", "Scenario", "SystemConfig"), "schema"),
+        **dict.fromkeys(("RunConfig", "Scenario"), "schema"),
     },
 )

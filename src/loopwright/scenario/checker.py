@@ -9,6 +9,8 @@ from pydantic import BaseModel, ValidationError
 from loopwright.core.config import explain
 from loopwright.core.errors import Problem, did_you_mean
 from loopwright.core.registry import Registry
+from loopwright.execution.local.system import LocalSystem
+from loopwright.execution.system import SystemConfig
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -19,12 +21,8 @@ class Checker:
     def __init__(self, directory: Path, problems: Iterable[Problem] = ()) -> None:
         self.directory = directory
         self.problems = list(problems)
-        self.parallel = 1
-        """The scenario's `[system] parallel`."""
-        self.devices: tuple[str, ...] = ()
-        """The GPUs of `[system] gpus`."""
-        self.system = "local"
-        """The scenario's `[system] type`."""
+        self.system: SystemConfig = LocalSystem()
+        """The scenario's system; that of a broken table is local."""
         self.suffix = ""
         """Added to each key, where a scenario has several runs."""
 

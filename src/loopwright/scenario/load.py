@@ -11,6 +11,7 @@ import tomli_w
 from loopwright.agents import agents, rollout_agents
 from loopwright.core.errors import Problem, ScenarioError
 from loopwright.core.registry import look_for_types
+from loopwright.execution.system import SystemConfig, systems
 from loopwright.scenario.checker import Checker
 from loopwright.scenario.kinds.base import LoadedScenario, RunKind
 from loopwright.scenario.kinds.live import LiveRun
@@ -18,7 +19,7 @@ from loopwright.scenario.kinds.rollout import RolloutRun, needs_rollout_agent
 from loopwright.scenario.kinds.search import SearchRun
 from loopwright.scenario.kinds.training import TrainingRun
 from loopwright.scenario.overrides import override
-from loopwright.scenario.schema import Scenario, SystemConfig
+from loopwright.scenario.schema import Scenario
 
 
 def load(
@@ -77,9 +78,14 @@ def _read_file(path: Path) -> tuple[str, dict[str, Any]]:
 
 def _read_scenario(raw: Mapping[str, Any], checker: Checker) -> tuple[str, SystemConfig | None, tuple[RunKind, ...]]:
     checker.unknown_keys("", raw, Scenario)
-    system = checker.model("[system]", raw.get("system", {}), SystemConfig)
-    if system is not None:
-        checker.parallel, checker.devices, checker.system = system.parallel, system.devices(), system.type
+    table, system = raw.get("system", {}), None
+    if isinstance(table, dict):
+        table = {"type": "local", **table}
+        kind = checker.registered("[system]", table, systems)
+        system = checker.model("[system]", table, kind) if kind is not None else None
+        checker.system = system or checker.system
+    else:
+        checker.add("[system]", f"must be a table, not {table!r}.")
     name = raw.get("name", "")
     if not isinstance(name, str) or not name:
         checker.add("name", "is missing; give the scenario a name, in quotes.")

@@ -18,15 +18,16 @@ from pydantic import BaseModel
 
 from loopwright.core.errors import did_you_mean
 from loopwright.core.reward import Penalties
+from loopwright.execution.system import SystemConfig, systems
 from loopwright.gateway.settings import GATEWAY, LOOP, from_environment, parse_value
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_config import GATEWAY_HOSTS
-from loopwright.scenario.schema import RunConfig, Scenario, SystemConfig
+from loopwright.scenario.schema import RunConfig, Scenario
 
 _ELSEWHERE = ("external", "server")
 _MODELS: dict[str, Sequence[type[BaseModel]]] = {
     "": [Scenario],
-    "system": [SystemConfig],
+    "system": [SystemConfig, *systems.working().values()],
     "run": [RunConfig],
     "run.rewards": [Penalties],
     "run.gateway": list(GATEWAY_HOSTS.values()),

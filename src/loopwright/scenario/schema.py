@@ -1,66 +1,22 @@
 """The schema of a scenario: a system and its runs. The parts of a run have their configs beside their code."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
 from loopwright.core.agent import AgentConfig
-from loopwright.core.config import Config, size_bytes
+from loopwright.core.config import Config
 from loopwright.core.reward import Penalties, RewardFunction
 from loopwright.engines.base import EngineConfig
 from loopwright.envs.live.config import LiveConfig
-from loopwright.execution.devices import visible_devices
+from loopwright.execution.local.system import LocalSystem
+from loopwright.execution.system import SystemConfig
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.remote.gateway_config import GatewayHostConfig
 from loopwright.spaces.space import EnvParamConfig
 from loopwright.workloads.base import WorkloadConfig
-
-
-class SystemConfig(Config):
-    """Where and how trials run."""
-
-    type: Literal["local"] = "local"
-    """`local`: processes on this machine."""
-    parallel: int = Field(default=1, ge=1, le=4096)
-    """How many trials are in flight at a time."""
-    pin_cpus: bool = False
-    """Whether each trial in flight gets its own cores, so that parallel trials do not disturb one another."""
-    gpus: Literal["auto"] | int | tuple[int | str, ...] = Field(default=(), union_mode="left_to_right")
-    """The GPUs that trials share: how many, a list of their ids, or "auto" for all of this machine. Each trial in
-    flight has `[run.workload] gpus` of them to itself, in `CUDA_VISIBLE_DEVICES` and `ROCR_VISIBLE_DEVICES`."""
-    memory: int | None = Field(default=None, gt=0)
-    """How much memory each process of a trial may use, for example "2GiB"."""
-    output: int = Field(default=64 * 2**20, ge=4096)
-    """How much of each output stream of a trial is kept, for example "64MiB"; the end is always kept."""
-    grace_s: float = Field(default=2.0, ge=0)
-    """Seconds between SIGTERM and SIGKILL when a process has to end."""
-    durability: Literal["normal", "full"] = "normal"
-    """`normal` survives a crash of the process; `full` also of the machine, at the cost of a disk flush per step."""
-    shared_cache: str | None = None
-    """The file of `cache = "shared"`, relative to the scenario; by default one in the output directory."""
-
-    @field_validator("memory", "output", mode="before")
-    @classmethod
-    def _bytes(cls, value: Any) -> Any:
-        return size_bytes(value)
-
-    @field_validator("gpus")
-    @classmethod
-    def _different(cls, gpus: str | int | tuple[int | str, ...]) -> str | int | tuple[int | str, ...]:
-        if isinstance(gpus, int) and not 0 <= gpus <= 1024:
-            raise ValueError(f"{gpus} is not a number of GPUs")
-        if isinstance(gpus, tuple) and len({str(gpu) for gpu in gpus}) < len(gpus):
-            raise ValueError(f"{list(gpus)} names a GPU twice")
-        return gpus
-
-    def devices(self) -> tuple[str, ...]:
-        """The ids of the GPUs."""
-        if self.gpus == "auto":
-            return visible_devices()
-        return tuple(map(str, range(self.gpus) if isinstance(self.gpus, int) else self.gpus))
-
 
 _RESERVED_NAMES = {"report.html", "scenario.toml", "campaign.json", "cache.db", "dse_failure.txt"}
 """Files of the output directory, in which each run has a folder."""
@@ -123,7 +79,7 @@ class Scenario(Config):
     """The scenario's name, for people."""
     home: str | None = None
     """The directory that paths are relative to; by default the scenario's own."""
-    system: SystemConfig = SystemConfig()
-    """Where and how trials run."""
+    system: SystemConfig = LocalSystem()
+    """Where and how trials run, by `type`; by default `local`."""
     run: tuple[RunConfig, ...] = Field(min_length=1)
     """The runs, one after another."""

@@ -22,6 +22,7 @@ from loopwright.core.outcome import Outcome
 from loopwright.core.reward import Identity, Objectives, Penalties
 from loopwright.core.trial import Trial
 from loopwright.envs.search import SearchEnv, TrialRules
+from loopwright.execution.local.system import LocalSystem
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer
 from loopwright.ledger.trial_book import TrialBook
@@ -77,7 +78,7 @@ class Campaign:
         space = self.space
         configs = {name: EnvParamConfig.model_validate(dict(table)) for name, table in self.env_params.items()}
         self.draws = Draws(seed, space.parameters, configs)
-        site = Site(scenario_dir=self.directory, directory=self.directory, parallel=self.parallel)
+        site = Site(scenario_dir=self.directory, directory=self.directory, system=LocalSystem(parallel=self.parallel))
         stoppers = [observer for observer in self.observers if isinstance(observer, StopAfter)]
         for stopper in stoppers:
             stopper.book = book

@@ -23,6 +23,7 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Result
 from loopwright.execution.base import OnStart
 from loopwright.execution.local.processes import start_ticks
+from loopwright.execution.local.system import LocalSystem
 from loopwright.testing.executors import alive, appears, ignore, written_pid
 from loopwright.workloads.base import Job, Site, Workload, WorkloadConfig
 
@@ -95,7 +96,7 @@ class WorkloadContract(ABC):
         """Directories of a scenario and a run, and a short grace period."""
         scenario_dir = tmp_path / "scenario"
         scenario_dir.mkdir()
-        return Site(scenario_dir=scenario_dir, directory=tmp_path / "run", parallel=2, grace_s=0.1)
+        return Site(scenario_dir=scenario_dir, directory=tmp_path / "run", system=LocalSystem(parallel=2, grace_s=0.1))
 
     def use(self, workload: Workload, body: Callable[[Workload], Awaitable[T]]) -> T:
         """Run `body` with an open workload in an event loop."""
@@ -133,7 +134,7 @@ class WorkloadContract(ABC):
     def test_a_timeout_ends_the_trial(self, site: Site) -> None:
         """After the timeout its process is gone, and the outcome says why."""
         pids: list[int] = []
-        hanging = job(site, on_start=lambda pid, _: pids.append(pid))
+        hanging = job(site, on_start=lambda handle: pids.append(int(handle.partition(":")[0])))
         workload = self.make_workload(site, "hang", timeout_s=0.3)
         result = self.use(workload, lambda workload: workload.run(hanging))
         assert (result.outcome, result.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
@@ -167,16 +168,17 @@ class WorkloadContract(ABC):
 
     def test_the_process_is_recorded_before_it_can_be_orphaned(self, site: Site) -> None:
         """`on_start` gets the process id and start time by which a resumed run recognises the process."""
-        processes: list[tuple[int, int]] = []
+        pids: list[int] = []
 
-        def record(pid: int, ticks: int) -> None:
-            assert start_ticks(pid) == ticks
-            processes.append((pid, ticks))
+        def record(handle: str) -> None:
+            pid, _, ticks = handle.partition(":")
+            assert start_ticks(int(pid)) == int(ticks)
+            pids.append(int(pid))
 
         workload = self.make_workload(site, "measure")
         self.use(workload, lambda workload: workload.run(job(site, on_start=record)))
-        assert processes
-        assert os.getpid() not in [pid for pid, _ in processes]
+        assert pids
+        assert os.getpid() not in pids
 
     @pytest.mark.parametrize("value", HOSTILE, ids=repr)
     def test_values_are_passed_unchanged(self, site: Site, value: str) -> None:

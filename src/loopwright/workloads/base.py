@@ -6,7 +6,7 @@ import shlex
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,12 +15,14 @@ import orjson
 from pydantic import Field, field_validator
 
 from loopwright.core.config import Config
-from loopwright.core.errors import Problem, storage
+from loopwright.core.errors import LaunchError, Problem, storage
 from loopwright.core.expression import Expression
+from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.registry import Registry
 from loopwright.core.trial import Result
 from loopwright.execution.base import OnStart
-from loopwright.execution.local.executor import Slots
+from loopwright.execution.local.system import LocalSystem
+from loopwright.execution.system import SystemConfig
 from loopwright.spaces.parameter import Fixed, Parameter, parameter
 from loopwright.spaces.space import Space
 
@@ -42,8 +44,10 @@ class WorkloadConfig(Config):
     """Expressions over arguments and environment variables; an action that violates one is `infeasible`."""
     timeout_s: float | None = Field(default=None, gt=0)
     """Seconds after which a trial's process tree is ended."""
+    nodes: Any = None
+    """How many nodes each trial takes, on a cluster; a list is searched, as `{nodes}`."""
     gpus: int = Field(default=0, ge=0)
-    """How many of `[system] gpus` each trial has to itself."""
+    """How many GPUs each trial has to itself; on a cluster, on each of its nodes."""
     files: tuple[str, ...] = ()
     """Input files, relative to the scenario: linked into each trial's directory, and part of the fingerprint."""
 
@@ -67,9 +71,22 @@ class WorkloadConfig(Config):
             Expression(constraint)
         return constraints
 
+    @field_validator("nodes")
+    @classmethod
+    def _parse_nodes(cls, value: Any) -> Parameter | None:
+        nodes = None if value is None else parameter(value)
+        if nodes is not None and not all(type(count) is int and count > 0 for count in nodes.grid()):
+            raise ValueError(f"{value!r} is not a number of nodes: give 2, or a list such as [1, 2, 4]")
+        return nodes
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        """Everything that can be searched: arguments, environment variables and, if it is set, `nodes`."""
+        return {**self.args, **self.env, **({} if self.nodes is None else {"nodes": self.nodes})}
+
     def space(self, env_params: frozenset[str] = frozenset()) -> Space:
         """The parameters of this workload as a space; the environment draws `env_params`."""
-        return Space({**self.args, **self.env}, self.constraints, env_params)
+        return Space(self.parameters, self.constraints, env_params)
 
     def metric_names(self) -> tuple[str, ...] | None:
         """The metrics of a trial, in order; None if they are unknown before it runs."""
@@ -95,13 +112,15 @@ class WorkloadConfig(Config):
             Problem("env", f"{name!r} is also an argument; rename one of them.")
             for name in self.args.keys() & self.env.keys()
         ]
+        if self.nodes is not None and "nodes" in {*self.args, *self.env}:
+            problems.append(Problem("nodes", "is also an argument; rename that one."))
         for where, text in (
             *(("constraints", constraint) for constraint in self.constraints),
-            *((f"args.{name}", p.when) for name, p in {**self.args, **self.env}.items() if p.when is not None),
+            *((f"args.{name}", p.when) for name, p in self.parameters.items() if p.when is not None),
         ):
-            unknown = sorted(Expression(text).names - self.args.keys() - self.env.keys())
+            unknown = sorted(Expression(text).names - self.parameters.keys())
             if unknown:
-                available = ", ".join(sorted({*self.args, *self.env})) or "none"
+                available = ", ".join(sorted(self.parameters)) or "none"
                 problems.append(
                     Problem(where, f"{text!r}: unknown parameter {', '.join(unknown)}. Known parameters: {available}.")
                 )
@@ -120,13 +139,15 @@ class Job:
     marker: str
     """Identifies the trial's processes; see `Command.marker`."""
     on_start: OnStart
-    """Records each process, so that it can be ended after a crash."""
-    on_services: Callable[[Sequence[tuple[int, int]]], None] = lambda _: None
+    """Records each process or job, so that it can be ended or adopted after a crash."""
+    on_services: Callable[[Sequence[str]], None] = lambda _: None
     """Records the processes of all services that run now, likewise."""
     flush_reservation: Callable[[], None] = lambda: None
     """Writes the trial's reservation to disk. Call it before a process is started, unless `on_start` comes first."""
     is_retry: bool = True
     """Whether an earlier attempt may have left something behind."""
+    handle: str = ""
+    """The job that an earlier process submitted for this attempt; the workload continues with it."""
 
 
 class Workload(ABC):
@@ -142,7 +163,7 @@ class Workload(ABC):
 
     Config: ClassVar[type[WorkloadConfig]] = WorkloadConfig
 
-    not_compared: ClassVar[set[str]] = {"args", "env", "constraints", "timeout_s", "gpus"}
+    not_compared: ClassVar[set[str]] = {"args", "env", "constraints", "timeout_s", "gpus", "nodes"}
     """Settings that are not part of the fingerprint. A timeout does not change a successful result."""
 
     def __init__(self, config: Any, site: "Site") -> None:
@@ -175,20 +196,18 @@ class Workload(ABC):
 
 @dataclass(frozen=True)
 class Site:
-    """Where a workload runs: the directories of the scenario and of the run, and the limits of the system."""
+    """Where a workload runs: the directories of the scenario and of the run, and the system."""
 
     scenario_dir: Path
     directory: Path
-    parallel: int = 1
-    pin_cpus: bool = False
-    devices: tuple[str, ...] = ()
-    memory_bytes: int | None = None
-    output_bytes: int = 64 * 2**20
-    grace_s: float = 2.0
+    system: SystemConfig = field(default_factory=LocalSystem)
 
-    def slots(self, gpus: int, ports: int = 1) -> Slots:
-        """The slots of a run whose trials each need this many GPUs and ports."""
-        return Slots(self.parallel, pin_cpus=self.pin_cpus, devices=self.devices, devices_each=gpus, ports=ports)
+
+def launch_failure(error: LaunchError) -> Result:
+    """The result of a trial that could not be started, or that was lost."""
+    if not error.infra:
+        return Result(Outcome.CRASHED, reason=str(error))
+    return Result(Outcome.ABORTED if error.cancelled else Outcome.LOST, reason=str(error), fault=Fault.INFRA)
 
 
 def as_text(value: Any) -> str:

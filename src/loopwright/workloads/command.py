@@ -20,10 +20,9 @@ import regex
 
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import LaunchError, storage
-from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Result
 from loopwright.execution.base import Command, Completion, Executor, Slot, SlotPool
-from loopwright.execution.local.executor import LocalExecutor
 from loopwright.workloads.base import (
     RESERVED_FILES,
     CommandTemplate,
@@ -33,6 +32,7 @@ from loopwright.workloads.base import (
     WorkloadConfig,
     fresh_directory,
     last_lines,
+    launch_failure,
     link_into,
     link_products,
     recreate,
@@ -65,15 +65,10 @@ class CommandWorkload(Workload):
     def __init__(self, config: CommandConfig, site: Site, executor: Executor | None = None) -> None:
         super().__init__(config, site)
         self._command = CommandTemplate(config.command)
-        others = self._command.names - config.args.keys() - config.env.keys()
+        others = self._command.names - config.parameters.keys()
         self._slot_names = config.slot_names() if others or config.service else set()
         ports = max((int(name[5:] or 1) for name in self._slot_names if name.startswith("port")), default=1)
-        self.executor = executor or LocalExecutor(
-            memory_bytes=site.memory_bytes,
-            output_bytes=site.output_bytes,
-            grace_s=site.grace_s,
-            slots=site.slots(config.gpus, ports),
-        )
+        self.executor = executor or site.system.executor(site.directory, config.gpus, ports)
         self._setup = CommandTemplate(config.setup) if config.setup is not None else None
         self._locks: dict[str, asyncio.Lock] = {}
         self._setup_failures: dict[str, Result] = {}
@@ -87,11 +82,12 @@ class CommandWorkload(Workload):
 
     async def run(self, job: Job) -> Result:
         job.flush_reservation()
-        fresh_directory(job.directory)
-        with storage(job.directory):
-            (job.directory / "parameters.json").write_bytes(job.parameters_json)
-        if self.config.files:
-            link_into(job.directory, self.site.scenario_dir, self.config.files)
+        if not job.handle:  # otherwise the job that is adopted works there
+            fresh_directory(job.directory)
+            with storage(job.directory):
+                (job.directory / "parameters.json").write_bytes(job.parameters_json)
+            if self.config.files:
+                link_into(job.directory, self.site.scenario_dir, self.config.files)
         try:
             if self._setup is not None and (failure := await self._prepare(job, self._setup)) is not None:
                 return failure
@@ -99,9 +95,7 @@ class CommandWorkload(Workload):
                 return await self._run_in_slot(job)
             return await self._evaluate(job, await self.executor.run(self._trial_command(job), job.on_start))
         except LaunchError as error:
-            if error.infra:
-                return Result(Outcome.LOST, reason=str(error), fault=Fault.INFRA)
-            return Result(Outcome.CRASHED, reason=str(error))
+            return launch_failure(error)
 
     def _trial_command(self, job: Job, slot: Slot | None = None) -> Command:
         return Command(
@@ -113,6 +107,9 @@ class CommandWorkload(Workload):
             timeout_s=self.config.timeout_s,
             marker=job.marker,
             slot=slot,
+            handle=job.handle,
+            nodes=job.arguments["nodes"] if self.config.nodes is not None else 1,
+            gpus=self.config.gpus,
         )
 
     async def _run_in_slot(self, job: Job) -> Result:
@@ -221,8 +218,9 @@ class CommandWorkload(Workload):
     async def _run_setup(
         self, job: Job, setup: CommandTemplate, arguments: Mapping[str, Any], directory: Path
     ) -> Result | None:
-        recreate(directory)
-        link_into(directory, self.site.scenario_dir, self.config.files)
+        if not job.handle:
+            recreate(directory)
+            link_into(directory, self.site.scenario_dir, self.config.files)
         command = Command(
             argv=tuple(setup.words(arguments)),
             directory=directory,
@@ -231,6 +229,7 @@ class CommandWorkload(Workload):
             stderr=directory / "setup.stderr",
             timeout_s=self.config.setup_timeout_s,
             marker=job.marker,
+            handle=job.handle,
         )
         completion = await self.executor.run(command, job.on_start)
         if completion.exit_code == 0 and not completion.timed_out:
@@ -281,7 +280,9 @@ def _contains(pattern: str, stdout: Path, timeout_s: float) -> bool:
 
 def _ending(completion: Completion, timeout_s: float | None, stderr: Path) -> str:
     """How a command ended, in words, with the last line of its stderr."""
-    if completion.timed_out:
+    if completion.reason:
+        ending = completion.reason
+    elif completion.timed_out:
         ending = f"timed out after {timeout_s:g} s"
     elif completion.signal is not None:
         ending = f"ended by signal {completion.signal}"

@@ -171,7 +171,7 @@ class CommandConfig(WorkloadConfig):
 
     def problems(self, scenario_dir: Path) -> list[Problem]:
         problems = super().problems(scenario_dir)
-        parameters = {**self.args, **self.env}
+        parameters = self.parameters
         names: set[str] = set()
         for key, template in self.templates():
             names |= template.names

@@ -9,12 +9,11 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from loopwright.core.errors import LaunchError, Problem
-from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Result
 from loopwright.execution.base import CallResult, FunctionCall
 from loopwright.execution.local.callables import inspect_callable
-from loopwright.execution.local.worker_pool import WorkerPool
-from loopwright.workloads.base import Job, Site, Workload, WorkloadConfig, fresh_directory, link_into
+from loopwright.workloads.base import Job, Site, Workload, WorkloadConfig, fresh_directory, launch_failure, link_into
 
 
 class PythonConfig(WorkloadConfig):
@@ -56,13 +55,7 @@ class PythonWorkload(Workload):
 
     def __init__(self, config: PythonConfig, site: Site) -> None:
         super().__init__(config, site)
-        self._pool = WorkerPool(
-            size=site.parallel,
-            output_bytes=site.output_bytes,
-            grace_s=site.grace_s,
-            memory_bytes=site.memory_bytes,
-            slots=site.slots(config.gpus),
-        )
+        self._pool = site.system.call_executor(site.directory, config.gpus)
         self._paths = config.import_paths(site.scenario_dir)
 
     def fingerprint(self, *sources: Path) -> str:
@@ -77,10 +70,11 @@ class PythonWorkload(Workload):
 
     async def run(self, job: Job) -> Result:
         # The worker creates the directory, unless there are files to link or an earlier attempt to rename.
-        if self.config.files or (job.is_retry and job.directory.exists()):
+        if not job.handle and (self.config.files or (job.is_retry and job.directory.exists())):
             fresh_directory(job.directory)
             link_into(job.directory, self.site.scenario_dir, self.config.files)
-        arguments = {name: value for name, value in job.arguments.items() if name not in self.config.env}
+        others = self.config.parameters.keys() - self.config.args.keys()
+        arguments = {name: value for name, value in job.arguments.items() if name not in others}
         call = FunctionCall(
             function=self.config.function,
             path=self._paths,
@@ -90,11 +84,14 @@ class PythonWorkload(Workload):
             parameters=job.parameters_json,
             timeout_s=self.config.timeout_s,
             marker=job.marker,
+            handle=job.handle,
+            nodes=job.arguments["nodes"] if self.config.nodes is not None else 1,
+            gpus=self.config.gpus,
         )
         try:
             return self._evaluate(await self._pool.call(call, job.on_start))
         except LaunchError as error:
-            return Result(Outcome.LOST, reason=str(error), fault=Fault.INFRA)
+            return launch_failure(error)
 
     def _evaluate(self, call: CallResult) -> Result:
         usage = call.usage

@@ -50,8 +50,8 @@ class RunningService:
     task: "asyncio.Task[Completion]"
     stdout: Path
     stderr: Path
-    process: tuple[int, int] | None = None
-    """Process id and start time."""
+    handle: str = ""
+    """Identifies its process, once it runs."""
 
     def failure(self, when: str) -> Result:
         """The result of a trial during which the service ended."""
@@ -195,8 +195,8 @@ class Services:
             slot=slot,
         )
 
-        def started(pid: int, start_ticks: int) -> None:
-            service.process = pid, start_ticks
+        def started(handle: str) -> None:
+            service.handle = handle
             self._record(job)
 
         task = asyncio.ensure_future(self._executor.run(command, started))
@@ -212,7 +212,7 @@ class Services:
                 (job.directory / path.name).symlink_to(path)
 
     def _record(self, job: Job) -> None:
-        job.on_services([service.process for service in self._running if service.process is not None])
+        job.on_services([service.handle for service in self._running if service.handle])
 
 
 class _Probe:
@@ -243,7 +243,7 @@ class _Probe:
             elif self._ready.regex is not None:
                 is_ready = await asyncio.to_thread(_prints, self._ready.regex, (service.stdout, service.stderr))
             else:
-                is_ready = service.process is not None
+                is_ready = bool(service.handle)
             if service.task.done():
                 raise ServiceFailed(service.failure("before it was ready"))
             if is_ready:

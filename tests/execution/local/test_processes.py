@@ -102,7 +102,7 @@ def test_leftovers_are_ended_with_their_whole_tree(tmp_path):
     script = "setsid sleep 100 & echo $! > a; sleep 100 & echo $! > b; wait"
     with process("sh", "-c", script, marker=f"{RUN}run-7:3", cwd=tmp_path) as root:
         pids = [root.pid, written_pid(tmp_path / "a"), written_pid(tmp_path / "b")]
-        assert end_leftovers([(root.pid, start_ticks(root.pid))], f"{RUN}run-7") == 3
+        assert end_leftovers([f"{root.pid}:{start_ticks(root.pid)}"], f"{RUN}run-7") == 3
         assert not any(map(alive, pids))
 
 
@@ -118,13 +118,13 @@ def test_leftovers_are_found_by_marker_alone():
 
 def test_s13_a_recycled_pid_is_not_touched():
     with process("sleep", "100") as child:
-        assert end_leftovers([(child.pid, start_ticks(child.pid) - 1)], f"{RUN}run-10") == 0
+        assert end_leftovers([f"{child.pid}:{start_ticks(child.pid) - 1}"], f"{RUN}run-10") == 0
         assert alive(child.pid)
 
 
 def test_an_empty_marker_matches_nothing():
     with process("sleep", "100", marker=f"{RUN}run-11") as child:
-        assert end_leftovers([(1 << 22, 5)], "") == 0
+        assert end_leftovers([f"{1 << 22}:5"], "") == 0
         assert alive(child.pid)
 
 
@@ -133,7 +133,7 @@ def test_a_process_that_keeps_forking_is_ended(tmp_path):
     with process("sh", "-c", script, marker=f"{RUN}run-12:1", cwd=tmp_path) as root:
         written_pid(tmp_path / "pid")
         time.sleep(0.1)
-        assert end_leftovers([(root.pid, start_ticks(root.pid))], f"{RUN}run-12") > 1
+        assert end_leftovers([f"{root.pid}:{start_ticks(root.pid)}"], f"{RUN}run-12") > 1
         assert descendants([], [f"{RUN}run-12:1"]) == []
 
 

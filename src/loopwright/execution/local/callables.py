@@ -65,7 +65,7 @@ def inspect_callable(
         except TimeoutError:
             response, problem = None, f"importing the module of {function!r} takes longer than {deadline_s:g} s."
         finally:
-            end_leftovers([(process.pid, started.start_ticks)], marker)
+            end_leftovers([f"{process.pid}:{started.start_ticks}"], marker)
             process.wait()
     if response is None or problem is not None:
         return CallableSignature(problem=problem)

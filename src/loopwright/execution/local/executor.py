@@ -112,7 +112,7 @@ class LocalExecutor(Executor):
         """Wait for the process, or end it on timeout or error. Afterwards the whole tree is gone."""
         loop = asyncio.get_running_loop()
         try:
-            on_start(tree.pid, tree.start_ticks)
+            on_start(f"{tree.pid}:{tree.start_ticks}")
             for pump in output.pumps:
                 pump.attach(loop)
             tree.attach(loop)

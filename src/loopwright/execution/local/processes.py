@@ -183,12 +183,13 @@ def is_ignored(number: int) -> bool:
     return signal.getsignal(number) in (signal.SIG_IGN, ignore)
 
 
-def end_leftovers(records: Iterable[tuple[int, int]], marker: str) -> int:
+def end_leftovers(handles: Iterable[str], marker: str) -> int:
     """End what a killed Loopwright left running; return the number of processes.
 
-    This covers the trees of all recorded (pid, start time) pairs that are still the same process, and every process
-    whose marker begins with `marker`. Returns when they are gone, or after ten seconds.
+    This covers the trees of all handles, `pid:start time`, that are still the same process, and every process whose
+    marker begins with `marker`. Returns when they are gone, or after ten seconds.
     """
+    records = [(int(pid), int(ticks)) for pid, _, ticks in (handle.partition(":") for handle in handles)]
     # Compare start times first: a recycled pid also names the session of its new process.
     same = [(pid, ticks) for pid, ticks in records if start_ticks(pid) == ticks]
     killed: set[tuple[int, int]] = set()

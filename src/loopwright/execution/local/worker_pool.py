@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 
-from loopwright.execution.base import CallResult, FunctionCall, OnStart, Slot
+from loopwright.execution.base import CallExecutor, CallResult, FunctionCall, OnStart, Slot
 from loopwright.execution.local.executor import GRACE_S, OUTPUT_BYTES, Slots
 from loopwright.execution.local.process_tree import ProcessLimits
 from loopwright.execution.local.worker_process import WorkerProcess
@@ -12,7 +12,7 @@ from loopwright.execution.local.worker_process import WorkerProcess
 _IDLE_PER_SLOT = 4
 
 
-class WorkerPool:
+class WorkerPool(CallExecutor):
     """Makes up to `size` calls at a time. A worker that timed out, died or left a process running is replaced."""
 
     def __init__(
@@ -36,7 +36,6 @@ class WorkerPool:
         self._all_idle: asyncio.Future[None] | None = None
 
     async def call(self, call: FunctionCall, on_start: OnStart) -> CallResult:
-        """Make the call. Raise LaunchError if no worker can be started, StorageError if a file cannot be written."""
         slot = await self._slots.acquire()
         try:
             call, limits = self._placed(call, slot)
@@ -55,7 +54,6 @@ class WorkerPool:
             self._slots.release(slot)
 
     def kill_all(self) -> None:
-        """SIGKILL all workers and what they started, immediately; safe in a signal handler."""
         for worker in [*self._busy, *self._idle]:
             worker.kill()
 

@@ -88,7 +88,7 @@ class WorkerProcess:
             pump.sink = file
         start_s = time.monotonic()
         try:
-            on_start(self._tree.pid, self._tree.start_ticks)
+            on_start(f"{self._tree.pid}:{self._tree.start_ticks}")
             self._socket.send(
                 {
                     "function": call.function,

@@ -127,7 +127,7 @@ class CommandAgent(ExternalAgent):
         )
         try:
             # Its processes need not be recorded: a trial is repeated, not resumed, and the reaper finds them by marker.
-            completion = await self._executor.run(job.sandbox.wrap(command), lambda _pid, _ticks: None)
+            completion = await self._executor.run(job.sandbox.wrap(command), lambda _: None)
         except LaunchError as error:
             return AgentExit(str(error), error.infra)
         if job.sandbox.setup_failed(completion):

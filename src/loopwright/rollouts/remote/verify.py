@@ -114,7 +114,7 @@ async def verify(
     scratch: Path,
     *,
     marker: str = "",
-    on_start: OnStart = lambda _pid, _ticks: None,
+    on_start: OnStart = lambda _: None,
 ) -> VerifierReport:
     """Run a step's tests in the sandbox that the agent used. Raises only if the sandbox fails or the disk is full.
 
@@ -233,7 +233,7 @@ async def solve(
             **resolve_env(prepared.task.solution_env, f"{prepared.task.path / 'task.toml'}, solution.env"),
         }
         script = TaskScript(f"{_SOLUTION}/solve.sh", {_SOLUTION: directory / "solution"}, env, step.agent_timeout_s)
-        completion = await executor.run(script.command(sandbox, directory, marker), lambda _pid, _ticks: None)
+        completion = await executor.run(script.command(sandbox, directory, marker), lambda _: None)
         if completion.exit_code == 0 and not completion.timed_out:
             return ""
         failure = f"exited with {completion.exit_code}"

@@ -25,6 +25,7 @@ from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.live.server import GymServer
 from loopwright.envs.search import SearchEnv
 from loopwright.execution.local.processes import end_leftovers
+from loopwright.execution.system import SystemConfig
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer
 from loopwright.ledger.trial_book import TrialBook
@@ -171,8 +172,7 @@ class RunKind(RunConfig, ABC):
         )
         if path.exists():
             ledger = Ledger.open(path, synchronous=synchronous)
-            end_leftovers(ledger.open_processes(), ledger.state("id"))
-            ledger.close_attempts()
+            self._end_leftovers(ledger, context.loaded.scenario.system)
             ledger.close_episode()
             if ledger.state("fingerprint") != fingerprint and not context.accept_changes:
                 ledger.close()
@@ -199,6 +199,21 @@ class RunKind(RunConfig, ABC):
             observers=observers,
         )
 
+    def _end_leftovers(self, ledger: Ledger, system: SystemConfig) -> None:
+        """End what an earlier process left running here. Jobs of a cluster go on, and are adopted by their trials."""
+        local, jobs = dict[int, str](), dict[int, str]()
+        for trial, (_, handle) in ledger.open_attempts().items():
+            (local if handle[0].isdigit() else jobs)[trial] = handle
+        for handle in jobs.values():
+            if not system.adopts(handle):
+                ledger.close()
+                raise LedgerError(
+                    f"run {self.name!r} has jobs on another system ({handle}), which may still run. Continue it with "
+                    f'[system] type = "{handle.partition(":")[0]}".'
+                )
+        end_leftovers([*local.values(), *ledger.state("services", [])], ledger.state("id"))
+        ledger.close_attempts(local)
+
     # -- describing ---------------------------------------------------------------------------------------------
 
     def describe(self, context: BuildContext, ledger: Ledger, details: Mapping[str, Any]) -> None:
@@ -206,11 +221,12 @@ class RunKind(RunConfig, ABC):
         table = next(table for table in context.loaded.raw["run"] if table["name"] == self.name)
         part = table.get("workload") or table.get("live") or table["rollout"]
         agent = self.agent_class
+        nodes = {"nodes": part["nodes"]} if "nodes" in part else {}
         about = {
             "name": self.name,
             "kind": self.kind,
             "agent": context.agent.model_dump(mode="json") if self.agent else None,
-            "parameters": {**part.get("args", {}), **part.get("env", {})},
+            "parameters": {**part.get("args", {}), **part.get("env", {}), **nodes},
             "env_params": {name: config.model_dump(mode="json") for name, config in self.env_params.items()},
             "constraints": part.get("constraints", []),
             "workload": {"type": self.kind} | {key: part[key] for key in _WORKLOAD_KEYS if key in part},

@@ -24,6 +24,7 @@ class LiveRun(RunKind):
 
     def check(self, raw: dict[str, Any], checker: Checker) -> None:
         checker.add_all("[run.live]", self.live.problems(checker.directory, self.env_params.keys()))
+        checker.add_all("[run.live]", checker.system.problems(self.kind))
         if "workload" in raw:
             checker.add("[run.workload]", "a run has a workload or a live environment, not both.")
         if [function.type for function in self.reward] not in ([], ["server"]):

@@ -63,7 +63,7 @@ class SearchRun(RunKind):
             return
         agent = self.agent_class
         if agent is not None or "agent" not in raw:
-            self.check_draws(raw, {**self.workload.args, **self.workload.env}, checker)
+            self.check_draws(raw, self.workload.parameters, checker)
         for name in sorted(self._metrics_of_rewards() - set(self.metric_names)):
             hint = did_you_mean(name, list(self.metric_names))
             checker.add("[[run]] reward", f"reads the metric {name!r}, which the workload does not give. {hint}")
@@ -79,13 +79,12 @@ class SearchRun(RunKind):
 
     def _check_place(self, checker: Checker) -> None:
         """Report what the system cannot offer."""
-        each, parallel, gpus = self.workload.gpus, checker.parallel, len(checker.devices)
-        if each * parallel > gpus:
-            needs = f"{each} for each of parallel = {parallel} trials, but [system] gpus has {gpus}"
-            checker.add("[run.workload] gpus", f"needs {needs}. Lower one of them, or list more devices.")
-        if checker.system != "local":
-            for problem in self.workload.local_only():
-                checker.add(f"[run.workload] {problem}", f'needs [system] type = "local", not {checker.system!r}.')
+        workload, system = self.workload, checker.system
+        nodes = workload.nodes.grid() if workload.nodes is not None else ()
+        checker.add_all("[run.workload]", system.problems(self.kind, nodes, workload.gpus))
+        if system.type != "local":
+            for problem in workload.local_only():
+                checker.add(f"[run.workload] {problem}", f'needs [system] type = "local", not {system.type!r}.')
 
     def _check_conditions(self, space: Space, checker: Checker) -> None:
         for name, parameter in space.tunable.items():
@@ -121,7 +120,7 @@ class SearchRun(RunKind):
         if config.trials is not None and config.trials % self.repeats:
             checker.add("[run.agent] trials", f"{config.trials} is not a multiple of repeats = {self.repeats}.")
         checker.add_all("[run.agent]", agent.problems(config, space, checker.directory))
-        checker.add_all("[run.agent]", agent.too_little(config, space, self.repeats, checker.parallel))
+        checker.add_all("[run.agent]", agent.too_little(config, space, self.repeats, checker.system.parallel))
 
     # -- building and describing --------------------------------------------------------------------------------
 
@@ -130,12 +129,7 @@ class SearchRun(RunKind):
         site = Site(
             scenario_dir=context.loaded.directory,
             directory=(context.output / self.name).absolute(),
-            parallel=system.parallel,
-            pin_cpus=system.pin_cpus,
-            devices=system.devices() if config.gpus else (),
-            memory_bytes=system.memory,
-            output_bytes=system.output,
-            grace_s=system.grace_s,
+            system=system,
         )
         workload = self.workload_class(config, site)
         fingerprint = workload.fingerprint()
@@ -165,6 +159,7 @@ class SearchRun(RunKind):
                 self.cache,
                 exhaustible=not (self.agent_class or Grid).measures_again,
                 fingerprint=fingerprint,
+                retries=system.retries,
             ),
             shared=shared,
         )

@@ -1,0 +1,63 @@
+"""The system of a scenario: where its trials run and what they may use. Each `type` has a config class of its own."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from loopwright.core.config import Config, size_bytes
+from loopwright.core.errors import Problem
+from loopwright.core.registry import Registry
+from loopwright.execution.base import CallExecutor, Executor
+
+
+class SystemConfig(Config):
+    """Settings of every system.
+
+    class Batch(SystemConfig):
+        type: Literal["batch"] = "batch"
+
+        def executor(self, directory: Path, gpus: int = 0, ports: int = 0) -> Executor: ...
+        def call_executor(self, directory: Path, gpus: int = 0) -> CallExecutor: ...
+    """
+
+    type: str
+    parallel: int = Field(default=1, ge=1, le=4096)
+    """How many trials are in flight at a time."""
+    retries: int = Field(default=0, ge=0)
+    """How often a trial that was lost to the infrastructure is attempted again under its number."""
+    output: int = Field(default=64 * 2**20, ge=4096)
+    """How much of each output stream of a trial is kept, for example "64MiB"; the end is always kept."""
+    grace_s: float = Field(default=2.0, ge=0)
+    """Seconds between SIGTERM and SIGKILL when a process has to end."""
+    durability: Literal["normal", "full"] = "normal"
+    """`normal` survives a crash of the process; `full` also of the machine, at the cost of a disk flush per step."""
+    shared_cache: str | None = None
+    """The file of `cache = "shared"`, relative to the scenario; by default one in the output directory."""
+
+    @field_validator("memory", "output", mode="before", check_fields=False)
+    @classmethod
+    def _bytes(cls, value: Any) -> Any:
+        return size_bytes(value)
+
+    @abstractmethod
+    def executor(self, directory: Path, gpus: int = 0, ports: int = 0) -> Executor:
+        """What runs the commands of a run, whose directory this is; each needs this many GPUs and ports."""
+
+    @abstractmethod
+    def call_executor(self, directory: Path, gpus: int = 0) -> CallExecutor:
+        """What runs the Python functions of a run."""
+
+    def adopts(self, handle: str) -> bool:
+        """Whether a resumed run can continue with the job of this handle."""
+        return False
+
+    def problems(self, kind: str, nodes: Sequence[int] = (), gpus: int = 0) -> list[Problem]:
+        """Why this system cannot run such a run, whose trials take this many nodes and GPUs."""
+        return []
+
+
+systems: Registry[type[SystemConfig]] = Registry("system", "loopwright.systems", SystemConfig)
+systems.add_lazily("local", "loopwright.execution.local.system:LocalSystem")
