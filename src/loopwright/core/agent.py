@@ -74,7 +74,7 @@ class Agent(ABC):
         """The whole run. Returns 0, or another number for a failure that leaves the other runs of a scenario unharmed.
 
         Codes accumulate, and the next run starts. An exception is a bug: no further run starts, reports are still made,
-        and the exception reaches the user unchanged.
+        and the exception reaches the user unchanged. SIGINT and SIGTERM raise `RunStopped` here: let it pass.
         """
 
     def shutdown(self) -> None:

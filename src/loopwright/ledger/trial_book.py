@@ -10,8 +10,11 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer, Observers
 
 
-class RunStopped(Exception):
-    """Raised inside an agent's own loop once the run is stopping. Trials in flight are recorded as `aborted`."""
+class RunStopped(BaseException):
+    """Raised inside an agent's own loop once the run is stopping. Trials in flight are recorded as `aborted`.
+
+    Not an Exception, so that a loop that survives every error of its trials still ends.
+    """
 
 
 class TrialBook:
@@ -90,13 +93,15 @@ class TrialBook:
     # -- stopping -----------------------------------------------------------------------------------------------
 
     def when_stopped(self, callback: Callable[[], object] | None) -> None:
-        """Set what to call, from a signal handler, when the run stops; it is called now if the run is stopping."""
+        """Set what to call, from a signal handler, when the run stops; it is called now if the run is stopping.
+
+        It returns False if it does not end the agent's loop: RunStopped is then raised there.
+        """
         self._on_stop = callback
         if self.stopping and callback is not None:
             callback()
 
-    def stop(self) -> None:
-        """Stop the run early: trials in flight are aborted and no new one starts."""
+    def stop(self) -> bool:
+        """Stop the run early: trials in flight are aborted and no new one starts. Whether the agent's loop ends now."""
         self.stopping = True
-        if self._on_stop is not None:
-            self._on_stop()
+        return self._on_stop is not None and self._on_stop() is not False

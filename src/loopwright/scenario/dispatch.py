@@ -27,13 +27,19 @@ from loopwright.execution.local.processes import is_ignored
 from loopwright.ledger.check import check_ledger
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer
-from loopwright.ledger.trial_book import TrialBook
+from loopwright.ledger.trial_book import RunStopped, TrialBook
 from loopwright.reports.export import replacing, write_best, write_csv
 from loopwright.reports.page import read_runs, write_report
 from loopwright.scenario.kinds.base import AnyEnv, BuildContext, LoadedScenario, RunKind
 from loopwright.scenario.load import load
 
 log = logging.getLogger(__name__)
+_FAILURE_FILE = "dse_failure.txt"
+_SIGNAL_CODES = 128
+"""From here on, an exit status means that a signal ended the process."""
+_RETRY_S = 0.05
+_RECORDING = ("loopwright.ledger", "loopwright.envs")
+"""The packages whose code must not be interrupted by an exception."""
 
 Watch = Callable[[AnyEnv], Sequence[Observer]]
 """Makes the observers of a run that is about to start."""
@@ -47,16 +53,32 @@ class Signals:
     """The first signal."""
     book: TrialBook | None = None
     """The trial book of the run in progress."""
+    thread: int | None = None
+    """The thread that is inside an agent's `run()`."""
+    retrying: bool = False
+    """Whether the next signal is the first one, sent again by `_try_again`."""
 
-    def handle(self, number: int, _: FrameType | None = None) -> None:
-        """Stop the run. A second signal kills all its processes and exits; the ledger stays consistent."""
-        if self.received is not None:
+    def handle(self, number: int, frame: FrameType | None = None) -> None:
+        """Stop the run. A second signal kills all its processes and exits; the ledger stays consistent.
+
+        An agent in a loop of its own, which nothing else ends, gets RunStopped there.
+        """
+        if self.received is not None and not self.retrying:
             if self.book is not None:
                 self.book.kill()
             os._exit(128 + number)
-        self.received = number
-        if self.book is not None:
-            self.book.stop()
+        self.received, self.retrying = self.received or number, False
+        if self.book is not None and not self.book.stop() and self.thread == threading.get_ident():
+            if _is_interruptible(frame):
+                self.book.ledger.flush()  # before a second signal can end the process
+                raise RunStopped
+            threading.Thread(target=self._try_again, args=(self.thread,), daemon=True).start()
+
+    def _try_again(self, thread: int) -> None:
+        time.sleep(_RETRY_S)
+        if self.thread == thread and self.received is not None:
+            self.retrying = True
+            signal.pthread_kill(thread, self.received)
 
     @contextmanager
     def installed(self) -> Iterator["Signals"]:
@@ -74,6 +96,17 @@ class Signals:
                 signal.signal(number, handler)
 
 
+def _is_interruptible(frame: FrameType | None) -> bool:
+    """Whether an exception may be raised here: in the agent's code or a server's call, not while a step is recorded."""
+    recording = False
+    while frame is not None:
+        if getattr(frame.f_locals.get("watchdog"), "call", 0):
+            return True  # the call of a server is in progress, and `LiveEnv` handles whatever is raised there
+        recording |= frame.f_globals.get("__name__", "").startswith(_RECORDING)
+        frame = frame.f_back
+    return not recording
+
+
 def dispatch(
     loaded: LoadedScenario,
     output: str | Path,
@@ -85,9 +118,9 @@ def dispatch(
 ) -> int:
     """Run a scenario. 0: every run has a result; 1: a run failed; 130, 143: stopped by a signal.
 
-    A failure that leaves the other runs unharmed is a code, and codes accumulate: the agent's own, or a server that
-    cannot be reached. Any other exception is a bug or a full disk: no further run starts, the reports are still made,
-    and the exception reaches the caller unchanged.
+    A failure that leaves the other runs unharmed is a code, and codes accumulate: the agent's own, its `sys.exit`, or a
+    server that cannot be reached. Any other exception is a bug or a full disk: no further run starts, the reports are
+    still made, and the exception reaches the caller unchanged.
     """
     output = Path(output)
     with (signals or Signals()).installed() as signals, hold(output):
@@ -100,7 +133,9 @@ def dispatch(
                     code |= _run(loaded, run, output, signals, watch, accept_changes=accept_changes)
         finally:
             code |= write_all(output)
-        return code if signals.received is None else 128 + signals.received
+        if signals.received is not None:
+            return 128 + signals.received
+        return code if 0 <= code < _SIGNAL_CODES else 1  # a shell sees the last eight bits only
 
 
 @dataclass
@@ -134,11 +169,12 @@ def _run(
             budget = run.agent.trials if run.agent is not None else None
             if budget is not None and ledger.last()[0] >= budget and ledger.state("finished"):
                 return 0  # a live run that has used its whole budget does not need its server
-            log.error("run %r: %s Continue with `loopwright resume`.", run.name, sentence(error))
-            ledger.set_state("failure", f"lost (infra): {error}" if isinstance(error, ServerLost) else str(error))
-        return 1
+            return _report_server(error, ledger, run.name)
     except LoopwrightError:
         raise
+    except SystemExit as error:
+        with Ledger.open(path) if path.exists() else nullcontext() as ledger:
+            return _report_exit(error, ledger, run.name)
     except Exception as error:
         with Ledger.open(path) if path.exists() else nullcontext() as ledger:
             _record_failure(error, ledger, run.name, output)
@@ -150,12 +186,21 @@ def _run(
         book.stop()
     code = 0
     book.ledger.set_state("failure", None)
+    failure = output / _FAILURE_FILE
+    if failure.exists() and failure.read_text(errors="replace").startswith(f"run: {run.name}\n"):
+        failure.unlink()  # of an earlier attempt at this run
     try:
-        code |= drive(built.agent)
+        code |= drive(built.agent, signals)
         book.ledger.set_state("finished", signals.received is None)
         # A run in which nothing succeeded has no result, whatever its agent returns.
         counts = book.ledger.counts()
         code |= 0 if counts.get(Outcome.OK) or counts.get(Outcome.TRUNCATED) else 1
+    except RunStopped:
+        pass  # the signal decides the exit status
+    except (ServerLost, ServerError) as error:
+        code |= _report_server(error, book.ledger, run.name)
+    except SystemExit as error:
+        code |= _report_exit(error, book.ledger, run.name)
     except Exception as error:
         _record_failure(error, book.ledger, run.name, output)
         raise
@@ -165,18 +210,35 @@ def _run(
     return code
 
 
-def drive(agent: Agent) -> int:
+def drive(agent: Agent, signals: Signals | None = None) -> int:
     """Run an agent and shut it down, whatever happens. A failing shutdown is a code and hides nothing."""
-    code = 0
+    code, signals = 0, signals or Signals()
     try:
+        signals.thread = threading.get_ident()
         code |= agent.run()
     finally:
+        signals.thread = None
         try:
             agent.shutdown()
-        except Exception:
+        except (Exception, SystemExit):
             log.exception("the shutdown of agent %s failed", type(agent).__name__)
             code |= 1
     return code
+
+
+def _report_server(error: ServerLost | ServerError, ledger: Ledger, name: str) -> int:
+    """Record why a run's server cannot be used, and return the run's code."""
+    log.error("run %r: %s Continue with `loopwright resume`.", name, sentence(error))
+    ledger.set_state("failure", f"lost (infra): {error}" if isinstance(error, ServerLost) else str(error))
+    return 1
+
+
+def _report_exit(error: SystemExit, ledger: Ledger | None, name: str) -> int:
+    """Record that a run's code called `sys.exit`, with any status, and return the run's code."""
+    log.error("run %r: its code called sys.exit(%r), which fails the run", name, error.code)
+    if ledger is not None:
+        ledger.set_state("failure", "".join(traceback.format_exception(error)))
+    return 1
 
 
 def _record_failure(error: Exception, ledger: Ledger | None, name: str, output: Path) -> None:
@@ -185,7 +247,7 @@ def _record_failure(error: Exception, ledger: Ledger | None, name: str, output: 
     try:
         if ledger is not None:
             ledger.set_state("failure", text)
-        (output / "dse_failure.txt").write_text(text)
+        (output / _FAILURE_FILE).write_text(text)
     except (OSError, LoopwrightError):
         log.warning("the failure could not be written to %s", output)
 
@@ -193,8 +255,8 @@ def _record_failure(error: Exception, ledger: Ledger | None, name: str, output: 
 def write_all(output: Path, *, check: bool = False) -> int:
     """Write everything that is made from the ledgers: CSV files, best.toml, report.html. Returns 1 on a failure.
 
-    With `check`, a damaged ledger is a failure, and its run is shown as damaged. A run that this process continued was
-    checked when its ledger was opened.
+    Nothing is raised, since that would hide the error of a run. With `check`, a damaged ledger is a failure, and its run
+    is shown as damaged. A run that this process continued was checked when its ledger was opened.
     """
     paths = sorted(output.glob("*/ledger.db"))
     damage: dict[str, str] = {}
@@ -204,18 +266,25 @@ def write_all(output: Path, *, check: bool = False) -> int:
         except LoopwrightError as error:
             damage[path.parent.name] = str(error)
     failures = list[str](damage.values())
-    runs = read_runs(output, damage)
-    for path in paths:
+
+    @contextmanager
+    def collecting() -> Iterator[None]:
         try:
-            with Ledger.read(path) as ledger:
-                write_csv(ledger, path.parent)
-                write_best(ledger, path.parent / "best.toml", runs.best(path.parent))
+            yield
         except (LoopwrightError, OSError) as error:
             failures.append(str(error))
-    try:
-        write_report(output, runs)
-    except (LoopwrightError, OSError) as error:
-        failures.append(str(error))
+        except Exception as error:
+            log.exception("unexpected error in a report; the ledgers are complete, and `loopwright report` tries again")
+            failures.append(f"the report could not be made: {type(error).__name__}: {error}")
+
+    with collecting():
+        runs = read_runs(output, damage)
+        for path in paths:
+            with collecting(), Ledger.read(path) as ledger:
+                write_csv(ledger, path.parent)
+                write_best(ledger, path.parent / "best.toml", runs.best(path.parent))
+        with collecting():
+            write_report(output, runs)
     for failure in dict.fromkeys(failures):
         log.error("%s", failure)
     return 1 if failures else 0

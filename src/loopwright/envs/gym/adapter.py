@@ -60,9 +60,10 @@ class Driver:
             self.close()
             raise
 
-    def _cancel(self) -> None:
+    def _cancel(self) -> bool:
         for trial in self._in_flight:
             self._loop.call_soon_threadsafe(trial.cancel)
+        return bool(self._in_flight)
 
     def step(self, actions: Sequence[Action], note: Mapping[str, Any] | None = None) -> list[Feedback]:
         """Run one trial per slot, all in flight together."""

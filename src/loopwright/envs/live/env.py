@@ -260,6 +260,8 @@ class LiveEnv:
         if isinstance(error, Hung):
             error = ServerLost(self._watchdog.reason("step"))
         elif not isinstance(error, Exception | SystemExit):
+            if isinstance(error, RunStopped):
+                self._record_failure(number, action, Outcome.ABORTED, "the run was stopped")
             raise error
         if isinstance(error, ServerError):
             return self._fail(number, action, Outcome.METRIC_MISSING, str(error))
@@ -325,6 +327,7 @@ class LiveEnv:
             finally:
                 self._watchdog.close()
 
-    def _stop(self) -> None:
+    def _stop(self) -> bool:
         """Allow no further step. Called by a signal handler, so that a step need not check for a stop."""
         self._may_step = False
+        return False
