@@ -8,7 +8,7 @@ import pytest
 from stable_baselines3 import PPO
 
 import loopwright
-from loopwright.agents.rl.sb3 import SlotVecEnv
+from loopwright.agents.rl.vec_envs import SlotVecEnv
 from loopwright.envs.gym import adapter as adapter_module
 from loopwright.envs.gym.adapter import Driver, GymnasiumAdapter, LiveAdapter
 from loopwright.ledger.trial_book import TrialBook

@@ -45,7 +45,7 @@ def trial_book(directory: Path, name: str = "run", **options: Any) -> TrialBook:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "ledger.db"
     ledger = Ledger.open(path) if path.exists() else Ledger.create(path, state={"id": "test"})
-    ledger.close_episode()
+    ledger.close_episodes()
     return TrialBook(name, folder, ledger, **options)
 
 

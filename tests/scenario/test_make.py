@@ -138,8 +138,11 @@ def test_a_live_run_has_the_spaces_of_its_server(write, tmp_path):
     assert [env.step(0)[4]["trial"] for _ in range(3)] == [1, 2, 3]
     env.close()
     assert numbers(tmp_path / "out") == [1, 2, 3]
-    with pytest.raises(ValueError, match="one server"):
-        loopwright.make(write(**LIVE), num_envs=2)
+    env = loopwright.make(write(**LIVE), num_envs=2, output=tmp_path / "two")
+    env.reset(seed=1)
+    assert env.step([0, 1])[4]["trial"].tolist() == [1, 2]
+    env.close()
+    assert numbers(tmp_path / "two") == [1, 2]
 
 
 def test_missing_things_are_named(write):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from loopwright.core.imports import lazy_exports
 
 if TYPE_CHECKING:
-    from loopwright.envs.gym.adapter import GymnasiumAdapter, LiveAdapter, VectorAdapter
+    from loopwright.envs.gym.adapter import GymnasiumAdapter, LiveAdapter
     from loopwright.envs.gym.observation import ObsLeafDescriptor, RegimeEncoder, StructuredObservation
+    from loopwright.envs.gym.vector import VectorAdapter
     from loopwright.envs.live.address import AddressError
     from loopwright.envs.live.config import LiveConfig
     from loopwright.envs.live.env import LiveEnv
@@ -51,7 +52,7 @@ __getattr__ = lazy_exports(
         "ServerError": "live.server",
         "ServerLost": "live.server",
         "StructuredObservation": "gym.observation",
-        "VectorAdapter": "gym.adapter",
+        "VectorAdapter": "gym.vector",
         "serve": "live.serve",
     },
 )

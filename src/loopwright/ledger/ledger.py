@@ -252,11 +252,11 @@ class Ledger:
         self,
         trials: Sequence[tuple[Any, ...]],
         episodes: Sequence[tuple[int, bytes]] = (),
-        unfinished: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
+        unfinished: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] = (),
     ) -> None:
         """Write many live trials at once, as (number, group, action, draw, regime, outcome, fault, reason, reward,
-        reward_detail, metrics, reserved_at, finished_at), and the episodes that ended, as (last trial, JSON). The row
-        and the facts of an `unfinished` episode are stored for `close_episode`.
+        reward_detail, metrics, reserved_at, finished_at), and the episodes that ended, as (last trial, JSON). Numbers
+        only rise, over all calls. Row and facts of each `unfinished` episode are stored for `close_episodes`.
         """
         with self.transaction as connection:
             connection.executemany(
@@ -268,7 +268,7 @@ class Ledger:
             connection.executemany("INSERT INTO payloads VALUES (?, 'episode', ?)", episodes)
             self.chain.add_batches("live", trials)
             self.chain.add_batches("episodes", episodes)
-            if unfinished is not None:
+            if unfinished:
                 self.chain.set_state("unfinished", text(unfinished))
 
     def put_payload(self, number: int, kind: str, data: bytes) -> None:
@@ -292,11 +292,11 @@ class Ledger:
                     (time.time(), reason, number),
                 )
 
-    def close_episode(self) -> None:
-        """End the episode that a dead process left open: its row holds the steps that were written."""
-        row, facts = self.state("unfinished") or ((0,), {})
-        if row[0] > self.last()[0]:
-            self.append([tuple(row)], [(row[0], orjson.dumps(facts))])
+    def close_episodes(self) -> None:
+        """End the episodes that a dead process left open: their rows hold the steps that were written."""
+        last = self.last()[0]
+        left = sorted((row, facts) for row, facts in self.state("unfinished") or () if row[0] > last)
+        self.append([tuple(row) for row, _ in left], [(row[0], orjson.dumps(facts)) for row, facts in left])
 
     # -- reading ------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class Recorder:
     """Queues steps and writes them from its own thread.
 
     A step costs its caller one `append`. It is in the ledger after `flush`, and a second later at the latest. If the
-    disk is full, the next `add_episode` or `flush` raises. `unfinished` returns the row and the facts of an episode in
+    disk is full, the next `add_episode` or `flush` raises. `unfinished` returns row and facts of the episodes in
     progress, if only whole episodes are recorded: they are stored for a resumed run.
     """
 
@@ -46,7 +46,7 @@ class Recorder:
         ledger: Ledger,
         *,
         every_s: float = 0.5,
-        unfinished: Callable[[], tuple[tuple[Any, ...], dict[str, Any]] | None] = lambda: None,
+        unfinished: Callable[[], list[tuple[tuple[Any, ...], dict[str, Any]]]] = list,
     ) -> None:
         self._ledger, self._every_s, self._unfinished = ledger, every_s, unfinished
         self._trials: list[tuple[Any, ...]] = []  # steps and rows, in the order of their numbers

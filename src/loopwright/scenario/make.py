@@ -31,14 +31,15 @@ def make(
     Without `output`, the ledger is in a temporary directory that is deleted when the environment is closed.
     `view` is "flat" (no nesting, as most algorithms expect), "dict" (named parts) or "discrete" (the index of a grid
     point). A live run has the spaces of its server, plus the drawn regime in its observations.
-    With `num_envs`, the result is a `gymnasium.vector.VectorEnv` with `num_envs` trials in flight.
+    With `num_envs`, the result is a `gymnasium.vector.VectorEnv`: `num_envs` trials in flight, or as many servers.
     `server` replaces the server that a live run names in the scenario.
 
         env = loopwright.make("study.toml", run="tcp-policy")
         PPO("MultiInputPolicy", env).learn(2000)
     """
     try:
-        from loopwright.envs.gym.adapter import GymnasiumAdapter, LiveAdapter, VectorAdapter, env_spec
+        from loopwright.envs.gym.adapter import GymnasiumAdapter, LiveAdapter, env_spec
+        from loopwright.envs.gym.vector import LiveVectorAdapter, VectorAdapter
     except ImportError as error:
         raise MissingExtra("loopwright.make", "rl") from error
     if view not in _VIEWS:
@@ -47,16 +48,17 @@ def make(
     config = select_run(loaded, run)
     if config.kind not in ("search", "live"):
         raise ValueError(f"run {config.name!r} collects rollouts, which have no gymnasium spaces; use `loopwright run`")
-    if num_envs is not None:
-        if config.kind == "live":
-            raise ValueError("a live run has one server: remove num_envs, and make one environment per server")
+    if num_envs is not None and config.kind == "live":
+        assert config.live is not None  # noqa: S101  the kind says so
+        config = config.model_copy(update={"live": config.live.model_copy(update={"envs": num_envs})})
+    elif num_envs is not None:
         system = loaded.scenario.system.model_copy(update={"parallel": num_envs})
         loaded = replace(loaded, scenario=loaded.scenario.model_copy(update={"system": system}))
     with ExitStack() as undo:
         env: Any = environment(loaded, config, output, undo, server)
         adapter: Any
         if config.kind == "live":
-            adapter = LiveAdapter(env, view=view)
+            adapter = LiveAdapter(env, view=view) if num_envs is None else LiveVectorAdapter(env, view=view)
         else:
             adapter = GymnasiumAdapter(env, view=view) if num_envs is None else VectorAdapter(env, num_envs, view=view)
         resources = undo.pop_all()

@@ -30,8 +30,9 @@ from tests.envs.helpers import search_env, wait_until
 from loopwright.agents.rl.agent import PpoConfig
 from loopwright.agents.rl.learner import LearnerContext
 from loopwright.agents.rl.policy import act
-from loopwright.agents.rl.sb3 import Sb3Learner, SlotVecEnv
+from loopwright.agents.rl.sb3 import Sb3Learner
 from loopwright.agents.rl.training import warm_start_pairs
+from loopwright.agents.rl.vec_envs import SlotVecEnv
 from loopwright.core.outcome import Outcome
 from loopwright.envs.gym.adapter import Driver
 from loopwright.ledger.check import accept_ledger

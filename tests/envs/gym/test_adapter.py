@@ -12,8 +12,9 @@ from loopwright.core.errors import InvalidAction
 from loopwright.core.outcome import Outcome
 from loopwright.core.reward import Penalties
 from loopwright.core.trial import Result
-from loopwright.envs.gym.adapter import Driver, GymnasiumAdapter, LiveAdapter, VectorAdapter
+from loopwright.envs.gym.adapter import Driver, GymnasiumAdapter, LiveAdapter
 from loopwright.envs.gym.observation import ObsLeafDescriptor
+from loopwright.envs.gym.vector import VectorAdapter
 from loopwright.envs.search import SearchEnv
 from loopwright.ledger.trial_book import RunStopped
 

@@ -157,6 +157,9 @@ class Backend(Protocol):
     def batch_env(self, driver: Any, slots: int) -> Any:
         """A batch run as the library's kind of environment. The caller closes the driver."""
 
+    def live_env(self, env: Any) -> Any:
+        """A live run as the library's kind of environment."""
+
     def build_learner(self, algorithm: str, env: Any, config: RlConfig, context: LearnerContext) -> PolicyLearner:
         """A learner that continues from the checkpoint in `context.directory`, if there is one."""
 

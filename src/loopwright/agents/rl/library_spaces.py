@@ -8,7 +8,6 @@ from gymnasium import spaces
 from gymnasium.wrappers import TransformAction, TransformObservation
 
 from loopwright.core.errors import LoopwrightError
-from loopwright.envs.gym.adapter import LiveAdapter
 from loopwright.envs.gym.codec import FlattenCodec
 from loopwright.envs.gym.flat_actions import FlatActions
 
@@ -24,38 +23,6 @@ def wrap_for_library(env: "gym.Env[Any, Any]", library: str) -> "gym.Env[Any, An
     if codec is not None:
         env = TransformObservation(env, codec.encode, codec.gym_space)
     return env if actions is None else TransformAction(env, actions.decode, actions.gym_space)
-
-
-class ActionMasks(gym.Wrapper[Any, Any, Any, Any]):
-    """Answers `action_masks()`, as masked PPO asks: from the server's method of that name, or from its `info`."""
-
-    def __init__(self, env: LiveAdapter) -> None:
-        super().__init__(env)
-        self._server, self._mask = env.inner.server, None
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        observation, info = self.env.reset(seed=seed, options=options)
-        self._mask = info.get("action_mask")
-        return observation, info
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        step = self.env.step(action)
-        self._mask = step[-1].get("action_mask", self._mask)
-        return step
-
-    def action_masks(self) -> Any:
-        """Which choices are allowed now."""
-        masks = self._mask
-        if masks is None:
-            find = getattr(self._server, "get_wrapper_attr", None)
-            try:
-                masks = (find("action_masks") if find else self._server.action_masks)()  # type: ignore[attr-defined]
-            except AttributeError:
-                raise LoopwrightError(
-                    "the environment masks no actions: it has neither a method action_masks() nor info['action_mask']; "
-                    "use ppo"
-                ) from None
-        return np.asarray(masks, bool)
 
 
 def space_problem(space: "spaces.Space[Any]", where: str) -> str | None:

@@ -22,10 +22,12 @@ from ray.rllib.utils.spaces.space_utils import get_base_struct_from_space, unsqu
 from ray.tune.registry import register_env
 
 from loopwright.agents.rl.learner import LearnerContext, PolicyLearner, RlConfig
+from loopwright.agents.rl.library_spaces import wrap_for_library
 from loopwright.core.errors import storage
 from loopwright.core.trial import Observation
-from loopwright.envs.gym.adapter import Driver, step_info
+from loopwright.envs.gym.adapter import Driver, LiveAdapter, step_info
 from loopwright.envs.gym.codec import FlattenCodec
+from loopwright.envs.live.env import LiveEnv
 
 _CHECKPOINT, _PREVIOUS = "rllib", "rllib.older"
 _CONFIGS: dict[str, type[Any]] = {"PPO": PPOConfig, "DQN": DQNConfig}
@@ -57,6 +59,11 @@ class FlatBatchEnv(gym.Env[Any, Any]):
 def batch_env(driver: Driver, _: int) -> FlatBatchEnv:
     """A batch run for RLlib, which steps one trial at a time."""
     return FlatBatchEnv(driver)
+
+
+def live_env(env: LiveEnv) -> gym.Env[Any, Any]:
+    """A live run for RLlib, which steps one environment."""
+    return wrap_for_library(LiveAdapter(env), "rllib")
 
 
 def _environment(env_config: Any) -> gym.Env[Any, Any]:  # a module-level function, since Ray pickles it

@@ -1,7 +1,7 @@
 """The backend for Stable-Baselines3 and algorithms built on it. Import it late: torch and SB3 are heavy."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,12 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import TrainFreq, TrainFrequencyUnit
-from stable_baselines3.common.vec_env import VecEnv
 
 from loopwright.agents.rl.learner import ImitationLearner, LearnerContext, RlConfig
 from loopwright.agents.rl.library_spaces import is_large_image
+from loopwright.agents.rl.vec_envs import LiveVecEnv, SlotVecEnv, stack
 from loopwright.core.errors import LoopwrightError, MissingExtra, storage
 from loopwright.core.imports import import_object
-from loopwright.envs.gym.adapter import Driver, step_info
 
 _POLICY = "policy.zip"
 _REPLAY = "replay.pkl"
@@ -46,51 +45,8 @@ def algorithm_class(name: str) -> type[BaseAlgorithm]:
     return kind
 
 
-class SlotVecEnv(VecEnv):
-    """A batch run for SB3: one trial per slot in flight, each an episode. The driver belongs to the caller."""
-
-    def __init__(self, driver: Driver, slots: int) -> None:
-        self._driver = driver
-        self._actions: list[dict[str, Any]] = []
-        super().__init__(slots, driver.observations.gym_space, driver.actions.gym_space)
-
-    def reset(self) -> Any:
-        regimes = [self._driver.env.reset(slot).context for slot in range(self.num_envs)]
-        return _stack([self._driver.encode_regime(regime) for regime in regimes])
-
-    def step_async(self, actions: Any) -> None:
-        self._actions = [self._driver.actions.decode(action) for action in actions]
-
-    def step_wait(self) -> tuple[Any, Any, Any, list[dict[str, Any]]]:
-        feedback = self._driver.step(self._actions)
-        rewards = np.array([self._driver.reward(one) for one in feedback], np.float32)
-        observations = self.reset()
-        infos = [{**step_info(one), "TimeLimit.truncated": False} for one in feedback]
-        for slot, info in enumerate(infos):
-            info["terminal_observation"] = (
-                {name: values[slot] for name, values in observations.items()}
-                if isinstance(observations, dict)
-                else observations[slot]
-            )
-        return observations, rewards, np.ones(self.num_envs, bool), infos
-
-    def close(self) -> None: ...
-
-    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-        return [getattr(self, attr_name, None)] * len(list(self._get_indices(indices)))
-
-    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
-        raise AttributeError(attr_name)
-
-    def env_method(self, method_name: str, *args: Any, indices: Any = None, **kwargs: Any) -> list[Any]:
-        raise AttributeError(method_name)
-
-    def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
-        del wrapper_class  # the slots have no wrappers
-        return [False] * len(list(self._get_indices(indices)))
-
-
 batch_env = SlotVecEnv
+live_env = LiveVecEnv
 
 
 class _BudgetCallback(BaseCallback):
@@ -155,7 +111,7 @@ class Sb3Learner(ImitationLearner):
         random = np.random.default_rng(self.model.seed)
         for _ in range(max(steps, 10 * len(pairs) // batch)):
             sample = [pairs[index] for index in random.integers(len(pairs), size=min(batch, len(pairs)))]
-            observations, _ = policy.obs_to_tensor(_stack([observation for observation, _ in sample]))
+            observations, _ = policy.obs_to_tensor(stack([observation for observation, _ in sample]))
             actions = torch.as_tensor(np.stack([np.asarray(action) for _, action in sample]))
             _, log_probability, _ = policy.evaluate_actions(observations, actions)
             policy.optimizer.zero_grad()
@@ -225,12 +181,6 @@ def _even_batch(steps: int) -> int:
     """The minibatch nearest to SB3's own that divides a rollout evenly: a shorter last one would weigh too much."""
     divisors = [size for size in range(1, steps + 1) if steps % size == 0]
     return min(divisors, key=lambda size: abs(math.log(size / _BATCH)))
-
-
-def _stack(observations: Sequence[Any]) -> Any:
-    if isinstance(observations[0], dict):
-        return {name: np.stack([one[name] for one in observations]) for name in observations[0]}
-    return np.stack(observations)
 
 
 def load_policy(algorithm: str, directory: Path) -> Callable[[Any], Any]:

@@ -14,14 +14,13 @@ from loopwright.agents.rl.learner import (
     RlConfig,
     backend,
 )
-from loopwright.agents.rl.library_spaces import ActionMasks, wrap_for_library
 from loopwright.agents.rl.policy import policy_card, write_policy_card
 from loopwright.agents.search.warm_start import warm_trials
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import InvalidAction, LoopwrightError
 from loopwright.core.reward import Reward, mean_reward
 from loopwright.core.trial import Trial
-from loopwright.envs.gym.adapter import Driver, LiveAdapter
+from loopwright.envs.gym.adapter import Driver
 from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.live.server import ServerError, ServerLost
 from loopwright.envs.search import SearchEnv
@@ -42,14 +41,13 @@ def train(env: LiveEnv | SearchEnv, config: RlConfig, algorithm: RlAlgorithm, *,
 
 
 def _train_live(env: LiveEnv, config: RlConfig, algorithm: RlAlgorithm) -> None:
-    with closing(LiveAdapter(env)) as adapter:
-        if reason := algorithm.action_space_problem(adapter.action_space, config.library):
+    with closing(env):
+        if reason := algorithm.action_space_problem(env.server.action_space, config.library):
             raise LoopwrightError(reason)
         context = LearnerContext(env.book, 1, config.trials, env.flush)
-        card = policy_card(env, config, algorithm)
-        library_env = wrap_for_library(ActionMasks(adapter) if algorithm.masks else adapter, config.library)
-        with closing(backend(config.library).build_learner(algorithm.name, library_env, config, context)) as learner:
-            _learn(learner, config.trials, card)
+        library = backend(config.library)
+        with closing(library.build_learner(algorithm.name, library.live_env(env), config, context)) as learner:
+            _learn(learner, config.trials, policy_card(env, config, algorithm))
 
 
 def _train_batch(env: SearchEnv, config: RlConfig, algorithm: RlAlgorithm, slots: int) -> None:

@@ -9,10 +9,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
 from loopwright.core.errors import InvalidAction
 from loopwright.core.trial import Action, Feedback, Observation
@@ -35,7 +32,7 @@ def env_spec(**kwargs: Any) -> EnvSpec:
     )
 
 
-def _structure_of(env: SearchEnv | LiveEnv) -> StructuredObservation | None:
+def structure_of(env: SearchEnv | LiveEnv) -> StructuredObservation | None:
     """The environment itself if it describes its observations, else the drawn parameters, if there are any."""
     if isinstance(env, StructuredObservation):
         return env
@@ -48,7 +45,7 @@ class Driver:
     def __init__(self, env: SearchEnv, view: View) -> None:
         self.env = env
         self.actions = ActionCodec(env.space, view)
-        self.observations = ObservationCodec(env.metric_names, _structure_of(env), flat=view != "dict")
+        self.observations = ObservationCodec(env.metric_names, structure_of(env), flat=view != "dict")
         self._loop = asyncio.new_event_loop()
         self._worst = min(0.0, env.book.ledger.worst() or 0.0)
         self._in_flight: list[asyncio.Future[Feedback]] = []
@@ -173,53 +170,6 @@ def step_info(feedback: Feedback) -> dict[str, Any]:
     }
 
 
-class VectorAdapter(gym.vector.VectorEnv[Any, Any, Any]):
-    """A batch run as a vectorised environment: one trial per slot in flight. Each step ends every episode and returns
-    the first observation of the next one (`AutoresetMode.SAME_STEP`).
-    """
-
-    def __init__(self, env: SearchEnv, num_envs: int, *, view: View = "flat") -> None:
-        if num_envs < 1:
-            raise ValueError(f"a vectorised environment needs at least one slot, not {num_envs}")
-        self._driver = Driver(env, view)
-        self.inner, self.num_envs, self.spec = env, num_envs, env_spec()
-        self.metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
-        self.single_action_space = self._driver.actions.gym_space
-        self.single_observation_space = self._driver.observations.gym_space
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """The pending observations, one per slot. Draws come from the run's seed, not from this one."""
-        super().reset(seed=seed if isinstance(seed, int) else None, options=options)
-        infos: dict[str, Any] = {}
-        for slot in range(self.num_envs):
-            info = {"env_params": dict(self.inner.reset(slot).context), "trial": self.inner.book.step}
-            infos = self._add_info(infos, info, slot)
-        return self._pending_observations(), infos
-
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """One trial per slot, all in flight together."""
-        decode = self._driver.actions.decode
-        feedback = self._driver.step([decode(a) for a in gym.vector.utils.iterate(self.action_space, actions)])
-        rewards = np.array([self._driver.reward(one) for one in feedback], np.float64)
-        truncated = np.array([one.done for one in feedback])
-        infos: dict[str, Any] = {}
-        for slot, one in enumerate(feedback):
-            info = step_info(one)
-            final = {"final_obs": self._driver.observations.encode(one.observation), "final_info": dict(info)}
-            infos = self._add_info(infos, {**info, **final}, slot)
-        return self._pending_observations(), rewards, np.ones(self.num_envs, bool), truncated, infos
-
-    def _pending_observations(self) -> Any:
-        pending = [self._driver.observations.encode(self.inner.reset(slot)) for slot in range(self.num_envs)]
-        empty: Any = create_empty_array(self.single_observation_space, self.num_envs)
-        return concatenate(self.single_observation_space, pending, empty)
-
-    def close_extras(self, **_: Any) -> None:
-        self._driver.close()
-
-
 class LiveAdapter(gym.Env[Any, Any]):
     """A live run as an environment: the server's own spaces and episodes, every step a trial.
 
@@ -230,7 +180,7 @@ class LiveAdapter(gym.Env[Any, Any]):
 
     def __init__(self, env: LiveEnv, *, view: View = "flat") -> None:
         self.inner, self.spec = env, env_spec()
-        self._observations = LiveObservationCodec(env.server.observation_space, _structure_of(env), flat=view != "dict")
+        self._observations = LiveObservationCodec(env.server.observation_space, structure_of(env), flat=view != "dict")
         self.observation_space = self._observations.gym_space
         self.action_space = env.server.action_space
         if not self._observations.adds_context:

@@ -35,6 +35,8 @@ class LiveConfig(Config):
     isolate: bool | None = None
     """Whether `env_class` runs in a process of its own (the default), so that its crash costs the episode and not the
     run. In this process a step is faster."""
+    envs: int = Field(default=1, ge=1)
+    """How many environments an RL agent of Stable-Baselines3 steps together. Each of their steps is a trial."""
     record: Literal["steps", "episodes"] = "steps"
     """Whether the ledger has a row per step or per episode. Steps are counted either way."""
     timeout_s: float = Field(default=30.0, gt=0)
@@ -115,18 +117,18 @@ class LiveConfig(Config):
         """The server's spaces, as far as they are known before the run starts."""
         return ServerSpaces() if self.env_class is None else probe_spaces(self.target(scenario_dir, env_params))
 
-    def connect(self, scenario_dir: Path, env_params: Collection[str]) -> GymServer:
-        """The server: in a process of its own, in this one, or connected to."""
+    def connect(self, scenario_dir: Path, env_params: Collection[str]) -> list[GymServer]:
+        """As many servers as `envs` says: together in a process of their own, in this one, or connected to."""
         if self.env_class is None:
             from loopwright.envs.live.remote import RemoteServer  # requires msgpack and gymnasium
 
-            return RemoteServer(self.address or "", timeout_s=self.timeout_s)
+            return [RemoteServer(self.address or "", timeout_s=self.timeout_s) for _ in range(self.envs)]
         target = self.target(scenario_dir, env_params)
         if self.isolate is False:
-            return RegimeServer(target) if target.drawn else target.make()
+            return [RegimeServer(target) if target.drawn else target.make() for _ in range(self.envs)]
         from loopwright.envs.live.isolated import IsolatedServer  # requires msgpack and gymnasium
 
-        return IsolatedServer(target, timeout_s=self.timeout_s)
+        return list(IsolatedServer.several(target, self.envs, timeout_s=self.timeout_s))
 
     @property
     def has_deadlines(self) -> bool:

@@ -3,10 +3,10 @@
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 
@@ -15,6 +15,7 @@ from loopwright.core.outcome import FAULT_OF, Fault, Outcome
 from loopwright.core.reward import Objectives, Penalties, Reward, ServerReward
 from loopwright.core.trial import Regime, Trial
 from loopwright.envs.live.config import context_conflict
+from loopwright.envs.live.episode_log import EpisodeLog
 from loopwright.envs.live.regime_server import refusal, unacknowledged
 from loopwright.envs.live.server import (
     GymServer,
@@ -26,7 +27,7 @@ from loopwright.envs.live.server import (
     step_problem,
 )
 from loopwright.envs.live.watchdog import Hung, Watchdog
-from loopwright.ledger.recorder import Recorder, as_json
+from loopwright.ledger.recorder import as_json
 from loopwright.ledger.trial_book import RunStopped, TrialBook
 from loopwright.spaces.space import Draws
 
@@ -56,16 +57,17 @@ class _Episode:
     regime_json: str
     began_at: float
 
-    def summary(self, last: int, total: float, *, truncated: bool) -> dict[str, Any]:
-        """What ledger and report store of it, after its `last` step."""
+    def summary(self, last: int, length: int, total: float, *, truncated: bool, complete: bool) -> dict[str, Any]:
+        """What ledger and report store of it, after its `last` step. `complete` if the server ended it."""
         return {
             "episode": self.group,
             "first": self.first,
             "last": last,
             "return": total,
-            "length": last - self.first + 1,
+            "length": length,
             "regime": self.regime,
             "truncated": truncated,
+            "complete": complete,
         }
 
     def row(self, summary: Mapping[str, Any], ending: Ending) -> tuple[Any, ...]:
@@ -81,6 +83,7 @@ class LiveEnv:
         observation, info = env.start_episode()
         observation, reward, terminated, truncated, info = env.step_now(action)
 
+    Several environments of one run are `slots` of the first, which numbers, records and closes for all of them.
     Synchronous, since an event loop per step would cost three quarters of the speed. The regime is drawn per episode
     and passed to the server in `reset(options={"env_params": …})`, which must acknowledge it in `info["env_params"]`.
     """
@@ -97,6 +100,7 @@ class LiveEnv:
         penalties: Penalties | None = None,
         record: str = "steps",
         timeout_s: float | None = None,
+        first: "LiveEnv | None" = None,
     ) -> None:
         from loopwright.envs.live.samples import checker, copier, is_array, is_immutable  # requires gymnasium
 
@@ -107,8 +111,15 @@ class LiveEnv:
         self.penalties = penalties or Penalties()
         self._records_episodes = record == "episodes"
         self._watchdog = Watchdog(timeout_s)
-        self._progress: tuple[_Episode, int, float] | None = None
-        self._recorder = Recorder(book.ledger, unfinished=self._unfinished)
+        self._progress: tuple[_Episode, int, int, float] | None = None
+        self.slots: list[LiveEnv] = [self] if first is None else first.slots
+        if first is None:
+            self._log = EpisodeLog(book.ledger, lambda: [one for slot in self.slots for one in slot._unfinished()])
+        else:
+            self._log = first._log
+            self._log.hold = True
+            self.slots.append(self)
+        self._recorder = self._log.recorder
         self._add = self._recorder.add
         self._observers = book.observers
         self._may_step = self._in_episode = self._closed = False
@@ -117,11 +128,13 @@ class LiveEnv:
         self._regime_json = "{}"
         self._draw: int | None = None
         self._episode, self._return = _Episode(0, 0, None, {}, "{}", 0.0), 0.0
+        self._last = self._length = 0
         self._worst = min(0.0, book.ledger.worst() or 0.0)
         self._check = checker(server.observation_space)
         self._copy, self._shows_array = copier(server.observation_space), is_array(server.observation_space)
         self._action_is_immutable = is_immutable(server.action_space)
-        book.when_stopped(self._stop)
+        if first is None:
+            book.when_stopped(self._stop)
 
     # -- episodes -----------------------------------------------------------------------------------------------
 
@@ -132,15 +145,38 @@ class LiveEnv:
 
         Calling it again before the first step uses up neither a draw nor a number.
         """
+        options = self._next_regime(options)
+        return self._began(*self._reset_server(seed, options))
+
+    def start_episodes(self, slots: Sequence[int], seeds: Sequence[int | None]) -> list[tuple[Any, dict[str, Any]]]:
+        """Begin episodes of several slots; in one call, if their servers share a process."""
+        chosen = [self.slots[slot] for slot in slots]
+        reset_copies = getattr(self.server, "reset_copies", None)
+        if reset_copies is None or len(chosen) < 2:
+            return [slot.start_episode(seed) for slot, seed in zip(chosen, seeds, strict=True)]
+        options = [slot._next_regime(None) for slot in chosen]
+        requests = list(zip(slots, seeds, options, strict=True))
+        results = self._watchdog.guard("reset", lambda: reset_copies(requests))
+        return [
+            # A reset that failed is tried again on its own.
+            slot.start_episode(seed) if isinstance(result, Exception) else slot._began(*slot._check_reset(result))
+            for slot, seed, result in zip(chosen, seeds, results, strict=True)
+        ]
+
+    def _next_regime(self, options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Draw the regime of the next episode; the options for its reset."""
         if self._in_episode:
-            self._end_episode(truncated=True)
+            self._end_episode(truncated=True, complete=False)
         if self.book.stopping:
             raise RunStopped
-        draw = self.book.draw + 1
+        # This slot may hold a draw already, and those that other slots hold are taken.
+        draw = self._draw or 1 + max(self.book.draw, *(slot._draw or 0 for slot in self.slots))
         self._regime = dict(self.draws.sample(draw))
         self._draw = draw if self._regime else None
         self._regime_json = orjson.dumps(self._regime).decode()
-        observation, info = self._reset_server(seed, {**(options or {}), **self._env_params()} or None)
+        return {**(options or {}), **self._env_params()} or None
+
+    def _began(self, observation: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self._observation, self._may_step = observation, not self.book.stopping
         return observation, {**info, "trial": self.book.step, **self._env_params()}
 
@@ -154,6 +190,9 @@ class LiveEnv:
             if isinstance(error, LoopwrightError):
                 raise
             raise ServerLost(f"the server failed in 'reset': {type(error).__name__}: {error}") from error
+        return self._check_reset(result)
+
+    def _check_reset(self, result: Any) -> tuple[Any, dict[str, Any]]:
         try:
             observation, info = result
         except (TypeError, ValueError):
@@ -168,28 +207,27 @@ class LiveEnv:
 
     def _begin_episode(self, number: int) -> None:
         """The first step: only now is the draw used up."""
-        self._in_episode, self._return = True, 0.0
+        self._in_episode, self._return, self._length = True, 0.0, 0
         group = self.book.new_group()
         if self._draw is not None:
-            self.book.draw = self._draw
+            self.book.draw = max(self.book.draw, self._draw)
         self._episode = _Episode(number, group, self._draw, self._regime, self._regime_json, time.time())
 
-    def _end_episode(self, *, truncated: bool, ending: Ending = _OK) -> None:
-        last = self.book.step
-        summary = self._episode.summary(last, self._return, truncated=truncated)
-        if self._records_episodes:
-            self._recorder.add_row(self._episode.row(summary, ending))
-        self._recorder.add_episode(last, summary)
+    def _end_episode(self, *, truncated: bool, complete: bool, ending: Ending = _OK) -> None:
+        if self._length:  # otherwise it was interrupted in its first step
+            last = self._last
+            summary = self._episode.summary(last, self._length, self._return, truncated=truncated, complete=complete)
+            self._log.add(last, summary, self._episode.row(summary, ending) if self._records_episodes else None)
         self._in_episode = self._may_step = False
-        self._progress = None
+        self._draw = self._progress = None
 
-    def _unfinished(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _unfinished(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The episode in progress, as it would be if the process died now. Called by the recorder's thread."""
         if (progress := self._progress) is None:
-            return None
-        episode, last, total = progress
-        summary = episode.summary(last, total, truncated=True)
-        return episode.row(summary, _OK), summary
+            return []
+        episode, last, length, total = progress
+        summary = episode.summary(last, length, total, truncated=True, complete=False)
+        return [(episode.row(summary, _OK), summary)]
 
     def _env_params(self) -> dict[str, Any]:
         return {"env_params": dict(self._regime)} if self._regime else {}
@@ -199,14 +237,8 @@ class LiveEnv:
     def step_now(self, action: Any) -> Step:
         """One step, one trial. If the server fails, the episode ends, and ServerLost is raised unless it restarts."""
         if not self._may_step:
-            if self.book.stopping:
-                raise RunStopped
-            raise InvalidAction(_CLOSED if self._closed else "the episode is over: call reset() first")
-        number = self.book.increment_step()
-        if not self._in_episode:
-            self._begin_episode(number)
-        if self._observers:
-            self._observers.before(self._trial(number, action))
+            self._refuse_step()
+        number = self._begin_step(action)
         watchdog = self._watchdog  # `Watchdog.is_overdue` looks for this name
         watchdog.call = number
         try:
@@ -215,6 +247,23 @@ class LiveEnv:
         except BaseException as error:  # noqa: BLE001  a user's server may raise anything
             watchdog.call = 0
             return self._handle_error(number, action, error)
+        return self._finish_step(number, action, result)
+
+    def _refuse_step(self) -> NoReturn:
+        if self.book.stopping:
+            raise RunStopped
+        raise InvalidAction(_CLOSED if self._closed else "the episode is over: call reset() first")
+
+    def _begin_step(self, action: Any) -> int:
+        number = self.book.increment_step()
+        if not self._in_episode:
+            self._begin_episode(number)
+        if self._observers:
+            self._observers.before(self._trial(number, action))
+        return number
+
+    def _finish_step(self, number: int, action: Any, result: Any) -> Step:
+        """Check the server's response to a step, record it, and return it as gymnasium does."""
         try:
             observation, reward, terminated, truncated, info = result
             # The exact types are the usual case; anything else takes a slower path.
@@ -232,6 +281,8 @@ class LiveEnv:
         except (TypeError, ValueError) as error:
             return self._fail(number, action, Outcome.METRIC_MISSING, step_problem(result, error))
         self._observation = observation
+        self._last = number
+        self._length += 1
         self._return += reward
         if reward < self._worst:
             self._worst = reward
@@ -239,18 +290,21 @@ class LiveEnv:
             # Copies, since they are written later and their owners may reuse the arrays for the next step.
             obs = observation.copy() if self._shows_array else self._copy(observation)
             action_copy = action if self._action_is_immutable else deepcopy(action)
-            self._add((number, self.book.group, action_copy, self._draw, self._regime_json, obs, reward, time.time()))
+            self._add(
+                (number, self._episode.group, action_copy, self._draw, self._regime_json, obs, reward, time.time())
+            )
             if not number & 4095:
                 self._recorder.keep_up()  # an episode may never end
         else:
             # One object, so that the recorder's thread never combines values of two steps.
-            self._progress = self._episode, number, self._return
+            self._progress = self._episode, number, self._length, self._return
         if self._observers:
             self._observers.after(replace(self._trial(number, action), outcome=Outcome.OK, reward=Reward(reward)))
-        if number == self.book.budget:
-            truncated = True
         if terminated or truncated:
-            self._end_episode(truncated=truncated)
+            self._end_episode(truncated=truncated, complete=True)
+        elif number == self.book.budget:
+            truncated = True
+            self._end_episode(truncated=True, complete=False)
         if self._regime:
             info["env_params"] = dict(self._regime)
         return observation, reward, terminated, truncated, info
@@ -289,45 +343,72 @@ class LiveEnv:
         return self._copy(self._observation), reward, False, True, info
 
     def _record_failure(self, number: int, action: Any, outcome: Outcome, reason: str) -> None:
+        self._last = number
+        self._length += 1
         fault, now = FAULT_OF[outcome], time.time()
         ending = outcome, fault, reason
         if not self._records_episodes:
-            trial = (number, self.book.group, as_json(action).decode(), self._draw, self._regime_json)
+            trial = (number, self._episode.group, as_json(action).decode(), self._draw, self._regime_json)
             self._recorder.add_row((*trial, *ending, None, None, "{}", now, now))
         if self._observers:
             self._observers.after(replace(self._trial(number, action), outcome=outcome, fault=fault, reason=reason))
-        self._end_episode(truncated=True, ending=ending)
+        self._end_episode(truncated=True, complete=False, ending=ending)
 
     def _trial(self, number: int, action: Any) -> Trial:
         value = action.tolist() if hasattr(action, "tolist") else action
-        return Trial(number, {"action": value}, "", self.book.group, draw=self._draw, regime=self._regime)
+        return Trial(number, {"action": value}, "", self._episode.group, draw=self._draw, regime=self._regime)
 
     # -- flush and close ----------------------------------------------------------------------------------------
+
+    def step_slots(self, actions: Sequence[Any]) -> list[Step]:
+        """One step of every slot, in their order; in one call, if their servers share a process."""
+        step_copies = getattr(self.server, "step_copies", None)
+        if step_copies is None or len(self.slots) == 1:
+            steps = [slot.step_now(action) for slot, action in zip(self.slots, actions, strict=True)]
+        else:
+            for slot in self.slots:
+                if not slot._may_step:
+                    slot._refuse_step()  # before any of them gets a number
+            numbers = [slot._begin_step(action) for slot, action in zip(self.slots, actions, strict=True)]
+            steps = []
+            for slot, number, action, result in zip(
+                self.slots, numbers, actions, self._watchdog.guard("step", lambda: step_copies(actions)), strict=True
+            ):
+                finish = slot._handle_error if isinstance(result, BaseException) else slot._finish_step
+                steps.append(finish(number, action, result))
+        self._log.release()
+        return steps
 
     def flush(self) -> None:
         """Write every step to the ledger: before a checkpoint, and at the end."""
         self._recorder.flush()
 
     def close(self) -> None:
-        """Truncate the episode in progress, write everything, close the server. May be called again."""
+        """Truncate the episodes in progress, write everything, close the servers. May be called again."""
         if self._closed:
             return
-        self._closed, self._may_step = True, False
         self.book.when_stopped(None)
         try:
-            if self._in_episode:
-                self._end_episode(truncated=True)
-            self._recorder.close()
+            for slot in self.slots:
+                slot._closed, slot._may_step = True, False
+                if slot._in_episode:
+                    slot._end_episode(truncated=True, complete=False)
+            self._log.close()
         finally:
-            try:
-                self._watchdog.guard("close", self.server.close)
-            except (Exception, SystemExit) as error:  # noqa: BLE001  must not hide an earlier error
-                reason = error if isinstance(error, ServerLost) else f"the server failed in 'close': {error!r}"
-                log.warning("%s; continuing without closing it", reason)
-            finally:
-                self._watchdog.close()
+            for slot in self.slots:
+                slot._close_server()
+
+    def _close_server(self) -> None:
+        try:
+            self._watchdog.guard("close", self.server.close)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  must not hide an earlier error
+            reason = error if isinstance(error, ServerLost) else f"the server failed in 'close': {error!r}"
+            log.warning("%s; continuing without closing it", reason)
+        finally:
+            self._watchdog.close()
 
     def _stop(self) -> bool:
         """Allow no further step. Called by a signal handler, so that a step need not check for a stop."""
-        self._may_step = False
+        for slot in self.slots:
+            slot._may_step = False
         return False

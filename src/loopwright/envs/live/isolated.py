@@ -208,8 +208,15 @@ class EnvProcess:
 class IsolatedServer:
     """One copy of an environment in a child process, as a GymServer."""
 
-    def __init__(self, target: ServerTarget, *, timeout_s: float | None = None) -> None:
-        self._process = EnvProcess(target, timeout_s=timeout_s)
+    def __init__(
+        self,
+        target: ServerTarget,
+        *,
+        timeout_s: float | None = None,
+        process: EnvProcess | None = None,
+        copy: int = 0,
+    ) -> None:
+        self._process, self._copy = process or EnvProcess(target, timeout_s=timeout_s), copy
         self.observation_space, self.action_space = self._process.observation_space, self._process.action_space
         self.metadata = self._process.metadata
 
@@ -217,12 +224,34 @@ class IsolatedServer:
         """Begin an episode, in a new process if the last one is gone. A reset that fails is tried again."""
         for _ in range(_RESET_ATTEMPTS - 1):
             with suppress(ServerLost):
-                return cast("tuple[Any, dict[str, Any]]", self._call(Reset(0, seed, options)))
-        return cast("tuple[Any, dict[str, Any]]", self._call(Reset(0, seed, options)))
+                return cast("tuple[Any, dict[str, Any]]", self._call(Reset(self._copy, seed, options)))
+        return cast("tuple[Any, dict[str, Any]]", self._call(Reset(self._copy, seed, options)))
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """One step. ServerLost ends the episode; the next reset builds the environment again."""
-        return cast("tuple[Any, float, bool, bool, dict[str, Any]]", self._call(Step(0, action)))
+        return cast("tuple[Any, float, bool, bool, dict[str, Any]]", self._call(Step(self._copy, action)))
+
+    @classmethod
+    def several(cls, target: ServerTarget, count: int, *, timeout_s: float | None = None) -> "list[IsolatedServer]":
+        """Copies that share one child process."""
+        process = EnvProcess(target, copies=count, timeout_s=timeout_s)
+        return [cls(target, process=process, copy=copy) for copy in range(count)]
+
+    def reset_copies(self, requests: Sequence[tuple[int, int | None, dict[str, Any] | None]]) -> list[Any]:
+        """Begin episodes of several copies, given as (copy, seed, options), in one message; as `step_copies`."""
+        try:
+            responses = self._process.call([Reset(*request) for request in requests])
+        except ServerLost as error:
+            return [error] * len(requests)
+        return [_failure(response) if type(response) is Failure else response for response in responses]
+
+    def step_copies(self, actions: Sequence[Any]) -> list[Any]:
+        """One step of every copy in the process, in one message. What a copy raised stands in place of its response."""
+        try:
+            responses = self._process.call([Step(copy, action) for copy, action in enumerate(actions)])
+        except ServerLost as error:
+            return [error] * len(actions)
+        return [_failure(response) if type(response) is Failure else response for response in responses]
 
     def close(self) -> None:
         """End the process."""
@@ -231,7 +260,11 @@ class IsolatedServer:
     def _call(self, request: Reset | Step) -> Any:
         (response,) = self._process.call([request])
         if type(response) is Failure:
-            if response.is_unusable:
-                raise ServerError(response.reason)
-            raise ServerLost(f"the environment failed: {response.reason}", outcome=Outcome.CRASHED, restarts=True)
+            raise _failure(response)
         return response
+
+
+def _failure(response: Failure) -> ServerError | ServerLost:
+    if response.is_unusable:
+        return ServerError(response.reason)
+    return ServerLost(f"the environment failed: {response.reason}", outcome=Outcome.CRASHED, restarts=True)

@@ -173,7 +173,7 @@ class RunKind(RunConfig, ABC):
         if path.exists():
             ledger = Ledger.open(path, synchronous=synchronous)
             self._end_leftovers(ledger, context.loaded.scenario.system)
-            ledger.close_episode()
+            ledger.close_episodes()
             if ledger.state("fingerprint") != fingerprint and not context.accept_changes:
                 ledger.close()
                 raise LedgerError(

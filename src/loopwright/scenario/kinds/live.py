@@ -4,6 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from loopwright.agents import agents
 from loopwright.core.canonical import key_of
+from loopwright.core.errors import Problem, ScenarioError
 from loopwright.envs.live.config import LiveConfig
 from loopwright.envs.live.env import LiveEnv
 from loopwright.scenario.checker import Checker
@@ -45,7 +46,9 @@ class LiveRun(RunKind):
             observed = spaces.observation_space
             if observed is not None and (reason := agent.observation_problem(observed)):
                 checker.add("[run.live]", f"{reason}.")
-            checker.add_all("[run.agent]", agent.too_little(self.agent, None))
+            checker.add_all("[run.agent]", agent.too_little(self.agent, None, parallel=self.live.envs))
+            if self.live.envs > 1 and getattr(self.agent, "library", None) != "sb3":
+                checker.add("[run.live] envs", "several environments need an RL agent with library = 'sb3'; remove it.")
             self.check_draws(raw, self.live.args, checker)
 
     def build_env(self, context: BuildContext) -> LiveEnv:
@@ -56,11 +59,24 @@ class LiveRun(RunKind):
             objectives=LiveEnv.objectives.labels,
             metrics=LiveEnv.metric_names,
         )
-        return LiveEnv(
-            book,
-            server=context.server or live.connect(context.loaded.directory, self.env_params.keys()),
-            draws=Draws(context.agent.seed, live.args, self.env_params),
-            penalties=self.rewards,
-            record=live.record,
-            timeout_s=live.timeout_s if context.server is not None or not live.has_deadlines else None,
-        )
+        if context.server is not None and live.envs > 1:
+            raise ScenarioError(
+                context.loaded.label,
+                [Problem("[run.live] envs", f"{live.envs} environments need a class, not one object.")],
+            )
+        draws = Draws(context.agent.seed, live.args, self.env_params)
+        servers = [context.server] if context.server else live.connect(context.loaded.directory, self.env_params.keys())
+        first: LiveEnv | None = None
+        for server in servers:
+            env = LiveEnv(
+                book,
+                server=server,
+                draws=draws,
+                penalties=self.rewards,
+                record=live.record,
+                timeout_s=live.timeout_s if context.server is not None or not live.has_deadlines else None,
+                first=first,
+            )
+            first = first or env
+        assert first is not None  # noqa: S101  there is at least one
+        return first
