@@ -82,8 +82,10 @@ def make_server(target: str | object, args: Mapping[str, Any], directory: Path) 
     `args` that it accepts; Gymnasium gets all of them.
     """
     if isinstance(target, str) and target.startswith(GYMNASIUM):
-        look_first_in(directory)
-        return _make_registered(target.removeprefix(GYMNASIUM), args)
+        identifier = target.removeprefix(GYMNASIUM)
+        if ":" in identifier:  # gymnasium imports the module that registers it
+            look_first_in(directory)
+        return _make_registered(identifier, args)
     name = target if isinstance(target, str) else getattr(target, "__qualname__", type(target).__name__)
     server: Any = resolve(target, directory) if isinstance(target, str) else target
     if isinstance(server, type) or (callable(server) and not hasattr(server, "step")):
