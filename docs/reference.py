@@ -13,6 +13,7 @@ from loopwright.core.registry import Registry
 from loopwright.core.reward import Penalties, rewards
 from loopwright.engines.base import Sampling, engines
 from loopwright.envs.live.config import LiveConfig
+from loopwright.envs.stopping import FidelityConfig, StopConfig
 from loopwright.execution.system import systems
 from loopwright.rollouts.config import ProduceConfig, RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
@@ -26,7 +27,7 @@ from loopwright.spaces.parameter import Choice, Fixed, Range
 from loopwright.spaces.space import EnvParamConfig
 from loopwright.trainers.config import LoraConfig
 from loopwright.workloads.base import workloads
-from loopwright.workloads.command_config import MetricConfig, ReadyConfig, ServiceConfig, SuccessConfig
+from loopwright.workloads.command_config import MetricConfig, ProgressConfig, ReadyConfig, ServiceConfig, SuccessConfig
 
 PAGE = Path(__file__).with_name("reference.md")
 HEAD = """# TOML reference
@@ -63,6 +64,8 @@ def sections() -> list[str]:
         section("`[run.rollout] loop`, `bounds`", BoundsConfig),
         section("`[run.eval]`", EvalConfig),
         section("`[run.agent] lora`", LoraConfig),
+        section("`[[run]] stop`", StopConfig),
+        section("`[run.fidelity] NAME`", FidelityConfig),
         section("`[run.rewards]`", Penalties),
         section("`[run.env_params.NAME]`", EnvParamConfig),
     ]
@@ -79,6 +82,7 @@ def sections() -> list[str]:
         parts += kinds(where, registry)
     parts.append(section("`[run.workload] success`", SuccessConfig))
     parts.append(section("`[run.workload.metrics] NAME`", MetricConfig))
+    parts.append(section("`[run.workload] progress`", ProgressConfig))
     parts.append(section("`[run.workload.service]`", ServiceConfig))
     parts.append(section("`[run.workload.service] ready`", ReadyConfig))
     for form, model in (("a range", Range), ("a list", Choice), ("a fixed value", Fixed)):

@@ -18,8 +18,8 @@ PACKAGES = {
         Agent AgentConfig AgentLoop BestResult Config ContinuousSpace Engine EngineConfig Env Episode Fault Feedback
         Gateway GymServer GymnasiumAdapter Job Judger JudgerConfig Ledger LoopConfig LoopwrightError NoResult
         ObsLeafDescriptor Observation Observer Outcome Payload PendingTrial Result Reward RewardFunction Sampling
-        ScenarioError SearchAgent Session Space StructuredObservation Study Task TasksConfig Trial Trials Workload
-        WorkloadConfig dispatch engine_of integer load log make rollout run tune uniform
+        ScenarioError SearchAgent Session Space StructuredObservation Study Task TasksConfig Trial TrialStopped
+        Trials Workload WorkloadConfig dispatch engine_of integer load log make report rollout run tune uniform
     """,
     "loopwright.agents": """
         Agent AgentConfig BudgetedConfig SearchAgent SearchConfig SpaceAgent agents rollout_agents

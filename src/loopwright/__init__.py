@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from loopwright.core.episode import Episode
     from loopwright.core.errors import LoopwrightError, ScenarioError
     from loopwright.core.outcome import Fault, Outcome
+    from loopwright.core.progress import TrialStopped, report
     from loopwright.core.reward import Reward, RewardFunction
     from loopwright.core.task import Task
     from loopwright.core.trial import Feedback, Observation, Result, Trial
@@ -87,6 +88,7 @@ _MODULES = {
     "Task": "core.task",
     "TasksConfig": "rollouts.tasks.sources",
     "Trial": "core.trial",
+    "TrialStopped": "core.progress",
     "Trials": "api.study",
     "Workload": "workloads.base",
     "WorkloadConfig": "workloads.base",
@@ -96,6 +98,7 @@ _MODULES = {
     "load": "scenario.load",
     "log": "api.tune",
     "make": "scenario.make",
+    "report": "core.progress",
     "rollout": "api.rollout",
     "run": "api.tune",
     "tune": "api.tune",
@@ -144,6 +147,7 @@ __all__ = [
     "Task",
     "TasksConfig",
     "Trial",
+    "TrialStopped",
     "Trials",
     "Workload",
     "WorkloadConfig",
@@ -153,6 +157,7 @@ __all__ = [
     "load",
     "log",
     "make",
+    "report",
     "rollout",
     "run",
     "tune",

@@ -53,6 +53,7 @@ def tune(
     repeats: int = 1,
     timeout_s: float | None = None,
     constraints: Sequence[str] = (),
+    stop: str | Mapping[str, Any] | None = None,
     in_process: bool = False,
     progress: bool | None = None,
 ) -> Study:
@@ -66,6 +67,9 @@ def tune(
     The function runs in worker processes, which enforce `timeout_s` and survive its crashes, if it can be imported or
     pickled. Otherwise, or with `in_process=True`, it runs in threads of this process, without a timeout.
 
+    `stop="asha"` stops hopeless trials early, by the same metric: the function calls `loopwright.report(step, loss=…)`,
+    or is a generator that yields metrics. A mapping sets more, as `stop` in a scenario.
+
     Without `output` the study gets a new directory under `out/`. Called again with the same output, `tune` resumes if
     the function, the space and the objective are equal, and raises otherwise; `trials` may grow.
 
@@ -77,7 +81,7 @@ def tune(
     workload = _workload(function, name, directory, timeout_s, in_process=in_process)
     workload |= {"metrics": [metric], "args": dict(space), "constraints": list(constraints)}
     agent_table = {"type": agent} if isinstance(agent, str) else dict(agent)
-    scenario = {
+    scenario: dict[str, Any] = {
         "name": name,
         "system": {"type": "local", "parallel": parallel},
         "run": [
@@ -90,6 +94,9 @@ def tune(
             }
         ],
     }
+    if stop is not None:
+        rule = {"rule": stop} if isinstance(stop, str) else dict(stop)
+        scenario["run"][0]["stop"] = {"metric": metric, "mode": "min" if minimize else "max", **rule}
     loaded = load(scenario)
     resume = (directory / "campaign.json").exists()
     if resume:

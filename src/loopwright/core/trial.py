@@ -25,6 +25,8 @@ class Result:
     """Given by a rollout's judger, or computed from the metrics of a search."""
     episode: bytes | None = None
     """A rollout's message graph, stored with its trial."""
+    curve: Mapping[str, Any] | None = None
+    """The `steps` and `metrics` that the trial reported while it ran, stored with it."""
 
     def __post_init__(self) -> None:
         if self.outcome is not Outcome.OK:
@@ -94,6 +96,8 @@ class Feedback:
     fault: Fault | None
     done: bool
     group: int
+    stopped_at: tuple[int, float] | None = None
+    """The last step of a `stopped` trial and its metric there, negated if less is better."""
 
 
 @dataclass(frozen=True, slots=True)

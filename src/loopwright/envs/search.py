@@ -20,6 +20,7 @@ from loopwright.core.errors import InvalidAction
 from loopwright.core.outcome import REUSABLE, Fault, Outcome
 from loopwright.core.reward import Objectives, Penalties, mean_reward
 from loopwright.core.trial import Action, Feedback, Observation, Proposal, Regime, Result, Trial
+from loopwright.envs.stopping import Curve, FidelityConfig, StopConfig, StopRule, run_levels
 from loopwright.ledger.shared_cache import SharedCache
 from loopwright.ledger.trial_book import TrialBook
 from loopwright.spaces.space import Draws, Space
@@ -35,6 +36,10 @@ class TrialRules:
     cache: str = "run"
     exhaustible: bool = True
     """Whether a finite space is used up once all of it was measured; not for an agent that measures again."""
+    stop: StopConfig | None = None
+    fidelity: FidelityConfig | None = None
+    fidelity_name: str = ""
+    """The argument that `fidelity` sets."""
     fingerprint: str = ""
     """Part of every cache key: trials of different inputs do not answer one another."""
     retries: int = 0
@@ -70,6 +75,8 @@ class SearchEnv:
         self._marker = book.ledger.state("id")
         self._opened_at = time.time()
         self._adoptable = book.ledger.open_attempts() if book.step else {}
+        stop = self.rules.stop
+        self._stop_rule = None if stop is None else StopRule(stop, self.rules.fidelity, book.ledger)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -186,6 +193,7 @@ class SearchEnv:
         """Run the workload. Equal trials wait meanwhile, and look into the ledger once this one is committed."""
         ledger = self.book.ledger
         attempt, handle = self._adoptable.pop(trial.number, (0, ""))
+        curve: Curve | None = None
 
         def started(handle: str) -> None:
             nonlocal attempt  # one attempt may take several processes, one after another
@@ -193,6 +201,11 @@ class SearchEnv:
                 ledger.running(trial.number, attempt, handle)
             else:
                 attempt = ledger.attempt(trial.number, handle)
+
+        def report(step: int, metrics: Mapping[str, float]) -> bool:
+            nonlocal curve
+            curve = curve or Curve(trial.number, self._stop_rule)
+            return curve.add(step, metrics)
 
         arguments = self.space.arguments(trial.action, trial.regime)
         record: dict[str, Any] = {"trial": trial.number, "arguments": arguments, "action": trial.action}
@@ -206,6 +219,7 @@ class SearchEnv:
             marker=f"{self._marker}.{trial.number}",
             on_start=started,
             on_services=lambda processes: ledger.set_state("services", processes),
+            report=report,
             flush_reservation=ledger.flush,
             is_retry=trial.reserved_at < self._opened_at,
             handle=handle,
@@ -214,13 +228,17 @@ class SearchEnv:
         if caches:
             committed = self._in_flight[trial.key] = asyncio.Event()
         try:
-            for _ in range(self.rules.retries):
-                result = await self.workload.run(job)
-                if result.outcome is not Outcome.LOST:
-                    return result
+            for retry in range(self.rules.retries + 1):
+                if self.rules.fidelity is not None:
+                    result = await run_levels(self.workload, job, self.rules.fidelity_name, self.rules.fidelity)
+                else:
+                    result = await self.workload.run(job)
+                if result.outcome is not Outcome.LOST or retry == self.rules.retries:
+                    break
                 ledger.close_attempts([trial.number], result.reason)
                 attempt, job = 0, replace(job, is_retry=True, handle="")
-            return await self.workload.run(job)
+                curve = None
+            return result if curve is None else curve.finish(result)
         finally:
             if caches:
                 self._in_flight.pop(trial.key, None)
@@ -231,7 +249,10 @@ class SearchEnv:
         reward = first.reward if len(trials) == 1 else mean_reward([trial.reward for trial in trials])
         outcome = first.outcome or Outcome.ABORTED
         values = reward.objectives if reward else None
-        if values is None and (penalty := self.rules.penalties.for_outcome(outcome)) is not None:
+        stopped_at = None
+        if outcome is Outcome.STOPPED:
+            stopped_at = self._stopped_at(first)
+        elif values is None and (penalty := self.rules.penalties.for_outcome(outcome)) is not None:
             values = (penalty,) * len(self.objectives.functions)
         return Feedback(
             trial=trials[0].number,
@@ -247,7 +268,17 @@ class SearchEnv:
             fault=first.fault,
             done=not self.may_propose,
             group=first.group,
+            stopped_at=stopped_at,
         )
+
+    def _stopped_at(self, trial: Trial) -> tuple[int, float] | None:
+        """The last point of a stopped trial's curve, as the sampler learns it."""
+        data, stop = self.book.ledger.payload(trial.number, "curve"), self.rules.stop
+        if data is None or stop is None:
+            return None
+        curve = orjson.loads(data)
+        values = curve["metrics"].get(stop.metric) or [None]
+        return None if values[-1] is None else (curve["steps"][-1], values[-1] * (-1 if stop.mode == "min" else 1))
 
     # -- budget and resume --------------------------------------------------------------------------------------
 

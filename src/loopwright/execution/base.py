@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from loopwright.core.progress import Reporter
+
 OnStart = Callable[[str], None]
 """Called with a handle by which a resumed run finds the command again: as soon as its process exists, or before its job
 is submitted."""
@@ -109,6 +111,10 @@ class FunctionCall:
     nodes: int = 1
     gpus: int = 0
     """As those of a command."""
+    checkpoint: Path | None = None
+    """In LOOPWRIGHT_CHECKPOINT during the call, if there is one."""
+    on_report: Reporter | None = None
+    """Called with what the function reports; the call is stopped if it returns True."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,8 @@ class CallResult:
     error: str | None = None
     """The traceback, which is also in the trial's stderr."""
     timed_out: bool = False
+    stopped: bool = False
+    """Whether `on_report` stopped the call."""
     worker_exit: str | None = None
     """How the worker ended during the call: `signal 9 (SIGKILL)`, `exit code 3`."""
 

@@ -238,6 +238,8 @@ class Ledger:
                 raise LedgerError(f"{self.path}: trial {trial.number} was never reserved, or is finished already.")
             if result.episode is not None:
                 self.chain.put_payload(finished.number, "rollout", result.episode)
+            if result.curve is not None:
+                self.chain.put_payload(finished.number, "curve", orjson.dumps(result.curve))
             if finished.outcome is Outcome.ABORTED:
                 # The end of a trial's last attempt is the end of the trial; only an earlier one needs its own.
                 self.chain.update(
@@ -386,9 +388,13 @@ class Ledger:
         rows = self._rows("SELECT data FROM payloads WHERE trial = ? AND kind = ?", (number, kind))
         return rows[0][0] if rows else None
 
+    def payloads(self, kind: str) -> list[tuple[int, bytes]]:
+        """All values of this kind, each with its trial's number."""
+        return self._rows("SELECT trial, data FROM payloads WHERE kind = ? ORDER BY trial", (kind,))
+
     def notes(self) -> dict[int, Mapping[str, Any]]:
         """The agent's notes, by trial number."""
-        return {n: orjson.loads(data) for n, data in self._rows("SELECT trial, data FROM payloads WHERE kind = 'note'")}
+        return {number: orjson.loads(data) for number, data in self.payloads("note")}
 
     def episodes(self) -> Iterator[dict[str, Any]]:
         """The live episodes that ended, in order: first and last trial, return, length, regime."""

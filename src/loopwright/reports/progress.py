@@ -39,7 +39,8 @@ class RunProgress(Observer):
         counts = book.ledger.counts()
         self.cached = counts.pop("cached")
         self.done = sum(count for name, count in counts.items() if name not in ("running", Outcome.ABORTED))
-        self.failed = self.done - counts.get(Outcome.OK, 0)
+        self.stopped = counts.get(Outcome.STOPPED, 0)
+        self.failed = self.done - self.stopped - counts.get(Outcome.OK, 0)
         self.scored, self.reward_sum, self.best = book.ledger.rewards()
         self.done_before, self.started = self.done, time.monotonic()
 
@@ -56,7 +57,8 @@ class RunProgress(Observer):
 
     def _count(self, trial: Trial) -> None:
         self.done += 1
-        self.failed += trial.outcome is not Outcome.OK
+        self.stopped += trial.outcome is Outcome.STOPPED
+        self.failed += trial.outcome not in (Outcome.OK, Outcome.STOPPED)
         if trial.reward:
             self.scored += 1
             self.reward_sum += trial.reward.value
@@ -99,6 +101,7 @@ class RunProgress(Observer):
             parts.append(f"{unscored} without a reward")
         else:
             parts = [f"{counted}/{total or '?'} done", f"{self.failed} failed", f"{self.cached} cached"]
+            parts += [f"{self.stopped} stopped"] if self.stopped else []
             if self.best is not None and self.best.reward is not None:
                 parts.append(f"best {self.label} = {self.best.reward.value:.6g} (trial {self.best.number})")
         left = self.seconds_left

@@ -10,6 +10,7 @@ from loopwright.core.config import Config
 from loopwright.core.reward import Penalties, RewardFunction
 from loopwright.engines.base import EngineConfig
 from loopwright.envs.live.config import LiveConfig
+from loopwright.envs.stopping import FidelityConfig, StopConfig
 from loopwright.execution.local.system import LocalSystem
 from loopwright.execution.system import SystemConfig
 from loopwright.rollouts.config import RolloutConfig
@@ -66,6 +67,11 @@ class RunConfig(RunBasics):
     """Tasks that the policy is evaluated on while it is trained, and never trained on."""
     gateway: GatewayHostConfig | None = None
     """Where remote agents reach the policy, by `type`; by default a gateway in the process of the run."""
+    stop: StopConfig | None = None
+    """When a trial is stopped early."""
+    fidelity: Mapping[str, FidelityConfig] = Field(default_factory=dict)
+    """An argument of the workload that makes trials cheaper, such as the number of epochs: `stop` decides which trials
+    continue to the next value. It is not among the `args`."""
     rewards: Penalties = Penalties()
     """What the agent learns for failed trials."""
     env_params: Mapping[str, EnvParamConfig] = Field(default_factory=dict)

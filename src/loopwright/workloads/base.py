@@ -18,6 +18,7 @@ from loopwright.core.config import Config
 from loopwright.core.errors import LaunchError, Problem, storage
 from loopwright.core.expression import Expression
 from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.progress import Reporter
 from loopwright.core.registry import Registry
 from loopwright.core.trial import Result
 from loopwright.execution.base import OnStart
@@ -142,6 +143,10 @@ class Job:
     """Records each process or job, so that it can be ended or adopted after a crash."""
     on_services: Callable[[Sequence[str]], None] = lambda _: None
     """Records the processes of all services that run now, likewise."""
+    checkpoint: Path | None = None
+    """A directory that all attempts at a trial's fidelities share; by default one in the trial's own."""
+    report: Reporter | None = None
+    """Takes a step and its metrics while the trial runs. If it returns True, end the trial: it is `stopped`."""
     flush_reservation: Callable[[], None] = lambda: None
     """Writes the trial's reservation to disk. Call it before a process is started, unless `on_start` comes first."""
     is_retry: bool = True

@@ -9,9 +9,11 @@ import json
 import math
 import mmap
 import threading
+import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -21,6 +23,7 @@ import regex
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import LaunchError, storage
 from loopwright.core.outcome import Outcome
+from loopwright.core.progress import PROGRESS_VARIABLE
 from loopwright.core.trial import Result
 from loopwright.execution.base import Command, Completion, Executor, Slot, SlotPool
 from loopwright.workloads.base import (
@@ -38,6 +41,7 @@ from loopwright.workloads.base import (
     recreate,
 )
 from loopwright.workloads.command_config import CommandConfig, MetricConfig
+from loopwright.workloads.progress import ProgressReader
 from loopwright.workloads.services import ServiceFailed, Services
 
 _MATCH_NOW_S = 0.02
@@ -66,7 +70,8 @@ class CommandWorkload(Workload):
         super().__init__(config, site)
         self._command = CommandTemplate(config.command)
         others = self._command.names - config.parameters.keys()
-        self._slot_names = config.slot_names() if others or config.service else set()
+        names = config.slot_names() if others or config.service else set()
+        self._uses_checkpoint, self._slot_names = "checkpoint" in names, names - {"checkpoint"}
         ports = max((int(name[5:] or 1) for name in self._slot_names if name.startswith("port")), default=1)
         self.executor = executor or site.system.executor(site.directory, config.gpus, ports)
         self._setup = CommandTemplate(config.setup) if config.setup is not None else None
@@ -91,8 +96,12 @@ class CommandWorkload(Workload):
         try:
             if self._setup is not None and (failure := await self._prepare(job, self._setup)) is not None:
                 return failure
+            if self._uses_checkpoint:
+                job = self._with_checkpoint(job)
             if self._services is not None or self._slot_names:
                 return await self._run_in_slot(job)
+            if self.config.progress is not None:
+                return await self._run_watched(job, self._trial_command(job), None)
             return await self._evaluate(job, await self.executor.run(self._trial_command(job), job.on_start))
         except LaunchError as error:
             return launch_failure(error)
@@ -119,8 +128,7 @@ class CommandWorkload(Workload):
         try:
             if self._services is None:
                 slot = slots.with_free_ports(slot)
-                command = self._trial_command(job, slot)
-                return await self._evaluate(job, await self.executor.run(command, job.on_start))
+                return await self._run_watched(job, self._trial_command(job, slot), None)
             return await self._run_with_services(job, slot, self._services)
         finally:
             slots.release(slot)
@@ -132,7 +140,7 @@ class CommandWorkload(Workload):
         except ServiceFailed as failure:
             return failure.result
         try:
-            result = await self._run_watched(job, self._trial_command(job, slot), [services.watch(running)])
+            result = await self._run_watched(job, self._trial_command(job, slot), services.watch(running))
             if result.outcome is not Outcome.STOPPED:
                 result = await services.explain(result, running)
         finally:
@@ -140,19 +148,37 @@ class CommandWorkload(Workload):
             await services.finish(running, slot, job, is_usable=is_usable)
         return result
 
-    async def _run_watched(self, job: Job, command: Command, watchers: Sequence[Coroutine[Any, Any, Result]]) -> Result:
-        """Run a command that is ended as soon as one of its watchers returns, with the watcher's result."""
+    async def _run_watched(self, job: Job, command: Command, services: Coroutine[Any, Any, Result] | None) -> Result:
+        """Run a command that is ended as soon as a service ends, or when its progress says so."""
+        progress, start_s = None, time.monotonic()
+        watching = None if services is None else asyncio.ensure_future(services)
+        if (config := self.config.progress) is not None and job.report is not None:
+            progress = ProgressReader(config, job.directory, job.report)
+            if config.file is not None:
+                path = str(job.directory / config.file)
+                command = replace(command, environment={**command.environment, PROGRESS_VARIABLE: path})
+        reading = None if progress is None else asyncio.ensure_future(progress.watch())
         main = asyncio.ensure_future(self.executor.run(command, job.on_start))
-        tasks = [asyncio.ensure_future(watcher) for watcher in watchers]
+        tasks = {task for task in (main, watching, reading) if task is not None}
         try:
-            await asyncio.wait([main, *tasks], return_when=asyncio.FIRST_COMPLETED)
-            if main.done():
-                return await self._evaluate(job, main.result())
-            return next(task.result() for task in tasks if task.done())
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            result = await self._evaluate(job, main.result()) if main.done() else None
+            # A trial that is to stop is stopped, also if it has ended: what is learned must not depend on timing.
+            if progress is not None and reading is not None and (result is not None or reading.done()):
+                progress.ended.set()
+                if (stopped := await reading) is not None:
+                    return replace(stopped, usage=result.usage if result else {"wall_s": time.monotonic() - start_s})
+            return cast("Result", result if result is not None or watching is None else watching.result())
         finally:
-            for task in (main, *tasks):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(main, *tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _with_checkpoint(self, job: Job) -> Job:
+        path = job.checkpoint or job.directory / "checkpoint"
+        with storage(path):
+            path.mkdir(exist_ok=True)
+        return replace(job, arguments={"checkpoint": str(path), **job.arguments})
 
     def _link(self, directory: Path, job: Job) -> None:
         """Link the input files and the products of the setup into the directory of a service."""

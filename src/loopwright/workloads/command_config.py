@@ -14,7 +14,7 @@ from loopwright.core.errors import Problem, did_you_mean
 from loopwright.spaces.parameter import Fixed
 from loopwright.workloads.base import CommandTemplate, WorkloadConfig
 
-_SLOT_NAMES = re.compile(r"slot|cpus|gpu|port(_[2-9])?")
+_SLOT_NAMES = re.compile(r"slot|cpus|gpu|port(_[2-9])?|checkpoint")
 """What a command may name besides arguments: what its slot has."""
 
 
@@ -26,6 +26,13 @@ def check_pattern(pattern: str | None) -> str | None:
         except regex.error as error:
             raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
     return pattern
+
+
+def check_relative(name: str | None) -> str | None:
+    """Raise ValueError if a file is outside of the trial's directory."""
+    if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
+        raise ValueError(f"{name!r} must be relative to the trial's directory and stay inside it")
+    return name
 
 
 def check_template(text: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
@@ -54,12 +61,7 @@ class MetricConfig(Config):
             raise ValueError(f"{pattern!r} needs a group, in parentheses, around the number")
         return pattern
 
-    @field_validator("file")
-    @classmethod
-    def _check_file(cls, name: str | None) -> str | None:
-        if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
-            raise ValueError(f"{name!r} must be relative to the trial's directory and stay inside it")
-        return name
+    _check_path = field_validator("file")(check_relative)
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
@@ -102,6 +104,32 @@ class ReadyConfig(Config):
         return self
 
 
+class ProgressConfig(Config):
+    """Where intermediate metrics are read from while a trial runs, line by line."""
+
+    regex: str | None = None
+    """A pattern with named groups, such as `step (?P<step>\\d+) loss (?P<loss>[0-9.]+)`. Without one each line is a
+    JSON object such as `{"step": 3, "loss": 0.5}`. Without a `step` the lines are counted."""
+    stream: Literal["stdout", "stderr"] = "stdout"
+    """Which output is read."""
+    file: str | None = None
+    """A file that the command appends to, relative to the trial's directory, instead of its output."""
+
+    _check_regex = field_validator("regex")(check_pattern)
+    _check_path = field_validator("file")(check_relative)
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> Self:
+        names = set() if self.regex is None else regex.compile(self.regex.encode()).groupindex.keys()
+        if self.regex is not None and not names - {"step"}:
+            raise ValueError(f"{self.regex!r} needs a named group around each number, such as (?P<loss>[0-9.]+)")
+        return self
+
+    def metric_names(self) -> list[str]:
+        """The named groups of the pattern."""
+        return [name for name in regex.compile((self.regex or "").encode()).groupindex if name != "step"]
+
+
 class ServiceConfig(Config):
     """A program that runs beside the trial's command, such as a database, and ends with it."""
 
@@ -140,6 +168,8 @@ class CommandConfig(WorkloadConfig):
     """Metrics by name: `{ regex }` or `{ json }`, in stdout or in a `file`, or `{ resource }`."""
     success: SuccessConfig = SuccessConfig()
     """When a trial counts as `ok`: its exit code, and optionally its output."""
+    progress: ProgressConfig | None = None
+    """Intermediate metrics, for `stop` and for the learning curves of the report."""
     service: tuple[ServiceConfig, ...] = ()
     """Programs that run beside the command: one table, or several, started in their order."""
 
@@ -207,7 +237,10 @@ class CommandConfig(WorkloadConfig):
         return {name for name in names - self.args.keys() - self.env.keys() if _SLOT_NAMES.fullmatch(name)}
 
     def local_only(self) -> list[str]:
-        return [*(["service"] if self.service else []), *(f"{{{name}}}" for name in sorted(self.slot_names()))]
+        return [
+            *(["service"] if self.service else []),
+            *(f"{{{name}}}" for name in sorted(self.slot_names() - {"checkpoint"})),
+        ]
 
     def _unusable_values(self, template: CommandTemplate) -> list[Problem]:
         """Values that a command line cannot contain, including all values of a list, so that none fails hours later."""

@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Literal
 
 from loopwright.core.errors import LaunchError
 from loopwright.core.outcome import Outcome
+from loopwright.core.progress import TrialStopped, reporter
 from loopwright.core.trial import Result
-from loopwright.execution.local.worker_main import metrics_of
+from loopwright.execution.local.worker_main import consume, metrics_of
 from loopwright.workloads.base import Job, Site, Workload, WorkloadConfig
 
 
@@ -66,13 +67,31 @@ class InProcessWorkload(Workload):
 
     async def run(self, job: Job) -> Result:
         job.flush_reservation()
+        loop, stopped = asyncio.get_running_loop(), False
+
+        async def add(step: int, metrics: Mapping[str, float]) -> bool:
+            return job.report is not None and job.report(step, metrics)
+
+        def report(step: int, metrics: Mapping[str, float]) -> bool:
+            nonlocal stopped
+            stopped = stopped or asyncio.run_coroutine_threadsafe(add(step, metrics), loop).result()
+            return stopped
+
+        def call() -> Any:
+            reporter.set(report)
+            value = self.call(job.arguments)
+            return consume(value, report) if hasattr(value, "send") and not hasattr(value, "__await__") else value
+
         try:
-            value = await asyncio.to_thread(self.call, job.arguments)
+            value = await asyncio.to_thread(call)
             if hasattr(value, "__await__"):
+                reporter.set(job.report)
                 value = await value
+        except TrialStopped:
+            stopped = True
         except Exception as error:  # noqa: BLE001  Whatever the user's function raises is this trial's result.
             return Result(Outcome.CRASHED, reason=f"{type(error).__name__}: {error}"[:300])
-        return result_of(value)
+        return Result(Outcome.STOPPED) if stopped else result_of(value)
 
 
 def result_of(value: Any) -> Result:

@@ -87,6 +87,8 @@ class PythonWorkload(Workload):
             handle=job.handle,
             nodes=job.arguments["nodes"] if self.config.nodes is not None else 1,
             gpus=self.config.gpus,
+            checkpoint=job.checkpoint,
+            on_report=job.report,
         )
         try:
             return self._evaluate(await self._pool.call(call, job.on_start))
@@ -97,6 +99,8 @@ class PythonWorkload(Workload):
         usage = call.usage
         if call.timed_out:
             return Result(Outcome.TIMEOUT, reason=f"timed out after {self.config.timeout_s:g} s", usage=usage)
+        if call.stopped:
+            return Result(Outcome.STOPPED, usage=usage)
         if call.worker_exit is not None:
             return Result(Outcome.CRASHED, reason=f"the worker process ended: {call.worker_exit}", usage=usage)
         if call.error is not None:

@@ -139,6 +139,12 @@ class SamplerAgent(SpaceAgent):
             # A pinned first trial: the sampler did not ask for it, but learns from it.
             if feedback.values is not None and feedback.outcome is not Outcome.INVALID:
                 self._add(feedback.action, self.foreign_attrs, feedback.values)
+        elif feedback.outcome is Outcome.STOPPED:
+            if feedback.stopped_at is not None and len(self.env.objectives.functions) == 1:
+                step, value = feedback.stopped_at
+                trial = self._study.get_trials(deepcopy=False)[number]
+                optuna.trial.Trial(self._study, trial._trial_id).report(value, step)
+            self._study.tell(number, state=optuna.trial.TrialState.PRUNED)
         elif feedback.values is None:
             self._study.tell(number, state=optuna.trial.TrialState.FAIL)
         else:

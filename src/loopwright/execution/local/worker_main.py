@@ -11,6 +11,7 @@ import reprlib
 import resource
 import sys
 import termios
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -24,6 +25,10 @@ _MAX_VALUE_BYTES = 1024 * 1024
 _MAX_ERROR_CHARS = 64 * 1024
 _NO_BYTES = bytes(4)
 _MARKER_VARIABLE = "LOOPWRIGHT_TRIAL"
+_CHECKPOINT_VARIABLE = "LOOPWRIGHT_CHECKPOINT"
+
+loopwright_report: Callable[[int, Any], bool] | None = None
+"""What `loopwright.report` calls in a worker."""
 
 
 class CallServer:
@@ -33,6 +38,8 @@ class CallServer:
         self._fd = fd
         self._pid = os.getpid()
         self._callables: dict[str, Callable[..., Any]] = {}
+        self._reports = self._stopped = False
+        self._reporting = threading.Lock()
         self._streams = sys.stdout, sys.stderr
         self._pipes = _file_id(1), _file_id(2)
 
@@ -49,6 +56,7 @@ class CallServer:
         except OSError as error:
             return {"storage": [error.errno, error.strerror], "usable": True, "output": False}
         response: Frame
+        self._reports, self._stopped = frame["reports"], False
         start, start_s = _cpu_times(), time.perf_counter()
         try:
             function = self._callables.get(frame["function"])
@@ -60,6 +68,8 @@ class CallServer:
             value = function(**frame["arguments"])
             if hasattr(value, "__await__"):
                 value = _run(value)
+            elif hasattr(value, "send"):
+                value = consume(value, self.report)
             response = {"value": value}
         except BaseException as error:  # noqa: BLE001  Whatever a user's code raises is the trial's result.
             response = {"error": _format_error(error)}
@@ -67,13 +77,25 @@ class CallServer:
         # If the callable forked and returned twice, only the worker itself may respond.
         if os.getpid() != self._pid:
             os._exit(0)
-        if "value" in response:
+        self._reports = False  # a thread that goes on reporting would disturb the next call
+        if self._stopped:
+            response = {"stopped": True}
+        elif "value" in response:
             response = metrics_of(response["value"])
         response["usable"] = self._flush(response.get("error"))
         # So that the parent, which is busier than we are, looks for output only if there is some.
         response["output"] = _has_unread_output(1) or _has_unread_output(2)
         response["usage"] = {"wall_s": wall_s, "user_s": end[0] - start[0], "system_s": end[1] - start[1]}
         return response
+
+    def report(self, step: int, metrics: Any) -> bool:
+        """Send the metrics of a step; return whether the trial should stop. A forked process reports nothing."""
+        with self._reporting:
+            if self._reports and not self._stopped and os.getpid() == self._pid:
+                numbers = {str(name): _number(value) for name, value in metrics.items()}
+                self._send({"report": [int(step), numbers]})
+                self._stopped = bool((self._receive() or {"stop": True})["stop"])
+            return self._stopped
 
     def _flush(self, error: str | None) -> bool:
         """Flush all output to the pipes; return whether this worker can take another call."""
@@ -123,6 +145,11 @@ def _enter_directory(frame: Frame) -> None:
         os.close(fd)
     # For processes that the callable starts; our own entry in the process table keeps the marker we started with.
     os.environ[_MARKER_VARIABLE] = frame["variable"]
+    if frame["checkpoint"] is not None:
+        os.makedirs(frame["checkpoint"], exist_ok=True)  # noqa: PTH103
+        os.environ[_CHECKPOINT_VARIABLE] = frame["checkpoint"]
+    elif _CHECKPOINT_VARIABLE in os.environ:
+        del os.environ[_CHECKPOINT_VARIABLE]
 
 
 class _NotFoundError(LookupError):
@@ -166,6 +193,24 @@ def _describe(name: str) -> Frame:
         "requires": [p.name for p in keywords if p.default is p.empty],
         "any": any(p.kind is p.VAR_KEYWORD for p in parameters),
     }
+
+
+def consume(generator: Any, report: Callable[[int, Any], bool]) -> Any:
+    """Report what a generator yields, metrics or (step, metrics); return what it returns, or else its last metrics."""
+    step, metrics = 0, None
+    while True:
+        try:
+            metrics = next(generator)
+        except StopIteration as end:
+            return metrics if end.value is None else end.value
+        step += 1
+        if isinstance(metrics, tuple):
+            step, metrics = metrics
+        elif isinstance(metrics, dict) and "step" in metrics:
+            step, metrics = metrics["step"], {name: value for name, value in metrics.items() if name != "step"}
+        if report(step, metrics if isinstance(metrics, dict) else {"value": metrics}):
+            generator.close()
+            return metrics
 
 
 def metrics_of(value: object) -> Frame:
@@ -272,8 +317,11 @@ def main() -> None:
     # Line-buffered, so that a callable that crashes or is killed leaves what it printed.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    global loopwright_report
+    server = CallServer(fd)
+    loopwright_report = server.report
     try:
-        CallServer(fd).serve()
+        server.serve()
     except (BrokenPipeError, ConnectionResetError):
         return  # The parent is gone.
 

@@ -1,6 +1,7 @@
 """The parent's side of a Python worker: a socket for calls, two pipes for output, and a process tree."""
 
 import asyncio
+import math
 import socket
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import orjson
 
 from loopwright.core.errors import StorageError, storage
+from loopwright.core.progress import Reporter
 from loopwright.execution.base import CallResult, FunctionCall, OnStart, Usage
 from loopwright.execution.local.executor import CappedFile, Pump
 from loopwright.execution.local.process_tree import (
@@ -46,6 +48,7 @@ class WorkerProcess:
         self._imported: set[str] = set()
         self._response: Frame | None = None
         self._ready = self._disconnected = False
+        self._on_report: Reporter | None = None
         self._error: StorageError | None = None
         self._exit: Exit | None = None
         self._spent_s = 0.0, 0.0
@@ -82,6 +85,7 @@ class WorkerProcess:
         """Make a call. Unless the worker responds normally, it is gone afterwards."""
         self._attach(asyncio.get_running_loop())
         self._response, self._ready, self.usable = None, False, False
+        self._on_report = call.on_report
         directory = str(call.directory)
         self._files = CappedFile(f"{directory}/stdout", output_bytes), CappedFile(f"{directory}/stderr", output_bytes)
         for pump, file in zip(self._pumps, self._files, strict=True):
@@ -96,6 +100,8 @@ class WorkerProcess:
                     "directory": directory,
                     "parameters": call.parameters.decode(),
                     "variable": self._variable(call.marker),
+                    "reports": call.on_report is not None,
+                    "checkpoint": None if call.checkpoint is None else str(call.checkpoint),
                 }
             )
             await self._wait(call)
@@ -160,7 +166,13 @@ class WorkerProcess:
         value: dict[str, int | float] | None = response.get("value")
         if value is not None and (nonfinite := response["nonfinite"]):
             value |= {name: float(text) for name, text in nonfinite.items()}
-        return CallResult(usage, *self._output_sizes(), value=value, error=response.get("error"))
+        return CallResult(
+            usage,
+            *self._output_sizes(),
+            value=value,
+            error=response.get("error"),
+            stopped="stopped" in response,
+        )
 
     async def _finish_without_response(self, wall_s: float) -> CallResult:
         timed_out = self.is_alive
@@ -242,6 +254,11 @@ class WorkerProcess:
             self._disconnected = True
         elif "ready" in frame:
             self._ready = True
+        elif "report" in frame:
+            step, metrics = frame["report"]
+            numbers = {name: math.nan if value is None else value for name, value in metrics.items()}
+            self._socket.send({"stop": self._on_report is not None and self._on_report(step, numbers)})
+            return
         else:
             self._response = frame
         self._tree.wake()

@@ -153,6 +153,13 @@ class RunKind(RunConfig, ABC):
             if key in raw:
                 checker.add(f"[run.{key}]", "has no meaning without [run.rollout].")
 
+    @staticmethod
+    def check_not_search(raw: dict[str, Any], checker: Checker) -> None:
+        """Report keys that only runs with a workload have."""
+        for key in ("stop", "fidelity"):
+            if key in raw:
+                checker.add(f"[[run]] {key}", "has no meaning without [run.workload].")
+
     # -- building -----------------------------------------------------------------------------------------------
 
     @abstractmethod

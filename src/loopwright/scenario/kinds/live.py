@@ -34,6 +34,7 @@ class LiveRun(RunKind):
             if key in raw:
                 checker.add(f"[[run]] {key}", "has no meaning in a live run: its steps are never repeated or cached.")
         self.check_not_rollout(raw, checker)
+        self.check_not_search(raw, checker)
         agent = self.agent_class
         if agent is None and "agent" not in raw:
             checker.add("[run.agent]", "is missing; a live environment needs an agent that acts in it.")

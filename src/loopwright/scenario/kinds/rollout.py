@@ -59,6 +59,7 @@ class RolloutRun(RunKind):
 
     def check(self, raw: dict[str, Any], checker: Checker) -> None:
         self._check_tasks(checker)
+        self.check_not_search(raw, checker)
         for key, instead in _MEANINGLESS.items():
             if key in raw:
                 checker.add(f"[[run]] {key}", f"has no meaning in a run with [run.rollout]: {instead}.")

@@ -1,5 +1,6 @@
 """Search runs: an agent proposes parameters, a workload measures them. Without an agent, the one point is run once."""
 
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -13,11 +14,13 @@ from loopwright.core.errors import did_you_mean
 from loopwright.core.expression import Expression
 from loopwright.core.reward import Objectives
 from loopwright.envs.search import SearchEnv, TrialRules
+from loopwright.envs.stopping import FidelityConfig, StopConfig
 from loopwright.ledger.shared_cache import SharedCache
 from loopwright.scenario.checker import Checker
 from loopwright.scenario.kinds.base import BuildContext, RunKind
 from loopwright.spaces.space import Draws, Space
 from loopwright.workloads.base import Site, Workload, WorkloadConfig, fingerprint_of, workloads
+from loopwright.workloads.command_config import CommandConfig
 
 
 class SearchRun(RunKind):
@@ -30,9 +33,13 @@ class SearchRun(RunKind):
 
     @classmethod
     def read_parts(cls, raw: dict[str, Any], checker: Checker) -> dict[str, Any]:
+        parts: dict[str, Any] = {}
+        if "stop" in raw:
+            parts["stop"] = checker.model("[[run]] stop", raw["stop"], StopConfig)
         if "workload" in raw:
-            kind, config = checker.configured("[run.workload]", raw["workload"], workloads)
-            return {"workload": config, "workload_class": kind}
+            fidelity, table = _read_fidelity(raw, checker)
+            kind, config = checker.configured("[run.workload]", table, workloads)
+            return {**parts, "fidelity": fidelity, "workload": config, "workload_class": kind}
         agent = raw["agent"].get("type") if isinstance(raw.get("agent"), dict) else None
         if agent not in rollout_agents.names():  # otherwise [run.rollout] is what is missing
             checker.add("[run.workload]", "is missing; it says what a trial runs.")
@@ -68,6 +75,7 @@ class SearchRun(RunKind):
             hint = did_you_mean(name, list(self.metric_names))
             checker.add("[[run]] reward", f"reads the metric {name!r}, which the workload does not give. {hint}")
         self._check_place(checker)
+        self._check_stopping(checker)
         self._check_conditions(space, checker)
         if agent is not None and self.agent is not None:
             self._check_agent(agent, self.agent, space, checker)
@@ -83,8 +91,33 @@ class SearchRun(RunKind):
         nodes = workload.nodes.grid() if workload.nodes is not None else ()
         checker.add_all("[run.workload]", system.problems(self.kind, nodes, workload.gpus))
         if system.type != "local":
-            for problem in workload.local_only():
-                checker.add(f"[run.workload] {problem}", f'needs [system] type = "local", not {system.type!r}.')
+            keys = [f"[run.workload] {key}" for key in workload.local_only()]
+            keys += ["[run.fidelity]"] if self.fidelity else []
+            # A command's progress is read from its output; a function has to be asked where it runs.
+            keys += ["[[run]] stop"] if self.stop is not None and not isinstance(workload, CommandConfig) else []
+            for key in keys:
+                checker.add(key, f'needs [system] type = "local", not {system.type!r}.')
+
+    def _check_stopping(self, checker: Checker) -> None:
+        stop, workload = self.stop, self.workload
+        if self.fidelity and stop is None:
+            checker.add("[run.fidelity]", 'needs a rule, such as stop = { rule = "asha", metric = "loss" }.')
+        if stop is None:
+            return
+        if not self.fidelity and stop.needs_max_resource():
+            checker.add("[[run]] stop", "hyperband needs options = { max_resource = … }, the last step of a trial.")
+        progress = getattr(workload, "progress", None)
+        if self.fidelity:
+            names: Iterable[str] | None = workload.metric_names()
+        elif isinstance(workload, CommandConfig) and progress is None:
+            example = "progress = { regex = 'step (?P<step>\\d+) loss (?P<loss>[0-9.]+)' }"
+            checker.add("[run.workload] progress", f"is missing; `stop` needs it, for example {example}.")
+            return
+        else:
+            names = None if progress is None or progress.regex is None else progress.metric_names()
+        if names is not None and stop.metric not in names:
+            hint = did_you_mean(stop.metric, list(names))
+            checker.add("[[run]] stop.metric", f"{stop.metric!r} is not reported. {hint}")
 
     def _check_conditions(self, space: Space, checker: Checker) -> None:
         for name, parameter in space.tunable.items():
@@ -158,8 +191,29 @@ class SearchRun(RunKind):
                 self.repeats,
                 self.cache,
                 exhaustible=not (self.agent_class or Grid).measures_again,
+                stop=self.stop,
+                fidelity=next(iter(self.fidelity.values()), None),
+                fidelity_name=next(iter(self.fidelity), ""),
                 fingerprint=fingerprint,
                 retries=system.retries,
             ),
             shared=shared,
         )
+
+
+def _read_fidelity(raw: Mapping[str, Any], checker: Checker) -> tuple[dict[str, FidelityConfig], Any]:
+    """The fidelity, and the workload's table with the complete value as an argument: that is what is compared."""
+    tables, workload = raw.get("fidelity", {}), raw["workload"]
+    if not isinstance(tables, dict) or len(tables) > 1:
+        checker.add("[run.fidelity]", "must name one argument, such as epochs = { low = 1, high = 81 }.")
+        return {}, workload
+    fidelity = {}
+    for name, table in tables.items():
+        if (config := checker.model(f"[run.fidelity] {name}", table, FidelityConfig)) is None:
+            continue
+        fidelity[name] = config
+        if isinstance(workload, dict) and isinstance(args := workload.get("args", {}), dict):
+            if name in args:
+                checker.add("[run.fidelity]", f"{name!r} is also in [run.workload.args]; remove it there.")
+            workload = {**workload, "args": {**args, name: config.high}}
+    return fidelity, workload

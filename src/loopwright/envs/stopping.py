@@ -1,0 +1,250 @@
+"""Stopping early: rules that compare a trial's intermediate metrics with those of earlier trials, and its curve.
+
+The rules are Optuna's pruners over a study in memory, which is rebuilt from the curves in the ledger: a resumed run
+decides as an undisturbed one would. A step that does not increase is ignored.
+"""
+
+import inspect
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import orjson
+from pydantic import Field, model_validator
+
+from loopwright.core.config import Config
+from loopwright.core.errors import did_you_mean
+from loopwright.core.imports import lazy_module
+from loopwright.core.outcome import Outcome
+from loopwright.core.trial import Result
+from loopwright.ledger.ledger import Ledger
+from loopwright.workloads.base import Job, Workload, fresh_directory
+
+if TYPE_CHECKING:
+    import optuna
+else:
+    optuna = lazy_module("optuna")
+
+_RULES = {
+    "asha": "SuccessiveHalvingPruner",
+    "hyperband": "HyperbandPruner",
+    "median": "MedianPruner",
+    "threshold": "ThresholdPruner",
+}
+_PRUNERS = (
+    *("HyperbandPruner", "MedianPruner", "NopPruner", "PatientPruner", "PercentilePruner"),
+    *("SuccessiveHalvingPruner", "ThresholdPruner", "WilcoxonPruner"),
+)
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    # Optuna's "auto" looks at the trials so far, which would differ in a resumed run.
+    "SuccessiveHalvingPruner": {"min_resource": 1, "reduction_factor": 3},
+    "PatientPruner": {"wrapped_pruner": None},
+}
+_EVERY = 1000
+"""From here on only each tenth, then each hundredth step is kept, and so on: a curve stays small."""
+_NAMES = 64
+"""How many metrics a curve may have, at most."""
+
+
+class FidelityConfig(Config):
+    """An argument that makes a trial cheaper and less exact, such as the number of epochs."""
+
+    low: int = Field(ge=1)
+    """The first value."""
+    high: int = Field(ge=1)
+    """The last value, at which a trial is complete."""
+    eta: int = Field(default=3, ge=2)
+    """Each value is this many times the one before."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low = {self.low} must be below high = {self.high}")
+        return self
+
+    def levels(self) -> list[int]:
+        """The values from low to high."""
+        levels = [self.low]
+        while levels[-1] * self.eta < self.high:
+            levels.append(levels[-1] * self.eta)
+        return [*levels, self.high]
+
+
+class StopConfig(Config):
+    """When a trial is stopped early, judged by a metric that it reports while it runs."""
+
+    rule: str
+    """`asha`, `hyperband`, `median`, `threshold`, or the class of one of Optuna's pruners, such as
+    `PercentilePruner`."""
+    metric: str
+    """The metric of the trial's progress; with `[run.fidelity]` a metric of the workload."""
+    mode: Literal["min", "max"] = "min"
+    """Whether a good trial has a low or a high metric."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The settings of Optuna's pruner, such as `{ min_resource = 5, reduction_factor = 4 }` for `asha`,
+    `{ upper = 10.0 }` for `threshold`."""
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        name = _RULES.get(self.rule, self.rule)
+        if name not in _PRUNERS:
+            raise ValueError(f"unknown rule {self.rule!r}. {did_you_mean(self.rule, [*_RULES, *_PRUNERS])}")
+        known = list(inspect.signature(getattr(optuna.pruners, name)).parameters)
+        for option in self.options:
+            if option not in known:
+                raise ValueError(f"{self.rule} has no option {option!r}. {did_you_mean(option, known)}")
+        if name == "HyperbandPruner" and not isinstance(self.options.get("max_resource", 1), int):
+            raise ValueError("max_resource must be a number: the last step of a complete trial")
+        if name != "HyperbandPruner" or "max_resource" in self.options:
+            self.pruner()
+        return self
+
+    def pruner(self, fidelity: FidelityConfig | None = None) -> "optuna.pruners.BasePruner":
+        """Optuna's pruner for this rule."""
+        name = _RULES.get(self.rule, self.rule)
+        options = dict(_DEFAULTS.get(name, {}))
+        if fidelity is not None and name in ("SuccessiveHalvingPruner", "HyperbandPruner"):
+            options |= {"min_resource": fidelity.low, "reduction_factor": fidelity.eta}
+            options |= {"max_resource": fidelity.high} if name == "HyperbandPruner" else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            try:
+                return getattr(optuna.pruners, name)(**options | self.options)  # type: ignore[no-any-return]
+            except TypeError as error:
+                raise ValueError(f"{self.rule}: {error}") from error
+
+    def needs_max_resource(self) -> bool:
+        """Whether the rule lacks the last step of a complete trial."""
+        return _RULES.get(self.rule, self.rule) == "HyperbandPruner" and "max_resource" not in self.options
+
+
+class StopRule:
+    """Decides for each reported step whether its trial goes on."""
+
+    def __init__(self, config: StopConfig, fidelity: FidelityConfig | None, ledger: Ledger) -> None:
+        self.config = config
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        # A fixed name: Hyperband derives a trial's bracket from it and from the trial's number.
+        self._study = optuna.create_study(
+            study_name="loopwright",
+            sampler=optuna.samplers.RandomSampler(seed=0),
+            pruner=config.pruner(fidelity),
+            direction="minimize" if config.mode == "min" else "maximize",
+        )
+        self._restore(ledger)
+
+    def begin(self, number: int) -> "optuna.trial.Trial":
+        """The trial with this number in the study; those before it are added as running."""
+        while len(self._study.get_trials(deepcopy=False)) < number:
+            self._study.ask()
+        return optuna.trial.Trial(self._study, self._study.get_trials(deepcopy=False)[number - 1]._trial_id)
+
+    def stops(self, trial: "optuna.trial.Trial", step: int, value: float) -> bool:
+        """Add a step; return whether the trial should stop there."""
+        if step not in self._study.get_trials(deepcopy=False)[trial.number].intermediate_values:  # in a lost attempt
+            trial.report(value, step)
+        return trial.should_prune()
+
+    def end(self, trial: "optuna.trial.Trial", outcome: Outcome, last: float | None) -> dict[str, Any]:
+        """Add how a trial ended; return what the rule noted about it."""
+        states = optuna.trial.TrialState
+        if outcome is Outcome.STOPPED:
+            self._study.tell(trial.number, state=states.PRUNED)
+        elif outcome is Outcome.OK and last is not None and not math.isnan(last):
+            self._study.tell(trial.number, last)
+        else:
+            self._study.tell(trial.number, state=states.FAIL)
+        return dict(self._study.get_trials(deepcopy=False)[trial.number].system_attrs)
+
+    def _restore(self, ledger: Ledger) -> None:
+        states = optuna.trial.TrialState
+        curves = {number: orjson.loads(data) for number, data in ledger.payloads("curve")}
+        for trial in ledger.trials() if curves else ():
+            curve = curves.get(trial.number, {"steps": [], "metrics": {}, "attrs": {}})
+            values = [math.nan if v is None else v for v in curve["metrics"].get(self.config.metric, ())]
+            points = dict(zip(curve["steps"], values, strict=False))
+            state, value = states.FAIL, None
+            if trial.unfinished:
+                state, points, curve["attrs"] = states.RUNNING, {}, {}
+            elif trial.outcome is Outcome.STOPPED:
+                state = states.PRUNED
+            elif trial.outcome is Outcome.OK and values and not math.isnan(values[-1]):
+                state, value = states.COMPLETE, values[-1]
+            self._study.add_trial(
+                optuna.trial.create_trial(
+                    state=state, value=value, intermediate_values=points, system_attrs=curve["attrs"]
+                )
+            )
+
+
+class Curve:
+    """The intermediate metrics of a trial that runs, and the rule that watches them."""
+
+    def __init__(self, number: int, rule: StopRule | None) -> None:
+        self._rule = rule
+        self._trial = rule.begin(number) if rule is not None else None
+        self._steps: list[int] = []
+        self._metrics: dict[str, list[float | None]] = {}
+        self._count, self._last = 0, -1
+        self._stop_reason = ""
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Add a step; return whether the trial should stop there."""
+        if self._stop_reason or step <= self._last:
+            return bool(self._stop_reason)
+        self._last, self._count = step, self._count + 1
+        if self._count >= _EVERY and self._count % 10 ** (len(str(self._count // _EVERY))):
+            return False
+        for name in sorted(metrics.keys() - self._metrics.keys())[: _NAMES - len(self._metrics)]:
+            self._metrics[name] = [None] * len(self._steps)
+        self._steps.append(step)
+        for name, values in self._metrics.items():
+            value = metrics.get(name)
+            values.append(value if value is not None and math.isfinite(value) else None)
+        if self._rule is not None and self._trial is not None:
+            config, value = self._rule.config, metrics.get(self._rule.config.metric)
+            if value is not None and self._rule.stops(self._trial, step, float(value)):
+                self._stop_reason = f"{config.rule}: {config.metric} = {value:.6g} at step {step}"
+        return bool(self._stop_reason)
+
+    def finish(self, result: Result) -> Result:
+        """The trial's result with the curve."""
+        if result.outcome is Outcome.STOPPED:
+            result = replace(result, reason=self._stop_reason)
+        attrs: dict[str, Any] = {}
+        if self._rule is not None and self._trial is not None:
+            values = [value for value in self._metrics.get(self._rule.config.metric, ()) if value is not None]
+            attrs = self._rule.end(self._trial, result.outcome, values[-1] if values else None)
+        return replace(result, curve={"steps": self._steps, "metrics": self._metrics, "attrs": attrs})
+
+
+async def run_levels(workload: Workload, job: Job, name: str, fidelity: FidelityConfig) -> Result:
+    """Run a trial at one fidelity after another, until it is stopped or complete.
+
+    Each level has its own directory; they share the trial's checkpoint directory.
+    """
+    fresh_directory(job.directory)
+    checkpoint, usage = job.directory / "checkpoint", dict[str, float]()
+    record = orjson.loads(job.parameters_json)
+    for level in fidelity.levels():
+        arguments = {**job.arguments, name: level}
+        parameters = orjson.dumps({**record, "arguments": arguments}, option=orjson.OPT_INDENT_2)
+        result = await workload.run(
+            replace(
+                job,
+                directory=job.directory / f"{name}-{level}",
+                arguments=arguments,
+                parameters_json=parameters + b"\n",
+                checkpoint=checkpoint,
+                report=None,
+            )
+        )
+        for key, value in result.usage.items():
+            usage[key] = max(usage.get(key, 0.0), value) if key == "max_rss_bytes" else usage.get(key, 0.0) + value
+        if result.outcome is not Outcome.OK:
+            return replace(result, usage=usage)
+        if job.report is not None and job.report(level, result.metrics) and level < fidelity.high:
+            return Result(Outcome.STOPPED, usage=usage)
+    return replace(result, usage=usage)
