@@ -16,7 +16,6 @@ from pydantic import Field, model_validator
 
 from loopwright.core.config import Config
 from loopwright.core.errors import did_you_mean
-from loopwright.core.imports import lazy_module
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Result
 from loopwright.ledger.ledger import Ledger
@@ -24,8 +23,6 @@ from loopwright.workloads.base import Job, Workload, fresh_directory
 
 if TYPE_CHECKING:
     import optuna
-else:
-    optuna = lazy_module("optuna")
 
 _RULES = {
     "asha": "SuccessiveHalvingPruner",
@@ -91,6 +88,8 @@ class StopConfig(Config):
         name = _RULES.get(self.rule, self.rule)
         if name not in _PRUNERS:
             raise ValueError(f"unknown rule {self.rule!r}. {did_you_mean(self.rule, [*_RULES, *_PRUNERS])}")
+        import optuna  # Late, since it takes a second: it is needed only where there is a rule.
+
         known = list(inspect.signature(getattr(optuna.pruners, name)).parameters)
         for option in self.options:
             if option not in known:
@@ -103,6 +102,8 @@ class StopConfig(Config):
 
     def pruner(self, fidelity: FidelityConfig | None = None) -> "optuna.pruners.BasePruner":
         """Optuna's pruner for this rule."""
+        import optuna
+
         name = _RULES.get(self.rule, self.rule)
         options = dict(_DEFAULTS.get(name, {}))
         if fidelity is not None and name in ("SuccessiveHalvingPruner", "HyperbandPruner"):
@@ -124,7 +125,9 @@ class StopRule:
     """Decides for each reported step whether its trial goes on."""
 
     def __init__(self, config: StopConfig, fidelity: FidelityConfig | None, ledger: Ledger) -> None:
-        self.config = config
+        import optuna
+
+        self.config, self._trials, self._states = config, optuna.trial, optuna.trial.TrialState
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         # A fixed name: Hyperband derives a trial's bracket from it and from the trial's number.
         self._study = optuna.create_study(
@@ -139,7 +142,7 @@ class StopRule:
         """The trial with this number in the study; those before it are added as running."""
         while len(self._study.get_trials(deepcopy=False)) < number:
             self._study.ask()
-        return optuna.trial.Trial(self._study, self._study.get_trials(deepcopy=False)[number - 1]._trial_id)
+        return self._trials.Trial(self._study, self._study.get_trials(deepcopy=False)[number - 1]._trial_id)
 
     def stops(self, trial: "optuna.trial.Trial", step: int, value: float) -> bool:
         """Add a step; return whether the trial should stop there."""
@@ -149,17 +152,16 @@ class StopRule:
 
     def end(self, trial: "optuna.trial.Trial", outcome: Outcome, last: float | None) -> dict[str, Any]:
         """Add how a trial ended; return what the rule noted about it."""
-        states = optuna.trial.TrialState
         if outcome is Outcome.STOPPED:
-            self._study.tell(trial.number, state=states.PRUNED)
+            self._study.tell(trial.number, state=self._states.PRUNED)
         elif outcome is Outcome.OK and last is not None and not math.isnan(last):
             self._study.tell(trial.number, last)
         else:
-            self._study.tell(trial.number, state=states.FAIL)
+            self._study.tell(trial.number, state=self._states.FAIL)
         return dict(self._study.get_trials(deepcopy=False)[trial.number].system_attrs)
 
     def _restore(self, ledger: Ledger) -> None:
-        states = optuna.trial.TrialState
+        states = self._states
         curves = {number: orjson.loads(data) for number, data in ledger.payloads("curve")}
         for trial in ledger.trials() if curves else ():
             curve = curves.get(trial.number, {"steps": [], "metrics": {}, "attrs": {}})
@@ -173,7 +175,7 @@ class StopRule:
             elif trial.outcome is Outcome.OK and values and not math.isnan(values[-1]):
                 state, value = states.COMPLETE, values[-1]
             self._study.add_trial(
-                optuna.trial.create_trial(
+                self._trials.create_trial(
                     state=state, value=value, intermediate_values=points, system_attrs=curve["attrs"]
                 )
             )
