@@ -38,7 +38,7 @@ def test_a_live_run_compares_its_last_hundred_episodes_with_the_first(begin, tmp
     text = words(tmp_path)
 
     assert "Mean return of the last 100 episodes 4 +3 against the first 100 (1)" in text
-    assert "episodes 300 steps 1 200 best return 4 (trials 801–804) mean length of the last 100 4 steps" in text
+    assert "episodes 300 steps 1 200 best return 4 (steps 801–804) mean length of the last 100 4 steps" in text
     assert "done 1 200 of 1 200 ok 1 200 failed 0 wall time" in text
     assert "live environment paddle:PaddleServer" in text
     assert "finished" in text
@@ -50,8 +50,11 @@ def test_a_live_run_compares_its_last_hundred_episodes_with_the_first(begin, tmp
     ("returns", "message"),
     [
         ([5.0], "Return of the last episode 5 One episode so far"),
-        ([5.0, 2.0], "Return of the last episode 2 −3 worse than the first (5)"),
-        ([1.0, 2.0, 3.0, 6.0], "Mean return of the last 2 episodes 4.5 +3 against the first 2 (1.5)"),
+        ([5.0, 2.0], "Return of the last episode 2 the first: 5. Too few episodes to tell whether it changed."),
+        (
+            [1.0, 2.0, 3.0, 6.0],
+            "Mean return of the last 2 episodes 4.5 No clear change from the first 2 (1.5): +3, 95 % interval",
+        ),
         ([2.0] * 4, "Mean return of the last 2 episodes 2 the same as the first 2 (2)"),
     ],
 )
@@ -71,8 +74,8 @@ def test_a_run_without_a_finished_episode_says_so(begin, tmp_path):
     text = words(tmp_path)
 
     assert "No step has been taken yet." in text
-    assert "No episode has ended yet." in text
-    assert "no episode has ended yet" in text, "in the list of runs"
+    assert "No episode has reached its end yet." in text
+    assert "no episode has reached its end yet" in text, "in the list of runs"
 
 
 def test_returns_are_listed_by_regime_in_the_order_of_the_scenario(begin, tmp_path):
@@ -88,7 +91,7 @@ def test_returns_are_listed_by_regime_in_the_order_of_the_scenario(begin, tmp_pa
     assert "1.0 1 5 5 5 7 2.0 2 2 1 3 4" in text
     assert data["regimes"] == ["ball_speed = 1.0", "ball_speed = 2.0"]
     assert data["regime"] == [1, 0, 1]
-    assert data["titles"][1] == "Episode 2, trials 4–10"
+    assert data["titles"][1] == "Episode 2, steps 4–10"
 
 
 def test_failed_steps_are_listed_as_in_any_run(begin, tmp_path):
@@ -166,7 +169,7 @@ def test_a_million_steps_are_reported_in_seconds_and_in_little_memory(begin, tmp
     assert peak_bytes < 60e6
     assert len(source) < 1_500_000
     assert "steps 1 000 000" in words(tmp_path, source)
-    assert "3 125 of 50 000 episodes are drawn" in words(tmp_path, source)
+    assert "3 125 of 50 000 complete episodes are drawn" in words(tmp_path, source)
 
 
 # -- policies -------------------------------------------------------------------------------------------------------
@@ -196,9 +199,10 @@ def both(policy: float | None, static: float | None, drop: int) -> dict:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([both(9.0, 6.0, 0), both(5.0, 6.0, 5)], "The policy wins : 7 GFLOP/s against 6 GFLOP/s"),
-        ([both(4.0, 6.0, 0), both(7.0, 6.0, 5)], "The best static action wins : 5.5 GFLOP/s against 6 GFLOP/s"),
-        ([both(6.0, 6.0, 0), both(6.0, 6.0, 5)], "Neither wins : 6 GFLOP/s against 6 GFLOP/s"),
+        ([both(9.0, 6.0, 0), both(9.1, 6.0, 5)], "The policy wins : 9.05 GFLOP/s against 6 GFLOP/s"),
+        ([both(4.0, 6.0, 0), both(4.1, 6.0, 5)], "The best static action wins : 4.05 GFLOP/s against 6 GFLOP/s"),
+        ([both(9.0, 6.0, 0), both(5.0, 6.0, 5)], "No clear winner : 7 GFLOP/s against 6 GFLOP/s"),
+        ([both(6.0, 6.0, 0), both(6.0, 6.0, 5)], "No clear winner : 6 GFLOP/s against 6 GFLOP/s"),
     ],
 )
 def test_a_policy_is_compared_with_the_best_static_action(begin, tmp_path, rows, message):
@@ -220,8 +224,8 @@ def test_the_means_are_over_regimes_where_both_were_measured(begin, tmp_path):
     text = words(tmp_path)
 
     assert (
-        "The policy wins : 9 GFLOP/s against 6 GFLOP/s of the best static action. It is better under 1 of 1 regime."
-        in text
+        "No clear winner : 9 GFLOP/s against 6 GFLOP/s of the best static action. One measurement of each: raise "
+        "evaluate to tell chance from a difference. The policy has the higher mean under 1 of 1 regime." in text
     )
     assert "Left out: 2 regimes where one of them failed." in text
     assert "failed 60 GFLOP/s" in text
@@ -265,4 +269,4 @@ def test_live_and_policy_runs_render_without_errors(begin, tmp_path, render):
     for name in ("report.html", "hover.html"):
         dom = render(tmp_path / name)
         assert_drawn(dom.dom, dom.log)
-    assert "<b>Episode 1, trials" in dom.dom
+    assert "<b>Episode 1, steps" in dom.dom

@@ -131,6 +131,8 @@ def _live_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
         window = episodes.window
         what = f"mean return of the last {window} episodes" if window > 1 else "return of the last episode"
         lines.append(f"{what}: {mean:.6g} (of the first{f' {window}' if window > 1 else ''}: {episodes.before:.6g})")
+        if episodes.change is None or not episodes.change.sign:
+            lines.append("no clear change")
     for failure in digest.failures()[:_MAX_REASONS]:
         lines += [f"{len(numbers)} × {failure.outcome}: {reason}" for reason, numbers in failure.reasons[:1]]
     return {"counts": ledger.counts(), "episodes": count, "mean_return": mean}, lines

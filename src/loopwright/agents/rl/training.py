@@ -152,4 +152,4 @@ class _Evaluation:
                 rewards.append(feedback.reward)
         values = [reward.value for reward in rewards if reward is not None]
         mean = sum(values) / len(values) if len(values) == len(rewards) else None
-        return {"action": action, "key": key_of(action), "reward": mean, "trials": numbers}
+        return {"action": action, "key": key_of(action), "reward": mean, "rewards": values, "trials": numbers}

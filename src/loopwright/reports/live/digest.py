@@ -4,6 +4,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from math import fsum, inf
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from loopwright.core.canonical import key_of
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Regime
 from loopwright.ledger.ledger import Ledger
+from loopwright.reports.live.statistics import Difference, stratified_difference
 from loopwright.reports.search.digest import Digest, FailureGroup, basics, grouped_failures
 
 WINDOW = 100
@@ -22,7 +24,7 @@ _FAILURES = 10_000
 
 @dataclass(frozen=True)
 class EpisodePoint:
-    """One episode to draw, and the means over the hundred up to it."""
+    """One episode to draw, and the means over the window that ends with it; None before the first full window."""
 
     number: int
     first: int
@@ -30,8 +32,8 @@ class EpisodePoint:
     reward: float
     length: int
     regime: int | None
-    mean_reward: float
-    mean_length: float
+    mean_reward: float | None
+    mean_length: float | None
 
 
 @dataclass
@@ -60,7 +62,8 @@ class EpisodeTally:
 class Episodes:
     """All episodes of a run: totals, statistics by regime, and an even share to draw.
 
-    An episode that ended with a failed step has no return, so it is only counted.
+    Only complete episodes have a return. One that ended with a failed step, or that the end of the budget, a stop or a
+    crash cut short, is only counted.
     """
 
     total: EpisodeTally = field(default_factory=EpisodeTally)
@@ -72,19 +75,31 @@ class Episodes:
     truncated: int = 0
     failed: int = 0
     """How many ended with a failed step."""
+    cut: int = 0
+    """How many did not reach their end: the budget was used up, or the run was stopped."""
+    smoothing: int = WINDOW
+    """How many episodes each mean of the curve is taken over."""
     _every: int = 1
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     @classmethod
-    def of(cls, records: Iterable[Mapping[str, Any]], failed_steps: Iterable[int] = ()) -> "Episodes":
-        """From the ledger's records of episodes and the numbers of the failed steps, both in order."""
-        episodes, failures = cls(), iter(failed_steps)
+    def of(
+        cls, records: Iterable[Mapping[str, Any]], failed_steps: Iterable[int] = (), count: int | None = None
+    ) -> "Episodes":
+        """From the ledger's records of episodes, how many there are, and the numbers of the failed steps, in order."""
+        # A tenth of the episodes: a window as long as the run would be a mean over everything.
+        episodes, failures = (
+            cls(smoothing=WINDOW if count is None else min(WINDOW, max(1, count // 10))),
+            iter(failed_steps),
+        )
         number: float = next(failures, inf)
         for record in records:
             while number < record["last"]:
                 number = next(failures, inf)
             if number == record["last"]:
                 episodes.failed += 1
+            elif not record.get("complete", True):
+                episodes.cut += 1
             else:
                 episodes._add(record)
         return episodes
@@ -101,8 +116,12 @@ class Episodes:
             self.first.append(reward)
         place = self._add_to_regime(record.get("regime") or {}, reward, length)
         if (self.total.count - 1) % self._every == 0:
-            means = self.total.mean, fsum(self._lengths) / len(self._lengths)
-            self.points.append(EpisodePoint(self.total.count + self.failed, *ends, reward, length, place, *means))
+            means: tuple[float | None, float | None] = (None, None)
+            if self.total.count >= self.smoothing:
+                means = _mean_of_last(self.total.latest, self.smoothing), _mean_of_last(self._lengths, self.smoothing)
+            self.points.append(
+                EpisodePoint(self.total.count + self.failed + self.cut, *ends, reward, length, place, *means)
+            )
             if len(self.points) >= 2 * _DRAWN:
                 # Twice as sparse from now on: never more than this many, and always evenly spread.
                 self.points, self._every = self.points[::2], 2 * self._every
@@ -134,9 +153,19 @@ class Episodes:
         return fsum(list(self.total.latest)[-self.window :]) / self.window
 
     @property
+    def change(self) -> Difference | None:
+        """How the last episodes differ from the first, with the interval; None if there are too few to tell."""
+        first, last = self.first[: self.window], list(self.total.latest)[-self.window :]
+        return stratified_difference([(last, first)]) if self.total.count >= 2 * self.window > 2 else None
+
+    @property
     def latest_length(self) -> float:
         """The mean length of the last episodes."""
         return fsum(list(self._lengths)[-self.window :]) / self.window
+
+
+def _mean_of_last(values: deque[Any], count: int) -> float:
+    return fsum(islice(reversed(values), count)) / count
 
 
 @dataclass(frozen=True)
@@ -201,6 +230,7 @@ def read_live(ledger: Ledger) -> LiveDigest:
         "SELECT (SELECT reserved_at FROM trials ORDER BY number LIMIT 1), "
         "(SELECT finished_at FROM trials ORDER BY number DESC LIMIT 1)"
     )[0]
+    ((count,),) = rows("SELECT count(*) FROM payloads WHERE kind = 'episode'")
     return LiveDigest(
         **basics(ledger),
         trials=(),
@@ -208,7 +238,7 @@ def read_live(ledger: Ledger) -> LiveDigest:
         steps=rows("SELECT ifnull(max(number), 0) FROM trials")[0][0],
         counts=ledger.counts(),
         failed_steps=failed_steps,
-        episodes=Episodes.of(ledger.episodes(), _failed_numbers(ledger)),
+        episodes=Episodes.of(ledger.episodes(), _failed_numbers(ledger), count),
         span_s=None if None in ends else max(0.0, ends[1] - ends[0]),
     )
 

@@ -12,7 +12,7 @@ def headline(digest: LiveDigest) -> str:
     """The answer in a few words, for the list of runs."""
     episodes = digest.episodes
     if not episodes.total.count:
-        return "every episode ended with a failed step" if episodes.failed else "no episode has ended yet"
+        return "every episode ended with a failed step" if episodes.failed else "no episode has reached its end yet"
     latest = f"the last {number(episodes.window)} of {number(episodes.total.count)} episodes"
     return f"mean return {number(episodes.after)} in {latest}"
 
@@ -33,11 +33,13 @@ def _answer_rows(digest: LiveDigest) -> list[tuple[str, str]]:
     rows = [
         ("episodes", number(episodes.total.count)),
         ("steps", number(digest.steps)),
-        ("best return", f"{number(episodes.total.best)} (trials {_range(*episodes.record)})"),
+        ("best return", f"{number(episodes.total.best)} (steps {_range(*episodes.record)})"),
         (f"mean length of the last {number(episodes.window)}", f"{number(episodes.latest_length)} steps"),
     ]
     if episodes.truncated:
         rows.append(("truncated", counted(episodes.truncated, "episode")))
+    if episodes.cut:
+        rows.append(("cut short", f"{counted(episodes.cut, 'episode')}, in no mean"))
     if episodes.failed:
         rows.append(("ended by a failed step", f"{counted(episodes.failed, 'episode')}, in no mean"))
     return rows
@@ -50,11 +52,14 @@ def _summary(digest: LiveDigest) -> list[tuple[str, str]]:
         rows.append(("in flight or aborted", number(digest.unfinished)))
     if digest.wall_s is not None:
         rows.append(("wall time", duration(digest.wall_s)))
+        if digest.wall_s:
+            rows.append(("steps/s", number(digest.steps / digest.wall_s)))
     return rows
 
 
 def _marks(digest: LiveDigest, chart: Mapping[str, Any]) -> list[tuple[str, str]]:
-    mean = f"mean of the {WINDOW} episodes up to it"
+    smoothing = digest.episodes.smoothing
+    mean = f"mean of the {smoothing} episodes up to it" if smoothing > 1 else "each episode"
     marks = [("dot", "episode"), ("stroke", mean)]
     if 1 < len(digest.regimes) <= COLOURED:
         marks = [(f"dot c{place}", name) for place, name in enumerate(chart["regimes"])] + [("stroke inked", mean)]
@@ -71,14 +76,17 @@ def chart_data(digest: LiveDigest) -> dict[str, Any]:
     # Recorded in the order of their first episode, shown in the order of their values.
     order = [digest.regimes.index(regime) for regime, _ in digest.episodes.regimes.values()]
     rewards: list[list[float]] = [[episode.reward for episode in points], [episode.length for episode in points]]
-    means = [[(e.last, e.mean_reward) for e in points], [(e.last, e.mean_length) for e in points]]
+    means = [
+        [(e.last, e.mean_reward) for e in points if e.mean_reward is not None],
+        [(e.last, e.mean_length) for e in points if e.mean_length is not None],
+    ]
     few = len(order) <= WINDOW
     return {
         "live": True,
         "labels": digest.labels,
         "last": digest.steps,
         "number": [episode.last for episode in points],
-        "titles": [f"Episode {number(e.number)}, trials {_range(e.first, e.last)}" for e in points],
+        "titles": [f"Episode {number(e.number)}, steps {_range(e.first, e.last)}" for e in points],
         "rewards": rewards,
         "regime": [None if e.regime is None or not few else order[e.regime] for e in points],
         "cached": [0] * len(points),

@@ -8,6 +8,7 @@ from typing import Any
 
 from loopwright.core.trial import Regime
 from loopwright.reports.formatting import measured, number
+from loopwright.reports.live.statistics import Difference, stratified_difference
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,8 @@ class PolicySide:
     action: Mapping[str, Any]
     reward: float | None
     trials: tuple[int, ...]
+    rewards: tuple[float, ...] = ()
+    """The single measurements, if none failed."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,25 @@ class Comparison:
         policy, static = zip(*self.common, strict=True)
         return fsum(policy) / len(policy), fsum(static) / len(static)
 
+    @cached_property
+    def difference(self) -> Difference | None:
+        """Policy minus static action over those regimes, with its interval; None if nothing tells the error."""
+        return stratified_difference(
+            [
+                (policy.rewards or (policy.reward,), static.rewards or (static.reward,))
+                for _, policy, static in self.rows
+                if static is not None and policy.reward is not None and static.reward is not None
+            ]
+        )
+
     @property
-    def wins(self) -> int:
-        """Under how many regimes the policy is better."""
+    def winner(self) -> int:
+        """1 if the policy is better than the static action, -1 if it is worse, 0 if neither is certain."""
+        return 0 if self.difference is None else self.difference.sign
+
+    @property
+    def higher(self) -> int:
+        """Under how many regimes the policy has the higher mean."""
         return sum(policy > static for policy, static in self.common)
 
     @property
@@ -83,7 +102,7 @@ class Comparison:
             alone = self.alone
             return "the policy failed under every regime" if alone is None else f"policy {measured(alone, label)}"
         policy, static = self.means
-        winner = "the policy wins" if policy > static else "the static action wins" if static > policy else "a tie"
+        winner = ("no clear winner", "the policy wins", "the static action wins")[self.winner]
         return f"{winner}: {measured(policy, label)} against {measured(static, label)}"
 
 
@@ -101,4 +120,5 @@ def comparison(state: Any) -> Comparison | None:
 
 
 def _side(table: Mapping[str, Any]) -> PolicySide:
-    return PolicySide(table.get("action") or {}, table.get("reward"), tuple(table.get("trials") or ()))
+    rewards = [reward for reward in table.get("rewards") or () if reward is not None]
+    return PolicySide(table.get("action") or {}, table.get("reward"), tuple(table.get("trials") or ()), tuple(rewards))

@@ -120,11 +120,11 @@ const charts = {
       lineStyle: { width: 2, color: colour(line.regime !== null ? `c${line.regime}` : run.live && run.regimes.length > 1 ? "ink" : "line") },
     }));
     const ticks = run.failed.map(([number, outcome, reason]) => ({
-      value: [number, 0], tip: () => card(`Trial ${number}: ${outcome}`, [["why", reason || "–"]]),
+      value: [number, 0], tip: () => card(`${run.live ? "Step" : "Trial"} ${number}: ${outcome}`, [["why", reason || "–"]]),
     }));
     return base({
       grid: { left: 6, right: 14, top: 12, bottom: 28, outerBoundsMode: "same", outerBoundsContain: "axisLabel" },
-      xAxis: axis({ type: "value", min: 0, max: Math.max(run.last, 1), minInterval: 1, ...named("trial"), nameGap: 26 }),
+      xAxis: axis({ type: "value", min: 0, max: Math.max(run.last, 1), minInterval: 1, ...named(run.live ? "step" : "trial"), nameGap: 26 }),
       yAxis: [rewardAxis(run, objective, {}), edge],
       series: [
         ...points(run, every(run), objective, (index) => run.number[index], false),
