@@ -1,5 +1,6 @@
 """OpenAI chat completions. Their message format is also the one we use internally."""
 
+import secrets
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +21,9 @@ from loopwright.gateway.sessions.turn_options import TurnOptions, format_instruc
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _LIMITS = ("max_completion_tokens", "max_tokens")
 _PLAIN_ROLES = ("user", "assistant", "system")
+_TEXT = secrets.token_hex(16)
+_TEXT_JSON = orjson.dumps(_TEXT)
+"""Stands for the text of a chunk; random, because a request chooses the model's name."""
 _FUNCTION_ID = "function_call"
 """The id of a call in the form that has none."""
 
@@ -130,6 +134,11 @@ class CompletionStream(StreamWriter):
 class _Stream(CompletionStream):
     """A role chunk for each choice, deltas, each choice's finish reason, and the usage if requested."""
 
+    def __init__(self, request: TurnRequest, tokenizer: Tokenizer, head: Mapping[str, Any]) -> None:
+        super().__init__(request, tokenizer, head)
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        """What every chunk of a choice has before and after its text, if that is all it has."""
+
     def begin(self, prompt_tokens: int) -> bytes:
         delta = {"role": "assistant", "content": "", "refusal": None}
         prompt = {"prompt_token_ids": self.prompts[0]} if self.prompts else {}
@@ -137,6 +146,11 @@ class _Stream(CompletionStream):
 
     def delta(self, choice: int, delta: Delta) -> bytes:
         content: dict[str, Any] = {}
+        if delta.text and not self._request.logprobs and not self.prompts:
+            if (frame := self._frames.get(choice)) is None:
+                start, _, end = self._event([_choice(choice, {"content": _TEXT})]).rpartition(_TEXT_JSON)
+                frame = self._frames[choice] = start, end
+            return frame[0] + orjson.dumps(delta.text) + frame[1]
         if delta.index is not None:
             call: dict[str, Any] = {"index": delta.index, "function": {"arguments": delta.arguments}}
             if delta.id:

@@ -270,11 +270,11 @@ class RequestHandler:
         try:
             async with aclosing(call.follow(self._config.keepalive_s)) as follow:
                 async for deltas in follow:
-                    await stream.open(call)
-                    data = b"".join(stream.writer.delta(choice, delta) for choice, delta in deltas)
-                    await stream.write(data if deltas else stream.writer.keepalive())
-            await stream.open(call)
-            await stream.write(stream.writer.end(await call.result()))
+                    start = await stream.open(call)
+                    events = [writer.delta(choice, delta) for choice, delta in deltas] or [writer.keepalive()]
+                    await stream.write(start + b"".join(events))
+            start = await stream.open(call)
+            await stream.write(start + writer.end(await call.result()), is_last=True)
         except ConnectionResetError:  # the client has left, or no longer reads
             if request.transport is not None:
                 request.transport.abort()
@@ -284,7 +284,7 @@ class RequestHandler:
             refusal = refusal_of(error)
             if refusal.status == 500:
                 log.exception("a stream of session %s failed", call.owner.id)
-            await stream.write(stream.writer.fail(str(refusal), kind=refusal.kind))
+            await stream.write(writer.fail(str(refusal), kind=refusal.kind))
         finally:
             stream.close()
         return stream.response
@@ -309,24 +309,25 @@ class _EventStream:
     """
 
     def __init__(self, request: web.Request, writer: StreamWriter, limit_s: float, notice: Mapping[str, str]) -> None:
-        self._request, self.writer, self._limit_s = request, writer, limit_s
+        self._request, self._writer, self._limit_s = request, writer, limit_s
         self.response = web.StreamResponse(headers={**_STREAM_HEADERS, **notice})
         self._loop = asyncio.get_running_loop()
         self._writing_since: float | None = None
         self._timer = self._loop.call_later(limit_s, self._check)
 
-    async def open(self, call: SessionCall) -> None:
-        """Send the headers and the first event, unless that is done."""
-        if not self.response.prepared:
-            await self.response.prepare(self._request)
-            await self.response.write(self.writer.begin(call.drafts[0].prompt_tokens))
+    async def open(self, call: SessionCall) -> bytes:
+        """Prepare the headers, unless that is done; the first event, to be sent with what follows it."""
+        if self.response.prepared:
+            return b""
+        await self.response.prepare(self._request)
+        return self._writer.begin(call.drafts[0].prompt_tokens)
 
-    async def write(self, data: bytes) -> None:
+    async def write(self, data: bytes, *, is_last: bool = False) -> None:
         """Send events, if there are any."""
         if data:
             self._writing_since = self._loop.time()
             try:
-                await self.response.write(data)
+                await (self.response.write_eof(data) if is_last else self.response.write(data))
             finally:
                 self._writing_since = None
 

@@ -73,7 +73,7 @@ class SessionCall:
     """Whether the metrics contain its turns."""
     _task: asyncio.Task[None] | None = None
     _followers: int = 0
-    _waiters: set[asyncio.Future[bool]] = field(default_factory=set)
+    _waiters: set[asyncio.Future[None]] = field(default_factory=set)
     _abandoned: bool = False
     """Whether we cancelled the task because nobody follows it; others may cancel it, too."""
     _is_delivered: bool = False
@@ -157,34 +157,47 @@ class SessionCall:
             yield [(choice, delta) for choice, draft in enumerate(self.drafts) for delta in session.deltas(draft)]
             return
         deltas, count, task = self.deltas, 0, self._task
-        while True:
-            if count < len(deltas):
-                new, count = deltas[count:], len(deltas)
-                yield new
-            elif self.turns is not None or task is None:
-                return
-            elif task.done():
-                self._raise_failure(task)
-                return
-            elif not await self._wait(keepalive_s):
-                yield []
+        loop, timer = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+        since = loop.time()
 
-    async def _wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for a delta or the end; False if neither came in time."""
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
-        self._waiters.add(waiter)
-        timer = None if timeout_s is None else loop.call_later(timeout_s, _resolve, waiter, False)
+        def keep_alive() -> None:  # one timer for all deltas: a stream has many
+            left_s = since + keepalive_s - loop.time()
+            if left_s <= 0:
+                self._wake()
+            timer[:] = [loop.call_later(left_s if left_s > 0 else keepalive_s, keep_alive)]
+
+        keep_alive()
         try:
-            return bool(await waiter)
+            while True:
+                if count < len(deltas):
+                    new, count, since = deltas[count:], len(deltas), loop.time()
+                    yield new
+                elif self.turns is not None or task is None:
+                    return
+                elif task.done():
+                    self._raise_failure(task)
+                    return
+                elif loop.time() - since >= keepalive_s:
+                    since = loop.time()
+                    yield []
+                else:
+                    await self._wait()
+        finally:
+            timer[0].cancel()
+
+    async def _wait(self) -> None:
+        """Wait for a delta, the end, or the time to keep a connection alive."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
         finally:
             self._waiters.discard(waiter)
-            if timer is not None:
-                timer.cancel()
 
     def _wake(self) -> None:
         for waiter in self._waiters:
-            _resolve(waiter, True)
+            if not waiter.done():
+                waiter.set_result(None)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
@@ -192,6 +205,7 @@ class SessionCall:
         if task is self._task:  # here, because a task that is cancelled at once never starts
             for draft in self.drafts:
                 self.owner.session.release(draft)
+            self._task = None if self.turns is not None else task
         self._wake()
 
     def _raise_failure(self, task: asyncio.Task[None]) -> None:
@@ -279,8 +293,3 @@ class SessionCall:
             failure = (verdict.reason, verdict.token) if verdict.kind == Exactness.BROKEN else (None, None)
             statements.append((RESULT, (now, *failure, owner.id, number)))
         return statements
-
-
-def _resolve(waiter: asyncio.Future[bool], value: bool) -> None:
-    if not waiter.done():
-        waiter.set_result(value)

@@ -6,7 +6,7 @@ breaks off or is malformed is text, so that no client takes it for a call: some 
 """
 
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from loopwright.core.task import Message
@@ -74,7 +74,9 @@ class TurnParser:
         self._stop = tuple(text for text in stop if text)
         self._held_end: list[int] = []  # an end token, which is text only if something follows it
         self._uncut = ""  # text in which a stop string may still start
-        self._buffer, self._state = "", self._in_raw if raw else self._at_start
+        self._buffer = ""
+        # A function and not a method of this parser, which would be a cycle for the garbage collector.
+        self._state: Callable[[TurnParser], bool] = TurnParser._in_raw if raw else TurnParser._at_start
         self._space = ""
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -131,14 +133,14 @@ class TurnParser:
             self._run_until_stop(self._decoder.finish())
         if not self.done:
             self._run(self._uncut)
-        if self._state == self._in_call:  # the turn ended inside a call
+        if self._state is TurnParser._in_call:  # the turn ended inside a call
             self._end_incomplete_call()
-        elif self._state == self._in_reasoning:
+        elif self._state is TurnParser._in_reasoning:
             self._add_reasoning(self._buffer)
             self._space = ""
-        elif self._state != self._after_call or self._grammar.close:
+        elif self._state is not TurnParser._after_call or self._grammar.close:
             self._add_text(self._buffer)
-        self._buffer, self._state = "", self._in_raw
+        self._buffer, self._state = "", TurnParser._in_raw
         if not self._calls and not (self._has_reasoned and not self._content):
             self._add_content(self._space)
         if self._tokens:
@@ -177,7 +179,7 @@ class TurnParser:
 
     def _run(self, text: str) -> None:
         self._buffer += text
-        while self._buffer and self._state():
+        while self._buffer and self._state(self):
             pass
 
     # Each state consumes what it can from the buffer, and returns whether the next state may consume more.
@@ -191,7 +193,7 @@ class TurnParser:
         """The start, which may be reasoning, or a call without a mark."""
         text = self._buffer.lstrip()
         if not self._has_reasoned and text.startswith(THINK):
-            self._buffer, self._state, self._has_reasoned = text[len(THINK) :], self._in_reasoning, True
+            self._buffer, self._state, self._has_reasoned = text[len(THINK) :], TurnParser._in_reasoning, True
             return True
         if not text or (not self._has_reasoned and THINK.startswith(text)):
             return False
@@ -203,14 +205,14 @@ class TurnParser:
                 self._space = "" if self._has_reasoned else self._buffer[: -len(text)]
                 self._fenced = fence is not None
                 return self._start_call(text, marked=False, lead=fence[0] if fence else "")
-        self._buffer, self._state = text if self._has_reasoned else self._buffer, self._in_text
+        self._buffer, self._state = text if self._has_reasoned else self._buffer, TurnParser._in_text
         return True
 
     def _in_reasoning(self) -> bool:
         before, mark, after = self._buffer.partition(END_THINK)
         if mark:
             self._add_reasoning(before)
-            self._buffer, self._space, self._state = after, "", self._at_start
+            self._buffer, self._space, self._state = after, "", TurnParser._at_start
             return True
         safe = len(self._buffer) - _overlap(self._buffer, END_THINK)
         text, self._buffer = self._buffer[:safe], self._buffer[safe:]
@@ -246,7 +248,7 @@ class TurnParser:
             return self._start_call(text, marked=self._marked)
         else:
             self._buffer = text
-        self._state = self._in_text
+        self._state = TurnParser._in_text
         return True
 
     # -- calls --------------------------------------------------------------------------------------------------
@@ -260,7 +262,7 @@ class TurnParser:
             return False
         start = len(lead) + (not marked and text[len(lead) : len(lead) + 1] == "[")
         self._lead, self._marked = text[:start], marked
-        self._buffer, self._state = text[start:], self._in_call
+        self._buffer, self._state = text[start:], TurnParser._in_call
         self._scanner, self._scanned, self._call_text = ObjectScanner(), 0, ""
         self._has_name, self._in_arguments, self._may_have_head = False, False, True
         return True
@@ -276,11 +278,11 @@ class TurnParser:
             self._add_arguments(certain)
             self._in_arguments = self._scanner.depth > 1
         if self._scanner.invalid:
-            self._state = self._in_text
+            self._state = TurnParser._in_text
             self._drop_call()
             self._add_malformed(self._call_text)
         elif self._scanner.complete:
-            self._state = self._after_call
+            self._state = TurnParser._after_call
             self._show_call()
         return True
 
@@ -321,11 +323,11 @@ class TurnParser:
         self._may_have_head = head
         if close:
             if closed:
-                self._buffer, self._state = after, self._in_text
+                self._buffer, self._state = after, TurnParser._in_text
                 self._add_complete_call(before, close)
             return bool(closed)
         if not head:  # certainly not a call, wherever it may end
-            self._state = self._in_text
+            self._state = TurnParser._in_text
             if self._marked:
                 self._add_malformed("")
             self._buffer = self._lead + self._buffer
@@ -337,7 +339,7 @@ class TurnParser:
             return False
         rest = self._scanner.rest
         text, self._buffer = self._buffer.removesuffix(rest) if rest else self._buffer, rest
-        self._state = self._after_call if self._add_complete_call(text) else self._in_text
+        self._state = TurnParser._after_call if self._add_complete_call(text) else TurnParser._in_text
         return True
 
     def _add_complete_call(self, text: str, close: str = "") -> bool:
