@@ -37,13 +37,15 @@ class Talker(threading.Thread):
     def run(self):
         path, messages = f"/{self.session['id']}/v1/chat/completions", [user("begin")]
         while True:
-            body = {"model": "m", "messages": messages, "logprobs": True, "max_tokens": 40}
+            body = {"model": "m", "messages": messages, "logprobs": True, "return_token_ids": True, "max_tokens": 40}
             try:
                 answer = self.gateway.ask("POST", path, body, self.session["key"])
             except (OSError, ValueError, EOFError):
                 return
             choice = answer["choices"][0]
-            self.answers.append([each["logprob"] for each in choice["logprobs"]["content"]])
+            logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
+            text = choice["message"]["content"]
+            self.answers.append((answer["prompt_token_ids"], choice["token_ids"], logprobs, text))
             messages = [*messages, choice["message"], user("go on")]
             if len(messages) > 20:
                 messages = [user("begin anew")]
@@ -63,10 +65,14 @@ def checked(described, answers, kills):
             assert "is unknown" in turn["reason"]
         else:
             assert turn["finish"] in ("stop", "length")
-            end = -1 if turn["finish"] == "stop" else None  # the response does not show the end token
-            committed.append([node["logprobs"][at] for at in sampled][:end])
+            end = -1 if turn["finish"] == "stop" else None  # the response does not show the end token's logprob
+            ids, at = [], turn["node"]
+            while at:
+                ids, at = [*nodes[at]["ids"], *ids], nodes[at]["parent"]
+            count, logprobs = len(ids) - len(sampled), [node["logprobs"][at] for at in sampled][:end]
+            committed.append((ids[:count], ids[count:], logprobs, node["message"]["content"]))
     for turn in answers:
-        committed.remove(turn)
+        committed.remove(turn)  # its prompt, its tokens, their logprobs and its text are what the client received
     assert len(committed) <= kills, "at most the last turn before each kill was committed but not seen"
     assert described["trainable"] == (not described["verdicts"]["broken"] and bool(described["rows"]))
     assert sum(sum(row["response_mask"]) for row in described["rows"]) == sum(
