@@ -65,6 +65,23 @@ def test_a05_an_agent_that_ends_its_session_is_refused_and_scored_as_it_stands(t
     assert reopened in (401, 409)
 
 
+GUIDED = """
+body = {"messages": [{"role": "user", "content": "hi"}], "guided_grammar": "(", "logit_bias": {"5": 1}}
+headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+with urllib.request.urlopen(request) as response:
+    print(response.headers["x-loopwright-ignored"])
+"""
+
+
+def test_a05_an_agent_cannot_make_its_turns_untrainable_or_break_them_with_a_grammar(tmp_path):
+    episode = run_agent(tmp_path, GUIDED)
+
+    assert (episode.outcome, episode.turns, len(episode.rows())) == (Outcome.OK, 1, 1)
+    assert "guided_grammar" in episode.evidence["agent"]["stdout"]
+
+
 def test_a05_a_run_at_a_gateway_without_a_token_keeps_its_sessions(tmp_path):
     async def story():
         async with served(output=tmp_path / "gw") as gateway:

@@ -87,6 +87,27 @@ def test_a08_files_that_cannot_be_inspected_in_time_score_zero(tmp_path, monkeyp
     assert "could not be inspected" in done["output"]
 
 
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "chmod 000 /app",
+        "rm -rf /usr/bin || chmod 000 /app",
+        "rm -f /usr/bin/bash",
+    ],
+)
+def test_a05_an_agent_that_keeps_its_tests_from_running_scores_zero(tmp_path, trick):
+    """Not "lost" and not "judge failed", which would be somebody else's fault."""
+    path = write(tmp_path / "task", test=DIFF, **EXPECTED)
+    done = report(path, tmp_path, sandbox=available("bwrap"), agent=trick)
+    assert done["rewards"] == {"reward": 0.0}
+
+
+def test_a05_tests_that_are_broken_without_the_agent_are_no_zero(tmp_path):
+    path = write(tmp_path / "task", test="exit 3")
+    done = report(path, tmp_path, sandbox=available("bwrap"), agent="python3 -c 'import json'; echo 42 > answer.txt")
+    assert "left neither" in done["error"]
+
+
 @pytest.mark.parametrize("length", [195, 198, 200])
 def test_a08_a_link_too_deep_to_be_found_is_removed(tmp_path, isolating, length):
     """Given a path that is too long outside but not inside, a link at its end is still no way to the tests."""

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from loopwright.cli import app
-from loopwright.engines.base import ContextFull, EngineError, Sampling, engines
+from loopwright.engines.base import BadSampling, ContextFull, EngineError, Guide, Sampling, engines
 from loopwright.testing import EngineContract
 from loopwright.testing.engines import ids_of, logprobs_of
 from tests.engines.fake_servers import CONTEXT, TROUBLES, WIRES, chunks_from, engine_of, run
@@ -156,6 +156,19 @@ def test_t02_a_misbehaving_server_is_a_failed_engine(server, wire, kind):
             assert ids_of(await chunks_from(engine)), "the next request is served"
 
     run(server, wire, steps, timeout_s=0.3 if kind == "silent" else 60)
+
+
+@pytest.mark.parametrize("wire", ["vllm", "llamacpp"])
+def test_a05_a_guide_that_a_healthy_server_refuses_is_the_requests_fault(server, wire):
+    """Or an agent could break its session with a malformed grammar, and would not be scored."""
+
+    async def steps(engine):
+        guide = Guide(kind="grammar", value="(", source="guided_grammar")
+        with pytest.raises(BadSampling, match="guided_grammar: refused by the engine") as refused:
+            await chunks_from(engine, [0, TROUBLES.index("500")], guide=guide)
+        assert refused.value.param == "guided_grammar"
+
+    run(server, wire, steps)
 
 
 @pytest.mark.parametrize("wire", WIRES)

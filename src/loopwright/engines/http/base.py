@@ -15,7 +15,17 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from loopwright.core.errors import LoopwrightError, MissingExtra, Problem
-from loopwright.engines.base import Chunk, Engine, EngineConfig, EngineError, Finish, Sampling, Tops
+from loopwright.engines.base import (
+    BadSampling,
+    Chunk,
+    ContextFull,
+    Engine,
+    EngineConfig,
+    EngineError,
+    Finish,
+    Sampling,
+    Tops,
+)
 from loopwright.engines.http.client import EngineGone, HttpClient, url_problems
 from loopwright.engines.inprocess.smollm2 import package_problem
 from loopwright.engines.named_tokenizer import end_ids_in, model_location, stop_ids, tokenizer_of
@@ -190,6 +200,12 @@ class HttpEngine(Engine):
                 if started or self._weights is None:
                     raise
                 self._trusted_until = 0.0  # it may come back with other weights
+            except EngineError as error:
+                guide = sampling.guide
+                if started or guide is None or isinstance(error, BadSampling | ContextFull):
+                    raise
+                await self.check()  # a server that is healthy cannot apply the guide
+                raise BadSampling(f"{guide.source}: refused by the engine: {error}", guide.source) from error
 
     def _chunk(self, raw: RawChunk, sampled: list[int], sampling: Sampling, version: int) -> Chunk:
         """The tokens up to the end of the turn. Raises EngineError unless each has an id and a finite logprob."""

@@ -115,6 +115,14 @@ class SandboxInstance(ABC):
         """Whether the last command never started because the sandbox could not be set up. Its stderr says why."""
         return False
 
+    def is_ruined(self) -> bool:
+        """Whether the last command could not be set up because of what earlier ones left. It runs a command."""
+        return False
+
+    def has_changed_system(self) -> bool:
+        """Whether commands changed programs or settings of the system that the next one uses."""
+        return False
+
 
 class Sandbox(ABC):
     """Opens sandbox instances.

@@ -55,12 +55,16 @@ _SHARED = (
 _LAUNCHER = (sys.executable, "-IS", launcher_main.__file__)
 _OVERLAYS = ("usr", "etc")
 _OVERLAY_PATHS = tuple(Path("/", name) for name in _OVERLAYS)
+_REPLACES = "user.overlay.opaque"
+"""The attribute of a directory that was removed and created again, in a layer that a user namespace mounts."""
 _SECRETS_S = 10.0
 """Seconds for which a scan of /etc for secrets is reused."""
 _ISOLATION = (
     *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", "--disable-userns"),
     *("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"),
 )
+_PLAIN_COMMAND = ("bwrap", *_ISOLATION, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--", "true")
+"""A command that uses the machine's own system."""
 
 # Runs inside as process 1: when it ends, the kernel ends all other processes before its exit is reported.
 _INIT = """
@@ -89,8 +93,7 @@ class Bubblewrap(Sandbox):
         compile_filter()
         if missing := [path for path in self._readable if not path.exists()]:
             raise SandboxError(f"readable directory {missing[0]} does not exist. Check its path.")
-        argv = ("bwrap", *_ISOLATION, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--", "true")
-        done = subprocess.run(argv, capture_output=True, text=True, env=plain_environment(), check=False)
+        done = subprocess.run(_PLAIN_COMMAND, capture_output=True, text=True, env=plain_environment(), check=False)
         if "Unknown option" in done.stderr:
             raise SandboxError(f"{done.stderr.strip()}: this bubblewrap is too old. Install version 0.8 or newer.")
         if done.returncode:
@@ -134,6 +137,8 @@ class _Scratch:
     """Its writable directories: paths inside, and where they are."""
     secrets: tuple[Path, ...]
     """Paths in /etc that must not be readable."""
+    own_files: frozenset[str] = frozenset()
+    """What we put into the layers over /usr and /etc."""
 
     @classmethod
     def create(cls, hosts: str, hide: tuple[Path, ...]) -> "_Scratch":
@@ -167,7 +172,7 @@ class _Scratch:
         for file in (path / "hosts", path / "upper/etc/hosts"):
             file.write_text(hosts)
             file.chmod(0o644)
-        return cls(path, private, secrets)
+        return cls(path, private, secrets, frozenset(_changes_in(path / "upper")))
 
     def clear_mount_point(self, inside: str) -> None:
         """Remove what the agent left at a mount point: a link there would lead the mount elsewhere."""
@@ -266,6 +271,15 @@ class _Instance(SandboxInstance):
         status = self._scratch.path / f"arguments-{self._command_count}.status"
         return completion.exit_code is not None and not (status.exists() and b"exit-code" in status.read_bytes())
 
+    def is_ruined(self) -> bool:
+        if self._command_count < 2:
+            return False
+        argv = (*self._proxy.enter(), *_PLAIN_COMMAND)
+        return subprocess.run(argv, capture_output=True, env=plain_environment(), check=False).returncode == 0
+
+    def has_changed_system(self) -> bool:
+        return any(file not in self._scratch.own_files for file in _changes_in(self._scratch.path / "upper"))
+
     def _arguments(self, command: Command, mounts: Mapping[str, Path], read_only: Mapping[str, Path]) -> Iterator[str]:
         yield from (*_ISOLATION, "--uid", str(os.getuid()), "--gid", str(os.getgid()), "--json-status-fd", "4")
         yield from ("--seccomp", str(launcher_main.FILTER_FD))
@@ -343,6 +357,17 @@ def unreadable_paths(directory: str) -> Iterator[Path]:
                     yield Path(entry.path)
                 elif stat.S_ISDIR(mode):
                     yield from unreadable_paths(entry.path)
+
+
+def _changes_in(layer: Path) -> Iterator[str]:
+    """Files, links, marks of removed files, and directories that replace others; Python's caches change nothing."""
+    for folder, folders, files in os.walk(layer):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        yield from (f"{folder}/{name}" for name in files)
+        for path in (f"{folder}/{name}" for name in folders):
+            with suppress(OSError):
+                if stat.S_ISLNK(os.lstat(path).st_mode) or os.getxattr(path, _REPLACES, follow_symlinks=False):
+                    yield path
 
 
 def _is_in(path: Path, directories: Iterable[Path]) -> bool:

@@ -97,4 +97,6 @@ class SessionConfig(Config):
     def overridden(self, requested: Sampling) -> list[str]:
         """The parameters of a request that are pinned to other values; it may always ask for fewer tokens."""
         pins = self.sampling.model_fields_set - {"max_tokens", "stop", "top_logprobs"}
-        return sorted(name for name in pins if getattr(requested, name) != getattr(self.sampling, name))
+        names = [name for name in pins if getattr(requested, name) != getattr(self.sampling, name)]
+        guide = requested.guide
+        return sorted(guide.source if name == "guide" and guide is not None else name for name in names)

@@ -69,6 +69,8 @@ class VerifierJudger(Judger):
             lines = str(results.get("output", "")).splitlines()
             last_line = f" (last line of output: {lines[-1][:200]})" if lines else ""
             raise JudgeFailed(f"the task's tests are broken: {results['error']}{last_line}")
+        if results.get("is_forfeit"):
+            return as_reward(0.0, label)
         total = as_reward(dict(results["rewards"]), label)
         name = self.config.reward or ("reward" if "reward" in total.parts else None)
         if name is None:

@@ -132,7 +132,8 @@ class CommandAgent(ExternalAgent):
             return AgentExit(str(error), error.infra)
         if job.sandbox.setup_failed(completion):
             message = read_tail(job.directory / "stderr", _TAIL_BYTES).strip()[-_MESSAGE_CHARS:]
-            return AgentExit(f"the agent's sandbox could not be set up: {message}", infra=True)
+            is_infra = not await asyncio.to_thread(job.sandbox.is_ruined)  # by an earlier step of the agent
+            return AgentExit(f"the agent's sandbox could not be set up: {message}", infra=is_infra)
         if completion.signal is not None:
             reason = job.sandbox.exceeded_limit or signal_name(completion.signal)
             return AgentExit(f"the agent was killed: {reason}", details={"signal": completion.signal})

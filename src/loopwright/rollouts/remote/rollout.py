@@ -135,7 +135,7 @@ class RemoteRollout:
         id = f"trial-{'x' if request.trial is None else request.trial}-{secrets.token_hex(6)}"
         # What an agent cannot change: how tokens are drawn, and what the configuration sets.
         sampling = request.merge_sampling(config.sampling)
-        fixed = Sampling().model_dump(include={"temperature", "top_p", "top_k", "min_p", *PENALTIES})
+        fixed = Sampling().model_dump(include={"temperature", "top_p", "top_k", "min_p", "guide", *PENALTIES})
         fixed |= sampling.model_dump(include=sampling.model_fields_set)
         session_config = SessionConfig(  # without the task: everyone with the session's key could read its label
             run=context.run,

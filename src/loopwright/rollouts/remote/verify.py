@@ -37,6 +37,8 @@ from loopwright.rollouts.tasks.sources import TasksError
 
 VerifierReport = dict[str, Any]
 """The result of tests as plain data: `rewards` by name or an `error`, and `exit_code`, `seconds`, `output`."""
+FORFEIT: Mapping[str, Any] = {"rewards": {"reward": 0.0}, "is_forfeit": True}
+"""Of an agent that kept its tests from running: zero, whatever rewards the tests name."""
 _SEARCH_PATHS = ("PATH", "LD_LIBRARY_PATH")
 _INHERITED = (*_SEARCH_PATHS, "LANG", "LC_ALL", "TZ", MARKER_VARIABLE)
 _TAIL_BYTES = 2000
@@ -91,6 +93,7 @@ def prepare(task: Task, workspace: Path, locator: TaskLocator, *, run_tests: boo
 
 def stage(prepared: PreparedTask, step: TaskStep, workspace: Path) -> None:
     """Add the files of a step to the workspace."""
+    _open_up(workspace)
     files = prepared.task.files(step)
     for name, source, info in walk_tree(files, IGNORED_NAMES) if files is not None else ():
         target = workspace / name
@@ -104,6 +107,11 @@ def stage(prepared: PreparedTask, step: TaskStep, workspace: Path) -> None:
             remove(target)
         target.unlink(missing_ok=True)
         shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _open_up(workspace: Path) -> None:
+    """Let the next command start in a workspace that the agent may have made inaccessible."""
+    workspace.chmod(stat.S_IMODE(workspace.stat().st_mode) | stat.S_IRWXU)
 
 
 async def verify(
@@ -120,7 +128,8 @@ async def verify(
 
     The tests run from fresh copies below `scratch`, which no agent could see, at a path that none can guess, with a
     separate home directory. Programs and modules are searched only where no agent could have put any, and links that
-    lead out of the workspace are removed. Broken tests give an `error`.
+    lead out of the workspace are removed. Broken tests give an `error`, unless the agent may have broken them by
+    changes to the system: then the reward is zero.
     """
     directory = Path(await asyncio.to_thread(tempfile.mkdtemp, dir=scratch, prefix="tests-"))
     try:
@@ -132,7 +141,8 @@ async def verify(
         try:
             removed_links = await run_in_thread(remove_outward_links, sandbox)
         except UncheckedLinks as error:
-            return {"rewards": {"reward": 0.0}, "output": str(error)}
+            return {**FORFEIT, "output": str(error)}
+        await asyncio.to_thread(_open_up, sandbox.workspace)
         mounts = {mount: directory / Path(mount).name for mount in (_VERIFIER, _HOME)}
         env = {**_trusted_search_paths(sandbox), **prepared.env, **prepared.tests_env[step.name]}
         paths = await asyncio.to_thread(_choose_paths, directory / "tests")
@@ -140,10 +150,17 @@ async def verify(
         script = TaskScript(f"{_TESTS}/{TEST}", mounts, env, step.verifier_timeout_s, read_only, paths)
         completion = await executor.run(script.command(sandbox, directory, marker), on_start)
         if sandbox.setup_failed(completion):
-            raise SandboxError(f"the sandbox for the tests could not be set up: {_output_tail(directory)}")
+            reason = f"the sandbox for the tests could not be set up: {_output_tail(directory)}"
+            if await asyncio.to_thread(sandbox.is_ruined):
+                return {**FORFEIT, "output": f"{reason} (because of what the agent left in it)"}
+            raise SandboxError(reason)
         report = await asyncio.to_thread(
             _report, directory, completion, step.verifier_timeout_s, sandbox.exceeded_limit
         )
+        if "error" in report and await asyncio.to_thread(sandbox.has_changed_system):
+            # Or an agent could remove the tests' shell to avoid a zero.
+            reason = f"{report.pop('error')} (after the agent changed files in /usr or /etc)"
+            report = {**report, **FORFEIT, "output": f"{report['output']}\n{reason}".strip()}
         return {**report, "removed_links": removed_links[:_MAX_LINKS]} if removed_links else report
     finally:
         await remove_in_background(directory)
@@ -255,6 +272,10 @@ def combine_reports(prepared: PreparedTask, reports: Sequence[VerifierReport]) -
         name, first = next(iter(broken.items()))
         stopped = {"stopped": True} if all(report.get("stopped") for report in broken.values()) else {}
         return {"error": f"step {name}: {first['error']}", "steps": steps, **stopped}
+    if all(report.get("is_forfeit") for report in reports) or (
+        prepared.task.strategy == "final" and reports[-1].get("is_forfeit")
+    ):
+        return {**FORFEIT, "steps": steps}
     if prepared.task.strategy == "final":
         return {"rewards": reports[-1]["rewards"], "steps": steps}
     names = dict.fromkeys(name for report in reports for name in report["rewards"])
