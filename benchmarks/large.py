@@ -47,7 +47,7 @@ def fill(directory: Path) -> Path:
         for number in range(1, TRIALS + 1):
             action = {"x": random.uniform(-5, 5), "y": random.uniform(-5, 5), "z": random.uniform(0, 9)}
             trial = book.new_trial(action, group=book.new_group(), key=f"{number:064x}")
-            book.reserve([trial])
+            book.ledger.reserve([trial], hold=True)
             loss = action["x"] ** 2 + action["y"] ** 2 + action["z"]
             reward = Reward(-loss, {"loss": loss})
             book.commit(trial, Result(Outcome.OK, {"loss": loss}, usage={"wall_s": 1e-4}, reward=reward))

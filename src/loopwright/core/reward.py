@@ -1,8 +1,9 @@
 """Rewards: a number with named parts, or nothing. Nothing is never zero, and more is always better."""
 
 import math
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -91,17 +92,15 @@ class _PerMetric(RewardFunction):
     """The metrics that are added up, each a named part of the reward."""
 
     _sign: ClassVar[str] = ""
+    _part: ClassVar[Callable[[float], float]]
+    """What one metric adds to the reward."""
 
     def needs(self) -> set[str]:
         return set(self.metrics)
 
     def score(self, metrics: Mapping[str, float]) -> Reward:
-        parts = {name: self.part(metrics[name]) for name in self.metrics}
+        parts = {name: type(self)._part(metrics[name]) for name in self.metrics}
         return Reward(math.fsum(parts.values()), parts)
-
-    @abstractmethod
-    def part(self, value: float) -> float:
-        """What one metric adds to the reward."""
 
     def label(self) -> str:
         return " + ".join(f"{self._sign}{name}" for name in self.metrics)
@@ -111,9 +110,7 @@ class Identity(_PerMetric):
     """The metric itself: more is better."""
 
     type: Literal["identity"] = "identity"
-
-    def part(self, value: float) -> float:
-        return value
+    _part: ClassVar[Callable[[float], float]] = staticmethod(operator.pos)
 
 
 class Negative(_PerMetric):
@@ -121,9 +118,7 @@ class Negative(_PerMetric):
 
     type: Literal["negative"] = "negative"
     _sign: ClassVar[str] = "−"
-
-    def part(self, value: float) -> float:
-        return -value
+    _part: ClassVar[Callable[[float], float]] = staticmethod(operator.neg)
 
 
 class Inverse(_PerMetric):
@@ -131,9 +126,7 @@ class Inverse(_PerMetric):
 
     type: Literal["inverse"] = "inverse"
     _sign: ClassVar[str] = "1/"
-
-    def part(self, value: float) -> float:
-        return 1.0 / value
+    _part: ClassVar[Callable[[float], float]] = staticmethod(lambda value: 1.0 / value)
 
 
 class Weighted(RewardFunction):

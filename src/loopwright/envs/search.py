@@ -137,7 +137,7 @@ class SearchEnv:
             )
             for repeat in range(first, first + (1 if invalid else rules.repeats))
         ]
-        book.reserve(trials, note)
+        book.ledger.reserve(trials, note, hold=True)
         return self._finish(trials, previous, invalid, slot)
 
     async def _finish(

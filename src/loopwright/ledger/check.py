@@ -7,13 +7,23 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import orjson
 
 from loopwright.core.errors import LedgerError
-from loopwright.ledger.chain import KINDS, ORIGIN, RESERVED, RESULT, Chain, EventKind, last_event, link
-from loopwright.ledger.head import Head, StoredHead, head_path
-from loopwright.ledger.sqlite import connect, connect_to_read, explained
+from loopwright.ledger.events import KEEP_RESULTS, KINDS, RESERVED, RESULT, SET_STATE, EventKind, last_event
+from loopwright.ledger.sqlite import (
+    BOOT_ID,
+    HEAD_RECORD,
+    HEAD_SUFFIX,
+    ORIGIN,
+    Chain,
+    connect,
+    connect_to_read,
+    explained,
+    link,
+)
 
 _SUBJECTS = {
     "reserve": "what trial {key} was to do (its action, regime, key or group)",
@@ -65,15 +75,36 @@ class Check:
         )
 
 
+def read_head(path: Path) -> tuple[int, bytes]:
+    """The number and the hash of an event that the ledger must have, by the file beside it.
+
+    Raises ValueError if the file makes no sense, OSError without one.
+    """
+    for _ in range(20):  # the writer may be in the middle of it
+        content = path.with_suffix(HEAD_SUFFIX).read_bytes()
+        events = []
+        for start in range(0, len(content), HEAD_RECORD.size + 4):
+            record, checksum = content[start:][: HEAD_RECORD.size], content[start:][HEAD_RECORD.size :][:4]
+            if checksum == crc32(record).to_bytes(4):
+                count, hash, boot = HEAD_RECORD.unpack(record)
+                if boot.rstrip(b"\0") in (b"", BOOT_ID):
+                    events.append((count, hash))
+        if events:
+            return max(events)
+        time.sleep(0.005)
+    raise ValueError("its own checksum does not match")
+
+
 def check_ledger(path: Path) -> Check:
     """Check a ledger, also while another process writes it."""
     check = Check(path)
     # The head is read first: what is committed after that only puts the ledger further ahead.
+    head = None
     try:
-        head: StoredHead | None = StoredHead.read(path)
+        head = read_head(path)
     except (OSError, ValueError) as error:
-        head, name = None, head_path(path).name
         reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        name = path.with_suffix(HEAD_SUFFIX).name
         check.damage.append(f"{name} {reason}, so the last events may be missing as well")
     with explained(path), closing(connect_to_read(path)) as connection:
         connection.execute("BEGIN")  # one snapshot for everything below
@@ -87,7 +118,7 @@ def check_ledger(path: Path) -> Check:
         check.events = hashes.count
         check.trials = connection.execute("SELECT count(*) FROM trials").fetchone()[0]
         if head is not None:
-            check.damage += _head_damage(hashes, path, head)
+            check.damage += _head_damage(hashes, path, *head)
         check.damage += _gap_damage(connection, hashes)
         check.damage += map(str, _differences(connection, hashes))
         check.accepted = _accepted(connection)
@@ -120,17 +151,17 @@ class _Hashes:
     def differ(self, seq: int, kind: str, key: int, name: str, values: Sequence[Any]) -> bool:
         """Whether these values are not what an event recorded. What follows a gap cannot be told, and the gap is."""
         previous = self[seq - 1]
-        return link(previous, kind, key, name, values) != self[seq] and (previous != ORIGIN or seq == 1)
+        return link((0, previous), kind, key, name, values)[1] != self[seq] and (previous != ORIGIN or seq == 1)
 
 
-def _head_damage(hashes: _Hashes, path: Path, head: StoredHead) -> Iterator[str]:
-    if head.count > hashes.count:
+def _head_damage(hashes: _Hashes, path: Path, count: int, hash: bytes) -> Iterator[str]:
+    if count > hashes.count:
         yield (
-            f"it ends with event {hashes.count:,}; the {head.count - hashes.count:,} events after that are missing. If "
+            f"it ends with event {hashes.count:,}; the {count - hashes.count:,} events after that are missing. If "
             f"{path.name}-wal was deleted or left out of a copy, put it back"
         )
-    elif hashes[head.count] != head.hash:
-        yield f"its event {head.count:,} is not the one that {head_path(path).name} records"
+    elif hashes[count] != hash:
+        yield f"its event {count:,} is not the one that {path.with_suffix(HEAD_SUFFIX).name} records"
 
 
 def _gap_damage(connection: sqlite3.Connection, hashes: _Hashes) -> Iterator[str]:
@@ -218,7 +249,7 @@ def accept_ledger(path: Path) -> Check:
     check = check_ledger(path)
     with explained(path), closing(connect(path, "FULL")) as connection:
         connection.execute("BEGIN IMMEDIATE")
-        chain, hashes = Chain(connection, None), _Hashes(connection)
+        chain, hashes = Chain(path, connection, last_event(connection)), _Hashes(connection)
         differences = list(_differences(connection, hashes))
         for seq in hashes.gaps():
             connection.execute("INSERT INTO events VALUES (?, 'gap', 0, '', ?)", (seq, ORIGIN))
@@ -227,13 +258,19 @@ def accept_ledger(path: Path) -> Check:
             if kind in KINDS:
                 chain.add(kind, key, now, name)
                 continue
-            if kind == "reserve":
+            if kind == "result":
+                connection.execute(f"{KEEP_RESULTS} AND number = ?", (key,))
+            else:
                 old = (difference.event, "replaced", key, "", hashes[difference.event or 0])
                 connection.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?)", old)
-            seq, hash = chain.next(kind, key, now)
-            connection.execute(f"UPDATE trials SET {kind}_seq = ?, {kind}_hash = ? WHERE number = ?", (seq, hash, key))
+            chain.last = link(chain.last, kind, key, "", now)
+            connection.execute(
+                f"UPDATE trials SET {kind}_seq = ?, {kind}_hash = ? WHERE number = ?", (*chain.last, key)
+            )
         accepted = [*check.accepted, {"at": time.time(), "damage": check.damage}]
-        chain.set_state("accepted", orjson.dumps(accepted).decode())
+        row = ("accepted", orjson.dumps(accepted).decode())
+        connection.execute(SET_STATE, row)
+        chain.add("state", 0, row[1:], row[0])
         connection.execute("COMMIT")
-        Head(path, chain.last).close()
+        chain.close()
     return check_ledger(path)

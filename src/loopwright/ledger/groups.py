@@ -13,8 +13,9 @@ from typing import Any
 
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Trial
-from loopwright.ledger.chain import KINDS, returning
+from loopwright.ledger.events import KEEP_RESULTS, KINDS, RESULT, returning
 from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.sqlite import link
 
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS groups (grp INTEGER PRIMARY KEY, source TEXT NOT NULL, again INTEGER, "
@@ -73,9 +74,16 @@ class Groups:
 
     def _mark_unused(self, groups: Sequence[int], outcome: Outcome) -> None:
         """Change the outcome of these groups' scored trials, which are not trained on; their rewards stay."""
-        statement = "UPDATE trials SET outcome = ? WHERE grp = ? AND outcome IN ('ok', 'truncated', 'invalid')"
+        scored = "grp = ? AND outcome IN ('ok', 'truncated', 'invalid')"
+        chain = self._ledger.chain
         for group in groups:
-            self._ledger.chain.update_results(statement, (outcome, group))
+            chain.connection.execute(f"{KEEP_RESULTS} AND {scored}", (group,))
+            statement = f"UPDATE trials SET outcome = ? WHERE {scored} {returning('number', RESULT)}"
+            for number, *row in chain.connection.execute(statement, (outcome, group)).fetchall():
+                chain.last = link(chain.last, "result", number, "", row)
+                chain.connection.execute(
+                    "UPDATE trials SET result_seq = ?, result_hash = ? WHERE number = ?", (*chain.last, number)
+                )
 
     def take(self, most: int, step: int) -> list[int]:
         """Up to `most` ready groups, oldest version first, for this step of training."""

@@ -2,13 +2,13 @@
 
 One SQLite file in WAL mode per run. A trial is reserved before it starts, attempted, and committed when it ends, so
 that neither parallel trials nor crashes can lose or repeat a number. One process writes; any number may read.
-Every write is an event of a checksum chain (`chain.py`), so that damage is noticed.
+Every write is an event of a checksum chain (`events.py`), so that damage is noticed.
 """
 
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -18,12 +18,11 @@ from loopwright.core.errors import LedgerError, storage
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import Reward
 from loopwright.core.trial import Result, Trial
-from loopwright.ledger.chain import CHAIN_SCHEMA, KINDS, RESERVED, Chain, last_event, returning
 from loopwright.ledger.check import check_ledger
-from loopwright.ledger.head import Head
-from loopwright.ledger.sqlite import Transaction, connect, connect_to_read, explained, text
+from loopwright.ledger.events import EVENTS_SCHEMA, KEEP_RESULTS, KINDS, RESERVED, SET_STATE, last_event, returning
+from loopwright.ledger.sqlite import Chain, Transaction, connect, connect_to_read, explained, link, text
 
-VERSION = 3
+VERSION = 4
 _SCHEMA = """
 CREATE TABLE trials (
     number INTEGER PRIMARY KEY, grp INTEGER NOT NULL, repeat INTEGER NOT NULL, action TEXT NOT NULL, key TEXT NOT NULL,
@@ -46,10 +45,16 @@ _COLUMNS = (
     "number, grp, repeat, action, key, draw, regime, outcome, fault, reason, reward, reward_detail, metrics, usage, "
     "cached_from, reserved_at, finished_at"
 )
+_INSERT_TRIAL = f"INSERT INTO trials ({RESERVED}, reserve_seq, reserve_hash) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_SET_RESULT = (
+    "UPDATE trials SET outcome = ?, fault = ?, reason = ?, reward = ?, reward_detail = ?, metrics = ?, usage = ?, "
+    "cached_from = ?, finished_at = ?, result_seq = ?, result_hash = ? WHERE number = ? AND outcome IS "
+)
+_SET_FIRST_RESULT, _SET_LATER_RESULT = f"{_SET_RESULT} NULL", f"{_SET_RESULT} 'aborted'"
 _ATTEMPT = returning("trial, attempt", KINDS["attempt"].columns)
 
 
-class Ledger:
+class Ledger(AbstractContextManager["Ledger"]):
     """A run's record. Safe to use from several threads of the writing process.
 
     >>> with Ledger.create(Path("out/matmul/ledger.db")) as ledger:
@@ -58,9 +63,14 @@ class Ledger:
     ...     trial = ledger.commit(trial, result)
     """
 
+    chain: Chain
+    """Records every write, in its transaction. A ledger that was opened for reading has none."""
+
     def __init__(self, path: Path, connection: sqlite3.Connection, chain: Chain | None = None) -> None:
         self.path = path
-        self._connection, self._chain = connection, chain
+        self._connection = connection
+        if chain is not None:
+            self.chain = chain
         self.transaction = Transaction(path, connection, chain=chain)
         """Every write goes through it, and is added to the chain; what is held in it is written together."""
         self._rows = self.transaction.rows
@@ -94,17 +104,16 @@ class Ledger:
                 part.chmod(0o600)
             with closing(connect(part, synchronous)) as connection:
                 connection.executescript(
-                    f"BEGIN IMMEDIATE; {_SCHEMA} {CHAIN_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;"
+                    f"BEGIN IMMEDIATE; {_SCHEMA} {EVENTS_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;"
                 )
-                connection.execute("BEGIN")
-                first = Chain(connection, None)
+                chain = Chain(path, connection)
+                first = cls(path, connection, chain)
                 for name, value in (state or {}).items():
-                    first.set_state(name, text(value))
-                connection.execute("COMMIT")
-            head = Head(path, first.last)  # before the ledger: without its head it would seem damaged
+                    first.set_state(name, value)
+            chain.publish(sync=True)  # before the ledger is there: without its head it would seem damaged
             part.rename(path)
-            connection = connect(path, synchronous)
-            return cls(path, connection, Chain(connection, head))
+            chain.connection = connect(path, synchronous)
+            return cls(path, chain.connection, chain)
 
     @classmethod
     def open(cls, path: Path, *, synchronous: Literal["NORMAL", "FULL"] = "NORMAL") -> Self:
@@ -115,7 +124,9 @@ class Ledger:
             raise LedgerError(problem)
         with explained(path):
             connection = connect(path, synchronous)
-            return cls(path, connection, Chain(connection, Head(path, last_event(connection))))
+            chain = Chain(path, connection, last_event(connection))
+            chain.publish(sync=True)
+            return cls(path, connection, chain)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -135,22 +146,12 @@ class Ledger:
         """Fold the write-ahead log into the file and close it."""
         with explained(self.path):
             self.transaction.flush()
-            if self._chain is not None:
-                self._chain.close()
+            if hasattr(self, "chain"):
+                self.chain.close()
             self._connection.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def chain(self) -> Chain:
-        """Where every write is recorded, in its transaction."""
-        if self._chain is None:
-            raise LedgerError(f"{self.path} is open for reading only. Open it with Ledger.open.")
-        return self._chain
 
     # -- writing: reserve, attempt, commit ----------------------------------------------------------------------
 
@@ -159,15 +160,11 @@ class Ledger:
 
         With `hold` it is on disk only after the next `flush` or `attempt`; one comes before anything is started.
         """
-        rows = [
-            (t.number, t.group, t.repeat, text(t.action), t.key, t.draw, text(t.regime), float(t.reserved_at))
-            for t in trials
-        ]
         with self.transaction.held if hold else self.transaction as connection:
-            connection.executemany(
-                f"INSERT INTO trials ({RESERVED}, reserve_seq, reserve_hash) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [(*row, *self.chain.next("reserve", row[0], row)) for row in rows],
-            )
+            for t in trials:
+                row = (t.number, t.group, t.repeat, text(t.action), t.key, t.draw, text(t.regime), float(t.reserved_at))
+                self.chain.last = link(self.chain.last, "reserve", t.number, "", row)
+                connection.execute(_INSERT_TRIAL, (*row, *self.chain.last))
             if note is not None:
                 self.chain.put_payload(trials[0].number, "note", orjson.dumps(note))
 
@@ -228,14 +225,12 @@ class Ledger:
             finished.finished_at,
         )
         with self.transaction.held if hold else self.transaction as connection:
-            changed = connection.execute(
-                "UPDATE trials SET outcome = ?, fault = ?, reason = ?, reward = ?, reward_detail = ?, metrics = ?, "
-                "usage = ?, cached_from = ?, finished_at = ?, result_seq = ?, result_hash = ? "
-                "WHERE number = ? AND (outcome IS NULL OR outcome = 'aborted')",
-                (*values, *self.chain.next("result", finished.number, values), finished.number),
-            ).rowcount
-            if changed != 1:
-                raise LedgerError(f"{self.path}: trial {trial.number} was never reserved, or is finished already.")
+            self.chain.last = link(self.chain.last, "result", finished.number, "", values)
+            row = (*values, *self.chain.last, finished.number)
+            if connection.execute(_SET_FIRST_RESULT, row).rowcount != 1:
+                connection.execute(f"{KEEP_RESULTS} AND number = ? AND outcome = 'aborted'", (finished.number,))
+                if connection.execute(_SET_LATER_RESULT, row).rowcount != 1:
+                    raise LedgerError(f"{self.path}: trial {trial.number} was never reserved, or is finished already.")
             if result.episode is not None:
                 self.chain.put_payload(finished.number, "rollout", result.episode)
             if result.curve is not None:
@@ -271,7 +266,9 @@ class Ledger:
             self.chain.add_batches("live", trials)
             self.chain.add_batches("episodes", episodes)
             if unfinished:
-                self.chain.set_state("unfinished", text(unfinished))
+                row = ("unfinished", text(unfinished))
+                connection.execute(SET_STATE, row)
+                self.chain.add("state", 0, row[1:], row[0])
 
     def put_payload(self, number: int, kind: str, data: bytes) -> None:
         """Store a larger value with a trial."""
@@ -280,8 +277,10 @@ class Ledger:
 
     def set_state(self, name: str, value: Any) -> None:
         """Store a value with the run."""
-        with self.transaction:
-            self.chain.set_state(name, text(value))
+        row = (name, text(value))
+        with self.transaction as connection:
+            connection.execute(SET_STATE, row)
+            self.chain.add("state", 0, row[1:], name)
 
     def close_attempts(self, numbers: Iterable[int], reason: str = "the process that ran it died") -> None:
         """End the open attempts at these trials, which stay unfinished."""

@@ -1,9 +1,8 @@
 """The trial book: the numbers, budget, ledger and observers of one run."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from loopwright.core.trial import Action, Regime, Result, Trial
 from loopwright.ledger.ledger import Ledger
@@ -21,7 +20,7 @@ class TrialBook:
     """Numbers trials, reserves them, commits their results. Every environment owns one; no two runs share one.
 
     >>> trial = book.new_trial({"x": 1}, group=book.new_group())
-    ... book.reserve([trial])
+    ... book.ledger.reserve([trial])
     ... trial = book.commit(trial, Result(Outcome.OK, {"y": 2.0}, reward=Reward(2.0)))
     """
 
@@ -72,10 +71,6 @@ class TrialBook:
         """A trial with the next number. It is not in the ledger yet: reserve it before anything else happens to it."""
         number = self.increment_step()
         return Trial(number, action, key, group, repeat, draw, regime or {}, reserved_at=time.time())
-
-    def reserve(self, trials: Sequence[Trial], note: Mapping[str, Any] | None = None, *, hold: bool = True) -> None:
-        """Write new trials to the ledger, with the agent's note. With `hold`, the next flush or attempt does that."""
-        self.ledger.reserve(trials, note, hold=hold)
 
     def commit(self, trial: Trial, result: Result, *, hold: bool = True) -> Trial:
         """Write a trial's result to the ledger, notify the observers, and return the finished trial."""

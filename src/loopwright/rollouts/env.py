@@ -131,7 +131,7 @@ class RolloutEnv:
             if self.book.stopping:
                 return trials
             trial = self._new_trial(group.action, group.number, group.trials)
-            self.book.reserve([trial], hold=False)
+            self.book.ledger.reserve([trial])
             group.trials += 1
             group.in_flight[trial.number] = trial
             trials.append(trial)
@@ -163,7 +163,7 @@ class RolloutEnv:
         number = self.book.new_group()
         action = {**prompt.action, "evaluated": step}
         trials = [self._new_trial(action, number, repeat) for repeat in range(samples)]
-        self.book.reserve(trials)
+        self.book.ledger.reserve(trials, hold=True)
         return self._group(number, prompt, samples, trials)
 
     def _group(self, number: int, prompt: Prompt, size: int, trials: Sequence[Trial]) -> Group:

@@ -250,8 +250,27 @@ class RunKind(RunConfig, ABC):
         if self.workload is not None:
             source = {"name": context.loaded.scenario.name, "home": str(context.loaded.directory), "run": table}
             ledger.set_state("source", {**source, "system": context.loaded.raw.get("system", {})})
-        if ledger.state("provenance") is None:
-            ledger.set_state("provenance", _provenance(context.loaded))
+        if ledger.state("provenance") is not None:
+            return
+        commit = None  # of the scenario's directory, marked if there are changes
+        if git := shutil.which("git"):
+            command = [git, "-C", str(context.loaded.directory), "describe", "--always", "--dirty", "--abbrev=12"]
+            with suppress(OSError, subprocess.TimeoutExpired):
+                process = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+                commit = process.stdout.strip() or None
+        provenance = {
+            "loopwright": version("loopwright"),
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "host": platform.node(),
+            "cpus": os.cpu_count(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "name": context.loaded.scenario.name,
+            "scenario": context.loaded.label,
+            "started_at": time.time(),
+            "git": commit,
+        }
+        ledger.set_state("provenance", provenance)
 
 
 def import_observer(path: str, directory: Path) -> Observer:
@@ -270,25 +289,3 @@ def _rewards(raw: Any, checker: Checker) -> tuple[RewardFunction, ...] | None:
         functions.append(checker.model("[[run]] reward", table, function) if function else None)
     valid = tuple(function for function in functions if function is not None)
     return valid if len(valid) == len(tables) else None
-
-
-def _provenance(loaded: LoadedScenario) -> dict[str, Any]:
-    """Where the run was started; `git` is the commit beside the scenario, marked if there are changes."""
-    commit = None
-    if git := shutil.which("git"):
-        command = [git, "-C", str(loaded.directory), "describe", "--always", "--dirty", "--abbrev=12"]
-        with suppress(OSError, subprocess.TimeoutExpired):
-            process = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-            commit = process.stdout.strip() or None
-    return {
-        "loopwright": version("loopwright"),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "host": platform.node(),
-        "cpus": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "name": loaded.scenario.name,
-        "scenario": loaded.label,
-        "started_at": time.time(),
-        "git": commit,
-    }
