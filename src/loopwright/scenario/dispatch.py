@@ -255,8 +255,8 @@ def _record_failure(error: Exception, ledger: Ledger | None, name: str, output: 
 def write_all(output: Path, *, check: bool = False) -> int:
     """Write everything that is made from the ledgers: CSV files, best.toml, report.html. Returns 1 on a failure.
 
-    Nothing is raised, since that would hide the error of a run. With `check`, a damaged ledger is a failure, and its run
-    is shown as damaged. A run that this process continued was checked when its ledger was opened.
+    Nothing is raised, since that would hide the error of a run. With `check`, a damaged ledger is a failure, and its
+    run is shown as damaged. A run that this process continued was checked when its ledger was opened.
     """
     paths = sorted(output.glob("*/ledger.db"))
     damage: dict[str, str] = {}
