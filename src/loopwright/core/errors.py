@@ -7,6 +7,7 @@
     │   ├── LedgerError                  the ledger is damaged, too new or missing
     │   └── OutputBusy                   another process uses this output directory
     ├── LaunchError (RuntimeError)       a process could not be started
+    ├── ClusterError (RuntimeError)      a cluster takes no job, or cannot run any
     ├── SandboxError (OSError)           this machine cannot provide the sandbox  execution/sandbox/base.py
     ├── InvalidAction (ValueError)       the action is outside its space; an `invalid` trial
     ├── NoResult (LookupError)           a study has no successful trial          api/study.py
@@ -110,6 +111,10 @@ class LaunchError(LoopwrightError, RuntimeError):
     def __init__(self, message: str, *, infra: bool = False, cancelled: bool = False) -> None:
         super().__init__(message)
         self.infra, self.cancelled = infra, cancelled
+
+
+class ClusterError(LoopwrightError, RuntimeError):
+    """A cluster takes no job at all, or its nodes cannot run any; no further trial may start."""
 
 
 class InvalidAction(LoopwrightError, ValueError):

@@ -61,3 +61,4 @@ class SystemConfig(Config):
 
 systems: Registry[type[SystemConfig]] = Registry("system", "loopwright.systems", SystemConfig)
 systems.add_lazily("local", "loopwright.execution.local.system:LocalSystem")
+systems.add_lazily("slurm", "loopwright.execution.slurm.system:SlurmSystem")

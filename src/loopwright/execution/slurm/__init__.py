@@ -1,0 +1,1 @@
+"""Slurm: trials are jobs of a cluster, or steps of one allocation."""

@@ -1,0 +1,379 @@
+"""Runs commands as Slurm jobs, follows all of them with one query per interval, and adopts those of a dead process.
+
+Each job has a base name in the run's `jobs` directory: BASE.json says what to run, BASE.done how it ended. A handle
+names the job before it is submitted, so that no moment exists in which a job runs that nobody would find.
+"""
+
+import asyncio
+import json
+import logging
+import shlex
+import signal
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loopwright.core.errors import ClusterError, LaunchError, storage
+from loopwright.execution.base import Command, Completion, Executor, OnStart
+from loopwright.execution.local.executor import Slots
+from loopwright.execution.slurm.outcome import KILLED, completion_of, ending_of
+from loopwright.execution.slurm.queue import HOPELESS, JobInfo, Queue, SubmitError
+
+if TYPE_CHECKING:
+    from loopwright.execution.slurm.system import SlurmSystem
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.05
+_SETTLE_S = 15.0
+"""How long we look for the result of a job that has ended: shared file systems show new files late."""
+_LAG_S = 60.0
+"""How long a job may be neither in the queue nor in accounting before it counts as lost."""
+_PATIENCE_S = 900.0
+"""How long Slurm may be out of reach before a submission counts as failed."""
+_MAX_ARRAY = 500
+_SCRIPT = """#!/bin/sh
+base={base}."${{SLURM_ARRAY_TASK_ID:-0}}"
+tries=0
+until [ -e "$base.json" ]; do tries=$((tries + 1)); [ $tries -gt 5 ] && exit 96; sleep 1; done
+exec >"$base.log" 2>&1 || exit 97
+exec {python} -P -m {module} "$base"
+"""
+
+
+@dataclass(eq=False)
+class SlurmJob:
+    """One command on its way through Slurm."""
+
+    command: Command
+    on_start: OnStart
+    ended: "asyncio.Future[Completion]"
+    name: str = ""
+    """The job's name in Slurm, which it may share with other indices of an array."""
+    index: int = 0
+    info: JobInfo | None = None
+    """The job as the queue showed it last."""
+    submitted: bool = False
+    cancelling: bool = False
+    killed: bool = False
+    final_s: float | None = None
+    """Since when it is known to have ended."""
+    missing_s: float | None = None
+    """Since when the queue does not show it."""
+    polls: int = 0
+    """How many answers of the queue it has seen."""
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def request(self) -> tuple[int, int, float | None]:
+        """Jobs with the same request can be submitted together."""
+        return self.command.nodes, self.command.gpus, self.command.timeout_s
+
+
+class SlurmExecutor(Executor):
+    """Keeps up to `parallel` jobs in the queue."""
+
+    def __init__(self, system: "SlurmSystem", directory: Path) -> None:
+        self._system, self._directory = system, directory / "jobs"
+        self.queue = Queue()
+        self._permits = Slots(system.parallel)
+        self._jobs: dict[SlurmJob, None] = {}
+        self._waiting: list[SlurmJob] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._poll_now, self._polled_s = False, 0.0
+        self._unwanted: set[str] = set()
+        """Ids of jobs to cancel that nobody waits for."""
+        self._asked: set[SlurmJob] = set()
+        """Jobs that were asked to end."""
+        self._next_cancel_s = 0.0
+        self._table: dict[tuple[str, int], JobInfo] = {}
+        self._accepted = False
+
+    # -- one command --------------------------------------------------------------------------------------------
+
+    async def run(self, command: Command, on_start: OnStart) -> Completion:
+        slot = await self._permits.acquire()
+        try:
+            return await self._run(command, on_start)
+        finally:
+            self._permits.release(slot)
+
+    async def _run(self, command: Command, on_start: OnStart) -> Completion:
+        with storage(self._directory):
+            self._directory.mkdir(parents=True, exist_ok=True)
+        job = SlurmJob(command, on_start, asyncio.get_running_loop().create_future())
+        if command.handle:
+            _, job.name, index = command.handle.split(":")
+            job.index, job.submitted = int(index), True
+            self._poll_now = True
+        else:
+            self._waiting.append(job)
+        self._jobs[job] = None
+        self._start()
+        try:
+            return await asyncio.shield(job.ended)
+        except asyncio.CancelledError:
+            job.cancelling = True
+            while not job.ended.done():
+                with suppress(asyncio.CancelledError):  # a second one changes nothing
+                    await asyncio.wait([job.ended])
+            with suppress(Exception):
+                job.ended.result()
+            raise
+        finally:
+            self._jobs.pop(job, None)
+
+    def kill_all(self) -> None:
+        for job in self._jobs:
+            job.killed = True
+        self.queue.cancel_now([job.info.id for job in self._jobs if job.info is not None])
+
+    async def close(self) -> None:
+        """Cancel all jobs and wait for their end."""
+        for job in self._jobs:
+            job.killed = job.cancelling = True
+        if self._jobs:
+            await asyncio.wait([job.ended for job in self._jobs])
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self.queue.cancel_now(list(self._unwanted))
+
+    # -- following all jobs -------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        for name, loop in (("follow", self._follow), ("submit", self._submit_all)):
+            if name not in self._tasks or self._tasks[name].done():
+                task = self._tasks[name] = asyncio.ensure_future(loop())
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _follow(self) -> None:
+        """Look for results often, and at the queue once per interval, as long as there are jobs."""
+        try:
+            next_poll_s = self._polled_s + self._system.poll_s
+            while self._jobs:
+                now_s = time.monotonic()
+                for job in list(self._jobs):
+                    if job.submitted and not job.ended.done():
+                        self._look(job)
+                if now_s >= next_poll_s and (self._poll_now or any(job.submitted for job in self._jobs)):
+                    next_poll_s, self._poll_now = now_s + self._system.poll_s, False
+                    await self._poll()
+                if now_s >= self._next_cancel_s:
+                    await self._cancel()
+                # Each tick looks for one file per job; many jobs are looked at less often.
+                await asyncio.sleep(min(1.0, max(_TICK_S, len(self._jobs) / 1000)))
+        except BaseException as error:
+            self._fail_all(error)
+            raise
+
+    def _look(self, job: SlurmJob) -> None:
+        """End a job whose result is there, or that has ended without one."""
+        if not job.record:
+            with suppress(FileNotFoundError):
+                job.record = json.loads(self._path(job, "done").read_bytes())
+        if job.record and job.record["directory"] != str(job.command.directory):
+            # The handle is of the setup, which has ended; the command itself was not submitted.
+            self._resubmit(job)
+            return
+        stopped = job.killed or job.cancelling
+        try:
+            completion = completion_of(job.record)
+        except LaunchError as error:
+            self._finish(job, error)
+            return
+        # Only Slurm can say who killed it: a limit of memory, for example.
+        if completion is not None and (completion.signal != signal.SIGKILL or stopped):
+            self._finish(job, completion)
+        elif job.record and stopped:
+            self._finish(job, KILLED)
+        elif job.final_s is not None:
+            has_result = job.info is not None and job.info.state in ("COMPLETED", "FAILED")
+            if job.record or not has_result or time.monotonic() > job.final_s + _SETTLE_S:
+                self._end(job, completion)
+
+    def _end(self, job: SlurmJob, completion: Completion | None) -> None:
+        """End a job that Slurm says has ended; its state explains what the record does not."""
+        info = job.info or JobInfo("", "GONE")
+        try:
+            stopped = job.killed or job.cancelling
+            self._finish(job, ending_of(info, completion, job.record, self._path(job, "log"), stopped=stopped))
+        except LaunchError as error:
+            self._finish(job, error)
+        except ClusterError as error:
+            self._fail_all(error)
+
+    def _finish(self, job: SlurmJob, end: Completion | Exception) -> None:
+        if not job.ended.done():
+            if isinstance(end, Exception):
+                job.ended.set_exception(end)
+                job.ended.exception()  # it may be that nobody asks
+            else:
+                job.ended.set_result(end)
+
+    async def _poll(self) -> None:
+        """One query for all jobs, and one of accounting for those that the queue no longer shows."""
+        jobs = [job for job in self._jobs if job.submitted]
+        now_s = time.monotonic()
+        if (table := await self.queue.jobs()) is None:
+            return
+        self._polled_s, self._table = now_s, table
+        missing = []
+        for job in jobs:
+            job.polls += 1
+            if (info := table.get((job.name, job.index))) is None:
+                job.missing_s = job.missing_s or now_s
+                missing.append(job)
+            else:
+                self._update(job, info, now_s)
+        if missing and not all(self._path(job, "done").exists() for job in missing):
+            past = await self.queue.past_jobs(sorted({job.name for job in missing}))
+            for job in missing:
+                self._search(job, past.get((job.name, job.index)), now_s)
+
+    def _update(self, job: SlurmJob, info: JobInfo, now_s: float) -> None:
+        job.info, job.missing_s = info, None
+        if info.is_final:
+            job.final_s = job.final_s or now_s
+        elif info.state == "PENDING" and info.reason in HOPELESS:
+            self._unwanted.add(info.id)
+            self._finish(job, LaunchError(f"Slurm never starts job {info.id}: {info.reason}"))
+
+    def _search(self, job: SlurmJob, info: JobInfo | None, now_s: float) -> None:
+        """Decide about a job that the queue does not show."""
+        if info is not None and info.is_final:
+            self._update(job, info, now_s)
+        elif job.command.handle and job.info is None and not self._path(job, "log").exists():
+            # Recorded, and then our predecessor died. Its sbatch may still be under way: without its file, a job that
+            # it submits ends at once.
+            with suppress(FileNotFoundError):
+                self._path(job, "json").rename(self._path(job, "void"))
+            if job.polls > 1:
+                self._resubmit(job)
+        elif job.missing_s is not None and now_s > job.missing_s + _LAG_S:
+            job.info, job.final_s = JobInfo(job.info.id if job.info else job.name, "GONE"), now_s
+
+    def _resubmit(self, job: SlurmJob) -> None:
+        job.name, job.index, job.submitted, job.record, job.missing_s = "", 0, False, {}, None
+        self._waiting.append(job)
+
+    async def _cancel(self) -> None:
+        """Cancel what is to be cancelled, with one scancel for all."""
+        jobs = [job for job in self._jobs if job.cancelling and job not in self._asked]
+        for job in [job for job in jobs if job in self._waiting]:
+            self._waiting.remove(job)
+            self._finish(job, KILLED)
+        running = {job: job.info.id for job in jobs if job.info is not None and not job.info.is_final}
+        if not running and not self._unwanted:
+            return
+        if await self.queue.cancel([*running.values(), *self._unwanted]):
+            self._asked |= running.keys()
+            self._unwanted.clear()
+        else:
+            self._next_cancel_s = time.monotonic() + self._system.poll_s
+
+    def _fail_all(self, error: BaseException) -> None:
+        for job in list(self._jobs):
+            self._finish(job, error if isinstance(error, Exception) else ClusterError("the run was stopped"))
+        self.queue.cancel_now([job.info.id for job in self._jobs if job.info is not None and not job.info.is_final])
+
+    # -- submitting ---------------------------------------------------------------------------------------------
+
+    async def _submit_all(self) -> None:
+        """Submit what waits: together what came together and asks for the same."""
+        try:
+            while self._jobs:
+                if self._waiting:
+                    request = self._waiting[0].request
+                    batch = [job for job in self._waiting if job.request == request][:_MAX_ARRAY]
+                    self._waiting = [job for job in self._waiting if job not in batch]
+                    await self._submit(batch)
+                else:
+                    await asyncio.sleep(_TICK_S)
+        except BaseException as error:
+            self._fail_all(error)
+            raise
+
+    async def _submit(self, batch: list[SlurmJob]) -> None:
+        name = f"lw-{uuid.uuid4().hex[:16]}"
+        for index, job in enumerate(list(batch)):
+            job.name, job.index = name, index
+            self._write_spec(job)
+            try:
+                job.on_start(f"slurm:{name}:{index}")
+            except Exception as error:  # noqa: BLE001  A job that cannot be recorded must not run.
+                batch.remove(job)
+                self._finish(job, error)
+        deadline_s = time.monotonic() + _PATIENCE_S
+        number, array = "", [f"--array=0-{len(batch) - 1}"] if len(batch) > 1 else []
+        while not number:
+            for job in [job for job in batch if job.cancelling]:
+                batch.remove(job)
+                self._path(job, "json").unlink(missing_ok=True)  # its index of the array ends at once
+                self._finish(job, KILLED)
+            if not batch:
+                return
+            try:
+                argv = self._system.sbatch(name, *batch[0].request, array)
+                number = await self.queue.submit(argv, self._script(name))
+            except SubmitError as error:
+                if not error.transient or time.monotonic() > deadline_s:
+                    await self._refuse(batch, error)
+                    return
+                log.warning("Slurm does not take jobs: %s. Trying again.", error)
+                number = await self._find(name)
+        for job in batch:
+            self._accepted = job.submitted = True
+            job.info = JobInfo(f"{number}_{job.index}" if array else number, "PENDING")
+
+    async def _find(self, name: str) -> str:
+        """The id of a job that Slurm took although its answer was lost; empty if there is none by the next query."""
+        failed_s = time.monotonic()
+        while self._polled_s < failed_s:
+            if not self._jobs:
+                return ""
+            self._poll_now = True
+            await asyncio.sleep(_TICK_S)
+        return next((info.id.partition("_")[0] for key, info in self._table.items() if key[0] == name), "")
+
+    async def _refuse(self, batch: Sequence[SlurmJob], error: SubmitError) -> None:
+        """End jobs that Slurm does not take. If it takes none at all, the run ends."""
+        if not self._accepted and not error.transient:
+            smallest = self._system.sbatch("lw-test", 1, 0, None, ["--test-only"])
+            try:
+                await self.queue.submit(smallest, "#!/bin/sh\n")
+            except SubmitError:
+                raise ClusterError(f"Slurm refuses every job: {error}. Check [system].") from error
+        for job in batch:
+            self._finish(job, LaunchError(f"Slurm refuses the job: {error}", infra=error.transient))
+
+    def _script(self, name: str) -> str:
+        base = shlex.quote(str(self._directory / name))
+        return _SCRIPT.format(
+            base=base, python=shlex.quote(self._system.python), module="loopwright.execution.slurm.job_main"
+        )
+
+    def _write_spec(self, job: SlurmJob) -> None:
+        command = job.command
+        spec = {
+            "argv": [*self._system.srun(command.nodes, command.gpus), *command.argv],
+            "directory": str(command.directory),
+            "environment": dict(command.environment),
+            "stdout": str(command.stdout),
+            "stderr": str(command.stderr),
+            "timeout_s": command.timeout_s,
+            "marker": command.marker,
+            "output_bytes": self._system.output,
+            "grace_s": self._system.grace_s,
+        }
+        path = self._path(job, "json")
+        with storage(path):
+            path.touch(0o600)  # the environment may contain secrets
+            path.write_text(json.dumps(spec))
+
+    def _path(self, job: SlurmJob, suffix: str) -> Path:
+        return self._directory / f"{job.name}.{job.index}.{suffix}"

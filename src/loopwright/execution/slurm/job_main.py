@@ -1,0 +1,77 @@
+"""The compute node's side of a job: runs one command as a local process and writes how it ended.
+
+`python -m loopwright.execution.slurm.job_main BASE` reads BASE.json and writes BASE.done, which carries the exit code:
+no accounting is needed. The command's timeout, its output limits and the end of its process tree are those of a local
+trial.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from loopwright.core.errors import LaunchError, StorageError
+from loopwright.execution.base import Command
+from loopwright.execution.local.executor import LocalExecutor
+
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
+
+
+async def run(spec: dict[str, Any]) -> dict[str, Any]:
+    """Run the command; returns the record of its end."""
+    job = {name: value for name, value in os.environ.items() if name.startswith("SLURM") or name in _DEVICES}
+    command = Command(
+        argv=tuple(spec["argv"]),
+        directory=Path(spec["directory"]),
+        environment={**spec["environment"], **job},
+        stdout=Path(spec["stdout"]),
+        stderr=Path(spec["stderr"]),
+        timeout_s=spec["timeout_s"],
+        marker=spec["marker"],
+    )
+    executor = LocalExecutor(output_bytes=spec["output_bytes"], grace_s=spec["grace_s"])
+    task = asyncio.ensure_future(executor.run(command, lambda _: None))
+    # scancel, a time limit and preemption begin with SIGTERM.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        done = await task
+    except asyncio.CancelledError:
+        return {"interrupted": True}
+    except LaunchError as error:
+        return {"launch_error": str(error), "infra": error.infra}
+    except StorageError as error:
+        return {"launch_error": str(error), "infra": True}
+    return {
+        "exit_code": done.exit_code,
+        "signal": done.signal,
+        "timed_out": done.timed_out,
+        "usage": dict(done.usage),
+        "stdout_bytes": done.stdout_bytes,
+        "stderr_bytes": done.stderr_bytes,
+    }
+
+
+def main(base: str) -> int:
+    """Run the job of this name; returns the command's exit code, for Slurm's own records."""
+    spec = json.loads(Path(f"{base}.json").read_bytes())
+    record = asyncio.run(run(spec)) | {"directory": spec["directory"]}
+    part = Path(f"{base}.part")
+    with part.open("w") as file:
+        json.dump(record, file)
+        file.flush()
+        os.fsync(file.fileno())
+    part.rename(f"{base}.done")
+    Path(f"{base}.json").unlink(missing_ok=True)
+    log = Path(f"{base}.log")
+    if log.exists() and log.stat().st_size == 0:
+        log.unlink()
+    if (number := record.get("signal")) is not None:
+        return 128 + int(number)
+    return int(record.get("exit_code", 1))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
