@@ -32,6 +32,7 @@ $(VENV)/.system: $(VENV)/.ready $(VENV)/.compiler  # for the tests
 	@command -v chromium >/dev/null || $(call install,chromium)
 	@command -v node >/dev/null || $(call install,nodejs)
 	@command -v bwrap >/dev/null || $(call install,bubblewrap)
+	@command -v slurmctld >/dev/null || $(call install,slurm-wlm munge)
 	@touch $@
 
 # Installs Debian packages if we may; otherwise names the missing ones.

@@ -6,7 +6,7 @@ from loopwright.execution import Executor
 from loopwright.execution.slurm.system import SlurmSystem
 from loopwright.testing import ExecutorContract
 
-pytestmark = pytest.mark.xdist_group("slurm")
+pytestmark = pytest.mark.slow
 
 
 class TestSlurmExecutor(ExecutorContract):

@@ -70,6 +70,8 @@ class Command:
     nodes: int = 1
     gpus: int = 0
     """GPUs per node."""
+    once: bool = False
+    """Whether it is started once, on the first of its nodes, whatever the system does with others."""
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ class CallCommands(CallExecutor):
             handle=call.handle,
             nodes=call.nodes,
             gpus=call.gpus,
+            once=True,
         )
         done = await self._executor.run(command, on_start)
         sizes = done.stdout_bytes, done.stderr_bytes

@@ -236,10 +236,12 @@ class SlurmExecutor(Executor):
                 self._search(job, past.get((job.name, job.index)), now_s)
 
     def _update(self, job: SlurmJob, info: JobInfo, now_s: float) -> None:
+        # Twice, since the scheduler may not have looked at a new job yet.
+        is_hopeless = job.info is not None and {info.reason, job.info.reason} <= HOPELESS
         job.info, job.missing_s = info, None
         if info.is_final:
             job.final_s = job.final_s or now_s
-        elif info.state == "PENDING" and info.reason in HOPELESS:
+        elif info.state == "PENDING" and is_hopeless:
             self._unwanted.add(info.id)
             self._finish(job, LaunchError(f"Slurm never starts job {info.id}: {info.reason}"))
 
@@ -360,7 +362,7 @@ class SlurmExecutor(Executor):
     def _write_spec(self, job: SlurmJob) -> None:
         command = job.command
         spec = {
-            "argv": [*self._system.srun(command.nodes, command.gpus), *command.argv],
+            "argv": [*(() if command.once else self._system.srun(command.nodes, command.gpus)), *command.argv],
             "directory": str(command.directory),
             "environment": dict(command.environment),
             "stdout": str(command.stdout),
