@@ -15,16 +15,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from loopwright.core.errors import ClusterError, LaunchError, storage
 from loopwright.execution.base import Command, Completion, Executor, OnStart
 from loopwright.execution.local.executor import Slots
+from loopwright.execution.slurm.options import SlurmOptions
 from loopwright.execution.slurm.outcome import KILLED, completion_of, ending_of
 from loopwright.execution.slurm.queue import HOPELESS, JobInfo, Queue, SubmitError
-
-if TYPE_CHECKING:
-    from loopwright.execution.slurm.system import SlurmSystem
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +75,7 @@ class SlurmJob:
 class SlurmExecutor(Executor):
     """Keeps up to `parallel` jobs in the queue."""
 
-    def __init__(self, system: "SlurmSystem", directory: Path) -> None:
+    def __init__(self, system: SlurmOptions, directory: Path) -> None:
         self._system, self._directory = system, directory / "jobs"
         self.queue = Queue()
         self._permits = Slots(system.parallel)

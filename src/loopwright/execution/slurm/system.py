@@ -1,65 +1,16 @@
 """The Slurm system: trials are jobs of a cluster, or steps of one allocation."""
 
-import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
-
-from pydantic import Field
 
 from loopwright.core.errors import Problem
 from loopwright.execution.call_commands import CallCommands
 from loopwright.execution.slurm.executor import SlurmExecutor
-from loopwright.execution.system import SystemConfig
-
-SCHEME = "slurm"
+from loopwright.execution.slurm.options import SlurmOptions
 
 
-class SlurmSystem(SystemConfig):
+class SlurmSystem(SlurmOptions):
     """Jobs of a Slurm cluster. Compute nodes must see the output directory and this Python under the same paths."""
-
-    type: Literal["slurm"] = "slurm"
-    """`slurm`: jobs of a Slurm cluster."""
-    mode: Literal["per_trial", "allocation"] = "per_trial"
-    """`per_trial`: each trial is a job. `allocation`: one job is submitted, and trials are steps inside it."""
-    retries: int = Field(default=3, ge=0)
-    """How often a trial that was lost to a failed node or to preemption is attempted again under its number."""
-    partition: str | None = None
-    """The partition; by default the cluster's own."""
-    account: str | None = None
-    """The account that jobs are charged to."""
-    qos: str | None = None
-    """The quality of service."""
-    constraint: str | None = None
-    """Features that nodes must have, as `sbatch --constraint` takes them."""
-    nodelist: str | None = None
-    """Nodes to use, such as "n[1-4]"."""
-    exclude: str | None = None
-    """Nodes not to use."""
-    reservation: str | None = None
-    """A reservation to run in."""
-    gpus: int | None = Field(default=None, ge=0)
-    """GPUs per node of each job, or of the allocation; by default `[run.workload] gpus`."""
-    container_image: str | None = None
-    """A container image that commands run in, by `srun --container-image` (pyxis)."""
-    launcher: Literal["auto", "srun", "direct"] = "auto"
-    """`direct` starts a command once, on the first node of its job; `srun` starts it on each node. `auto`: `srun` for
-    several nodes, a container image or an allocation, otherwise `direct`."""
-    srun_arguments: tuple[str, ...] = ()
-    """Further arguments of `srun`."""
-    arguments: tuple[str, ...] = ()
-    """Further arguments of `sbatch`, such as "--mem=8G"."""
-    nodes: int = Field(default=1, ge=1)
-    """How many nodes the allocation has (`mode = "allocation"`)."""
-    time_limit_s: float | None = Field(default=None, gt=0)
-    """The time limit of the allocation; by default the partition's own."""
-    margin_s: float = Field(default=60.0, ge=0)
-    """How much longer than `timeout_s` Slurm's own time limit of a job is."""
-    poll_s: float = Field(default=2.0, ge=1)
-    """Seconds between two queries of the queue; one query covers all jobs."""
-    python: str = sys.executable
-    """The Python on compute nodes, which must have Loopwright installed."""
 
     def executor(self, directory: Path, gpus: int = 0, ports: int = 0) -> SlurmExecutor:
         return SlurmExecutor(self, directory)
@@ -68,7 +19,7 @@ class SlurmSystem(SystemConfig):
         return CallCommands(self.executor(directory), self.python)
 
     def adopts(self, handle: str) -> bool:
-        return handle.startswith(f"{SCHEME}:")
+        return handle.startswith("slurm:")
 
     def problems(self, kind: str, nodes: Sequence[int] = (), gpus: int = 0) -> list[Problem]:
         if self.mode != "allocation":
@@ -83,41 +34,3 @@ class SlurmSystem(SystemConfig):
             text = f"{gpus} per trial is more than the allocation has: [system] gpus = {self.gpus or 0}."
             problems.append(Problem("gpus", text))
         return problems
-
-    # -- command lines ------------------------------------------------------------------------------------------
-
-    def sbatch(self, name: str, nodes: int, gpus: int, timeout_s: float | None, extra: Sequence[str] = ()) -> list[str]:
-        """The command line that submits a job script from standard input."""
-        limit_s = self.time_limit_s if self.mode == "allocation" else timeout_s
-        if self.mode != "allocation" and limit_s is not None:
-            limit_s += self.grace_s + self.margin_s
-        options = {
-            "job-name": name,
-            "nodes": str(nodes),
-            "partition": self.partition,
-            "account": self.account,
-            "qos": self.qos,
-            "constraint": self.constraint,
-            "nodelist": self.nodelist,
-            "exclude": self.exclude,
-            "reservation": self.reservation,
-            "gres": f"gpu:{count}" if (count := self.gpus if self.gpus is not None else gpus) else None,
-            "time": str(math.ceil(limit_s / 60)) if limit_s is not None else None,
-        }
-        # Files and directories of the job are ours to open: Slurm's own messages about them say nothing.
-        nowhere = (f"--{stream}=/dev/null" for stream in ("input", "output", "error"))
-        fixed = ["--parsable", "--no-requeue", "--chdir=/", *nowhere]
-        chosen = [f"--{key}={value}" for key, value in options.items() if value is not None]
-        return ["sbatch", *fixed, *chosen, *extra, *self.arguments]
-
-    def srun(self, nodes: int, gpus: int) -> list[str]:
-        """What goes before a command that is started by srun; empty if it is started directly."""
-        is_step = self.mode == "allocation"
-        if self.launcher == "direct" or (
-            self.launcher == "auto" and nodes == 1 and self.container_image is None and not is_step
-        ):
-            return []
-        options = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-        options += ["--exact", f"--gres=gpu:{gpus}" if gpus else "--gres=none"] if is_step else []
-        options += [f"--container-image={self.container_image}"] if self.container_image is not None else []
-        return ["srun", "--unbuffered", "--quiet", *options, *self.srun_arguments]
