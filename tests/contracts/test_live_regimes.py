@@ -94,7 +94,7 @@ def test_r09_an_argument_that_takes_no_effect_is_refused_at_load_time(tmp_path, 
 def test_r09_gymnasium_environments_are_built_with_the_drawn_argument(tmp_path):
     text = scenario("gymnasium:Pendulum-v1", "g = [1.0, 9.8]", drawn="g")
     live = load(write_scenario(tmp_path, text)).runs[0].live
-    server = live.connect(tmp_path, ["g"])
+    (server,) = live.connect(tmp_path, ["g"])
     assert server.reset(options={"env_params": {"g": 1.0}})[1] == {"env_params": {"g": 1.0}}
     server.close()
 

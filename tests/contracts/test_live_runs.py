@@ -95,7 +95,7 @@ PLAIN = batch_scenario(agent="", args="x = 1", name="plain").replace('name = "te
         (batch_scenario() + PLAIN, "runs with and without an agent are mixed; plain has none"),
         (live_scenario() + PLAIN, "runs with and without an agent are mixed; plain has none"),
         (live_scenario(agent=""), "[run.agent]: is missing; a live environment needs an agent"),
-        (live_scenario(agent='agent = { type = "grid" }'), "'grid' cannot act in a live environment; ppo"),
+        (live_scenario(agent='agent = { type = "grid" }'), "'grid' cannot act in a live environment; random, ppo"),
         (live_scenario().replace("[run.live]", "repeats = 2\n[run.live]"), "repeats"),
         (live_scenario().replace("[run.live]", 'cache = "shared"\n[run.live]'), "cache"),
         (live_scenario(more='[run.workload]\ntype = "command"'), "a workload or a live environment, not both"),

@@ -15,6 +15,7 @@ from loopwright.api.objects import register
 from loopwright.api.resume import check_same_study
 from loopwright.api.shipping import code_digest, import_path, search_path, write_pickle
 from loopwright.api.study import Study
+from loopwright.envs.live.server import GymServer
 from loopwright.ledger.observer import Observer
 from loopwright.reports.export import replacing
 from loopwright.reports.progress import HasBook, show_progress
@@ -113,15 +114,18 @@ def run(
     set: Mapping[str, Any] | None = None,
     resume: bool = False,
     progress: bool | None = None,
+    server: GymServer | None = None,
 ) -> Study:
     """Run a scenario, a TOML file or the same as a dict, and return its first run as a study.
 
     `set` overrides keys, as in `{"system.parallel": 4}`. With `resume`, the campaign in `output` is continued.
     Progress is shown on stderr if it is a terminal; `progress=True` shows it always, `progress=False` never.
+    `server` is the environment of the live run, an object such as a `gymnasium.Env`, stepped in this process and closed
+    at the end. `[run.live]` need not name one then.
     """
-    loaded = load(scenario, set=set)
+    loaded = load(scenario, set=set, has_server=server is not None)
     directory = Path(output) if output is not None else _new_directory(loaded.scenario.name)
-    code = _dispatch(loaded, directory, resume=resume, progress=progress)
+    code = _dispatch(loaded, directory, resume=resume, progress=progress, server=server)
     return Study.read(directory, loaded.scenario.run[0].name, code=code)
 
 
@@ -166,16 +170,18 @@ def _new_directory(name: str) -> Path:
     return directory
 
 
-def _dispatch(loaded: LoadedScenario, output: Path, *, resume: bool, progress: bool | None) -> int:
+def _dispatch(
+    loaded: LoadedScenario, output: Path, *, resume: bool, progress: bool | None, server: GymServer | None = None
+) -> int:
     """Dispatch, also inside a running event loop, as in a notebook. A signal is raised once the run has stopped."""
     visible = sys.stderr.isatty() if progress is None else progress
     with show_progress(None, sys.stderr) if visible else nullcontext(_watch_nothing) as watch:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            code = dispatch(loaded, output, resume=resume, watch=watch)
+            code = dispatch(loaded, output, resume=resume, watch=watch, server=server)
         else:
-            code = _dispatch_in_thread(loaded, output, resume=resume, watch=watch)
+            code = _dispatch_in_thread(loaded, output, resume=resume, watch=watch, server=server)
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code > 128:

@@ -23,6 +23,8 @@ class Checker:
         self.problems = list(problems)
         self.system: SystemConfig = LocalSystem()
         """The scenario's system; that of a broken table is local."""
+        self.has_server = False
+        """Whether the caller passes the server of a live run."""
         self.suffix = ""
         """Added to each key, where a scenario has several runs."""
 

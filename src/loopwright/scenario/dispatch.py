@@ -22,7 +22,7 @@ from loopwright.agents.search.grid_random import Grid, GridConfig
 from loopwright.core.agent import Agent
 from loopwright.core.errors import LedgerError, LoopwrightError, OutputBusy, StorageError, sentence, storage
 from loopwright.core.outcome import Outcome
-from loopwright.envs.live.server import ServerError, ServerLost
+from loopwright.envs.live.server import GymServer, ServerError, ServerLost
 from loopwright.execution.local.processes import is_ignored
 from loopwright.ledger.check import check_ledger
 from loopwright.ledger.ledger import Ledger
@@ -115,12 +115,13 @@ def dispatch(
     accept_changes: bool = False,
     watch: Watch = lambda _: (),
     signals: Signals | None = None,
+    server: GymServer | None = None,
 ) -> int:
     """Run a scenario. 0: every run has a result; 1: a run failed; 130, 143: stopped by a signal.
 
     A failure that leaves the other runs unharmed is a code, and codes accumulate: the agent's own, its `sys.exit`, or a
     server that cannot be reached. Any other exception is a bug or a full disk: no further run starts, the reports are
-    still made, and the exception reaches the caller unchanged.
+    still made, and the exception reaches the caller unchanged. `server` replaces what a live run names, and is closed.
     """
     output = Path(output)
     with (signals or Signals()).installed() as signals, hold(output):
@@ -130,7 +131,8 @@ def dispatch(
         try:
             for run in loaded.runs:
                 if signals.received is None:
-                    code |= _run(loaded, run, output, signals, watch, accept_changes=accept_changes)
+                    options: dict[str, Any] = {"accept_changes": accept_changes, "server": server}
+                    code |= _run(loaded, run, output, signals, watch, options)
         finally:
             code |= write_all(output)
         if signals.received is not None:
@@ -148,22 +150,29 @@ class BuiltRun:
     """Closes the run's files."""
 
 
-def build(loaded: LoadedScenario, run: RunKind, output: Path, *, accept_changes: bool = False) -> BuiltRun:
+def build(
+    loaded: LoadedScenario,
+    run: RunKind,
+    output: Path,
+    *,
+    accept_changes: bool = False,
+    server: GymServer | None = None,
+) -> BuiltRun:
     """Build one run; if its ledger exists, the run continues from there."""
     # A run without an agent is a grid over a space of one point.
-    config = run.agent or GridConfig()
+    config, agent_class = run.agent or GridConfig(), run.agent_class or Grid
     with ExitStack() as resources:
-        env = run.build_env(BuildContext(loaded, output, config, resources, accept_changes))
-        agent = (run.agent_class or Grid)(env, config, parallel=loaded.scenario.system.parallel)
+        env = run.build_env(BuildContext(loaded, output, config, resources, accept_changes, server, agent_class))
+        agent = agent_class(env, config, parallel=loaded.scenario.system.parallel)
         return BuiltRun(env, agent, resources.pop_all())
 
 
 def _run(
-    loaded: LoadedScenario, run: RunKind, output: Path, signals: Signals, watch: Watch, *, accept_changes: bool
+    loaded: LoadedScenario, run: RunKind, output: Path, signals: Signals, watch: Watch, options: Mapping[str, Any]
 ) -> int:
     path = output / run.name / "ledger.db"
     try:
-        built = build(loaded, run, output, accept_changes=accept_changes)
+        built = build(loaded, run, output, **options)
     except (ServerLost, ServerError) as error:
         with Ledger.open(path) as ledger:
             budget = run.agent.trials if run.agent is not None else None

@@ -27,11 +27,13 @@ def load(
     *,
     directory: str | Path | None = None,
     set: Mapping[str, Any] | None = None,
+    has_server: bool = False,
 ) -> LoadedScenario:
     """Read and check a scenario, a TOML file or the same as a dict. A ScenarioError lists everything that is wrong.
 
     Paths in it are relative to `directory`: by default the file's directory, for a dict the current one.
     `set` overrides keys: `{"system.parallel": 4, "run.agent.trials": 100}`; see `loopwright.scenario.overrides`.
+    With `has_server`, a live run need not name its environment: the caller passes it to `dispatch` or `make`.
     """
     if isinstance(source, Mapping):
         raw, path, start = dict(source), None, Path.cwd()
@@ -51,6 +53,7 @@ def load(
     directory = Path(directory).absolute() if directory is not None else start / str(raw.get("home", ""))
     look_for_types(raw, directory)
     checker = Checker(directory, problems)
+    checker.has_server = has_server
     name, system, runs = _read_scenario(raw, checker)
     if checker.problems or system is None:
         raise ScenarioError("scenario" if path is None else str(source), checker.problems)

@@ -44,7 +44,7 @@ def make(
         raise MissingExtra("loopwright.make", "rl") from error
     if view not in _VIEWS:
         raise ValueError(f"unknown view {view!r}; use one of {', '.join(_VIEWS)}")
-    loaded = load(scenario)
+    loaded = load(scenario, has_server=server is not None)
     config = select_run(loaded, run)
     if config.kind not in ("search", "live"):
         raise ValueError(f"run {config.name!r} collects rollouts, which have no gymnasium spaces; use `loopwright run`")

@@ -57,6 +57,8 @@ class Env(Protocol):
 class SearchAgent(Agent):
     """Proposes actions one by one and learns from their feedback; up to `parallel` trials are in flight.
 
+    In a live run a trial is a step, an action an element of `env.action_space`, and `feedback.done` ends an episode.
+
     class Coin(SearchAgent):
         class Config(AgentConfig):
             type: Literal["coin"] = "coin"
@@ -69,6 +71,7 @@ class SearchAgent(Agent):
     """
 
     env: Env
+    steps_live: ClassVar[bool] = True
 
     def __init__(self, env: Any, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
@@ -173,6 +176,7 @@ class SpaceAgent(SearchAgent):
     """
 
     env: SearchEnv
+    steps_live: ClassVar[bool] = False
     heeds_constraints: ClassVar[bool] = False
     """Whether a proposal that breaks a constraint is retried first, instead of spending a trial on it."""
 

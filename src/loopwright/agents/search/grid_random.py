@@ -1,10 +1,12 @@
 """Agents that learn nothing: every point of a grid, and random points."""
 
 from collections.abc import Iterable
+from copy import deepcopy
 from pathlib import Path
+from random import Random
 from typing import Any, ClassVar, Literal
 
-from loopwright.agents.search.base import BudgetedConfig, SearchConfig, SpaceAgent
+from loopwright.agents.search.base import BudgetedConfig, SearchAgent, SearchConfig, SpaceAgent
 from loopwright.core.agent import AgentConfig
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import Problem
@@ -70,6 +72,31 @@ class RandomSearch(MemorylessAgent):
     Config: ClassVar[type[AgentConfig]] = RandomConfig
     samples_env_params: ClassVar[bool] = True
     several_objectives: ClassVar[bool] = True
+    steps_live: ClassVar[bool] = True
 
     def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
         return self.space.sample(self.config.seed, f"{n}:{retry}" if retry else n)
+
+
+class RandomPolicy(SearchAgent):
+    """`random` in a live run: samples the action space in each step, whatever it observes. A policy's baseline."""
+
+    Config: ClassVar[type[AgentConfig]] = RandomConfig
+    samples_env_params: ClassVar[bool] = True
+
+    def __init__(self, env: Any, config: Any, *, parallel: int = 1) -> None:
+        super().__init__(env, config, parallel=parallel)
+        self._space = deepcopy(env.action_space)  # sampling must not advance the server's own random source
+        self._space.seed(Random(f"{config.seed}:action:{env.book.step}").getrandbits(31))
+
+    @classmethod
+    def problems(cls, config: Any, space: Any, home: Path) -> list[Problem]:
+        return [Problem("start", "has no meaning in a live run, whose first actions are random; remove it.")] * bool(
+            config.start
+        )
+
+    def select_action(self, observation: Observation) -> Any:
+        return self._space.sample()
+
+    def restore(self, history: Iterable[Proposal]) -> None:
+        """It learns nothing, so there is nothing to restore."""

@@ -17,7 +17,7 @@ from loopwright.envs.live.regime_server import (
     misspelled,
     refusal,
 )
-from loopwright.envs.live.server import GymServer, check_server_class
+from loopwright.envs.live.server import GymServer, ServerError, check_server_class
 from loopwright.spaces.parameter import Choice, Fixed, Parameter, parameter
 
 
@@ -50,7 +50,7 @@ class LiveConfig(Config):
 
     @model_validator(mode="after")
     def _check_target(self) -> "LiveConfig":
-        if (self.env_class is None) == (self.address is None):
+        if self.env_class is not None and self.address is not None:
             raise ValueError("give either env_class (a class) or address (a server)")
         if self.address is not None and self.isolate is not None:
             raise ValueError("isolate is for env_class; a server at an address has its own process already")
@@ -70,8 +70,11 @@ class LiveConfig(Config):
 
     def problems(self, scenario_dir: Path, env_params: Collection[str]) -> list[Problem]:
         """What is wrong with this configuration, as far as that shows without starting the server."""
-        if self.env_class is None:
+        problems: list[Problem] = []
+        if self.address is not None:
             problems = self._address_problems()
+        elif self.env_class is None:
+            pass  # the server is passed in Python
         elif reason := check_server_class(self.env_class, scenario_dir):
             problems = [Problem("env_class", reason)]
         else:
@@ -120,9 +123,11 @@ class LiveConfig(Config):
     def connect(self, scenario_dir: Path, env_params: Collection[str]) -> list[GymServer]:
         """As many servers as `envs` says: together in a process of their own, in this one, or connected to."""
         if self.env_class is None:
+            if self.address is None:
+                raise ServerError("the run names no environment: pass it in Python, as server=…")
             from loopwright.envs.live.remote import RemoteServer  # requires msgpack and gymnasium
 
-            return [RemoteServer(self.address or "", timeout_s=self.timeout_s) for _ in range(self.envs)]
+            return [RemoteServer(self.address, timeout_s=self.timeout_s) for _ in range(self.envs)]
         target = self.target(scenario_dir, env_params)
         if self.isolate is False:
             return [RegimeServer(target) if target.drawn else target.make() for _ in range(self.envs)]

@@ -21,6 +21,7 @@ from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import LedgerError, did_you_mean, storage
 from loopwright.core.imports import import_function
 from loopwright.core.reward import Penalties, RewardFunction, rewards
+from loopwright.envs.live.campaign_env import LiveCampaignEnv
 from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.live.server import GymServer
 from loopwright.envs.search import SearchEnv
@@ -34,7 +35,7 @@ from loopwright.scenario.checker import Checker
 from loopwright.scenario.schema import RunBasics, RunConfig, Scenario
 from loopwright.spaces.space import EnvParamConfig, problem_with
 
-AnyEnv = SearchEnv | LiveEnv | RolloutEnv
+AnyEnv = SearchEnv | LiveEnv | LiveCampaignEnv | RolloutEnv
 _WORKLOAD_KEYS = ("type", "command", "setup", "function", "timeout_s", "env_class", "address", "record")
 
 
@@ -71,6 +72,8 @@ class BuildContext:
     """Whether a ledger may continue although the run's inputs have changed."""
     server: GymServer | None = None
     """Replaces the server that a live run names."""
+    agent_class: type[Agent] | None = None
+    """The agent that acts in the environment; None if the caller does."""
 
 
 class RunKind(RunConfig, ABC):
@@ -226,7 +229,7 @@ class RunKind(RunConfig, ABC):
     def describe(self, context: BuildContext, ledger: Ledger, details: Mapping[str, Any]) -> None:
         """Record everything a report needs, so that it can be made from the ledger alone."""
         table = next(table for table in context.loaded.raw["run"] if table["name"] == self.name)
-        part = table.get("workload") or table.get("live") or table["rollout"]
+        part = next(table[key] for key in ("workload", "live", "rollout") if key in table)
         agent = self.agent_class
         nodes = {"nodes": part["nodes"]} if "nodes" in part else {}
         about = {

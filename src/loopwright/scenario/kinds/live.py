@@ -3,8 +3,12 @@
 from typing import Any, ClassVar, Literal
 
 from loopwright.agents import agents
+from loopwright.agents.search.base import SearchAgent
+from loopwright.agents.search.grid_random import RandomPolicy, RandomSearch
+from loopwright.core.agent import Agent
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import Problem, ScenarioError
+from loopwright.envs.live.campaign_env import LiveCampaignEnv
 from loopwright.envs.live.config import LiveConfig
 from loopwright.envs.live.env import LiveEnv
 from loopwright.scenario.checker import Checker
@@ -20,10 +24,17 @@ class LiveRun(RunKind):
     live: LiveConfig
 
     @classmethod
+    def read(cls, raw: dict[str, Any], agent: type[Agent] | None, checker: Checker) -> "RunKind | None":
+        # In a live run `random` is a policy: a space of points to search does not exist.
+        return super().read(raw, RandomPolicy if agent is RandomSearch else agent, checker)
+
+    @classmethod
     def read_parts(cls, raw: dict[str, Any], checker: Checker) -> dict[str, Any]:
         return {"live": checker.model("[run.live]", raw["live"], LiveConfig)}
 
     def check(self, raw: dict[str, Any], checker: Checker) -> None:
+        if self.live.env_class is None and self.live.address is None and not checker.has_server:
+            checker.add("[run.live]", "names no environment: give env_class or address, or pass server=… in Python.")
         checker.add_all("[run.live]", self.live.problems(checker.directory, self.env_params.keys()))
         checker.add_all("[run.live]", checker.system.problems(self.kind))
         if "workload" in raw:
@@ -52,7 +63,7 @@ class LiveRun(RunKind):
                 checker.add("[run.live] envs", "several environments need an RL agent with library = 'sb3'; remove it.")
             self.check_draws(raw, self.live.args, checker)
 
-    def build_env(self, context: BuildContext) -> LiveEnv:
+    def build_env(self, context: BuildContext) -> LiveEnv | LiveCampaignEnv:
         live = self.live
         book = self.open_book(
             context,
@@ -80,4 +91,6 @@ class LiveRun(RunKind):
             )
             first = first or env
         assert first is not None  # noqa: S101  there is at least one
-        return first
+        context.resources.callback(first.close)
+        is_campaign = context.agent_class is not None and issubclass(context.agent_class, SearchAgent)
+        return LiveCampaignEnv(first, context.agent.seed) if is_campaign else first
