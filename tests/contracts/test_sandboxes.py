@@ -101,6 +101,20 @@ def test_a07_a_process_outside_cannot_be_traced(harness):
     assert harness.output_of(harness.python(script, str(os.getpid()))) == "-1 3\n"
 
 
+def test_a07_a_process_cannot_protect_itself_from_being_ended_when_memory_runs_out(harness):
+    script = """
+    from pathlib import Path
+    score = Path("/proc/self/oom_score_adj")
+    print(int(score.read_text()))
+    try:
+        score.write_text("-1000")
+        print("protected")
+    except OSError:
+        print("refused")
+    """
+    assert harness.output_of(harness.python(script)).split()[1] == "refused"
+
+
 @pytest.fixture
 def memory_group():
     """Skips the test where no control group limits memory."""

@@ -103,7 +103,7 @@ def test_an_unmeasurable_workspace_is_not_counted(tmp_path, monkeypatch):
     monkeypatch.setattr("loopwright.execution.sandbox.resource_monitor.size_bytes", lambda *_: None)
     assert "cannot be measured" in watched.exceeded_disk()
     watched.reset()
-    watched._next_measurement_s = 0.0
+    watched._earliest_measurement_s = watched._next_measurement_s = 0.0
     assert watched.exceeded_disk() is None
 
 

@@ -83,3 +83,16 @@ def test_a_disk_that_cannot_be_measured_in_time_is_too_large(monkeypatch, tmp_pa
     monkeypatch.setattr("loopwright.execution.sandbox.files._MEASURE_TIMEOUT_S", 1e-6)
     sandbox = MonitoredSandbox(SLOW, Bounds(disk_bytes=10**9), (tmp_path,), lambda _: None)
     assert "cannot be measured" in sandbox.exceeded_disk()
+
+
+def test_a_disk_that_loses_more_than_a_sandbox_may_use_is_measured_early(monkeypatch, tmp_path):
+    """Given many files, of which a measurement takes long, so that the next one would be much later."""
+    free, sizes = [10_000, 9_500, 8_900], [400, 1_500]
+    monkeypatch.setattr(monitor, "free_bytes", lambda *_: free.pop(0))
+    monkeypatch.setattr(monitor, "size_bytes", lambda *_: sizes.pop(0))
+    sandbox = MonitoredSandbox(SLOW, Bounds(disk_bytes=1_000), (tmp_path,), lambda _: None)
+    assert sandbox.exceeded_disk() is None
+    for _ in range(2):
+        sandbox._earliest_measurement_s, sandbox._next_measurement_s = 0.0, float("inf")
+        last = sandbox.exceeded_disk()
+    assert (last, free, sizes) == ("disk: 1500 bytes of 1000", [], [])

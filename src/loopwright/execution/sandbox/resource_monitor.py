@@ -69,6 +69,9 @@ class MonitoredSandbox:
     """Its processes at the last measurement."""
     _kills_baseline: int = 0
     _next_measurement_s: float = 0.0
+    _earliest_measurement_s: float = 0.0
+    _alarm_bytes: int = 0
+    """Free space on its disks at which it is measured early: less than that, and it may have exceeded its bound."""
 
     def reset(self) -> None:
         """Exclude what is on the disk now, and processes that were ended until now."""
@@ -88,15 +91,23 @@ class MonitoredSandbox:
         return f"memory: all of {self.bounds.memory_bytes} bytes"
 
     def exceeded_disk(self) -> str | None:
-        """Whether its files take too much space, in words; measured rarely if measuring takes long."""
+        """Whether its files take too much space, in words.
+
+        If measuring takes long, it is done rarely, unless the disk loses more space than the sandbox may still use.
+        """
         limit = self.bounds.disk_bytes
         start_s = time.monotonic()
-        if limit is None or start_s < self._next_measurement_s:
+        if limit is None or start_s < self._earliest_measurement_s:
+            return None
+        free = free_bytes(*self.directories)
+        if start_s < self._next_measurement_s and free >= self._alarm_bytes:
             return None
         size = size_bytes(*self.directories)
         size = None if size is None else size + unlinked_bytes(self.pids)
         end_s = time.monotonic()
+        self._earliest_measurement_s = end_s + max(POLL_S, end_s - start_s)
         self._next_measurement_s = end_s + max(POLL_S, (end_s - start_s) / _DISK_TIME_SHARE)
+        self._alarm_bytes = free - max(0, limit + (self.disk_baseline_bytes or 0) - (size or 0))
         # Read only now: verification may have begun while the agent's files were measured.
         if (baseline := self.disk_baseline_bytes) is None:
             return None
@@ -205,6 +216,12 @@ def usage_by_net() -> dict[int, ResourceUsage]:
                     if line.startswith((b"RssAnon", b"RssShmem")):
                         usage.memory_bytes += int(line.split()[1]) * 1024
     return usages
+
+
+def free_bytes(*directories: Path) -> int:
+    """The free space on the file systems of these directories."""
+    systems = {os.stat(directory).st_dev: os.statvfs(directory) for directory in directories}  # noqa: PTH116  as fast
+    return sum(system.f_bavail * system.f_frsize for system in systems.values())
 
 
 def unlinked_bytes(pids: Iterable[int]) -> int:
