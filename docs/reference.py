@@ -159,6 +159,8 @@ def default(field: Any) -> str:
     value = field.get_default(call_default_factory=True)
     if value is None or value is PydanticUndefined or isinstance(value, BaseModel) or value in ((), {}):
         return ""
+    if value == sys.executable:  # differs from machine to machine
+        return "this Python"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     return f"`{list(value) if isinstance(value, tuple) else value!r}`".replace("'", '"')
