@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from loopwright.trainers.curves import Curves
+from loopwright.reports.curves import Curves
 
 
 def scalars(directory: Path) -> dict[tuple[str, int], float]:
@@ -30,7 +30,7 @@ def test_event_files_hold_the_numbers(tmp_path):
     curves.add(1, {"train/reward": 0.25, "train/loss": float("nan")})
     curves.add(2, {"train/reward": 0.5, "eval/pass@1": 1})
     curves.close()
-    values = scalars(tmp_path / "tensorboard")
+    values = scalars(tmp_path / "tensorboard" / "1")
     assert values == {("train/reward", 1): 0.25, ("train/reward", 2): 0.5, ("eval/pass_at_1", 2): 1.0}
 
 
@@ -100,7 +100,7 @@ def test_a_writer_that_cannot_start_does_not_end_the_run(wandb, tmp_path, caplog
     curves.add(1, {"train/reward": 0.5})
     curves.close()
     assert "cannot write curves to wandb" in caplog.text
-    assert scalars(tmp_path / "tensorboard")[("train/reward", 1)] == 0.5
+    assert scalars(tmp_path / "tensorboard" / "1")[("train/reward", 1)] == 0.5
 
 
 def test_a_failing_writer_is_dropped_and_the_others_continue(wandb, tmp_path, caplog):
@@ -110,5 +110,5 @@ def test_a_failing_writer_is_dropped_and_the_others_continue(wandb, tmp_path, ca
     curves.add(2, {"train/reward": 0.75})
     curves.close()
     assert "stopped writing curves to Wandb" in caplog.text
-    assert scalars(tmp_path / "tensorboard")[("train/reward", 2)] == 0.75
+    assert scalars(tmp_path / "tensorboard" / "1")[("train/reward", 2)] == 0.75
     assert wandb.finished == 0

@@ -133,6 +133,8 @@ def _live_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
         lines.append(f"{what}: {mean:.6g} (of the first{f' {window}' if window > 1 else ''}: {episodes.before:.6g})")
         if episodes.change is None or not episodes.change.sign:
             lines.append("no clear change")
+    if digest.evaluations.results:
+        lines.append(f"evaluation: {digest.evaluations.verdict()}")
     for failure in digest.failures()[:_MAX_REASONS]:
         lines += [f"{len(numbers)} × {failure.outcome}: {reason}" for reason, numbers in failure.reasons[:1]]
     return {"counts": ledger.counts(), "episodes": count, "mean_return": mean}, lines

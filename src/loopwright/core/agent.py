@@ -22,6 +22,11 @@ class AgentConfig(Config):
     count_cached: bool = True
     """Whether a trial that was answered from the cache uses up budget."""
 
+    @property
+    def budget(self) -> int | None:
+        """How many trials the run may use in total."""
+        return self.trials
+
 
 class Agent(ABC):
     """Runs against an environment, which the run's kind decides: a search, a live server or rollouts.

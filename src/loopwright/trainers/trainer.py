@@ -19,6 +19,7 @@ from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, Stora
 from loopwright.core.runtime import run
 from loopwright.engines.weight_update import WeightUpdate
 from loopwright.ledger.steps import Kind, Step, Steps
+from loopwright.reports.curves import Curves, missing_packages
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.evaluation import summary
@@ -27,7 +28,6 @@ from loopwright.rollouts.producer import Producer
 from loopwright.trainers.algorithm import Algorithm
 from loopwright.trainers.checkpoint import Checkpoints
 from loopwright.trainers.config import TrainConfig
-from loopwright.trainers.curves import Curves, missing_packages
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.sample import Sample, build_samples, truncating_parameters
 

@@ -175,7 +175,7 @@ def test_s13_live_rows_are_in_the_ledger_before_each_checkpoint(tmp_path):
     env = LiveAdapter(live_env(tmp_path))
     book, checkpoints = env.inner.book, []
     config = PpoConfig(trials=50, rollout=16, checkpoint_every=10)
-    learner = Sb3Learner("PPO", env, config, LearnerContext(book, 1, 100, env.inner.flush))
+    learner = Sb3Learner("PPO", env, config, LearnerContext(book, 1, 100, env.inner.flush, tmp_path))
     learner.save = lambda: checkpoints.append((book.step, book.ledger.last()[0]))
     learner.learn(50)
     assert checkpoints == [(n, n) for n in (10, 20, 30, 40, 50)]

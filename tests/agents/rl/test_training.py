@@ -224,7 +224,7 @@ def test_each_imitated_trial_is_paired_with_its_own_regime(driver):
 
 
 def test_imitation_raises_the_probability_of_good_actions(driver):
-    context = LearnerContext(driver.env.book, 1, 100, lambda: None)
+    context = LearnerContext(driver.env.book, 1, 100, lambda: None, driver.env.book.directory)
     learner = Sb3Learner("PPO", SlotVecEnv(driver, 1), PpoConfig(trials=100), context)
     pairs = warm_start_pairs(driver, "earlier/run")
 

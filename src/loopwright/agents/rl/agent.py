@@ -13,6 +13,7 @@ from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, did_you_mean, sentence
 from loopwright.core.imports import import_object, look_first_in
 from loopwright.envs.live.server import ServerLost
+from loopwright.reports.curves import missing_packages
 from loopwright.spaces.parameter import Range
 from loopwright.spaces.space import Space
 
@@ -48,6 +49,10 @@ class RlAgent(Agent):
             problems.append(
                 Problem("count_cached", "a policy learns from cached trials too, so they count; remove it.")
             )
+        if missing := missing_packages(config.log):
+            problems.append(Problem("log", f"pip install {' '.join(missing)}"))
+        if len({*config.seeds}) < len(config.seeds):
+            problems.append(Problem("seeds", "has a seed twice; give different ones."))
         if config.warm_start is not None and (reason := cls._warm_start_problem(config, space, home)):
             problems.append(Problem("warm_start", reason))
         # Importing the library takes seconds, so only if there is something to check.

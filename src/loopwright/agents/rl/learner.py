@@ -1,21 +1,36 @@
 """What the RL libraries share: configuration, algorithms, and the learner that each library implements."""
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Annotated, Any, Literal, Protocol, cast
 
 from pydantic import Field
 
 from loopwright.core.agent import AgentConfig
+from loopwright.core.config import Config
+from loopwright.ledger.steps import Step, Steps
 from loopwright.ledger.trial_book import TrialBook
+from loopwright.reports.curves import Curves
 from loopwright.spaces.space import Space
 
 MAX_REGIMES = 64
 """Above this many regimes, the policy is not evaluated under each."""
+
+
+class EvaluationConfig(Config):
+    """How a policy is evaluated during training."""
+
+    every: int = Field(default=5000, ge=1)
+    """Trials (in a live run: steps) between two evaluations; one more follows at the end."""
+    episodes: int = Field(default=20, ge=1)
+    """Episodes of each evaluation; in a batch run: measurements under each regime."""
+    deterministic: bool = True
+    """Whether the policy acts without exploration."""
 
 
 class RlConfig(AgentConfig):
@@ -38,15 +53,34 @@ class RlConfig(AgentConfig):
     """Further options of the library's algorithm, under the library's own names."""
     checkpoint_every: int = Field(default=1000, ge=1)
     """Trials between two checkpoints of the policy."""
-    evaluate: int = Field(default=1, ge=0)
-    """How often to measure the policy and the best static action under each regime at the end."""
+    evaluate: Annotated[int, Field(ge=0)] | EvaluationConfig = 1
+    """In a batch run: how often to measure the policy and the best static action under each regime at the end. A table
+    evaluates during training too, live runs included, and keeps the best policy beside the last."""
+    seeds: tuple[int, ...] = ()
+    """Train once with each of these seeds, instead of `seed`, `trials` each, and report the aggregate."""
+    log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """Where curves are written besides the ledger; each needs its package."""
     warm_start: str | None = None
     """The output directory of an earlier run, relative to the scenario, whose trials the policy imitates first."""
 
+    @property
+    def budget(self) -> int | None:
+        return None if self.trials is None else self.trials * (len(self.seeds) or 1)
+
+    @property
+    def evaluation(self) -> EvaluationConfig | None:
+        """The evaluation during training, if there is one."""
+        return self.evaluate if isinstance(self.evaluate, EvaluationConfig) else None
+
+    @property
+    def measurements(self) -> int:
+        """How often the policy of a batch run is measured under each regime."""
+        return self.evaluate.episodes if isinstance(self.evaluate, EvaluationConfig) else self.evaluate
+
     def evaluation_trials(self, space: Space, repeats: int) -> int:
-        """Trials that the evaluation takes: the policy and the best static action under each regime."""
+        """Trials that the last evaluation takes: the policy and the best static action under each regime."""
         regimes = prod(space.parameters[name].size or 1 for name in space.drawn if name in space.parameters)
-        return 2 * self.evaluate * regimes * repeats if regimes <= MAX_REGIMES else 0
+        return 2 * self.measurements * regimes * repeats if regimes <= MAX_REGIMES else 0
 
 
 @dataclass(frozen=True)
@@ -96,11 +130,10 @@ class LearnerContext:
     """Steps of training within the budget."""
     flush: Callable[[], None]
     """Writes every recorded step to the ledger."""
-
-    @property
-    def directory(self) -> Path:
-        """Where the policy is saved."""
-        return self.book.directory / "policy"
+    directory: Path
+    """Where the policy is saved."""
+    curves: Curves = field(default_factory=Curves)
+    """Where curves are written besides the ledger."""
 
     def default_rollout(self, config: RlConfig) -> int:
         """Steps per update if `rollout` is not set: a multiple of the usual batch of 64."""
@@ -113,9 +146,24 @@ class PolicyLearner(ABC):
     def __init__(self, config: RlConfig, context: LearnerContext) -> None:
         self.config, self.context = config, context
         self._saved_at = context.book.step
+        self.evaluate_if_due: Callable[[PolicyLearner], None] = lambda _: None
+        """Called between two steps of training."""
+        self._steps = Steps(context.book.ledger)
+
+    def log_numbers(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write one point of each curve to the configured tools."""
+        self.context.curves.add(step, numbers)
+
+    def record_update(self, numbers: Mapping[str, float]) -> None:
+        """Write the numbers of an update, such as losses, to the ledger and to the configured tools."""
+        step = Step(self.context.book.step, time.time(), numbers)
+        self._steps.add("train", step)
+        self.context.book.observers.after_step("train", step)
+        self.log_numbers(step.step, {f"train/{name}": value for name, value in numbers.items()})
 
     def checkpoint_if_due(self) -> None:
         """Save the policy every `checkpoint_every` trials, after the trials that it learned from are in the ledger."""
+        self.evaluate_if_due(self)
         if self.context.book.step - self._saved_at >= self.config.checkpoint_every:
             self._saved_at = self.context.book.step
             self.context.flush()
@@ -126,12 +174,20 @@ class PolicyLearner(ABC):
         """Train until the run has used this many trials."""
 
     @abstractmethod
+    def choose(self, observation: Any, state: Any, mask: Any, *, deterministic: bool) -> tuple[Any, Any]:
+        """The policy's action and its new state; the state is None at the start of an episode."""
+
     def act(self, observation: Any) -> Any:
         """The policy's action, without exploration."""
+        return self.choose(observation, None, None, deterministic=True)[0]
 
     @abstractmethod
+    def write_policy(self, directory: Path) -> None:
+        """Write the policy to a directory, from which `load_policy` reads it."""
+
     def save(self) -> None:
         """Write a checkpoint of the policy to `context.directory`."""
+        self.write_policy(self.context.directory)
 
     def close(self) -> None:
         """Release what the learner holds."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from loopwright.agents.rl.learner import LearnerContext, RlAlgorithm, RlConfig, backend
+from loopwright.agents.rl.learner import PolicyLearner, RlAlgorithm, RlConfig, backend
 from loopwright.agents.rl.library_spaces import flat_actions, flatten_codec
 from loopwright.core.errors import InvalidAction, LoopwrightError, storage
 from loopwright.core.trial import Observation
@@ -43,12 +43,19 @@ def policy_card(env: LiveEnv | SearchEnv, config: RlConfig, algorithm: RlAlgorit
     }
 
 
-def write_policy_card(context: LearnerContext, card: Mapping[str, Any]) -> None:
+def write_policy_card(directory: Path, card: Mapping[str, Any], trials: int) -> None:
     """Write the card beside the policy, with the trials so far."""
-    directory = context.directory
     with storage(directory):
-        (directory / f".{_CARD}").write_text(json.dumps({**card, "trials": context.book.step}, indent=2))
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f".{_CARD}").write_text(json.dumps({**card, "trials": trials}, indent=2))
         (directory / f".{_CARD}").replace(directory / _CARD)
+
+
+def keep_best(learner: PolicyLearner, card: Mapping[str, Any]) -> None:
+    """Write the policy as it is now to `best`, beside the last one."""
+    directory = learner.context.directory / "best"
+    learner.write_policy(directory)
+    write_policy_card(directory, card, learner.context.book.step)
 
 
 def act(directory: Path, regime: Mapping[str, Any], observation: Any = None) -> Any:

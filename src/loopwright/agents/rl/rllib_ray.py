@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from inspect import signature
 from pathlib import Path
@@ -93,7 +93,8 @@ class RllibLearner(PolicyLearner):
     def learn(self, until: int) -> None:
         while (left := (until - self.context.book.step) // self.context.trials_per_step) > 0:
             with self._shorter_batch(left) if left < self._batch else nullcontext():
-                self._algorithm.train()
+                result = self._algorithm.train()
+            self.record_update(_learner_numbers(result))
             self.checkpoint_if_due()
 
     @contextmanager
@@ -109,11 +110,12 @@ class RllibLearner(PolicyLearner):
             for owner, config in zip(owners, configs, strict=True):
                 owner.config = config
 
-    def act(self, observation: Any) -> Any:
-        return _predict(self._algorithm.get_module(), observation)
+    def choose(self, observation: Any, state: Any, mask: Any, *, deterministic: bool) -> tuple[Any, Any]:
+        del state, mask, deterministic  # its inference does not explore, and these networks have no state
+        return _predict(self._algorithm.get_module(), observation), None
 
-    def save(self) -> None:
-        directory = self.context.directory
+    def write_policy(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
         new, current, previous = (directory / name for name in (f".{_CHECKPOINT}", _CHECKPOINT, _PREVIOUS))
         with storage(directory):
             shutil.rmtree(new, ignore_errors=True)
@@ -166,6 +168,12 @@ def _algorithm_config(algorithm: str, config: RlConfig, key: str, batch: int) ->
 
 def _network(config: RlConfig) -> dict[str, Any]:
     return {} if config.hidden is None else {"fcnet_hiddens": list(config.hidden)}
+
+
+def _learner_numbers(result: Mapping[str, Any]) -> dict[str, float]:
+    """What RLlib's learner measured: losses, KL divergence, entropy, learning rate."""
+    numbers = result.get("learners", {}).get("default_policy", {})
+    return {str(name): float(value) for name, value in numbers.items() if isinstance(value, float | int | np.number)}
 
 
 def _with_batch(config: AlgorithmConfig, steps: int) -> AlgorithmConfig:

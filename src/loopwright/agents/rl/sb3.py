@@ -12,6 +12,7 @@ import torch
 from gymnasium import spaces
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import TrainFreq, TrainFrequencyUnit
 
@@ -23,6 +24,7 @@ from loopwright.core.imports import import_object
 
 _POLICY = "policy.zip"
 _REPLAY = "replay.pkl"
+_LOGGED = {"rollout/ep_rew_mean": "return", "rollout/ep_len_mean": "length", "time/fps": "steps_per_s"}
 _BATCH = 64
 """SB3's usual minibatch."""
 
@@ -73,6 +75,28 @@ class _BudgetCallback(BaseCallback):
         )
 
 
+class _UpdateWriter(KVWriter):
+    """Receives what SB3 logs: losses, KL divergence, entropy, explained variance, learning rate, mean return."""
+
+    def __init__(self, learner: "Sb3Learner") -> None:
+        self._learner = learner
+        self._next = 0
+
+    def write(self, key_values: dict[str, Any], key_excluded: dict[str, Any], step: int = 0) -> None:
+        del key_excluded, step
+        numbers = {_LOGGED.get(key, key.removeprefix("train/")): value for key, value in key_values.items()}
+        finite = {
+            name: float(v) for name, v in numbers.items() if "/" not in name and isinstance(v, float | int | np.number)
+        }
+        context = self._learner.context
+        # Off-policy algorithms log every few episodes, which may be every few steps.
+        if finite.keys() - {"n_updates", "steps_per_s"} and context.book.step >= self._next:
+            self._next = context.book.step + max(1, context.max_steps // 1000)
+            self._learner.record_update(finite)
+
+    def close(self) -> None: ...
+
+
 class Sb3Learner(ImitationLearner):
     """An SB3 algorithm. Continues from the checkpoint in the directory, if there is one."""
 
@@ -90,18 +114,23 @@ class Sb3Learner(ImitationLearner):
         else:
             policy = _policy(kind, env.observation_space, config.policy)
             self.model = kind(policy, env, **_options(kind, self._slots, config, context))
+        self._masks = "action_masks" in signature(kind.predict).parameters
+        self.model.set_logger(Logger(None, [_UpdateWriter(self)]))
 
     def learn(self, until: int) -> None:
         if self.has_budget(until):
             steps = (until - self.context.book.step) // self._trials_per_step * self._slots
             self.model.learn(steps, callback=_BudgetCallback(self, until), reset_num_timesteps=False)
+            self.model.logger.dump(self.model.num_timesteps)  # what the last update measured
 
     def has_budget(self, until: int) -> bool:
         """Whether another step, of one trial and its repeats per slot, stays within the budget."""
         return self.context.book.step + self._trials_per_step <= until
 
-    def act(self, observation: Any) -> Any:
-        return self.model.predict(observation, deterministic=True)[0]
+    def choose(self, observation: Any, state: Any, mask: Any, *, deterministic: bool) -> tuple[Any, Any]:
+        options = {} if mask is None or not self._masks else {"action_masks": np.asarray(mask, bool)}
+        start = np.array([state is None])
+        return self.model.predict(observation, state, start, deterministic=deterministic, **options)
 
     def imitate(self, pairs: list[tuple[Any, Any]], steps: int = 400, batch: int = 64) -> None:
         """Behaviour cloning by the policy's log-probability; every pair is used about ten times or more."""
@@ -118,6 +147,12 @@ class Sb3Learner(ImitationLearner):
             (-log_probability.mean()).backward()
             policy.optimizer.step()
 
+    def write_policy(self, directory: Path) -> None:
+        with storage(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            self.model.save(directory / f".{_POLICY}")
+            (directory / f".{_POLICY}").replace(directory / _POLICY)
+
     def save(self) -> None:
         directory = self.context.directory
         with storage(directory):
@@ -125,8 +160,7 @@ class Sb3Learner(ImitationLearner):
             if isinstance(self.model, OffPolicyAlgorithm):
                 self.model.save_replay_buffer(directory / f".{_REPLAY}")
                 (directory / f".{_REPLAY}").replace(directory / _REPLAY)
-            self.model.save(directory / f".{_POLICY}")
-            (directory / f".{_POLICY}").replace(directory / _POLICY)
+        super().save()
 
 
 build_learner = Sb3Learner

@@ -1,12 +1,19 @@
 """A training from start to end: build the learner, warm it up, learn, save, evaluate. Requires gymnasium."""
 
+import math
+import shutil
 import time
 from collections import defaultdict
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from loopwright.agents.rl.evaluation import LiveEvaluator
 from loopwright.agents.rl.learner import (
     MAX_REGIMES,
+    EvaluationConfig,
     ImitationLearner,
     LearnerContext,
     PolicyLearner,
@@ -14,17 +21,20 @@ from loopwright.agents.rl.learner import (
     RlConfig,
     backend,
 )
-from loopwright.agents.rl.policy import policy_card, write_policy_card
+from loopwright.agents.rl.policy import keep_best, policy_card, write_policy_card
 from loopwright.agents.search.warm_start import warm_trials
 from loopwright.core.canonical import key_of
-from loopwright.core.errors import InvalidAction, LoopwrightError
+from loopwright.core.errors import InvalidAction, LoopwrightError, storage
 from loopwright.core.reward import Reward, mean_reward
 from loopwright.core.trial import Trial
 from loopwright.envs.gym.adapter import Driver
 from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.live.server import ServerError, ServerLost
 from loopwright.envs.search import SearchEnv
-from loopwright.ledger.trial_book import RunStopped
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.steps import Step, Steps
+from loopwright.ledger.trial_book import RunStopped, TrialBook
+from loopwright.reports.curves import Curves
 from loopwright.reports.search.best import best_of
 from loopwright.reports.search.trials import stored_trials
 
@@ -44,31 +54,110 @@ def _train_live(env: LiveEnv, config: RlConfig, algorithm: RlAlgorithm) -> None:
     with closing(env):
         if reason := algorithm.action_space_problem(env.server.action_space, config.library):
             raise LoopwrightError(reason)
-        context = LearnerContext(env.book, 1, config.trials, env.flush)
         library = backend(config.library)
-        with closing(library.build_learner(algorithm.name, library.live_env(env), config, context)) as learner:
-            _learn(learner, config.trials, policy_card(env, config, algorithm))
+        for training in _trainings(env.book, config):
+            context = _context(training, 1, config.trials, env.flush)
+            with (
+                closing(context.curves),
+                closing(
+                    library.build_learner(algorithm.name, library.live_env(env), training.config, context)
+                ) as learner,
+            ):
+                card = policy_card(env, training.config, algorithm)
+                evaluator = None
+                if config.evaluation is not None:
+                    evaluator = LiveEvaluator(env, config.evaluation, card, training.config.seed)
+                    learner.evaluate_if_due = evaluator.evaluate_if_due
+                with closing(evaluator) if evaluator is not None else nullcontext():
+                    _learn(learner, training.until, card)
+                    if evaluator is not None:
+                        evaluator.evaluate(learner)
+            training.finish()
+        _publish_best(env.book, config)
 
 
 def _train_batch(env: SearchEnv, config: RlConfig, algorithm: RlAlgorithm, slots: int) -> None:
     repeats = env.rules.repeats
-    until = config.trials - config.evaluation_trials(env.space, repeats)
+    evaluation_trials = config.evaluation_trials(env.space, repeats)
     with closing(Driver(env, algorithm.view)) as driver:
-        context = LearnerContext(env.book, repeats, until // repeats, flush=lambda: None)
         library = backend(config.library)
-        with closing(
-            library.build_learner(algorithm.name, library.batch_env(driver, slots), config, context)
-        ) as learner:
-            if config.warm_start is not None and env.book.step == 0:
-                assert isinstance(learner, ImitationLearner)  # noqa: S101  others are refused when the scenario is loaded
-                learner.imitate(warm_start_pairs(driver, config.warm_start))
-            _learn(learner, until, policy_card(env, config, algorithm))
-            _evaluate(driver, learner, config.evaluate)
+        for training in _trainings(env.book, config):
+            until = training.until - evaluation_trials
+            context = _context(training, repeats, (config.trials - evaluation_trials) // repeats, lambda: None)
+            batch_env = library.batch_env(driver, slots)
+            with (
+                closing(context.curves),
+                closing(library.build_learner(algorithm.name, batch_env, training.config, context)) as learner,
+            ):
+                if config.warm_start is not None and training.is_new:
+                    assert isinstance(learner, ImitationLearner)  # noqa: S101  others are refused when the scenario is loaded
+                    learner.imitate(warm_start_pairs(driver, config.warm_start))
+                card = policy_card(env, training.config, algorithm)
+                if config.evaluation is not None:
+                    learner.evaluate_if_due = _BatchEvaluator(driver, config.evaluation, until, training.label, card)
+                _learn(learner, until, card)
+                _evaluate(driver, learner, config.measurements, training.label)
+            training.finish()
+        _publish_best(env.book, config)
+
+
+@dataclass
+class _Training:
+    """The training with one seed."""
+
+    book: TrialBook
+    config: RlConfig
+    directory: Path
+    until: int
+    """The number of its last trial."""
+    label: str
+    """Tells its evaluation from those of other seeds; empty if there is only one."""
+
+    @property
+    def is_new(self) -> bool:
+        return not self.directory.exists() or not any(self.directory.iterdir())
+
+    def finish(self) -> None:
+        """Record that this seed needs no more training."""
+        self.book.ledger.set_state("seeds", [*self.book.ledger.state("seeds", []), self.config.seed])
+
+
+def _trainings(book: TrialBook, config: RlConfig) -> Iterator[_Training]:
+    """A training per seed, each with the budget of one, without those that an earlier process finished."""
+    folder = book.directory / "policy"
+    if not config.seeds:
+        yield _Training(book, config, folder, config.trials, "")
+        return
+    for place, seed in enumerate(config.seeds):
+        if seed not in book.ledger.state("seeds", []):
+            one = config.model_copy(update={"seed": seed})
+            yield _Training(book, one, folder / f"seed-{seed}", (place + 1) * config.trials, f"seed {seed} ")
+
+
+def _context(training: _Training, trials_per_step: int, max_steps: int, flush: Callable[[], None]) -> LearnerContext:
+    book, config = training.book, training.config
+    training.directory.mkdir(parents=True, exist_ok=True)
+    place = book.directory if not training.label else training.directory
+    curves = Curves(config.log, place, f"{book.ledger.state('id', '')}{training.label.replace(' ', '')}")
+    return LearnerContext(book, trials_per_step, max_steps, flush, training.directory, curves)
+
+
+def _publish_best(book: TrialBook, config: RlConfig) -> None:
+    """With several seeds, copy the policy of the best one to where a single one would be."""
+    scores = {seed: book.ledger.state(f"best {seed}", {}).get("return") for seed in config.seeds}
+    known = {seed: score for seed, score in scores.items() if score is not None}
+    if config.seeds:
+        best = max(known, key=lambda seed: known[seed]) if known else config.seeds[0]
+        folder = book.directory / "policy"
+        source = folder / f"seed-{best}"
+        with storage(folder):
+            shutil.copytree(source / "best" if (source / "best").is_dir() else source, folder, dirs_exist_ok=True)
+            book.ledger.set_state("best seed", best)
 
 
 def _learn(learner: PolicyLearner, until: int, card: dict[str, Any]) -> None:
     """Learn and save, also if the run is stopped or the server fails; a policy that failed to train is not saved."""
-    write_policy_card(learner.context, card)
+    write_policy_card(learner.context.directory, card, learner.context.book.step)
     try:
         learner.learn(until)
     except (RunStopped, ServerLost, ServerError):
@@ -80,7 +169,7 @@ def _learn(learner: PolicyLearner, until: int, card: dict[str, Any]) -> None:
 def _save(learner: PolicyLearner, card: dict[str, Any]) -> None:
     learner.context.flush()
     learner.save()
-    write_policy_card(learner.context, card)
+    write_policy_card(learner.context.directory, card, learner.context.book.step)
 
 
 def warm_start_pairs(driver: Driver, directory: str) -> list[tuple[Any, Any]]:
@@ -103,12 +192,9 @@ def warm_start_pairs(driver: Driver, directory: str) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def _evaluate(driver: Driver, learner: PolicyLearner, times: int) -> None:
+def _evaluate(driver: Driver, learner: PolicyLearner, times: int, label: str = "") -> None:
     """Measure the policy and the best static action under each regime, as ordinary trials."""
-    env = driver.env
-    regimes: list[dict[str, Any]] = [{}]
-    for name, choice in env.draws.values.items():
-        regimes = [{**regime, name: value} for regime in regimes for value in choice.values]
+    env, regimes = driver.env, _regimes(driver)
     if not times or len(regimes) > MAX_REGIMES:
         return
     evaluation = _Evaluation(driver, times)
@@ -118,11 +204,71 @@ def _evaluate(driver: Driver, learner: PolicyLearner, times: int) -> None:
     rows = []
     for index, regime in enumerate(regimes):
         action = driver.actions.decode(learner.act(driver.encode_regime(regime)))
-        row: dict[str, Any] = {"regime": regime, "policy": evaluation.measure(action, regime, f"{index} policy")}
+        row: dict[str, Any] = {"regime": regime, "policy": evaluation.measure(action, regime, f"{label}{index} policy")}
         if static:
-            row["static"] = evaluation.measure(dict(static[0].action), regime, f"{index} static")
+            row["static"] = evaluation.measure(dict(static[0].action), regime, f"{label}{index} static")
         rows.append(row)
     env.book.ledger.set_state("policy", {"evaluated_at": time.time(), "regimes": rows})
+    if label:  # of several seeds, the best one is shown, and all of them in the aggregate
+        _compare_seeds(env.book.ledger, learner.config.seed, rows)
+
+
+def _regimes(driver: Driver) -> list[dict[str, Any]]:
+    """Every regime that can be drawn."""
+    regimes: list[dict[str, Any]] = [{}]
+    for name, choice in driver.env.draws.values.items():
+        regimes = [{**regime, name: value} for regime in regimes for value in choice.values]
+    return regimes
+
+
+class _BatchEvaluator:
+    """Measures the policy of a batch run under every regime, every so many trials, as ordinary trials of the budget."""
+
+    def __init__(
+        self, driver: Driver, config: EvaluationConfig, until: int, label: str, card: Mapping[str, Any]
+    ) -> None:
+        self._card = card
+        self._driver, self._config, self._until, self._label = driver, config, until, label
+        self._regimes = _regimes(driver)
+        self._due = driver.env.book.step + config.every
+
+    def __call__(self, learner: PolicyLearner) -> None:
+        book = self._driver.env.book
+        cost = len(self._regimes) * self._config.episodes * self._driver.env.rules.repeats
+        if book.step < self._due or len(self._regimes) > MAX_REGIMES or book.step + cost > self._until:
+            return
+        step, evaluation = book.step, _Evaluation(self._driver, self._config.episodes)
+        rewards = []
+        for index, regime in enumerate(self._regimes):
+            choice, _ = learner.choose(
+                self._driver.encode_regime(regime), None, None, deterministic=self._config.deterministic
+            )
+            label = f"{self._label}{index} policy at {step}"
+            rewards.append(evaluation.measure(self._driver.actions.decode(choice), regime, label)["reward"])
+        self._due = book.step + self._config.every
+        if None in rewards:
+            return  # a failed measurement has no reward, so there is no mean
+        mean = sum(rewards) / len(rewards)
+        Steps(book.ledger).add("eval", Step(step, time.time(), {"reward": mean}))
+        learner.log_numbers(step, {"eval/reward": mean})
+        name = f"best policy {self._label}"
+        if mean > book.ledger.state(name, {"reward": -math.inf})["reward"]:
+            keep_best(learner, self._card)
+            book.ledger.set_state(name, {"step": step, "reward": mean})
+
+
+def _compare_seeds(ledger: Ledger, seed: int, rows: list[dict[str, Any]]) -> None:
+    scores = [row["policy"]["reward"] for row in rows]
+    mean = sum(scores) / len(scores) if None not in scores else None
+    ledger.set_state(f"evaluation {seed}", rows)
+    if mean is not None:
+        ledger.set_state(f"best {seed}", {"return": mean})
+    means = {
+        other: best["return"] for other in (*ledger.state("seeds", []), seed) if (best := ledger.state(f"best {other}"))
+    }
+    if means:
+        shown = ledger.state(f"evaluation {max(means, key=lambda other: means[other])}")
+        ledger.set_state("policy", {"evaluated_at": time.time(), "regimes": shown})
 
 
 class _Evaluation:

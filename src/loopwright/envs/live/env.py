@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -109,6 +109,8 @@ class LiveEnv:
             raise ServerError(reason)
         self.book, self.server, self.draws = book, server, draws
         self.penalties = penalties or Penalties()
+        self.make_server: Callable[[], GymServer] | None = None
+        """Makes another server of the same kind, for evaluations; None if the server is the caller's own object."""
         self._records_episodes = record == "episodes"
         self._watchdog = Watchdog(timeout_s)
         self._progress: tuple[_Episode, int, int, float] | None = None

@@ -12,6 +12,7 @@ from loopwright.core.canonical import key_of
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Regime
 from loopwright.ledger.ledger import Ledger
+from loopwright.reports.live.evaluations import Evaluations
 from loopwright.reports.live.statistics import Difference, stratified_difference
 from loopwright.reports.search.digest import Digest, FailureGroup, basics, grouped_failures
 
@@ -180,6 +181,7 @@ class LiveDigest(Digest):
     """The first failed steps: number, outcome, fault, reason."""
     episodes: Episodes = field(default_factory=Episodes)
     span_s: float | None = None
+    evaluations: Evaluations = field(default_factory=Evaluations)
 
     @property
     def count(self) -> int:
@@ -238,6 +240,7 @@ def read_live(ledger: Ledger) -> LiveDigest:
         steps=rows("SELECT ifnull(max(number), 0) FROM trials")[0][0],
         counts=ledger.counts(),
         failed_steps=failed_steps,
+        evaluations=Evaluations.read(ledger),
         episodes=Episodes.of(ledger.episodes(), _failed_numbers(ledger), count),
         span_s=None if None in ends else max(0.0, ends[1] - ends[0]),
     )

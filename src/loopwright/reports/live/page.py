@@ -11,6 +11,8 @@ from loopwright.reports.search.charts import COLOURED, floor_of, ticks
 def headline(digest: LiveDigest) -> str:
     """The answer in a few words, for the list of runs."""
     episodes = digest.episodes
+    if digest.evaluations.results:
+        return digest.evaluations.verdict()
     if not episodes.total.count:
         return "every episode ended with a failed step" if episodes.failed else "no episode has reached its end yet"
     latest = f"the last {number(episodes.window)} of {number(episodes.total.count)} episodes"
@@ -25,6 +27,11 @@ def view(digest: LiveDigest, chart: dict[str, Any]) -> dict[str, Any]:
         "answer_rows": _answer_rows(digest) if digest.episodes.total.count else [],
         "summary": _summary(digest),
         "marks": _marks(digest, chart),
+        "evaluated": digest.evaluations,
+        "curve_marks": [
+            [(f"stroke c{place}", line["name"]) for place, line in enumerate(curve["lines"]) if len(curve["lines"]) > 1]
+            for curve in chart["curves"]
+        ],
     }
 
 
@@ -97,6 +104,9 @@ def chart_data(digest: LiveDigest) -> dict[str, Any]:
         "regimes": [short(assignments(regime), 60) for regime in digest.regimes] if few else [],
         "regime_means": [],
         "parameters": [],
+        "curves": digest.evaluations.curves(),
+        "steps": digest.evaluations.trials or digest.steps,
+        "skipped": [],
         "failed": ticks((n, outcome, reason) for n, outcome, _, reason in digest.failed_steps),
     }
 

@@ -204,7 +204,7 @@ class RunKind(RunConfig, ABC):
             self.name,
             directory,
             ledger,
-            budget=agent.trials,
+            budget=agent.budget,
             count_cached=agent.count_cached,
             observers=observers,
         )
@@ -243,7 +243,7 @@ class RunKind(RunConfig, ABC):
             "live": self.live is not None,
             "rollout": None,
             "fingerprint": ledger.state("fingerprint"),
-            "budget": context.agent.trials,
+            "budget": context.agent.budget,
             "repeats": self.repeats,
             "parallel": context.loaded.scenario.system.parallel,
             "conditions_on_regime": agent is not None and agent.conditions_on_regime and bool(self.env_params),

@@ -91,6 +91,9 @@ class LiveRun(RunKind):
             )
             first = first or env
         assert first is not None  # noqa: S101  there is at least one
+        if context.server is None:
+            one, directory = live.model_copy(update={"envs": 1}), context.loaded.directory
+            first.make_server = lambda: one.connect(directory, self.env_params.keys())[0]
         context.resources.callback(first.close)
         is_campaign = context.agent_class is not None and issubclass(context.agent_class, SearchAgent)
         return LiveCampaignEnv(first, context.agent.seed) if is_campaign else first

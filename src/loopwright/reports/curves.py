@@ -20,7 +20,7 @@ class _Writer(Protocol):
 class Curves:
     """Writes a run's curves to all configured tools. One that fails is logged and dropped: it must not end a run."""
 
-    def __init__(self, names: Sequence[str], directory: Path, run_id: str) -> None:
+    def __init__(self, names: Sequence[str] = (), directory: Path = Path(), run_id: str = "") -> None:
         self._writers: list[_Writer] = []
         for name in names:
             try:
@@ -49,7 +49,10 @@ class Curves:
 
 class _TensorBoard:
     def __init__(self, directory: Path, run_id: str) -> None:
-        self._writer: Any = import_module("tensorboardX").SummaryWriter(str(directory / "tensorboard"))
+        # A folder per process: two that write the same steps into one folder give a zigzag.
+        folder = directory / "tensorboard"
+        place = folder / f"{1 + len(list(folder.glob('*')))}"
+        self._writer: Any = import_module("tensorboardX").SummaryWriter(str(place))
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
