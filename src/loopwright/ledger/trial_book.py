@@ -41,6 +41,8 @@ class TrialBook:
         """The last trial number, group and draw of the run."""
         self.uncounted = 0 if count_cached else ledger.counts()["cached"]
         """How many trials so far do not use up budget."""
+        self.doubt: str | None = None
+        """Why the run's result cannot be trusted, if its environment knows a reason."""
         self.stopping = False
         self.kill: Callable[[], None] = lambda: None
         """Ends every process of the run at once; called from a signal handler."""

@@ -204,6 +204,10 @@ def _run(
         # A run in which nothing succeeded has no result, whatever its agent returns.
         counts = book.ledger.counts()
         code |= 0 if counts.get(Outcome.OK) or counts.get(Outcome.TRUNCATED) else 1
+        if book.doubt and not code and signals.received is None:
+            log.error("run %r: %s", run.name, book.doubt)
+            book.ledger.set_state("failure", book.doubt)
+            code |= 1
     except RunStopped:
         pass  # the signal decides the exit status
     except (ServerLost, ServerError) as error:

@@ -16,6 +16,7 @@ from loopwright.core.reward import Objectives, Penalties, Reward, ServerReward
 from loopwright.core.trial import Regime, Trial
 from loopwright.envs.live.config import context_conflict
 from loopwright.envs.live.episode_log import EpisodeLog
+from loopwright.envs.live.failure_watch import FailureWatch
 from loopwright.envs.live.regime_server import refusal, unacknowledged
 from loopwright.envs.live.server import (
     GymServer,
@@ -117,8 +118,9 @@ class LiveEnv:
         self.slots: list[LiveEnv] = [self] if first is None else first.slots
         if first is None:
             self._log = EpisodeLog(book.ledger, lambda: [one for slot in self.slots for one in slot._unfinished()])
+            self._failures = FailureWatch()
         else:
-            self._log = first._log
+            self._log, self._failures = first._log, first._failures
             self._log.hold = True
             self.slots.append(self)
         self._recorder = self._log.recorder
@@ -216,6 +218,7 @@ class LiveEnv:
         self._episode = _Episode(number, group, self._draw, self._regime, self._regime_json, time.time())
 
     def _end_episode(self, *, truncated: bool, complete: bool, ending: Ending = _OK) -> None:
+        self._failures.episodes += 1
         if self._length:  # otherwise it was interrupted in its first step
             last = self._last
             summary = self._episode.summary(last, self._length, self._return, truncated=truncated, complete=complete)
@@ -355,6 +358,7 @@ class LiveEnv:
         if self._observers:
             self._observers.after(replace(self._trial(number, action), outcome=outcome, fault=fault, reason=reason))
         self._end_episode(truncated=True, complete=False, ending=ending)
+        self._failures.add(number, outcome, reason, len(self.slots))
 
     def _trial(self, number: int, action: Any) -> Trial:
         value = action.tolist() if hasattr(action, "tolist") else action
@@ -396,6 +400,7 @@ class LiveEnv:
                 if slot._in_episode:
                     slot._end_episode(truncated=True, complete=False)
             self._log.close()
+            self.book.doubt = self._failures.doubt
         finally:
             for slot in self.slots:
                 slot._close_server()

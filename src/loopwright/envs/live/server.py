@@ -217,6 +217,9 @@ def step_problem(result: Any, error: Exception) -> str:
     with suppress(TypeError, LookupError):
         if len(result) == len(_STEP_FIELDS) and not isinstance(result[-1], dict):
             return f"info: expected a dict, got {short_repr(result[-1])}"
+        if isinstance(result, tuple | list) and len(result) != len(_STEP_FIELDS):
+            # Without the values, which differ in every step: equal failures have equal reasons.
+            return f"'step' returned {len(result)} values, expected {', '.join(_STEP_FIELDS)}"
     return f"'step' returned {short_repr(result)}, expected ({', '.join(_STEP_FIELDS)})"
 
 
