@@ -248,7 +248,11 @@ def serve(requests: BinaryIO, responses: BinaryIO) -> None:
 
 def main() -> None:
     """Serve the pipes that this process was started with."""
-    os.nice(5)  # calls of other sessions come first
+    # Calls of other sessions come first. Linux shares the processor between sessions of processes before it looks at
+    # `nice`, and this process has a session of its own.
+    os.nice(5)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text("5")
     gc.disable()  # what it allocates has no cycles, and millions of values would be searched for them again and again
     with os.fdopen(0, "rb") as requests, os.fdopen(os.dup(1), "wb") as responses:
         os.dup2(2, 1)  # nothing that prints may disturb the responses

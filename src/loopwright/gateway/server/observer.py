@@ -111,7 +111,7 @@ class RequestObserver:
 
     def _observe_call(self, call: SessionCall) -> None:
         """Count what a call sampled: once, however many requests follow it."""
-        sampled = sum(len(draft.ids) for draft in call.drafts)
+        sampled = sum(draft.sampled for draft in call.drafts)
         self._sampled_tokens += sampled - call.tokens_counted
         call.tokens_counted = sampled
         if call.turns is None:
@@ -143,7 +143,7 @@ class RequestObserver:
             "call": call.id,
             "streamed": call.streamed,
             "prompt_tokens": call.drafts[0].prompt_tokens,
-            "sampled_tokens": sum(len(draft.ids) for draft in call.drafts),
+            "sampled_tokens": sum(draft.sampled for draft in call.drafts),
             "verdict": None if verdict is None else verdict.kind,
             "error": None if call.error is None else type(call.error).__name__,
         }

@@ -66,7 +66,7 @@ class SessionCall:
     streamed: bool
     deltas: list[ChoiceDelta] = field(default_factory=list)
     turns: list[Turn] | None = None
-    """The result; None until all of it is committed."""
+    """The result; None until all of it is committed, empty once nobody follows: the nodes have it."""
     tokens_counted: int = 0
     """How many of its tokens the metrics contain."""
     turns_counted: bool = False
@@ -102,6 +102,8 @@ class SessionCall:
         if self._followers == 0:
             if self.turns is None:
                 self._abandon()
+            else:
+                self.turns = []
             self.deltas = []
             if self.error is None:
                 self.record_delivery(self._is_delivered)
@@ -148,7 +150,7 @@ class SessionCall:
                 await self._wait()  # not `await task`: cancelling one follower must not cancel the call
             if self.turns is None:
                 self._raise_failure(task)
-        return self.turns or ()
+        return self.turns or [self.owner.session.result(draft) for draft in self.drafts]
 
     async def follow(self, keepalive_s: float) -> AsyncGenerator[list[ChoiceDelta], None]:
         """The deltas as they are sampled; an empty list after each `keepalive_s` seconds without any."""

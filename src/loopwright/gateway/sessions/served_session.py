@@ -453,5 +453,5 @@ class ServedSession:
                 drafts.append(self.session.restore_draft(node, sampling, seed, prompts[node], options))
             call = SessionCall(self, id, choices[0][3], self.history.records[choices[0][0]], drafts, True)
             if all(map(self.session.is_done, drafts)):
-                call.turns = [self.session.result(draft) for draft in drafts]
+                call.turns = []
             self._calls[call.digest] = call

@@ -157,7 +157,7 @@ class Session:
     def discard(self, drafts: Sequence[Draft]) -> bool:
         """Remove the drafts of a refused request and their messages; False if the graph has more by now."""
         first = drafts[0].first_node
-        if first is None or drafts[-1].node != len(self.graph.nodes) - 1 or any(draft.ids for draft in drafts):
+        if first is None or drafts[-1].node != len(self.graph.nodes) - 1 or any(draft.sampled for draft in drafts):
             return False
         self.graph.truncate(first)
         for draft in drafts:
@@ -220,8 +220,9 @@ class Session:
                 for delta in rest:
                     on_delta(delta)
         self.graph.index(node)
-        draft.prompt = array("q")
-        return _turn(draft, parser, finish)
+        turn = self._turn(draft, parser)
+        draft.release()
+        return turn
 
     async def _generate(self, draft: Draft, parser: TurnParser | None, on_delta: OnDelta | None) -> str:
         """Sample until the turn ends, and return why it did. After a pause, sampling continues with a new span."""
@@ -289,14 +290,32 @@ class Session:
 
     def deltas(self, draft: Draft) -> list[Delta]:
         """The deltas of a finished turn."""
-        parser = self._parser(draft)
-        return [*parser.feed(draft.ids, draft.logprobs, draft.tops), *parser.finish()]
+        parser, node, start = self._parser(draft), self.graph.nodes[draft.node], len(draft.opening)
+        return [*parser.feed(node.ids[start:], node.logprobs[start:], draft.tops), *parser.finish()]
 
     def result(self, draft: Draft) -> Turn:
         """The finished turn of a draft."""
         parser = self._parser(draft)
-        parser.parse(draft.ids)
-        return _turn(draft, parser, self.graph.nodes[draft.node].finish or "cut")
+        parser.parse(self.graph.nodes[draft.node].ids[len(draft.opening) :])
+        return self._turn(draft, parser)
+
+    def _turn(self, draft: Draft, parser: TurnParser) -> Turn:
+        """A finished turn."""
+        node, message, start = self.graph.nodes[draft.node], parser.message, len(draft.opening)
+        return Turn(
+            copy_message(message) if "tool_calls" in message else message,  # the node has the same calls
+            node.finish or "cut",
+            draft.node,
+            draft.prompt_tokens,
+            draft.sampled,
+            parser.malformed,
+            node.ids[start:],
+            node.logprobs[start:],
+            parser.stopped_by,
+            None if draft.tops is None else tuple(draft.tops),
+            parser.hidden,
+            draft.cached_tokens,
+        )
 
     def _parser(self, draft: Draft) -> TurnParser:
         raw = self.graph.nodes[draft.parent].message.get("role") == RAW
@@ -325,9 +344,9 @@ class Session:
         prompt = self.graph.ids(parent) + array("q", opening)
         draft = Draft(number, parent, prompt, len(prompt), opening, sampling, seed, verdict, options)
         draft.ids, draft.logprobs = list(node.ids[start:]), list(node.logprobs[start:])
-        draft.spans = list(node.spans)
+        draft.spans, draft.sampled = list(node.spans), node.sampled
         if self.is_done(draft):
-            draft.prompt = array("q")
+            draft.release()
         return draft
 
     @contextmanager
@@ -360,24 +379,6 @@ class Session:
         reason = reason.encode("utf-8", "replace").decode()
         attempt = Attempt(0.0, dict(self.phases_s), outcome, reason)
         return Episode(task, tuple(nodes), outcome, fault or FAULT_OF.get(outcome), reason, attempts=(attempt,))
-
-
-def _turn(draft: Draft, parser: TurnParser, finish: str) -> Turn:
-    message = parser.message
-    return Turn(
-        copy_message(message) if "tool_calls" in message else message,  # the node has the same calls
-        finish,
-        draft.node,
-        draft.prompt_tokens,
-        len(draft.ids),
-        parser.malformed,
-        tuple(draft.ids),
-        tuple(draft.logprobs),
-        parser.stopped_by,
-        None if draft.tops is None else tuple(draft.tops),
-        parser.hidden,
-        draft.cached_tokens,
-    )
 
 
 def _feed(

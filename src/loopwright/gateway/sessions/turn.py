@@ -85,7 +85,6 @@ class Draft:
     node: int
     parent: int
     prompt: Ids
-    """Released when the turn is finished."""
     prompt_tokens: int
     opening: tuple[int, ...]
     """The end of the prompt, which belongs to this turn's node."""
@@ -103,6 +102,8 @@ class Draft:
     cached_tokens: int = 0
     """Tokens of the prompt that the engine did not have to compute; not stored."""
     spans: list[Span] = field(default_factory=list)
+    sampled: int = 0
+    """How many tokens were sampled; those of a finished turn are in its node only."""
     first_node: int | None = None
     """The first node that it added to the graph; None if it was restored from a store."""
 
@@ -123,6 +124,11 @@ class Draft:
             self.tops = [*(self.tops or [()] * len(self.ids)), *(chunk.tops or [()] * count)[:count]]
         self.ids += chunk.ids[:count]
         self.logprobs += chunk.logprobs[:count]
+        self.sampled += count
+
+    def release(self) -> None:
+        """Free the tokens, which the node of the finished turn has."""
+        self.prompt, self.ids, self.logprobs = array("q"), [], []
 
     def as_node(self, message: Message, finish: str) -> Node:
         """The node that records it."""
