@@ -122,7 +122,7 @@ def test_t15_large_bodies_are_prepared_by_the_worker_with_the_same_ids(prepared)
                 json={"model": "m", "max_tokens": 1, "messages": [user(LARGE)]},
             )
             assert (status, len(prepared)) == (200, 2)
-            assert counted["input_tokens"] == alone.count([user(LARGE)])
+            assert counted["input_tokens"] == len(alone.prompts.ids([user(LARGE)]))
 
     run(story)
 

@@ -323,7 +323,7 @@ def test_a_turn_can_be_begun_with_reasoning():
     assert [m["content"] for m in history if m["role"] == "assistant"] == ["yes", "no"]
     assert "<think>\nhm</think>yes" in prompts[1], "what was sampled stays as it was"
     assert {str(verdict.kind) for verdict in session.verdicts.values()} == {"exact"}
-    assert session.count([{"role": "user", "content": "hi"}]) == len(session.engine.calls[0][0])
+    assert session.prompts.ids([{"role": "user", "content": "hi"}]) == list(session.engine.calls[0][0])
 
 
 def test_without_tools_json_is_an_answer():

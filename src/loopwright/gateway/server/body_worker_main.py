@@ -18,12 +18,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from loopwright.engines.base import ContextFull, Engine, EngineConfig, Reasoning, Sampling
+from loopwright.engines.base import ContextFull, Reasoning, Sampling
 from loopwright.engines.tokenizer import HubTokenizer, Tokenizer
 from loopwright.gateway.dialects.base import BodyReader, BodyStart, Dialect, TurnRequest
 from loopwright.gateway.dialects.fields import BadRequest
 from loopwright.gateway.sessions.model_template import template_of
-from loopwright.gateway.sessions.session import Session
+from loopwright.gateway.sessions.session import PromptRenderer
 
 HEADER = struct.Struct(">QQ")
 """Before each message: how long its description and its body are."""
@@ -93,37 +93,20 @@ def text_digest(text: str) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-class _TokenizerOnly(Engine):
-    """Stands for the gateway's engine, of which only the tokenizer is needed."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(EngineConfig(type="tokenizer"), Path())
-        self.tokenizer = tokenizer
-
-    def generate(self, ids: Sequence[int], sampling: Sampling, *, seed: str) -> Any:
-        raise NotImplementedError("this engine only has a tokenizer")
-
-
 class BodyPreparer:
     """Prepares bodies; remembers the ids of texts."""
 
     def __init__(self, settings: RenderSettings) -> None:
         tokenizer: Tokenizer = pickle.loads(settings.tokenizer)  # noqa: S301  from the parent
         self._tokenizer = tokenizer
-        self._session = Session(
-            _TokenizerOnly(tokenizer),
-            Sampling(),
-            seed="",
-            template=template_of(settings.template, tokenizer),
-            reasoning=settings.reasoning,
-            thinks=settings.thinks,
-        )
+        template, forks = template_of(settings.template, tokenizer), settings.reasoning == "fork"
+        self._prompts = PromptRenderer(template, forks, bool(settings.thinks))
         self._cache: OrderedDict[bytes, Sequence[int]] = OrderedDict()
         self._cached_bytes = 0
 
     def prepare(self, job: BodyJob, body: bytes) -> PreparedBody | BodyRefusal:
         """Parse and render a body."""
-        dialect = job.dialect(self._tokenizer, job.defaults, self._session.template.grammar)
+        dialect = job.dialect(self._tokenizer, job.defaults, self._prompts.template.grammar)
         try:
             reader = BodyReader(dialect.name)
             content, digest = reader.read(body)
@@ -195,7 +178,7 @@ class BodyPreparer:
         # ValueError: the gateway finds the same, and says so.
         with suppress(ValueError), tokenizer.looking_up(look_up):
             for conversation in request.conversations:
-                self._session.count(conversation, request.tools, request.options)
+                self._prompts.ids(conversation, request.tools, request.options)
         while self._cached_bytes > _CACHE_BYTES:
             self._cached_bytes -= 8 * len(self._cache.popitem(last=False)[1])
 

@@ -238,7 +238,8 @@ class RequestHandler:
             async with self._large_body(request, session, dialect) as (body, _):
                 turn_request = dialect.parse(body)
                 tools, options = turn_request.tools, turn_request.options
-                tokens = sum(session.session.count(each, tools, options) for each in turn_request.conversations)
+                prompts = session.session.prompts
+                tokens = sum(len(prompts.ids(each, tools, options)) for each in turn_request.conversations)
             kind = {"object": "response.input_tokens"} if dialect.name == Responses.name else {}
             return json_response({**kind, "input_tokens": tokens})
 
@@ -252,7 +253,7 @@ class RequestHandler:
         if "messages" in body:
             path = "v1/chat/completions"
             turn_request = (session.dialects.get(path) or self._dialect(session, path)).parse(body)
-            ids = session.session.preview(turn_request.messages, turn_request.tools, turn_request.options)
+            ids = session.session.prompts.ids(turn_request.messages, turn_request.tools, turn_request.options)
         else:
             ids = session.session.template.plain(text(body.get("prompt"), "prompt"))
         pieces = {"token_strs": tokenizer.pieces(ids)} if body.get("return_token_strs") else {}

@@ -46,6 +46,29 @@ class SessionLimits:
     """Tokens in the graph, given and sampled, which bound its memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptRenderer:
+    """How prompts are rendered: all that is needed to know the prompt of a turn, without an engine."""
+
+    template: ChatTemplate
+    forks: bool = False
+    """Whether reasoning from before the last user message is removed."""
+    thinks: bool = False
+    """Whether turns start with `<think>`."""
+
+    def ids(self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: TurnOptions = PLAIN) -> list[int]:
+        """The prompt that a turn after these messages would have in a session of its own."""
+        graph = Graph(self.template, forks=self.forks)
+        place = graph.place(messages, tools, self.with_thinking(messages, options))
+        return [*graph.ids(place.node), *place.opening]
+
+    def with_thinking(self, messages: Sequence[Message], options: TurnOptions) -> TurnOptions:
+        """With a prefill that starts reasoning, if the model needs it and the turn has no other prefill."""
+        if not self.thinks or options.prefill or messages[0].get("role") == RAW:
+            return options
+        return replace(options, prefill=f"{THINK}\n")
+
+
 class Session:
     """Turns messages into a turn of the policy, and records the message graph.
 
@@ -67,9 +90,10 @@ class Session:
         self.engine, self.sampling, self.limits = engine, sampling, limits
         self._seed, config = seed, getattr(engine, "config", None)
         self.template = template or template_of(getattr(config, "template", "auto"), engine.tokenizer)
-        self._forks = (reasoning or getattr(config, "reasoning", "preserve")) == "fork"
-        self._thinks = getattr(config, "thinks", False) if thinks is None else thinks
-        self.graph = Graph(self.template, forks=self._forks)
+        forks = (reasoning or getattr(config, "reasoning", "preserve")) == "fork"
+        thinks = getattr(config, "thinks", False) if thinks is None else thinks
+        self.prompts = PromptRenderer(self.template, forks, bool(thinks))
+        self.graph = Graph(self.template, forks=forks)
         self.verdicts: dict[int, Verdict] = {}
         """The exactness of each turn, by its node."""
         self._without_calls = PLAIN, replace(PLAIN, parse_tool_calls=False)
@@ -123,7 +147,7 @@ class Session:
             options = self._without_calls[1]
         count = len(self.graph.nodes)
         try:
-            place = self.graph.place(messages, tools, self._with_thinking(messages, options))
+            place = self.graph.place(messages, tools, self.prompts.with_thinking(messages, options))
             prompt = self.graph.ids(place.node) + array("q", place.opening)
             sampling = self._fit_context(sampling, len(prompt), len(place.opening))
         except BaseException:
@@ -250,24 +274,6 @@ class Session:
             if chunk.finish != "abort":
                 return chunk.finish
         return "length"
-
-    def count(self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: TurnOptions = PLAIN) -> int:
-        """How many tokens the prompt of a turn after these messages would have."""
-        return len(self.preview(messages, tools, options))
-
-    def preview(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: TurnOptions = PLAIN
-    ) -> list[int]:
-        """The prompt that a turn after these messages would have in a session of its own."""
-        graph = Graph(self.template, forks=self._forks)
-        place = graph.place(messages, tools, self._with_thinking(messages, options))
-        return [*graph.ids(place.node), *place.opening]
-
-    def _with_thinking(self, messages: Sequence[Message], options: TurnOptions) -> TurnOptions:
-        """With a prefill that starts reasoning, if the model needs it and the turn has no other prefill."""
-        if not self._thinks or options.prefill or messages[0].get("role") == RAW:
-            return options
-        return replace(options, prefill=f"{THINK}\n")
 
     def _fit_budget(self, sampling: Sampling, tokens: int, choices: int, sampled: int = 0) -> Sampling:
         """The sampling that the budget allows a draft that may use this many more tokens, the first of `choices`."""
