@@ -48,6 +48,8 @@ SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
 ReturnToService=2
 KillWait=5
 MinJobAge=300
@@ -56,8 +58,9 @@ SlurmdTimeout=30
 MpiDefault=none
 GresTypes=gpu
 {nodes}
-PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE DefaultTime=10 State=UP OverSubscribe=NO
-PartitionName=one Nodes={first} MaxTime=INFINITE State=UP
+PartitionName=main PriorityTier=5 PreemptMode=OFF Nodes={names} Default=YES MaxTime=INFINITE DefaultTime=10 State=UP
+PartitionName=low Nodes={names} MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=CANCEL
+PartitionName=high Nodes={names} MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF
 """
 
 
@@ -117,10 +120,16 @@ class Cluster:
         if not self._is_running("slurmctld"):
             self._spawn("slurmctld", "-D")
 
-    def start_node(self, node: str) -> None:
-        """Start a node's slurmd, also after it was killed."""
-        if not self._is_running(f"slurmd.{node}"):
-            self._spawn("slurmd", "-D", "-N", node, name=f"slurmd.{node}")
+    def start_node(self, node: str, hidden: Path | None = None) -> None:
+        """Start a node's slurmd, also after it was killed. It does not see the content of a hidden directory."""
+        if self._is_running(f"slurmd.{node}"):
+            return
+        arguments = ("slurmd", "-D", "-N", node)
+        if hidden is None:
+            self._spawn(*arguments, name=f"slurmd.{node}")
+            return
+        script = 'mount -t tmpfs tmpfs "$0" && exec "$@"'
+        self._spawn("unshare", "--mount", "sh", "-c", script, str(hidden), *arguments, name=f"slurmd.{node}")
 
     def kill(self, name: str) -> None:
         """End one of munged, slurmctld, slurmd.n1, slurmd.n2."""
@@ -183,7 +192,6 @@ class Cluster:
                 directory=self.directory,
                 nodes=nodes,
                 names=",".join(NODES),
-                first=NODES[0],
             )
         )
         part.rename(self.directory / "slurm.conf")
