@@ -14,6 +14,7 @@ NAMES = (
     "ledger",
     "commands",
     "callables",
+    "slurm",
     "sockets",
     "live",
     "paddle",
