@@ -19,3 +19,11 @@ class TestSlurmExecutor(ExecutorContract):
     def make_executor(self, parallel: int = 2, output_bytes: int = 1 << 20) -> Executor:
         system = SlurmSystem(parallel=parallel, output=max(4096, output_bytes), grace_s=0.2, poll_s=1)
         return system.model_copy(update={"output": output_bytes}).executor(self.directory)
+
+
+class TestAllocationExecutor(TestSlurmExecutor):
+    """Contract C01, as steps of an allocation."""
+
+    def make_executor(self, parallel: int = 2, output_bytes: int = 1 << 20) -> Executor:
+        system = SlurmSystem(parallel=parallel, grace_s=0.2, poll_s=1, mode="allocation", launcher="direct")
+        return system.model_copy(update={"output": output_bytes}).executor(self.directory)

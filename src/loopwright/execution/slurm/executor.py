@@ -31,7 +31,7 @@ _SETTLE_S = 15.0
 """How long we look for the result of a job that has ended: shared file systems show new files late."""
 _LAG_S = 60.0
 """How long a job may be neither in the queue nor in accounting before it counts as lost."""
-_PATIENCE_S = 900.0
+PATIENCE_S = 900.0
 """How long Slurm may be out of reach before a submission counts as failed."""
 _MAX_ARRAY = 500
 _SCRIPT = """#!/bin/sh
@@ -39,7 +39,7 @@ base={base}."${{SLURM_ARRAY_TASK_ID:-0}}"
 tries=0
 until [ -e "$base.json" ]; do tries=$((tries + 1)); [ $tries -gt 5 ] && exit 96; sleep 1; done
 exec >"$base.log" 2>&1 || exit 97
-exec {python} -P -m {module} "$base"
+exec {python} -P -m loopwright.execution.slurm.job_main "$base"
 """
 
 
@@ -124,6 +124,7 @@ class SlurmExecutor(Executor):
             raise
         finally:
             self._jobs.pop(job, None)
+            self._asked.discard(job)
 
     def kill_all(self) -> None:
         for job in self._jobs:
@@ -223,7 +224,7 @@ class SlurmExecutor(Executor):
         missing = []
         for job in jobs:
             job.polls += 1
-            if (info := table.get((job.name, job.index))) is None:
+            if (info := table.get(self._key(job))) is None:
                 job.missing_s = job.missing_s or now_s
                 missing.append(job)
             else:
@@ -231,7 +232,7 @@ class SlurmExecutor(Executor):
         if missing and not all(self._path(job, "done").exists() for job in missing):
             past = await self.queue.past_jobs(sorted({job.name for job in missing}))
             for job in missing:
-                self._search(job, past.get((job.name, job.index)), now_s)
+                self._search(job, past.get(self._key(job)), now_s)
 
     def _update(self, job: SlurmJob, info: JobInfo, now_s: float) -> None:
         # Twice, since the scheduler may not have looked at a new job yet.
@@ -300,16 +301,13 @@ class SlurmExecutor(Executor):
 
     async def _submit(self, batch: list[SlurmJob]) -> None:
         name = f"lw-{uuid.uuid4().hex[:16]}"
+        array = [f"--array=0-{len(batch) - 1}"] if len(batch) > 1 else []
         for index, job in enumerate(list(batch)):
             job.name, job.index = name, index
-            self._write_spec(job)
-            try:
-                job.on_start(f"slurm:{name}:{index}")
-            except Exception as error:  # noqa: BLE001  A job that cannot be recorded must not run.
+            self._write_spec(job, self._path(job, "json"))
+            if not self._record(job):
                 batch.remove(job)
-                self._finish(job, error)
-        deadline_s = time.monotonic() + _PATIENCE_S
-        number, array = "", [f"--array=0-{len(batch) - 1}"] if len(batch) > 1 else []
+        number, deadline_s = "", time.monotonic() + PATIENCE_S
         while not number:
             for job in [job for job in batch if job.cancelling]:
                 batch.remove(job)
@@ -329,6 +327,16 @@ class SlurmExecutor(Executor):
         for job in batch:
             self._accepted = job.submitted = True
             job.info = JobInfo(f"{number}_{job.index}" if array else number, "PENDING")
+
+    def _record(self, job: SlurmJob) -> bool:
+        """Give the handle to the caller. A job that cannot be recorded does not run."""
+        try:
+            job.on_start(f"slurm:{job.name}:{job.index}")
+        except Exception as error:  # noqa: BLE001  Whatever the caller raises ends this job only.
+            self._path(job, "json").unlink(missing_ok=True)
+            self._finish(job, error)
+            return False
+        return True
 
     async def _find(self, name: str) -> str:
         """The id of a job that Slurm took although its answer was lost; empty if there is none by the next query."""
@@ -352,12 +360,9 @@ class SlurmExecutor(Executor):
             self._finish(job, LaunchError(f"Slurm refuses the job: {error}", infra=error.transient))
 
     def _script(self, name: str) -> str:
-        base = shlex.quote(str(self._directory / name))
-        return _SCRIPT.format(
-            base=base, python=shlex.quote(self._system.python), module="loopwright.execution.slurm.job_main"
-        )
+        return _SCRIPT.format(base=shlex.quote(str(self._directory / name)), python=shlex.quote(self._system.python))
 
-    def _write_spec(self, job: SlurmJob) -> None:
+    def _write_spec(self, job: SlurmJob, path: Path) -> None:
         command = job.command
         spec = {
             "argv": [*(() if command.once else self._system.srun(command.nodes, command.gpus)), *command.argv],
@@ -370,10 +375,15 @@ class SlurmExecutor(Executor):
             "output_bytes": self._system.output,
             "grace_s": self._system.grace_s,
         }
-        path = self._path(job, "json")
+        part = path.with_suffix(".new")
         with storage(path):
-            path.touch(0o600)  # the environment may contain secrets
-            path.write_text(json.dumps(spec))
+            part.touch(0o600)  # the environment may contain secrets
+            part.write_text(json.dumps(spec))
+            part.rename(path)
+
+    def _key(self, job: SlurmJob) -> tuple[str, int]:
+        """Where the queue shows a job."""
+        return job.name, job.index
 
     def _path(self, job: SlurmJob, suffix: str) -> Path:
         return self._directory / f"{job.name}.{job.index}.{suffix}"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from loopwright.core.errors import Problem
 from loopwright.execution.call_commands import CallCommands
+from loopwright.execution.slurm.allocation import AllocationExecutor
 from loopwright.execution.slurm.executor import SlurmExecutor
 from loopwright.execution.slurm.options import SlurmOptions
 
@@ -13,7 +14,8 @@ class SlurmSystem(SlurmOptions):
     """Jobs of a Slurm cluster. Compute nodes must see the output directory and this Python under the same paths."""
 
     def executor(self, directory: Path, gpus: int = 0, ports: int = 0) -> SlurmExecutor:
-        return SlurmExecutor(self, directory)
+        kind = AllocationExecutor if self.mode == "allocation" else SlurmExecutor
+        return kind(self, directory)
 
     def call_executor(self, directory: Path, gpus: int = 0) -> CallCommands:
         return CallCommands(self.executor(directory), self.python)

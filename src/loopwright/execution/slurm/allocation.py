@@ -1,0 +1,121 @@
+"""Runs commands as steps of one Slurm job, the allocation, which is submitted once and outlives this process."""
+
+import logging
+import shlex
+import time
+import uuid
+from pathlib import Path
+
+from loopwright.core.errors import ClusterError, LaunchError, storage
+from loopwright.execution.base import Completion
+from loopwright.execution.slurm.executor import PATIENCE_S, SlurmExecutor, SlurmJob
+from loopwright.execution.slurm.outcome import KILLED
+from loopwright.execution.slurm.queue import HOPELESS, JobInfo, SubmitError
+
+log = logging.getLogger(__name__)
+
+_SCRIPT = """#!/bin/sh
+base={base}
+tries=0
+until [ -d "$base.requests" ]; do tries=$((tries + 1)); [ $tries -gt 5 ] && exit 96; sleep 1; done
+exec >"$base.log" 2>&1 || exit 97
+exec {python} -P -m loopwright.execution.slurm.allocation_main "$base"
+"""
+
+
+class AllocationExecutor(SlurmExecutor):
+    """Asks the allocation for steps, by files. A resumed run continues with the allocation that still runs."""
+
+    _name = ""
+
+    async def close(self) -> None:
+        """End all commands and the allocation."""
+        await super().close()
+        if (info := self._table.get((self._name, 0), None)) is not None and not info.is_final:
+            await self.queue.cancel([info.id])
+
+    def _key(self, job: SlurmJob) -> tuple[str, int]:
+        return job.name, 0
+
+    def _update(self, job: SlurmJob, info: JobInfo, now_s: float) -> None:
+        is_hopeless = job.info is not None and {info.reason, job.info.reason} <= HOPELESS
+        job.info, job.missing_s = info, None
+        suffixes = ("json", "log", "done")
+        requested = self._request(job, "json").exists() or any(self._path(job, suffix).exists() for suffix in suffixes)
+        if info.is_final:
+            job.final_s = job.final_s or now_s
+        elif info.state == "PENDING" and is_hopeless:
+            self._unwanted.add(info.id)
+            self._fail_all(ClusterError(f"Slurm never starts the allocation, job {info.id}: {info.reason}."))
+        elif job.command.handle and not requested:
+            self._resubmit(job)  # recorded, and then our predecessor died
+
+    def _end(self, job: SlurmJob, completion: Completion | None) -> None:
+        """End a command whose allocation has ended."""
+        state = job.info.state if job.info is not None else "GONE"
+        stopped = job.killed or job.cancelling
+        end = completion or (KILLED if stopped else LaunchError(f"the allocation ended ({state})", infra=True))
+        never_ran = state == "FAILED" and not (self._directory / f"{job.name}.log").exists()
+        if never_ran and not stopped:
+            self._fail_all(
+                ClusterError(
+                    f"the allocation does not see {self._directory}. Choose an --output that all compute nodes share "
+                    "and may write to."
+                )
+            )
+        self._finish(job, end)
+
+    async def _cancel(self) -> None:
+        for job in [job for job in self._jobs if job.cancelling and job not in self._asked]:
+            if job in self._waiting:
+                self._waiting.remove(job)
+                self._finish(job, KILLED)
+            elif job.submitted:
+                self._asked.add(job)
+                if self._request(job, "json").exists():  # the allocation has not started, or not looked yet
+                    self._request(job, "json").unlink(missing_ok=True)
+                    self._finish(job, KILLED)
+                else:
+                    self._request(job, "cancel").touch()
+
+    async def _submit(self, batch: list[SlurmJob]) -> None:
+        info = await self._allocate()
+        for job in batch:
+            job.name, job.index = self._name, uuid.uuid4().int >> 80
+            if job.cancelling:
+                self._finish(job, KILLED)
+            elif self._record(job):
+                self._write_spec(job, self._request(job, "json"))
+                job.info, job.submitted = info, True
+
+    def _request(self, job: SlurmJob, suffix: str) -> Path:
+        return self._directory / f"{job.name}.requests" / f"{job.name}.{job.index}.{suffix}"
+
+    async def _allocate(self) -> JobInfo:
+        """The allocation that runs or waits; a new one if there is none."""
+        known = self._directory / "allocation"
+        if self._polled_s == 0.0:
+            await self._find("")  # wait for the first answer of the queue
+        name = self._name or (known.read_text() if known.exists() else "")
+        info = self._table.get((name, 0))
+        if info is not None and not info.is_final:
+            self._name = name
+            return info
+        self._name = name = f"lw-{uuid.uuid4().hex[:16]}"
+        with storage(self._directory):
+            (self._directory / f"{name}.requests").mkdir()
+            known.write_text(name)
+        base = shlex.quote(str(self._directory / name))
+        script = _SCRIPT.format(base=base, python=shlex.quote(self._system.python))
+        argv = self._system.sbatch(name, self._system.nodes, self._system.gpus or 0, None, ["--exclusive"])
+        number, deadline_s = "", time.monotonic() + PATIENCE_S
+        while not number:
+            try:
+                number = await self.queue.submit(argv, script)
+            except SubmitError as error:
+                if not error.transient or time.monotonic() > deadline_s:
+                    raise ClusterError(f"Slurm refuses the allocation: {error}. Check [system].") from error
+                log.warning("Slurm does not take jobs: %s. Trying again.", error)
+                number = await self._find(name)
+        self._table[name, 0] = JobInfo(number, "PENDING")
+        return self._table[name, 0]
