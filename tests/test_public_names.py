@@ -40,7 +40,7 @@ PACKAGES = {
     """,
     "loopwright.envs": """
         AddressError EnvServer GymServer GymnasiumAdapter LiveAdapter LiveConfig LiveEnv ObsLeafDescriptor
-        RegimeEncoder RemoteServer ServerError ServerLost StructuredObservation VectorAdapter serve
+        RegimeEncoder RemoteServer SearchEnv ServerError ServerLost StructuredObservation VectorAdapter serve
     """,
     "loopwright.execution": """
         CallExecutor CallResult Command Completion Executor FunctionCall LocalExecutor LocalSystem OnStart SystemConfig

@@ -190,5 +190,5 @@ class Structured:
     def structured_observation_descriptors(self):
         return {}
 
-    def encode_observation(self, regime):
+    def encode_observation(self, metrics, regime):
         return {}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from loopwright.envs.live.remote import RemoteServer
     from loopwright.envs.live.serve import EnvServer, serve
     from loopwright.envs.live.server import GymServer, ServerError, ServerLost
+    from loopwright.envs.search import SearchEnv
 
 __all__ = [
     "AddressError",
@@ -29,6 +30,7 @@ __all__ = [
     "ObsLeafDescriptor",
     "RegimeEncoder",
     "RemoteServer",
+    "SearchEnv",
     "ServerError",
     "ServerLost",
     "StructuredObservation",
@@ -49,6 +51,7 @@ __getattr__ = lazy_exports(
         "ObsLeafDescriptor": "gym.observation",
         "RegimeEncoder": "gym.observation",
         "RemoteServer": "live.remote",
+        "SearchEnv": "search",
         "ServerError": "live.server",
         "ServerLost": "live.server",
         "StructuredObservation": "gym.observation",

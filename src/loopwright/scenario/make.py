@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ def make(
     view: Any = "flat",
     num_envs: int | None = None,
     server: GymServer | None = None,
+    env: Callable[..., Any] | None = None,
 ) -> Any:
     """The environment of a run; `info["trial"]` is the trial number. The caller's algorithm decides when to stop.
 
@@ -32,7 +33,7 @@ def make(
     `view` is "flat" (no nesting, as most algorithms expect), "dict" (named parts) or "discrete" (the index of a grid
     point). A live run has the spaces of its server, plus the drawn regime in its observations.
     With `num_envs`, the result is a `gymnasium.vector.VectorEnv`: `num_envs` trials in flight, or as many servers.
-    `server` replaces the server that a live run names in the scenario.
+    `server` replaces the server that a live run names in the scenario, `env` the class that `[run] env` names.
 
         env = loopwright.make("study.toml", run="tcp-policy")
         PPO("MultiInputPolicy", env).learn(2000)
@@ -55,12 +56,14 @@ def make(
         system = loaded.scenario.system.model_copy(update={"parallel": num_envs})
         loaded = replace(loaded, scenario=loaded.scenario.model_copy(update={"system": system}))
     with ExitStack() as undo:
-        env: Any = environment(loaded, config, output, undo, server)
+        inner: Any = environment(loaded, config, output, undo, server, env)
         adapter: Any
         if config.kind == "live":
-            adapter = LiveAdapter(env, view=view) if num_envs is None else LiveVectorAdapter(env, view=view)
+            adapter = LiveAdapter(inner, view=view) if num_envs is None else LiveVectorAdapter(inner, view=view)
+        elif num_envs is None:
+            adapter = GymnasiumAdapter(inner, view=view)
         else:
-            adapter = GymnasiumAdapter(env, view=view) if num_envs is None else VectorAdapter(env, num_envs, view=view)
+            adapter = VectorAdapter(inner, num_envs, view=view)
         resources = undo.pop_all()
     close_adapter = adapter.close
 
@@ -90,6 +93,7 @@ def environment(
     output: str | Path | None,
     undo: ExitStack,
     server: GymServer | None = None,
+    env: Callable[..., Any] | None = None,
 ) -> AnyEnv:
     """The environment of a run whose actions the caller chooses. `undo` releases everything that it holds."""
     assert config.agent is not None  # noqa: S101  guaranteed by select_run
@@ -102,4 +106,4 @@ def environment(
     if not (directory / "campaign.json").exists():
         begin(loaded, directory)
     free = config.agent.model_copy(update={"trials": None})
-    return config.build_env(BuildContext(loaded, directory, free, undo, server=server))
+    return config.build_env(BuildContext(loaded, directory, free, undo, server=server, env=env))

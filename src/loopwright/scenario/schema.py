@@ -32,6 +32,9 @@ class RunBasics(Config):
     """How often each proposal is measured; the agent learns the mean."""
     cache: Literal["run", "shared", "off"] = "run"
     """Whether an equal trial is answered from this run, also from other runs, or measured again."""
+    env: str | None = None
+    """An environment of your own, `module:Class`: a subclass of `SearchEnv`, or of `LiveEnv` in a live run, or anything
+    that is called like one and returns an object with the same methods."""
     observers: tuple[str, ...] = ()
     """Your own observers, each `module:Class`, called before and after each trial."""
 

@@ -131,7 +131,7 @@ def test_an_environment_may_describe_its_own_observations(tmp_path):
         def structured_observation_descriptors(self):
             return {"speed": ObsLeafDescriptor.box(2), "side": ObsLeafDescriptor.discrete(2)}
 
-        def encode_observation(self, regime):
+        def encode_observation(self, metrics, regime):
             return {"speed": [1.0, 2.0], "side": int(regime.get("wind") == "storm")}
 
     env = GymnasiumAdapter(search_env(tmp_path, ARGUMENTS, product, env_params={"wind": {}}, kind=Windy), view="dict")

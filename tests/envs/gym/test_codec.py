@@ -234,7 +234,7 @@ class Structured:
     def structured_observation_descriptors(self):
         return self.leaves
 
-    def encode_observation(self, regime):
+    def encode_observation(self, metrics, regime):
         return self.values
 
 

@@ -202,7 +202,7 @@ class ObservationCodec:
         box = _as_float32([observation.metrics.get(name) or 0.0 for name in self._metrics] or [0.0])
         if self._context is None:
             return box
-        return {"observation": box, "context": self._context.encode(observation.context)}
+        return {"observation": box, "context": self._context.encode(observation.metrics, observation.context)}
 
 
 class LiveObservationCodec:
@@ -226,7 +226,7 @@ class LiveObservationCodec:
         if key not in self._encoded:
             if len(self._encoded) >= _MAX_CACHED_REGIMES:
                 self._encoded.clear()
-            self._encoded[key] = self._context.encode(regime)
+            self._encoded[key] = self._context.encode({}, regime)
         self._current = self._encoded[key]
 
     def encode(self, observation: Any) -> Any:
@@ -254,11 +254,11 @@ class FlattenCodec:
 
 
 class _ContextCodec:
-    """Encodes a regime as named leaves or, with `flat`, as one vector."""
+    """Encodes metrics and regime as named leaves or, with `flat`, as one vector."""
 
     def __init__(self, structure: StructuredObservation, *, flat: bool) -> None:
         self._structure = structure
-        self._leaves = dict(structure.structured_observation_descriptors())
+        self._leaves = dict(structure.structured_observation_descriptors() or {})
         leaves = spaces.Dict(
             {
                 name: spaces.Discrete(leaf.size)
@@ -270,8 +270,8 @@ class _ContextCodec:
         self._flatten = FlattenCodec(leaves) if flat else None
         self.gym_space: spaces.Space[Any] = leaves if self._flatten is None else self._flatten.gym_space
 
-    def encode(self, regime: Mapping[str, Any]) -> Any:
-        values = dict(self._structure.encode_observation(regime))
+    def encode(self, metrics: Mapping[str, Any], regime: Mapping[str, Any]) -> Any:
+        values = dict(self._structure.encode_observation(metrics, regime))
         if values.keys() != self._leaves.keys():
             raise ValueError(
                 f"encode_observation returned the keys {sorted(values)}; the descriptors have {sorted(self._leaves)}"

@@ -35,14 +35,25 @@ class ObsLeafDescriptor:
 
 @runtime_checkable
 class StructuredObservation(Protocol):
-    """Implement this on an environment for structured observations. Encoded values and descriptors have equal keys."""
+    """Have these methods on an environment for structured observations; inherit nothing.
 
-    def structured_observation_descriptors(self) -> Mapping[str, ObsLeafDescriptor]:
-        """The leaves, by name."""
+    class Windy(SearchEnv):
+        def structured_observation_descriptors(self):
+            return {"last": ObsLeafDescriptor.box(1), "storm": ObsLeafDescriptor.discrete(2)}
+
+        def encode_observation(self, metrics, regime):
+            return {"last": [metrics.get("y") or 0.0], "storm": int(regime["wind"] == "storm")}
+    """
+
+    def structured_observation_descriptors(self) -> Mapping[str, ObsLeafDescriptor] | None:
+        """The leaves, by name. With none, observations are not structured."""
         ...
 
-    def encode_observation(self, regime: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The values of the leaves: a list of numbers for a box, an index for a discrete leaf."""
+    def encode_observation(self, metrics: Mapping[str, Any], regime: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The values of the leaves: a list of numbers for a box, an index for a discrete leaf. Keys as declared.
+
+        `metrics` are those of the last trial, None where there is none yet, and empty in a live run.
+        """
         ...
 
 
@@ -61,7 +72,7 @@ class RegimeEncoder:
             for name, choice in self._draws.values.items()
         }
 
-    def encode_observation(self, regime: Mapping[str, Any]) -> dict[str, Any]:
+    def encode_observation(self, metrics: Mapping[str, Any], regime: Mapping[str, Any]) -> dict[str, Any]:
         """The encoded value of each drawn parameter."""
         return {name: self._value(name, choice, regime[name]) for name, choice in self._draws.values.items()}
 

@@ -7,7 +7,7 @@ import subprocess
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -74,6 +74,8 @@ class BuildContext:
     """Replaces the server that a live run names."""
     agent_class: type[Agent] | None = None
     """The agent that acts in the environment; None if the caller does."""
+    env: Callable[..., Any] | None = None
+    """Replaces the environment that the run names."""
 
 
 class RunKind(RunConfig, ABC):
@@ -115,6 +117,13 @@ class RunKind(RunConfig, ABC):
         if all(parts[key] is not None for key in (*cls.needs, "reward", "env_params")):
             config = cls.model_construct(**dict(run), **parts)
             config.check(raw, checker)
+            if config.env is not None:
+                if cls.kind not in ("search", "live"):
+                    checker.add("[[run]] env", "has no meaning in a run with rollouts; remove it.")
+                try:
+                    import_function(config.env, checker.directory)
+                except (ImportError, ValueError) as error:
+                    checker.add("[[run]] env", f"{config.env!r}: {error}.")
             for path in config.observers:
                 try:
                     import_observer(path, checker.directory)

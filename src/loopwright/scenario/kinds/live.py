@@ -1,5 +1,6 @@
 """Live runs: an agent steps an environment that a server holds. The spaces and the reward come from the server."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from loopwright.agents import agents
@@ -8,6 +9,7 @@ from loopwright.agents.search.grid_random import RandomPolicy, RandomSearch
 from loopwright.core.agent import Agent
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import Problem, ScenarioError
+from loopwright.core.imports import import_function
 from loopwright.envs.live.campaign_env import LiveCampaignEnv
 from loopwright.envs.live.config import LiveConfig
 from loopwright.envs.live.env import LiveEnv
@@ -79,8 +81,11 @@ class LiveRun(RunKind):
         draws = Draws(context.agent.seed, live.args, self.env_params)
         servers = [context.server] if context.server else live.connect(context.loaded.directory, self.env_params.keys())
         first: LiveEnv | None = None
+        make: Callable[..., LiveEnv] = context.env or LiveEnv
+        if self.env is not None and context.env is None:
+            make = import_function(self.env, context.loaded.directory)
         for server in servers:
-            env = LiveEnv(
+            env = make(
                 book,
                 server=server,
                 draws=draws,

@@ -1,6 +1,6 @@
 """Search runs: an agent proposes parameters, a workload measures them. Without an agent, the one point is run once."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -12,6 +12,7 @@ from loopwright.agents.search.grid_random import Grid
 from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import did_you_mean
 from loopwright.core.expression import Expression
+from loopwright.core.imports import import_function
 from loopwright.core.reward import Objectives
 from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.envs.stopping import FidelityConfig, StopConfig
@@ -179,7 +180,10 @@ class SearchRun(RunKind):
             path = Path(system.shared_cache).expanduser() if system.shared_cache else context.output / "cache.db"
             shared = SharedCache(context.loaded.directory / path if system.shared_cache else path)
             context.resources.callback(shared.close)
-        return SearchEnv(
+        make: Callable[..., SearchEnv] = context.env or SearchEnv
+        if self.env is not None and context.env is None:
+            make = import_function(self.env, context.loaded.directory)
+        return make(
             book,
             space=space,
             workload=workload,
