@@ -51,6 +51,8 @@ class RlAgent(Agent):
             )
         if missing := missing_packages(config.log):
             problems.append(Problem("log", f"pip install {' '.join(missing)}"))
+        if config.normalize and config.library != "sb3":
+            problems.append(Problem("normalize", "needs library = 'sb3'; remove it."))
         if len({*config.seeds}) < len(config.seeds):
             problems.append(Problem("seeds", "has a seed twice; give different ones."))
         if config.warm_start is not None and (reason := cls._warm_start_problem(config, space, home)):

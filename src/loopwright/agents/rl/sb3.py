@@ -1,6 +1,7 @@
 """The backend for Stable-Baselines3 and algorithms built on it. Import it late: torch and SB3 are heavy."""
 
 import math
+import pickle
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -15,6 +16,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import KVWriter, Logger
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import TrainFreq, TrainFrequencyUnit
+from stable_baselines3.common.vec_env import VecNormalize
 
 from loopwright.agents.rl.learner import ImitationLearner, LearnerContext, RlConfig
 from loopwright.agents.rl.library_spaces import is_large_image
@@ -24,6 +26,7 @@ from loopwright.core.imports import import_object
 
 _POLICY = "policy.zip"
 _REPLAY = "replay.pkl"
+_SCALING = "normalize.pkl"
 _LOGGED = {"rollout/ep_rew_mean": "return", "rollout/ep_len_mean": "length", "time/fps": "steps_per_s"}
 _BATCH = 64
 """SB3's usual minibatch."""
@@ -107,6 +110,11 @@ class Sb3Learner(ImitationLearner):
         self._trials_per_step = context.trials_per_step * self._slots
         torch.set_num_threads(1)
         kind = algorithm_class(algorithm)
+        self._scaling: VecNormalize | None = None
+        if config.normalize:
+            is_saved = (directory / _SCALING).exists()
+            env = VecNormalize.load(str(directory / _SCALING), env) if is_saved else VecNormalize(env)
+            self._scaling = env
         if (directory / _POLICY).exists():
             self.model = kind.load(directory / _POLICY, env=env, device="cpu")
             if isinstance(self.model, OffPolicyAlgorithm) and (directory / _REPLAY).exists():
@@ -130,6 +138,8 @@ class Sb3Learner(ImitationLearner):
     def choose(self, observation: Any, state: Any, mask: Any, *, deterministic: bool) -> tuple[Any, Any]:
         options = {} if mask is None or not self._masks else {"action_masks": np.asarray(mask, bool)}
         start = np.array([state is None])
+        if self._scaling is not None:
+            observation = self._scaling.normalize_obs(observation)
         return self.model.predict(observation, state, start, deterministic=deterministic, **options)
 
     def imitate(self, pairs: list[tuple[Any, Any]], steps: int = 400, batch: int = 64) -> None:
@@ -150,6 +160,9 @@ class Sb3Learner(ImitationLearner):
     def write_policy(self, directory: Path) -> None:
         with storage(directory):
             directory.mkdir(parents=True, exist_ok=True)
+            if self._scaling is not None:
+                self._scaling.save(str(directory / f".{_SCALING}"))
+                (directory / f".{_SCALING}").replace(directory / _SCALING)
             self.model.save(directory / f".{_POLICY}")
             (directory / f".{_POLICY}").replace(directory / _POLICY)
 
@@ -220,4 +233,8 @@ def _even_batch(steps: int) -> int:
 def load_policy(algorithm: str, directory: Path) -> Callable[[Any], Any]:
     """The saved policy as a function from observation to action."""
     model = algorithm_class(algorithm).load(directory / _POLICY, device="cpu")
-    return lambda observation: model.predict(observation, deterministic=True)[0]
+    if not (directory / _SCALING).exists():
+        return lambda observation: model.predict(observation, deterministic=True)[0]
+    with (directory / _SCALING).open("rb") as file:
+        scaling: VecNormalize = pickle.load(file)  # noqa: S301  as SB3 loads policies
+    return lambda observation: model.predict(scaling.normalize_obs(observation), deterministic=True)[0]

@@ -37,6 +37,11 @@ class LiveConfig(Config):
     run. In this process a step is faster."""
     envs: int = Field(default=1, ge=1)
     """How many environments an RL agent of Stable-Baselines3 steps together. Each of their steps is a trial."""
+    wrappers: tuple[str | dict[str, Any], ...] = ()
+    """Gymnasium wrappers around each environment, the first one innermost: `module:Class`, or a table with that as its
+    `type` and the wrapper's arguments."""
+    max_episode_steps: int | None = Field(default=None, ge=1)
+    """Truncate episodes after this many steps."""
     record: Literal["steps", "episodes"] = "steps"
     """Whether the ledger has a row per step or per episode. Steps are counted either way."""
     timeout_s: float = Field(default=30.0, gt=0)
@@ -52,6 +57,10 @@ class LiveConfig(Config):
     def _check_target(self) -> "LiveConfig":
         if self.env_class is not None and self.address is not None:
             raise ValueError("give either env_class (a class) or address (a server)")
+        if any(isinstance(one, dict) and not isinstance(one.get("type"), str) for one in self.wrappers):
+            raise ValueError('a wrapper is "module:Class", or a table with type = "module:Class" and its arguments')
+        if self.address is not None and (self.wrappers or self.max_episode_steps is not None):
+            raise ValueError("wrappers and max_episode_steps are for env_class; wrap a server where it is created")
         if self.address is not None and self.isolate is not None:
             raise ValueError("isolate is for env_class; a server at an address has its own process already")
         return self
@@ -60,13 +69,19 @@ class LiveConfig(Config):
         """The arguments for the constructor."""
         return {name: p.value for name, p in self.args.items() if isinstance(p, Fixed)}
 
+    def changes(self) -> list[Any]:
+        """What else changes the environment, for its fingerprint; nothing by default."""
+        limit = [] if self.max_episode_steps is None else [self.max_episode_steps]
+        return [*([list(self.wrappers)] if self.wrappers else []), *limit]
+
     def target(self, scenario_dir: Path, env_params: Collection[str]) -> ServerTarget:
         """What the server is created from. The first one is built with the first candidate of what is drawn."""
         path = self.env_class or ""
         accepted = constructor_args(path, scenario_dir)
         drawn = {name: p.values[0] for name, p in self.args.items() if name in env_params and isinstance(p, Choice)}
         taken = {name: value for name, value in drawn.items() if accepted is None or name in accepted}
-        return ServerTarget(path, self.fixed(), taken, scenario_dir)
+        wrappers = tuple({"type": one} if isinstance(one, str) else one for one in self.wrappers)
+        return ServerTarget(path, self.fixed(), taken, scenario_dir, wrappers, self.max_episode_steps)
 
     def problems(self, scenario_dir: Path, env_params: Collection[str]) -> list[Problem]:
         """What is wrong with this configuration, as far as that shows without starting the server."""

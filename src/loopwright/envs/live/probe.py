@@ -45,7 +45,7 @@ def _probe(target: ServerTarget, regime: Mapping[str, Any]) -> ServerSpaces:
             env = target.make()
             env.close()
             return ServerSpaces(env.observation_space, env.action_space)
-        if not regime and not target.path.startswith(GYMNASIUM):
+        if not regime and not target.wrappers and not target.path.startswith(GYMNASIUM):
             kind = resolve(target.path, target.directory)
             declared = [_class_space(kind, name) for name in ("observation_space", "action_space")]
             if None not in declared:

@@ -5,7 +5,7 @@ applied by the server itself, which acknowledges it: `reset` returns `info["env_
 """
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +26,16 @@ class ServerTarget:
     drawn: Mapping[str, Any] = field(default_factory=dict)
     """The drawn arguments that the constructor takes, each with the value that the first server is built with."""
     directory: Path = Path()
+    wrappers: Sequence[Mapping[str, Any]] = ()
+    """Gymnasium wrappers around it, each with its `type` and its arguments."""
+    max_episode_steps: int | None = None
 
     def make(self, drawn: Mapping[str, Any] | None = None) -> GymServer:
         """A server with these drawn arguments."""
-        return make_server(self.path, {**self.args, **self.drawn, **(drawn or {})}, self.directory)
+        server = make_server(self.path, {**self.args, **self.drawn, **(drawn or {})}, self.directory)
+        from loopwright.envs.live.wrappers import wrap  # requires gymnasium
+
+        return wrap(server, self.wrappers, self.max_episode_steps, self.directory)
 
 
 class RegimeServer:

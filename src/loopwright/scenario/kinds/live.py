@@ -69,7 +69,7 @@ class LiveRun(RunKind):
         live = self.live
         book = self.open_book(
             context,
-            key_of(live.env_class, live.address, live.fixed()),
+            key_of(live.env_class, live.address, live.fixed(), *live.changes()),
             objectives=LiveEnv.objectives.labels,
             metrics=LiveEnv.metric_names,
         )
