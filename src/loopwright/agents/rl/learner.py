@@ -57,7 +57,8 @@ class RlConfig(AgentConfig):
     """In a batch run: how often to measure the policy and the best static action under each regime at the end. A table
     evaluates during training too, live runs included, and keeps the best policy beside the last."""
     normalize: bool = False
-    """Whether observations and rewards are scaled by their running mean and variance (SB3's VecNormalize). The statistics are saved with the policy; the ledger and evaluations have the environment's own rewards."""
+    """Whether observations and rewards are scaled by their running mean and variance (SB3's VecNormalize). The
+    statistics are saved with the policy; the ledger and evaluations have the environment's own rewards."""
     seeds: tuple[int, ...] = ()
     """Train once with each of these seeds, instead of `seed`, `trials` each, and report the aggregate."""
     log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
