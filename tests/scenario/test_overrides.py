@@ -89,3 +89,12 @@ def test_a_resumed_campaign_keeps_its_overrides(write, tmp_path):
     again = reopen(tmp_path / "out", {"run.agent.trials": 6})
     assert (again.scenario.system.parallel, again.scenario.run[0].agent.trials) == (3, 6)
     assert again.directory == tmp_path
+
+
+def test_another_system_leaves_out_the_keys_it_does_not_have(write):
+    head = 'name = "x"\n[system]\ntype = "slurm"\npartition = "main"\nparallel = 3'
+    assert load(write(head=head)).scenario.system.partition == "main"
+    system = load(write(head=head), set={"system.type": "local", "system.pin_cpus": True}).scenario.system
+    assert (system.type, system.parallel, system.pin_cpus) == ("local", 3, True)
+    with pytest.raises(ScenarioError, match="qos"):
+        load(write(head=head), set={"system.type": "local", "system.qos": "high"})

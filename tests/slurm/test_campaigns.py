@@ -8,7 +8,7 @@ import time
 import pytest
 
 import loopwright
-from loopwright.core.errors import ClusterError, LaunchError, ScenarioError
+from loopwright.core.errors import ClusterError, LaunchError, LedgerError, ScenarioError
 from loopwright.core.outcome import Outcome
 from loopwright.execution import Completion
 from loopwright.execution.slurm.outcome import ending_of
@@ -72,6 +72,8 @@ def test_c02_resume_adopts_running_jobs_and_collects_finished_ones(slurm, tmp_pa
     os.killpg(process.pid, signal.SIGKILL)
     end_of(process)
     eventually((one.output / "work/trials/1/stdout").exists)
+    with pytest.raises(LedgerError, match="has jobs on another system"):
+        loopwright.run(one.scenario, one.output, set={"system.type": "local"}, resume=True)
     gate.touch()
     result = one.call("resume")
     assert result.code == 0, result.err
@@ -153,7 +155,7 @@ def test_a_live_run_in_an_allocation_is_refused_at_load_time():
         loopwright.load(scenario)
 
 
-def test_nodes_and_jobs_of_another_system_are_refused_by_name(tmp_path):
+def test_several_nodes_are_refused_on_one_machine():
     scenario = {
         "name": "local",
         "run": [{"name": "x", "workload": {"type": "command", "command": "true", "nodes": 2}}],

@@ -79,10 +79,22 @@ def override(raw: Mapping[str, Any], overrides: Mapping[str, Any], environ: Mapp
             _assign_to_runs(runs, rest, value)
         else:
             _assign(result, key, value)
+    if "system.type" in overrides:
+        _drop_keys_of_another_system(result, raw, overrides)
     for run, before in zip(remote, from_file, strict=True):
         if _gateway_type(run) in _ELSEWHERE and before not in _ELSEWHERE:
             run.pop("engine", None)  # it was for the gateway in the file
     return result
+
+
+def _drop_keys_of_another_system(result: dict[str, Any], raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Leave out the file's keys that the system of `--set system.type=…` does not have, such as a partition."""
+    model = systems.working().get(str(overrides["system.type"]))
+    table = raw.get("system")
+    if model is not None and isinstance(table, Mapping) and table.get("type", "local") != overrides["system.type"]:
+        for key in table:
+            if key not in model.model_fields and f"system.{key}" not in overrides:
+                del result["system"][key]
 
 
 def _gateway_type(run: Mapping[str, Any]) -> Any:
