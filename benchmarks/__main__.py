@@ -15,6 +15,7 @@ NAMES = (
     "commands",
     "callables",
     "slurm",
+    "stopping",
     "sockets",
     "live",
     "paddle",

@@ -1,0 +1,85 @@
+"""Stopping early: `asha` over the learning curves of `examples/stopping`, against the same search without a rule.
+
+Compute is counted in epochs, so that a busy machine does not matter. Optuna's own Hyperband runs over the same points.
+"""
+
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import optuna
+import orjson
+
+import loopwright
+from benchmarks.measure import Ratio
+from loopwright.ledger.ledger import Ledger
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "stopping"
+EPOCHS, TRIALS, SEEDS = 81, 60, 10
+ARGS: dict[str, Any] = {
+    "rate": {"low": 0.001, "high": 10.0, "log": True},
+    "momentum": {"low": 0.0, "high": 0.99},
+    "width": {"low": 2, "high": 64, "dtype": "int", "log": True},
+    "scale": {"low": 0.1, "high": 10.0, "log": True},
+    "decay": {"low": 1e-6, "high": 0.1, "log": True},
+}
+
+
+def search(seed: int, stop: dict[str, Any] | None) -> tuple[float, int, dict[int, list[float]]]:
+    """The best loss, the epochs that were spent, and each trial's losses."""
+    run = {
+        "name": "spirals",
+        "agent": {"type": "random", "trials": TRIALS, "seed": seed},
+        "reward": {"type": "negative", "metrics": ["loss"]},
+        "workload": {"type": "python", "function": "spirals:train", "path": [str(EXAMPLE)], "args": ARGS},
+    }
+    run |= {"stop": stop} if stop else {}
+    scenario = {"name": "spirals", "system": {"parallel": 2}, "run": [run]}
+    with tempfile.TemporaryDirectory() as directory:
+        study = loopwright.run(scenario, directory, progress=False)
+        with Ledger.read(Path(directory) / "spirals" / "ledger.db") as ledger:
+            curves = {number: orjson.loads(data) for number, data in ledger.payloads("curve")}
+        losses = {number: curve["metrics"]["loss"] for number, curve in curves.items()}
+        return study.best.value, sum(map(len, losses.values())), losses
+
+
+def hyperband(losses: dict[int, list[float]]) -> tuple[float, int]:
+    """Optuna's Hyperband over the same points: the best loss, and the epochs that were spent."""
+    study = optuna.create_study(pruner=optuna.pruners.HyperbandPruner(1, EPOCHS, 3))
+    epochs = 0
+    for number in sorted(losses):
+        trial, stopped = study.ask(), False
+        for step, loss in enumerate(losses[number], 1):
+            epochs += 1
+            trial.report(loss, step)
+            if stopped := trial.should_prune():
+                break
+        study.tell(trial, state=optuna.trial.TrialState.PRUNED) if stopped else study.tell(trial, losses[number][-1])
+    return study.best_value, epochs
+
+
+def run() -> list[Ratio]:
+    """Both over several seeds."""
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rule = {"rule": "asha", "metric": "loss", "mode": "min", "options": {"min_resource": 9}}
+    gaps: dict[str, list[float]] = {"asha": [], "Hyperband": []}
+    shares: dict[str, list[float]] = {"asha": [], "Hyperband": []}
+    for seed in range(SEEDS):
+        best, epochs, losses = search(seed, None)
+        for name, (loss, spent) in {"asha": search(seed, rule)[:2], "Hyperband": hyperband(losses)}.items():
+            gaps[name].append(100 * (loss / best - 1))
+            shares[name].append(100 * spent / epochs)
+        print(f"seed {seed}: best {best:.4f}; gap and compute in %: {gaps['asha'][-1]:.2f}, {shares['asha'][-1]:.1f}; "
+              f"Hyperband {gaps['Hyperband'][-1]:.2f}, {shares['Hyperband'][-1]:.1f}", file=sys.stderr)  # fmt: skip
+    detail = f"median of {SEEDS} seeds, {TRIALS} trials of {EPOCHS} epochs"
+    return [
+        Ratio("stopping: asha's best against the full search's", median(gaps["asha"]), 1, "% worse", detail=detail),
+        Ratio("stopping: asha's compute", median(shares["asha"]), 35, "% of the full search's", detail=detail),
+        Ratio("stopping: Optuna's Hyperband, best", median(gaps["Hyperband"]), None, "% worse", detail=detail),
+        Ratio("stopping: Optuna's Hyperband, compute", median(shares["Hyperband"]), None, "%", detail=detail),
+    ]
