@@ -27,7 +27,7 @@ from loopwright.spaces.parameter import Choice, Fixed, Range
 from loopwright.spaces.space import EnvParamConfig
 from loopwright.trainers.config import LoraConfig
 from loopwright.workloads.base import workloads
-from loopwright.workloads.command_config import MetricConfig, ProgressConfig, ReadyConfig, ServiceConfig, SuccessConfig
+from loopwright.workloads.command_config import MetricConfig, ProgressConfig, ReadConfig, ReadyConfig, ServiceConfig, SuccessConfig
 
 PAGE = Path(__file__).with_name("reference.md")
 HEAD = """# TOML reference
@@ -82,6 +82,7 @@ def sections() -> list[str]:
         parts += kinds(where, registry)
     parts.append(section("`[run.workload] success`", SuccessConfig))
     parts.append(section("`[run.workload.metrics] NAME`", MetricConfig))
+    parts.append(section("`[[run.workload.read]]`", ReadConfig))
     parts.append(section("`[run.workload] progress`", ProgressConfig))
     parts.append(section("`[run.workload.service]`", ServiceConfig))
     parts.append(section("`[run.workload.service] ready`", ReadyConfig))

@@ -210,3 +210,10 @@ def test_problems_are_detected_before_anything_runs(site, settings, key, words):
 def test_an_invalid_success_pattern_is_refused():
     with pytest.raises(ValueError, match=r"'\(' is not a regular expression"):
         CommandConfig(command="true", success={"regex": "("})
+
+
+def test_an_optional_metric_does_not_fail_a_trial(site):
+    optional = {"z": {"regex": "z=(.)", "required": False}, "rss": {"resource": "max_rss_bytes"}}
+    (result,) = run(site, CommandConfig(command="echo y=1", metrics={**Y, **optional}), {})
+    assert (result.outcome, result.metrics["y"]) == (Outcome.OK, 1), result.reason
+    assert "z" not in result.metrics

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from loopwright.workloads.command import MetricMissing, PatternTimeout, read_metric
-from loopwright.workloads.command_config import MetricConfig
+from loopwright.workloads.command_config import CommandConfig, MetricConfig
 
 
 @pytest.fixture
@@ -40,6 +40,28 @@ def test_a_number_in_the_output(read, metric, stdout, value):
 def test_a_number_in_a_file(read):
     assert read({"file": "out.json", "json": "/x"}, **{"out.json": '{"x": 3}'}) == 3.0
     assert read({"file": "log", "regex": "x=(.*)"}, log="x=4") == 4.0
+
+
+def test_a_number_in_stderr_or_in_csv(read):
+    assert read({"regex": "x=(.) y=(.)", "group": 2, "stream": "stderr"}, stderr="x=1 y=2") == 2.0
+    assert read({"csv": "p99"}, "test, p99\nget, 1.5\nset, 2.5\n\n") == 2.5
+    assert read({"csv": "y", "file": "out.csv"}, **{"out.csv": 'x,"y"\n1,"3"\n'}) == 3.0
+    for text, words in (("a,b\n1,2\n", "has no column 'c'"), ("c\n", "no value in column"), ("", "has no column")):
+        with pytest.raises(MetricMissing, match=words):
+            read({"csv": "c"}, text)
+
+
+def test_several_metrics_at_a_time():
+    several = [{"names": ["a", "b"], "regex": "(.) (.)"}, {"names": ["c"], "json": "/r"}, {"names": ["d"], "csv": True}]
+    metrics = CommandConfig(command="x", read=several, metrics={"e": {"resource": "wall_s"}}).all_metrics()
+    assert (metrics["b"].group, metrics["c"].json_pointer, metrics["d"].csv) == (2, "/r/c", "d")
+    for wrong, words in (
+        ([{"names": ["a", "b"], "regex": "(.)"}], "has no group 2"),
+        ([{"names": ["a"], "csv": True}, {"names": ["a"], "json": ""}], "a: a metric is read twice"),
+        ([{"names": ["a"]}], "give exactly one of"),
+    ):
+        with pytest.raises(ValidationError, match=words):
+            CommandConfig(command="x", read=wrong)
 
 
 def test_resource_usage(read):
@@ -76,7 +98,7 @@ def test_a_missing_number_is_explained(read, metric, stdout, words):
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
-        ({}, "give exactly one of regex, json, resource"),
+        ({}, "give exactly one of regex, json, csv, resource"),
         ({"regex": "(x)", "json": "/x"}, "give exactly one"),
         ({"regex": "("}, "is not a regular expression"),
         ({"regex": "x"}, "needs a group"),

@@ -22,6 +22,7 @@ VERBS = {
     "report": ("report", "Make the report and the exports again."),
     "export": ("export", "Export trials, episodes, training rows or steps."),
     "episodes": ("episodes", "Show rollouts and their conversations."),
+    "reread": ("reread", "Read metrics again from the output of earlier trials."),
     "rejudge": ("rejudge", "Judge stored rollouts again with another judger."),
     "audit": ("audit", "Check that what was captured is token-exact."),
     "serve-env": ("serve_env", "Serve an environment over a socket."),

@@ -5,6 +5,7 @@ metrics into a reward, and commits. Many trials may be in flight.
 """
 
 import asyncio
+import shutil
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
@@ -46,6 +47,10 @@ class TrialRules:
     """How often a trial that was lost to the infrastructure is attempted again."""
 
 
+def _dominates(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return one != other and all(a >= b for a, b in zip(one, other, strict=True))
+
+
 class SearchEnv:
     """Runs a workload once per trial. Drawn values overlay the arguments and are not validated again."""
 
@@ -70,6 +75,7 @@ class SearchEnv:
         self._answered = book.ledger.answered_keys() if book.step else set()
         self._in_flight: dict[str, asyncio.Event] = {}
         self._metrics: Mapping[str, float] = {}
+        self._best: dict[int, tuple[float, ...]] | None = None
         self._pending: dict[int, Observation] = {}
         self._repeats: Counter[str] | None = None
         self._marker = book.ledger.state("id")
@@ -170,7 +176,24 @@ class SearchEnv:
         if result.outcome in REUSABLE:
             self._answered.add(finished.key)
         self._metrics = finished.metrics
+        if self.workload.config.keep != "all":
+            await self._discard(finished)
         return finished
+
+    async def _discard(self, trial: Trial) -> None:
+        """Delete the directories that `keep` does not ask for."""
+        trials, best = self.book.directory / "trials", self.workload.config.keep == "best"
+        doomed = [trial.number] if best or trial.outcome in (Outcome.OK, Outcome.STOPPED) else []
+        if best and trial.reward is not None:
+            if self._best is None:
+                earlier = (t for t in self.book.ledger.trials(where="reward IS NOT NULL") if t.number < trial.number)
+                self._best = {t.number: t.reward.objectives for t in earlier if t.reward is not None}
+            new = trial.reward.objectives
+            if not any(_dominates(old, new) for old in self._best.values()):
+                doomed = [number for number, old in self._best.items() if _dominates(new, old)]
+                self._best = {n: old for n, old in self._best.items() if n not in doomed} | {trial.number: new}
+        for number in doomed:
+            await asyncio.to_thread(shutil.rmtree, trials / str(number), ignore_errors=True)
 
     async def _lookup(self, trial: Trial) -> Result | None:
         """The result without running: from the cache, from an equal trial in flight, or from the constraints."""

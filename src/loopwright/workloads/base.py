@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import orjson
 from pydantic import Field, field_validator
@@ -49,6 +49,8 @@ class WorkloadConfig(Config):
     """How many nodes each trial takes, on a cluster; a list is searched, as `{nodes}`."""
     gpus: int = Field(default=0, ge=0)
     """How many GPUs each trial has to itself; on a cluster, on each of its nodes."""
+    keep: Literal["all", "best", "failed"] = "all"
+    """Which directories of trials stay: all, those of the best trials, or those of failed ones."""
     files: tuple[str, ...] = ()
     """Input files, relative to the scenario: linked into each trial's directory, and part of the fingerprint."""
 
@@ -168,7 +170,7 @@ class Workload(ABC):
 
     Config: ClassVar[type[WorkloadConfig]] = WorkloadConfig
 
-    not_compared: ClassVar[set[str]] = {"args", "env", "constraints", "timeout_s", "gpus", "nodes"}
+    not_compared: ClassVar[set[str]] = {"args", "env", "constraints", "timeout_s", "gpus", "keep", "nodes"}
     """Settings that are not part of the fingerprint. A timeout does not change a successful result."""
 
     def __init__(self, config: Any, site: "Site") -> None:

@@ -5,6 +5,7 @@ numbers from its output, from a file it wrote, or from its resource usage.
 """
 
 import asyncio
+import csv
 import json
 import math
 import mmap
@@ -21,7 +22,7 @@ from typing import Any, ClassVar, cast
 import regex
 
 from loopwright.core.canonical import key_of
-from loopwright.core.errors import LaunchError, storage
+from loopwright.core.errors import LaunchError, did_you_mean, storage
 from loopwright.core.outcome import Outcome
 from loopwright.core.progress import PROGRESS_VARIABLE
 from loopwright.core.trial import Result
@@ -74,6 +75,7 @@ class CommandWorkload(Workload):
         self._uses_checkpoint, self._slot_names = "checkpoint" in names, names - {"checkpoint"}
         ports = max((int(name[5:] or 1) for name in self._slot_names if name.startswith("port")), default=1)
         self.executor = executor or site.system.executor(site.directory, config.gpus, ports)
+        self._metrics = config.all_metrics() if config.read else config.metrics
         self._setup = CommandTemplate(config.setup) if config.setup is not None else None
         self._locks: dict[str, asyncio.Lock] = {}
         self._setup_failures: dict[str, Result] = {}
@@ -276,18 +278,7 @@ class CommandWorkload(Workload):
         stdout = directory / "stdout"
         if pattern is not None and not _contains(pattern, stdout, timeout_s):
             return Result(Outcome.CRASHED, reason=f"stdout does not contain {pattern!r}", usage=usage)
-        metrics: dict[str, float] = {}
-        missing: list[str] = []
-        for name, metric in self.config.metrics.items():
-            try:
-                metrics[name] = read_metric(metric, directory, stdout, usage, timeout_s)
-            except MetricMissing as error:
-                missing.append(f"{name}: {error}")
-            except PatternTimeout as error:
-                raise PatternTimeout(f"{name}: {error}") from error
-        if missing:
-            return Result(Outcome.METRIC_MISSING, reason="; ".join(missing), usage=usage)
-        return Result(Outcome.OK, metrics, usage=usage)
+        return read_metrics(self._metrics, directory, usage, timeout_s)
 
     async def close(self) -> None:
         if self._services is not None:
@@ -330,6 +321,21 @@ def _at_pointer(pointer: str, path: Path, source: str) -> Any:
     return value
 
 
+def _in_column(column: str, path: Path, source: str) -> str:
+    with path.open(newline="", errors="replace") as file:
+        try:
+            rows = csv.reader(file, skipinitialspace=True)
+            names = [name.strip() for name in next(rows, [])]
+            if column not in names:
+                raise MetricMissing(f"the CSV in {source} has no column {column!r}. {did_you_mean(column, names)}")
+            last = deque((row for row in rows if row), maxlen=1)
+        except csv.Error as error:
+            raise MetricMissing(f"{source} is not CSV: {error}") from error
+    if not last or len(last[0]) <= (place := names.index(column)):
+        raise MetricMissing(f"the CSV in {source} has no value in column {column!r}")
+    return last[0][place]
+
+
 def _load_json(path: Path, source: str) -> Any:
     content = path.read_bytes()
     try:
@@ -358,6 +364,25 @@ def _matches(pattern: str, path: Path, source: str, timeout_s: float, group: int
             ) from error
 
 
+def read_metrics(
+    configs: Mapping[str, MetricConfig], directory: Path, usage: Mapping[str, float], timeout_s: float = _MATCH_S
+) -> Result:
+    """The metrics of a command that has succeeded, or what is missing. Raises PatternTimeout."""
+    metrics: dict[str, float] = {}
+    missing: list[str] = []
+    for name, metric in configs.items():
+        try:
+            metrics[name] = read_metric(metric, directory, directory / "stdout", usage, timeout_s)
+        except MetricMissing as error:
+            if metric.required and metric.resource != "max_rss_bytes":
+                missing.append(f"{name}: {error}")
+        except PatternTimeout as error:
+            raise PatternTimeout(f"{name}: {error}") from error
+    if missing:
+        return Result(Outcome.METRIC_MISSING, reason="; ".join(missing), usage=usage)
+    return Result(Outcome.OK, metrics, usage=usage)
+
+
 def read_metric(
     metric: MetricConfig, directory: Path, stdout: Path, usage: Mapping[str, float], timeout_s: float
 ) -> float:
@@ -366,16 +391,20 @@ def read_metric(
         if metric.resource not in usage:
             raise MetricMissing(f"{metric.resource} is unknown, since it is below that of Loopwright's own process")
         return float(usage[metric.resource])
-    path = directory / metric.file if metric.file else stdout
-    source = metric.file or "stdout"
+    source = metric.file or metric.stream
+    path = stdout if source == "stdout" else directory / source
     if not path.is_file():
         raise MetricMissing(f"the command did not write {source}")
     if metric.regex is None:
-        text = _at_pointer(metric.json_pointer or "", path, source)
+        text = (
+            _in_column(metric.csv, path, source)
+            if metric.csv is not None
+            else _at_pointer(metric.json_pointer or "", path, source)
+        )
     elif path.stat().st_size == 0:
         raise MetricMissing(f"{source} is empty")
     else:
-        groups = deque(_matches(metric.regex, path, source, timeout_s, group=1), maxlen=1)
+        groups = deque(_matches(metric.regex, path, source, timeout_s, group=metric.group), maxlen=1)
         if not groups or groups[0] is None:
             raise MetricMissing(f"nothing in {source} matches {metric.regex!r}")
         text = groups[0].decode(errors="replace")

@@ -49,10 +49,18 @@ class MetricConfig(Config):
     """A pattern whose first group is the number; the last match counts."""
     json_pointer: str | None = Field(default=None, alias="json", pattern=r"^(/.*)?$")
     """A JSON pointer such as `/results/0/gflops` into the output, or into its last line."""
+    csv: str | None = None
+    """A column of a table in CSV with a header; the last row counts."""
     file: str | None = None
     """A file that the command writes, relative to the trial's directory; by default standard output is read."""
+    stream: Literal["stdout", "stderr"] = "stdout"
+    """Which output is read, without a `file`."""
     resource: Literal["wall_s", "user_s", "system_s", "max_rss_bytes"] | None = None
-    """A resource that the trial used, instead of its output."""
+    """A resource that the trial used, instead of its output. `max_rss_bytes` is absent where the kernel cannot tell."""
+    group: int = Field(default=1, ge=1)
+    """Which group of the pattern is the number."""
+    required: bool = True
+    """Whether a trial without this metric has failed."""
 
     @field_validator("regex")
     @classmethod
@@ -65,11 +73,53 @@ class MetricConfig(Config):
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
-        if sum(source is not None for source in (self.regex, self.json_pointer, self.resource)) != 1:
-            raise ValueError("give exactly one of regex, json, resource")
+        if sum(source is not None for source in (self.regex, self.json_pointer, self.csv, self.resource)) != 1:
+            raise ValueError("give exactly one of regex, json, csv, resource")
+        if self.regex is not None and regex.compile(self.regex.encode()).groups < self.group:
+            raise ValueError(f"{self.regex!r} has no group {self.group}")
         if self.resource is not None and self.file is not None:
             raise ValueError("`file` goes with regex or json, not with resource")
         return self
+
+
+class ReadConfig(Config):
+    """Several metrics from one source: groups of a pattern, members of a JSON object, or columns in CSV."""
+
+    names: tuple[str, ...] = Field(min_length=1)
+    """The metrics."""
+    regex: str | None = None
+    """A pattern with as many groups as there are names; the last match counts."""
+    json_pointer: str | None = Field(default=None, alias="json", pattern=r"^(/.*)?$")
+    """A JSON pointer to an object with these members."""
+    csv: bool = False
+    """Whether the names are columns of a table in CSV; the last row counts."""
+    file: str | None = None
+    """A file that the command writes, relative to the trial's directory; by default its output is read."""
+    stream: Literal["stdout", "stderr"] = "stdout"
+    """Which output is read, without a `file`."""
+    required: bool = True
+    """Whether a trial without one of these metrics has failed."""
+
+    @model_validator(mode="after")
+    def _check_metrics(self) -> Self:
+        for name in self.names:
+            if not name.isidentifier():
+                raise ValueError(f"{name!r} cannot be used in an expression; use letters, digits and _")
+        self.metrics()
+        return self
+
+    def metrics(self) -> dict[str, MetricConfig]:
+        """One metric for each name."""
+        common = {"file": self.file, "stream": self.stream, "required": self.required}
+        metrics = {}
+        for place, name in enumerate(self.names, 1):
+            source: dict[str, Any] = {"regex": self.regex, "group": place} if self.regex is not None else {}
+            if self.json_pointer is not None:
+                source["json"] = f"{self.json_pointer}/{name}"
+            if self.csv:
+                source["csv"] = name
+            metrics[name] = MetricConfig(**common, **source)
+        return metrics
 
 
 class SuccessConfig(Config):
@@ -165,7 +215,9 @@ class CommandConfig(WorkloadConfig):
     setup_timeout_s: float | None = Field(default=600, gt=0)
     """Seconds after which the setup command is ended."""
     metrics: dict[str, MetricConfig] = Field(default_factory=dict)
-    """Metrics by name: `{ regex }` or `{ json }`, in stdout or in a `file`, or `{ resource }`."""
+    """Metrics by name: `{ regex }`, `{ json }` or `{ csv }`, in stdout, in stderr or in a `file`, or `{ resource }`."""
+    read: tuple[ReadConfig, ...] = ()
+    """Several metrics at a time."""
     success: SuccessConfig = SuccessConfig()
     """When a trial counts as `ok`: its exit code, and optionally its output."""
     progress: ProgressConfig | None = None
@@ -188,6 +240,13 @@ class CommandConfig(WorkloadConfig):
             raise ValueError(f"{', '.join(sorted(twice))}: give each service its own `name`")
         return services
 
+    @model_validator(mode="after")
+    def _check_read(self) -> Self:
+        names = [*self.metrics, *(name for several in self.read for name in several.names)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{', '.join(twice)}: a metric is read twice; rename one of them")
+        return self
+
     @field_validator("metrics")
     @classmethod
     def _check_names(cls, metrics: dict[str, MetricConfig]) -> dict[str, MetricConfig]:
@@ -197,7 +256,11 @@ class CommandConfig(WorkloadConfig):
         return metrics
 
     def metric_names(self) -> tuple[str, ...]:
-        return tuple(self.metrics)
+        return tuple(self.all_metrics())
+
+    def all_metrics(self) -> dict[str, MetricConfig]:
+        """All metrics by name, those of `read` too."""
+        return {**self.metrics, **{name: metric for several in self.read for name, metric in several.metrics().items()}}
 
     def problems(self, scenario_dir: Path) -> list[Problem]:
         problems = super().problems(scenario_dir)

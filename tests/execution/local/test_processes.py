@@ -1,5 +1,6 @@
 """The process table: which processes belong to a trial, and which ones `resume` may end."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from loopwright.execution.local.process_tree import ProcessLimits, spawn
 from loopwright.execution.local.processes import (
     MARKER_VARIABLE,
     descendants,
@@ -150,3 +152,26 @@ def test_a_handler_of_the_program_is_unchanged():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
+
+
+def test_the_time_of_a_tree_that_is_ended_counts_all_of_it(tmp_path):
+    """Given a child that nobody waits for, its processor time is counted when the tree is ended."""
+    busy = "import time\nwhile time.process_time() < 0.3: pass\nopen('done', 'w').close()\ntime.sleep(1000)"
+    script = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {busy!r}])"
+
+    async def main() -> float:
+        with open(os.devnull, "w") as null:
+            tree = spawn(
+                [sys.executable, "-c", script],
+                directory=tmp_path,
+                environment=dict(os.environ),
+                stdout=null.fileno(),
+                stderr=null.fileno(),
+                limits=ProcessLimits(),
+            )
+        while not (tmp_path / "done").exists():
+            await asyncio.sleep(0.01)
+        await tree.end(0.0)
+        return tree.reap().usage["user_s"]
+
+    assert asyncio.run(main()) >= 0.2

@@ -209,6 +209,8 @@ class ProcessTree:
     is_alive: bool = True
     """Whether the main process is still running."""
     interrupted: bool = False
+    _members: Sequence[int] = ()
+    _killed_cpu_s: tuple[float, float] = (0.0, 0.0)
     _end_s: float | None = None
     _loop: asyncio.AbstractEventLoop | None = None
     _deadline_s: float | None = None
@@ -281,6 +283,8 @@ class ProcessTree:
     async def end(self, grace_s: float) -> None:
         """SIGTERM the whole tree, SIGKILL the rest after `grace_s`, and wait until all of it is gone."""
         with self._open_members() as pidfds:
+            # What is killed is waited for by nobody, and its time would be lost.
+            self._killed_cpu_s = processes.cpu_s(self._members)
             for pidfd in pidfds:
                 processes.send(pidfd, signal.SIGTERM)
             await self._wait_for(pidfds, grace_s)
@@ -332,7 +336,8 @@ class ProcessTree:
             )
         code = os.waitstatus_to_exitcode(status)
         end_s = time.monotonic() if self._end_s is None else self._end_s
-        usage = {"wall_s": end_s - self.start.at_s, "user_s": used.ru_utime, "system_s": used.ru_stime}
+        user_s, system_s = map(max, (used.ru_utime, used.ru_stime), self._killed_cpu_s)
+        usage = {"wall_s": end_s - self.start.at_s, "user_s": user_s, "system_s": system_s}
         if used.ru_maxrss > resource.getrusage(resource.RUSAGE_SELF).ru_maxrss:
             usage["max_rss_bytes"] = used.ru_maxrss * 1024
         return Exit(code if code >= 0 else None, -code if code < 0 else None, usage)
@@ -360,6 +365,7 @@ class ProcessTree:
             for process in self._find(pids_between(self.start, pid_snapshot()), include_main=include_main):
                 if (pidfd := processes.open_pidfd(process)) is not None:
                     members[pidfd] = process
+            self._members = [process.pid for process in members.values()]
             yield list(members)
         finally:
             for pidfd, process in members.items():

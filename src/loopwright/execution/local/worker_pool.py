@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import replace
 
 from loopwright.execution.base import CallExecutor, CallResult, FunctionCall, OnStart, Slot
 from loopwright.execution.local.executor import GRACE_S, OUTPUT_BYTES, Slots
@@ -38,8 +37,7 @@ class WorkerPool(CallExecutor):
     async def call(self, call: FunctionCall, on_start: OnStart) -> CallResult:
         slot = await self._slots.acquire()
         try:
-            call, limits = self._placed(call, slot)
-            worker = await self._worker_for(call, limits)
+            worker = await self._worker_for(call, *self._place(call, slot))
             self._busy.add(worker)
             try:
                 return await worker.call(call, self._output_bytes, on_start)
@@ -68,19 +66,21 @@ class WorkerPool(CallExecutor):
         await asyncio.gather(*(worker.close() for worker in idle))
         self._slots.close()
 
-    def _placed(self, call: FunctionCall, slot: Slot) -> tuple[FunctionCall, ProcessLimits]:
-        """The call with the variables of its slot. The same objects again if they can be: workers compare them."""
+    def _place(self, call: FunctionCall, slot: Slot) -> tuple[Mapping[str, str], ProcessLimits]:
+        """The environment and the limits of a call in its slot; the same objects if possible: workers compare them."""
         place = self._places.get(slot.number)
         if place is None or place[0] is not slot or place[1] is not call.environment:
             environment = {**call.environment, **slot.variables}
             limits = ProcessLimits(slot.cores, self._memory_bytes)
             place = self._places[slot.number] = slot, call.environment, environment, limits
-        return replace(call, environment=place[2]), place[3]
+        return place[2], place[3]
 
-    async def _worker_for(self, call: FunctionCall, limits: ProcessLimits) -> WorkerProcess:
+    async def _worker_for(
+        self, call: FunctionCall, environment: Mapping[str, str], limits: ProcessLimits
+    ) -> WorkerProcess:
         """An idle worker with the same environment (OMP_NUM_THREADS and others are read at import), or a new one."""
         for worker in reversed(self._idle):
-            if worker.fits(call, limits):
+            if worker.fits(environment, call.path, limits):
                 self._idle.remove(worker)
                 if worker.is_alive:
                     return worker
@@ -88,4 +88,4 @@ class WorkerPool(CallExecutor):
                 break
         while len(self._idle) >= self._max_idle:
             await self._idle.pop(0).close()
-        return WorkerProcess(call, limits, self._grace_s)
+        return WorkerProcess(call, environment, limits, self._grace_s)

@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,11 @@ _RECEIVE_BYTES = 8192
 class WorkerProcess:
     """A worker that handles one call at a time, and another one as long as it is `usable`."""
 
-    def __init__(self, call: FunctionCall, limits: ProcessLimits, grace_s: float) -> None:
+    def __init__(
+        self, call: FunctionCall, environment: Mapping[str, str], limits: ProcessLimits, grace_s: float
+    ) -> None:
         self.usable = False
-        self._environment, self._path, self._limits = call.environment, call.path, limits
+        self._environment, self._path, self._limits = environment, call.path, limits
         self._grace_s = grace_s
         # The worker has its own marker, since the trial's changes from call to call.
         self._marker = f"worker-{uuid.uuid4().hex}"
@@ -72,12 +74,12 @@ class WorkerProcess:
         """Whether the process runs and can still respond."""
         return self._tree.is_alive and not self._disconnected
 
-    def fits(self, call: FunctionCall, limits: ProcessLimits) -> bool:
-        """Whether this worker has the environment, path and limits of the call."""
+    def fits(self, environment: Mapping[str, str], path: tuple[Path, ...], limits: ProcessLimits) -> bool:
+        """Whether this worker has the environment, path and limits of a call."""
         # Identity first: comparing environments costs a tenth of a call, and they are usually the same object.
         return (
-            (self._environment is call.environment or self._environment == call.environment)
-            and (self._path is call.path or self._path == call.path)
+            (self._environment is environment or self._environment == environment)
+            and (self._path is path or self._path == path)
             and (self._limits is limits or self._limits == limits)
         )
 

@@ -1,0 +1,57 @@
+"""`loopwright reread`, and which directories of trials `keep` leaves for it."""
+
+import json
+
+import pytest
+
+import loopwright as lw
+from loopwright.ledger.ledger import Ledger
+
+
+def scenario(pattern: str = "y=([0-9]+)", **workload) -> dict:
+    return {
+        "name": "s",
+        "run": [
+            {
+                "name": "r",
+                "agent": {"type": "grid"},
+                "reward": {"type": "identity", "metrics": ["y"]},
+                "workload": {
+                    "type": "command",
+                    "command": "sh -c 'echo y={x} z={z}; exit {x}'",
+                    "success": {"exit_codes": [0, 1, 2, 3]},
+                    "metrics": {"y": {"regex": pattern}},
+                    "args": {"x": [1, 3, 2, 4], "z": {"value": 9}},
+                    **workload,
+                },
+            }
+        ],
+    }
+
+
+def test_a_corrected_pattern_is_read_from_the_kept_output(loopwright, tmp_path):
+    """Given a wrong pattern, `reread` finds the metrics without running anything, and stores them beside the old."""
+    lw.run(scenario("w=([0-9]+)"), tmp_path / "out", progress=False)
+    fix = ["--set", "run.workload.metrics.y.regex=y=([0-9]+)"]
+    result = loopwright("reread", tmp_path / "out", *fix)
+    assert result.returncode == 0, result.stderr
+    assert "3 missing → ok" in result.stdout
+    assert "best now: trial 2" in result.stdout
+    assert "--write stores" in result.stdout
+
+    for _ in range(2):
+        assert loopwright("reread", tmp_path / "out", *fix, "--write", "--json").returncode == 0
+
+    with Ledger.read(tmp_path / "out/r/ledger.db") as ledger:
+        assert [trial.outcome for trial in ledger.trials()] == ["metric_missing"] * 3 + ["crashed"]
+        revisions = json.loads(ledger.payload(2, "reread"))
+    assert [(revision["id"], revision["metrics"]) for revision in revisions] == [(1, {"y": 3.0}), (2, {"y": 3.0})]
+    assert loopwright("check", tmp_path / "out").returncode == 0
+    assert loopwright("reread", tmp_path / "out").returncode == 1
+
+
+@pytest.mark.parametrize(("keep", "kept"), [("all", "1234"), ("best", "2"), ("failed", "4")])
+def test_keep_decides_which_directories_stay(tmp_path, keep, kept):
+    """Given `keep`, only the directories of all, the best or the failed trials are left."""
+    lw.run(scenario(keep=keep), tmp_path / "out", progress=False)
+    assert sorted(path.name for path in (tmp_path / "out/r/trials").iterdir()) == list(kept)
