@@ -27,7 +27,14 @@ from loopwright.spaces.parameter import Choice, Fixed, Range
 from loopwright.spaces.space import EnvParamConfig
 from loopwright.trainers.config import LoraConfig
 from loopwright.workloads.base import workloads
-from loopwright.workloads.command_config import MetricConfig, ProgressConfig, ReadConfig, ReadyConfig, ServiceConfig, SuccessConfig
+from loopwright.workloads.command_config import (
+    MetricConfig,
+    ProgressConfig,
+    ReadConfig,
+    ReadyConfig,
+    ServiceConfig,
+    SuccessConfig,
+)
 
 PAGE = Path(__file__).with_name("reference.md")
 HEAD = """# TOML reference
