@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from loopwright.envs.live.address import Address
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -27,6 +29,18 @@ def test_our_examples_are_valid_and_their_tasks_are_not_scenarios(loopwright):
     done = loopwright("verify", ROOT / "examples")
     assert "quickstart.toml: good (matmul)" in done.stdout
     assert "task.toml" not in done.stderr
+
+
+def test_an_address_that_nothing_serves_is_a_problem(loopwright, tmp_path):
+    live = (
+        f'[[run]]\nname = "r"\nagent = {{ type = "random", trials = 5 }}\n[run.live]\naddress = "unix://{tmp_path}/s"'
+    )
+    (tmp_path / "live.toml").write_text(f'name = "live"\n{live}\n')
+    done = loopwright("verify", "live.toml")
+    assert done.returncode == 2
+    assert f"[run.live] address: no server answers at unix://{tmp_path}/s (No such file or directory)" in done.stderr
+    with Address.parse(f"unix://{tmp_path}/s").listen(public=False):
+        assert loopwright("verify", "live.toml").returncode == 0
 
 
 def test_nothing_to_check_exits_with_2(loopwright, tmp_path):

@@ -9,7 +9,7 @@ from loopwright.core.outcome import Outcome
 from loopwright.ledger.ledger import Ledger
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.load import load
-from tests.contracts.gymnasium_harness import live_scenario, write_scenario
+from tests.contracts.gymnasium_harness import live_scenario, load_error, write_scenario
 from tests.contracts.harness import trials
 from tests.envs.helpers import LineServer
 from tests.envs.live.peers import serving
@@ -95,6 +95,20 @@ def test_s18_a_fatal_fault_costs_the_episode_and_not_the_run(tmp_path, faulty, k
     assert [row.number for row in rows] == list(range(1, 13))
     assert [row.number for row in rows if row.outcome is outcome] == [9]
     assert all(row.outcome is Outcome.OK for row in rows if row.number != 9)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ('gamma = "high"', "options.gamma: must be a number, not 'high'; the default is 0.99."),
+        ("normalize_advantage = 1", "options.normalize_advantage: must be true or false, not 1."),
+        ('device = "gpu"', "options.device: 'gpu' is not a device; write 'cpu', 'cuda' or 'cuda:1'."),
+        ('device = "cuda:99"', "options.device: there is no device 'cuda:99'"),
+    ],
+)
+def test_s18_options_that_cannot_work_are_refused_at_load_time(tmp_path, option, words):
+    agent = f'agent = {{ type = "ppo", trials = 50, options = {{ {option} }} }}'
+    assert words in load_error(tmp_path, live_scenario(agent=agent))
 
 
 def test_a_socket_server_that_dies_and_returns_costs_the_episode(tmp_path):

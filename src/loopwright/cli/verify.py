@@ -15,7 +15,10 @@ def command(
     *,
     overrides: Overrides = None,
 ) -> None:
-    """Check scenarios without running them. Lists every problem with its file, key and fix."""
+    """Check scenarios without running them. Lists every problem with its file, key and fix.
+
+    Servers that a live run names by address must be reachable.
+    """
     files, failed = [], False
     for path in paths:
         # A task.toml beside an instruction.md is a task; `loopwright tasks scan` checks it.
@@ -27,6 +30,8 @@ def command(
     for file in files:
         try:
             loaded = load(file, set=overrides_of(overrides))
+            if problems := [problem for run in loaded.runs for problem in run.unreachable()]:
+                raise ScenarioError(file, problems)
         except ScenarioError as error:
             failed = True
             typer.echo(f"{error}", err=True)

@@ -213,6 +213,9 @@ class Backend(Protocol):
     def policy_names(self, algorithm: str) -> list[str]:
         """The names that `policy` may have; none if the library has no such choice."""
 
+    def option_problem(self, algorithm: str, name: str, value: Any) -> str | None:
+        """Why the value of an option cannot be used."""
+
     def batch_env(self, driver: Any, slots: int) -> Any:
         """A batch run as the library's kind of environment. The caller closes the driver."""
 

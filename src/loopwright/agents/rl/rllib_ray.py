@@ -143,6 +143,11 @@ def option_names(algorithm: str) -> list[str]:
     return list(dict.fromkeys(p.name for p in parameters if p.kind is p.KEYWORD_ONLY))
 
 
+def option_problem(*_: Any) -> str | None:
+    """RLlib checks the values of its options when the algorithm is built."""
+    return None
+
+
 def policy_names(_: str) -> list[str]:
     """None: RLlib chooses the network by the observation space."""
     return []

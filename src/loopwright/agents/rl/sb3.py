@@ -185,6 +185,26 @@ def option_names(algorithm: str) -> list[str]:
     return [name for name in names if name not in ("policy", "env", "_init_setup_model")]
 
 
+def option_problem(algorithm: str, name: str, value: Any) -> str | None:
+    """Why the algorithm cannot use this value: another kind than its default, or a device that is not there."""
+    default = signature(algorithm_class(algorithm)).parameters[name].default
+    if name == "device":
+        try:
+            device = torch.device("cpu" if value == "auto" else value)
+        except (RuntimeError, TypeError):
+            return f"{value!r} is not a device; write 'cpu', 'cuda' or 'cuda:1'."
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            return f"there is no device {value!r}: CUDA has {torch.cuda.device_count()} devices here; use 'cpu'."
+        return None
+    if isinstance(default, bool) and not isinstance(value, bool):
+        return f"must be true or false, not {value!r}."
+    is_number = isinstance(default, int | float) and not isinstance(default, bool)
+    # A list may be a pair such as train_freq = [4, "step"].
+    if is_number and (isinstance(value, bool | str | dict)):
+        return f"must be a number, not {value!r}; the default is {default:g}."
+    return None
+
+
 def policy_names(algorithm: str) -> list[str]:
     """The names that `policy` may have, besides `module:Class`."""
     return list(algorithm_class(algorithm).policy_aliases)

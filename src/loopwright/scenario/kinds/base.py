@@ -18,7 +18,7 @@ from pydantic import Field
 
 from loopwright.agents import agents
 from loopwright.core.agent import Agent, AgentConfig
-from loopwright.core.errors import LedgerError, did_you_mean, storage
+from loopwright.core.errors import LedgerError, Problem, did_you_mean, storage
 from loopwright.core.imports import import_function
 from loopwright.core.reward import Penalties, RewardFunction, rewards
 from loopwright.envs.live.campaign_env import LiveCampaignEnv
@@ -157,6 +157,10 @@ class RunKind(RunConfig, ABC):
                 "[run.env_params]",
                 f"agent {raw['agent']['type']!r} does not sample them; agents that do: {', '.join(able)}.",
             )
+
+    def unreachable(self) -> list[Problem]:
+        """What this run needs that cannot be reached now; asked by `loopwright verify`, not when a run starts."""
+        return []
 
     @staticmethod
     def check_not_rollout(raw: dict[str, Any], checker: Checker) -> None:

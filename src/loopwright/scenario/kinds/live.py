@@ -10,12 +10,15 @@ from loopwright.core.agent import Agent
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import Problem, ScenarioError
 from loopwright.core.imports import import_function
+from loopwright.envs.live.address import Address
 from loopwright.envs.live.campaign_env import LiveCampaignEnv
 from loopwright.envs.live.config import LiveConfig
 from loopwright.envs.live.env import LiveEnv
 from loopwright.scenario.checker import Checker
 from loopwright.scenario.kinds.base import BuildContext, RunKind
 from loopwright.spaces.space import Draws
+
+_CONNECT_TIMEOUT_S = 3.0
 
 
 class LiveRun(RunKind):
@@ -64,6 +67,16 @@ class LiveRun(RunKind):
             if self.live.envs > 1 and getattr(self.agent, "library", None) != "sb3":
                 checker.add("[run.live] envs", "several environments need an RL agent with library = 'sb3'; remove it.")
             self.check_draws(raw, self.live.args, checker)
+
+    def unreachable(self) -> list[Problem]:
+        if self.live.address is None:
+            return []
+        try:
+            Address.parse(self.live.address).connect(_CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            reason = f"no server answers at {self.live.address} ({error.strerror or error}). Start it before the run."
+            return [Problem("[run.live] address", reason)]
+        return []
 
     def build_env(self, context: BuildContext) -> LiveEnv | LiveCampaignEnv:
         live = self.live
