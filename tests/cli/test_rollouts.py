@@ -185,7 +185,7 @@ def test_tokens_are_shown_with_a_legend(finished):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--trial", 99), "there is no trial 99; the last is 24"),
+        (("--trial", 99), "trial 99 does not exist; the last is 24"),
         (("--run", "colect"), "Did you mean 'collect'?"),
     ],
 )

@@ -31,13 +31,20 @@ def show(ledger: Ledger, numbers: Sequence[int], engine: Mapping[str, Any] | Non
     console = Console(highlight=False, emoji=False)
     tokenizer = None if engine is None else tokenizer_of(engine, ledger.path.parent)
     if engine is not None:
-        console.print(_legend())
+        legend = Text("tokens: ")
+        names = [*(f"p ≥ {least:g}" for least in LEVELS), f"p < {LEVELS[-1]:g}"]
+        for style, name in zip(_LEVELS, names, strict=True):
+            legend.append(name, style).append("  ")
+        console.print(legend.append("given, not sampled", "dim"))
     for rollout in rollouts(ledger, numbers):
         console.rule(_title(rollout), align="left", style="dim")
         for line in _facts(ledger, rollout):
             console.print(line)
         for place, path in enumerate(_branches(rollout.episode)):
-            console.print(*_branch_note(rollout.episode, place, path), sep="\n", end="")
+            if len(list(rollout.episode.branches())) > 1:
+                parent = rollout.episode.nodes[path[0]].parent
+                after = f", after {len(rollout.episode.path(parent))} messages of an earlier one" if parent else ""
+                console.print(Text(f"branch {place + 1}{after}", "bold"))
             for index in path:
                 node = rollout.episode.nodes[index]
                 texts = None if engine is None or not node.spans else list(token_texts(node, tokenizer))
@@ -98,14 +105,6 @@ def _branches(episode: Episode) -> list[tuple[int, ...]]:
     return branches
 
 
-def _branch_note(episode: Episode, place: int, path: tuple[int, ...]) -> list[Text]:
-    if len(list(episode.branches())) == 1:
-        return []
-    parent = episode.nodes[path[0]].parent
-    after = f", after {len(episode.path(parent))} messages of an earlier one" if parent else ""
-    return [Text(f"branch {place + 1}{after}", "bold"), Text("")]
-
-
 def _message(console: Console, node: Node, tokens: Sequence[TokenText] | None) -> None:
     role = str(node.message.get("role", "?"))
     name = f" {node.message['name']}" if role == "tool" and node.message.get("name") else ""
@@ -123,14 +122,6 @@ def _message(console: Console, node: Node, tokens: Sequence[TokenText] | None) -
         function = call.get("function", {})
         line = f"→ {function.get('name')}({function.get('arguments', '')})"
         console.print(Padding(Text(_safe(line), "yellow"), (0, 0, 0, 2), expand=False))
-
-
-def _legend() -> Text:
-    names = [*(f"p ≥ {least:g}" for least in LEVELS), f"p < {LEVELS[-1]:g}"]
-    legend = Text("tokens: ")
-    for style, name in zip(_LEVELS, names, strict=True):
-        legend.append(name, style).append("  ")
-    return legend.append("given, not sampled", "dim")
 
 
 def _safe(text: str) -> str:

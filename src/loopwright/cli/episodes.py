@@ -50,7 +50,7 @@ def _select(
     if trial is not None:
         stored = ledger.trial(trial)
         if stored is None:
-            raise LedgerError(f"{ledger.path}: there is no trial {trial}; the last is {ledger.last()[0]}.")
+            raise LedgerError(f"{ledger.path}: trial {trial} does not exist; the last is {ledger.last()[0]}.")
         if ledger.payload(trial, "rollout") is None:
             state = stored.outcome or "running"
             raise LedgerError(f"{ledger.path}: trial {trial} has no episode yet ({state}). Look again when it ends.")

@@ -53,12 +53,9 @@ def command(family: Annotated[Family, typer.Argument(help="What to list.")]) -> 
                 continue
             notes = "  (takes env_params)" if getattr(item, "samples_env_params", False) else ""
             notes += "  (with [run.rollout])" if registry is rollout_agents else ""
-            table.add_row(name, escape(_summary(item, registry.base) + notes))
+            # The first docstring line of its config or else of the class, not one that the base has.
+            base, config = registry.base, getattr(item, "Config", item)
+            docs = [cls.__doc__ for cls in (config, item) if cls not in (base, getattr(base, "Config", base))]
+            summary = next((doc.strip().split("\n")[0] for doc in docs if doc), "")
+            table.add_row(name, escape(summary + notes))
     Console(highlight=False).print(table)
-
-
-def _summary(item: Any, base: Any) -> str:
-    """The first docstring line of its config or else of the class, without those that it inherits from the base."""
-    config = getattr(item, "Config", item)
-    docs = [cls.__doc__ for cls in (config, item) if cls not in (base, getattr(base, "Config", base))]
-    return next((doc.strip().split("\n")[0] for doc in docs if doc), "")

@@ -16,7 +16,7 @@ def rollout_ledger(output: Path, run: str | None) -> Path:
     if not ledgers:
         raise LedgerError(f"no ledger found below {output}. Give the --output directory of a run.")
     if run is not None and run not in ledgers:
-        raise LedgerError(f"there is no run {run!r} in {output}. {did_you_mean(run, list(ledgers))}")
+        raise LedgerError(f"{output} has no run {run!r}. {did_you_mean(run, list(ledgers))}")
     matches = []
     for name in ledgers if run is None else [run]:
         with Ledger.read(ledgers[name]) as ledger:

@@ -23,7 +23,7 @@ def command(
     arg: Annotated[
         list[str] | None, typer.Option("--arg", help="NAME=VALUE for its construction; VALUE is JSON, or else text.")
     ] = None,
-    public: Annotated[bool, typer.Option("--public", help="Let other machines connect. There is no password.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Let other machines connect, without a password.")] = False,
 ) -> None:
     """Serve an environment over a socket: each client gets its own instance. Ctrl-C stops it.
 

@@ -66,7 +66,7 @@ class Expression:
         )
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        """The value. Raises ArithmeticError, ValueError or TypeError if there is none."""
+        """The value. Raises ArithmeticError, ValueError or TypeError without one."""
         return _evaluate(self._tree, values)
 
     def __repr__(self) -> str:

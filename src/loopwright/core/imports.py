@@ -25,7 +25,7 @@ def import_function(path: str, directory: Path) -> Callable[..., Any]:
 
 
 def import_object(path: str) -> Any:
-    """The object that `module:attribute` names. ImportError or ValueError says why there is none."""
+    """The object that `module:attribute` names. ImportError or ValueError gives the reason without one."""
     module, _, name = path.partition(":")
     if not module or not name:
         raise ValueError("write it as module:name")

@@ -50,10 +50,12 @@ class ChatTemplateSource:
 
     @classmethod
     def load(cls, location: str) -> Self | None:
-        """The template of a directory, or of a name on the hub; None if there is none."""
+        """The template of a directory, or of a name on the hub; None if it has none."""
         config = _read_json(location, "tokenizer_config.json")
         names = {**_read_json(location, "special_tokens_map.json"), **config}
-        tokens = {name: token for name in _TOKEN_NAMES if (token := _content(names.get(name))) is not None}
+        # A special token may be described by an object.
+        contents = {name: t.get("content") if isinstance(t, Mapping) else t for name, t in names.items()}
+        tokens = {name: token for name in _TOKEN_NAMES if isinstance(token := contents.get(name), str)}
         templates = config.get("chat_template")
         if isinstance(templates, list):  # several, by name
             templates = {each["name"]: each["template"] for each in templates}
@@ -130,12 +132,6 @@ def _read_json(location: str, name: str) -> dict[str, Any]:
         log.warning("%s of model %r is not valid JSON", name, location)
         return {}
     return data if isinstance(data, dict) else {}
-
-
-def _content(token: Any) -> str | None:
-    """The name of a special token, which may be described by an object."""
-    name = token.get("content") if isinstance(token, Mapping) else token
-    return name if isinstance(name, str) else None
 
 
 # -- the sandbox ----------------------------------------------------------------------------------------------------

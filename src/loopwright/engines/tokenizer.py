@@ -108,7 +108,7 @@ class HubTokenizer:
         }
         self.size = max(self._bytes, default=-1) + 1
         self.max_token_bytes = _max_token_bytes(description, self._bytes)
-        """The most bytes of a text that one token stands for; None if there is no bound."""
+        """The most bytes of a text that one token stands for; None if unbounded."""
 
     @classmethod
     def load(cls, location: str, chat_template: "ChatTemplateSource | None" = None) -> "HubTokenizer":
@@ -189,14 +189,10 @@ def _max_token_bytes(description: Mapping[str, Any], tokens: Mapping[int, bytes]
     return factor * max(map(len, tokens.values()), default=1)
 
 
-def _gpt2_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes: themselves where they are printable, others from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
-
-
-_ALPHABET = _gpt2_alphabet()
+_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_HIDDEN = [byte for byte in range(256) if byte not in _PRINTABLE]
+_ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + index): byte for index, byte in enumerate(_HIDDEN)}
+"""GPT-2's characters that stand for bytes: themselves where they are printable, others from 256 on."""
 
 
 def _gpt2_bytes(text: str) -> bytes:

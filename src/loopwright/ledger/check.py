@@ -3,7 +3,7 @@
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ _NO_RESULT = (None, None, "", *(None,) * (RESULT.count(",") - 2))
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class _Difference:
     """A part of the ledger that is not what its event recorded. `now` holds its values."""
 
     kind: str
@@ -63,7 +63,7 @@ class Check:
 
     @property
     def message(self) -> str:
-        """The damage and the next move; empty if there is none."""
+        """The damage and the next move; empty without damage."""
         if not self.damage:
             return ""
         more = f" (and {len(self.damage) - 1:,} more)" if len(self.damage) > 1 else ""
@@ -121,7 +121,9 @@ def check_ledger(path: Path) -> Check:
             check.damage += _head_damage(hashes, path, *head)
         check.damage += _gap_damage(connection, hashes)
         check.damage += map(str, _differences(connection, hashes))
-        check.accepted = _accepted(connection)
+        for (value,) in connection.execute("SELECT value FROM state WHERE name = 'accepted'"):
+            with suppress(ValueError):  # damaged as well, and reported so
+                check.accepted += orjson.loads(value)
     return check
 
 
@@ -174,18 +176,18 @@ def _gap_damage(connection: sqlite3.Connection, hashes: _Hashes) -> Iterator[str
     yield f"{len(gaps):,} events are missing, the first of them is event {gaps[0]:,}{trials}"
 
 
-def _differences(connection: sqlite3.Connection, hashes: _Hashes) -> Iterator[Difference]:
+def _differences(connection: sqlite3.Connection, hashes: _Hashes) -> Iterator[_Difference]:
     trials = connection.execute(
         f"SELECT {RESERVED}, {RESULT}, reserve_seq, result_seq FROM trials WHERE reserve_seq IS NOT NULL"
     )
     for row in trials:
         number, reserve, result, reserved = row[0], row[:_RESERVED], row[_RESERVED:-2], row[-2]
         if hashes.differ(reserved, "reserve", number, "", reserve):
-            yield Difference("reserve", number, "", reserved, reserve)
+            yield _Difference("reserve", number, "", reserved, reserve)
         if row[-1] is None and result != _NO_RESULT:
-            yield Difference("result", number, "", None, result)
+            yield _Difference("result", number, "", None, result)
         elif row[-1] is not None and hashes.differ(row[-1], "result", number, "", result):
-            yield Difference("result", number, "", row[-1], result)
+            yield _Difference("result", number, "", row[-1], result)
     for kind, spec in KINDS.items():
         # Some tables belong to one kind of run.
         if connection.execute("SELECT 1 FROM sqlite_schema WHERE name = ?", (spec.table,)).fetchone():
@@ -194,12 +196,12 @@ def _differences(connection: sqlite3.Connection, hashes: _Hashes) -> Iterator[Di
 
 def _differences_of(
     connection: sqlite3.Connection, hashes: _Hashes, kind: str, spec: EventKind
-) -> Iterator[Difference]:
-    wrong: dict[tuple[int, str], Difference] = {}
+) -> Iterator[_Difference]:
+    wrong: dict[tuple[int, str], _Difference] = {}
     batches: dict[tuple[int, str], int] = {}
     for seq, key, name, values in _events(connection, kind, spec):
         if hashes.differ(seq, kind, key, name, values):
-            wrong[key, name] = Difference(kind, key, name, seq, values)
+            wrong[key, name] = _Difference(kind, key, name, seq, values)
         elif wrong:
             wrong.pop((key, name), None)  # that event recorded what this one replaced
         if spec.many:
@@ -217,7 +219,7 @@ def _differences_of(
         (kind,),
     )
     for key, name, *values in unrecorded:
-        yield Difference(kind, key, str(name), None, [values] if spec.many else values)
+        yield _Difference(kind, key, str(name), None, [values] if spec.many else values)
 
 
 def _events(connection: sqlite3.Connection, kind: str, spec: EventKind) -> Iterator[tuple[int, int, str, list[Any]]]:
@@ -234,14 +236,6 @@ def _events(connection: sqlite3.Connection, kind: str, spec: EventKind) -> Itera
     rows = f"SELECT {spec.columns} FROM {spec.table} AS r WHERE {where} ORDER BY 1"
     for seq, key, name in connection.execute("SELECT seq, key, name FROM events WHERE kind = ? ORDER BY seq", (kind,)):
         yield seq, key, name, connection.execute(rows, (key, name)).fetchall()
-
-
-def _accepted(connection: sqlite3.Connection) -> list[dict[str, Any]]:
-    rows = connection.execute("SELECT value FROM state WHERE name = 'accepted'").fetchall()
-    try:
-        return [accepted for (value,) in rows for accepted in orjson.loads(value)]
-    except ValueError:  # damaged as well, and reported so
-        return []
 
 
 def accept_ledger(path: Path) -> Check:

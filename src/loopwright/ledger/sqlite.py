@@ -152,12 +152,9 @@ class Chain:
 
 def link(last: tuple[int, bytes], kind: str, key: int, name: str, values: Any) -> tuple[int, bytes]:
     """The number and the hash of the event after `last`. The values are those that SQLite returns."""
-    content = orjson.dumps((kind, key, name, values), default=_digest)
+    # Binary values by their own hash.
+    content = orjson.dumps((kind, key, name, values), default=lambda data: blake2b(data, digest_size=16).hexdigest())
     return last[0] + 1, blake2b(last[1] + content, digest_size=16).digest()
-
-
-def _digest(data: bytes) -> str:
-    return blake2b(data, digest_size=16).hexdigest()
 
 
 class Transaction:

@@ -151,6 +151,11 @@ class MemoryBuffer:
         return dict(self._draws)
 
     def counts(self) -> dict[str, int]:
-        taken, trained = (sum(map(len, groups.values())) for groups in (self._taken, self._trained))
-        counts = {"open": len(self._open), "ready": self._waiting, "taken": taken, "trained": trained, **self._closed}
+        counts = {
+            "open": len(self._open),
+            "ready": self._waiting,
+            "taken": sum(map(len, self._taken.values())),
+            "trained": sum(map(len, self._trained.values())),
+            **self._closed,
+        }
         return {status: count for status, count in counts.items() if count}

@@ -82,7 +82,7 @@ class RolloutEnv:
         self.produce, self.concurrency = produce or ProduceConfig(), concurrency
         self.source, self.evaluation = source, evaluation
         self.wait_for_judger = False
-        """Whether rollouts wait for a judger that is down until it is back, instead of failing after some time."""
+        """Whether rollouts wait for a judger that is down until it is back, instead of failing after a while."""
         self._seed, self._deadline_s, self._cluster = seed, deadline_s, cluster
         self._slots = asyncio.Semaphore(concurrency)
         ((evaluations,),) = book.ledger.transaction.rows(f"SELECT count({EVALUATED}) FROM trials")
@@ -136,7 +136,7 @@ class RolloutEnv:
             group.in_flight[trial.number] = trial
             trials.append(trial)
         if group.judging is not None:
-            group.judging.judge_if_complete()  # what was lost for good is no longer waited for
+            group.judging.judge_if_complete()  # stop waiting for what was lost
         return trials
 
     def open_evaluation(self, step: int, samples: int) -> list[Group]:

@@ -51,14 +51,10 @@ def summary(by_task: Sequence[Sequence[float]], config: EvalConfig, *, seed: str
     results["reward"], results["reward_low"], results["reward_high"] = interval(
         [fmean(rewards) for rewards in scored], seed
     )
+    counts = [(sum(reward < config.solved for reward in rewards), len(rewards)) for rewards in scored]
     for k in dict.fromkeys((1, *(2**n for n in range(1, 16) if 2**n < config.samples), config.samples)):
-        estimates = [_pass_at_k(rewards, k, config.solved) for rewards in scored if len(rewards) >= k]
+        # Unbiased estimates of the probability that one of k rollouts solves the task.
+        estimates = [1.0 - comb(failed, k) / comb(count, k) for failed, count in counts if count >= k]
         if estimates:
             results[f"pass@{k}"], results[f"pass@{k}_low"], results[f"pass@{k}_high"] = interval(estimates, seed)
     return results
-
-
-def _pass_at_k(rewards: Sequence[float], k: int, solved: float) -> float:
-    """An unbiased estimate of the probability that one of k rollouts solves the task."""
-    failures = sum(reward < solved for reward in rewards)
-    return 1.0 - comb(failures, k) / comb(len(rewards), k)

@@ -54,7 +54,9 @@ class Producer:
         while True:
             if self._error is not None:
                 raise self._error
-            self._expire()
+            # The prompts of groups that are too old are attempted again first.
+            for number in self.env.buffer.expire(self.version - self.config.max_staleness):
+                self._expired.append(self._load(number))
             self._aim(size)
             self._top_up()
             waiting = self.env.buffer.waiting
@@ -173,7 +175,10 @@ class Producer:
 
     async def _roll(self, group: Group, trial: Trial) -> None:
         await self.env.roll(group, trial)
-        self._flush_soon()
+        if not self._flush_scheduled:
+            # All commits of this event loop tick go to disk in one transaction.
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
         self._continue(group)
 
     def _continue(self, group: Group) -> None:
@@ -209,11 +214,6 @@ class Producer:
             self._error = error
             self._progress.set()
 
-    def _expire(self) -> None:
-        """Expire groups that are too old; their prompts are attempted again first."""
-        for number in self.env.buffer.expire(self.version - self.config.max_staleness):
-            self._expired.append(self._load(number))
-
     # -- the ledger ----------------------------------------------------------------------------------
 
     def _load(self, number: int) -> Group:
@@ -221,12 +221,6 @@ class Producer:
         if number in self._finished:
             return self._finished.pop(number)
         return self.env.load_group(number, self.group_size)
-
-    def _flush_soon(self) -> None:
-        """Write all commits of this event loop tick to disk in one transaction."""
-        if not self._flush_scheduled:
-            self._flush_scheduled = True
-            asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flush_scheduled = False

@@ -1,6 +1,6 @@
 """Rejudging: another judger scores the stored episodes, and the changes are summarised.
 
-Nothing is run again and no reward is overwritten. If the new judger fails there is no verdict, which is not a zero.
+Nothing is run again and no reward is overwritten. If the new judger fails, the verdict is missing, which is not a zero.
 """
 
 import asyncio

@@ -42,7 +42,7 @@ class EngineContract(ABC):
         """An engine; a slow one takes at least a second for its answer, in several chunks."""
 
     def logprobs_of(self, engine: Engine, prompt: Sequence[int], ids: Sequence[int]) -> Sequence[float] | None:
-        """The logprobs of ids after a prompt at temperature 1, computed in another way; None if there is none."""
+        """The logprobs of ids after a prompt at temperature 1, computed in another way; None if the engine has none."""
         return None
 
     def gaps_of(self, engine: Engine, prompt: Sequence[int], ids: Sequence[int]) -> Sequence[float] | None:
@@ -130,7 +130,7 @@ class EngineContract(ABC):
 
     @pytest.mark.parametrize("count", [1, 3])
     def test_the_token_limit_ends_a_stream(self, tmp_path: Path, count: int) -> None:
-        """With `length`, after exactly that many tokens."""
+        """With `length`, after exactly this number of tokens."""
 
         async def scenario(engine: Engine) -> None:
             chunks = await self.chunks_of(engine, max_tokens=count)

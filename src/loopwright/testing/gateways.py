@@ -60,31 +60,6 @@ async def stream(url: str, body: Mapping[str, Any], key: str) -> list[dict[str, 
     return [orjson.loads(line) for line in lines]
 
 
-_WITH_LOGPROBS: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
-
-
-async def _logprobs(session: AgentSession, text: str) -> list[dict[str, Any]]:
-    """The logprobs of a response."""
-    _, response = await chat(session, text, **_WITH_LOGPROBS)
-    entries: list[dict[str, Any]] = response["choices"][0]["logprobs"]["content"]
-    return entries
-
-
-async def _streamed_logprobs(session: AgentSession, text: str) -> list[dict[str, Any]]:
-    """The logprobs of a streamed response."""
-    body = {"messages": [{"role": "user", "content": text}], **_WITH_LOGPROBS}
-    chunks = await stream(f"{session.openai_base_url}/chat/completions", body, session.key)
-    parts = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
-    return [entry for logprobs in parts for entry in logprobs["content"]]
-
-
-async def _anthropic_text(session: AgentSession, text: str) -> str:
-    """The text of a response that is streamed in Anthropic's dialect."""
-    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 6}
-    events = await stream(f"{session.anthropic_base_url}/v1/messages", body, session.key)
-    return "".join(event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta")
-
-
 def _tokens(episode: Episode, number: int) -> tuple[list[int], tuple[int, ...], tuple[float, ...]]:
     """The prompt of a turn, and the ids and logprobs that were sampled."""
     ids = [token for index in episode.path(number) for token in episode.nodes[index].ids]
@@ -154,18 +129,29 @@ class GatewayContract(ABC):
 
         async def scenario(host: GatewayHost) -> None:
             session = await host.open("trial-5", SessionConfig(seed="s", sampling=Sampling(max_tokens=6)))
-            responses = [await _logprobs(session, "a"), await _streamed_logprobs(session, "b")]
-            text = await _anthropic_text(session, "c")
+            options: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
+            _, response = await chat(session, "a", **options)
+            body = {"messages": [{"role": "user", "content": "b"}], **options}
+            chunks = await stream(f"{session.openai_base_url}/chat/completions", body, session.key)
+            parts = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"] if choice["logprobs"]]
+            responses = [
+                response["choices"][0]["logprobs"]["content"],
+                [entry for logprobs in parts for entry in logprobs["content"]],
+            ]
+            body = {"messages": [{"role": "user", "content": "c"}], "max_tokens": 6}
+            events = await stream(f"{session.anthropic_base_url}/v1/messages", body, session.key)
+            deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
             episode = await session.close()
             turns = [index for index, node in enumerate(episode.nodes) if node.spans]
             for turn, entries in zip(turns, responses, strict=False):
                 end = -1 if episode.nodes[turn].finish == "stop" else None
                 assert tuple(entry["logprob"] for entry in entries) == _tokens(episode, turn)[2][:end]
+            text = "".join(delta.get("text", "") for delta in deltas)
             assert text == episode.nodes[turns[2]].message["content"]
             if (engine := self.make_engine(tmp_path)) is not None:
                 samples = [await _sample_again(engine, episode, turn) for turn in turns]
-                for entries, chunks in zip(responses, samples, strict=False):
-                    tops = [[value for _, value in tops] for chunk in chunks for tops in chunk.tops or ()]
+                for entries, sampled in zip(responses, samples, strict=False):
+                    tops = [[value for _, value in tops] for chunk in sampled for tops in chunk.tops or ()]
                     alternatives = [[each["logprob"] for each in entry["top_logprobs"]] for entry in entries]
                     assert alternatives == tops[: len(entries)]
                 await engine.close()

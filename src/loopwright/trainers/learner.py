@@ -165,7 +165,12 @@ class Learner:
     def _loss(self, batch: Sequence[Sample], precomputed: Mapping[int, Precomputed], metrics: "_Metrics") -> Tensor:
         """The weighted sum of the losses of a micro-batch's tokens."""
         config, policy = self.config, self._evaluate(batch)
-        facts = [precomputed.get(id(sample)) or _defaults(sample, self.settings.device) for sample in batch]
+        facts = []
+        for sample in batch:
+            if (fact := precomputed.get(id(sample))) is None:
+                advantages = torch.full((sample.tokens,), sample.advantage, device=self.settings.device)
+                fact = Precomputed(None, advantages, returns=torch.zeros_like(advantages))
+            facts.append(fact)
         recorded = _flat([torch.from_numpy(sample.recorded[sample.mask]) for sample in batch], self.settings.device)
         old = policy.logprobs.detach()
         if facts[0].old_logprobs is not None:
@@ -333,11 +338,6 @@ class _Metrics:
         sums, counts = totals[: len(names)], totals[len(names) :]
         means = {name: sums[i] / counts[i] for i, name in enumerate(names) if counts[i]}
         return means | {name: sum(values) / len(values) for name, values in self._steps.items()}
-
-
-def _defaults(sample: Sample, device: str) -> Precomputed:
-    advantages = torch.full((sample.tokens,), sample.advantage, device=device)
-    return Precomputed(None, advantages, returns=torch.zeros_like(advantages))
 
 
 def _check_device(device: str) -> None:

@@ -67,7 +67,8 @@ class Policy:
             _unfreeze(self.model, config.layers)
         self.module = ScoringModel(self.model, critic=critic)
         if config.shard:
-            shard(self.module, _layers(self.model), device)
+            lists = [part for part in self.model.base_model.children() if isinstance(part, nn.ModuleList)]
+            shard(self.module, [layer for part in lists for layer in part], device)
         else:
             self.module.to(device)
         self._initial: dict[str, Tensor] | None = None
@@ -197,10 +198,6 @@ def _adapt(model: Any, config: LoraConfig, seed: int) -> Any:
 def _peft_name(name: str) -> str:
     """The name of an adapter's weights in peft's files."""
     return f"base_model.model.{name.replace('.default.', '.')}"
-
-
-def _layers(model: Any) -> list[nn.Module]:
-    return [layer for one in model.base_model.children() if isinstance(one, nn.ModuleList) for layer in one]
 
 
 def _unfreeze(model: Any, layers: int) -> None:

@@ -148,7 +148,9 @@ class _Training:
                 step += 1
                 rollout_s = time.monotonic() - start
                 if config.colocated:
-                    await self._pause_engine(producer)
+                    if not producer.config.partial:
+                        await producer.pause()  # these rollouts may not continue with new weights
+                    await self.env.publish(WeightUpdate(producer.version, paused=True))
                 metrics = await self._learn(learner, groups, step, producer.in_flight, producer.discarded)
                 await self._publish(producer, learner, step)
                 self._record(step, {**metrics, "rollout_s": rollout_s})
@@ -163,20 +165,11 @@ class _Training:
             await self._in_thread(learner.save, self.directory / "policy")
         finally:
             await producer.pause(0)
-            await self._resume_engine()
-
-    async def _pause_engine(self, producer: Producer) -> None:
-        """Pause the engine. Rollouts that may not continue with new weights finish first."""
-        if not producer.config.partial:
-            await producer.pause()
-        await self.env.publish(WeightUpdate(producer.version, paused=True))
-
-    async def _resume_engine(self) -> None:
-        """However training ended, an engine that others use must not stay paused."""
-        if self._last_update is not None:
-            with suppress(LoopwrightError, TimeoutError):
-                async with asyncio.timeout(_WAKE_S):
-                    await self.env.publish(self._last_update)
+            # However training ended, an engine that others use must not stay paused.
+            if self._last_update is not None:
+                with suppress(LoopwrightError, TimeoutError):
+                    async with asyncio.timeout(_WAKE_S):
+                        await self.env.publish(self._last_update)
 
     # -- one step -------------------------------------------------------------------------------------------------
 

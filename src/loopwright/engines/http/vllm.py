@@ -81,7 +81,11 @@ class VllmEngine(HttpEngine):
         tokens, logprobs = entries.get("tokens") or (), entries.get("token_logprobs") or ()
         if choice.get("text") and not tokens:
             raise EngineError(f"{self.client.url} sent text without logprobs")
-        tops = tuple(_likeliest(each, count) for each in entries.get("top_logprobs") or ()) if count else None
+        tops = None
+        if count:
+            # vLLM adds the sampled token even if it is not among the likeliest.
+            ranked = (sorted(each.items(), key=lambda top: -top[1]) for each in entries.get("top_logprobs") or ())
+            tops = tuple(tuple((_id(token), value) for token, value in each[:count]) for each in ranked)
         return RawChunk([_id(token) for token in tokens], logprobs, finish, tops)
 
     async def _model(self) -> tuple[str, int | None]:
@@ -145,8 +149,3 @@ def _id(token: Any) -> Any:
     """The number in `token_id:7`; anything else is returned as it is, and later refused as an id."""
     number = str(token).removeprefix("token_id:")
     return int(number) if number != token and number.isdecimal() else token
-
-
-def _likeliest(logprobs: dict[str, float], count: int) -> tuple[tuple[int, float], ...]:
-    """The likeliest tokens; vLLM adds the sampled one even if it is not among them."""
-    return tuple(sorted(((_id(token), value) for token, value in logprobs.items()), key=lambda each: -each[1])[:count])

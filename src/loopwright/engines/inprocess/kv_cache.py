@@ -130,22 +130,19 @@ class Rows:
         self._columns = torch.where(positions < starts, self._capacity, positions)
         self._row_of = torch.arange(len(self), device=device)[:, None]
         position_ids = positions.clamp(min=0)
+        # Causal: a token attends to everything up to its own position.
+        mask = torch.zeros(*positions.shape, self._width, dtype=self._shape.dtype, device=device)
+        mask.masked_fill_(torch.arange(self._width, device=device) > position_ids[:, :, None], -torch.inf)
         logits: Tensor = self._model(
             input_ids=padded,
             position_ids=position_ids,
-            attention_mask=self._mask(position_ids),
+            attention_mask=mask[:, None],
             past_key_values=self,
             use_cache=True,
             logits_to_keep=1,
         ).logits
         self.lengths = ends.tolist()
         return logits[:, -1]
-
-    def _mask(self, positions: Tensor) -> Tensor:
-        """The causal mask: a token attends to everything up to its own position."""
-        columns = torch.arange(self._width, device=positions.device)
-        mask = torch.zeros(*positions.shape, self._width, dtype=self._shape.dtype, device=positions.device)
-        return mask.masked_fill_(columns > positions[:, :, None], -torch.inf)[:, None]
 
     # -- the cache interface of transformers ------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ class CommandJudgerConfig(JudgerConfig):
 
     type: Literal["command"] = "command"
     command: tuple[str, ...] = Field(min_length=1)
-    """The program and its arguments, as a list; there is no shell. It runs in a scratch directory with `answer.txt`,
+    """The program and its arguments, as a list, without a shell. It runs in a scratch directory with `answer.txt`,
     `payload.json` and `files`; `LOOPWRIGHT_HOME` is the scenario's directory."""
     files: tuple[str, ...] = ()
     """Files and directories of the scenario that are copied into the scratch directory."""
@@ -43,7 +43,7 @@ class CommandJudgerConfig(JudgerConfig):
     `stdout`: the last word that is printed."""
     broken: float | None = None
     """The reward if the command times out or is killed by a signal. Set it if the answer can cause that, because the
-    command runs code from it. Without it there is no verdict then."""
+    command runs code from it. Without it, the verdict is missing."""
     env: Mapping[str, str] = Field(default_factory=dict)
     """Further environment variables. The command inherits little more than PATH, and no keys or tokens."""
     needs: Needs = ("answer", "label")

@@ -35,10 +35,10 @@ class VerifierJudgerConfig(JudgerConfig):
     """Which of the named rewards counts; without it `reward` if there is one, and otherwise their sum."""
     broken: float | None = None
     """The reward if the tests time out, exceed a limit, or are killed by a signal and leave no reward. Set it if the
-    agent can cause that, because the tests run its code and do not stop it themselves. Without it there is no reward
-    then."""
+    agent can cause that, because the tests run its code and do not stop it themselves. Without it, the
+    reward is missing."""
     retries: int = Field(default=0, ge=0)
-    """How often a failed verdict is attempted again; test results do not change, so there is no need to."""
+    """How often a failed verdict is attempted again; test results do not change, so once is enough."""
     breaker: int = Field(default=0, ge=0)
     """After this many consecutive failures the judger counts as down; never, since it calls nothing."""
 

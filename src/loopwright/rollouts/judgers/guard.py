@@ -100,7 +100,7 @@ class Guard:
         self._breaker = Breaker(config.breaker, config.cooldown_s)
 
     async def run(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """The result of the first successful attempt; JudgeFailed if there is none."""
+        """The result of the first successful attempt; JudgeFailed if all of them fail."""
         attempts = self._config.retries + 1
         for number in range(attempts):
             if number:
@@ -181,7 +181,7 @@ class GuardedJudger(ABC):
         """A verdict for each payload, in order."""
 
     async def judge(self, payload: Payload) -> Reward:
-        """The reward of one episode; JudgeFailed if there is none."""
+        """The reward of one episode; JudgeFailed without one."""
         if self.compares:
             raise JudgeFailed(f"judger {self._name!r} compares a group; it cannot judge one episode alone")
         (verdict,) = await self.judge_group([payload])

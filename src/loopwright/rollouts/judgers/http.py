@@ -188,7 +188,7 @@ class LlmJudgerConfig(JudgerConfig):
 
 
 class LlmJudger(Judger):
-    """Asks the model for a score. A reply without exactly one score is no verdict."""
+    """Asks the model for a score. A reply without exactly one score does not count."""
 
     Config: ClassVar[type[JudgerConfig]] = LlmJudgerConfig
     config: LlmJudgerConfig

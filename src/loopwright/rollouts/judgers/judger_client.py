@@ -57,7 +57,7 @@ class JudgerClient:
         self.needs, self.compares = self._pool.description
 
     async def judge(self, episode: Episode) -> Reward:
-        """The reward of one episode; JudgeFailed if there is none, whatever the reason."""
+        """The reward of one episode; JudgeFailed without one, whatever the reason."""
         (verdict,) = await self._call([episode])
         if isinstance(verdict, JudgeFailed):
             raise verdict
@@ -83,7 +83,7 @@ class JudgerClient:
                 verdicts: list[Verdict] = await self._pool.call(payloads, timeout_s=timeout_s)
             except PoolDown:
                 raise
-            except Exception as error:  # noqa: BLE001  however a worker fails, there is no verdict
+            except Exception as error:  # noqa: BLE001  however a worker fails, the verdict is missing
                 name, reason = self._config.label(), f"{type(error).__name__}: {error}".rstrip(": ")
                 failure = JudgeFailed(f"judger {name!r} gave no verdict: {reason}")
                 failure.__cause__ = error

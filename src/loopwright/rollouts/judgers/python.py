@@ -70,7 +70,7 @@ class UserFunction:
             value = await self._threads.run(partial(copy_context().run, self._function, *args, **kwargs))
         except TooManyHangingCalls as error:
             raise JudgeFailed(
-                f"{self._name!r} is no longer called: {error} Use a command judger, which can be killed."
+                f"{self._name!r} is not called any more: {error} Use a command judger, which can be killed."
             ) from error
         return await contain_failures(value) if inspect.isawaitable(value) else value
 

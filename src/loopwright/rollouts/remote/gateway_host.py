@@ -133,11 +133,11 @@ class EmbeddedSession:
         return self.gateway.find(self.id).describe()
 
     async def complete(self, outcome: Outcome = Outcome.OK, reason: str = "") -> CompletedSession:
-        served = self.gateway.find(self.id)
-        episode = await served.close("complete", outcome, reason)
-        verdicts = (verdict for _, verdict in sorted(served.session.verdicts.items()))
+        session = self.gateway.find(self.id)
+        episode = await session.close("complete", outcome, reason)
+        verdicts = (verdict for _, verdict in sorted(session.session.verdicts.items()))
         broken = next((verdict.reason for verdict in verdicts if verdict.kind is Exactness.BROKEN), "")
-        return CompletedSession(episode, broken, served.silent_s, served.restored)
+        return CompletedSession(episode, broken, session.silent_s, session.restored)
 
     async def close(self, outcome: Outcome = Outcome.OK, reason: str = "") -> Episode:
         return (await self.complete(outcome, reason)).episode

@@ -62,7 +62,10 @@ class GatewayPool(Pool):
         if published is not None and isinstance(episode, Episode):
             sampled_by = [span.version for node in episode.nodes for span in node.spans]
             if sampled_by and (oldest := min(sampled_by)) < published.version:
-                await self._publish_again(published.version)
+                async with self._publish_lock:
+                    if self._published is not None and self._published.version == published.version:
+                        log.warning("the gateway serves version %d; publishing %d again", oldest, published.version)
+                        await self._publish(self._published)
                 raise WorkerLost(
                     f"rollout discarded: started under policy version {published.version}, sampled by version {oldest}"
                 )
@@ -88,12 +91,6 @@ class GatewayPool(Pool):
         elif current is not None:
             self._published = replace(current, paused=update.paused)
         return version
-
-    async def _publish_again(self, version: int) -> None:
-        async with self._publish_lock:
-            if self._published is not None and self._published.version == version:
-                log.warning("the gateway serves weights older than version %d; publishing them again", version)
-                await self._publish(self._published)
 
     @property
     def description(self) -> Any:

@@ -88,7 +88,7 @@ class TaskMix:
         name, index = action["source"], action["index"]
         tasks = self._held_out[name] if name in self._held_out else self._sources[name]
         if not 0 <= index < len(tasks):
-            raise IndexError(f"{name} has {len(tasks)} tasks; there is no task {index}")
+            raise IndexError(f"{name} has {len(tasks)} tasks; task {index} does not exist")
         return Prompt(name, index, tasks[index])
 
     def prompts(self) -> list[Prompt]:

@@ -51,7 +51,7 @@ class TasksConfig(Config, ABC):
         return ((f"row {number}", row) for number, row in enumerate(self.rows(scenario_dir)))
 
     def load(self, scenario_dir: Path) -> list[Task]:
-        """All tasks, in order; TasksError if there is none or a row is invalid."""
+        """All tasks, in order; TasksError without any, or if a row is invalid."""
         try:
             rows = list(self.located_rows(scenario_dir))
         except OSError as error:

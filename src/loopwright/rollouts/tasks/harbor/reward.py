@@ -18,21 +18,21 @@ class BrokenTests(Exception):
 
 def read_rewards(directory: Path) -> dict[str, float]:
     """The rewards in reward.json or reward.txt. Of both, the lower counts: code under test may have written one."""
-    named, number, errors = None, None, list[BrokenTests]()
+    parts, number, errors = None, None, list[BrokenTests]()
     try:
-        named = _parse_json(directory / "reward.json")
+        parts = _parse_json(directory / "reward.json")
     except BrokenTests as error:
         errors.append(error)
     try:
         number = _parse_text(directory / "reward.txt")
     except BrokenTests as error:
         errors.append(error)
-    if named is None:
+    if parts is None:
         if number is None:
             raise errors[0] if errors else BrokenTests("left neither reward.json nor reward.txt")
         return {"reward": number}
-    total = named["reward"] if "reward" in named else math.fsum(named.values())
-    return named if number is None or total <= number else {**named, "reward": number}
+    total = parts["reward"] if "reward" in parts else math.fsum(parts.values())
+    return parts if number is None or total <= number else {**parts, "reward": number}
 
 
 def _parse_text(file: Path) -> float | None:

@@ -53,7 +53,7 @@ class TrickScene:
     workspace: Path
     initial: Snapshot
     solved: Snapshot
-    """Equal to `initial` if there is no solution."""
+    """Equal to `initial` without a solution."""
     tests_path: str | None
     """Where the tests will be, if it is the same for all tasks."""
 
