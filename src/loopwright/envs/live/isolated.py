@@ -5,8 +5,8 @@ One child hosts any number of copies, and one message steps all of them:
 
     process = EnvProcess(ServerTarget("gymnasium:CartPole-v1"), copies=8, timeout_s=30.0)
     process.call([Reset(n, seed=n) for n in range(8)])               # one message there, one back
-    responses = process.call([StepRequest(n, 1) for n in range(8)])  # in the order of the requests
-    process.call([StepRequest(0, 1), Reset(1), StepRequest(2, 0)])   # resets and steps may be mixed
+    responses = process.call([Step(n, 1) for n in range(8)])         # in the order of the requests
+    process.call([Step(0, 1), Reset(1), Step(2, 0)])                 # resets and steps may be mixed
     process.close()
 
 A request names the copy that it is for. The child handles the requests of a message one after another and responds with
@@ -53,7 +53,7 @@ class Reset:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRequest:
+class Step:
     """One step of one copy."""
 
     copy: int
@@ -103,7 +103,7 @@ class EnvProcess:
         self.observation_space, self.action_space = welcome.observation_space, welcome.action_space
         self.metadata: dict[str, Any] = dict(welcome.metadata or {})
 
-    def call(self, requests: Sequence[Reset | StepRequest]) -> list[Any]:
+    def call(self, requests: Sequence[Reset | Step]) -> list[Any]:
         """One response per request: what the environment returned, or a Failure. Raises ServerLost."""
         kind = type(requests[0]).__name__.lower()
         if self._channel is None:
@@ -229,7 +229,7 @@ class IsolatedServer:
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """One step. ServerLost ends the episode; the next reset builds the environment again."""
-        return cast("tuple[Any, float, bool, bool, dict[str, Any]]", self._call(StepRequest(self._copy, action)))
+        return cast("tuple[Any, float, bool, bool, dict[str, Any]]", self._call(Step(self._copy, action)))
 
     @classmethod
     def several(cls, target: ServerTarget, count: int, *, timeout_s: float | None = None) -> "list[IsolatedServer]":
@@ -248,7 +248,7 @@ class IsolatedServer:
     def step_copies(self, actions: Sequence[Any]) -> list[Any]:
         """One step of every copy in the process, in one message. What a copy raised stands in place of its response."""
         try:
-            responses = self._process.call([StepRequest(copy, action) for copy, action in enumerate(actions)])
+            responses = self._process.call([Step(copy, action) for copy, action in enumerate(actions)])
         except ServerLost as error:
             return [error] * len(actions)
         return [_failure(response) if type(response) is Failure else response for response in responses]
@@ -257,7 +257,7 @@ class IsolatedServer:
         """End the process."""
         self._process.close()
 
-    def _call(self, request: Reset | StepRequest) -> Any:
+    def _call(self, request: Reset | Step) -> Any:
         (response,) = self._process.call([request])
         if type(response) is Failure:
             raise _failure(response)
