@@ -12,6 +12,7 @@ from benchmarks.measure import Ratio
 NAMES = (
     "imports",
     "ledger",
+    "selection",
     "commands",
     "callables",
     "slurm",

@@ -91,6 +91,9 @@ PACKAGES = {
     "loopwright.scenario": """
         LoadedScenario RunConfig Scenario
     """,
+    "loopwright.selection": """
+        Candidate ConfirmConfig Estimate Recommendation StoredTrial recommend stored_trials
+    """,
     "loopwright.spaces": """
         Choice ContinuousSpace EnvParamConfig Fixed Parameter Range Space
     """,

@@ -333,7 +333,8 @@ class TestRepeats:
         env = make(sometimes, repeats=3)
         (feedback,) = step(env, 1)
         assert (feedback.outcome, feedback.values) == (Outcome.CRASHED, None)
-        assert [row.outcome for row in rows(env)] == ["ok", "crashed", "ok"]
+        assert [row.outcome for row in rows(env)] == ["ok", "crashed", "crashed"]
+        assert rows(env)[2].reason == "not run: trial 2 of its group failed", "a group ends at its first failure"
 
     def test_that_were_interrupted_finish_under_their_numbers(self, make):
         env = make(repeats=2)

@@ -51,7 +51,7 @@ def test_the_best_action_comes_first_with_its_gain(begin, tmp_path):
     assert text.index("Best gflops 9") < text.index("done 3")
 
 
-def test_repeats_are_averaged_with_their_spread(begin, tmp_path):
+def test_repeats_are_averaged_with_their_interval(begin, tmp_path):
     run = begin(repeats=2, objectives=["−seconds"])
     for group, action, rewards in ((1, {"tile": 8}, (-2.0, -2.0)), (2, {"tile": 16}, (-0.9, -1.1))):
         for repeat, reward in enumerate(rewards):
@@ -59,7 +59,7 @@ def test_repeats_are_averaged_with_their_spread(begin, tmp_path):
 
     text = words(tmp_path)
 
-    assert "Best −seconds −1 ± 0.14 s" in text
+    assert "Best −seconds −1 s 95 % interval −2.2706 to 0.27062, 2 measurements" in text
     assert "+50 % against the first ok trial (−2 s, trial 1)" in text
     assert "trials 3, 4" in text
     # The line moves when a group of repeats is complete, never for a single lucky trial.
@@ -69,7 +69,7 @@ def test_repeats_are_averaged_with_their_spread(begin, tmp_path):
 def test_an_expression_has_no_unit(begin, tmp_path):
     begin(objectives=["goodput - 0.03 * rtt_ms"]).add({"tile": 8}, 9.0)
 
-    assert "Best goodput - 0.03 * rtt_ms 9 The only trial" in words(tmp_path)
+    assert "Best goodput - 0.03 * rtt_ms 9 measured once The only trial" in words(tmp_path)
 
 
 def test_several_objectives_give_a_front(begin, tmp_path):
@@ -96,7 +96,7 @@ def test_regimes_give_one_action_for_all_or_one_for_each(begin, tmp_path, condit
     text, data = words(tmp_path), chart(tmp_path)
 
     assert data["regimes"] == ["load = low", "load = high"], "in the order of the scenario"
-    assert "low 9 GFLOP/s 16 trial 4 high 5 GFLOP/s 8 trial 1" in text
+    assert "low 9 GFLOP/s (measured once) 16 trial 4 high 5 GFLOP/s (measured once) 8 trial 1" in text
     if conditions:
         assert "The best action for each of 2 regimes" in text
     else:

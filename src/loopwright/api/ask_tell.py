@@ -46,7 +46,9 @@ class AskTell:
         self, scenario: str | Path | Mapping[str, Any], output: Path, run: str | None, overrides: Mapping[str, Any]
     ) -> None:
         self._loaded = load(scenario, set=overrides)
-        self._config = select_run(self._loaded, run)
+        config = select_run(self._loaded, run)
+        # Whoever measures by hand is asked to measure again only on request.
+        self._config = config.model_copy(update={"confirm": False}) if config.confirm is None else config
         if self._config.kind != "search" or not issubclass(self._config.agent_class or object, SearchAgent):
             problem = Problem("[run.agent] type", "ask and tell need a search agent over a workload, such as tpe.")
             raise ScenarioError(self._loaded.label, [problem])
@@ -112,13 +114,9 @@ class AskTell:
     # -- inside the event loop ----------------------------------------------------------------------------------
 
     async def _ask(self) -> PendingTrial | None:
-        env, agent = self._env, self._agent
         while not self._ready:
-            if self._unfinished:
-                trial = env.resume(self._unfinished.pop(0))
-            elif env.may_propose and (action := agent.select_action(env.reset())) is not None:
-                trial = env.step(action, agent.note(), fresh=agent.measures_again)
-            else:
+            trial = self._agent.next_trial(self._unfinished, len(self._tasks))
+            if trial is None:
                 self._is_complete = not self._pending
                 return None
             self._tasks.add(asyncio.ensure_future(self._learn(trial)))
@@ -128,7 +126,7 @@ class AskTell:
         return self._ready.popleft()
 
     async def _learn(self, trial: Any) -> None:
-        self._agent.update_policy(await trial)
+        self._agent.learn_from(await trial)
 
     async def _measure(self, job: Job) -> Result:
         job.flush_reservation()

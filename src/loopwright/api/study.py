@@ -14,15 +14,15 @@ from types import TracebackType
 from typing import Any, Self, overload
 
 from loopwright.api.ask_tell import AskTell, PendingTrial
-from loopwright.core.confidence import interval
 from loopwright.core.errors import LedgerError, LoopwrightError
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.export import flat_row
 from loopwright.reports.page import write_report
-from loopwright.reports.search.best import Candidate, best_of
-from loopwright.reports.search.trials import stored_trials
+from loopwright.reports.search.headline import evidence
+from loopwright.selection.recommendation import Candidate, recommend
+from loopwright.selection.trials import stored_trials
 
 
 class NoResult(LoopwrightError, LookupError):
@@ -36,13 +36,24 @@ class BestResult:
     params: Mapping[str, Any]
     """What the agent chose; fixed arguments are not repeated here."""
     value: float
-    """The objective in the unit of its metric, averaged over all measurements. Minimized metrics are not negated."""
+    """The objective in the unit of its metric, averaged over its measurements. Minimized metrics are not negated."""
     interval: tuple[float, float] | None
     """The 95 % confidence interval of `value`; None if the configuration was measured once."""
     metrics: Mapping[str, float]
-    """Each metric, averaged over all measurements."""
+    """Each metric, averaged over its measurements."""
     trials: tuple[int, ...]
     """The numbers of the trials that measured it."""
+    confirmed: bool = False
+    """Whether the numbers come from fresh measurements after the search, not from those that chose it."""
+
+    @property
+    def measurements(self) -> int:
+        """How often it was measured."""
+        return len(self.trials)
+
+    def __str__(self) -> str:
+        params = ", ".join(f"{name}={value!r}" for name, value in self.params.items())
+        return f"{self.value:.6g} ({evidence(self.interval, self.measurements)}) with {params}"
 
 
 class Trials(Sequence[Trial]):
@@ -185,7 +196,7 @@ class Study:
 
     @property
     def best(self) -> BestResult:
-        """The best configuration so far, over all its measurements and regimes. Raises NoResult if there is none."""
+        """The recommended configuration, or the best one so far if none was confirmed. Raises NoResult without any."""
         front = self.front
         if not front:
             failed = [trial for trial in self.trials() if trial.outcome not in (None, Outcome.OK)]
@@ -199,7 +210,7 @@ class Study:
         trials = self.trials()
         by_number = {trial.number: trial for trial in trials}
         with self._ledger() as ledger:
-            source, best = ledger.state("source") or {}, best_of(stored_trials(ledger))
+            source, best = ledger.state("source") or {}, recommend(stored_trials(ledger), ledger.state("run"))
         rewards = source.get("run", {}).get("reward") or {}
         return [
             _result(candidate, [by_number[number] for number in candidate.trials], rewards) for candidate in best.front
@@ -229,13 +240,10 @@ class Study:
     def _repr_html_(self) -> str:
         lines = [f"<b>{html.escape(self.run)}</b>: {html.escape(repr(self))}"]
         for best in self.front[:5]:
-            bounds = (
-                "measured once"
-                if best.interval is None
-                else f"95 % interval {best.interval[0]:.6g} to {best.interval[1]:.6g}"
-            )
+            bounds = evidence(best.interval, best.measurements)
             params = ", ".join(f"{name} = {value!r}" for name, value in best.params.items())
-            lines.append(f"best: {best.value:.6g} ({bounds}) with <code>{html.escape(params)}</code>")
+            name = "recommended" if best.confirmed and best.interval else "best"
+            lines.append(f"{name}: {best.value:.6g} ({bounds}) with <code>{html.escape(params)}</code>")
         return "<br>".join(lines)
 
 
@@ -243,17 +251,14 @@ def _result(candidate: Candidate, trials: Sequence[Trial], reward: Any) -> BestR
     """A candidate in the user's own unit: the metric where the reward is one metric, the reward otherwise."""
     table = reward[0] if isinstance(reward, list) else reward
     names: list[str] = table.get("metrics") or []
-    metric = names[0] if table.get("type") in ("identity", "negative") and len(names) == 1 else None
-    if metric is not None:
-        values = [trial.metrics[metric] for trial in trials]
-    else:
-        values = [trial.reward.value for trial in trials if trial.reward]
+    negated = table.get("type") == "negative" and len(names) == 1
+    interval = candidate.interval
     common = set.intersection(*(set(trial.metrics) for trial in trials))
-    _, low, high = interval(values, seed=str(candidate.trials[0]))
     return BestResult(
         params=candidate.action,
-        value=fmean(values),
-        interval=(low, high) if len(values) > 1 else None,
+        value=-candidate.reward if negated else candidate.reward,
+        interval=(-interval[1], -interval[0]) if negated and interval else interval,
         metrics={name: fmean(trial.metrics[name] for trial in trials) for name in trials[0].metrics if name in common},
         trials=candidate.trials,
+        confirmed=candidate.confirmed,
     )

@@ -15,11 +15,12 @@ from loopwright.reports.live.digest import read_live
 from loopwright.reports.live.policy import comparison
 from loopwright.reports.progress import RunProgress, show_progress
 from loopwright.reports.rollout.digest import read_rollouts, rollout_result
-from loopwright.reports.search.best import best_of
-from loopwright.reports.search.trials import stored_trials
+from loopwright.reports.search.headline import evidence, notes, title
 from loopwright.reports.training.digest import read_training, training_result
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.kinds.base import LoadedScenario
+from loopwright.selection.recommendation import recommend
+from loopwright.selection.trials import stored_trials
 
 _MAX_CANDIDATES = 10
 _MAX_REASONS = 3
@@ -55,6 +56,8 @@ class JsonEvents(RunProgress):
             "env_params": trial.regime,
             "metrics": trial.metrics,
             "cached_from": trial.cached_from,
+            "noise": trial.noise,
+            "phase": trial.phase,
             "done": self.done,
             "total": self.total,
         }
@@ -93,20 +96,38 @@ def _print_result(name: str, path: Path, *, json: bool) -> None:
 
 def _search_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
     """The best actions of a search."""
-    counts, about, best = ledger.counts(), ledger.state("run", {}), best_of(stored_trials(ledger))
+    counts, about = ledger.counts(), ledger.state("run", {})
+    best = recommend(stored_trials(ledger), about)
     by_regime = about.get("conditions_on_regime")
     candidates = best.by_regime if by_regime else best.front
     lines = [f"{counts.get('ok', 0)} ok of {sum(counts.values()) - counts['cached']} trials"]
     for candidate in candidates[:_MAX_CANDIDATES]:
         under = f"   under {_pairs(candidate.regimes[0])}" if by_regime else ""
-        reward = dict(zip(about["objectives"], (f"{value:.6g}" for value in candidate.objectives), strict=True))
-        lines.append(f"best  {_pairs(reward, ' = ')}   with   {_pairs(candidate.action)}{under}")
+        values = zip(candidate.objectives, candidate.intervals, strict=True)
+        shown = (f"{value:.6g} ({evidence(interval, candidate.count)})" for value, interval in values)
+        reward = dict(zip(about["objectives"], shown, strict=True))
+        lines.append(f"{title(candidate)}  {_pairs(reward, ' = ')}   with   {_pairs(candidate.action)}{under}")
     if len(candidates) > _MAX_CANDIDATES:
         lines.append(f"and {len(candidates) - _MAX_CANDIDATES} more, in best.toml")
+    if not by_regime:
+        lines += [
+            f"best {choice.rule}  {choice.estimate.mean:.6g} "
+            f"({evidence(choice.estimate.interval, choice.estimate.count)})   with   {_pairs(choice.action)}"
+            for choice in best.robust
+        ]
+    lines += notes(best, (*about["objectives"], "")[0])
     event: dict[str, Any] = {
         "counts": counts,
         "best": [
-            {"action": c.action, "regimes": c.regimes, "reward": c.objectives, "trials": c.trials} for c in candidates
+            {
+                "action": c.action,
+                "regimes": c.regimes,
+                "reward": c.objectives,
+                "intervals": c.intervals,
+                "trials": c.trials,
+                "confirmed": c.confirmed,
+            }
+            for c in candidates
         ],
     }
     policy = comparison(ledger.state("policy"))

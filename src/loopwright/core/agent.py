@@ -56,6 +56,9 @@ class Agent(ABC):
     measures_again: ClassVar[bool] = False
     """Whether an action that is proposed again is measured again, instead of answered from the cache."""
 
+    confirms: ClassVar[bool] = False
+    """Whether part of the trials measures the best configurations again, where the scenario does not say."""
+
     def __init__(self, env: Any, config: Any, *, parallel: int = 1) -> None:
         self.env, self.config, self.parallel = env, config, parallel
 

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from loopwright.core.outcome import FAULT_OF, Fault, Outcome
 from loopwright.core.reward import Reward
 
 Action = Mapping[str, Any]
 Regime = Mapping[str, Any]
+Phase = Literal["", "confirm", "canary"]
+"""Why a trial was made: proposed by the agent (empty), or to confirm a finalist, or to watch the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,9 @@ class Trial:
     cached_from: str | None = None
     reserved_at: float = 0.0
     finished_at: float | None = None
+    noise: Mapping[str, Any] = field(default_factory=dict)
+    """What the environment drew of the run's noise; the agent never sees it."""
+    phase: Phase = ""
 
     @property
     def unfinished(self) -> bool:
@@ -98,6 +103,8 @@ class Feedback:
     group: int
     stopped_at: tuple[int, float] | None = None
     """The last step of a `stopped` trial and its metric there, negated if less is better."""
+    phase: Phase = ""
+    """Agents learn from trials without a phase only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from math import prod
 from typing import Any, Self
 
 import orjson
@@ -20,11 +21,12 @@ from loopwright.core.canonical import key_of
 from loopwright.core.errors import InvalidAction
 from loopwright.core.outcome import REUSABLE, Fault, Outcome
 from loopwright.core.reward import Objectives, Penalties, mean_reward
-from loopwright.core.trial import Action, Feedback, Observation, Proposal, Regime, Result, Trial
+from loopwright.core.trial import Action, Feedback, Observation, Phase, Proposal, Regime, Result, Trial
+from loopwright.envs.failures import FAILED, FailureWatch
 from loopwright.envs.stopping import Curve, FidelityConfig, StopConfig, StopRule, run_levels
 from loopwright.ledger.shared_cache import SharedCache
 from loopwright.ledger.trial_book import TrialBook
-from loopwright.spaces.space import Draws, Space
+from loopwright.spaces.space import Draws, Noise, Space
 from loopwright.workloads.base import Job, Workload
 
 
@@ -45,6 +47,10 @@ class TrialRules:
     """Part of every cache key: trials of different inputs do not answer one another."""
     retries: int = 0
     """How often a trial that was lost to the infrastructure is attempted again."""
+    reserve: int = 0
+    """How many trials of the budget are kept for the confirmation of the best configurations."""
+    same: int | None = None
+    """After how many identical failures in a row the run ends; by default 20, and only if nothing has succeeded."""
 
 
 def _dominates(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
@@ -65,8 +71,10 @@ class SearchEnv:
         metric_names: tuple[str, ...],
         rules: TrialRules | None = None,
         shared: SharedCache | None = None,
+        noise: Noise | None = None,
     ) -> None:
         self.book, self.space, self.workload, self.draws = book, space, workload, draws
+        self.noise = noise or Noise(0, {})
         self.objectives, self.metric_names, self.rules = objectives, metric_names, rules or TrialRules()
         self._shared = shared
         book.kill = workload.kill
@@ -78,6 +86,9 @@ class SearchEnv:
         self._best: dict[int, tuple[float, ...]] | None = None
         self._pending: dict[int, Observation] = {}
         self._repeats: Counter[str] | None = None
+        self._extra = sum(1 for _ in book.ledger.trials(where="phase <> ''")) if book.step else 0
+        """How many trials the agent did not propose."""
+        self._failures = FailureWatch(book.ledger, self.rules.same)
         self._marker = book.ledger.state("id")
         self._opened_at = time.time()
         self._adoptable = book.ledger.open_attempts() if book.step else {}
@@ -132,32 +143,61 @@ class SearchEnv:
                 self._repeats[point] += rules.repeats
         except InvalidAction as error:
             invalid = Result(Outcome.INVALID, reason=str(error))
-        trials = [
-            book.new_trial(
-                action,
-                group=group,
-                repeat=repeat,
-                key="" if invalid else key_of(question, regime, rules.fingerprint, repeat),
-                draw=previous.draw,
-                regime=regime,
+        trials = []
+        for repeat in range(first, first + (1 if invalid else rules.repeats)):
+            # Repeats share their draws with those of all other proposals; a single measurement has its own.
+            noise = self.noise.sample(repeat if rules.repeats > 1 else group - 1) if self.noise.values else {}
+            trials.append(
+                book.new_trial(
+                    action,
+                    group=group,
+                    repeat=repeat,
+                    key="" if invalid else self._key(question, regime, noise, repeat),
+                    draw=previous.draw,
+                    regime=regime,
+                    noise=noise,
+                )
             )
-            for repeat in range(first, first + (1 if invalid else rules.repeats))
-        ]
         book.ledger.reserve(trials, note, hold=True)
         return self._finish(trials, previous, invalid, slot)
+
+    def measure_again(
+        self, action: Action, regime: Regime, noise: Mapping[str, Any], *, group: int, repeat: int, phase: Phase
+    ) -> Awaitable[Feedback]:
+        """Run an action of an earlier group once more, as a repeat of it that no cache answers and no agent sees."""
+        self._extra += 1
+        key = self._key(self.space.arguments(action, {}), regime, noise, repeat)
+        book = self.book
+        trial = book.new_trial(action, group=group, repeat=repeat, key=key, regime=regime, noise=noise, phase=phase)
+        book.ledger.reserve([trial], hold=True)
+        return self._finish([trial], Observation(dict.fromkeys(self.metric_names), regime))
+
+    def _key(self, question: Any, regime: Regime, noise: Mapping[str, Any], repeat: int) -> str:
+        return key_of(question, regime, self.rules.fingerprint, repeat, *((noise,) if noise else ()))
 
     async def _finish(
         self, trials: Sequence[Trial], previous: Observation, invalid: Result | None = None, slot: int = 0
     ) -> Feedback:
-        """Run what is unfinished of a group, one repeat after another."""
-        finished = [await self._run(trial, invalid) if trial.unfinished else trial for trial in trials]
+        """Run what is unfinished of a group, one repeat after another, until one fails."""
+        finished: list[Trial] = []
+        failed: Trial | None = None
+        for trial in trials:
+            if trial.unfinished and failed is not None:
+                reason = f"not run: trial {failed.number} of its group failed"
+                outcome = failed.outcome or Outcome.CRASHED
+                skipped = Result(outcome, reason=reason, fault=failed.fault, cached_from=str(failed.number))
+                finished.append(await self._run(trial, skipped))
+            else:
+                finished.append(await self._run(trial, invalid) if trial.unfinished else trial)
+                failed = failed or (finished[-1] if finished[-1].outcome in FAILED else None)
         return self._feedback(finished, previous, slot)
 
-    async def _run(self, trial: Trial, invalid: Result | None) -> Trial:
+    async def _run(self, trial: Trial, answer: Result | None) -> Trial:
+        """Run a trial and commit it, or commit the answer that is known already."""
         if self.book.observers:
             self.book.observers.before(trial)
         try:
-            result = invalid or await self._lookup(trial) or await self._measure(trial)
+            result = answer or await self._lookup(trial) or await self._measure(trial)
         except asyncio.CancelledError:
             self.book.commit(trial, Result(Outcome.ABORTED, reason="the run was stopped"))
             raise
@@ -171,7 +211,8 @@ class SearchEnv:
         finished = self.book.commit(trial, result, hold=self._shared is None)
         if self._shared and finished.outcome is Outcome.OK and finished.cached_from is None:
             self._shared.put(finished.key, f"{self.book.directory.absolute()}#{finished.number}", finished.metrics)
-        if not self.book.count_cached and finished.key:
+        self._failures.add(finished)
+        if not self.book.count_cached and finished.key and not finished.phase:
             self._keys.add(finished.key)
         if result.outcome in REUSABLE:
             self._answered.add(finished.key)
@@ -197,7 +238,7 @@ class SearchEnv:
 
     async def _lookup(self, trial: Trial) -> Result | None:
         """The result without running: from the cache, from an equal trial in flight, or from the constraints."""
-        caches = self.rules.cache != "off"
+        caches = self.rules.cache != "off" and not trial.phase
         if caches:
             while trial.key in self._in_flight:
                 # That may take long: held writes must not wait as well.
@@ -227,13 +268,16 @@ class SearchEnv:
 
         def report(step: int, metrics: Mapping[str, float]) -> bool:
             nonlocal curve
-            curve = curve or Curve(trial.number, self._stop_rule)
+            # A finalist runs to its end: it is measured, not searched.
+            curve = curve or Curve(trial.number, None if trial.phase else self._stop_rule)
             return curve.add(step, metrics)
 
-        arguments = self.space.arguments(trial.action, trial.regime)
+        arguments = self.space.arguments(trial.action, {**trial.regime, **trial.noise})
         record: dict[str, Any] = {"trial": trial.number, "arguments": arguments, "action": trial.action}
         if trial.regime:
             record["env_params"] = trial.regime
+        if trial.noise:
+            record["noise"] = trial.noise
         job = Job(
             trial=trial.number,
             directory=self.book.directory / "trials" / str(trial.number),
@@ -292,6 +336,7 @@ class SearchEnv:
             done=not self.may_propose,
             group=first.group,
             stopped_at=stopped_at,
+            phase=first.phase,
         )
 
     def _stopped_at(self, trial: Trial) -> tuple[int, float] | None:
@@ -309,22 +354,30 @@ class SearchEnv:
     def may_propose(self) -> bool:
         """Whether the budget has room for another proposal."""
         book, repeats = self.book, self.rules.repeats
-        if book.stopping:
+        if book.stopping or self.halted:
             return False
+        # What the confirmation has used of its reserve is not the agent's.
+        kept = self.rules.reserve - self._extra
         if book.count_cached:
-            return book.has_budget(repeats)
+            return book.has_budget(repeats + kept)
         size = self.cardinality if self.rules.exhaustible else None
         if size is not None and len(self._keys) >= size * repeats:
             return False
-        return book.budget is None or (book.has_budget() and book.group < 10 * book.budget)
+        return book.budget is None or (book.has_budget(1 + kept) and book.group < 10 * book.budget)
+
+    @property
+    def halted(self) -> str:
+        """Why the run ends early, because its trials fail alike; empty otherwise."""
+        return self._failures.verdict
 
     @property
     def cardinality(self) -> int | None:
         """How many different trials there are, where that is finite."""
         size = self.space.size
-        for choice in self.draws.values.values():
-            size = None if size is None else size * choice.size
-        return size
+        sizes = [choice.size for choice in self.draws.values.values()]
+        if self.rules.repeats == 1:
+            sizes += map(len, self.noise.values.values())
+        return None if size is None else size * prod(sizes)
 
     def history(self, *, without_successes: bool = False) -> Iterator[Proposal]:
         """Everything proposed so far in this run, by group, for an agent that continues it.
@@ -333,8 +386,9 @@ class SearchEnv:
         """
         notes = self.book.ledger.notes()
         # A large run has few others, and these are found without reading all of it into memory.
-        where = f"grp = {self.book.group} OR grp IN (SELECT grp FROM trials WHERE ifnull(outcome, '') <> 'ok')"
-        stored = self.book.ledger.trials(where=where if without_successes else "1")
+        failed = "SELECT grp FROM trials WHERE ifnull(outcome, '') <> 'ok' AND phase = ''"
+        where = f"phase = '' AND (grp = {self.book.group} OR grp IN ({failed}))"
+        stored = self.book.ledger.trials(where=where if without_successes else "phase = ''")
         for _, group in groupby(stored, key=lambda trial: trial.group):
             trials = list(group)
             first, finished = trials[0], not any(trial.unfinished for trial in trials)
@@ -343,10 +397,12 @@ class SearchEnv:
 
     def unfinished(self) -> list[list[Trial]]:
         """The groups that were in flight when the run stopped, to be finished under their own numbers and draws."""
-        ledger = self.book.ledger
+        ledger, unfinished = self.book.ledger, self.book.ledger.unfinished()
         # Those whose jobs still run come first: they are already in flight.
-        groups = {trial.group: trial.number not in self._adoptable for trial in reversed(ledger.unfinished())}
-        return [ledger.group(number) for number in sorted(groups, key=lambda number: (groups[number], number))]
+        groups = {t.group: t.number not in self._adoptable for t in reversed(unfinished) if not t.phase}
+        ordered = sorted(groups, key=lambda number: (groups[number], number))
+        proposed = [[trial for trial in ledger.group(number) if not trial.phase] for number in ordered]
+        return proposed + [[trial] for trial in unfinished if trial.phase]
 
     def resume(self, trials: Sequence[Trial]) -> Awaitable[Feedback]:
         """Finish a group that an earlier process began."""

@@ -19,7 +19,7 @@ CREATE TABLE events (
     seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, key INTEGER NOT NULL, name TEXT NOT NULL, hash BLOB NOT NULL
 ) STRICT;
 """
-RESERVED = "number, grp, repeat, action, key, draw, regime, reserved_at"
+RESERVED = "number, grp, repeat, action, key, draw, regime, noise, phase, reserved_at"
 """The values of the event `reserve`, columns of the trial."""
 RESULT = "outcome, fault, reason, reward, reward_detail, metrics, usage, cached_from, finished_at"
 """The values of the event `result`, columns of the trial."""

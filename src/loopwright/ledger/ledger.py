@@ -22,11 +22,12 @@ from loopwright.ledger.check import check_ledger
 from loopwright.ledger.events import EVENTS_SCHEMA, KEEP_RESULTS, KINDS, RESERVED, SET_STATE, last_event, returning
 from loopwright.ledger.sqlite import Chain, Transaction, connect, connect_to_read, explained, link, text
 
-VERSION = 4
+VERSION = 5
 _SCHEMA = """
 CREATE TABLE trials (
     number INTEGER PRIMARY KEY, grp INTEGER NOT NULL, repeat INTEGER NOT NULL, action TEXT NOT NULL, key TEXT NOT NULL,
-    draw INTEGER, regime TEXT NOT NULL, outcome TEXT, fault TEXT, reason TEXT NOT NULL DEFAULT '',
+    draw INTEGER, regime TEXT NOT NULL, noise TEXT, phase TEXT,
+    outcome TEXT, fault TEXT, reason TEXT NOT NULL DEFAULT '',
     reward REAL, reward_detail TEXT, metrics TEXT, usage TEXT, cached_from TEXT,
     reserved_at REAL NOT NULL, finished_at REAL,
     reserve_seq INTEGER, reserve_hash BLOB, result_seq INTEGER, result_hash BLOB
@@ -43,9 +44,10 @@ CREATE TABLE state (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 """
 _COLUMNS = (
     "number, grp, repeat, action, key, draw, regime, outcome, fault, reason, reward, reward_detail, metrics, usage, "
-    "cached_from, reserved_at, finished_at"
+    "cached_from, reserved_at, finished_at, noise, phase"
 )
-_INSERT_TRIAL = f"INSERT INTO trials ({RESERVED}, reserve_seq, reserve_hash) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_PLACES = ", ".join("?" * (RESERVED.count(",") + 3))
+_INSERT_TRIAL = f"INSERT INTO trials ({RESERVED}, reserve_seq, reserve_hash) VALUES ({_PLACES})"
 _SET_RESULT = (
     "UPDATE trials SET outcome = ?, fault = ?, reason = ?, reward = ?, reward_detail = ?, metrics = ?, usage = ?, "
     "cached_from = ?, finished_at = ?, result_seq = ?, result_hash = ? WHERE number = ? AND outcome IS "
@@ -162,7 +164,9 @@ class Ledger(AbstractContextManager["Ledger"]):
         """
         with self.transaction.held if hold else self.transaction as connection:
             for t in trials:
-                row = (t.number, t.group, t.repeat, text(t.action), t.key, t.draw, text(t.regime), float(t.reserved_at))
+                noise = text(t.noise) if t.noise else "{}"
+                drawn = (t.draw, text(t.regime), noise, t.phase, float(t.reserved_at))
+                row = (t.number, t.group, t.repeat, text(t.action), t.key, *drawn)
                 self.chain.last = link(self.chain.last, "reserve", t.number, "", row)
                 connection.execute(_INSERT_TRIAL, (*row, *self.chain.last))
             if note is not None:
@@ -212,6 +216,8 @@ class Ledger(AbstractContextManager["Ledger"]):
             result.cached_from,
             trial.reserved_at,
             time.time(),
+            trial.noise,
+            trial.phase,
         )
         values = (
             finished.outcome,
@@ -318,8 +324,8 @@ class Ledger(AbstractContextManager["Ledger"]):
         return {key for (key,) in rows}
 
     def keys(self) -> set[str]:
-        """The keys of all trials."""
-        return {key for (key,) in self._rows("SELECT DISTINCT key FROM trials WHERE key <> ''")}
+        """The keys of all trials that an agent proposed."""
+        return {key for (key,) in self._rows("SELECT DISTINCT key FROM trials WHERE key <> '' AND phase = ''")}
 
     def trial(self, number: int) -> Trial | None:
         """One trial by its number."""
@@ -363,10 +369,11 @@ class Ledger(AbstractContextManager["Ledger"]):
         return {name: count for name, count, _ in rows} | {"cached": sum(row[2] for row in rows)}
 
     def rewards(self) -> tuple[int, float, Trial | None]:
-        """How many trials have a reward, the sum of these, and the first trial with the best."""
+        """How many trials have a reward, the sum of these, and the first trial with the best that an agent proposed."""
         finished = "outcome <> 'aborted' AND reward IS NOT NULL"
         ((count, total),) = self._rows(f"SELECT count(*), total(reward) FROM trials WHERE {finished}")
-        best = self._rows(f"SELECT {_COLUMNS} FROM trials WHERE {finished} ORDER BY reward DESC, number LIMIT 1")
+        proposed = f"{finished} AND ifnull(phase, '') = ''"
+        best = self._rows(f"SELECT {_COLUMNS} FROM trials WHERE {proposed} ORDER BY reward DESC, number LIMIT 1")
         return count, total, _trial(best[0]) if best else None
 
     def worst(self) -> float | None:
@@ -428,4 +435,6 @@ def _trial(row: Sequence[Any]) -> Trial:
         cached_from=row[14],
         reserved_at=row[15],
         finished_at=row[16],
+        noise={} if row[17] in (None, "{}") else orjson.loads(row[17]),
+        phase=row[18] or "",
     )

@@ -1,10 +1,11 @@
 """The trial book: the numbers, budget, ledger and observers of one run."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from loopwright.core.trial import Action, Regime, Result, Trial
+from loopwright.core.trial import Action, Phase, Regime, Result, Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.observer import Observer, Observers
 
@@ -69,10 +70,23 @@ class TrialBook:
         key: str = "",
         draw: int | None = None,
         regime: Regime | None = None,
+        noise: Mapping[str, Any] | None = None,
+        phase: Phase = "",
     ) -> Trial:
         """A trial with the next number. It is not in the ledger yet: reserve it before anything else happens to it."""
         number = self.increment_step()
-        return Trial(number, action, key, group, repeat, draw, regime or {}, reserved_at=time.time())
+        return Trial(
+            number,
+            action,
+            key,
+            group,
+            repeat,
+            draw,
+            regime or {},
+            reserved_at=time.time(),
+            noise=noise or {},
+            phase=phase,
+        )
 
     def commit(self, trial: Trial, result: Result, *, hold: bool = True) -> Trial:
         """Write a trial's result to the ledger, notify the observers, and return the finished trial."""

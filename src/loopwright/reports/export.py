@@ -12,8 +12,9 @@ import orjson
 from loopwright.core.errors import MissingExtra, storage
 from loopwright.core.trial import Trial
 from loopwright.ledger.ledger import Ledger
-from loopwright.reports.search.best import Best, Candidate, best_of
-from loopwright.reports.search.trials import stored_trials
+from loopwright.reports.search.headline import evidence, title
+from loopwright.selection.recommendation import Candidate, Recommendation, recommend
+from loopwright.selection.trials import stored_trials
 
 
 def write_csv(ledger: Ledger, directory: Path) -> list[Path]:
@@ -23,17 +24,17 @@ def write_csv(ledger: Ledger, directory: Path) -> list[Path]:
     trajectory, env = directory / "trajectory.csv", directory / "env.csv"
     with replacing(trajectory) as file:
         rows = csv.writer(file)
-        rows.writerow(("trial", "action", "reward", "observation", "env_params", "outcome"))
+        rows.writerow(("trial", "action", "reward", "observation", "env_params", "outcome", "noise", "phase"))
         after = 0
         # As the ledger has it: there may be very many rows, and what is JSON there is JSON here.
         query = (
-            "SELECT number, action, reward, reward_detail, metrics, regime, outcome FROM trials "
+            "SELECT number, action, reward, reward_detail, metrics, regime, outcome, noise, phase FROM trials "
             "WHERE number > ? ORDER BY number LIMIT 2000"
         )
         while page := ledger.transaction.rows(query, (after,)):
             rows.writerows(
-                (number, action, _reward(value, detail), "" if metrics == "{}" else metrics, regime, outcome)
-                for number, action, value, detail, metrics, regime, outcome in page
+                (number, action, _reward(value, detail), "" if metrics == "{}" else metrics, *rest)
+                for number, action, value, detail, metrics, *rest in page
             )
             after = page[-1][0]
     if not names:
@@ -80,6 +81,7 @@ def flat_row(trial: Trial) -> dict[str, Any]:
         "trial": trial.number,
         "group": trial.group,
         "repeat": trial.repeat,
+        "phase": trial.phase,
         "outcome": trial.outcome,
         "fault": trial.fault,
         "reason": trial.reason,
@@ -95,6 +97,7 @@ def flat_row(trial: Trial) -> dict[str, Any]:
     for prefix, values in (
         ("action", trial.action),
         ("env_params", trial.regime),
+        ("noise", trial.noise),
         ("metric", trial.metrics),
         ("usage", trial.usage),
     ):
@@ -112,7 +115,7 @@ def _uniform(column: list[Any]) -> list[Any]:
     return column
 
 
-def write_best(ledger: Ledger, path: Path, best: Best | None = None) -> Path | None:
+def write_best(ledger: Ledger, path: Path, best: Recommendation | None = None) -> Path | None:
     """The best configuration as a scenario of plain runs: one, or one per regime, or one per point of the front.
 
     `best` spares reading the trials again.
@@ -120,7 +123,7 @@ def write_best(ledger: Ledger, path: Path, best: Best | None = None) -> Path | N
     source, run = ledger.state("source"), ledger.state("run", {})
     if source is None:
         return None
-    best = best or best_of(stored_trials(ledger))
+    best = best or recommend(stored_trials(ledger), run)
     candidates = best.by_regime if run.get("conditions_on_regime") else best.front
     runs = [_plain_run(source, candidate, regime) for candidate in candidates for regime in candidate.regimes]
     if not runs:
@@ -133,8 +136,12 @@ def write_best(ledger: Ledger, path: Path, best: Best | None = None) -> Path | N
     with replacing(path) as file:
         file.write("# The best configuration; run it with `loopwright run`.\n")
         for candidate in candidates:
-            rewards = ", ".join(f"{value:g}" for value in candidate.objectives)
-            file.write(f"# reward {rewards} in trial {', '.join(map(str, candidate.trials[:10]))}\n")
+            rewards = "; ".join(
+                f"{value:g} ({evidence(interval, candidate.count)})"
+                for value, interval in zip(candidate.objectives, candidate.intervals, strict=True)
+            )
+            numbers = ", ".join(map(str, candidate.trials[:10]))
+            file.write(f"# {title(candidate)}: reward {rewards}, in trial {numbers}\n")
         file.write(tomli_w.dumps(scenario))
     return path
 
@@ -146,7 +153,9 @@ def _plain_run(source: Mapping[str, Any], candidate: Candidate, regime: Mapping[
     for part in ("args", "env"):
         values = {name: _fixed_value(name, spec, assigned) for name, spec in table["workload"].get(part, {}).items()}
         workload[part] = {name: value for name, value in values.items() if value is not None}
-    return {"name": table["name"], "workload": workload} | {key: table[key] for key in ("reward",) if key in table}
+    return {"name": table["name"], "workload": workload} | {
+        key: table[key] for key in ("reward", "noise") if key in table
+    }
 
 
 def _fixed_value(name: str, spec: Any, assigned: Mapping[str, Any]) -> Any:

@@ -18,8 +18,8 @@ from loopwright.core.errors import LoopwrightError
 from loopwright.reports import formatting
 from loopwright.reports.export import replacing
 from loopwright.reports.kinds import KINDS, read_run
-from loopwright.reports.search.best import Best
 from loopwright.reports.search.digest import Digest
+from loopwright.selection.recommendation import Recommendation
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -50,7 +50,7 @@ class ReadRuns:
     unreadable: list[tuple[str, str]]
     """The folders that could not be read, and why."""
 
-    def best(self, folder: Path) -> Best | None:
+    def best(self, folder: Path) -> Recommendation | None:
         """The answer of a search, if it was read."""
         return next((each.best for each in self.digests if each.folder == folder and each.kind == "search"), None)
 

@@ -4,17 +4,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Any, ClassVar, Protocol, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
+from loopwright.core.canonical import key_of
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Trial
 from loopwright.ledger.observer import Observer
 from loopwright.ledger.steps import Kind, Step
 from loopwright.ledger.trial_book import TrialBook
+from loopwright.reports import formatting
 from loopwright.reports.formatting import duration, number
 from loopwright.reports.training.progress import TrainingProgress
 
@@ -42,6 +45,10 @@ class RunProgress(Observer):
         self.stopped = counts.get(Outcome.STOPPED, 0)
         self.failed = self.done - self.stopped - counts.get(Outcome.OK, 0)
         self.scored, self.reward_sum, self.best = book.ledger.rewards()
+        self.fresh: dict[str, list[Trial]] = {}
+        """The fresh measurements of each finalist."""
+        for trial in book.ledger.trials(where="phase = 'confirm'") if self.done else ():
+            self._confirm(trial)
         self.done_before, self.started = self.done, time.monotonic()
 
     def after(self, trial: Trial) -> None:
@@ -62,10 +69,16 @@ class RunProgress(Observer):
         if trial.reward:
             self.scored += 1
             self.reward_sum += trial.reward.value
-        if trial.reward and (
+        if trial.phase:
+            self._confirm(trial)
+        elif trial.reward and (
             self.best is None or self.best.reward is None or trial.reward.value > self.best.reward.value
         ):
             self.best = trial
+
+    def _confirm(self, trial: Trial) -> None:
+        if trial.phase == "confirm" and trial.reward:
+            self.fresh.setdefault(key_of(trial.action), []).append(trial)
 
     def show(self, trial: Trial) -> None:
         """Show the state after a trial."""
@@ -102,12 +115,21 @@ class RunProgress(Observer):
         else:
             parts = [f"{counted}/{total or '?'} done", f"{self.failed} failed", f"{self.cached} cached"]
             parts += [f"{self.stopped} stopped"] if self.stopped else []
-            if self.best is not None and self.best.reward is not None:
-                parts.append(f"best {self.label} = {self.best.reward.value:.6g} (trial {self.best.number})")
+            if self.fresh:
+                rewards = max(map(_rewards, self.fresh.values()), key=fmean)
+                mean, count = fmean(rewards), formatting.counted(len(rewards), "fresh measurement")
+                parts.append(f"confirming: best mean {self.label} = {mean:.6g} ({count})")
+            elif self.best is not None and self.best.reward is not None:
+                values = ", ".join(f"{value:.6g}" for value in self.best.reward.objectives)
+                parts.append(f"best {self.label} = {values} (trial {self.best.number}, measured once)")
         left = self.seconds_left
         if left is not None and counted < (total or 0):
             parts.append(f"{duration(max(1, round(left)))} left")
         return f"{self.name}: {', '.join(parts)}"
+
+
+def _rewards(trials: Sequence[Trial]) -> list[float]:
+    return [trial.reward.value for trial in trials if trial.reward]
 
 
 class LogLines(RunProgress):

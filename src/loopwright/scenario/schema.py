@@ -1,14 +1,16 @@
 """The schema of a scenario: a system and its runs. The parts of a run have their configs beside their code."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from loopwright.core.agent import AgentConfig
+from loopwright.core.canonical import key_of
 from loopwright.core.config import Config
 from loopwright.core.reward import Penalties, RewardFunction
 from loopwright.engines.base import EngineConfig
+from loopwright.envs.failures import FailConfig
 from loopwright.envs.live.config import LiveConfig
 from loopwright.envs.stopping import FidelityConfig, StopConfig
 from loopwright.execution.local.system import LocalSystem
@@ -16,6 +18,7 @@ from loopwright.execution.system import SystemConfig
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.remote.gateway_config import GatewayHostConfig
+from loopwright.selection.plan import ConfirmConfig
 from loopwright.spaces.space import EnvParamConfig
 from loopwright.workloads.base import WorkloadConfig
 
@@ -37,6 +40,23 @@ class RunBasics(Config):
     that is called like one and returns an object with the same methods."""
     observers: tuple[str, ...] = ()
     """Your own observers, each `module:Class`, called before and after each trial."""
+    confirm: ConfirmConfig | bool | None = None
+    """Whether and how the best configurations are measured again at the end; by default where a sampler has enough
+    trials for that."""
+    noise: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    """Arguments that are averaged over and never shown to the agent, such as a seed, each with its values."""
+    fail: FailConfig = FailConfig()
+    """When failures that are all alike end the run."""
+
+    @field_validator("noise")
+    @classmethod
+    def _can_be_drawn(cls, noise: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+        for name, values in noise.items():
+            if len({key_of(value) for value in values}) < max(2, len(values)):
+                raise ValueError(f"{name}: give at least two different values")
+            if any(isinstance(value, (dict, list, tuple)) for value in values):
+                raise ValueError(f"{name}: only plain values can be drawn")
+        return noise
 
     @field_validator("name")
     @classmethod

@@ -191,12 +191,46 @@ class Draws:
         self.seed, self.configs = seed, dict(configs)
         self.values = {n: p for n, p in parameters.items() if n in configs and isinstance(p, Choice)}
 
-    def sample(self, draw: int) -> Regime:
+    def sample(self, draw: int | str) -> Regime:
         """The regime of a draw; empty if nothing is drawn."""
         return {
             name: Random(f"{self.seed}:{name}:{draw}").choices(choice.values, self.configs[name].weights)[0]
             for name, choice in self.values.items()
         }
+
+    @property
+    def count(self) -> int:
+        """How many regimes there are."""
+        return prod(choice.size for choice in self.values.values())
+
+    def weighted(self) -> Iterator[tuple[Regime, float]]:
+        """Every regime with its probability."""
+        for values in itertools.product(*(choice.values for choice in self.values.values())):
+            regime = dict(zip(self.values, values, strict=True))
+            yield regime, prod(self._weight(name, value) for name, value in regime.items())
+
+    def _weight(self, name: str, value: Any) -> float:
+        weights, choice = self.configs[name].weights, self.values[name]
+        return 1 / choice.size if weights is None else weights[choice.index(value)]
+
+
+class Noise:
+    """Arguments that are averaged over and never shown to the agent, such as a random seed.
+
+    Draw n depends on the seed, the name and n alone, so that configurations are compared under the same draws. Each
+    value is drawn once before any is drawn again.
+    """
+
+    def __init__(self, seed: int, values: Mapping[str, tuple[Any, ...]]) -> None:
+        self.seed, self.values = seed, dict(values)
+
+    def sample(self, n: int) -> dict[str, Any]:
+        """The n-th draw, from 0; empty if there is no noise."""
+        draw = {}
+        for name, values in self.values.items():
+            turn, place = divmod(n, len(values))
+            draw[name] = Random(f"{self.seed}:{name}:noise:{turn}").sample(values, len(values))[place]
+        return draw
 
 
 def problem_with(target: Parameter | None, config: EnvParamConfig) -> str | None:

@@ -35,8 +35,8 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.steps import Step, Steps
 from loopwright.ledger.trial_book import RunStopped, TrialBook
 from loopwright.reports.curves import Curves
-from loopwright.reports.search.best import best_of
-from loopwright.reports.search.trials import stored_trials
+from loopwright.selection.recommendation import recommend
+from loopwright.selection.trials import stored_trials
 
 
 def train(env: LiveEnv | SearchEnv, config: RlConfig, algorithm: RlAlgorithm, *, slots: int) -> None:
@@ -200,7 +200,7 @@ def _evaluate(driver: Driver, learner: PolicyLearner, times: int, label: str = "
     evaluation = _Evaluation(driver, times)
     # Trials of the evaluation do not compete, so that a resumed run finds the same static action.
     candidates = (trial for trial in stored_trials(env.book.ledger) if trial.number not in evaluation.numbers)
-    static = best_of(candidates).front
+    static = recommend(candidates, env.book.ledger.state("run")).front
     rows = []
     for index, regime in enumerate(regimes):
         action = driver.actions.decode(learner.act(driver.encode_regime(regime)))

@@ -49,6 +49,7 @@ class Bandit(SpaceAgent):
     samples_env_params: ClassVar[bool] = True
     conditions_on_regime: ClassVar[bool] = True
     measures_again: ClassVar[bool] = True
+    confirms: ClassVar[bool] = True
 
     def __init__(self, env: SearchEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)

@@ -17,9 +17,9 @@ from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Action, Feedback, Observation, Proposal, Regime, Trial
 from loopwright.envs.search import SearchEnv
 from loopwright.ledger.trial_book import TrialBook
+from loopwright.selection.confirmation import Confirmation
 from loopwright.spaces.space import Space
 
-RETRIES = 32
 _RETRIES_FOR_CONSTRAINTS = 16
 _ENUMERABLE = 100_000
 
@@ -123,15 +123,24 @@ class SearchAgent(Agent):
                 await asyncio.gather(*slots, return_exceptions=True)
                 book.ledger.flush()
 
+    def next_trial(self, unfinished: list[list[Trial]], in_flight: int) -> Awaitable[Feedback] | None:
+        """Reserve the next trial: an unfinished one, or what the agent proposes. None if there is none now."""
+        if unfinished:
+            return self.env.resume(unfinished.pop(0))
+        if self.env.may_propose and (action := self.select_action(self.env.reset())) is not None:
+            return self.env.step(action, self.note(), fresh=self.measures_again)
+        return None
+
+    def learn_from(self, feedback: Feedback) -> None:
+        """Learn from a trial that the agent proposed; the others are the campaign's own."""
+        if not feedback.phase:
+            self.update_policy(feedback)
+
     async def _slot(self, unfinished: list[list[Trial]]) -> None:
         """One trial after another, until there is nothing left to try and nothing in flight to learn from."""
         env = self.env
         while not env.book.stopping:
-            trial: Awaitable[Feedback] | None = None
-            if unfinished:
-                trial = env.resume(unfinished.pop(0))
-            elif env.may_propose and (action := self.select_action(env.reset())) is not None:
-                trial = env.step(action, self.note(), fresh=self.measures_again)
+            trial = self.next_trial(unfinished, self._in_flight)
             if trial is None:
                 env.book.ledger.flush()
                 if not self._in_flight:
@@ -144,7 +153,7 @@ class SearchAgent(Agent):
                 feedback = await trial
             finally:
                 self._in_flight -= 1
-            self.update_policy(feedback)
+            self.learn_from(feedback)
             # Wakes the slots that wait now; later ones wait for the next trial to end.
             self._landed.set()
             self._landed = asyncio.Event()
@@ -179,6 +188,8 @@ class SpaceAgent(SearchAgent):
     steps_live: ClassVar[bool] = False
     heeds_constraints: ClassVar[bool] = False
     """Whether a proposal that breaks a constraint is retried first, instead of spending a trial on it."""
+    retries: ClassVar[int] = 32
+    """How often a point that has failed is given up for the agent's next one, before any other point is taken."""
 
     def __init__(self, env: SearchEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
@@ -188,6 +199,8 @@ class SpaceAgent(SearchAgent):
         self._failed: set[str] = set()
         self._open: dict[int, str] = {}
         self._waiting: tuple[int, Action] | None = None
+        self._confirmation = Confirmation(env) if env.rules.reserve else None
+        self._is_confirming = False
 
     @classmethod
     def problems(cls, config: Any, space: Space, home: Path) -> list[Problem]:
@@ -198,6 +211,20 @@ class SpaceAgent(SearchAgent):
             except InvalidAction as error:
                 problems.append(Problem(f"start[{index}]", f"{error}."))
         return problems
+
+    def run(self) -> int:
+        """The campaign, then the confirmation of the best configurations. 1 if trials that fail alike ended it."""
+        return super().run() | bool(self.env.halted)
+
+    def next_trial(self, unfinished: list[list[Trial]], in_flight: int) -> Awaitable[Feedback] | None:
+        if self._confirmation is None or unfinished:
+            return super().next_trial(unfinished, in_flight)
+        if not self._is_confirming:
+            if (trial := self._confirmation.canary() or super().next_trial(unfinished, in_flight)) is not None:
+                return trial
+            # With nothing in flight to learn from, the agent has nothing left to propose.
+            self._is_confirming = not in_flight
+        return self._confirmation.next(in_flight=in_flight) if self._is_confirming else None
 
     @abstractmethod
     def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
@@ -219,17 +246,21 @@ class SpaceAgent(SearchAgent):
                 # Whether this point fails is not known yet: wait, so that the choice never depends on timing.
                 self._waiting = retry, action
                 return None
-            avoids = self.heeds_constraints and retry < _RETRIES_FOR_CONSTRAINTS
-            if pinned or not (point in self._failed or (avoids and self.space.violated(action, observation.context))):
+            if pinned or not (point in self._failed or self.avoids(action, observation, retry)):
                 self.proposed, self._open[n] = n, point
                 return action
             retry += 1
-            if retry >= RETRIES and self._open:
+            if retry >= self.retries and self._open:
                 # Which points have not failed is known only when nothing is in flight: wait here too.
                 self._waiting = retry, action
                 return None
-            action = self.propose(n, retry, observation) if retry < RETRIES else self.other(n, observation)
+            action = self.propose(n, retry, observation) if retry < self.retries else self.other(n, observation)
         return None
+
+    def avoids(self, action: Action, observation: Observation, retry: int) -> bool:
+        """Whether to try for another point first, because this one breaks a constraint."""
+        heeds = self.heeds_constraints and retry < _RETRIES_FOR_CONSTRAINTS
+        return heeds and self.space.violated(action, observation.context) is not None
 
     def other(self, n: int, observation: Observation) -> Action | None:
         """Any point that has not failed, once all of the agent's own proposals have; None if every point has."""

@@ -73,6 +73,7 @@ class RandomSearch(MemorylessAgent):
     samples_env_params: ClassVar[bool] = True
     several_objectives: ClassVar[bool] = True
     steps_live: ClassVar[bool] = True
+    confirms: ClassVar[bool] = True
 
     def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
         return self.space.sample(self.config.seed, f"{n}:{retry}" if retry else n)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from loopwright.agents.search.base import RETRIES, BudgetedConfig, SpaceAgent
+from loopwright.agents.search.base import BudgetedConfig, SpaceAgent
+from loopwright.agents.search.failure_map import FailureMap
 from loopwright.agents.search.warm_start import warm_trials
 from loopwright.core.agent import AgentConfig
 from loopwright.core.canonical import key_of
@@ -22,9 +23,13 @@ from loopwright.core.errors import MissingExtra, Problem
 from loopwright.core.imports import lazy_module
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Action, Feedback, Observation, Proposal
+from loopwright.envs.failures import FAILED
 from loopwright.envs.search import SearchEnv
 from loopwright.spaces.parameter import Choice, Parameter, Range
 from loopwright.spaces.space import Space
+
+_RETRIES_FOR_FAILURES = 6
+"""How often a point among failures is given up for another one."""
 
 if TYPE_CHECKING:
     import optuna
@@ -75,13 +80,16 @@ class Nsga2Config(SamplerConfig):
 
 
 class SamplerAgent(SpaceAgent):
-    """Asks a sampler for points, and tells it their reward, *failed*, or the penalty set for that."""
+    """Asks a sampler for points and tells it their reward. A failed point counts as bad, or as the penalty for it."""
 
     config: SamplerConfig
     several_objectives: ClassVar[bool] = True
     heeds_constraints: ClassVar[bool] = True
+    confirms: ClassVar[bool] = True
     foreign_attrs: ClassVar[Mapping[str, Any]] = {}
     """The attributes with which the sampler learns from a trial that it did not ask for."""
+    heeds_failures: ClassVar[bool] = False
+    """Whether the sampler ranks a trial with a violated constraint last; others are told less than the worst value."""
 
     def __init__(self, env: SearchEnv, config: Any, *, parallel: int = 1) -> None:
         super().__init__(env, config, parallel=parallel)
@@ -89,6 +97,13 @@ class SamplerAgent(SpaceAgent):
         self._study = optuna.create_study(directions=["maximize"] * len(env.objectives.functions))
         self._numbers: dict[int, int] = {}
         self._note: dict[str, Any] = {}
+        self._extremes: list[tuple[float, float]] = []
+        """The worst and the best value of each objective so far."""
+        self._failures: list[tuple[Action, Mapping[str, Any]]] = []
+        """Failures from before the first success, when there was no worst value yet."""
+        self._avoided: dict[int, Action] = {}
+        """The tries of the current proposal that were avoided because they are among failures."""
+        self._failure_map = FailureMap(self.space.tunable)
         if config.warm_start is not None:
             for action, _, objectives in warm_trials(env, config.warm_start):
                 self._add(action, self.foreign_attrs, objectives)
@@ -106,7 +121,9 @@ class SamplerAgent(SpaceAgent):
 
     def propose(self, n: int, retry: int, observation: Observation) -> Action | None:
         if retry:
-            self._study.tell(self._numbers[n], state=optuna.trial.TrialState.FAIL)
+            self._reject(self._numbers[n], self._avoided.get(retry - 1))
+        else:
+            self._avoided = {}
         with warnings.catch_warnings():
             # Optuna has called these samplers experimental for years; a warning per trial does not help.
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -118,16 +135,34 @@ class SamplerAgent(SpaceAgent):
                 action[name] = _suggest(trial, name, parameter)
         self._numbers[n] = trial.number
         frozen = self._study.get_trials(deepcopy=False)[trial.number]
-        self._note = {"attrs": dict(frozen.system_attrs), "retries": retry}
+        self._set_note(dict(frozen.system_attrs), retry)
         return action
+
+    def _reject(self, number: int, avoided: Action | None) -> None:
+        """Give up a point for another one. One that was avoided counts as bad, or the sampler would insist on it."""
+        self._study.tell(number, state=optuna.trial.TrialState.FAIL)
+        if avoided is not None:
+            self._failures.append((avoided, {}))
+            self._add_failures()
+
+    def _set_note(self, attrs: Mapping[str, Any], retries: int) -> None:
+        self._note = {"attrs": attrs, "retries": retries}
+        if self._avoided:
+            self._note["avoided"] = {str(retry): action for retry, action in self._avoided.items()}
+
+    def avoids(self, action: Action, observation: Observation, retry: int) -> bool:
+        if retry < _RETRIES_FOR_FAILURES and self._failure_map.is_likely_to_fail(action):
+            self._avoided[retry] = action
+            return True
+        return super().avoids(action, observation, retry)
 
     def other(self, n: int, observation: Observation) -> Action | None:
         # The sampler did not ask for this point: its result must not be told for the one it did ask for.
-        self._study.tell(self._numbers.pop(n), state=optuna.trial.TrialState.FAIL)
+        self._reject(self._numbers.pop(n), self._avoided.get(self.retries - 1))
         action = super().other(n, observation)
         if action is not None:
             self._numbers[n] = self._add(action, {}, None)
-            self._note = {"attrs": {}, "retries": RETRIES}
+            self._set_note({}, self.retries)
         return action
 
     def note(self) -> Mapping[str, Any] | None:
@@ -146,18 +181,47 @@ class SamplerAgent(SpaceAgent):
                 optuna.trial.Trial(self._study, trial._trial_id).report(value, step)
             self._study.tell(number, state=optuna.trial.TrialState.PRUNED)
         elif feedback.values is None:
+            attrs = self._study.get_trials(deepcopy=False)[number].system_attrs
             self._study.tell(number, state=optuna.trial.TrialState.FAIL)
+            # Optuna ignores failed trials, and would propose their neighbours.
+            if feedback.outcome in (*FAILED, Outcome.INFEASIBLE):
+                self._failures.append((feedback.action, attrs))
         else:
             self._study.tell(number, list(feedback.values))
+        if feedback.outcome is Outcome.OK or feedback.outcome in FAILED:
+            self._failure_map.add(feedback.action, failed=feedback.outcome is not Outcome.OK)
+        if feedback.reward is not None:
+            values = feedback.reward.objectives
+            extremes = self._extremes or [(value, value) for value in values]
+            self._extremes = [(min(e[0], v), max(e[1], v)) for e, v in zip(extremes, values, strict=True)]
+        self._add_failures()
+
+    def _add_failures(self) -> None:
+        """Add failed trials as bad ones: by a violated constraint, or by a value below the worst so far."""
+        if not (self.heeds_failures or self._extremes):
+            return
+        worst = tuple(low - 0.1 * (high - low) for low, high in self._extremes)
+        for action, attrs in self._failures:
+            self._add(action, attrs, worst or (0.0,) * len(self._study.directions), failed=True)
+        self._failures.clear()
 
     def recall(self, proposal: Proposal) -> None:
         if proposal.note is None:
             return
-        for _ in range(proposal.note["retries"]):
-            self._study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL))
+        avoided = proposal.note.get("avoided", {})
+        for retry in range(proposal.note["retries"]):
+            self._study.add_trial(optuna.trial.create_trial(state=optuna.trial.TrialState.RUNNING))
+            self._reject(len(self._study.get_trials(deepcopy=False)) - 1, avoided.get(str(retry)))
         self._numbers[proposal.group] = self._add(proposal.action, proposal.note["attrs"], None)
 
-    def _add(self, action: Action, attrs: Mapping[str, Any], objectives: tuple[float, ...] | None) -> int:
+    def _add(
+        self,
+        action: Action,
+        attrs: Mapping[str, Any],
+        objectives: tuple[float, ...] | None,
+        *,
+        failed: bool = False,
+    ) -> int:
         """Add a trial to the study that its sampler did not ask for; without objectives it is still running."""
         state = optuna.trial.TrialState
         distributions = {name: _distribution(self.space.tunable[name]) for name in action}
@@ -173,6 +237,7 @@ class SamplerAgent(SpaceAgent):
                 },
                 distributions=searched,
                 system_attrs=dict(attrs),
+                constraints={"failed": 1.0} if failed and self.heeds_failures else None,
             )
         )
         return len(self._study.get_trials(deepcopy=False)) - 1
@@ -183,6 +248,7 @@ class Tpe(SamplerAgent):
 
     Config: ClassVar[type[AgentConfig]] = TpeConfig
     config: TpeConfig
+    heeds_failures: ClassVar[bool] = True
 
     def sampler(self, seed: int) -> "optuna.samplers.BaseSampler":
         return optuna.samplers.TPESampler(
@@ -195,6 +261,7 @@ class Gp(SamplerAgent):
 
     Config: ClassVar[type[AgentConfig]] = GpConfig
     config: GpConfig
+    retries: ClassVar[int] = 4  # each fits the model again
 
     @classmethod
     def problems(cls, config: Any, space: Space, home: Path) -> list[Problem]:
@@ -225,6 +292,7 @@ class Nsga2(SamplerAgent):
 
     Config: ClassVar[type[AgentConfig]] = Nsga2Config
     config: Nsga2Config
+    heeds_failures: ClassVar[bool] = True
     # Without a generation a trial belongs to no population.
     foreign_attrs: ClassVar[Mapping[str, Any]] = {"Ordered:generation": 0}
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from loopwright.core.canonical import canonical, key_of
 from loopwright.reports.formatting import assignments, evenly, exact, short
-from loopwright.reports.search.best import counts
 from loopwright.reports.search.digest import Digest
-from loopwright.reports.search.trials import StoredTrial
+from loopwright.selection.trials import StoredTrial, counts
 from loopwright.spaces.parameter import Choice, Fixed, Parameter, Range, parameter
 
 DRAWN = 5000
@@ -101,7 +100,7 @@ def best_lines(digest: Digest, objective: int) -> list[dict[str, Any]]:
     steps: list[list[tuple[int, float | None]]] = [[] for _ in names]
     for _, group in groupby(digest.trials, key=lambda trial: trial.group):
         for trial in group:
-            if counts(trial):
+            if counts(trial) and not trial.phase:
                 value = trial.objectives[objective] if trial.objectives else None
                 races[index.get(trial.regime_key, 0)].add(trial.action_key + trial.regime_key, value)
         # Repeats count together: after the group, not after each of them.

@@ -14,8 +14,8 @@ from loopwright.core.trial import Regime, Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.formatting import number
 from loopwright.reports.live.policy import Comparison, comparison
-from loopwright.reports.search.best import Best, Candidate, best_of
-from loopwright.reports.search.trials import StoredTrial, stored_trials
+from loopwright.selection.recommendation import Candidate, Recommendation, recommend
+from loopwright.selection.trials import StoredTrial, stored_trials
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Digest:
         return f"{number(self.done)} of {number(self.budget)}" if self.budget else number(self.done)
 
     @cached_property
-    def best(self) -> Best:
+    def best(self) -> Recommendation:
         """The answer."""
-        return best_of(self.trials)
+        return recommend(self.trials, self.about)
 
     @cached_property
     def ok(self) -> list[StoredTrial]:
@@ -196,10 +196,10 @@ class Digest:
 
     def baseline(self, candidate: Candidate) -> Candidate | None:
         """The action of the first ok trial, if it was measured under the candidate's regimes."""
-        if not self.ok:
-            return None
+        if self.best.is_confirmed or not self.ok:
+            return self.best.baseline
         action = self.ok[0].action_key
-        front = best_of(trial for trial in self.trials if trial.action_key == action).front
+        front = recommend((trial for trial in self.trials if trial.action_key == action), self.about).front
         regimes = {key_of(regime) for regime in candidate.regimes}
         return front[0] if front and {key_of(regime) for regime in front[0].regimes} == regimes else None
 

@@ -10,10 +10,10 @@ from typing import Any
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Trial
 from loopwright.reports.formatting import assignments, duration, measured, number, short, spread
-from loopwright.reports.search.best import Candidate
 from loopwright.reports.search.charts import COLOURED, DRAWN
 from loopwright.reports.search.digest import Digest
-from loopwright.reports.search.headline import gain
+from loopwright.reports.search.headline import evidence, gain, notes
+from loopwright.selection.recommendation import Candidate
 
 
 def view(digest: Digest, chart: dict[str, Any]) -> dict[str, Any]:
@@ -29,7 +29,9 @@ def view(digest: Digest, chart: dict[str, Any]) -> dict[str, Any]:
         "time_summary": time_summary,
         "varied": _varied(digest) if digest.ok else [],
         "answer_title": _answer_title,
+        "evidence": evidence,
         "gain": gain,
+        "notes": notes(digest.best, digest.labels[0]),
         "metric_rows": _metric_rows,
         "names_of": names_of,
         "parameter_rows": parameter_rows,
@@ -48,6 +50,9 @@ def _summary(digest: Digest) -> list[tuple[str, str]]:
         rows.append(("in flight or aborted", number(digest.unfinished)))
     if digest.wall_s is not None:
         rows.append(("wall time", duration(digest.wall_s)))
+    confirming = sum(bool(trial.phase) for trial in digest.trials)
+    if confirming:
+        rows.append(("measured again", number(confirming)))
     if digest.repeats > 1:
         rows.append(("repeats", number(digest.repeats)))
     if digest.about.get("parallel"):
@@ -57,6 +62,9 @@ def _summary(digest: Digest) -> list[tuple[str, str]]:
 
 def _answer_title(digest: Digest, best: Candidate) -> str:
     label, regimes = digest.labels[0], number(len(digest.regimes))
+    if best.confirmed and best.interval is not None:
+        over = f"mean over {number(len(best.regimes))} of {regimes} regimes: " if len(best.regimes) > 1 else ""
+        return f"Recommended, after {number(best.count)} fresh measurements: {over}{label}"
     if len(best.regimes) > 1:
         return f"Best action over {number(len(best.regimes))} of {regimes} regimes: mean {label}"
     if len(digest.regimes) > 1:
@@ -73,10 +81,8 @@ def reward_range(digest: Digest, best: Candidate) -> tuple[float, float]:
 
 
 def reward_text(candidate: Candidate, label: str) -> str:
-    """The reward of a candidate, with its spread if it was repeated."""
-    if candidate.spread is None:
-        return measured(candidate.reward, label)
-    return spread(candidate.reward, candidate.spread, label)
+    """The reward of a candidate, and how sure it is."""
+    return f"{measured(candidate.reward, label)} ({evidence(candidate.interval, candidate.count)})"
 
 
 def parameter_rows(digest: Digest, best: Candidate) -> list[tuple[str, Any, bool]]:

@@ -251,6 +251,7 @@ class RunKind(RunConfig, ABC):
             "agent": context.agent.model_dump(mode="json") if self.agent else None,
             "parameters": {**part.get("args", {}), **part.get("env", {}), **nodes},
             "env_params": {name: config.model_dump(mode="json") for name, config in self.env_params.items()},
+            "noise": self.noise,
             "constraints": part.get("constraints", []),
             "workload": {"type": self.kind} | {key: part[key] for key in _WORKLOAD_KEYS if key in part},
             "live": self.live is not None,

@@ -46,9 +46,9 @@ class LiveRun(RunKind):
             checker.add("[run.workload]", "a run has a workload or a live environment, not both.")
         if [function.type for function in self.reward] not in ([], ["server"]):
             checker.add("[[run]] reward", 'a live environment gives its own reward: reward = { type = "server" }.')
-        for key in ("repeats", "cache"):
+        for key in ("repeats", "cache", "confirm", "noise", "fail"):
             if key in raw:
-                checker.add(f"[[run]] {key}", "has no meaning in a live run: its steps are never repeated or cached.")
+                checker.add(f"[[run]] {key}", "has no meaning in a live run, which measures every step once.")
         self.check_not_rollout(raw, checker)
         self.check_not_search(raw, checker)
         agent = self.agent_class

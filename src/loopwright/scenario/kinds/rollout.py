@@ -30,6 +30,9 @@ _MEANINGLESS = {
     "env_params": "what differs between rollouts is in their tasks; remove this",
     "repeats": "the agent's `group_size` says how often a task is attempted",
     "cache": "rollouts are never answered from a cache; remove this",
+    "confirm": "a policy is evaluated with [run.eval]; remove this",
+    "noise": "what differs between rollouts is in their tasks; remove this",
+    "fail": "failed rollouts are replaced; remove this",
 }
 
 

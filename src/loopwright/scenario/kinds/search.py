@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from loopwright.agents import agents, rollout_agents
+from loopwright.agents.search.base import SpaceAgent
 from loopwright.agents.search.grid_random import Grid
 from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import did_you_mean
@@ -19,7 +20,8 @@ from loopwright.envs.stopping import FidelityConfig, StopConfig
 from loopwright.ledger.shared_cache import SharedCache
 from loopwright.scenario.checker import Checker
 from loopwright.scenario.kinds.base import BuildContext, RunKind
-from loopwright.spaces.space import Draws, Space
+from loopwright.selection.plan import ConfirmConfig, ConfirmPlan, plan
+from loopwright.spaces.space import Draws, Noise, Space
 from loopwright.workloads.base import Site, Workload, WorkloadConfig, fingerprint_of, workloads
 from loopwright.workloads.command_config import CommandConfig
 
@@ -39,7 +41,7 @@ class SearchRun(RunKind):
             parts["stop"] = checker.model("[[run]] stop", raw["stop"], StopConfig)
         if "workload" in raw:
             fidelity, table = _read_fidelity(raw, checker)
-            kind, config = checker.configured("[run.workload]", table, workloads)
+            kind, config = checker.configured("[run.workload]", _with_noise(table, raw, checker), workloads)
             return {**parts, "fidelity": fidelity, "workload": config, "workload_class": kind}
         agent = raw["agent"].get("type") if isinstance(raw.get("agent"), dict) else None
         if agent not in rollout_agents.names():  # otherwise [run.rollout] is what is missing
@@ -49,7 +51,7 @@ class SearchRun(RunKind):
     @cached_property
     def space(self) -> Space:
         """What the agent chooses from."""
-        return self.workload.space(frozenset(self.env_params))
+        return self.workload.space(frozenset({*self.env_params, *self.noise}))
 
     @cached_property
     def metric_names(self) -> tuple[str, ...]:
@@ -125,7 +127,7 @@ class SearchRun(RunKind):
             if parameter.when is None:
                 continue
             condition = Expression(parameter.when)
-            if condition.names & self.env_params.keys():
+            if condition.names & (self.env_params.keys() | self.noise.keys()):
                 checker.add(
                     f"[run.workload] args.{name}", "`when` names a drawn argument; it can name chosen ones only."
                 )
@@ -153,8 +155,41 @@ class SearchRun(RunKind):
             checker.add("[[run]] reward", f"agent {config.type!r} takes one objective; for several: {', '.join(able)}.")
         if config.trials is not None and config.trials % self.repeats:
             checker.add("[run.agent] trials", f"{config.trials} is not a multiple of repeats = {self.repeats}.")
+        if self.confirm and not issubclass(agent, SpaceAgent):
+            checker.add("[[run]] confirm", f"agent {config.type!r} drives its own trials; remove `confirm`.")
+        elif self.confirm and self.plan(config) is None:
+            checker.add("[[run]] confirm", "its share of the trials is less than two; give more `trials` or `share`.")
+        for name in sorted(self.noise.keys() & self.env_params.keys()):
+            checker.add(f"[run.env_params.{name}]", f"{name!r} is also in `noise`; remove one of the two.")
         checker.add_all("[run.agent]", agent.problems(config, space, checker.directory))
         checker.add_all("[run.agent]", agent.too_little(config, space, self.repeats, checker.system.parallel))
+
+    def plan(self, config: AgentConfig) -> ConfirmPlan | None:
+        """How the best configurations are confirmed; None if they are not."""
+        agent, space = self.agent_class, self.space
+        trials = config.trials
+        if trials is None and self.confirm and space.enumerable:
+            trials = int(space.grid_size * self.repeats / (1 - self._confirm_config.share))
+        is_default = self.confirm is None and agent is not None and agent.confirms
+        if trials is None or agent is None or not (self.confirm or is_default):
+            return None
+        return plan(
+            self._confirm_config,
+            trials=trials,
+            repeats=self.repeats,
+            regimes=self._draws(config).count,
+            objectives=len(self.reward),
+            seed=config.seed,
+            per_regime=agent.conditions_on_regime and bool(self.env_params),
+            required=bool(self.confirm),
+        )
+
+    @property
+    def _confirm_config(self) -> ConfirmConfig:
+        return self.confirm if isinstance(self.confirm, ConfirmConfig) else ConfirmConfig()
+
+    def _draws(self, config: AgentConfig) -> Draws:
+        return Draws(config.seed, self.space.parameters, self.env_params)
 
     # -- building and describing --------------------------------------------------------------------------------
 
@@ -170,11 +205,18 @@ class SearchRun(RunKind):
         module = context.loaded.directory / f"{config.type.partition(':')[0].replace('.', '/')}.py"
         if ":" in config.type and module.is_file():  # the user's own class
             fingerprint = fingerprint_of(fingerprint, module)
-        space, budget = self.space, context.agent.trials
+        space, budget, confirmation = self.space, context.agent.trials, self.plan(context.agent)
+        reserve = confirmation.reserve if confirmation else 0
         if budget is None and space.enumerable:
-            budget = space.grid_size * self.repeats
-        labels = tuple(function.label() for function in self.reward)
-        book = self.open_book(context, fingerprint, objectives=labels, metrics=self.metric_names, budget=budget)
+            budget = space.grid_size * self.repeats + reserve
+        book = self.open_book(
+            context,
+            fingerprint,
+            objectives=tuple(function.label() for function in self.reward),
+            metrics=self.metric_names,
+            budget=budget,
+            confirm=confirmation.described() if confirmation else None,
+        )
         shared = None
         if self.cache == "shared":
             path = Path(system.shared_cache).expanduser() if system.shared_cache else context.output / "cache.db"
@@ -187,7 +229,8 @@ class SearchRun(RunKind):
             book,
             space=space,
             workload=workload,
-            draws=Draws(context.agent.seed, space.parameters, self.env_params),
+            draws=self._draws(context.agent),
+            noise=Noise(context.agent.seed, self.noise),
             objectives=Objectives(self.reward),
             metric_names=self.metric_names,
             rules=TrialRules(
@@ -200,6 +243,8 @@ class SearchRun(RunKind):
                 fidelity_name=next(iter(self.fidelity), ""),
                 fingerprint=fingerprint,
                 retries=system.retries,
+                reserve=reserve,
+                same=self.fail.same,
             ),
             shared=shared,
         )
@@ -221,3 +266,17 @@ def _read_fidelity(raw: Mapping[str, Any], checker: Checker) -> tuple[dict[str, 
                 checker.add("[run.fidelity]", f"{name!r} is also in [run.workload.args]; remove it there.")
             workload = {**workload, "args": {**args, name: config.high}}
     return fidelity, workload
+
+
+def _with_noise(table: Any, raw: Mapping[str, Any], checker: Checker) -> Any:
+    """The workload's table with the noise among its arguments, so that it is checked and passed like any other."""
+    noise = raw.get("noise")
+    if not isinstance(noise, dict) or not isinstance(table, dict):
+        return table
+    for part in ("args", "env"):
+        for name in noise.keys() & (table.get(part) or {}):
+            checker.add(f"[[run]] noise.{name}", f"{name!r} is also in [run.workload] {part}; remove one of the two.")
+    # A list of one value would be a fixed one; it is reported with the other keys of the run.
+    drawn = {name: values for name, values in noise.items() if isinstance(values, list) and len(values) > 1}
+    args = table.get("args", {})
+    return {**table, "args": {**args, **drawn}} if isinstance(args, dict) else table

@@ -1,17 +1,18 @@
-"""Trials as the reports of a search need them: a fifth of the memory of a Trial, since there may be 200,000 of them."""
+"""Trials as selection and reports need them: a fifth of the memory of a Trial, since there may be 200,000 of them."""
 
 from collections.abc import Iterator
+from sys import intern
 
 import orjson
 
 from loopwright.core.canonical import canonical, key_of
 from loopwright.core.outcome import Fault, Outcome
-from loopwright.core.trial import Action, Regime
+from loopwright.core.trial import Action, Phase, Regime
 from loopwright.ledger.ledger import Ledger
 
 _QUERY = (
-    "SELECT number, grp, action, regime, outcome, fault, reason, reward, reward_detail, metrics, usage, cached_from "
-    "FROM trials WHERE number > ? ORDER BY number LIMIT 2000"
+    "SELECT number, grp, action, regime, outcome, fault, reason, reward, reward_detail, metrics, usage, cached_from, "
+    "noise, phase FROM trials WHERE number > ? AND {where} ORDER BY number LIMIT 2000"
 )
 _OUTCOMES, _FAULTS = {str(outcome): outcome for outcome in Outcome}, {str(fault): fault for fault in Fault}
 _SCALARS = frozenset((int, str, bool, type(None)))
@@ -27,9 +28,11 @@ class StoredTrial:
         "cpu_s",
         "fault",
         "group",
+        "noise",
         "number",
         "objectives",
         "outcome",
+        "phase",
         "reason",
         "regime",
         "regime_key",
@@ -52,6 +55,9 @@ class StoredTrial:
     cached_from: str | None
     wall_s: float | None
     cpu_s: float
+    noise: str
+    """Equal for trials with the same draw of the run's noise, as JSON."""
+    phase: Phase
 
     @property
     def action(self) -> Action:
@@ -63,19 +69,47 @@ class StoredTrial:
         """In flight or aborted."""
         return self.outcome in (None, Outcome.ABORTED)
 
+    @property
+    def is_lost(self) -> bool:
+        """Lost through no fault of its own, or not finished: it says nothing about its action."""
+        return self.outcome in (None, Outcome.ABORTED, Outcome.LOST)
 
-def stored_trials(ledger: Ledger) -> Iterator[StoredTrial]:
-    """All trials by number. Raises ValueError, KeyError or TypeError at one that makes no sense."""
+
+def counts(trial: StoredTrial) -> bool:
+    """Whether a trial measures its action: it is not a copy of another trial of this run, and not lost."""
+    is_copy = trial.cached_from is not None and trial.cached_from.isdigit()
+    return trial.outcome not in (None, Outcome.ABORTED, Outcome.LOST) and not is_copy
+
+
+def stored_trials(ledger: Ledger, phase: Phase | None = None) -> Iterator[StoredTrial]:
+    """All trials by number, or those of one phase. Raises ValueError, KeyError or TypeError at a senseless one."""
     regimes: dict[str, tuple[Regime, str]] = {}
-    names: list[str] = []
+    first = ledger.transaction.rows("SELECT action FROM trials ORDER BY number LIMIT 1")
+    # Of the run's first trial, whatever is read: equal actions get equal keys.
+    names = list(orjson.loads(first[0][0])) if first else []
+    query = _QUERY.format(where="1" if phase is None else f"phase = '{phase}'")
     after = 0
     loads = orjson.loads
-    while rows := ledger.transaction.rows(_QUERY, (after,)):
-        for number, group, text, regime, outcome, fault, reason, reward, detail, metrics, usage, cached_from in rows:
+    while rows := ledger.transaction.rows(query, (after,)):
+        for (
+            number,
+            group,
+            text,
+            regime,
+            outcome,
+            fault,
+            reason,
+            reward,
+            detail,
+            metrics,
+            usage,
+            cached_from,
+            noise,
+            phase,
+        ) in rows:
             trial = StoredTrial()
             trial.number, trial.group = number, number if group == number else group
             action = loads(text)
-            names = names or list(action)
             trial._action, trial.action_key = text, _action_key(text, action, names)
             if regime not in regimes:
                 values = loads(regime)
@@ -84,6 +118,7 @@ def stored_trials(ledger: Ledger) -> Iterator[StoredTrial]:
             trial.outcome = None if outcome is None else _OUTCOMES[outcome]
             trial.fault = None if fault is None else _FAULTS[fault]
             trial.reason, trial.cached_from = reason, cached_from
+            trial.noise, trial.phase = intern(noise or "{}"), phase or ""
             trial.objectives = () if detail is None else (reward, *loads(detail)["more"])
             if metrics:
                 loads(metrics)  # fails where it will be shown

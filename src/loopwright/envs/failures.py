@@ -1,0 +1,63 @@
+"""Failures that are all alike: a run that gives no result to trust ends early and says why."""
+
+import logging
+import re
+
+from pydantic import Field
+
+from loopwright.core.config import Config
+from loopwright.core.outcome import Outcome
+from loopwright.core.trial import Trial
+from loopwright.ledger.ledger import Ledger
+
+log = logging.getLogger(__name__)
+
+_DEFAULT = 20
+FAILED = (Outcome.CRASHED, Outcome.TIMEOUT, Outcome.METRIC_MISSING)
+"""The failures of a point. One that violates a constraint never ran, and one that was lost is not to blame."""
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
+
+
+class FailConfig(Config):
+    """When failures end a run."""
+
+    same: int | None = Field(default=None, ge=1)
+    """How many identical failures in a row end the run. By default 20, and only if no trial has succeeded."""
+
+
+class FailureWatch:
+    """Counts identical failures. After a resume it counts on from the ledger, but gives a halted run another chance."""
+
+    def __init__(self, ledger: Ledger, same: int | None) -> None:
+        self.verdict = ""
+        self._ledger, self._same, self._limit = ledger, same, same or _DEFAULT
+        self._streak, self._last, self._has_success = 0, "", False
+        step = ledger.last()[0]
+        if step:
+            self._has_success = bool(ledger.counts().get(Outcome.OK))
+            after = max(ledger.state("halted_at", 0), step - 2 * self._limit)
+            for trial in ledger.trials(after=after):
+                self._count(trial)
+
+    def add(self, trial: Trial) -> None:
+        """Add a trial that has ended."""
+        self._count(trial)
+        if self._streak < self._limit or (self._same is None and self._has_success) or self.verdict:
+            return
+        success = "" if self._has_success else " and none has succeeded"
+        self.verdict = (
+            f"stopped: the last {self._streak} trials failed alike{success}: {trial.outcome}: {trial.reason or '-'} "
+            "Correct the workload and continue with `loopwright resume`, or set a higher `fail = { same = … }`."
+        )
+        self._ledger.set_state("halted_at", trial.number)
+        self._ledger.set_state("failure", self.verdict)
+        log.error("%s", self.verdict)
+
+    def _count(self, trial: Trial) -> None:
+        if trial.outcome is Outcome.OK:
+            self._streak, self._has_success = 0, True
+        elif trial.outcome in (*FAILED, Outcome.INVALID) and trial.cached_from is None:
+            # Numbers of processes, lines and trials differ where the failure is the same.
+            failure = f"{trial.outcome}: {_NUMBER.sub('#', trial.reason)}"
+            self._streak = self._streak + 1 if failure == self._last else 1
+            self._last = failure

@@ -1,0 +1,141 @@
+"""The confirmation of a run: what its campaign measures besides the agent's proposals, and when.
+
+During the search, a canary: the first configuration again, to notice a machine that drifts. After it, the finalists in
+fresh runs beside the baseline. The agent learns nothing from either.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Awaitable, Mapping, Sequence
+from math import fsum
+from statistics import fmean
+from typing import Any
+
+from loopwright.core.outcome import Outcome
+from loopwright.core.trial import Feedback
+from loopwright.envs.search import SearchEnv
+from loopwright.selection.estimate import RegimeWeights
+from loopwright.selection.plan import regimes_of
+from loopwright.selection.race import MIN_ROUNDS, standing
+from loopwright.selection.recommendation import confirm_rules, race_rules, recommend
+from loopwright.selection.trials import StoredTrial, counts, stored_trials
+
+
+def finalists(trials: Sequence[StoredTrial], about: Mapping[str, Any]) -> tuple[list[StoredTrial], str | None]:
+    """The configurations to measure again, each as its first trial, with the baseline; and the baseline's action key.
+
+    The trials of the search choose them, compared with others under the same regime and noise.
+    """
+    rules, weigh = confirm_rules(about), RegimeWeights(about)
+    searched = [trial for trial in trials if not trial.phase and counts(trial)]
+    failed = {trial.action_key for trial in searched if not trial.objectives}
+    ok = [trial for trial in searched if trial.objectives and trial.action_key not in failed]
+    if not ok:
+        return [], None
+    first = {trial.action_key: trial for trial in reversed(ok)}
+    baseline = ok[0].action_key
+    # Fewer finalists that are measured well rather than many that are not.
+    several = len(ok[0].objectives) > 1
+    room = max(1, rules["limit"] // max(2 if several else 2 * MIN_ROUNDS, rules["cycle"]) - 1)
+    if several:
+        numbers = [candidate.trials[0] for candidate in recommend(searched).front]
+        chosen = [trial.action_key for trial in ok if trial.number in numbers]
+        step = max(1.0, len(chosen) / room)
+        chosen = [chosen[int(place * step)] for place in range(min(room, len(chosen)))]
+    else:
+        chosen = _ranked(ok, weigh)
+        if rules["per_regime"]:
+            leaders = [candidate.trials[0] for candidate in recommend(searched).by_regime]
+            ahead = {trial.action_key for trial in ok if trial.number in leaders}
+            chosen = [key for key in chosen if key in ahead][:room]
+        else:
+            chosen = [key for key in chosen if key != baseline][: min(rules["finalists"], room)]
+    return [first[key] for key in dict.fromkeys([*chosen, baseline])], baseline
+
+
+def _ranked(trials: Sequence[StoredTrial], weigh: RegimeWeights) -> list[str]:
+    """The action keys, best first: by how far above the average under its conditions each was measured."""
+    conditions: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for trial in trials:
+        conditions[trial.regime_key, trial.noise].append(trial.objectives[0])
+    averages = {condition: fmean(values) for condition, values in conditions.items()}
+    above: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    weights: dict[str, float] = {}
+    for trial in trials:
+        value = trial.objectives[0] - averages[trial.regime_key, trial.noise]
+        above[trial.action_key][trial.regime_key].append(value)
+        if trial.regime_key not in weights:
+            weights[trial.regime_key] = weigh(trial.regime)
+    scores: dict[str, float] = {}
+    for action, regimes in above.items():
+        total = fsum(weights[regime] for regime in regimes) or 1.0
+        scores[action] = fsum(weights[regime] * fmean(values) for regime, values in regimes.items()) / total
+    return sorted(scores, key=lambda action: -scores[action])
+
+
+class Confirmation:
+    """Gives the campaign its own measurements one by one. All it decides comes from the ledger and the seed."""
+
+    def __init__(self, env: SearchEnv) -> None:
+        self._env, self._about = env, env.book.ledger.state("run")
+        self._rules: Mapping[str, Any] = confirm_rules(self._about)
+        self._regimes = regimes_of(env.draws, self._rules["cycle"])
+        self._canaries = sum(1 for _ in env.book.ledger.trials(where="phase = 'canary'"))
+        self._proposals = max(1, (self._about["budget"] - env.rules.reserve) // env.rules.repeats)
+        self._batch: deque[tuple[str, int]] = deque()
+        """The action keys that the current round still has to measure, and its number."""
+        self._contestants: dict[str, StoredTrial] = {}
+        self._counts: Counter[str] = Counter()
+        self._baseline: str | None = None
+
+    def canary(self) -> Awaitable[Feedback] | None:
+        """The first configuration again, if it is time for that."""
+        book, planned = self._env.book, self._rules["canaries"]
+        # Spread evenly over the search.
+        if self._canaries >= planned or book.group * (planned + 1) < self._proposals * (self._canaries + 1):
+            return None
+        self._canaries += 1
+        group = book.ledger.group(1)
+        first = group[0]
+        if first.outcome is not Outcome.OK:
+            return None
+        return self._env.measure_again(
+            first.action, first.regime, first.noise, group=1, repeat=len(group), phase="canary"
+        )
+
+    def next(self, *, in_flight: int) -> Awaitable[Feedback] | None:
+        """The next measurement of a finalist; None at the end, or while a round has to be awaited."""
+        if not self._batch and not in_flight and not self._env.halted:
+            self._begin_round()
+        if not self._batch:
+            return None
+        key, number = self._batch.popleft()
+        contestant, env = self._contestants[key], self._env
+        repeat = self._counts[key]
+        self._counts[key] += 1
+        return env.measure_again(
+            contestant.action,
+            self._regimes[(number - 1) % len(self._regimes)] if self._regimes else {},
+            env.noise.sample(env.rules.repeats + number),
+            group=contestant.group,
+            repeat=repeat,
+            phase="confirm",
+        )
+
+    def _begin_round(self) -> None:
+        ledger = self._env.book.ledger
+        if not self._contestants:
+            trials = list(stored_trials(ledger))
+            chosen, self._baseline = finalists(trials, self._about)
+            self._contestants = {trial.action_key: trial for trial in chosen}
+            self._counts = Counter(trial.action_key for trial in trials if trial.action_key in self._contestants)
+        if not self._contestants:
+            return
+        rows: dict[str, list[StoredTrial]] = {key: [] for key in self._contestants}
+        weigh, weights = RegimeWeights(self._about), dict[str, float]()
+        for trial in stored_trials(ledger, phase="confirm"):
+            weights[trial.regime_key] = weigh(trial.regime)
+            if trial.action_key in rows:
+                rows[trial.action_key].append(trial)
+        width = len(next(iter(self._contestants.values())).objectives)
+        race = standing(rows, race_rules(self._baseline, weights, self._rules, width))
+        self._batch.extend((key, race.round) for key in race.next)

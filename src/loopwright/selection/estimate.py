@@ -1,0 +1,130 @@
+"""Estimates: a mean over measurements under several regimes, with its confidence interval."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum, prod, sqrt
+from statistics import fmean, variance
+from typing import Any
+
+from loopwright.core.canonical import key_of
+from loopwright.core.confidence import t_quantile
+from loopwright.core.trial import Regime
+
+CONFIDENCE = 0.95
+CVAR = 0.2
+"""The conditional value at risk is the mean over this share of the worst conditions."""
+
+Sample = tuple[str, float]
+"""The key of the regime of a measurement, and its value."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its 95 % confidence interval, which is None if there was too little to measure its spread."""
+
+    mean: float
+    interval: tuple[float, float] | None
+    count: int
+
+
+class RegimeWeights:
+    """How likely each regime is, as the scenario declares it."""
+
+    def __init__(self, about: Mapping[str, Any]) -> None:
+        configs, lists = about.get("env_params"), about.get("parameters")
+        self._weights: dict[str, dict[str, float]] = {}
+        lists = lists if isinstance(lists, dict) else {}
+        for name, config in configs.items() if isinstance(configs, dict) else ():
+            values = lists.get(name)
+            values = values.get("values") if isinstance(values, dict) else values
+            weights = config.get("weights") if isinstance(config, dict) else None
+            if isinstance(values, list) and isinstance(weights, list) and len(values) == len(weights):
+                self._weights[name] = {key_of(value): weight for value, weight in zip(values, weights, strict=True)}
+
+    def __call__(self, regime: Regime) -> float:
+        """The weight of a regime; equal for all where none are declared."""
+        return prod(weights.get(key_of(regime[name]), 1.0) for name, weights in self._weights.items() if name in regime)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The variance of repeats, pooled over candidates, and its degrees of freedom."""
+
+    variance: float
+    freedom: float
+
+
+def pooled_spread(groups: Iterable[Iterable[Sample]]) -> Spread | None:
+    """The spread of repeats under the same regime, over all candidates; None without repeats."""
+    squares, freedom = 0.0, 0
+    for samples in groups:
+        for values in _by_regime(samples).values():
+            if len(values) > 1:
+                squares += variance(values) * (len(values) - 1)
+                freedom += len(values) - 1
+    return Spread(squares / freedom, freedom) if freedom else None
+
+
+def _by_regime(samples: Iterable[Sample]) -> dict[str, list[float]]:
+    strata: dict[str, list[float]] = defaultdict(list)
+    for regime, value in samples:
+        strata[regime].append(value)
+    return strata
+
+
+def estimate(
+    samples: Iterable[Sample], weights: Mapping[str, float], tests: int = 1, spread: Spread | None = None
+) -> Estimate:
+    """The mean over regimes, weighted, of the means under each.
+
+    With several `tests` the interval is wider (Bonferroni), so that it holds for the best of that many candidates.
+    A pooled `spread` is the least that is assumed: a winner of a few measurements is often one whose rare bad ones did
+    not occur.
+    """
+    strata = _by_regime(samples)
+    total = fsum(weights.get(regime, 1.0) for regime in strata)
+    # Where all weights are 0, every regime counts alike.
+    shares = {regime: weights.get(regime, 1.0) / total if total else 1 / len(strata) for regime in strata}
+    mean = fsum(share * fmean(strata[regime]) for regime, share in shares.items())
+    count = sum(map(len, strata.values()))
+    repeated = [values for values in strata.values() if len(values) > 1]
+    if repeated:
+        freedom = float(sum(len(values) - 1 for values in repeated))
+        pooled = fsum(variance(values) * (len(values) - 1) for values in repeated) / freedom
+        parts = [
+            (shares[regime] ** 2 * (variance(values) if len(values) > 1 else pooled) / len(values), len(values) - 1)
+            for regime, values in strata.items()
+        ]
+    elif count > 1:
+        # One measurement under each regime: the spread between regimes is an upper bound for that of repeats.
+        freedom, between = count - 1, variance([fmean(values) for values in strata.values()])
+        parts = [(share**2 * between, 0) for share in shares.values()]
+    else:
+        return Estimate(mean, None, count)
+    error = fsum(part for part, _ in parts)
+    # Welch and Satterthwaite: regimes may differ in their spread.
+    squares = fsum(part**2 / n for part, n in parts if n)
+    if squares and all(n for _, n in parts):
+        freedom = min(freedom, max(1.0, error**2 / squares))
+    if spread is not None and spread.freedom > freedom:
+        least = fsum(share**2 * spread.variance / len(strata[regime]) for regime, share in shares.items())
+        error, freedom = max(error, least), spread.freedom
+    half = t_quantile(1 - (1 - CONFIDENCE) / 2 / tests, freedom) * sqrt(error)
+    return Estimate(mean, (mean - half, mean + half), count)
+
+
+def tail_weights(samples: Sequence[Sample], weights: Mapping[str, float], share: float) -> dict[str, float]:
+    """The weights of the worst regimes that together make up this share; with 0, the single worst."""
+    strata = _by_regime(samples)
+    total = fsum(weights.get(regime, 1.0) for regime in strata) or 1.0
+    tail: dict[str, float] = {}
+    left = share
+    for regime in sorted(strata, key=lambda regime: fmean(strata[regime])):
+        if tail and left <= 0:
+            break
+        weight = weights.get(regime, 1.0) / total
+        if weight or not any(weights.values()):
+            tail[regime] = min(weight, left) or 1.0
+            left -= weight
+    return tail
