@@ -88,14 +88,6 @@ class ConnectionGuard:
             if isinstance(oldest, GuardedConnection):
                 oldest.abort()
 
-    def note_response(self, request: web.Request, call: SessionCall) -> bool:
-        """Remember that a call's response goes to this client; False if its connection is lost already."""
-        transport = request.transport
-        if transport is None or transport.is_closing():
-            return False
-        self.last_calls[request.protocol] = call
-        return True
-
     def protocol_factory(self, server: web.Server, **options: Any) -> Callable[[], GuardedConnection]:
         """Creates a connection of a server."""
         loop = asyncio.get_running_loop()

@@ -224,7 +224,8 @@ class RequestHandler:
                         turns = [replace(turn, prompt_ids=ids) for turn, ids in zip(turns, prompts, strict=True)]
                     body = dialect.render(turn_request, call.id, turns)
                     response = json_response(body, headers=_notice(call) if call.record.ignored else None)
-                is_delivered = self.guard.note_response(request, call)
+                if (transport := request.transport) is not None and not transport.is_closing():
+                    self.guard.last_calls[request.protocol], is_delivered = call, True
                 return response
             finally:
                 call.leave(is_delivered=is_delivered)

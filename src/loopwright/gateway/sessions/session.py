@@ -244,9 +244,8 @@ class Session:
                 for delta in rest:
                     on_delta(delta)
         self.graph.index(node)
-        turn = self._turn(draft, parser)
-        draft.release()
-        return turn
+        draft.prompt, draft.ids, draft.logprobs = array("q"), [], []  # its node has them
+        return self._turn(draft, parser)
 
     async def _generate(self, draft: Draft, parser: TurnParser | None, on_delta: OnDelta | None) -> str:
         """Sample until the turn ends, and return why it did. After a pause, sampling continues with a new span."""
@@ -349,10 +348,11 @@ class Session:
         opening, parent = node.ids[:start], node.parent or 0
         prompt = self.graph.ids(parent) + array("q", opening)
         draft = Draft(number, parent, prompt, len(prompt), opening, sampling, seed, verdict, options)
-        draft.ids, draft.logprobs = list(node.ids[start:]), list(node.logprobs[start:])
         draft.spans, draft.sampled = list(node.spans), node.sampled
         if self.is_done(draft):
-            draft.release()
+            draft.prompt = array("q")
+        else:
+            draft.ids, draft.logprobs = list(node.ids[start:]), list(node.logprobs[start:])
         return draft
 
     @contextmanager

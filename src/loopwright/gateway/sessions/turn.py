@@ -126,10 +126,6 @@ class Draft:
         self.logprobs += chunk.logprobs[:count]
         self.sampled += count
 
-    def release(self) -> None:
-        """Free the tokens, which the node of the finished turn has."""
-        self.prompt, self.ids, self.logprobs = array("q"), [], []
-
     def as_node(self, message: Message, finish: str) -> Node:
         """The node that records it."""
         logprobs = (*[0.0] * len(self.opening), *self.logprobs)

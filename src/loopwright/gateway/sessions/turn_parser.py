@@ -82,7 +82,8 @@ class TurnParser:
         self._reasoning: list[str] = []
         self._has_reasoned = False
         self._calls: list[dict[str, Any]] = []
-        self._malformed: list[str] = []
+        self.malformed: tuple[str, ...] = ()
+        """The calls that cannot be parsed: they stay in the text."""
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._tops: list[Any] | None = None
@@ -156,11 +157,6 @@ class TurnParser:
         if calls := self._calls[: len(self._calls) - (self._call_deltas is not None)]:
             message["tool_calls"] = calls
         return message
-
-    @property
-    def malformed(self) -> tuple[str, ...]:
-        """The calls that cannot be parsed: they stay in the text."""
-        return tuple(self._malformed)
 
     # -- states -------------------------------------------------------------------------------------------------
 
@@ -355,7 +351,7 @@ class TurnParser:
 
     def _add_malformed(self, text: str, close: str = "") -> None:
         if self._marked:
-            self._malformed.append(text.strip() or self._grammar.open)
+            self.malformed += (text.strip() or self._grammar.open,)
         self._add_text((self._grammar.open if self._marked else self._lead) + text + close)
 
     def _add_call(self, name: str) -> None:
