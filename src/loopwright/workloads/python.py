@@ -57,6 +57,7 @@ class PythonWorkload(Workload):
         super().__init__(config, site)
         self._pool = site.system.call_executor(site.directory, config.gpus)
         self._paths = config.import_paths(site.scenario_dir)
+        self._not_passed = config.parameters.keys() - config.args.keys()
 
     def fingerprint(self, *sources: Path) -> str:
         module = self.config.function.partition(":")[0].replace(".", "/")
@@ -73,8 +74,7 @@ class PythonWorkload(Workload):
         if not job.handle and (self.config.files or (job.is_retry and job.directory.exists())):
             fresh_directory(job.directory)
             link_into(job.directory, self.site.scenario_dir, self.config.files)
-        others = self.config.parameters.keys() - self.config.args.keys()
-        arguments = {name: value for name, value in job.arguments.items() if name not in others}
+        arguments = {name: value for name, value in job.arguments.items() if name not in self._not_passed}
         call = FunctionCall(
             function=self.config.function,
             path=self._paths,

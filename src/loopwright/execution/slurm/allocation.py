@@ -26,11 +26,13 @@ exec {python} -P -m loopwright.execution.slurm.allocation_main "$base"
 class AllocationExecutor(SlurmExecutor):
     """Asks the allocation for steps, by files. A resumed run continues with the allocation that still runs."""
 
+    explains_kills = False
     _name = ""
 
     async def close(self) -> None:
         """End all commands and the allocation."""
         await super().close()
+        (self._directory / "allocation").unlink(missing_ok=True)  # the next one starts its own
         if (info := self._table.get((self._name, 0), None)) is not None and not info.is_final:
             await self.queue.cancel([info.id])
 

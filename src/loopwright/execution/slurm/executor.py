@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from loopwright.core.errors import ClusterError, LaunchError, storage
 from loopwright.execution.base import Command, Completion, Executor, OnStart
@@ -75,6 +75,9 @@ class SlurmJob:
 class SlurmExecutor(Executor):
     """Keeps up to `parallel` jobs in the queue."""
 
+    explains_kills: ClassVar[bool] = True
+    """Whether the state of a job says who killed its command: a limit of memory, for example."""
+
     def __init__(self, system: SlurmOptions, directory: Path) -> None:
         self._system, self._directory = system, directory / "jobs"
         self.queue = Queue()
@@ -88,6 +91,8 @@ class SlurmExecutor(Executor):
         self._asked: set[SlurmJob] = set()
         """Jobs that were asked to end."""
         self._next_cancel_s = 0.0
+        self._cannot_cancel_s: float | None = None
+        """Since when Slurm does not take our cancellations."""
         self._table: dict[tuple[str, int], JobInfo] = {}
         self._accepted = False
 
@@ -185,8 +190,8 @@ class SlurmExecutor(Executor):
         except LaunchError as error:
             self._finish(job, error)
             return
-        # Only Slurm can say who killed it: a limit of memory, for example.
-        if completion is not None and (completion.signal != signal.SIGKILL or stopped):
+        is_explained = completion is not None and (completion.signal != signal.SIGKILL or not self.explains_kills)
+        if completion is not None and (is_explained or stopped):
             self._finish(job, completion)
         elif job.record and stopped:
             self._finish(job, KILLED)
@@ -271,11 +276,18 @@ class SlurmExecutor(Executor):
         running = {job: job.info.id for job in jobs if job.info is not None and not job.info.is_final}
         if not running and not self._unwanted:
             return
+        now_s = time.monotonic()
         if await self.queue.cancel([*running.values(), *self._unwanted]):
             self._asked |= running.keys()
             self._unwanted.clear()
-        else:
-            self._next_cancel_s = time.monotonic() + self._system.poll_s
+            self._cannot_cancel_s = None
+            return
+        self._next_cancel_s = now_s + self._system.poll_s
+        self._cannot_cancel_s = self._cannot_cancel_s or now_s
+        if now_s > self._cannot_cancel_s + _LAG_S:
+            log.warning("Slurm does not answer; cancel these jobs yourself: scancel %s", " ".join(running.values()))
+            for job in running:
+                self._finish(job, KILLED)
 
     def _fail_all(self, error: BaseException) -> None:
         for job in list(self._jobs):

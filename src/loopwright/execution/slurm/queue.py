@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loopwright.core.errors import LaunchError
+from loopwright.core.errors import ClusterError
 
 PENDING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
 ACTIVE = PENDING | {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
@@ -146,8 +146,8 @@ async def _run(argv: Sequence[str], data: bytes = b"") -> tuple[int, str, str]:
             start_new_session=True,  # Ctrl-C is for us: a submission under way must end
         )
     except FileNotFoundError as error:
-        raise LaunchError(
-            f"{argv[0]!r} is not on the PATH. Start Loopwright on a login node of the cluster.", infra=False
+        raise ClusterError(
+            f"{argv[0]!r} is not on the PATH. Start Loopwright on a login node of the cluster."
         ) from error
     try:
         async with asyncio.timeout(_TIMEOUT_S):
