@@ -95,6 +95,9 @@ def test_q03_a_stopped_trial_keeps_its_curve_and_is_never_best(home, name, monke
         assert curve["steps"] == list(range(1, len(curve["steps"]) + 1))
         assert curve["metrics"]["loss"] == pytest.approx([trial.action["x"] + 1 / step for step in curve["steps"]])
         assert len(curve["steps"]) == 9 or trial in stopped
+    page = (home / "out" / "report.html").read_text()
+    assert page.count("<polyline") == 12
+    assert page.count(", stopped</title>") == len(stopped)
     states = {trial.number + 1: trial for trial in told[-1]._study.get_trials()}
     assert {n for n, t in states.items() if t.state is optuna.trial.TrialState.PRUNED} == {t.number for t in stopped}
     for trial in stopped:

@@ -208,7 +208,7 @@ class Digest:
         return grouped_failures(
             (trial.number, trial.outcome, trial.fault or "unknown", trial.reason)
             for trial in self.trials
-            if trial.outcome is not None and trial.outcome is not Outcome.OK
+            if trial.outcome not in (None, Outcome.OK, Outcome.STOPPED)
         )
 
 

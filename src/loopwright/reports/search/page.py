@@ -11,6 +11,7 @@ from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Trial
 from loopwright.reports.formatting import assignments, duration, measured, number, short, spread
 from loopwright.reports.search.charts import COLOURED, DRAWN
+from loopwright.reports.search.curves import curves_svg
 from loopwright.reports.search.digest import Digest
 from loopwright.reports.search.headline import evidence, gain, notes
 from loopwright.selection.recommendation import Candidate
@@ -25,6 +26,7 @@ def view(digest: Digest, chart: dict[str, Any]) -> dict[str, Any]:
         "marks": _marks(digest, chart),
         "not_drawn": _not_drawn(digest, chart),
         "objective_pairs": list(combinations(range(len(digest.labels)), 2))[:3],
+        "curves": curves_svg(digest.folder, digest.about, {t.number: str(t.outcome) for t in digest.trials}),
         "slowest": slowest,
         "time_summary": time_summary,
         "varied": _varied(digest) if digest.ok else [],
@@ -44,8 +46,11 @@ def view(digest: Digest, chart: dict[str, Any]) -> dict[str, Any]:
 
 def _summary(digest: Digest) -> list[tuple[str, str]]:
     succeeded, infeasible = digest.outcomes[Outcome.OK], digest.outcomes[Outcome.INFEASIBLE]
-    failed = number(digest.done - succeeded) + (f" ({number(infeasible)} infeasible)" if infeasible else "")
+    stopped = digest.outcomes[Outcome.STOPPED]
+    failed = number(digest.done - succeeded - stopped) + (f" ({number(infeasible)} infeasible)" if infeasible else "")
     rows = [("done", digest.progress), ("ok", number(succeeded)), ("failed", failed), ("cached", number(digest.cached))]
+    if stopped:
+        rows.append(("stopped early", number(stopped)))
     if digest.unfinished:
         rows.append(("in flight or aborted", number(digest.unfinished)))
     if digest.wall_s is not None:

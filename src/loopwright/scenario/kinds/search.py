@@ -216,6 +216,7 @@ class SearchRun(RunKind):
             metrics=self.metric_names,
             budget=budget,
             confirm=confirmation.described() if confirmation else None,
+            stop=None if self.stop is None else self.stop.model_dump(mode="json"),
         )
         shared = None
         if self.cache == "shared":
