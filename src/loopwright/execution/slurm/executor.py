@@ -240,6 +240,8 @@ class SlurmExecutor(Executor):
                 self._search(job, past.get(self._key(job)), now_s)
 
     def _update(self, job: SlurmJob, info: JobInfo, now_s: float) -> None:
+        if job.command.handle and self._path(job, "void").exists():  # its sbatch was still under way
+            self._path(job, "void").rename(self._path(job, "json"))
         # Twice, since the scheduler may not have looked at a new job yet.
         is_hopeless = job.info is not None and {info.reason, job.info.reason} <= HOPELESS
         job.info, job.missing_s = info, None

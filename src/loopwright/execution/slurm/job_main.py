@@ -17,6 +17,7 @@ from loopwright.core.errors import LaunchError, StorageError
 from loopwright.execution.base import Command
 from loopwright.execution.local.executor import LocalExecutor
 
+_SIGNALS_S = 0.1
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
 
 
@@ -34,10 +35,21 @@ async def run(spec: dict[str, Any]) -> dict[str, Any]:
     )
     executor = LocalExecutor(output_bytes=spec["output_bytes"], grace_s=spec["grace_s"])
     task = asyncio.ensure_future(executor.run(command, lambda _: None))
+    interrupted = asyncio.Event()
+
+    def interrupt() -> None:
+        interrupted.set()
+        task.cancel()
+
     # scancel, a time limit and preemption begin with SIGTERM.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, interrupt)
     try:
         done = await task
+        if done.exit_code != 0 and not done.timed_out:
+            # Slurm signals the command, too, which may be faster than we are.
+            await asyncio.sleep(_SIGNALS_S)
+        if interrupted.is_set():
+            return {"interrupted": True}
     except asyncio.CancelledError:
         return {"interrupted": True}
     except LaunchError as error:

@@ -234,7 +234,9 @@ class RunKind(RunConfig, ABC):
                     f"run {self.name!r} has jobs on another system ({handle}), which may still run. Continue it with "
                     f'[system] type = "{handle.partition(":")[0]}".'
                 )
-        end_leftovers([*local.values(), *ledger.state("services", [])], ledger.state("id"))
+        # Jobs that are adopted may run on this machine, and have the same marker.
+        marker = ledger.state("id") if not jobs else ""
+        end_leftovers([*local.values(), *ledger.state("services", [])], marker)
         ledger.close_attempts(local)
 
     # -- describing ---------------------------------------------------------------------------------------------
