@@ -109,7 +109,7 @@ def estimate(
         freedom = min(freedom, max(1.0, error**2 / squares))
     if spread is not None and spread.freedom > freedom:
         least = fsum(share**2 * spread.variance / len(strata[regime]) for regime, share in shares.items())
-        error, freedom = max(error, least), spread.freedom
+        error = max(error, least)  # but few degrees of freedom: a winner's own spread is still uncertain
     half = t_quantile(1 - (1 - CONFIDENCE) / 2 / tests, freedom) * sqrt(error)
     return Estimate(mean, (mean - half, mean + half), count)
 
