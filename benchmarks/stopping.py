@@ -35,6 +35,7 @@ def search(seed: int, stop: dict[str, Any] | None) -> tuple[float, int, dict[int
         "name": "spirals",
         "agent": {"type": "random", "trials": TRIALS, "seed": seed},
         "reward": {"type": "negative", "metrics": ["loss"]},
+        "confirm": False,  # the rule alone is compared, at the same points
         "workload": {"type": "python", "function": "spirals:train", "path": [str(EXAMPLE)], "args": ARGS},
     }
     run |= {"stop": stop} if stop else {}
