@@ -60,7 +60,8 @@ class FunctionJudge:
 
     async def judge(self, episode: Episode) -> Reward:
         self.judged.append(episode)
-        return Reward(self.verdict(episode), {"verdict": self.verdict(episode)})
+        value = self.verdict(episode)
+        return Reward(value, {"verdict": value})
 
     async def judge_group(self, episodes: Sequence[Episode]) -> list[Reward | JudgeFailed]:
         self.judged.extend(episodes)

@@ -2,7 +2,7 @@
 
     open ──► ready ──► taken ──► trained
       │        └─► expired     (too old; its prompt is rolled again in another group)
-      └─► filtered, failed
+      └─► filtered, short, failed
 
 A group is opened in the transaction that reserves its trials, so a crash loses no prompt. Which groups were trained on
 is decided by the step of the trainer's checkpoint, so none is trained on twice.
@@ -57,14 +57,14 @@ class Groups:
         self._ready += 1
 
     def close(self, group: int, status: str) -> None:
-        """Mark a group `filtered` or `failed`."""
+        """Mark a group `filtered`, `short` (too few judged rollouts) or `failed` (none)."""
         self._move(group, "open", status, None)
 
     def _move(self, group: int, before: str, after: str, version: int | None) -> None:
         with self._ledger.transaction.held:
             if not self._update("status = ?, version = ? WHERE grp = ? AND status = ?", after, version, group, before):
                 raise ValueError(f"group {group} is not {before}")
-            if after == Outcome.FILTERED:
+            if after in (Outcome.FILTERED, "short"):
                 self._mark_unused([group], Outcome.FILTERED)
 
     def _update(self, change: str, *values: Any) -> list[int]:

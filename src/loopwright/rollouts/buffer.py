@@ -24,7 +24,7 @@ class Buffer(Protocol):
         ...
 
     def close(self, group: int, status: str) -> None:
-        """The group is `filtered` or `failed`."""
+        """The group is `filtered`, `short` or `failed`, and is not used."""
         ...
 
     def take(self, most: int, step: int) -> list[int]:

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import sentence
 from loopwright.core.runtime import run
+from loopwright.rollouts.config import RolloutAgentConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.pools.base import PoolDown
 from loopwright.rollouts.pools.resources import ResourcesError
@@ -18,14 +19,12 @@ from loopwright.rollouts.producer import Producer, ProductionFailed
 log = logging.getLogger(__name__)
 
 
-class CollectConfig(AgentConfig):
+class CollectConfig(RolloutAgentConfig):
     """Collects rollouts to inspect, to judge again, or to train on elsewhere."""
 
     type: Literal["collect"] = "collect"
     trials: int = Field(ge=1)
     """How many rollouts are made, including replacements for lost ones."""
-    group_size: int = Field(default=8, ge=1)
-    """How many rollouts attempt the same prompt."""
     batch: int | None = Field(default=None, ge=1)
     """How many groups are in a batch; without it, as many as fill the loop's concurrency."""
 
@@ -69,7 +68,9 @@ class Collect(Agent):
     async def _batches(self) -> None:
         size = self.config.batch or math.ceil(self.env.concurrency / self.config.group_size)
         async with self.env.running():
-            producer = Producer(self.env, self.env.produce, group_size=self.config.group_size)
+            producer = Producer(
+                self.env, self.env.produce, group_size=self.config.group_size, min_group=self.config.min_size
+            )
             step = int(self.env.book.ledger.state("step", 0))
             try:
                 producer.restore(step)

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
+from loopwright.core.agent import AgentConfig
 from loopwright.core.config import Config
 from loopwright.core.errors import Problem
 from loopwright.core.tagged_config import config_parser
@@ -34,6 +35,29 @@ class ProduceConfig(Config):
     """`equal_rewards` leaves out groups whose rewards are all equal, since nothing can be learned from them."""
     drain_s: float = Field(default=30.0, ge=0)
     """Seconds that running rollouts get to finish before they are cancelled, when production is drained."""
+
+
+class RolloutAgentConfig(AgentConfig):
+    """The keys that every agent of a rollout run has."""
+
+    compares_group: ClassVar[bool] = False
+    """Whether a rollout is learned from by comparing it with its group, so that a small group distorts it."""
+    group_size: int = Field(default=8, ge=1)
+    """How many rollouts attempt the same prompt."""
+    min_group: int | None = Field(default=None, ge=1)
+    """How many judged rollouts a group must have to be used; others are replaced by another prompt. By default the
+    group's size for `grpo` and `rloo`, and 1 for other agents."""
+
+    @model_validator(mode="after")
+    def _check_min_group(self) -> Self:
+        if self.min_group is not None and self.min_group > self.group_size:
+            raise ValueError(f"`min_group` ({self.min_group}) must be at most `group_size` ({self.group_size})")
+        return self
+
+    @property
+    def min_size(self) -> int:
+        """How many judged rollouts a group must have."""
+        return self.min_group or (self.group_size if self.compares_group else 1)
 
 
 class RolloutConfig(Config):

@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 _GRACE_S = 10.0
 _MAX_JUDGER_WAITS = 3
 """How often a rollout waits for a judger that is down, unless `wait_for_judger` is set."""
-_MAX_TRIALS_FACTOR = 3
-"""How many trials a group may use, as a multiple of its size."""
 _EVALUATION_INDEX = (
     f"CREATE INDEX IF NOT EXISTS trials_examined ON trials ({EVALUATED}, grp) WHERE {EVALUATED} IS NOT NULL"
 )
@@ -125,9 +123,7 @@ class RolloutEnv:
         """Add trials for those that a group has lost, up to a limit, and return them."""
         trials: list[Trial] = []
         unlimited = "evaluated" in group.action
-        while (
-            group.missing and group.trials < _MAX_TRIALS_FACTOR * group.size and (unlimited or self.book.has_budget())
-        ):
+        while group.missing and group.trials < group.max_trials and (unlimited or self.book.has_budget()):
             if self.book.stopping:
                 return trials
             trial = self._new_trial(group.action, group.number, group.trials)

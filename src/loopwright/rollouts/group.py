@@ -14,6 +14,9 @@ from loopwright.core.trial import Action, Trial
 from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.tasks.mix import Prompt
 
+_MAX_TRIALS, _MAX_TRIALS_IF_SHORT = 3, 10
+"""How many trials a group may use, as multiples of its size."""
+
 
 class EpisodeJudge(Protocol):
     """What scores episodes; a JudgerClient is one."""
@@ -57,6 +60,8 @@ class Group:
     """The recorded action of its trials."""
     last_failure: str = ""
     """Why the last trial that does not count was lost."""
+    min_size: int = 1
+    """How many judged episodes it needs to be used."""
     judging: "GroupJudging | None" = None
     """Judges the group as a whole; None if its episodes are judged one by one."""
 
@@ -64,6 +69,16 @@ class Group:
     def missing(self) -> int:
         """How many more rollouts it needs."""
         return self.size - len(self.episodes) - len(self.in_flight)
+
+    @property
+    def judged(self) -> int:
+        """How many of its episodes are judged and count."""
+        return sum(episode.in_baseline for episode in self.episodes.values())
+
+    @property
+    def max_trials(self) -> int:
+        """How many trials it may use: more if it has some judged episodes, but too few."""
+        return (_MAX_TRIALS_IF_SHORT if 0 < self.judged < self.min_size else _MAX_TRIALS) * self.size
 
     @property
     def baseline(self) -> float | None:
@@ -86,7 +101,7 @@ class Group:
 
 @dataclass
 class DiscardedGroups:
-    """Groups that were produced since the last batch and are in no batch: `filtered` or `failed`."""
+    """Groups that were produced since the last batch and are in no batch: `filtered`, `short` or `failed`."""
 
     groups: Counter[str] = field(default_factory=Counter)
     """How many, by status."""
@@ -104,10 +119,12 @@ class DiscardedGroups:
         self.last_failure = group.last_failure or self.last_failure
 
     def __str__(self) -> str:
-        failed, filtered = self.groups["failed"], self.groups["filtered"]
-        parts = [f"{failed} failed" + (f" (the last: {self.last_failure})" if self.last_failure else "")]
-        parts = (parts if failed else []) + ([f"{filtered} had equal rewards"] if filtered else [])
-        return " and ".join(parts)
+        failed, short, filtered = (self.groups[status] for status in ("failed", "short", "filtered"))
+        parts = [f"{failed} failed"] if failed else []
+        parts += [f"{short} had too few judged rollouts"] if short else []
+        if parts and self.last_failure:
+            parts[-1] += f" (the last: {self.last_failure})"
+        return " and ".join([*parts, *([f"{filtered} had equal rewards"] if filtered else [])])
 
 
 class GroupJudging:

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from loopwright.core.errors import LoopwrightError
+from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.trial import Trial
 from loopwright.rollouts.config import ProduceConfig
 from loopwright.rollouts.env import RolloutEnv
@@ -19,6 +20,9 @@ from loopwright.rollouts.loops.worker import WeightUpdate
 log = logging.getLogger(__name__)
 _MAX_DISCARDED_FACTOR = 10
 """How many groups may be discarded for a batch, as a multiple of its size."""
+_LOSSES = (Outcome.LOST, Outcome.CRASHED, Outcome.TIMEOUT, Outcome.JUDGE_FAILED)
+_MAX_LOSS_RATE = 0.9
+"""Above this, more budget for replacements would hardly save a group."""
 
 
 class ProductionFailed(LoopwrightError, RuntimeError):
@@ -28,8 +32,8 @@ class ProductionFailed(LoopwrightError, RuntimeError):
 class Producer:
     """Produces the groups of one run. It schedules by the running event loop's clock, which may be simulated."""
 
-    def __init__(self, env: RolloutEnv, config: ProduceConfig, *, group_size: int) -> None:
-        self.env, self.config, self.group_size = env, config, group_size
+    def __init__(self, env: RolloutEnv, config: ProduceConfig, *, group_size: int, min_group: int = 1) -> None:
+        self.env, self.config, self.group_size, self.min_group = env, config, group_size, min_group
         self.version = 0
         self.discarded = DiscardedGroups()
         """The groups that were produced for the last batch and are not in it."""
@@ -42,7 +46,9 @@ class Producer:
         self._paused = False
         self._error: BaseException | None = None
         self._max_open = self._max_ahead = 0
-        self._flush_scheduled = False
+        self._flush_scheduled = self._warned_short = False
+        self._ended = self._lost = 0
+        """Rollouts, and those of them that do not count; for the budget to keep for replacements."""
 
     # -- for the trainer ----------------------------------------------------------------------------------------
 
@@ -63,6 +69,7 @@ class Producer:
             if waiting >= size or not self._open or self._give_up(size):
                 if not self._is_async:
                     self._max_open = 0
+                self._warn_if_short()
                 self.discarded, self._discarded_now = self._discarded_now, DiscardedGroups()
                 return [self._load(number) for number in self.env.buffer.take(size, step)]
             self._progress.clear()
@@ -109,6 +116,8 @@ class Producer:
         """Continue from the ledger after this training step: open groups are finished, none is lost."""
         buffer = self.env.buffer
         buffer.restore(step)
+        counts = self.env.book.ledger.counts()
+        self._ended, self._lost = sum(counts.values()), sum(counts.get(outcome, 0) for outcome in _LOSSES)
         self.env.tasks.restore(buffer.draws())
         self._expired = [self._load(number) for number in buffer.expired()]
         for number in buffer.unfinished():
@@ -142,6 +151,17 @@ class Producer:
         log.warning("a batch has %d groups instead of %d; of the others, %s", ready, size, self._discarded_now)
         return True
 
+    def _warn_if_short(self) -> None:
+        if (short := self._discarded_now.groups["short"]) and not self._warned_short:
+            self._warned_short = True
+            log.warning(
+                "%d groups had fewer than %d judged rollouts (`min_group`) and were replaced; the last failure: %s. "
+                "The report counts further ones.",
+                short,
+                self.min_group,
+                self._discarded_now.last_failure,
+            )
+
     def _aim(self, size: int) -> None:
         """Set how many groups to have open or ready, but no more than are used before they are too old."""
         if self._is_async:
@@ -157,14 +177,24 @@ class Producer:
             and len(self._open) < self._max_open
             and len(self._open) + self.env.buffer.waiting < self._max_ahead
         ):
-            if self.env.book.stopping or not self.env.book.has_budget(self.group_size):
+            if self.env.book.stopping or not self.env.book.has_budget(self.group_size + self._replacements()):
                 return
             expired = self._expired.pop(0) if self._expired else None
             prompt = self.env.tasks.draw() if expired is None else expired.prompt
             group = self.env.open_group(prompt, self.group_size, again=None if expired is None else expired.number)
+            group.min_size = self.min_group
             self._open[group.number] = group
             for trial in list(group.in_flight.values()):
                 self._start(group, trial)
+
+    def _replacements(self) -> int:
+        """How many trials to keep for replacements in the open groups and one more, at the rate of losses so far."""
+        if self.min_group == 1 or not self._lost:
+            return 0
+        missing = self.group_size + sum(group.size - group.judged for group in self._open.values())
+        rate = min(self._lost / self._ended, _MAX_LOSS_RATE)
+        # Of a negative binomial distribution, the mean and two standard deviations.
+        return math.ceil((missing * rate + 2 * math.sqrt(missing * rate)) / (1 - rate))
 
     def _start(self, group: Group, trial: Trial) -> None:
         if self._paused:
@@ -174,7 +204,9 @@ class Producer:
         task.add_done_callback(lambda task: self._remove(trial.number, task))
 
     async def _roll(self, group: Group, trial: Trial) -> None:
-        await self.env.roll(group, trial)
+        episode = await self.env.roll(group, trial)
+        self._ended += 1
+        self._lost += episode.fault not in (None, Fault.POLICY)
         if not self._flush_scheduled:
             # All commits of this event loop tick go to disk in one transaction.
             self._flush_scheduled = True
@@ -192,8 +224,8 @@ class Producer:
         del self._open[group.number]
         buffer = self.env.buffer
         rewards = {episode.reward.value for episode in group.episodes.values() if episode.reward is not None}
-        if not any(episode.in_baseline for episode in group.episodes.values()):
-            self._discard(group, "failed")
+        if group.judged < self.min_group:
+            self._discard(group, "short" if group.judged else "failed")
         elif self.config.filter == "equal_rewards" and len(rewards) <= 1:
             self._discard(group, "filtered")
         else:
@@ -220,7 +252,9 @@ class Producer:
         """A finished group, from memory or, if an earlier process made it, from the ledger."""
         if number in self._finished:
             return self._finished.pop(number)
-        return self.env.load_group(number, self.group_size)
+        group = self.env.load_group(number, self.group_size)
+        group.min_size = self.min_group
+        return group
 
     def _flush(self) -> None:
         self._flush_scheduled = False

@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from loopwright.core.agent import AgentConfig
 from loopwright.core.config import Config
+from loopwright.rollouts.config import RolloutAgentConfig
 
 
 class LoraConfig(Config):
@@ -26,15 +26,13 @@ class LoraConfig(Config):
         return (2 * self.r if self.alpha is None else self.alpha) / self.r
 
 
-class TrainConfig(AgentConfig):
+class TrainConfig(RolloutAgentConfig):
     """Settings of every trainer."""
 
     steps: int = Field(ge=1)
     """Number of training steps; each trains on one batch and gives the policy a new version."""
     prompts_per_step: int = Field(default=8, ge=1)
     """Prompts per batch."""
-    group_size: int = Field(default=8, ge=1)
-    """Rollouts per prompt."""
     lr: float = Field(default=1e-5, gt=0)
     """The peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -29,6 +29,7 @@ _SMALL = 1e-6
 class GrpoConfig(TrainConfig):
     """Group-relative policy optimisation."""
 
+    compares_group: ClassVar[bool] = True
     type: Literal["grpo"] = "grpo"
     group_size: int = Field(default=8, ge=2)
     """Rollouts per prompt, which are compared with one another."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 class RlooConfig(TrainConfig):
     """REINFORCE leave-one-out."""
 
+    compares_group: ClassVar[bool] = True
     type: Literal["rloo"] = "rloo"
     group_size: int = Field(default=8, ge=2)
     """Rollouts per prompt; the others are the baseline of each."""

@@ -134,7 +134,7 @@ class _Training:
         self.env.wait_for_judger = True  # an outage of the judger must cost time, not rollouts
         if getattr(config, "dynamic_sampling", False):
             produce = produce.model_copy(update={"filter": "equal_rewards"})
-        producer = Producer(self.env, produce, group_size=config.group_size)
+        producer = Producer(self.env, produce, group_size=config.group_size, min_group=config.min_size)
         step = await self._resume(learner)
         try:
             await self._publish(producer, learner, step)
@@ -329,6 +329,7 @@ def _batch_metrics(
         **({"reward_all": fmean(all_rewards)} if discarded.rewards else {}),
         "filtered": float(discarded.groups["filtered"]),
         "failed": float(discarded.groups["failed"]),
+        "short": float(discarded.groups["short"]),
         "fault_rate": (trials - len(all_rewards)) / trials if trials else 0.0,
         "version": float(step - 1),
     }

@@ -21,6 +21,8 @@ WINDOW = 100
 _DRAWN = 2000
 _FAILURES = 10_000
 _EXAMINED = 20_000
+_UNUSED = ("expired", "filtered", "short", "failed")
+"""The statuses of groups that no step was trained on."""
 _LEFT_OUT = (Outcome.FILTERED, Outcome.EXPIRED)
 PHASES = ("queue", "generate", "tools", "other", "judge")
 """Where the time of a rollout goes; `other` is the time of its loop outside engine and tools."""
@@ -188,6 +190,26 @@ class GroupRewards:
     equal: int = 0
     """Groups of several rollouts that all got the same reward: there is nothing to learn from these."""
     several: int = 0
+    rollouts: Mapping[str, int] = field(default_factory=dict)
+    """Rollouts that ended, by the status of their group."""
+    small: int = 0
+    """Used groups with fewer judged rollouts than the group's size."""
+
+    def notes(self, rollout: Mapping[str, Any]) -> list[str]:
+        """What the reader must know about groups that are short, small or were made for nothing, if anything."""
+        size, least = rollout.get("group_size", 1), rollout.get("min_group", 1)
+        lines = []
+        if short := self.statuses.get("short", 0):
+            lines.append(f"{counted(short, 'group')} had fewer than {number(least)} judged rollouts: not used.")
+        if self.small:
+            lines.append(f"{counted(self.small, 'used group')} had fewer than {number(size)} judged rollouts.")
+        wasted = {status: self.rollouts[status] for status in _UNUSED if self.rollouts.get(status)}
+        if wasted:
+            count, total = sum(wasted.values()), sum(self.rollouts.values())
+            groups = ", ".join(f"{number(self.statuses[status])} {status}" for status in wasted)
+            share = f"{100 * count / total:.0f} % of {number(total)}"
+            lines.append(f"{counted(count, 'rollout')} ({share}) in groups that were not used: {groups}.")
+        return lines
 
 
 @dataclass(frozen=True)
@@ -310,9 +332,25 @@ def _groups(ledger: Ledger) -> GroupRewards:
     )
     several = [row for row in rewards if row[4] > 1]
     has_groups = rows("SELECT 1 FROM sqlite_schema WHERE name = 'groups'")
+    members = (
+        "SELECT status, count(nullif(outcome, 'aborted')) AS ended, count(reward) AS judged "
+        "FROM groups JOIN trials USING (grp) GROUP BY grp"
+    )
+    size = int(ledger.state("run", {}).get("rollout", {}).get("group_size", 1))
+    by_status = (
+        rows(
+            "SELECT status, count(*), sum(ended), sum(status IN ('ready', 'taken', 'trained') AND judged < ?) "
+            f"FROM ({members}) GROUP BY status",
+            (size,),
+        )
+        if has_groups
+        else []
+    )
     return GroupRewards(
         rows=[row[:4] for row in rewards],
-        statuses=dict(rows("SELECT status, count(*) FROM groups GROUP BY status")) if has_groups else {},
+        statuses={row[0]: row[1] for row in by_status},
+        rollouts={row[0]: row[2] for row in by_status},
+        small=sum(row[3] for row in by_status),
         count=rows(f"SELECT count(DISTINCT grp) FROM trials WHERE {EVALUATED} IS NULL")[0][0],
         equal=sum(row[2] == row[3] for row in several),
         several=len(several),
@@ -352,10 +390,12 @@ def rollout_result(digest: RolloutDigest) -> tuple[dict[str, Any], list[str]]:
     for failure in digest.failures()[:3]:
         reason = f": {failure.reasons[0][0]}" if failure.reasons[0][0] else ""
         lines.append(f"{number(failure.count)} × {failure.outcome} (fault: {failure.fault}){reason}")
+    lines += digest.groups.notes(digest.rollout)
     event = {
         "counts": dict(digest.counts),
         "rollouts": total.ended,
         "prompts": digest.groups.count,
+        "groups": dict(digest.groups.statuses),
         "mean_reward": total.mean,
         "parts": total.part_means,
         "without_reward": digest.unscored,

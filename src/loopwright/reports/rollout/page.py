@@ -27,7 +27,8 @@ _GROUP_STATUSES = {
     "trained": "used",
     "expired": "too old; the prompt is attempted again in another group",
     "filtered": "left out by a filter, for example because all rewards are equal",
-    "failed": "too few usable rollouts",
+    "short": "left out: fewer judged rollouts than `min_group`",
+    "failed": "no usable rollout",
 }
 _PHASES = {
     "queue": "waiting for a free slot",

@@ -251,7 +251,7 @@ def training_result(digest: TrainingDigest) -> tuple[dict[str, Any], list[str]]:
     total = digest.rollouts.total
     losses = f"{number(digest.unscored)} without a reward" if digest.unscored else "0 lost"
     lines.append(f"{number(total.ended)} rollouts of {number(digest.groups.count)} prompts to train on, {losses}")
-    lines += warnings(digest)
+    lines += [*digest.groups.notes(digest.rollout), *warnings(digest)]
     policy = digest.folder / "policy"
     is_saved = policy.is_dir()
     if is_saved:
@@ -260,6 +260,7 @@ def training_result(digest: TrainingDigest) -> tuple[dict[str, Any], list[str]]:
         "counts": dict(digest.counts),
         "rollouts": total.ended,
         "prompts": digest.groups.count,
+        "groups": dict(digest.groups.statuses),
         "mean_reward": total.mean,
         "without_reward": digest.unscored,
         "steps": digest.last_step,

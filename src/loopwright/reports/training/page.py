@@ -54,6 +54,7 @@ _TITLES = {
     "reward_all": CurveTitle("reward of all", "including groups that were left out"),
     "filtered": CurveTitle("filtered groups", "left out because all their rewards are equal"),
     "failed": CurveTitle("failed groups", "left out because none of their rollouts counts"),
+    "short": CurveTitle("short groups", "left out because too few of their rollouts were judged"),
     "fault_rate": CurveTitle("fault rate", "share of rollouts lost through no fault of the policy"),
     "lr": CurveTitle("learning rate"),
 }

@@ -84,6 +84,8 @@ class TrainingProgress:
             parts.append(f"held-out {held_out}")
         for name in ("kl", "entropy"):
             parts += [f"{_CURVES[name]} {number(value, 3)}" for value in self._values("train", name)[-1:]]
+        if short := sum(self._values("train", "short")):
+            parts.append(f"{number(short)} short groups")
         return parts
 
     def speed(self) -> list[str]:

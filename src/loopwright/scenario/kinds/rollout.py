@@ -114,6 +114,7 @@ class RolloutRun(RunKind):
                 "produce": self.rollout.produce.model_dump(mode="json"),
                 "engine": self.engine.model_dump(mode="json"),
                 "group_size": getattr(context.agent, "group_size", 1),
+                "min_group": getattr(context.agent, "min_size", 1),
             },
         )
         return rollout_env(

@@ -1,0 +1,118 @@
+"""Contracts L13 and L17: groups that are trained on are whole, and little is produced that cannot be used."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from loopwright.core.episode import Episode
+from loopwright.core.errors import ScenarioError
+from loopwright.ledger.ledger import Ledger
+from loopwright.reports.rollout.digest import read_rollouts, rollout_result
+from loopwright.rollouts.collect import CollectConfig
+from loopwright.rollouts.judgers.base import JudgeFailed
+from loopwright.rollouts.producer import Producer
+from loopwright.scenario.load import load
+from loopwright.testing import simulate
+from loopwright.trainers.grpo import GrpoConfig
+from loopwright.trainers.ppo import PpoTrainConfig
+from loopwright.trainers.rloo import RlooConfig
+from tests.rollouts.harness import World, instantly
+from tests.survival.campaign import Campaign
+
+SCENARIO = """
+name = "short"
+[[run]]
+name = "r"
+agent = { type = "collect", trials = 160, group_size = 4, min_group = 4, batch = 4 }
+[run.rollout]
+tasks = { type = "jsonl", path = "tasks.jsonl" }
+loop = { type = "single_turn" }
+judger = { type = "python", function = "flaky:judge", retries = 0, breaker = 0 }
+[run.engine]
+type = "scripted"
+"""
+
+
+def failing(share: float):
+    random = Random(7)
+
+    def verdict(_: Episode) -> float:
+        if random.random() < share:
+            raise JudgeFailed("the judge is out")
+        return random.random()
+
+    return verdict
+
+
+@pytest.mark.parametrize("budget", [None, 1200])
+def test_l13_with_a_judge_that_fails_80_percent_trained_groups_are_whole(tmp_path, budget):
+    async def main():
+        async with World(tmp_path, instantly, verdict=failing(0.8), budget=budget) as world:
+            world.producer = Producer(world.env, world.env.produce, group_size=4, min_group=4)
+            step, judged = 0, []
+            while step < 25 and (groups := await world.producer.batch(2, step + 1)):
+                step += 1
+                judged += [group.judged for group in groups]
+            counts = world.env.buffer.counts()
+            assert set(judged) == {4}
+            assert len(judged) == 50 or budget is not None
+            # Budget is kept for the groups that were begun: hardly any ends short because it is exhausted.
+            assert counts.get("short", 0) + counts.get("failed", 0) <= 0.2 * len(judged), counts
+
+    simulate(main())
+
+
+def test_l13_a_group_that_needs_fewer_is_used_with_what_it_has(tmp_path):
+    async def main():
+        async with World(tmp_path, instantly, verdict=failing(0.8)) as world:
+            world.producer = Producer(world.env, world.env.produce, group_size=4, min_group=2)
+            sizes = Counter[int]()
+            for step in range(10):
+                sizes.update(group.judged for group in await world.producer.batch(4, step + 1))
+            assert min(sizes) == 2
+            assert len(sizes) > 1
+
+    simulate(main())
+
+
+def test_l13_min_group_is_the_size_where_rollouts_are_compared_and_1_elsewhere():
+    assert GrpoConfig(steps=1, group_size=6).min_size == 6
+    assert RlooConfig(steps=1).min_size == 8
+    assert PpoTrainConfig(steps=1, group_size=4).min_size == CollectConfig(trials=8).min_size == 1
+    assert GrpoConfig(steps=1, group_size=6, min_group=3).min_size == 3
+    with pytest.raises(ValueError, match=r"`min_group` \(9\) must be at most `group_size` \(8\)"):
+        CollectConfig(trials=8, min_group=9)
+
+
+def test_l13_shortages_are_in_the_terminal_the_report_and_the_ledger(tmp_path):
+    (tmp_path / "tasks.jsonl").write_text("".join(f'{{"prompt": "{i}", "label": "{i}"}}\n' for i in range(40)))
+    # Every second prompt gets at most one verdict, whatever its rollouts say.
+    (tmp_path / "flaky.py").write_text(
+        "from collections import Counter\ncalls = Counter()\n\ndef judge(label):\n"
+        "    calls[label] += 1\n"
+        "    if int(label) % 2 and calls[label] > 1:\n        raise ValueError('no verdict')\n    return 1.0\n"
+    )
+    campaign = Campaign(tmp_path, SCENARIO)
+    run = campaign.call("run")
+    assert "had fewer than 4 judged rollouts (`min_group`) and were replaced" in run.err, run.err
+    with Ledger.read(campaign.output / "r" / "ledger.db") as ledger:
+        statuses = dict(ledger.transaction.rows("SELECT status, count(*) FROM groups GROUP BY 1"))
+        unused = "SELECT outcome, count(*) FROM groups JOIN trials USING (grp) WHERE status = 'short' GROUP BY 1"
+        outcomes = dict(ledger.transaction.rows(unused))
+        event, lines = rollout_result(read_rollouts(ledger))
+    assert statuses["short"] == outcomes["filtered"], "the one verdict of each stays on record"
+    assert set(outcomes) == {"filtered", "judge_failed"}
+    assert event["groups"] == statuses
+    shortage = f"{statuses['short']} groups had fewer than 4 judged rollouts: not used."
+    assert shortage in lines
+    assert shortage in run.out
+    assert shortage in (campaign.output / "report.html").read_text()
+
+
+def test_l13_a_minimum_above_the_size_is_refused(tmp_path):
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1"}\n')
+    (tmp_path / "flaky.py").write_text("def judge(answer):\n    return 1.0\n")
+    (tmp_path / "s.toml").write_text(SCENARIO.replace("min_group = 4", "min_group = 5"))
+    with pytest.raises(ScenarioError, match=r"`min_group` \(5\) must be at most `group_size` \(4\)"):
+        load(tmp_path / "s.toml")
