@@ -95,6 +95,11 @@ def test_a_division_by_zero_is_an_arithmetic_error():
 def test_names_are_those_that_need_a_value():
     assert Expression("max(tile, size) > ratio and opt == 'x'").names == {"tile", "size", "ratio", "opt"}
     assert Expression("max").names == {"max"}
+    assert Expression("trainer.lr.start < lr").names == {"trainer.lr.start", "lr"}
+
+
+def test_a_dotted_name_is_one_value():
+    assert Expression("trainer.lr * 2 == 4")({"trainer.lr": 2}) is True
 
 
 def test_an_unknown_function_is_named_with_those_that_exist():

@@ -50,7 +50,7 @@ def test_a_reward_is_finite(value):
         Reward(1.0, more=(value,))
 
 
-@pytest.mark.parametrize("expression", ["seconds.real", "9 +", "open('x')"])
+@pytest.mark.parametrize("expression", ["seconds.__class__", "9 +", "open('x')"])
 def test_a_bad_expression_is_refused_at_load_time(expression):
     with pytest.raises(ValidationError):
         ExpressionReward(expression=expression)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loopwright.core.errors import InvalidAction
-from loopwright.spaces.parameter import Choice, Fixed, Range, parameter
+from loopwright.spaces.parameter import Choice, Fixed, Range, nested, parameter, parameters
 
 finite = st.floats(-1e12, 1e12, allow_nan=False)
 
@@ -31,11 +31,11 @@ choices = st.lists(
 ).map(
     lambda values: Choice(values=tuple(v for v in values if not isinstance(v, int) or -(2**63) <= v < 2**63) or ("x",))
 )
-parameters = ranges() | choices | st.just(Fixed(value="one"))
+any_parameter = ranges() | choices | st.just(Fixed(value="one"))
 
 
 class TestEncodeAndDecode:
-    @given(parameters, st.integers())
+    @given(any_parameter, st.integers())
     def test_a_value_round_trips(self, parameter, seed):
         value = parameter.sample(Random(seed))
         back = parameter.decode(parameter.encode(value))
@@ -155,7 +155,7 @@ class TestWriting:
             ({"low": 0, "high": 1, "points": 1}, "points: input should be greater than or equal to 2"),
             ({"low": 0, "high": 1, "hihg": 1}, "unknown key 'hihg'. Known: when, otherwise, low, high"),
             ({"values": [1, 2], "when": "x +"}, "is not an expression"),
-            ({"values": [1, 2], "when": "x.y"}, "uses Attribute"),
+            ({"values": [1, 2], "when": "x[0]"}, "uses Subscript"),
             (math.nan, "not a finite number"),
             (2**70, "64 bits"),
         ],
@@ -164,6 +164,21 @@ class TestWriting:
         with pytest.raises(ValueError, match=r".+") as raised:
             parameter(text)
         assert message in str(raised.value)
+
+    def test_tables_inside_a_table_have_dotted_names(self):
+        table = {"n": 1, "trainer": {"lr": {"low": 1, "high": 2}, "model": {"size": [1, 2]}}}
+        found = parameters(table)
+        assert {name: type(each) for name, each in found.items()} == {
+            "n": Fixed,
+            "trainer.lr": Range,
+            "trainer.model.size": Choice,
+        }
+        assert nested({"n": 1, "trainer.lr": 2, "trainer.model.size": 3}) == {
+            "n": 1,
+            "trainer": {"lr": 2, "model": {"size": 3}},
+        }
+        with pytest.raises(ValueError, match=r"^a.b: an empty list.*; c: a table must have"):
+            parameters({"a": {"b": []}, "c": {}})
 
     def test_true_and_one_are_two_candidates(self):
         assert parameter([True, 1, "1"]).size == 3

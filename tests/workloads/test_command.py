@@ -203,7 +203,8 @@ class TestFingerprint:
 def test_problems_are_detected_before_anything_runs(site, settings, key, words):
     (site.scenario_dir / "here").touch()
     (site.scenario_dir / "stdout").touch()
-    problems = CommandConfig(**{"args": {"a": [1, 2]}, **settings}).problems(site.scenario_dir)
+    config = CommandConfig(**{"args": {"a": [1, 2]}, **settings})
+    problems = config.problems(site.scenario_dir) + config.missing_programs(site.scenario_dir)
     assert [problem.key for problem in problems if words in problem.message] == [key], problems
 
 

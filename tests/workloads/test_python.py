@@ -28,6 +28,7 @@ def raising(): raise KeyError("missing")
 def leaving(): raise SystemExit(3)
 def dying(): os._exit(4)
 def variable(): return {"y": float(os.environ["LEVEL"])}
+def table(trainer): return {"y": trainer["lr"]}
 async def later(): return {"y": 5}
 not_callable = 5
 """
@@ -80,6 +81,12 @@ def test_the_outcome_of_a_call(site, name, outcome, words):
     result = run(site, name, metrics=("y",))
     assert result.outcome is outcome
     assert words in result.reason
+
+
+def test_dotted_arguments_are_a_dict(site):
+    config = PythonConfig(function="workload_functions:table", args={"trainer": {"lr": [1, 2], "on": True}})
+    assert config.problems(site.scenario_dir) == []
+    assert run(site, "table", {"trainer.lr": 2, "trainer.on": True}).metrics == {"y": 2}
 
 
 def test_environment_variables_are_not_arguments(site):

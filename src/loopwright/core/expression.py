@@ -60,9 +60,12 @@ class Expression:
     def __init__(self, text: str) -> None:
         self.text = text
         self._tree = _parse(text)
-        called = {id(node.func) for node in ast.walk(self._tree) if isinstance(node, ast.Call)}
+        inner = {id(node.func) for node in ast.walk(self._tree) if isinstance(node, ast.Call)}
+        inner |= {id(node.value) for node in ast.walk(self._tree) if isinstance(node, ast.Attribute)}
         self.names = frozenset(
-            node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name) and id(node) not in called
+            ast.unparse(node)
+            for node in ast.walk(self._tree)
+            if isinstance(node, (ast.Name, ast.Attribute)) and id(node) not in inner
         )
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
@@ -100,6 +103,8 @@ def _allow(node: ast.AST, text: str) -> None:
             return
         case ast.boolop() | ast.BinOp() | ast.UnaryOp():
             return
+        case ast.Attribute(value=ast.Name() | ast.Attribute(), attr=name) if not name.startswith("_"):
+            return  # a dotted name, such as trainer.lr; no attribute is ever looked up
         case ast.operator() if type(node) in _BINARY:
             return
         case ast.unaryop() if type(node) in _UNARY:
@@ -121,6 +126,8 @@ def _evaluate(node: ast.expr, values: Mapping[str, Any]) -> Any:
             return value
         case ast.Name(id=name):
             return values[name]
+        case ast.Attribute():
+            return values[ast.unparse(node)]
         case ast.BinOp(left=left, op=op, right=right):
             return _binary(op, _evaluate(left, values), _evaluate(right, values))
         case ast.UnaryOp(op=op, operand=operand):

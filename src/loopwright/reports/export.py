@@ -15,6 +15,7 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.reports.search.headline import evidence, title
 from loopwright.selection.recommendation import Candidate, Recommendation, recommend
 from loopwright.selection.trials import stored_trials
+from loopwright.spaces.parameter import flat, nested
 
 
 def write_csv(ledger: Ledger, directory: Path) -> list[Path]:
@@ -151,8 +152,10 @@ def _plain_run(source: Mapping[str, Any], candidate: Candidate, regime: Mapping[
     workload = {key: value for key, value in table["workload"].items() if key not in ("args", "env", "constraints")}
     assigned = {**candidate.action, **regime}
     for part in ("args", "env"):
-        values = {name: _fixed_value(name, spec, assigned) for name, spec in table["workload"].get(part, {}).items()}
-        workload[part] = {name: value for name, value in values.items() if value is not None}
+        specs = flat(table["workload"].get(part, {}))
+        values = {name: _fixed_value(name, spec, assigned) for name, spec in specs.items()}
+        workload[part] = nested({name: value for name, value in values.items() if value is not None})
+    workload |= {"nodes": assigned["nodes"]} if "nodes" in workload and "nodes" in assigned else {}
     return {"name": table["name"], "workload": workload} | {
         key: table[key] for key in ("reward", "noise") if key in table
     }

@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from random import Random
 from typing import Any, Literal, Self
 
@@ -221,6 +222,49 @@ _FORMS: tuple[tuple[str, type[Parameter]], ...] = (
     ("values", Choice),
     ("value", Fixed),
 )
+
+
+_KEYS = {key for _, form in _FORMS for key in form.model_fields}
+
+
+def parameters(table: Mapping[str, Any]) -> dict[str, Parameter]:
+    """The parameters of a table; those of a table inside it have dotted names. A ValueError lists all problems.
+
+    >>> list(parameters({"epochs": 3, "trainer": {"lr": [0.1, 0.2]}}))
+    ['epochs', 'trainer.lr']
+    """
+    result, problems = {}, []
+    for name, value in flat(table).items():
+        try:
+            result[name] = parameter(value)
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return result
+
+
+def flat(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a table as they are written, by dotted name."""
+    result: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, dict) and value and not value.keys() & _KEYS:
+            result |= {f"{name}.{inner}": each for inner, each in flat(value).items()}
+        else:
+            result[name] = value
+    return result
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with dotted names as tables inside tables."""
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        *path, last = name.split(".")
+        table = result
+        for part in path:
+            table = table.setdefault(part, {})
+        table[last] = value
+    return result
 
 
 def parameter(value: Any) -> Parameter:

@@ -24,10 +24,10 @@ from loopwright.core.trial import Result
 from loopwright.execution.base import OnStart
 from loopwright.execution.local.system import LocalSystem
 from loopwright.execution.system import SystemConfig
-from loopwright.spaces.parameter import Fixed, Parameter, parameter
+from loopwright.spaces.parameter import Fixed, Parameter, parameter, parameters
 from loopwright.spaces.space import Space
 
-_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*)(?::([A-Za-z]*))?\}")
+_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)(?::([A-Za-z]*))?\}")
 RESERVED_FILES = ("parameters.json", "stdout", "stderr")
 """Files of each trial's directory that inputs and products must not replace."""
 
@@ -38,7 +38,8 @@ class WorkloadConfig(Config):
     type: str
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments: a value is fixed, a list is searched, `{ low, high, dtype, log, points }` is a range;
-    `when` and `otherwise` make one conditional, `{ value = … }` fixes a list or a table."""
+    `when` and `otherwise` make one conditional, `{ value = … }` fixes a list or a table. Those of any other table have
+    dotted names: `trainer = { lr = [0.1, 0.2] }` is the argument `trainer.lr`."""
     env: dict[str, Any] = Field(default_factory=dict)
     """Environment variables, written like arguments: they are searched too."""
     constraints: tuple[str, ...] = ()
@@ -57,15 +58,7 @@ class WorkloadConfig(Config):
     @field_validator("args", "env")
     @classmethod
     def _parse_parameters(cls, values: dict[str, Any]) -> dict[str, Parameter]:
-        parameters, errors = {}, []
-        for name, value in values.items():
-            try:
-                parameters[name] = parameter(value)
-            except ValueError as error:
-                errors.append(f"{name}: {error}")
-        if errors:
-            raise ValueError("; ".join(errors))
-        return parameters
+        return dict(parameters(values))
 
     @field_validator("constraints")
     @classmethod
@@ -97,6 +90,10 @@ class WorkloadConfig(Config):
 
     def local_only(self) -> list[str]:
         """The keys that need processes on this machine."""
+        return []
+
+    def missing_programs(self, scenario_dir: Path) -> list[Problem]:
+        """The programs of a trial that this machine does not have. Another machine may have them."""
         return []
 
     def problems(self, scenario_dir: Path) -> list[Problem]:

@@ -281,12 +281,16 @@ class CommandConfig(WorkloadConfig):
                     fix = f"write {option}={{{name}}} as one word, or give {name} an `otherwise`"
                     problems.append(Problem(key, f"{option} loses its value when {name} is absent; {fix}."))
             problems += self._unusable_values(template)
-            if key != "service.ready":
-                problems += self._missing_program(key, template, scenario_dir)
         for name in sorted(self.args.keys() - names):
             if not isinstance(self.args[name], Fixed):
                 problems.append(Problem(f"args.{name}", f"is searched, but no command contains {{{name}}}."))
         return problems
+
+    def missing_programs(self, scenario_dir: Path) -> list[Problem]:
+        templates = [(key, template) for key, template in self.templates() if key != "service.ready"]
+        return [
+            problem for key, template in templates for problem in self._missing_program(key, template, scenario_dir)
+        ]
 
     def templates(self) -> list[tuple[str, CommandTemplate]]:
         """Everything with placeholders, with its key."""

@@ -13,6 +13,7 @@ from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Result
 from loopwright.execution.base import CallResult, FunctionCall
 from loopwright.execution.local.callables import inspect_callable
+from loopwright.spaces.parameter import nested
 from loopwright.workloads.base import Job, Site, Workload, WorkloadConfig, fresh_directory, launch_failure, link_into
 
 
@@ -21,7 +22,8 @@ class PythonConfig(WorkloadConfig):
 
     type: Literal["python"] = "python"
     function: str = Field(pattern=r"^[\w.]+:[\w.]+$")
-    """`module:function`, which takes keyword arguments and returns a dict of metrics; looked up in `path` first."""
+    """`module:function`, which takes keyword arguments and returns a dict of metrics; looked up in `path` first. The
+    arguments `trainer.lr` and `trainer.size` are one keyword argument, a dict."""
     path: tuple[str, ...] = (".",)
     """Directories, relative to the scenario, that are searched for modules before the installed ones."""
     metrics: tuple[str, ...] = ()
@@ -35,9 +37,10 @@ class PythonConfig(WorkloadConfig):
         signature = inspect_callable(self.function, self.import_paths(scenario_dir), dict(os.environ))
         if signature.problem is not None:
             return [*problems, Problem("function", f"{self.function!r}: {signature.problem}")]
-        for name in signature.unknown(self.args):
+        names = nested(self.args)
+        for name in signature.unknown(names):
             problems.append(Problem(f"args.{name}", f"{self.function!r} takes no argument {name!r}."))
-        for name in signature.missing(self.args):
+        for name in signature.missing(names):
             problems.append(Problem("args", f"{self.function!r} requires the argument {name!r}."))
         return problems
 
@@ -74,7 +77,7 @@ class PythonWorkload(Workload):
         if not job.handle and (self.config.files or (job.is_retry and job.directory.exists())):
             fresh_directory(job.directory)
             link_into(job.directory, self.site.scenario_dir, self.config.files)
-        arguments = {name: value for name, value in job.arguments.items() if name not in self._not_passed}
+        arguments = nested({name: value for name, value in job.arguments.items() if name not in self._not_passed})
         call = FunctionCall(
             function=self.config.function,
             path=self._paths,

@@ -33,6 +33,7 @@ from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.scenario.checker import Checker
 from loopwright.scenario.schema import RunBasics, RunConfig, Scenario
+from loopwright.spaces.parameter import flat
 from loopwright.spaces.space import EnvParamConfig, problem_with
 
 AnyEnv = SearchEnv | LiveEnv | LiveCampaignEnv | RolloutEnv
@@ -251,7 +252,7 @@ class RunKind(RunConfig, ABC):
             "name": self.name,
             "kind": self.kind,
             "agent": context.agent.model_dump(mode="json") if self.agent else None,
-            "parameters": {**part.get("args", {}), **part.get("env", {}), **nodes},
+            "parameters": {**flat(part.get("args", {})), **part.get("env", {}), **nodes},
             "env_params": {name: config.model_dump(mode="json") for name, config in self.env_params.items()},
             "noise": self.noise,
             "constraints": part.get("constraints", []),

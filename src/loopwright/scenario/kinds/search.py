@@ -93,7 +93,9 @@ class SearchRun(RunKind):
         workload, system = self.workload, checker.system
         nodes = workload.nodes.grid() if workload.nodes is not None else ()
         checker.add_all("[run.workload]", system.problems(self.kind, nodes, workload.gpus))
-        if system.type != "local":
+        if system.type == "local":
+            checker.add_all("[run.workload]", workload.missing_programs(checker.directory))
+        else:
             keys = [f"[run.workload] {key}" for key in workload.local_only()]
             keys += ["[run.fidelity]"] if self.fidelity else []
             # A command's progress is read from its output; a function has to be asked where it runs.
