@@ -14,7 +14,8 @@ def command(
     *,
     regime: Annotated[list[str], typer.Option("--regime", help="A drawn parameter, NAME=VALUE; may be repeated.")] = [],  # noqa: B006
     observation: Annotated[
-        str | None, typer.Option("--observation", help="For a live policy: its observation, as JSON.")
+        str | None,
+        typer.Option("--observation", help="The observation of a live policy, as JSON."),
     ] = None,
 ) -> None:
     """Apply a trained policy. Prints the action as JSON."""

@@ -73,7 +73,9 @@ class Agent(ABC):
         return None
 
     @classmethod
-    def too_little(cls, config: Any, space: Any, repeats: int = 1, parallel: int = 1) -> list[Problem]:
+    def too_little(
+        cls, config: Any, space: Any, repeats: int = 1, parallel: int = 1, episode_trials: int = 1
+    ) -> list[Problem]:
         """Why the budget is too small to give a result. `space` is None for a live run."""
         return []
 

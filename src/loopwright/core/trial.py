@@ -81,6 +81,8 @@ class Observation:
     metrics: Mapping[str, float | None]
     context: Regime
     draw: int | None = None
+    step: int = 0
+    """How many trials of its episode came before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,8 @@ class Feedback:
     """The last step of a `stopped` trial and its metric there, negated if less is better."""
     phase: Phase = ""
     """Agents learn from trials without a phase only."""
+    terminated: bool = True
+    """Whether the trial was the last one of its episode."""
 
 
 @dataclass(frozen=True, slots=True)

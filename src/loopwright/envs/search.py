@@ -49,6 +49,10 @@ class TrialRules:
     """How often a trial that was lost to the infrastructure is attempted again."""
     reserve: int = 0
     """How many trials of the budget are kept for the confirmation of the best configurations."""
+    keep: str = "all"
+    """Which directories of trials stay, as the workload's `keep` says."""
+    episode_steps: int = 1
+    """How many trials an episode has: they share a draw, and each observes the metrics of the one before."""
     same: int | None = None
     """After how many identical failures in a row the run ends; by default 20, and only if nothing has succeeded."""
 
@@ -98,14 +102,17 @@ class SearchEnv:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def reset(self, slot: int = 0) -> Observation:
-        """The observation to act on next, with its draw. Marks an episode boundary, never a trial boundary.
+        """The first observation of an episode, with its draw. Marks an episode boundary, never a trial boundary.
 
         Each slot of a vectorised environment has an observation of its own.
         """
-        if slot not in self._pending:
+        pending = self._pending.get(slot)
+        if pending is None or pending.step:
             draw = 1 + max(self.book.draw, *(pending.draw or 0 for pending in self._pending.values()), 0)
             regime = self.draws.sample(draw) if self.draws.values else {}
-            metrics = {name: self._metrics.get(name) for name in self.metric_names}
+            # An episode of several trials starts without metrics: those of another regime would mislead.
+            last = self._metrics if self.rules.episode_steps == 1 else {}
+            metrics = {name: last.get(name) for name in self.metric_names}
             self._pending[slot] = Observation(metrics, regime, draw if regime else None)
         return self._pending[slot]
 
@@ -124,7 +131,7 @@ class SearchEnv:
         the pending draw, for evaluations.
         """
         if under is None:
-            previous = self.reset(slot)
+            previous = self._pending.get(slot) or self.reset(slot)
             del self._pending[slot]
         else:
             previous = Observation(dict.fromkeys(self.metric_names), under)
@@ -159,7 +166,7 @@ class SearchEnv:
                 )
             )
         book.ledger.reserve(trials, note, hold=True)
-        return self._finish(trials, previous, invalid, slot)
+        return self._finish(trials, previous, invalid, slot if under is None else None)
 
     def measure_again(
         self, action: Action, regime: Regime, noise: Mapping[str, Any], *, group: int, repeat: int, phase: Phase
@@ -176,9 +183,9 @@ class SearchEnv:
         return key_of(question, regime, self.rules.fingerprint, repeat, *((noise,) if noise else ()))
 
     async def _finish(
-        self, trials: Sequence[Trial], previous: Observation, invalid: Result | None = None, slot: int = 0
+        self, trials: Sequence[Trial], previous: Observation, invalid: Result | None = None, slot: int | None = None
     ) -> Feedback:
-        """Run what is unfinished of a group, one repeat after another, until one fails."""
+        """Run what is unfinished of a group, one repeat after another, until one fails. `slot`: whose episode it is."""
         finished: list[Trial] = []
         failed: Trial | None = None
         for trial in trials:
@@ -217,13 +224,13 @@ class SearchEnv:
         if result.outcome in REUSABLE:
             self._answered.add(finished.key)
         self._metrics = finished.metrics
-        if self.workload.config.keep != "all":
+        if self.rules.keep != "all":
             await self._discard(finished)
         return finished
 
     async def _discard(self, trial: Trial) -> None:
         """Delete the directories that `keep` does not ask for."""
-        trials, best = self.book.directory / "trials", self.workload.config.keep == "best"
+        trials, best = self.book.directory / "trials", self.rules.keep == "best"
         doomed = [trial.number] if best or trial.outcome in (Outcome.OK, Outcome.STOPPED) else []
         if best and trial.reward is not None:
             if self._best is None:
@@ -311,7 +318,7 @@ class SearchEnv:
                 self._in_flight.pop(trial.key, None)
                 asyncio.get_running_loop().call_soon(committed.set)
 
-    def _feedback(self, trials: Sequence[Trial], previous: Observation, slot: int = 0) -> Feedback:
+    def _feedback(self, trials: Sequence[Trial], previous: Observation, slot: int | None = None) -> Feedback:
         first = next((trial for trial in trials if trial.outcome is not Outcome.OK), trials[0])
         reward = first.reward if len(trials) == 1 else mean_reward([trial.reward for trial in trials])
         outcome = first.outcome or Outcome.ABORTED
@@ -321,14 +328,17 @@ class SearchEnv:
             stopped_at = self._stopped_at(first)
         elif values is None and (penalty := self.rules.penalties.for_outcome(outcome)) is not None:
             values = (penalty,) * len(self.objectives.functions)
+        metrics = {name: first.metrics.get(name) for name in self.metric_names}
+        terminated = slot is None or previous.step + 1 >= self.rules.episode_steps
+        if not terminated:
+            self._pending[slot or 0] = replace(previous, metrics=metrics, step=previous.step + 1)
+        pending = self._pending.get(slot or 0) or self.reset(slot or 0)
         return Feedback(
             trial=trials[0].number,
             action=first.action,
             reward=reward,
             values=values,
-            observation=replace(
-                self.reset(slot), metrics={name: first.metrics.get(name) for name in self.metric_names}
-            ),
+            observation=replace(pending, metrics=metrics),
             previous=previous,
             regime=first.regime,
             outcome=outcome,
@@ -337,6 +347,7 @@ class SearchEnv:
             group=first.group,
             stopped_at=stopped_at,
             phase=first.phase,
+            terminated=terminated,
         )
 
     def _stopped_at(self, trial: Trial) -> tuple[int, float] | None:

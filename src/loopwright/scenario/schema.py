@@ -68,6 +68,14 @@ class RunBasics(Config):
         return name
 
 
+class EpisodeConfig(Config):
+    """An episode of a policy over a workload."""
+
+    steps: int = Field(default=1, ge=1)
+    """Trials per episode. They share one draw of the environment, and before each the policy observes the metrics of
+    the one before it."""
+
+
 class RunConfig(RunBasics):
     """One entry of a scenario: an agent over a workload, a live environment or rollouts.
 
@@ -95,6 +103,8 @@ class RunConfig(RunBasics):
     fidelity: Mapping[str, FidelityConfig] = Field(default_factory=dict)
     """An argument of the workload that makes trials cheaper, such as the number of epochs: `stop` decides which trials
     continue to the next value. It is not among the `args`."""
+    episode: EpisodeConfig = EpisodeConfig()
+    """How often a policy acts per episode; by default each trial is an episode."""
     rewards: Penalties = Penalties()
     """What the agent learns for failed trials."""
     env_params: Mapping[str, EnvParamConfig] = Field(default_factory=dict)

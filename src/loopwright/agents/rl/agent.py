@@ -78,11 +78,13 @@ class RlAgent(Agent):
         return space_problem(observation_space, "the observation space")
 
     @classmethod
-    def too_little(cls, config: RlConfig, space: Any, repeats: int = 1, parallel: int = 1) -> list[Problem]:
+    def too_little(
+        cls, config: RlConfig, space: Any, repeats: int = 1, parallel: int = 1, episode_trials: int = 1
+    ) -> list[Problem]:
         """A budget that the evaluation uses up, or that ends before the first update of the policy."""
         if space is None and config.rollout is None:
             return []
-        evaluation = config.evaluation_trials(space, repeats) if isinstance(space, Space) else 0
+        evaluation = config.evaluation_trials(space, episode_trials) if isinstance(space, Space) else 0
         training = config.trials - evaluation
         if training <= 0:
             reason = f"evaluating the policy takes {evaluation} of {config.trials}; raise it, or set evaluate = 0."

@@ -80,10 +80,10 @@ class RlConfig(AgentConfig):
         """How often the policy of a batch run is measured under each regime."""
         return self.evaluate.episodes if isinstance(self.evaluate, EvaluationConfig) else self.evaluate
 
-    def evaluation_trials(self, space: Space, repeats: int) -> int:
+    def evaluation_trials(self, space: Space, episode_trials: int) -> int:
         """Trials that the last evaluation takes: the policy and the best static action under each regime."""
         regimes = prod(space.parameters[name].size or 1 for name in space.drawn if name in space.parameters)
-        return 2 * self.measurements * regimes * repeats if regimes <= MAX_REGIMES else 0
+        return 2 * self.measurements * regimes * episode_trials if regimes <= MAX_REGIMES else 0
 
 
 @dataclass(frozen=True)

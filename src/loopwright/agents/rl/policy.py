@@ -39,6 +39,7 @@ def policy_card(env: LiveEnv | SearchEnv, config: RlConfig, algorithm: RlAlgorit
         "view": algorithm.view,
         "metrics": env.metric_names,
         **(_spaces_as_json(server) if server is not None else {}),
+        "episode_steps": 1 if isinstance(env, LiveEnv) else env.rules.episode_steps,
         **{name: run.get(name, {}) for name in ("parameters", "env_params", "constraints")},
     }
 
@@ -61,14 +62,14 @@ def keep_best(learner: PolicyLearner, card: Mapping[str, Any]) -> None:
 def act(directory: Path, regime: Mapping[str, Any], observation: Any = None) -> Any:
     """The policy's action: of a batch policy for a regime, of a live one for an observation and the regime, if any.
 
-    The observation is JSON: a number, lists of numbers, or an object for a `Dict` space.
+    The observation is JSON: a number, lists of numbers, or an object for a `Dict` space. In episodes of several trials,
+    a batch policy observes the metrics of the last one, as an object; without them it acts as at the start.
     """
     try:
         card = json.loads((directory / _CARD).read_text())
     except (OSError, ValueError) as error:
         raise PolicyError(f"no policy in {directory}: {error}. Give the `policy` directory of a run.") from error
-    if not card["live"] and observation is not None:
-        raise PolicyError("a policy of a batch run acts on the regime alone; --observation is for live policies")
+    metrics = {} if card["live"] else _validate_metrics(card, observation)
     try:
         predict = backend(card["library"]).load_policy(card["algorithm"], directory)
     except (OSError, ValueError) as error:
@@ -81,9 +82,24 @@ def act(directory: Path, regime: Mapping[str, Any], observation: Any = None) -> 
         encoded = _encode_live(card, encoder, regime, observation)
         return _native_action(card, predict(encoded))
     codec = ObservationCodec(card["metrics"], encoder, flat=True)
-    encoded = codec.encode(Observation(dict.fromkeys(card["metrics"]), regime))
+    encoded = codec.encode(Observation(metrics, regime))
     space = Space(parameters, tuple(card["constraints"]), frozenset(card["env_params"]))
     return ActionCodec(space, card["view"]).decode(predict(encoded))
+
+
+def _validate_metrics(card: Mapping[str, Any], observation: Any) -> dict[str, float | None]:
+    """The metrics of the last trial, as a batch policy observes them."""
+    names = card["metrics"]
+    if observation is None:
+        return dict.fromkeys(names)
+    if card.get("episode_steps", 1) == 1:
+        raise PolicyError("a policy of a batch run acts on the regime alone; --observation is for live policies")
+    if not isinstance(observation, Mapping) or {*observation} != {*names}:
+        example = json.dumps(dict.fromkeys(names, 0.0))
+        raise PolicyError(f"--observation: give the metrics of the last trial, such as '{example}'")
+    if wrong := [name for name in names if isinstance(observation[name], bool | str | list | dict)]:
+        raise PolicyError(f"--observation: {wrong[0]} must be a number or null, not {observation[wrong[0]]!r}")
+    return {name: observation[name] for name in names}
 
 
 def _validate_regime(draws: Draws, regime: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _environments: dict[str, gym.Env[Any, Any]] = {}
 
 
 class FlatBatchEnv(gym.Env[Any, Any]):
-    """A batch run whose observations are the regime as a vector, as RLlib's default networks take it."""
+    """A batch run whose observations are a vector, as RLlib's default networks take it."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -50,10 +50,11 @@ class FlatBatchEnv(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         (feedback,) = self._driver.step([self._driver.actions.decode(action)])
-        return self._encode(feedback.observation), self._driver.reward(feedback), True, False, step_info(feedback)
+        reward, info = self._driver.reward(feedback), step_info(feedback)
+        return self._encode(feedback.observation), reward, feedback.terminated, False, info
 
     def _encode(self, observation: Observation) -> Any:
-        return self._flatten.encode(self._driver.encode_regime(observation.context))
+        return self._flatten.encode(self._driver.encode_for_policy(observation))
 
 
 def batch_env(driver: Driver, _: int) -> FlatBatchEnv:

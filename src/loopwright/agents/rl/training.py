@@ -26,7 +26,7 @@ from loopwright.agents.search.warm_start import warm_trials
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import InvalidAction, LoopwrightError, storage
 from loopwright.core.reward import Reward, mean_reward
-from loopwright.core.trial import Trial
+from loopwright.core.trial import Observation, Trial
 from loopwright.envs.gym.adapter import Driver
 from loopwright.envs.live.env import LiveEnv
 from loopwright.envs.live.server import ServerError, ServerLost
@@ -37,6 +37,9 @@ from loopwright.ledger.trial_book import RunStopped, TrialBook
 from loopwright.reports.curves import Curves
 from loopwright.selection.recommendation import recommend
 from loopwright.selection.trials import stored_trials
+
+_Act = Callable[[Observation], dict[str, Any]]
+"""Chooses an action, in native values."""
 
 
 def train(env: LiveEnv | SearchEnv, config: RlConfig, algorithm: RlAlgorithm, *, slots: int) -> None:
@@ -78,7 +81,7 @@ def _train_live(env: LiveEnv, config: RlConfig, algorithm: RlAlgorithm) -> None:
 
 def _train_batch(env: SearchEnv, config: RlConfig, algorithm: RlAlgorithm, slots: int) -> None:
     repeats = env.rules.repeats
-    evaluation_trials = config.evaluation_trials(env.space, repeats)
+    evaluation_trials = config.evaluation_trials(env.space, repeats * env.rules.episode_steps)
     with closing(Driver(env, algorithm.view)) as driver:
         library = backend(config.library)
         for training in _trainings(env.book, config):
@@ -181,7 +184,8 @@ def warm_start_pairs(driver: Driver, directory: str) -> list[tuple[Any, Any]]:
             continue
         try:
             regime = {name: choice.validate_value(trial_regime[name]) for name, choice in env.draws.values.items()}
-            pair = driver.encode_regime(regime), driver.actions.encode(action)
+            first = Observation(dict.fromkeys(env.metric_names), regime)
+            pair = driver.encode_for_policy(first), driver.actions.encode(action)
         except InvalidAction:
             continue  # a regime or a point that this run does not have
         by_regime[key_of(regime)].append((objectives[0], *pair))
@@ -201,16 +205,25 @@ def _evaluate(driver: Driver, learner: PolicyLearner, times: int, label: str = "
     # Trials of the evaluation do not compete, so that a resumed run finds the same static action.
     candidates = (trial for trial in stored_trials(env.book.ledger) if trial.number not in evaluation.numbers)
     static = recommend(candidates, env.book.ledger.state("run")).front
-    rows = []
+    rows, policy = [], _policy_of(driver, learner)
     for index, regime in enumerate(regimes):
-        action = driver.actions.decode(learner.act(driver.encode_regime(regime)))
-        row: dict[str, Any] = {"regime": regime, "policy": evaluation.measure(action, regime, f"{label}{index} policy")}
+        row: dict[str, Any] = {"regime": regime, "policy": evaluation.measure(policy, regime, f"{label}{index} policy")}
         if static:
-            row["static"] = evaluation.measure(dict(static[0].action), regime, f"{label}{index} static")
+            row["static"] = evaluation.measure(lambda _: dict(static[0].action), regime, f"{label}{index} static")
         rows.append(row)
     env.book.ledger.set_state("policy", {"evaluated_at": time.time(), "regimes": rows})
     if label:  # of several seeds, the best one is shown, and all of them in the aggregate
         _compare_seeds(env.book.ledger, learner.config.seed, rows)
+
+
+def _policy_of(driver: Driver, learner: PolicyLearner, *, deterministic: bool = True) -> _Act:
+    """The policy as a function from an observation to native values."""
+
+    def act(observation: Observation) -> dict[str, Any]:
+        encoded = driver.encode_for_policy(observation)
+        return driver.actions.decode(learner.choose(encoded, None, None, deterministic=deterministic)[0])
+
+    return act
 
 
 def _regimes(driver: Driver) -> list[dict[str, Any]]:
@@ -234,17 +247,16 @@ class _BatchEvaluator:
 
     def __call__(self, learner: PolicyLearner) -> None:
         book = self._driver.env.book
-        cost = len(self._regimes) * self._config.episodes * self._driver.env.rules.repeats
+        rules = self._driver.env.rules
+        cost = len(self._regimes) * self._config.episodes * rules.repeats * rules.episode_steps
         if book.step < self._due or len(self._regimes) > MAX_REGIMES or book.step + cost > self._until:
             return
         step, evaluation = book.step, _Evaluation(self._driver, self._config.episodes)
-        rewards = []
-        for index, regime in enumerate(self._regimes):
-            choice, _ = learner.choose(
-                self._driver.encode_regime(regime), None, None, deterministic=self._config.deterministic
-            )
-            label = f"{self._label}{index} policy at {step}"
-            rewards.append(evaluation.measure(self._driver.actions.decode(choice), regime, label)["reward"])
+        policy = _policy_of(self._driver, learner, deterministic=self._config.deterministic)
+        rewards = [
+            evaluation.measure(policy, regime, f"{self._label}{index} policy at {step}")["reward"]
+            for index, regime in enumerate(self._regimes)
+        ]
         self._due = book.step + self._config.every
         if None in rewards:
             return  # a failed measurement has no reward, so there is no mean
@@ -272,30 +284,40 @@ def _compare_seeds(ledger: Ledger, seed: int, rows: list[dict[str, Any]]) -> Non
 
 
 class _Evaluation:
-    """Measurements of an evaluation. Those from before a crash are reused."""
+    """Measurements of an evaluation, each a whole episode. Those from before a crash are reused."""
 
     def __init__(self, driver: Driver, times: int) -> None:
         self._driver, self._times = driver, times
-        self._groups: dict[tuple[str, int], list[Trial]] = {}
+        self._groups: dict[tuple[str, int, int], list[Trial]] = {}
         ledger = driver.env.book.ledger
         for number, note in ledger.notes().items():
             if "evaluation" in note and (trial := ledger.trial(number)) is not None:
-                self._groups[note["evaluation"], note["time"]] = ledger.group(trial.group)
+                self._groups[note["evaluation"], note["time"], note.get("step", 0)] = ledger.group(trial.group)
         self.numbers = {trial.number for group in self._groups.values() for trial in group}
 
-    def measure(self, action: dict[str, Any], regime: dict[str, Any], label: str) -> dict[str, Any]:
-        """The mean reward of an action under a regime."""
+    def measure(self, act: _Act, regime: dict[str, Any], label: str) -> dict[str, Any]:
+        """The mean reward per trial of what acts under a regime, and its last action."""
+        names, steps = self._driver.env.metric_names, self._driver.env.rules.episode_steps
+        action: dict[str, Any] = {}
         numbers: list[int] = []
-        rewards: list[Reward | None] = []
+        returns: list[float] = []
         for n in range(self._times):
-            if group := self._groups.get((label, n)):
-                action = dict(group[0].action)
-                numbers.append(group[0].number)
-                rewards.append(mean_reward([trial.reward for trial in group]))
-            else:
-                feedback = self._driver.measure(action, regime, {"evaluation": label, "time": n})
-                numbers.append(feedback.trial)
-                rewards.append(feedback.reward)
-        values = [reward.value for reward in rewards if reward is not None]
-        mean = sum(values) / len(values) if len(values) == len(rewards) else None
-        return {"action": action, "key": key_of(action), "reward": mean, "rewards": values, "trials": numbers}
+            observation = Observation(dict.fromkeys(names), regime)
+            rewards: list[Reward | None] = []
+            metrics: Mapping[str, float | None]
+            for step in range(steps):
+                if group := self._groups.get((label, n, step)):
+                    action, metrics = dict(group[0].action), group[0].metrics
+                    numbers.append(group[0].number)
+                    rewards.append(mean_reward([trial.reward for trial in group]))
+                else:
+                    action = act(observation)
+                    feedback = self._driver.measure(action, regime, {"evaluation": label, "time": n, "step": step})
+                    metrics = feedback.observation.metrics
+                    numbers.append(feedback.trial)
+                    rewards.append(feedback.reward)
+                observation = Observation({name: metrics.get(name) for name in names}, regime, step=step + 1)
+            if (reward := mean_reward(rewards)) is not None:
+                returns.append(reward.value)
+        mean = sum(returns) / len(returns) if len(returns) == self._times else None
+        return {"action": action, "key": key_of(action), "reward": mean, "rewards": returns, "trials": numbers}

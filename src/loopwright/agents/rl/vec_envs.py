@@ -38,7 +38,7 @@ class RunVecEnv(VecEnv):
 
 
 class SlotVecEnv(RunVecEnv):
-    """A batch run for SB3: one trial per slot in flight, each an episode. The driver belongs to the caller."""
+    """A batch run for SB3: one trial per slot in flight. The driver belongs to the caller."""
 
     def __init__(self, driver: Driver, slots: int) -> None:
         self._driver = driver
@@ -46,8 +46,8 @@ class SlotVecEnv(RunVecEnv):
         super().__init__(slots, driver.observations.gym_space, driver.actions.gym_space)
 
     def reset(self) -> Any:
-        regimes = [self._driver.env.reset(slot).context for slot in range(self.num_envs)]
-        return stack([self._driver.encode_regime(regime) for regime in regimes])
+        first = [self._driver.env.reset(slot) for slot in range(self.num_envs)]
+        return stack([self._driver.encode_for_policy(observation) for observation in first])
 
     def step_async(self, actions: Any) -> None:
         self._actions = [self._driver.actions.decode(action) for action in actions]
@@ -55,15 +55,16 @@ class SlotVecEnv(RunVecEnv):
     def step_wait(self) -> tuple[Any, Any, Any, list[dict[str, Any]]]:
         feedback = self._driver.step(self._actions)
         rewards = np.array([self._driver.reward(one) for one in feedback], np.float32)
-        observations = self.reset()
-        infos = [{**step_info(one), "TimeLimit.truncated": False} for one in feedback]
-        for slot, info in enumerate(infos):
-            info["terminal_observation"] = (
-                {name: values[slot] for name, values in observations.items()}
-                if isinstance(observations, dict)
-                else observations[slot]
-            )
-        return observations, rewards, np.ones(self.num_envs, bool), infos
+        dones = np.array([one.terminated for one in feedback])
+        observations, infos = [], []
+        for slot, one in enumerate(feedback):
+            info, observation = {**step_info(one), "TimeLimit.truncated": False}, one.observation
+            if one.terminated:
+                info["terminal_observation"] = self._driver.encode_for_policy(observation)
+                observation = self._driver.env.reset(slot)
+            observations.append(self._driver.encode_for_policy(observation))
+            infos.append(info)
+        return stack(observations), rewards, dones, infos
 
 
 class LiveVecEnv(RunVecEnv):

@@ -1,11 +1,12 @@
 """A run as a `gymnasium.Env` that passes the environment checkers. Requires gymnasium (extra `rl`): import it late.
 
-In a batch run every trial is an episode: each draws a new regime, whatever the trials before it did. A step therefore
-always returns `terminated = True`, and `truncated = True` once the budget is used up.
+In a batch run an episode has as many trials as `[run.episode] steps` says, by default one, all under one regime. Its
+last step returns `terminated = True`; a step returns `truncated = True` once the budget is used up.
 """
 
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -97,9 +98,13 @@ class Driver:
             self._in_flight = []
             self.env.book.ledger.flush()
 
-    def encode_regime(self, regime: Mapping[str, Any]) -> Any:
-        """What our own policies observe, in training and in use: the regime, without the metrics of the last trial."""
-        return self.observations.encode(Observation(dict.fromkeys(self.env.metric_names), regime))
+    def encode_for_policy(self, observation: Observation) -> Any:
+        """What our own policies observe, in training and in use: the regime and, in an episode of several trials, the
+        metrics of the last one.
+        """
+        if self.env.rules.episode_steps == 1:
+            observation = replace(observation, metrics=dict.fromkeys(self.env.metric_names))
+        return self.observations.encode(observation)
 
     def reward(self, feedback: Feedback) -> float:
         """The learner's number for a trial. A failed trial gets its penalty, or less than the worst reward so far."""
@@ -154,7 +159,7 @@ class GymnasiumAdapter(gym.Env[Any, Any]):
     def _step(self, action: Action) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         (feedback,) = self._driver.step([action])
         observation = self._driver.observations.encode(feedback.observation)
-        return observation, self._driver.reward(feedback), True, feedback.done, step_info(feedback)
+        return observation, self._driver.reward(feedback), feedback.terminated, feedback.done, step_info(feedback)
 
     def close(self) -> None:
         self._driver.close()

@@ -11,6 +11,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
+from loopwright.core.trial import Observation
 from loopwright.envs.gym.adapter import Driver, env_spec, step_info, structure_of
 from loopwright.envs.gym.codec import LiveObservationCodec, View
 from loopwright.envs.live.env import LiveEnv
@@ -18,7 +19,7 @@ from loopwright.envs.search import SearchEnv
 
 
 class VectorAdapter(gym.vector.VectorEnv[Any, Any, Any]):
-    """A batch run as a vectorised environment: one trial per slot in flight. Each step ends every episode."""
+    """A batch run as a vectorised environment: one trial per slot in flight."""
 
     def __init__(self, env: SearchEnv, num_envs: int, *, view: View = "flat") -> None:
         if num_envs < 1:
@@ -38,25 +39,28 @@ class VectorAdapter(gym.vector.VectorEnv[Any, Any, Any]):
         for slot in range(self.num_envs):
             info = {"env_params": dict(self.inner.reset(slot).context), "trial": self.inner.book.step}
             infos = self._add_info(infos, info, slot)
-        return self._pending_observations(), infos
+        return self._batch([self.inner.reset(slot) for slot in range(self.num_envs)]), infos
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """One trial per slot, all in flight together."""
         decode = self._driver.actions.decode
         feedback = self._driver.step([decode(a) for a in iterate(self.action_space, actions)])
         rewards = np.array([self._driver.reward(one) for one in feedback], np.float64)
+        terminated = np.array([one.terminated for one in feedback])
         truncated = np.array([one.done for one in feedback])
-        infos: dict[str, Any] = {}
+        observations, infos = [one.observation for one in feedback], dict[str, Any]()
         for slot, one in enumerate(feedback):
             info = step_info(one)
-            final = {"final_obs": self._driver.observations.encode(one.observation), "final_info": dict(info)}
-            infos = self._add_info(infos, {**info, **final}, slot)
-        return self._pending_observations(), rewards, np.ones(self.num_envs, bool), truncated, infos
+            if one.terminated or one.done:
+                observations[slot] = self.inner.reset(slot)
+                info |= {"final_obs": self._driver.observations.encode(one.observation), "final_info": dict(info)}
+            infos = self._add_info(infos, info, slot)
+        return self._batch(observations), rewards, terminated, truncated, infos
 
-    def _pending_observations(self) -> Any:
-        pending = [self._driver.observations.encode(self.inner.reset(slot)) for slot in range(self.num_envs)]
+    def _batch(self, observations: Sequence[Observation]) -> Any:
+        encoded = [self._driver.observations.encode(observation) for observation in observations]
         empty: Any = create_empty_array(self.single_observation_space, self.num_envs)
-        return concatenate(self.single_observation_space, pending, empty)
+        return concatenate(self.single_observation_space, encoded, empty)
 
     def close_extras(self, **_: Any) -> None:
         self._driver.close()

@@ -173,7 +173,7 @@ class RunKind(RunConfig, ABC):
     @staticmethod
     def check_not_search(raw: dict[str, Any], checker: Checker) -> None:
         """Report keys that only runs with a workload have."""
-        for key in ("stop", "fidelity"):
+        for key in ("stop", "fidelity", "episode"):
             if key in raw:
                 checker.add(f"[[run]] {key}", "has no meaning without [run.workload].")
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from loopwright.agents import agents, rollout_agents
-from loopwright.agents.search.base import SpaceAgent
+from loopwright.agents.search.base import SearchAgent, SpaceAgent
 from loopwright.agents.search.grid_random import Grid
 from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import did_you_mean
@@ -20,6 +20,7 @@ from loopwright.envs.stopping import FidelityConfig, StopConfig
 from loopwright.ledger.shared_cache import SharedCache
 from loopwright.scenario.checker import Checker
 from loopwright.scenario.kinds.base import BuildContext, RunKind
+from loopwright.scenario.schema import EpisodeConfig
 from loopwright.selection.plan import ConfirmConfig, ConfirmPlan, plan
 from loopwright.spaces.space import Draws, Noise, Space
 from loopwright.workloads.base import Site, Workload, WorkloadConfig, fingerprint_of, workloads
@@ -36,13 +37,15 @@ class SearchRun(RunKind):
 
     @classmethod
     def read_parts(cls, raw: dict[str, Any], checker: Checker) -> dict[str, Any]:
-        parts: dict[str, Any] = {}
+        parts: dict[str, Any] = {"episode": checker.model("[run.episode]", raw.get("episode", {}), EpisodeConfig)}
         if "stop" in raw:
             parts["stop"] = checker.model("[[run]] stop", raw["stop"], StopConfig)
         if "workload" in raw:
             fidelity, table = _read_fidelity(raw, checker)
             kind, config = checker.configured("[run.workload]", _with_noise(table, raw, checker), workloads)
-            return {**parts, "fidelity": fidelity, "workload": config, "workload_class": kind}
+            # A run without an episode could not be checked any further.
+            workload = None if parts["episode"] is None else config
+            return {**parts, "fidelity": fidelity, "workload": workload, "workload_class": kind}
         agent = raw["agent"].get("type") if isinstance(raw.get("agent"), dict) else None
         if agent not in rollout_agents.names():  # otherwise [run.rollout] is what is missing
             checker.add("[run.workload]", "is missing; it says what a trial runs.")
@@ -163,8 +166,14 @@ class SearchRun(RunKind):
             checker.add("[[run]] confirm", "its share of the trials is less than two; give more `trials` or `share`.")
         for name in sorted(self.noise.keys() & self.env_params.keys()):
             checker.add(f"[run.env_params.{name}]", f"{name!r} is also in `noise`; remove one of the two.")
+        if self.episode.steps > 1 and issubclass(agent, SearchAgent):
+            policies = (name for name, other in agents.working().items() if not issubclass(other, SearchAgent))
+            reason = f"agent {config.type!r} learns no policy that acts step by step; {', '.join(policies)} do."
+            checker.add("[run.episode] steps", reason)
         checker.add_all("[run.agent]", agent.problems(config, space, checker.directory))
-        checker.add_all("[run.agent]", agent.too_little(config, space, self.repeats, checker.system.parallel))
+        # An evaluation is made of whole episodes.
+        episode_trials, parallel = self.repeats * self.episode.steps, checker.system.parallel
+        checker.add_all("[run.agent]", agent.too_little(config, space, self.repeats, parallel, episode_trials))
 
     def plan(self, config: AgentConfig) -> ConfirmPlan | None:
         """How the best configurations are confirmed; None if they are not."""
@@ -248,6 +257,8 @@ class SearchRun(RunKind):
                 retries=system.retries,
                 reserve=reserve,
                 same=self.fail.same,
+                keep=config.keep,
+                episode_steps=self.episode.steps,
             ),
             shared=shared,
         )
