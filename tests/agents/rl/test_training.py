@@ -135,7 +135,7 @@ def test_a_successful_training_updates_the_policy(tmp_path, agent, run, parallel
 
 
 def test_a_failed_training_returns_1_and_the_next_run_starts(tmp_path):
-    bad = batch_scenario('type = "ppo", trials = 40, options = { gamma = "high" }')
+    bad = batch_scenario('type = "ppo", trials = 40, options = { policy_kwargs = { net_arch = "no" } }')
     good = batch_scenario('type = "random", trials = 4', more="", name="good").split("parallel = 1")[1]
     assert train(tmp_path, bad + good) == 1
     assert len(numbers(tmp_path, "good")) == 4
