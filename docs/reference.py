@@ -35,6 +35,7 @@ from loopwright.workloads.command_config import (
     ServiceConfig,
     SuccessConfig,
 )
+from loopwright.workloads.steps import StepConfig
 
 PAGE = Path(__file__).with_name("reference.md")
 HEAD = """# TOML reference
@@ -73,6 +74,7 @@ def sections() -> list[str]:
         section("`[run.agent] lora`", LoraConfig),
         section("`[[run]] stop`", StopConfig),
         section("`[run.fidelity] NAME`", FidelityConfig),
+        section("`[[run]] pre`, `post`", StepConfig),
         section("`[run.rewards]`", Penalties),
         section("`[run.env_params.NAME]`", EnvParamConfig),
     ]

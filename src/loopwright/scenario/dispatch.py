@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,6 +32,7 @@ from loopwright.reports.export import replacing, write_best, write_csv
 from loopwright.reports.page import read_runs, write_report
 from loopwright.scenario.kinds.base import AnyEnv, BuildContext, LoadedScenario, RunKind
 from loopwright.scenario.load import load
+from loopwright.scenario.plain import PlainRuns
 
 log = logging.getLogger(__name__)
 _FAILURE_FILE = "dse_failure.txt"
@@ -51,8 +52,8 @@ class Signals:
 
     received: int | None = None
     """The first signal."""
-    book: TrialBook | None = None
-    """The trial book of the run in progress."""
+    books: list[TrialBook] = field(default_factory=list)
+    """The trial books of the runs in progress: one, or several plain runs that run beside one another."""
     thread: int | None = None
     """The thread that is inside an agent's `run()`."""
     retrying: bool = False
@@ -64,15 +65,21 @@ class Signals:
         An agent in a loop of its own, which nothing else ends, gets RunStopped there.
         """
         if self.received is not None and not self.retrying:
-            if self.book is not None:
-                self.book.kill()
+            for book in self.books:
+                book.kill()
             os._exit(128 + number)
         self.received, self.retrying = self.received or number, False
-        if self.book is not None and not self.book.stop() and self.thread == threading.get_ident():
+        going_on = [book for book in list(self.books) if not book.stop()]
+        if going_on and self.thread == threading.get_ident():
             if _is_interruptible(frame):
-                self.book.ledger.flush()  # before a second signal can end the process
+                going_on[0].ledger.flush()  # before a second signal can end the process
                 raise RunStopped
             threading.Thread(target=self._try_again, args=(self.thread,), daemon=True).start()
+
+    def stop_all(self) -> None:
+        """Stop the runs in progress, because another one has raised."""
+        for book in list(self.books):
+            book.stop()
 
     def _try_again(self, thread: int) -> None:
         time.sleep(_RETRY_S)
@@ -128,11 +135,14 @@ def dispatch(
         if not resume:
             begin(loaded, output)
         code = 0
+        options: dict[str, Any] = {"accept_changes": accept_changes, "server": server}
+
+        def execute(run: RunKind, on_start: Callable[[], None]) -> int:
+            return _run(loaded, run, output, signals, watch, {**options, "on_start": on_start})
+
         try:
-            for run in loaded.runs:
-                if signals.received is None:
-                    options: dict[str, Any] = {"accept_changes": accept_changes, "server": server}
-                    code |= _run(loaded, run, output, signals, watch, options)
+            # Runs with an agent depend on no other, and run in the order of the file.
+            code |= PlainRuns(loaded.runs, execute).run(lambda: signals.received is not None, signals.stop_all)
         finally:
             code |= write_all(output)
         if signals.received is not None:
@@ -157,12 +167,16 @@ def build(
     *,
     accept_changes: bool = False,
     server: GymServer | None = None,
+    on_start: Callable[[], None] = lambda: None,
 ) -> BuiltRun:
-    """Build one run; if its ledger exists, the run continues from there."""
+    """Build one run; if its ledger exists, the run continues from there. A plain run calls `on_start` once it works."""
     # A run without an agent is a grid over a space of one point.
     config, agent_class = run.agent or GridConfig(), run.agent_class or Grid
     with ExitStack() as resources:
-        env = run.build_env(BuildContext(loaded, output, config, resources, accept_changes, server, agent_class))
+        context = BuildContext(
+            loaded, output, config, resources, accept_changes, server, agent_class, on_start=on_start
+        )
+        env = run.build_env(context)
         agent = agent_class(env, config, parallel=loaded.scenario.system.parallel)
         return BuiltRun(env, agent, resources.pop_all())
 
@@ -190,7 +204,7 @@ def _run(
         raise
     book = built.env.book
     book.observers.extend(watch(built.env))
-    signals.book = book
+    signals.books.append(book)
     if signals.received is not None:  # it came while the run was being built
         book.stop()
     code = 0
@@ -201,9 +215,10 @@ def _run(
     try:
         code |= drive(built.agent, signals)
         book.ledger.set_state("finished", signals.received is None)
-        # A run in which nothing succeeded has no result, whatever its agent returns.
+        # A run in which nothing succeeded has no result, whatever its agent returns; a plain run has to succeed.
         counts = book.ledger.counts()
         code |= 0 if counts.get(Outcome.OK) or counts.get(Outcome.TRUNCATED) else 1
+        code |= run.agent is None and counts.get(Outcome.OK) != sum(counts.values()) - counts["cached"]
         if book.doubt and not code and signals.received is None:
             log.error("run %r: %s", run.name, book.doubt)
             book.ledger.set_state("failure", book.doubt)
@@ -218,7 +233,7 @@ def _run(
         _record_failure(error, book.ledger, run.name, output)
         raise
     finally:
-        signals.book = None
+        signals.books.remove(book)
         built.resources.close()
     return code
 

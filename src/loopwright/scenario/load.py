@@ -19,6 +19,7 @@ from loopwright.scenario.kinds.rollout import RolloutRun, needs_rollout_agent
 from loopwright.scenario.kinds.search import SearchRun
 from loopwright.scenario.kinds.training import TrainingRun
 from loopwright.scenario.overrides import override
+from loopwright.scenario.plain import check_dependencies
 from loopwright.scenario.schema import Scenario
 
 
@@ -106,6 +107,7 @@ def _read_scenario(raw: Mapping[str, Any], checker: Checker) -> tuple[str, Syste
     names = [table["name"] for table in tables if isinstance(table.get("name"), str)]
     for one in dict.fromkeys(n for n in names if names.count(n) > 1):
         checker.add("[[run]] name", f"{one!r} is used {names.count(one)} times; each run needs its own folder.")
+    check_dependencies(tables, checker)
     plain = [str(table.get("name")) for table in tables if "agent" not in table]
     if plain and len(plain) < len(tables):
         message = f"runs with and without an agent are mixed; {', '.join(plain)} has none. Split the file."

@@ -21,7 +21,10 @@ from loopwright.rollouts.remote.gateway_config import GatewayHostConfig
 from loopwright.selection.plan import ConfirmConfig
 from loopwright.spaces.space import EnvParamConfig
 from loopwright.workloads.base import WorkloadConfig
+from loopwright.workloads.steps import StepConfig
 
+Condition = Literal["after_start", "after_ok", "after_any"]
+"""What a run waits for: that another has started, has succeeded, or has ended."""
 _RESERVED_NAMES = {"report.html", "scenario.toml", "campaign.json", "cache.db", "dse_failure.txt"}
 """Files of the output directory, in which each run has a folder."""
 
@@ -47,6 +50,22 @@ class RunBasics(Config):
     """Arguments that are averaged over and never shown to the agent, such as a seed, each with its values."""
     fail: FailConfig = FailConfig()
     """When failures that are all alike end the run."""
+    depends_on: dict[str, Condition] = Field(default_factory=dict)
+    """Which runs a run without an agent waits for: `{ server = "after_start", build = "after_ok" }`, also `after_any`;
+    a list of names means `after_ok`."""
+    pre: tuple[StepConfig, ...] = ()
+    """Commands that run before each trial, in their order. If one fails, so does the trial."""
+    post: tuple[StepConfig, ...] = ()
+    """Commands that run after each trial, whatever came of it."""
+    iterations: int = Field(default=1, ge=1)
+    """How often a run without an agent is executed, one after another, until one fails."""
+
+    @field_validator("depends_on", mode="before")
+    @classmethod
+    def _after_ok(cls, names: Any) -> Any:
+        if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+            return dict.fromkeys(names, "after_ok")
+        return names
 
     @field_validator("noise")
     @classmethod
@@ -79,7 +98,7 @@ class EpisodeConfig(Config):
 class RunConfig(RunBasics):
     """One entry of a scenario: an agent over a workload, a live environment or rollouts.
 
-    Without an agent, the workload runs once.
+    Without an agent it is a plain run: the workload runs once.
     """
 
     agent: AgentConfig | None = None

@@ -265,7 +265,7 @@ class CommandWorkload(Workload):
                 (directory / ".done").touch()
             return None
         outcome = Outcome.TIMEOUT if completion.timed_out else Outcome.CRASHED
-        ending = _ending(completion, self.config.setup_timeout_s, directory / "setup.stderr")
+        ending = describe_ending(completion, self.config.setup_timeout_s, directory / "setup.stderr")
         return Result(outcome, reason=f"the setup in setup/{directory.name} failed: {ending}")
 
     def _read(self, directory: Path, completion: Completion, timeout_s: float) -> Result:
@@ -273,7 +273,9 @@ class CommandWorkload(Workload):
         usage = completion.usage
         if completion.timed_out or completion.exit_code not in self.config.success.exit_codes:
             outcome = Outcome.TIMEOUT if completion.timed_out else Outcome.CRASHED
-            return Result(outcome, reason=_ending(completion, self.config.timeout_s, directory / "stderr"), usage=usage)
+            return Result(
+                outcome, reason=describe_ending(completion, self.config.timeout_s, directory / "stderr"), usage=usage
+            )
         pattern = self.config.success.regex
         stdout = directory / "stdout"
         if pattern is not None and not _contains(pattern, stdout, timeout_s):
@@ -295,7 +297,7 @@ def _contains(pattern: str, stdout: Path, timeout_s: float) -> bool:
     return any(True for _ in _matches(pattern, stdout, "stdout", timeout_s))
 
 
-def _ending(completion: Completion, timeout_s: float | None, stderr: Path) -> str:
+def describe_ending(completion: Completion, timeout_s: float | None, stderr: Path) -> str:
     """How a command ended, in words, with the last line of its stderr."""
     if completion.reason:
         ending = completion.reason

@@ -289,7 +289,11 @@ class CommandConfig(WorkloadConfig):
     def missing_programs(self, scenario_dir: Path) -> list[Problem]:
         templates = [(key, template) for key, template in self.templates() if key != "service.ready"]
         return [
-            problem for key, template in templates for problem in self._missing_program(key, template, scenario_dir)
+            problem
+            for key, template in templates
+            for problem in missing_program(
+                key, template, self, scenario_dir, may_be_built=key != "setup" and self.setup is not None
+            )
         ]
 
     def templates(self) -> list[tuple[str, CommandTemplate]]:
@@ -320,19 +324,23 @@ class CommandConfig(WorkloadConfig):
             problems += [Problem(key, text) for value in values if (text := template.problem_with(name, value))]
         return problems
 
-    def _missing_program(self, key: str, template: CommandTemplate, scenario_dir: Path) -> list[Problem]:
-        program = template.program
-        if program is None or program.startswith("/"):
-            is_missing = program is not None and not os.access(program, os.X_OK)
-            return [Problem(key, f"{program!r} is not an executable file.")] if is_missing else []
-        if "/" not in program:
-            path = str(fixed.value) if isinstance(fixed := self.env.get("PATH"), Fixed) else None
-            if shutil.which(program, path=path) is None:
-                return [Problem(key, f"{program!r} is not on the PATH. Install it, or give its path in `files`.")]
-            return []
-        path = os.path.normpath(program)
-        is_linked = any(Path(path).is_relative_to(os.path.normpath(name)) for name in self.files)
-        if is_linked or (key != "setup" and self.setup is not None):  # The setup may create it.
-            return []
-        fix = f"add it: files = [{path!r}]" if (scenario_dir / program).exists() else "it does not exist"
-        return [Problem(key, f"{program!r} is not among the `files` linked into a trial's directory; {fix}.")]
+
+def missing_program(
+    key: str, template: CommandTemplate, workload: WorkloadConfig, scenario_dir: Path, *, may_be_built: bool = False
+) -> list[Problem]:
+    """Whether the program of a command exists; an earlier command may build it in the same directory."""
+    program = template.program
+    if program is None or program.startswith("/"):
+        is_missing = program is not None and not os.access(program, os.X_OK)
+        return [Problem(key, f"{program!r} is not an executable file.")] if is_missing else []
+    if "/" not in program:
+        path = str(fixed.value) if isinstance(fixed := workload.env.get("PATH"), Fixed) else None
+        if shutil.which(program, path=path) is None:
+            return [Problem(key, f"{program!r} is not on the PATH. Install it, or give its path in `files`.")]
+        return []
+    path = os.path.normpath(program)
+    is_linked = any(Path(path).is_relative_to(os.path.normpath(name)) for name in workload.files)
+    if is_linked or may_be_built:
+        return []
+    fix = f"add it: files = [{path!r}]" if (scenario_dir / program).exists() else "it does not exist"
+    return [Problem(key, f"{program!r} is not among the `files` linked into a trial's directory; {fix}.")]

@@ -146,7 +146,7 @@ def test_a_hanging_step_in_another_thread_is_only_logged(tmp_path, caplog):
 def test_s12_a_signal_during_a_hanging_step_stops_the_run(tmp_path):
     env = live_env(tmp_path, Hanging("step", retrying), timeout_s=0.5)
     with Signals().installed() as signals:
-        signals.book = env.book
+        signals.books = [env.book]
         timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
         timer.start()
         with pytest.raises(ServerLost):

@@ -77,6 +77,8 @@ class BuildContext:
     """The agent that acts in the environment; None if the caller does."""
     env: Callable[..., Any] | None = None
     """Replaces the environment that the run names."""
+    on_start: Callable[[], None] = lambda: None
+    """Called when the process or job of a plain run exists."""
 
 
 class RunKind(RunConfig, ABC):
@@ -114,6 +116,8 @@ class RunKind(RunConfig, ABC):
         basics = {key: value for key, value in raw.items() if key in RunBasics.model_fields}
         # A wrong name must not hide other problems.
         run = checker.model("[[run]]", basics, RunBasics) or RunBasics.model_construct(name="")
+        if run.iterations > 1:
+            run = run.model_copy(update={"repeats": run.iterations})  # the same, under the word for plain runs
         checker.unknown_keys("[[run]]", raw, RunConfig)
         if all(parts[key] is not None for key in (*cls.needs, "reward", "env_params")):
             config = cls.model_construct(**dict(run), **parts)
@@ -173,7 +177,7 @@ class RunKind(RunConfig, ABC):
     @staticmethod
     def check_not_search(raw: dict[str, Any], checker: Checker) -> None:
         """Report keys that only runs with a workload have."""
-        for key in ("stop", "fidelity", "episode"):
+        for key in ("stop", "fidelity", "episode", "depends_on", "pre", "post", "iterations"):
             if key in raw:
                 checker.add(f"[[run]] {key}", "has no meaning without [run.workload].")
 

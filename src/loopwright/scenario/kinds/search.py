@@ -25,6 +25,7 @@ from loopwright.selection.plan import ConfirmConfig, ConfirmPlan, plan
 from loopwright.spaces.space import Draws, Noise, Space
 from loopwright.workloads.base import Site, Workload, WorkloadConfig, fingerprint_of, workloads
 from loopwright.workloads.command_config import CommandConfig
+from loopwright.workloads.steps import SteppedWorkload, missing_programs, problems_of
 
 
 class SearchRun(RunKind):
@@ -81,6 +82,7 @@ class SearchRun(RunKind):
             hint = did_you_mean(name, list(self.metric_names))
             checker.add("[[run]] reward", f"reads the metric {name!r}, which the workload does not give. {hint}")
         self._check_place(checker)
+        self._check_steps(raw, checker)
         self._check_stopping(checker)
         self._check_conditions(space, checker)
         if agent is not None and self.agent is not None:
@@ -105,6 +107,15 @@ class SearchRun(RunKind):
             keys += ["[[run]] stop"] if self.stop is not None and not isinstance(workload, CommandConfig) else []
             for key in keys:
                 checker.add(key, f'needs [system] type = "local", not {system.type!r}.')
+
+    def _check_steps(self, raw: dict[str, Any], checker: Checker) -> None:
+        for key, steps in (("pre", self.pre), ("post", self.post)):
+            checker.add_all("[[run]]", problems_of(key, steps, self.workload))
+            if checker.system.type == "local":
+                checker.add_all("[[run]]", missing_programs(key, steps, self.workload, checker.directory))
+        if "iterations" in raw and ("agent" in raw or "repeats" in raw):
+            problem = "is for runs without an agent; use" if "agent" in raw else "means the same; remove"
+            checker.add("[[run]] iterations", f"{problem} `repeats`.")
 
     def _check_stopping(self, checker: Checker) -> None:
         stop, workload = self.stop, self.workload
@@ -211,7 +222,9 @@ class SearchRun(RunKind):
             directory=(context.output / self.name).absolute(),
             system=system,
         )
-        workload = self.workload_class(config, site)
+        workload: Workload = self.workload_class(config, site)
+        if self.agent is None or self.pre or self.post:
+            workload = SteppedWorkload(workload, self.pre, self.post, context.on_start)
         fingerprint = workload.fingerprint()
         module = context.loaded.directory / f"{config.type.partition(':')[0].replace('.', '/')}.py"
         if ":" in config.type and module.is_file():  # the user's own class
