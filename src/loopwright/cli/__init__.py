@@ -23,6 +23,8 @@ VERBS = {
     "export": ("export", "Export trials, episodes, training rows or steps."),
     "episodes": ("episodes", "Show rollouts and their conversations."),
     "reread": ("reread", "Read metrics again from the output of earlier trials."),
+    "remeasure": ("remeasure", "Measure the recommendation of a search again."),
+    "compare": ("compare", "Compare two campaigns: what changed, and by how much."),
     "rejudge": ("rejudge", "Judge stored rollouts again with another judger."),
     "audit": ("audit", "Check that what was captured is token-exact."),
     "serve-env": ("serve_env", "Serve an environment over a socket."),

@@ -123,19 +123,21 @@ def dispatch(
     watch: Watch = lambda _: (),
     signals: Signals | None = None,
     server: GymServer | None = None,
+    agent: Callable[..., Agent] | None = None,
 ) -> int:
     """Run a scenario. 0: every run has a result; 1: a run failed; 130, 143: stopped by a signal.
 
     A failure that leaves the other runs unharmed is a code, and codes accumulate: the agent's own, its `sys.exit`, or a
     server that cannot be reached. Any other exception is a bug or a full disk: no further run starts, the reports are
     still made, and the exception reaches the caller unchanged. `server` replaces what a live run names, and is closed.
+    `agent` is called in place of the class of each run's agent.
     """
     output = Path(output)
     with (signals or Signals()).installed() as signals, hold(output):
         if not resume:
             begin(loaded, output)
         code = 0
-        options: dict[str, Any] = {"accept_changes": accept_changes, "server": server}
+        options: dict[str, Any] = {"accept_changes": accept_changes, "server": server, "agent": agent}
 
         def execute(run: RunKind, on_start: Callable[[], None]) -> int:
             return _run(loaded, run, output, signals, watch, {**options, "on_start": on_start})
@@ -168,6 +170,7 @@ def build(
     accept_changes: bool = False,
     server: GymServer | None = None,
     on_start: Callable[[], None] = lambda: None,
+    agent: Callable[..., Agent] | None = None,
 ) -> BuiltRun:
     """Build one run; if its ledger exists, the run continues from there. A plain run calls `on_start` once it works."""
     # A run without an agent is a grid over a space of one point.
@@ -177,8 +180,8 @@ def build(
             loaded, output, config, resources, accept_changes, server, agent_class, on_start=on_start
         )
         env = run.build_env(context)
-        agent = agent_class(env, config, parallel=loaded.scenario.system.parallel)
-        return BuiltRun(env, agent, resources.pop_all())
+        built = (agent or agent_class)(env, config, parallel=loaded.scenario.system.parallel)
+        return BuiltRun(env, built, resources.pop_all())
 
 
 def _run(

@@ -73,6 +73,22 @@ def _by_regime(samples: Iterable[Sample]) -> dict[str, list[float]]:
     return strata
 
 
+@dataclass(frozen=True)
+class _Moments:
+    """A weighted mean, the variance of that mean, and its degrees of freedom; 0 of them if it has no spread."""
+
+    mean: float
+    error: float
+    freedom: float
+    count: int
+
+    def interval(self, tests: int = 1) -> tuple[float, float] | None:
+        if not self.freedom:
+            return None
+        half = t_quantile(1 - (1 - CONFIDENCE) / 2 / tests, self.freedom) * sqrt(self.error)
+        return self.mean - half, self.mean + half
+
+
 def estimate(
     samples: Iterable[Sample], weights: Mapping[str, float], tests: int = 1, spread: Spread | None = None
 ) -> Estimate:
@@ -82,6 +98,24 @@ def estimate(
     A pooled `spread` is the least that is assumed: a winner of a few measurements is often one whose rare bad ones did
     not occur.
     """
+    moments = _moments(samples, weights, spread)
+    return Estimate(moments.mean, moments.interval(tests), moments.count)
+
+
+def independent_difference(
+    samples: Iterable[Sample], others: Iterable[Sample], weights: Mapping[str, float]
+) -> Estimate:
+    """How much higher the first mean is than the second, from separate measurements (Welch)."""
+    one, two = _moments(samples, weights), _moments(others, weights)
+    error, count = one.error + two.error, one.count + two.count
+    if not (one.freedom and two.freedom):
+        return Estimate(one.mean - two.mean, None, count)
+    squares = one.error**2 / one.freedom + two.error**2 / two.freedom
+    freedom = error**2 / squares if squares else one.freedom + two.freedom
+    return Estimate(one.mean - two.mean, _Moments(one.mean - two.mean, error, freedom, count).interval(), count)
+
+
+def _moments(samples: Iterable[Sample], weights: Mapping[str, float], spread: Spread | None = None) -> _Moments:
     strata = _by_regime(samples)
     total = fsum(weights.get(regime, 1.0) for regime in strata)
     # Where all weights are 0, every regime counts alike.
@@ -101,7 +135,7 @@ def estimate(
         freedom, between = count - 1, variance([fmean(values) for values in strata.values()])
         parts = [(share**2 * between, 0) for share in shares.values()]
     else:
-        return Estimate(mean, None, count)
+        return _Moments(mean, 0.0, 0.0, count)
     error = fsum(part for part, _ in parts)
     # Welch and Satterthwaite: regimes may differ in their spread.
     squares = fsum(part**2 / n for part, n in parts if n)
@@ -110,8 +144,7 @@ def estimate(
     if spread is not None and spread.freedom > freedom:
         least = fsum(share**2 * spread.variance / len(strata[regime]) for regime, share in shares.items())
         error = max(error, least)  # but few degrees of freedom: a winner's own spread is still uncertain
-    half = t_quantile(1 - (1 - CONFIDENCE) / 2 / tests, freedom) * sqrt(error)
-    return Estimate(mean, (mean - half, mean + half), count)
+    return _Moments(mean, error, freedom, count)
 
 
 def tail_weights(samples: Sequence[Sample], weights: Mapping[str, float], share: float) -> dict[str, float]:

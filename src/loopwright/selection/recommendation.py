@@ -122,10 +122,12 @@ def recommend(trials: Iterable[StoredTrial], about: Mapping[str, Any] | None = N
             measured[trial.action_key] = [earlier, trial]
     weights = _weights_of([*measured.values(), *fresh.values()], weigh)
     if any(row.objectives for rows in fresh.values() for row in rows):
-        return replace(
-            _confirmed(measured, fresh, baseline, weights, rules),
-            drift=_drift(baseline, measured, canaries, fresh),
-        )
+        confirmed = _confirmed(measured, fresh, baseline, weights, rules)
+        if confirmed.front:
+            return replace(confirmed, drift=_drift(baseline, measured, canaries, fresh))
+    for key, rows in fresh.items():
+        if any(not row.objectives and not row.is_lost for row in rows):
+            measured.pop(key, None)  # it failed when it was measured again
     common = _common_regimes(measured.values(), weights)
     front, robust = _Front(weights), _Robust(weights)
     by_regime: dict[str, tuple[float, list[StoredTrial]]] = {}
@@ -175,8 +177,6 @@ def _confirmed(
     """The recommendation from the fresh measurements alone."""
     width = max(len(row.objectives) for rows in fresh.values() for row in rows)
     race = standing(fresh, race_rules(baseline, weights, rules, width))
-    # A race that was interrupted in its first round has nothing to compare yet.
-    alive = [key for key in race.alive if any(row.objectives for row in fresh[key])]
     robust = _Robust(weights, tests=len(fresh))
     groups: dict[str, Group] = {}
     by_regime: dict[str, tuple[float, list[StoredTrial]]] = {}
@@ -187,6 +187,8 @@ def _confirmed(
             if regime not in by_regime or reward > by_regime[regime][0]:
                 by_regime[regime] = reward, repeats
         groups[key] = list(regimes.values())
+    # Not those without a result yet, nor those that failed after the race.
+    alive = [key for key in race.alive if groups[key]]
     widest = max(map(len, groups.values()))
     for group in groups.values():
         # Those that dropped out by their mean may still be the best in the worst case.

@@ -37,7 +37,7 @@ def notes(best: Recommendation, label: str) -> list[str]:
     lines = []
     if best.gain is not None and best.baseline is not None:
         lines.append(
-            f"Against the baseline ({measured(best.baseline.reward, label)}): {_difference(best.gain, label)}."
+            f"Against the baseline ({measured(best.baseline.reward, label)}): {describe_difference(best.gain, label)}."
         )
     elif best.is_confirmed and best.baseline is not None and best.front[0] is best.baseline:
         lines.append("The baseline is still the best: no finalist was better in fresh measurements.")
@@ -58,7 +58,8 @@ def notes(best: Recommendation, label: str) -> list[str]:
     return lines
 
 
-def _difference(gain: Estimate, label: str) -> str:
+def describe_difference(gain: Estimate, label: str) -> str:
+    """A difference with its sign and interval, and whether it may be chance."""
     sign = "+" if gain.mean >= 0 else ""
     text = f"{sign}{measured(gain.mean, label)} ({evidence(gain.interval, gain.count)})"
     if gain.interval is not None and gain.interval[0] <= 0 <= gain.interval[1]:

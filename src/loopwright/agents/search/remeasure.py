@@ -1,0 +1,58 @@
+"""Remeasurement: more measurements of what a finished search recommends. No agent learns from them."""
+
+from collections import Counter
+from collections.abc import Awaitable, Iterable
+from typing import Any
+
+from loopwright.agents.search.base import SearchAgent
+from loopwright.core.canonical import key_of
+from loopwright.core.trial import Action, Feedback, Observation, Proposal, Regime, Trial
+from loopwright.envs.search import SearchEnv
+from loopwright.selection.recommendation import recommend
+from loopwright.selection.trials import stored_trials
+
+
+class Remeasurement(SearchAgent):
+    """Measures each recommended action `again` times under each of its regimes, as rows of phase `confirm`.
+
+    The actions take turns, under the same noise in each round.
+    """
+
+    env: SearchEnv
+
+    def __init__(self, env: SearchEnv, config: Any, *, again: int, parallel: int = 1) -> None:
+        super().__init__(env, config, parallel=parallel)
+        ledger = env.book.ledger
+        about, trials = ledger.state("run"), list(stored_trials(ledger))
+        best = recommend(trials, about)
+        candidates = best.by_regime if about.get("conditions_on_regime") else best.front
+        first = {trial.action_key: trial for trial in reversed(trials) if not trial.phase}
+        by_action = {key_of(trial.action): trial for trial in first.values()}
+        repeats = Counter(trial.action_key for trial in trials)
+        confirmed = Counter(trial.action_key for trial in trials if trial.phase == "confirm")
+        self.planned: list[tuple[Action, Regime, int, int, int]] = []
+        """What is left to measure: action, regime, draw of the noise, group and repeat."""
+        for _ in range(again):
+            for candidate in candidates:
+                origin = by_action[key_of(candidate.action)]
+                for regime in candidate.regimes or ({},):
+                    key = origin.action_key
+                    draw = env.rules.repeats + confirmed[key] + 1
+                    self.planned.append((candidate.action, regime, draw, origin.group, repeats[key]))
+                    repeats[key] += 1
+                    confirmed[key] += 1
+
+    def select_action(self, observation: Observation) -> Action | None:
+        return None
+
+    def restore(self, history: Iterable[Proposal]) -> None:
+        """There is nothing to learn."""
+
+    def next_trial(self, unfinished: list[list[Trial]], in_flight: int) -> Awaitable[Feedback] | None:
+        if unfinished:
+            return self.env.resume(unfinished.pop(0))
+        if not self.planned:
+            return None
+        action, regime, draw, group, repeat = self.planned.pop(0)
+        noise = self.env.noise.sample(draw)
+        return self.env.measure_again(action, regime, noise, group=group, repeat=repeat, phase="confirm")
