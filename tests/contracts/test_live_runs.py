@@ -99,7 +99,10 @@ PLAIN = batch_scenario(agent="", args="x = 1", name="plain").replace('name = "te
         (live_scenario().replace("[run.live]", "repeats = 2\n[run.live]"), "repeats"),
         (live_scenario().replace("[run.live]", 'cache = "shared"\n[run.live]'), "cache"),
         (live_scenario(more='[run.workload]\ntype = "command"'), "a workload or a live environment, not both"),
-        (live_scenario().replace("[run.live]", 'depends_on = ["x"]\n[run.live]'), "unknown key 'depends_on'"),
+        (
+            live_scenario().replace("[run.live]", 'depends_on = ["x"]\n[run.live]'),
+            "[[run]] depends_on: has no meaning with",
+        ),
         (live_scenario(more='address = "tcp://localhost:1"'), "give either env_class (a class) or address"),
         (live_scenario(more="[run.live.args]\nspeed = [1, 2]"), "args.speed: has several values"),
         (

@@ -232,10 +232,10 @@ def _events(connection: sqlite3.Connection, kind: str, spec: EventKind) -> Itera
         for seq, key, name, *values in connection.execute(query, (kind,)):
             yield seq, key, name, values
         return
-    where = spec.where.replace("e.key", "?1").replace("e.name", "?2")
+    where = spec.where.replace("e.key", ":key").replace("e.name", ":name")
     rows = f"SELECT {spec.columns} FROM {spec.table} AS r WHERE {where} ORDER BY 1"
     for seq, key, name in connection.execute("SELECT seq, key, name FROM events WHERE kind = ? ORDER BY seq", (kind,)):
-        yield seq, key, name, connection.execute(rows, (key, name)).fetchall()
+        yield seq, key, name, connection.execute(rows, {"key": key, "name": name}).fetchall()
 
 
 def accept_ledger(path: Path) -> Check:
