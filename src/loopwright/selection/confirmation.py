@@ -33,9 +33,11 @@ def finalists(trials: Sequence[StoredTrial], about: Mapping[str, Any]) -> tuple[
         return [], None
     first = {trial.action_key: trial for trial in reversed(ok)}
     baseline = ok[0].action_key
-    # Fewer finalists that are measured well rather than many that are not.
-    several = len(ok[0].objectives) > 1
-    room = max(1, rules["limit"] // max(2 if several else 2 * MIN_ROUNDS, rules["cycle"]) - 1)
+    # Fewer finalists that are measured well rather than many that are not, but two where they fit: a single one is the
+    # luckiest trial.
+    several, limit, cycle = len(ok[0].objectives) > 1, rules["limit"], rules["cycle"]
+    room = limit // max(2 if several else 2 * MIN_ROUNDS, cycle) - 1
+    room = max(1, room, min(2, limit // max(MIN_ROUNDS, cycle) - 1))
     if several:
         numbers = [candidate.trials[0] for candidate in recommend(searched).front]
         chosen = [trial.action_key for trial in ok if trial.number in numbers]
