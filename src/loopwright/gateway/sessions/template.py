@@ -9,6 +9,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import orjson
@@ -19,7 +20,7 @@ from loopwright.core.task import Message
 from loopwright.engines.tokenizer import Tokenizer
 from loopwright.gateway.sessions.tool_calls import HERMES, JSON, LLAMA3, Grammar, Tool, is_json_object
 from loopwright.gateway.sessions.turn_options import PLAIN, TurnOptions
-from loopwright.gateway.sessions.turn_parser import END_THINK, THINK, TurnParser
+from loopwright.gateway.sessions.turn_parser import END_THINK, THINK, TurnParser, visible_ids
 
 _TOOLS = """# Tools
 
@@ -97,13 +98,25 @@ class ChatTemplate(ABC):
     ) -> TurnParser:
         """A parser for one sampled message."""
         return TurnParser(
-            self._tokenizer, self._ends, call_id=call_id, stop=stop, raw=raw, grammar=self.grammar, options=options
+            self._tokenizer,
+            self._control_ids,
+            call_id=call_id,
+            stop=stop,
+            raw=raw,
+            grammar=self.grammar,
+            options=options,
         )
+
+    @cached_property
+    def _control_ids(self) -> frozenset[int]:
+        """The special tokens that are not text: all but those that mark reasoning and tool calls."""
+        marks = (THINK, END_THINK, self.grammar.open, self.grammar.close)
+        return frozenset(number for name, number in self._tokenizer.specials.items() if name not in marks)
 
     def raw_text(self, turn: Node) -> str:
         """What was sampled of a turn, as text: without its end, but with its reasoning, calls and stop string."""
         sampled = turn.ids[len(turn.ids) - turn.sampled :]
-        return self._tokenizer.decode(sampled[:-1] if sampled and sampled[-1] in self._ends else sampled)
+        return self._tokenizer.decode(visible_ids(sampled, self._control_ids))
 
     def text_added(self, message: Message, turn: Node) -> str:
         """What an agent has added to a turn that was cut off, or ended by a stop string, when it sends it back."""

@@ -2,11 +2,13 @@
 
 Deltas are never taken back: joined, they are the message. So the parser holds back what may still become something
 else: half a character, half a stop string, white space before a tool call, and a call until it is complete. A call that
-breaks off or is malformed is text, so that no client takes it for a call: some repair half an object.
+breaks off or is malformed is text, so that no client takes it for a call: some repair half an object. Control tokens
+are not text, wherever they stand; the same characters in ordinary tokens are.
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from loopwright.core.task import Message
@@ -21,6 +23,13 @@ _BETWEEN_CALLS = " \t\r\n;,]"
 _FENCE = re.compile(r"```(?:json)?\s*(?=[\[{])")
 """What some models put before a call without a mark, though nothing asks them to."""
 _PARTIAL_FENCE = re.compile(r"`{1,3}|```(?:j|js|jso|json)?\s*")
+
+
+def visible_ids(ids: Sequence[int], control_ids: AbstractSet[int]) -> Sequence[int]:
+    """The tokens that a user sees as text: all but control tokens."""
+    if ids and ids[-1] in control_ids:
+        ids = ids[:-1]
+    return ids if control_ids.isdisjoint(ids) else [token for token in ids if token not in control_ids]
 
 
 class TextDecoder:
@@ -60,7 +69,7 @@ class TurnParser:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        ends: Container[int],
+        control_ids: AbstractSet[int],
         *,
         call_id: str,
         stop: Sequence[str] = (),
@@ -69,10 +78,9 @@ class TurnParser:
         options: TurnOptions = PLAIN,
     ) -> None:
         self._grammar, self._options, self._raw = grammar, options, raw
-        self._tokenizer, self._ends, self._call_id = tokenizer, ends, call_id
+        self._tokenizer, self._control_ids, self._call_id = tokenizer, control_ids, call_id
         self._decoder: TextDecoder | None = None
         self._stop = tuple(text for text in stop if text)
-        self._held_end: list[int] = []  # an end token, which is text only if something follows it
         self._uncut = ""  # text in which a stop string may still start
         self._buffer = ""
         # A function and not a method of this parser, which would be a cycle for the garbage collector.
@@ -109,16 +117,14 @@ class TurnParser:
             self._tops = [*(self._tops or [()] * len(self._tokens)), *(tops or [()] * len(ids))]
         self._tokens += ids
         self._logprobs += logprobs
-        ids = [*self._held_end, *ids]
-        self._held_end = [ids.pop()] if ids and ids[-1] in self._ends else []
-        if ids and not self.done:
+        if (ids := visible_ids(ids, self._control_ids)) and not self.done:
             self._decoder = self._decoder or TextDecoder(self._tokenizer)
             self._run_until_stop(self._decoder.feed(ids))
         return self._take_deltas()
 
     def parse(self, ids: Sequence[int]) -> None:
         """Parse a complete turn at once: same message as `feed` and `finish`, but faster and without deltas."""
-        text = self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._ends else ids)
+        text = self._tokenizer.decode(visible_ids(ids, self._control_ids))
         start, options, grammar = text.lstrip(), self._options, self._grammar
         has_call = (grammar.bare and start[:1] in "{[`") or (grammar.open and grammar.open in text)
         has_marks = not self._raw and (start.startswith(THINK) or (options.parse_tool_calls and has_call))
