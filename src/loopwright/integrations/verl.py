@@ -144,7 +144,7 @@ class VerlRollouts:
             try:
                 async with self._slots:
                     request = RolloutRequest(task, uuid4().hex, sampling)
-                    episode: Episode = await self._pool.call(request, timeout_s=self.config.deadline_s + _GRACE_S)
+                    episode: Episode = await self._pool.call(request, timeout_s=self.config.total_s + _GRACE_S)
             except PoolDown:
                 raise
             except (WorkerLost, TimeoutError) as error:

@@ -87,7 +87,7 @@ def rollout_env(
         produce=config.produce,
         seed=seed,
         concurrency=loop.concurrency,
-        deadline_s=loop.deadline_s + (loop.queue_s if isinstance(loop, RemoteConfig) and loop.server else 0.0),
+        deadline_s=loop.total_s + (loop.queue_s if isinstance(loop, RemoteConfig) and loop.server else 0.0),
         source=PolicySource(
             engine, loop.sampling, scenario_dir, in_process=engine.type == "transformers" and in_process
         ),

@@ -255,7 +255,7 @@ class RolloutEnv:
         except WorkerLost as error:
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, str(error))
         except TimeoutError:
-            reason = f"the loop did not return within {_GRACE_S:g} s after its deadline of {self._deadline_s:g} s"
+            reason = f"the loop did not return within {_GRACE_S:g} s after its last deadline of {self._deadline_s:g} s"
             return Episode(request.task).failed(Outcome.TIMEOUT, Fault.WORKLOAD, reason)
         return episode
 

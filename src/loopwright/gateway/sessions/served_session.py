@@ -367,7 +367,7 @@ class ServedSession:
     def describe(self) -> dict[str, Any]:
         """The session for its owner: the graph, rows for training, and a verdict per turn."""
         verdicts, nodes = self.session.verdicts, self.session.graph.nodes
-        abandoned = (episode := self.episode()).abandoned
+        abandoned, now = (episode := self.episode()).abandoned, asyncio.get_running_loop().time()
         counts = {str(kind): sum(verdict.kind == kind for verdict in verdicts.values()) for kind in Exactness}
         turns = {
             number: {
@@ -390,7 +390,8 @@ class ServedSession:
             "status": self.status,
             "snapshot": self.snapshot or None,
             "running": len(self._running),
-            "silent_s": self.silent_s,
+            "silent_s": self.silent_s or self.session.silent_s(now),
+            "engine_s": self.session.engine_wait.total_s(now),
             "restored": self.restored,
             "trainable": not counts[Exactness.BROKEN] and not self._running and episode.sampled > 0,
             "verdicts": counts,

@@ -12,6 +12,7 @@ from loopwright.core.outcome import FAULT_OF, Fault, Outcome
 from loopwright.core.task import Message, Task
 from loopwright.engines.base import BadSampling, Chunk, ContextFull, Engine, EngineError, Reasoning, Sampling
 from loopwright.gateway.dialects.fields import BadRequest
+from loopwright.gateway.sessions.engine_wait import EngineWait
 from loopwright.gateway.sessions.exactness import Exactness, Verdict
 from loopwright.gateway.sessions.graph import RAW, Graph, Key, copy_message
 from loopwright.gateway.sessions.model_template import template_of
@@ -101,6 +102,7 @@ class Session:
         self._turns = self._sampled = self._reserved = 0
         self.phases_s: dict[str, float] = {}
         """Seconds per phase so far: `generate`, and what a loop adds with `phase`."""
+        self.engine_wait = EngineWait()
         self.last_token_at: float | None = None
         """When the engine last returned a token, on the event loop's clock."""
         self.interrupted: tuple[str, float, float] | None = None
@@ -360,16 +362,22 @@ class Session:
         """Add the seconds inside to a phase, such as `tools`: work that was done on behalf of the policy."""
         clock = asyncio.get_running_loop().time
         start = clock()
+        self.engine_wait.enter(name, start)
         try:
             yield
         except asyncio.CancelledError:
             self.interrupted = name, start, clock()
             raise
         finally:
-            self.phases_s[name] = self.phases_s.get(name, 0.0) + clock() - start
+            end = clock()
+            self.phases_s[name] = self.phases_s.get(name, 0.0) + end - start
+            self.engine_wait.leave(name, end)
 
-    def silent_s(self) -> float:
-        """How long the engine had returned no token when a turn was last cancelled."""
+    def silent_s(self, now: float | None = None) -> float:
+        """How long the engine has returned no token, or had, without `now`, when a turn was last cancelled."""
+        if now is not None:
+            since = self.engine_wait.since
+            return 0.0 if since is None else now - max(self.last_token_at or since, since)
         name, start, end = self.interrupted or ("", 0.0, 0.0)
         return end - max(self.last_token_at or start, start) if name == "generate" else 0.0
 

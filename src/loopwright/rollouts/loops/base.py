@@ -12,6 +12,7 @@ from loopwright.core.outcome import Outcome
 from loopwright.core.registry import Registry
 from loopwright.core.task import Task
 from loopwright.engines.base import Sampling
+from loopwright.gateway.sessions.engine_wait import MAX_SLOWDOWN
 from loopwright.gateway.sessions.session import Session, SessionLimits
 from loopwright.rollouts.pools.resources import PlacementConfig
 
@@ -25,13 +26,18 @@ class LoopConfig(PlacementConfig):
     sampling: Sampling = Sampling()
     """How the policy is sampled."""
     deadline_s: float = Field(default=600.0, gt=0)
-    """Seconds for one rollout, from its start to its episode."""
+    """Seconds for one rollout, from its start to its episode, without the time in which it waits for the engine."""
     max_turns: int | None = Field(default=None, ge=1)
     """How many turns the policy has; a rollout that needs more is `truncated` and scored as it is."""
     max_tokens: int | None = Field(default=None, ge=1)
     """How many tokens it may sample over all turns."""
     concurrency: int = Field(default=64, ge=1)
     """How many rollouts are in flight at a time, over all workers."""
+
+    @property
+    def total_s(self) -> float:
+        """Seconds after which a rollout is given up, however slow its engine is."""
+        return (1 + MAX_SLOWDOWN) * self.deadline_s
 
     def limits(self) -> SessionLimits:
         """The limits of a session of this loop."""

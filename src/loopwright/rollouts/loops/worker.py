@@ -12,12 +12,11 @@ from loopwright.core.task import Task
 from loopwright.engines.base import ContextFull, Engine, EngineConfig, EngineError, Sampling, engines
 from loopwright.engines.weight_update import WeightUpdate as WeightUpdate
 from loopwright.engines.weight_update import apply_update
+from loopwright.gateway.sessions.engine_wait import MAX_SLOWDOWN
 from loopwright.gateway.sessions.session import BudgetSpent, Session
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, agent_loop, describe_error
 from loopwright.rollouts.pools.base import Worker, contain_failures
 
-STALLED_S = 30.0
-"""An engine that samples no token for this long, or for half of a shorter deadline, has stalled."""
 _TOLERANCE_S = 0.001
 """Timers of event loops may fire slightly early."""
 
@@ -53,7 +52,7 @@ class LoopWorker(Worker):
         config = self._loop.config
         engine, sampling = self._engine.for_session(request.seed), request.merge_sampling(config.sampling)
         session = Session(engine, sampling, seed=request.seed, limits=config.limits())
-        deadline = asyncio.timeout(config.deadline_s)
+        deadline = PolicyDeadline(session, config.deadline_s)
         try:
             async with deadline:
                 episode: Any = await contain_failures(self._loop.run(request.task, session))
@@ -64,8 +63,8 @@ class LoopWorker(Worker):
                 return replace(episode, reward=None, trainable=False, in_baseline=False)
             return episode
         except Exception as error:  # noqa: BLE001  a user's loop may raise anything
-            if isinstance(error, TimeoutError) and deadline.expired():
-                return _timed_out(session, request.task, config.deadline_s, deadline.when() or 0.0)
+            if isinstance(error, TimeoutError) and deadline.expired_at is not None:
+                return _timed_out(session, request.task, deadline)
             for cause in _causes(error):
                 if isinstance(cause, BudgetSpent | ContextFull):
                     return session.episode(request.task, Outcome.TRUNCATED, reason=str(cause))
@@ -95,15 +94,73 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         pending += [each for each in (cause.__cause__, *reversed(inner)) if each is not None]
 
 
-def _timed_out(session: Session, task: Task, deadline_s: float, deadline: float) -> Episode:
+def engine_too_slow(deadline_s: float) -> str:
+    """Why a rollout was given up that used up all of its engine time."""
+    limit_s = MAX_SLOWDOWN * deadline_s
+    return f"the engine needed more than {limit_s:g} s; if the policy may never end, set `max_turns` or `max_tokens`"
+
+
+class PolicyDeadline:
+    """A timeout whose clock stands still while the rollout only waits for its engine.
+
+    The engine has limits of its own: `deadline_s` without a token, and ten deadlines in all.
+    """
+
+    def __init__(self, session: Session, deadline_s: float) -> None:
+        self._session, self.deadline_s = session, deadline_s
+        self._loop = asyncio.get_running_loop()
+        self._start = self._loop.time()
+        self._timeout = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle | None = None
+        self.expired_at: float | None = None
+        """When it expired, on the event loop's clock."""
+        self.engine_failure = ""
+        """What the engine did not do in time, if it waited for the engine when it expired."""
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+        self._session.engine_wait.on_change = self._arm
+        self._arm()
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        self._session.engine_wait.on_change = None
+        if self._timer is not None:
+            self._timer.cancel()
+        return await self._timeout.__aexit__(*error)
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._due()[0], self._check)
+
+    def _due(self) -> tuple[float, str]:
+        """When it expires, and what the engine will not have done by then, if that is the reason."""
+        session, now = self._session, self._loop.time()
+        waited_s = session.engine_wait.total_s(now)
+        if session.engine_wait.since is None:
+            return self._start + self.deadline_s + waited_s, ""
+        silent_at = now - session.silent_s(now) + self.deadline_s
+        slow_at = now + MAX_SLOWDOWN * self.deadline_s - waited_s
+        if silent_at <= slow_at:
+            return silent_at, f"the engine sampled no token for {self.deadline_s:g} s"
+        return slow_at, engine_too_slow(self.deadline_s)
+
+    def _check(self) -> None:
+        due, engine_failure = self._due()
+        now = self._loop.time()
+        if due > now + _TOLERANCE_S:  # tokens have arrived since
+            self._arm()
+            return
+        self.expired_at, self.engine_failure = now, engine_failure
+        self._timeout.reschedule(now)
+
+
+def _timed_out(session: Session, task: Task, deadline: PolicyDeadline) -> Episode:
     """The episode of a rollout that missed its deadline through the policy or its tools, the engine, or the loop."""
-    reason = f"not finished within {deadline_s:g} s"
-    phase, start, end = session.interrupted or ("", 0.0, 0.0)
-    if not phase or end < deadline - _TOLERANCE_S:
+    reason = f"not finished within {deadline.deadline_s:g} s"
+    phase, _, end = session.interrupted or ("", 0.0, 0.0)
+    if not phase or end < (deadline.expired_at or 0.0) - _TOLERANCE_S:
         return session.episode(task, Outcome.TIMEOUT, fault=Fault.WORKLOAD, reason=f"{reason}; the loop hangs")
-    if phase != "generate":
-        return session.episode(task, Outcome.TRUNCATED, reason=f"{reason}; it waited for {phase}")
-    last = session.last_token_at
-    if last is None or end - max(last, start) >= min(STALLED_S, deadline_s / 2):
-        return session.episode(task, Outcome.LOST, reason=f"{reason}; the engine sampled no token")
-    return session.episode(task, Outcome.TRUNCATED, reason=f"{reason}; the policy was still sampling")
+    if deadline.engine_failure:
+        return session.episode(task, Outcome.LOST, reason=deadline.engine_failure)
+    return session.episode(task, Outcome.TRUNCATED, reason=f"{reason}; it waited for {phase}")

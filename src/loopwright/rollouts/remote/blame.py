@@ -10,7 +10,6 @@ from typing import NamedTuple
 from loopwright.core.outcome import Fault, Outcome
 from loopwright.gateway.client import CompletedSession
 from loopwright.gateway.sessions.session import SessionLimits
-from loopwright.rollouts.loops.worker import STALLED_S
 from loopwright.rollouts.remote.agent import AgentExit
 
 
@@ -34,9 +33,13 @@ class TimeLimit:
 
 
 def assign_blame(
-    exit: AgentExit | None, session: CompletedSession, limits: SessionLimits, time_limit: TimeLimit
+    exit: AgentExit | None,
+    session: CompletedSession,
+    limits: SessionLimits,
+    time_limit: TimeLimit,
+    engine_failure: str = "",
 ) -> Blame:
-    """What became of a rollout; `exit` is None for an agent that ran out of time."""
+    """What became of a rollout; `exit` is None for an agent that ran out of time, or whose engine did."""
     turns, failure = session.episode.turns, exit.failure if exit is not None else str(time_limit)
     if session.broken:
         return Blame(Outcome.LOST, Fault.INFRA, session.broken)
@@ -45,9 +48,8 @@ def assign_blame(
     if session.restored and failure:
         return Blame(Outcome.LOST, Fault.INFRA, f"{failure}; the gateway restarted during the rollout")
     if exit is None:
-        if session.silent_s >= min(STALLED_S, time_limit.time_s / 2):
-            reason = f"{failure}; the engine sent no token for {session.silent_s:.3g} s"
-            return Blame(Outcome.LOST, Fault.INFRA, reason)
+        if engine_failure:
+            return Blame(Outcome.LOST, Fault.INFRA, engine_failure)
         if not turns:
             return Blame(Outcome.TIMEOUT, Fault.WORKLOAD, f"{failure}; the agent never called the model")
         return Blame(Outcome.TRUNCATED, Fault.POLICY, f"{failure}; the agent was still working")

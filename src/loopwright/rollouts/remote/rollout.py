@@ -18,9 +18,10 @@ from loopwright.execution.sandbox import Sandbox, SandboxInstance
 from loopwright.execution.sandbox.files import remove, run_in_thread
 from loopwright.gateway.client import CompletedSession, GatewayLost
 from loopwright.gateway.refusal import Refusal
+from loopwright.gateway.sessions.engine_wait import MAX_SLOWDOWN
 from loopwright.gateway.sessions.session_config import SessionConfig
 from loopwright.rollouts.loops.base import describe_error
-from loopwright.rollouts.loops.worker import RolloutRequest
+from loopwright.rollouts.loops.worker import RolloutRequest, engine_too_slow
 from loopwright.rollouts.remote.agent import AgentExit, AgentJob, ExternalAgent, last_user_message
 from loopwright.rollouts.remote.blame import Blame, TimeLimit, assign_blame
 from loopwright.rollouts.remote.config import RemoteConfig
@@ -39,6 +40,8 @@ _HOOK_S = 5.0
 _TEARDOWN_S = 1.0
 """Seconds that an episode waits for the clean-up. How much there is to delete depends on the agent, which must not be
 able to delay its episode in this way."""
+_POLL_SHARE = 0.05
+"""How often an agent that waits for its engine is looked at, as a share of its deadline."""
 _SESSION_TTL_S = 60.0
 """Seconds after the deadline at which the session of a killed worker expires."""
 
@@ -78,6 +81,7 @@ class RemoteRollout:
         self._start = self._clock()
         self._phases: dict[str, float] = {}
         self._time_limit = TimeLimit(self._config.deadline_s, "deadline_s")
+        self._engine_s, self._engine_failure = 0.0, ""
         self._session: AgentSession | None = None
         self._completed: CompletedSession | None = None
 
@@ -120,7 +124,7 @@ class RemoteRollout:
             with self._phase("keep"), suppress(TimeoutError):
                 await asyncio.wait_for(run_in_thread(self._on_workspace, job.sandbox.workspace), _HOOK_S)
         completed = await self._complete(exit)
-        blame = assign_blame(exit, completed, self._config.limits(), self._time_limit)
+        blame = self._blame(exit, completed)
         details = {} if exit is None else dict(exit.details)
         evidence: dict[str, Any] = {"agent": {**details, **self._context.agent.output(job)}}
         if reports and prepared is not None:
@@ -186,7 +190,7 @@ class RemoteRollout:
             exit = await self._run_agent(job, self._agent_deadline(step, tested=tested))
             last = exit is None or bool(exit.failure) or number == len(steps) - 1
             if last:
-                blame = assign_blame(exit, await self._complete(exit), self._config.limits(), self._time_limit)
+                blame = self._blame(exit, await self._complete(exit))
                 if blame.fault not in (None, Fault.POLICY):  # it is tried again, or has no reward
                     break
             if tested and step is not None and prepared is not None:
@@ -199,7 +203,7 @@ class RemoteRollout:
         """When the agent must have ended: by the task's limit, and early enough for tests and clean-up."""
         deadline_s, now = self._config.deadline_s, self._clock()
         verify_s = (self._config.verify_s or deadline_s / 4) if tested else 0.0
-        deadline = self._start + deadline_s - verify_s - min(2.0, 0.05 * deadline_s)
+        deadline = self._start + deadline_s + self._engine_s - verify_s - min(2.0, 0.05 * deadline_s)
         task_limit_s = None if step is None else step.agent_timeout_s
         if task_limit_s is not None and now + task_limit_s < deadline:
             self._time_limit = TimeLimit(task_limit_s, "agent.timeout_sec")
@@ -213,7 +217,10 @@ class RemoteRollout:
         work = asyncio.ensure_future(self._context.agent.work(job))
         try:
             with self._phase("agent"):
-                await asyncio.wait({work}, timeout=max(0.0, deadline - self._clock()))
+                due: float | None = deadline
+                while due is not None and not work.done():
+                    await asyncio.wait({work}, timeout=max(0.0, due - self._clock()))
+                    due = None if work.done() else await self._extend(job, deadline, self._engine_s)
             if work.done():
                 return work.result()
             # End the session before the agent, to see whether the agent or the engine was slow.
@@ -225,11 +232,31 @@ class RemoteRollout:
                 with self._phase("teardown"):
                     await asyncio.wait({work})
 
+    async def _extend(self, job: AgentJob, deadline: float, engine_s: float) -> float | None:
+        """When to look again, because the agent waited for its engine; None if its own time is over, or the engine's.
+
+        `engine_s` is the engine time from before the agent started, which its deadline contains.
+        """
+        session, config = await job.session.describe(), self._config
+        self._engine_s = float(session.get("engine_s", 0.0))
+        if float(session.get("silent_s", 0.0)) >= config.deadline_s:
+            self._engine_failure = f"the engine sent no token for {config.deadline_s:g} s"
+        elif self._engine_s >= MAX_SLOWDOWN * config.deadline_s:
+            self._engine_failure = engine_too_slow(config.deadline_s)
+        left_s = deadline + self._engine_s - engine_s - self._clock()
+        if self._engine_failure or left_s <= 0:
+            return None
+        # Not in arbitrarily small steps: while the engine works, the time that is left stays the same.
+        return self._clock() + max(left_s, _POLL_SHARE * config.deadline_s)
+
+    def _blame(self, exit: AgentExit | None, completed: CompletedSession) -> Blame:
+        return assign_blame(exit, completed, self._config.limits(), self._time_limit, self._engine_failure)
+
     async def _verify(self, prepared: PreparedTask, step: TaskStep, sandbox: SandboxInstance) -> VerifierReport:
         marker, executor, deadline_s = f"{self._marker}.tests", self._context.executor, self._config.deadline_s
         with self._phase("verify"):
             try:
-                async with asyncio.timeout_at(self._start + deadline_s):
+                async with asyncio.timeout_at(self._start + deadline_s + self._engine_s):
                     return await verify(prepared, step, sandbox, executor, self._directory, marker=marker)
             except TimeoutError:
                 error = f"the tests did not finish before the rollout's deadline of {deadline_s:g} s"

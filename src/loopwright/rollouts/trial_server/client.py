@@ -116,14 +116,14 @@ class TrialServerWorker(Worker):
         # The rollout's seed contains the run's seed, the trial and the attempt.
         trial = _SubmittedTrial(self._client, f"{self._run_id}:{rollout.seed}", body)
         try:
-            async with asyncio.timeout(config.queue_s + config.deadline_s + _GRACE_S) as limit:
+            async with asyncio.timeout(config.queue_s + config.total_s + _GRACE_S) as limit:
                 return replace(await trial.episode(), task=rollout.task)
         except TimeoutError:
             await trial.cancel()
             if not limit.expired():
                 raise
             reason = (
-                f"the trial server did not finish within {config.queue_s:g} s in its queue and {config.deadline_s:g} s"
+                f"the trial server did not finish within {config.queue_s:g} s in its queue and {config.total_s:g} s"
             )
             return Episode(rollout.task).failed(Outcome.LOST, Fault.INFRA, reason)
         except asyncio.CancelledError:
