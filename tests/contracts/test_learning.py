@@ -74,7 +74,7 @@ def test_p03_a_turn_of_control_tokens_alone_is_empty_and_streams_as_it_is_record
     assert tuple(token for delta in shown for token in delta.ids) == turn.ids
 
 
-# -- P02: time ----------------------------------------------------------------------------------------------------------
+# -- P02: time --------------------------------------------------------------------------------------------------------
 
 
 def roll_tools(directory: Path, nap_s: float, token_s: float, delay_s: float) -> Episode:
