@@ -122,11 +122,11 @@ class PolicyDeadline:
         self._session.engine_wait.on_change = self._arm
         self._arm()
 
-    async def __aexit__(self, *error: Any) -> bool | None:
+    async def __aexit__(self, *error: Any) -> None:
         self._session.engine_wait.on_change = None
         if self._timer is not None:
             self._timer.cancel()
-        return await self._timeout.__aexit__(*error)
+        await self._timeout.__aexit__(*error)
 
     def _arm(self) -> None:
         if self._timer is not None:
