@@ -4,19 +4,21 @@ Its steps are no trials: they are not part of the budget, and training does not 
 the same seeds and regimes, so that checkpoints are compared under the same conditions. Requires gymnasium.
 """
 
+import base64
 import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 from gymnasium import spaces
 
 from loopwright.agents.rl.learner import EvaluationConfig, PolicyLearner
 from loopwright.agents.rl.library_spaces import flat_actions, flatten_codec
 from loopwright.agents.rl.policy import keep_best
+from loopwright.agents.rl.video import VideoRecorder
 from loopwright.core.confidence import interval
 from loopwright.core.errors import LoopwrightError
 from loopwright.envs.gym.adapter import structure_of
@@ -35,11 +37,13 @@ Choose = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 @dataclass
-class Episodes:
+class EvaluationEpisodes:
     """The episodes of one evaluation."""
 
     returns: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    recorder: VideoRecorder | None = None
+    """Has the frames of the first one, if the environment draws itself."""
 
 
 class LiveEvaluator:
@@ -60,6 +64,7 @@ class LiveEvaluator:
         self._flatten = flatten_codec(self._codec.gym_space, card["library"])
         self._actions = flat_actions(first.action_space, card["library"])
         self._due = env.book.step + config.every
+        self._records = True
 
     def evaluate_if_due(self, learner: PolicyLearner) -> None:
         """Evaluate after every `every` steps of training."""
@@ -74,7 +79,9 @@ class LiveEvaluator:
             random = self._run(self._random)
             if random is not None:
                 self._ledger.set_state(name, random.returns)
-        episodes = self._run(lambda *now: learner.choose(*now, deterministic=self._config.deterministic))
+        episodes = self._run(
+            lambda *now: learner.choose(*now, deterministic=self._config.deterministic), records=self._records
+        )
         if episodes is None or not episodes.returns:
             return
         mean, low, high = interval(episodes.returns, "evaluation")
@@ -96,6 +103,18 @@ class LiveEvaluator:
         if best is None or mean > best["return"]:
             keep_best(learner, self._card)
             self._ledger.set_state(f"best {self._seed}", {"step": number, "return": mean})
+        if episodes.recorder is not None:
+            self._store_video(episodes, number, mean)
+
+    def _store_video(self, episodes: EvaluationEpisodes, step: int, mean: float) -> None:
+        """Keep the first episode as that of the last policy and, if none was better, of the best one."""
+        assert episodes.recorder is not None  # noqa: S101  the caller checks
+        image = base64.b64encode(episodes.recorder.encode()).decode()
+        video = {"step": step, "seed": self._seed, "mean": mean, "return": episodes.returns[0], "png": image}
+        self._ledger.set_state("video last", video)
+        best = self._ledger.state("video best")
+        if best is None or mean > best["mean"]:
+            self._ledger.set_state("video best", video)
 
     def close(self) -> None:
         """Close the server."""
@@ -108,12 +127,15 @@ class LiveEvaluator:
         space: spaces.Space[Any] = self._env.server.action_space if self._actions is None else self._actions.gym_space
         return space.sample(), None
 
-    def _run(self, choose: Choose) -> Episodes | None:
+    def _run(self, choose: Choose, *, records: bool = False) -> EvaluationEpisodes | None:
         """Whole episodes; None if the environment failed, which is logged."""
         try:
             assert self._env.make_server is not None  # noqa: S101  checked above
             self._server = self._server or self._env.make_server()
-            episodes = Episodes()
+            episodes = EvaluationEpisodes()
+            if records and getattr(self._server, "render_mode", None) == "rgb_array":
+                metadata = getattr(self._server, "metadata", None) or {}
+                episodes.recorder = VideoRecorder(float(metadata.get("render_fps") or 30))
             for n in range(self._config.episodes):
                 self._run_episode(choose, n, episodes)
             return episodes
@@ -122,7 +144,17 @@ class LiveEvaluator:
             self.close()
             return None
 
-    def _run_episode(self, choose: Choose, n: int, episodes: Episodes) -> None:
+    def _record(self, episodes: EvaluationEpisodes) -> None:
+        """Add a frame to the video. An environment that cannot draw itself is evaluated all the same."""
+        if episodes.recorder is None:
+            return
+        try:
+            episodes.recorder.record(cast("Any", self._server).render)
+        except Exception as error:  # noqa: BLE001  a user's server may raise anything
+            log.warning("no video of the evaluation: %s: %s", type(error).__name__, error)
+            episodes.recorder, self._records = None, False
+
+    def _run_episode(self, choose: Choose, n: int, episodes: EvaluationEpisodes) -> None:
         server = self._server
         assert server is not None  # noqa: S101
         regime = self._env.draws.sample(n + 1) if self._env.draws.values else {}
@@ -130,6 +162,8 @@ class LiveEvaluator:
         observation, info = server.reset(seed=_FIRST_SEED + n, options=options)
         self._codec.set_regime(regime)
         total, state = 0.0, None
+        if n == 0:
+            self._record(episodes)
         for length in range(1, _MAX_STEPS + 1):
             encoded = self._codec.encode(observation)
             if self._flatten is not None:
@@ -138,6 +172,8 @@ class LiveEvaluator:
             native = action if self._actions is None else self._actions.decode(action)
             observation, reward, terminated, truncated, info = server.step(native)
             total += float(reward)
+            if n == 0:
+                self._record(episodes)
             if terminated or truncated:
                 episodes.returns.append(total)
                 episodes.lengths.append(length)

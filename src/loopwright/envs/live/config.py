@@ -42,6 +42,9 @@ class LiveConfig(Config):
     `type` and the wrapper's arguments."""
     max_episode_steps: int | None = Field(default=None, ge=1)
     """Truncate episodes after this many steps."""
+    render_mode: Literal["rgb_array"] | None = None
+    """Show videos of evaluation episodes in the report: the environment that evaluates is created with this
+    `render_mode`, and its `render()` returns an image. Needs `evaluate = { … }` in [run.agent]."""
     record: Literal["steps", "episodes"] = "steps"
     """Whether the ledger has a row per step or per episode. Steps are counted either way."""
     timeout_s: float = Field(default=30.0, gt=0)
@@ -59,8 +62,10 @@ class LiveConfig(Config):
             raise ValueError("give either env_class (a class) or address (a server)")
         if any(isinstance(one, dict) and not isinstance(one.get("type"), str) for one in self.wrappers):
             raise ValueError('a wrapper is "module:Class", or a table with type = "module:Class" and its arguments')
-        if self.address is not None and (self.wrappers or self.max_episode_steps is not None):
-            raise ValueError("wrappers and max_episode_steps are for env_class; wrap a server where it is created")
+        if self.address is not None and (self.wrappers or self.max_episode_steps is not None or self.render_mode):
+            raise ValueError(
+                "wrappers, max_episode_steps and render_mode are for env_class; wrap a server where it is created"
+            )
         if self.address is not None and self.isolate is not None:
             raise ValueError("isolate is for env_class; a server at an address has its own process already")
         return self
@@ -74,14 +79,15 @@ class LiveConfig(Config):
         limit = [] if self.max_episode_steps is None else [self.max_episode_steps]
         return [*([list(self.wrappers)] if self.wrappers else []), *limit]
 
-    def target(self, scenario_dir: Path, env_params: Collection[str]) -> ServerTarget:
+    def target(self, scenario_dir: Path, env_params: Collection[str], *, renders: bool = False) -> ServerTarget:
         """What the server is created from. The first one is built with the first candidate of what is drawn."""
         path = self.env_class or ""
         accepted = constructor_args(path, scenario_dir)
         drawn = {name: p.values[0] for name, p in self.args.items() if name in env_params and isinstance(p, Choice)}
         taken = {name: value for name, value in drawn.items() if accepted is None or name in accepted}
         wrappers = tuple({"type": one} if isinstance(one, str) else one for one in self.wrappers)
-        return ServerTarget(path, self.fixed(), taken, scenario_dir, wrappers, self.max_episode_steps)
+        fixed = {**self.fixed(), **({"render_mode": self.render_mode} if renders and self.render_mode else {})}
+        return ServerTarget(path, fixed, taken, scenario_dir, wrappers, self.max_episode_steps)
 
     def problems(self, scenario_dir: Path, env_params: Collection[str]) -> list[Problem]:
         """What is wrong with this configuration, as far as that shows without starting the server."""
@@ -104,12 +110,18 @@ class LiveConfig(Config):
         return problems
 
     def _constructor_problems(self, target: ServerTarget, env_params: Collection[str]) -> list[Problem]:
-        accepted = constructor_args(target.path, target.directory) or []
+        signature = constructor_args(target.path, target.directory)
+        accepted = signature or []
         problems = [
             Problem(f"args.{name}", reason)
             for name in target.args
             if accepted and name not in accepted and (reason := misspelled(name, accepted))
         ]
+        if self.render_mode and signature is not None and "render_mode" not in signature:
+            reason = (
+                f"the constructor of {target.path} takes no such argument; accept it, and return images in render()."
+            )
+            problems.append(Problem("render_mode", reason))
         # A regime that only `reset` can apply is tried out, if it can be drawn at all.
         regime = {name: p.values[0] for name, p in self.args.items() if name in env_params and isinstance(p, Choice)}
         probed = probe_spaces(target, {} if regime.keys() <= target.drawn.keys() else regime)
@@ -135,17 +147,21 @@ class LiveConfig(Config):
         """The server's spaces, as far as they are known before the run starts."""
         return ServerSpaces() if self.env_class is None else probe_spaces(self.target(scenario_dir, env_params))
 
-    def connect(self, scenario_dir: Path, env_params: Collection[str]) -> list[GymServer]:
-        """As many servers as `envs` says: together in a process of their own, in this one, or connected to."""
+    def connect(self, scenario_dir: Path, env_params: Collection[str], *, renders: bool = False) -> list[GymServer]:
+        """As many servers as `envs` says: together in a process of their own, in this one, or connected to.
+
+        With `renders` they are created with `render_mode`.
+        """
         if self.env_class is None:
             if self.address is None:
                 raise ServerError("the run names no environment: pass it in Python, as server=…")
             from loopwright.envs.live.remote import RemoteServer  # requires msgpack and gymnasium
 
             return [RemoteServer(self.address, timeout_s=self.timeout_s) for _ in range(self.envs)]
-        target = self.target(scenario_dir, env_params)
+        target = self.target(scenario_dir, env_params, renders=renders)
         if self.isolate is False:
-            return [RegimeServer(target) if target.drawn else target.make() for _ in range(self.envs)]
+            is_plain = not target.drawn and not renders
+            return [target.make() if is_plain else RegimeServer(target) for _ in range(self.envs)]
         from loopwright.envs.live.isolated import IsolatedServer  # requires msgpack and gymnasium
 
         return list(IsolatedServer.several(target, self.envs, timeout_s=self.timeout_s))

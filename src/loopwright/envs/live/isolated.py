@@ -61,6 +61,13 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Render:
+    """An image of the state of one copy."""
+
+    copy: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """A copy raised: the exception's type and message. It is built again by its next reset."""
 
@@ -103,7 +110,7 @@ class EnvProcess:
         self.observation_space, self.action_space = welcome.observation_space, welcome.action_space
         self.metadata: dict[str, Any] = dict(welcome.metadata or {})
 
-    def call(self, requests: Sequence[Reset | Step]) -> list[Any]:
+    def call(self, requests: Sequence[Reset | Step | Render]) -> list[Any]:
         """One response per request: what the environment returned, or a Failure. Raises ServerLost."""
         kind = type(requests[0]).__name__.lower()
         if self._channel is None:
@@ -218,7 +225,7 @@ class IsolatedServer:
     ) -> None:
         self._process, self._copy = process or EnvProcess(target, timeout_s=timeout_s), copy
         self.observation_space, self.action_space = self._process.observation_space, self._process.action_space
-        self.metadata = self._process.metadata
+        self.metadata, self.render_mode = self._process.metadata, target.args.get("render_mode")
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode, in a new process if the last one is gone. A reset that fails is tried again."""
@@ -230,6 +237,10 @@ class IsolatedServer:
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """One step. ServerLost ends the episode; the next reset builds the environment again."""
         return cast("tuple[Any, float, bool, bool, dict[str, Any]]", self._call(Step(self._copy, action)))
+
+    def render(self) -> Any:
+        """An image of the current state."""
+        return self._call(Render(self._copy))
 
     @classmethod
     def several(cls, target: ServerTarget, count: int, *, timeout_s: float | None = None) -> "list[IsolatedServer]":
@@ -257,7 +268,7 @@ class IsolatedServer:
         """End the process."""
         self._process.close()
 
-    def _call(self, request: Reset | Step) -> Any:
+    def _call(self, request: Reset | Step | Render) -> Any:
         (response,) = self._process.call([request])
         if type(response) is Failure:
             raise _failure(response)

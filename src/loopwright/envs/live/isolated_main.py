@@ -12,7 +12,7 @@ from typing import Any
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.imports import look_first_in
 from loopwright.envs.live.channel import Channel
-from loopwright.envs.live.isolated import Failure, Reset, Welcome, frame
+from loopwright.envs.live.isolated import Failure, Render, Reset, Welcome, frame
 from loopwright.envs.live.regime_server import RegimeServer, ServerTarget
 from loopwright.envs.live.server import ServerError
 from loopwright.envs.live.wire import Unsendable, make_sendable
@@ -73,12 +73,20 @@ def _handle(server: RegimeServer, request: Any) -> Any:
     try:
         if type(request) is Reset:
             return server.reset(seed=request.seed, options=request.options)
-        return server.step(request.action)
+        return _render(server) if type(request) is Render else server.step(request.action)
     except ServerError as error:
         return Failure(str(error), is_unusable=True)
     except (Exception, SystemExit) as error:  # noqa: BLE001  a user's environment may raise anything
         server.discard()
         return Failure(f"{type(error).__name__}: {error}")
+
+
+def _render(server: RegimeServer) -> Any:
+    try:
+        return server.render()
+    except Exception as error:
+        # Not a reason to build the copy again: it may go on without images.
+        raise ServerError(f"render() failed: {type(error).__name__}: {error}") from error
 
 
 def _sendable(response: Any) -> Any:

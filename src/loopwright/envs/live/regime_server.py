@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from loopwright.core.errors import did_you_mean
 from loopwright.envs.live.server import GYMNASIUM, GymServer, ServerError, load_factory, make_server
@@ -51,6 +51,7 @@ class RegimeServer:
         self._server: GymServer | None = target.make()
         self.observation_space, self.action_space = self._server.observation_space, self._server.action_space
         self.metadata: dict[str, Any] = dict(getattr(self._server, "metadata", None) or {})
+        self.render_mode = target.args.get("render_mode")
         self.step = self._server.step
         """The step of the current server, without a detour."""
 
@@ -72,6 +73,10 @@ class RegimeServer:
             return observation, {**info, "env_params": {**info.get("env_params", {}), **applied}}
         except (TypeError, ValueError, AttributeError):
             return result  # type: ignore[no-any-return]  # malformed: the environment that called says how
+
+    def render(self) -> Any:
+        """An image of the current state. GymServer does not ask for this method, so a server may not have it."""
+        return cast("Any", self._server).render()
 
     def _check_spaces(self, server: GymServer) -> None:
         for name in ("observation_space", "action_space"):

@@ -42,6 +42,8 @@ class Evaluations:
     baselines: Mapping[int, Sequence[float]] = field(default_factory=dict)
     trials: int = 0
     """The budget of one seed: the next one begins after it."""
+    videos: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """An episode of the last and one of the best policy: `step`, `seed`, `return`, and `png` in base64."""
 
     @classmethod
     def read(cls, ledger: Ledger) -> "Evaluations":
@@ -50,7 +52,10 @@ class Evaluations:
         seeds = dict.fromkeys(step.numbers["seed"] for step in evals)
         baselines = {seed: ledger.state(f"baseline {seed}") or () for seed in seeds}
         agent = ledger.state("run", {}).get("agent") or {}
-        return cls(evals, list(steps(ledger, "train")), baselines, agent.get("trials") or 0)
+        videos = {name: video for name in ("best", "last") if (video := ledger.state(f"video {name}"))}
+        if len(videos) == 2 and videos["best"]["step"] == videos["last"]["step"]:
+            del videos["best"]  # the last policy is the best one
+        return cls(evals, list(steps(ledger, "train")), baselines, agent.get("trials") or 0, videos)
 
     @cached_property
     def results(self) -> list[SeedResult]:

@@ -67,6 +67,17 @@ class LiveRun(RunKind):
             if self.live.envs > 1 and getattr(self.agent, "library", None) != "sb3":
                 checker.add("[run.live] envs", "several environments need an RL agent with library = 'sb3'; remove it.")
             self.check_draws(raw, self.live.args, checker)
+            self._check_evaluation(checker)
+
+    def _check_evaluation(self, checker: Checker) -> None:
+        """Report an evaluation that has no environment of its own, and videos without an evaluation."""
+        evaluates = getattr(self.agent, "evaluation", None) is not None
+        if evaluates and checker.has_server:
+            reason = "needs a second environment, but server=… is one object; name its class in [run.live] env_class."
+            checker.add("[run.agent] evaluate", reason)
+        if self.live.render_mode and not evaluates:
+            reason = "shows episodes of evaluations; set evaluate = { every = 5000, episodes = 20 } in [run.agent]."
+            checker.add("[run.live] render_mode", reason)
 
     def unreachable(self) -> list[Problem]:
         if self.live.address is None:
@@ -111,7 +122,8 @@ class LiveRun(RunKind):
         assert first is not None  # noqa: S101  there is at least one
         if context.server is None:
             one, directory = live.model_copy(update={"envs": 1}), context.loaded.directory
-            first.make_server = lambda: one.connect(directory, self.env_params.keys())[0]
+            renders = live.render_mode is not None
+            first.make_server = lambda: one.connect(directory, self.env_params.keys(), renders=renders)[0]
         context.resources.callback(first.close)
         is_campaign = context.agent_class is not None and issubclass(context.agent_class, SearchAgent)
         return LiveCampaignEnv(first, context.agent.seed) if is_campaign else first
