@@ -17,6 +17,7 @@ NAMES = (
     "callables",
     "slurm",
     "stopping",
+    "race",
     "sockets",
     "live",
     "paddle",

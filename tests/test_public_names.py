@@ -19,7 +19,7 @@ PACKAGES = {
         Gateway GymServer GymnasiumAdapter Job Judger JudgerConfig Ledger LoopConfig LoopwrightError NoResult
         ObsLeafDescriptor Observation Observer Outcome Payload PendingTrial Result Reward RewardFunction Sampling
         ScenarioError SearchAgent Session Space StructuredObservation Study Task TasksConfig Trial TrialStopped
-        Trials Workload WorkloadConfig dispatch engine_of integer load log make report rollout run tune uniform
+        Trials Workload WorkloadConfig dispatch engine_of integer load log make replay report rollout run tune uniform
     """,
     "loopwright.agents": """
         Agent AgentConfig BudgetedConfig SearchAgent SearchConfig SpaceAgent agents rollout_agents
@@ -40,7 +40,7 @@ PACKAGES = {
     """,
     "loopwright.envs": """
         AddressError EnvServer GymServer GymnasiumAdapter LiveAdapter LiveConfig LiveEnv ObsLeafDescriptor
-        RegimeEncoder RemoteServer SearchEnv ServerError ServerLost StructuredObservation VectorAdapter serve
+        RegimeEncoder RemoteServer ReplayEnv SearchEnv ServerError ServerLost StructuredObservation VectorAdapter serve
     """,
     "loopwright.execution": """
         CallExecutor CallResult Command Completion Executor FunctionCall LocalExecutor LocalSystem OnStart SystemConfig

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from loopwright.envs.gym.adapter import GymnasiumAdapter
     from loopwright.envs.gym.observation import ObsLeafDescriptor, StructuredObservation
     from loopwright.envs.live.server import GymServer
+    from loopwright.envs.replay import replay
     from loopwright.gateway.gateway import Gateway
     from loopwright.gateway.sessions.session import Session
     from loopwright.ledger.ledger import Ledger
@@ -98,6 +99,7 @@ _MODULES = {
     "load": "scenario.load",
     "log": "api.tune",
     "make": "scenario.make",
+    "replay": "envs.replay",
     "report": "core.progress",
     "rollout": "api.rollout",
     "run": "api.tune",
@@ -157,6 +159,7 @@ __all__ = [
     "load",
     "log",
     "make",
+    "replay",
     "report",
     "rollout",
     "run",

@@ -25,6 +25,7 @@ VERBS = {
     "reread": ("reread", "Read metrics again from the output of earlier trials."),
     "remeasure": ("remeasure", "Measure the recommendation of a search again."),
     "compare": ("compare", "Compare two campaigns: what changed, and by how much."),
+    "race": ("race", "Race agents on a recorded search, and run nothing."),
     "rejudge": ("rejudge", "Judge stored rollouts again with another judger."),
     "audit": ("audit", "Check that what was captured is token-exact."),
     "serve-env": ("serve_env", "Serve an environment over a socket."),

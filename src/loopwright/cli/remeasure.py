@@ -43,7 +43,9 @@ def command(
             if not ledger.counts().get("ok"):
                 raise LedgerError(f"run {name!r} has no successful trial, so it recommends nothing.")
     loaded = reopen(output)
-    loaded = replace(loaded, runs=tuple(config for config in loaded.runs if config.name in paths))
+    # What a plain run waits for has ended.
+    chosen = (config.model_copy(update={"depends_on": {}}) for config in loaded.runs if config.name in paths)
+    loaded = replace(loaded, runs=tuple(chosen))
     code = run_with_progress(
         loaded,
         output,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from loopwright.envs.live.remote import RemoteServer
     from loopwright.envs.live.serve import EnvServer, serve
     from loopwright.envs.live.server import GymServer, ServerError, ServerLost
+    from loopwright.envs.replay import ReplayEnv
     from loopwright.envs.search import SearchEnv
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "ObsLeafDescriptor",
     "RegimeEncoder",
     "RemoteServer",
+    "ReplayEnv",
     "SearchEnv",
     "ServerError",
     "ServerLost",
@@ -51,6 +53,7 @@ __getattr__ = lazy_exports(
         "ObsLeafDescriptor": "gym.observation",
         "RegimeEncoder": "gym.observation",
         "RemoteServer": "live.remote",
+        "ReplayEnv": "replay",
         "SearchEnv": "search",
         "ServerError": "live.server",
         "ServerLost": "live.server",

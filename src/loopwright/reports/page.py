@@ -65,33 +65,56 @@ def write_report(output: Path, runs: ReadRuns | None = None) -> Path:
         section, row = _run_section(output, digest, charts)
         sections.append(section)
         overview.append(row)
+    return write_page(
+        output / "report.html",
+        title=_title(digests) or output.absolute().name,
+        subtitle=formatting.counted(len(digests), "run") if digests else "no run was found here",
+        unreadable=runs.unreadable,
+        overview=overview,
+        sections=sections,
+        charts=charts,
+    )
+
+
+def write_page(
+    target: Path,
+    *,
+    title: str,
+    subtitle: str,
+    sections: Sequence[str],
+    charts: Sequence[Mapping[str, Any]],
+    unreadable: Sequence[tuple[str, str]] = (),
+    overview: Sequence[OverviewRow] = (),
+) -> Path:
+    """Write a page of sections, each as markup, with the charts that report.js draws in them."""
     library = (_STATIC / "echarts.common.min.js").read_text("utf-8")
     script = (_STATIC / "report.js").read_text("utf-8")
-    page = (
-        _environment()
-        .get_template("page.html")
-        .render(
-            title=_title(digests) or output.absolute().name,
-            style=(_STATIC / "report.css").read_text("utf-8"),
-            # Only these two scripts may run, whatever else gets into the page.
-            hashes=" ".join(
-                f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (library, script)
-            ),
-            written_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            runs_found=formatting.counted(len(digests), "run") if digests else "no run was found here",
-            unreadable=runs.unreadable,
-            overview=overview,
-            sections=sections,
-            data=_embedded(charts),
-            library=library,
-            script=script,
-        )
+    page = render(
+        "page.html",
+        title=title,
+        style=(_STATIC / "report.css").read_text("utf-8"),
+        # Only these two scripts may run, whatever else gets into the page.
+        hashes=" ".join(f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (library, script)),
+        written_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        runs_found=subtitle,
+        unreadable=unreadable,
+        overview=overview,
+        sections=sections,
+        data=_embedded(charts),
+        library=library,
+        script=script,
     )
-    target = output / "report.html"
     with replacing(target) as file:
         # Names on disk may hold bytes that are not text.
         file.write(page.encode("utf-8", "replace").decode())
     return target
+
+
+def render(template: str, **values: Any) -> str:
+    """A template as markup, with every value escaped."""
+    from markupsafe import Markup
+
+    return Markup(_environment().get_template(template).render(**values))  # noqa: S704  rendered with autoescape
 
 
 def read_runs(output: Path, damage: Mapping[str, str] | None = None) -> ReadRuns:
@@ -115,19 +138,16 @@ def _run_section(output: Path, digest: Digest, charts: list[dict[str, Any]]) -> 
     kind, place = KINDS[digest.kind], len(charts)
     try:
         chart = kind.chart(digest)
-        section = (
-            _environment()
-            .get_template(f"{digest.kind}.html")
-            .render(
-                digest=digest,
-                place=place,
-                chart=chart,
-                output=shlex.quote(str(output)),
-                agent=digest.table("agent"),
-                workload=digest.table("workload"),
-                provenance=provenance(digest),
-                **kind.view(digest, chart),
-            )
+        section = render(
+            f"{digest.kind}.html",
+            digest=digest,
+            place=place,
+            chart=chart,
+            output=shlex.quote(str(output)),
+            agent=digest.table("agent"),
+            workload=digest.table("workload"),
+            provenance=provenance(digest),
+            **kind.view(digest, chart),
         )
         row = OverviewRow(
             name=digest.name,
@@ -142,7 +162,7 @@ def _run_section(output: Path, digest: Digest, charts: list[dict[str, Any]]) -> 
         text = Markup(note).format(digest.name, type(error).__name__, error)  # noqa: S704  it escapes its values
         return text, OverviewRow(digest.name)
     charts.append(chart)
-    return Markup(section), row  # noqa: S704  rendered with autoescape
+    return section, row
 
 
 @cache
