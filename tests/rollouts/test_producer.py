@@ -433,8 +433,8 @@ def test_a_bug_is_raised_to_the_caller_that_waits_for_a_batch(tmp_path):
 def test_an_episode_that_cannot_be_stored_loses_only_its_own_sample(tmp_path):
     async def roll(request: RolloutRequest) -> Episode:
         episode = episode_of(request.task, 0)
-        odd = replace(request.task, extra={"handle": object()})
-        return replace(episode, task=odd) if request.seed.split(":")[1] == "1" else episode
+        odd = {"handle": object()}
+        return replace(episode, evidence=odd) if request.seed.split(":")[1] == "1" else episode
 
     async def main():
         async with World(tmp_path, roll) as world:

@@ -83,6 +83,7 @@ class RolloutEnv:
         """Whether rollouts wait for a judger that is down until it is back, instead of failing after a while."""
         self._seed, self._deadline_s, self._cluster = seed, deadline_s, cluster
         self._slots = asyncio.Semaphore(concurrency)
+        self._warned_timeout = False
         ((evaluations,),) = book.ledger.transaction.rows(f"SELECT count({EVALUATED}) FROM trials")
         book.uncounted += evaluations  # the budget is for training
 
@@ -256,8 +257,12 @@ class RolloutEnv:
             return Episode(request.task).failed(Outcome.LOST, Fault.INFRA, str(error))
         except TimeoutError:
             reason = f"the loop did not return within {_GRACE_S:g} s after its last deadline of {self._deadline_s:g} s"
-            return Episode(request.task).failed(Outcome.TIMEOUT, Fault.WORKLOAD, reason)
-        return episode
+            episode = Episode(request.task).failed(Outcome.TIMEOUT, Fault.WORKLOAD, reason)
+        if episode.outcome is Outcome.TIMEOUT and not self._warned_timeout:
+            self._warned_timeout = True
+            log.warning("trial %s: %s; the report counts further ones", request.trial, episode.reason)
+        # A worker may return anything as its task.
+        return episode if episode.task == request.task else replace(episode, task=request.task)
 
     async def _judge(self, trial: Trial, episode: Episode, judging: GroupJudging | None) -> Episode:
         for waits in count():

@@ -1,7 +1,9 @@
 """The loop worker: an agent loop with its engine. Failures of a rollout are recorded in its episode."""
 
 import asyncio
+import logging
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from loopwright.gateway.sessions.engine_wait import MAX_SLOWDOWN
 from loopwright.gateway.sessions.session import BudgetSpent, Session
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, agent_loop, describe_error
 from loopwright.rollouts.pools.base import Worker, contain_failures
+from loopwright.rollouts.pools.steps import BLOCKED_S, WatchedCall, current_call
+
+log = logging.getLogger(__name__)
 
 _TOLERANCE_S = 0.001
 """Timers of event loops may fire slightly early."""
@@ -42,6 +47,7 @@ class LoopWorker(Worker):
 
     def __init__(self, loop: AgentLoop, engine: Engine) -> None:
         self._loop, self._engine = loop, engine
+        self._warned = False
 
     @classmethod
     def build(cls, loop: LoopConfig, engine: EngineConfig, scenario_dir: Path) -> "LoopWorker":
@@ -49,21 +55,20 @@ class LoopWorker(Worker):
         return cls(agent_loop(loop, scenario_dir), engines.get(engine.type)(engine, scenario_dir))
 
     async def handle(self, request: RolloutRequest) -> Episode:
-        config = self._loop.config
+        config, call = self._loop.config, current_call.get() or WatchedCall()
         engine, sampling = self._engine.for_session(request.seed), request.merge_sampling(config.sampling)
         session = Session(engine, sampling, seed=request.seed, limits=config.limits())
         deadline = PolicyDeadline(session, config.deadline_s)
+        call.on_stall.append(deadline.postpone)
         try:
             async with deadline:
-                episode: Any = await contain_failures(self._loop.run(request.task, session))
-            if not isinstance(episode, Episode):
-                kind = type(episode).__name__
-                raise TypeError(f"{type(self._loop).__name__}.run returned a {kind} instead of an Episode")
-            if episode.reward is not None:  # only judgers give rewards: a loop's own must not survive a fault
-                return replace(episode, reward=None, trainable=False, in_baseline=False)
-            return episode
+                # A copy, so that what the loop does to its task does not reach the judger.
+                answer = await contain_failures(self._loop.run(deepcopy(request.task), session))
+            episode = self._checked(answer, request.task)
         except Exception as error:  # noqa: BLE001  a user's loop may raise anything
             if isinstance(error, TimeoutError) and deadline.expired_at is not None:
+                if call.blocked_s_until_now() >= config.deadline_s / 2:
+                    return self._blocked(request.task, session, call)
                 return _timed_out(session, request.task, deadline)
             for cause in _causes(error):
                 if isinstance(cause, BudgetSpent | ContextFull):
@@ -71,6 +76,35 @@ class LoopWorker(Worker):
                 if isinstance(cause, EngineError):
                     return session.episode(request.task, Outcome.LOST, reason=str(cause))
             return session.episode(request.task, Outcome.CRASHED, reason=describe_error(error))
+        finally:
+            call.on_stall.remove(deadline.postpone)
+        if deadline.is_over and call.blocked_s_until_now() >= BLOCKED_S:
+            return self._blocked(request.task, session, call)
+        return episode
+
+    def _checked(self, answer: object, task: Task) -> Episode:
+        """What the loop returned, with the task that it was given, and without a reward."""
+        if not isinstance(answer, Episode):
+            kind = type(answer).__name__
+            raise TypeError(f"{self.describe_calls()} returned a {kind} instead of an Episode")
+        if answer.task != task:
+            if not self._warned:
+                self._warned = True
+                log.warning("%s changes its task; judgers see the original one", self.describe_calls())
+            answer = replace(answer, task=task)
+        if answer.reward is not None:  # only judgers give rewards: a loop's own must not survive a fault
+            return replace(answer, reward=None, trainable=False, in_baseline=False)
+        return answer
+
+    def _blocked(self, task: Task, session: Session, call: WatchedCall) -> Episode:
+        reason = (
+            f"not finished within {self._loop.config.deadline_s:g} s; {self.describe_calls()} blocked the event loop "
+            f"for {call.blocked_s_until_now():.1f} s. Use `await asyncio.to_thread(...)` for code that blocks"
+        )
+        return session.episode(task, Outcome.TIMEOUT, fault=Fault.WORKLOAD, reason=reason)
+
+    def describe_calls(self) -> str:
+        return f"{type(self._loop).__name__}.run"
 
     async def apply_update(self, update: WeightUpdate) -> int:
         return await apply_update(self._engine, update)
@@ -110,6 +144,7 @@ class PolicyDeadline:
         self._session, self.deadline_s = session, deadline_s
         self._loop = asyncio.get_running_loop()
         self._start = self._loop.time()
+        self._stalled_s = 0.0
         self._timeout = asyncio.timeout(None)
         self._timer: asyncio.TimerHandle | None = None
         self.expired_at: float | None = None
@@ -128,6 +163,17 @@ class PolicyDeadline:
             self._timer.cancel()
         await self._timeout.__aexit__(*error)
 
+    def postpone(self, stall_s: float) -> None:
+        """Another rollout has blocked the event loop for this long."""
+        self._stalled_s += stall_s
+        if self._timer is not None and self.expired_at is None:
+            self._arm()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has passed, even if the event loop was blocked and nothing was cancelled."""
+        return self._due()[0] < self._loop.time()
+
     def _arm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -138,9 +184,9 @@ class PolicyDeadline:
         session, now = self._session, self._loop.time()
         waited_s = session.engine_wait.total_s(now)
         if session.engine_wait.since is None:
-            return self._start + self.deadline_s + waited_s, ""
-        silent_at = now - session.silent_s(now) + self.deadline_s
-        slow_at = now + MAX_SLOWDOWN * self.deadline_s - waited_s
+            return self._start + self.deadline_s + waited_s + self._stalled_s, ""
+        silent_at = now - session.silent_s(now) + self.deadline_s + self._stalled_s
+        slow_at = now + MAX_SLOWDOWN * self.deadline_s - waited_s + self._stalled_s
         if silent_at <= slow_at:
             return silent_at, f"the engine sampled no token for {self.deadline_s:g} s"
         return slow_at, engine_too_slow(self.deadline_s)

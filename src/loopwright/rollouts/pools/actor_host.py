@@ -1,13 +1,19 @@
 """What runs in a Ray actor: one worker, with the deadlines and the cancellation of its calls."""
 
 import asyncio
+import mmap
 import sys
-from collections.abc import AsyncGenerator
+import tempfile
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 from loopwright.rollouts.pools.base import StreamingWorker, Worker, WorkerFactory, contain_failures, timeout_error
 from loopwright.rollouts.pools.serialization import pack, pack_exception, unpack
+from loopwright.rollouts.pools.steps import StepWatch, WatchedCall
+
+_MARK_BYTES = 8
 
 
 class ActorHost:
@@ -16,14 +22,17 @@ class ActorHost:
     An answer is a pair: the packed exception or None, and the result.
     """
 
-    def __init__(self, path: list[str]) -> None:
+    def __init__(self, path: list[str], mark_name: str) -> None:
         sys.path[:0] = [entry for entry in path if entry not in sys.path]
         self._worker: Worker | None = None
         self._calls: set[asyncio.Task[Any]] = set()
         self._ended = asyncio.Event()
+        self._mark_file = mark_file(mark_name)
+        self._watch = StepWatch(_open_mark(self._mark_file))
 
     async def start(self, build: bytes, update: bytes | None) -> bytes:
         """Build the worker and apply the latest update; answers with its description and the update's answer."""
+        self._watch.watch_tasks()
         try:
             factory: WorkerFactory = unpack(build)
             self._worker = factory()
@@ -33,7 +42,7 @@ class ActorHost:
             return pack((pack_exception(error), None))
 
     async def handle(self, data: bytes) -> bytes:
-        """Answer one request; the data holds its remaining time, its whole time, and the request."""
+        """Answer one request; the data holds its number, its remaining time, its whole time, and the request."""
         return await self._run("handle", data)
 
     async def stream(self, data: bytes) -> AsyncGenerator[bytes, None]:
@@ -63,6 +72,7 @@ class ActorHost:
             await asyncio.wait(set(self._calls))
         if self._worker is not None:
             await self._worker.close()
+        self._mark_file.unlink(missing_ok=True)
         self._ended.set()
 
     async def _run(self, method: str, data: bytes) -> bytes:
@@ -71,10 +81,11 @@ class ActorHost:
             raise RuntimeError("the actor was called before it was started")
         self._calls.add(call)
         try:
-            left_s, timeout_s, request = unpack(data)
+            number, left_s, timeout_s, request = unpack(data)
             try:
                 async with asyncio.timeout(left_s) as deadline:
-                    answer = await contain_failures(getattr(self._worker, method)(request))
+                    work = contain_failures(getattr(self._worker, method)(request))
+                    answer = await self._watch.run(WatchedCall(number), work)
             except TimeoutError:
                 if deadline.expired():
                     raise timeout_error(timeout_s) from None
@@ -84,3 +95,31 @@ class ActorHost:
             return pack((pack_exception(error), None))
         finally:
             self._calls.discard(call)
+
+
+def mark_file(name: str) -> Path:
+    """The file on an actor's machine in which it marks the call that runs; it outlives the actor's process."""
+    memory = Path("/dev/shm")  # noqa: S108  a file in memory, if there can be one
+    return (memory if memory.is_dir() else Path(tempfile.gettempdir())) / f"loopwright-{name}"
+
+
+def read_mark(name: str) -> int:
+    """The number of the call whose code ran when an actor died; 0 if none ran or nobody knows. Removes the file."""
+    file = mark_file(name)
+    try:
+        return int.from_bytes(file.read_bytes(), "little")
+    except OSError:
+        return 0
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _open_mark(file: Path) -> Callable[[int], None]:
+    file.write_bytes(bytes(_MARK_BYTES))
+    with file.open("r+b") as opened:
+        memory = mmap.mmap(opened.fileno(), _MARK_BYTES)
+
+    def mark(number: int) -> None:
+        memory[:] = number.to_bytes(_MARK_BYTES, "little")
+
+    return mark

@@ -44,6 +44,10 @@ class Worker(ABC):
         """What callers must know about the worker before their first request, such as what a judger needs."""
         return None
 
+    def describe_calls(self) -> str:
+        """What its calls run, for warnings: usually user code."""
+        return type(self).__name__
+
     async def close(self) -> None:
         """Release all resources."""
 

@@ -1,10 +1,14 @@
 """The pool of `workers = 0`: one worker, in this process and event loop."""
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any
 
 from loopwright.rollouts.pools.base import Pool, Worker, WorkerFactory, WorkerLost, contain_failures, timeout_error
+from loopwright.rollouts.pools.steps import StepWatch, WatchedCall
+
+log = logging.getLogger(__name__)
 
 
 class LocalPool(Pool):
@@ -14,6 +18,7 @@ class LocalPool(Pool):
         self._build, self._name, self._grace_s = build, name, grace_s
         self._worker: Worker | None = None
         self._calls: set[asyncio.Task[Any]] = set()
+        self._watch = StepWatch()
 
     async def start(self) -> None:
         if self._worker is None:
@@ -40,8 +45,19 @@ class LocalPool(Pool):
         for call in self._calls:
             call.cancel()
         if self._calls:
-            await asyncio.wait(set(self._calls), timeout=self._grace_s)
-        await worker.close()
+            _, stubborn = await asyncio.wait(set(self._calls), timeout=self._grace_s)
+            if stubborn:
+                log.warning(
+                    "%d calls of %s ignored their cancellation for %g s and are abandoned",
+                    len(stubborn),
+                    worker.describe_calls(),
+                    self._grace_s,
+                )
+        try:
+            async with asyncio.timeout(self._grace_s):
+                await worker.close()
+        except TimeoutError:
+            log.warning("%s did not close within %g s and is abandoned", worker.describe_calls(), self._grace_s)
 
     def _started(self) -> Worker:
         if self._worker is None:
@@ -50,7 +66,8 @@ class LocalPool(Pool):
 
     async def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
         loop = asyncio.get_running_loop()
-        call = loop.create_task(contain_failures(work))
+        watched = WatchedCall()
+        call = loop.create_task(self._watch.run(watched, contain_failures(work)))
         self._calls.add(call)
         # Does what asyncio.wait does at half the cost; this runs once or twice in every rollout.
         wake: asyncio.Future[None] = loop.create_future()
@@ -61,6 +78,14 @@ class LocalPool(Pool):
 
         call.add_done_callback(notify)
         timer = None if timeout_s is None else loop.call_later(timeout_s, notify)
+
+        def move_deadline(stall_s: float) -> None:
+            nonlocal timer
+            if timer is not None:
+                timer.cancel()
+                timer = loop.call_at(timer.when() + stall_s, notify)
+
+        watched.on_stall.append(move_deadline)
         try:
             await wake
             if not call.done():

@@ -5,12 +5,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from loopwright.rollouts.pools.actor_host import ActorHost
+from loopwright.rollouts.pools.actor_host import ActorHost, read_mark
 from loopwright.rollouts.pools.resources import ResourceRequest
 from loopwright.rollouts.pools.router import RoutedWorker
 
@@ -29,6 +31,8 @@ class RayActorHost(ActorHost):
 
 
 _Actor: Any = ray.remote(RayActorHost)
+_read_mark: Any = ray.remote(num_cpus=0, max_retries=0)(read_mark)
+_READ_MARK_S = 10.0
 
 
 class Deadline(NamedTuple):
@@ -50,14 +54,16 @@ class Deadline(NamedTuple):
 class WorkerActor(RoutedWorker):
     """An actor with a worker in it."""
 
-    def __init__(self, index: int, actor: Any) -> None:
-        self.index, self.actor = index, actor
+    def __init__(self, index: int, actor: Any, mark_name: str) -> None:
+        self.index, self.actor, self.mark_name = index, actor, mark_name
         # Looked up once: a handle creates a new method object at each access.
         self.handle: Method = actor.handle.remote
         self.apply_update: Method = actor.apply_update.remote
         self.failure: str | None = None
         """Why it cannot be used any more."""
         self.killed = False
+        self.culprit: asyncio.Task[int] | None = None
+        """Finds out which call it died of."""
         self.update: bytes | None = None
         """The latest update that it applied."""
         self.update_answer: Any = None
@@ -74,9 +80,11 @@ class ActorLost(Exception):
 
     def __init__(self, actor: WorkerActor) -> None:
         super().__init__(actor.failure)
-        self.node = actor.node
-        self.died = not actor.killed
-        """Whether it died by itself, and was not killed because of another call."""
+        self.node, self.actor = actor.node, actor
+
+    async def culprit(self) -> int | None:
+        """The call whose code ran when the actor died; 0 if unknown, None if the pool killed it over another call."""
+        return None if self.actor.culprit is None else await asyncio.shield(self.actor.culprit)
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,8 @@ class ActorPlacement:
             scheduling_strategy=bundle,
             name=None if self.actor_name is None else f"{self.actor_name}-{index}",
         )
-        return WorkerActor(index, options.remote(list(self.path)))
+        mark_name = uuid4().hex
+        return WorkerActor(index, options.remote(list(self.path), mark_name), mark_name)
 
 
 def wait_for(ref: Any) -> asyncio.Task[None]:
@@ -114,6 +123,18 @@ def wait_for(ref: Any) -> asyncio.Task[None]:
             await ref
 
     return asyncio.ensure_future(wait())
+
+
+async def find_culprit(actor: WorkerActor) -> int:
+    """The number of the call whose code ran when the actor died; 0 if none did, or if its machine is gone too."""
+    if actor.node == current_node_id():
+        return read_mark(actor.mark_name)
+    on_its_node = NodeAffinitySchedulingStrategy(actor.node, soft=False)
+    try:
+        async with asyncio.timeout(_READ_MARK_S):
+            return int(await _read_mark.options(scheduling_strategy=on_its_node).remote(actor.mark_name))
+    except (RayError, TimeoutError):
+        return 0
 
 
 def current_node_id() -> str:

@@ -1,7 +1,9 @@
 """The pool of `workers >= 1`: one worker in each of several Ray actors, which are replaced when they die."""
 
 import asyncio
+import logging
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from loopwright.rollouts.pools.ray.actor import (
     Method,
     WorkerActor,
     current_node_id,
+    find_culprit,
     first_line,
     wait_for,
 )
@@ -32,9 +35,14 @@ from loopwright.rollouts.pools.resources import ResourceRequest, Strategy
 from loopwright.rollouts.pools.router import Router
 from loopwright.rollouts.pools.serialization import pack, unpack, unpack_exception
 
+log = logging.getLogger(__name__)
 _MAX_PAUSE_S = 30.0
 _MAX_FAILURES = 4
 """Failed replacements in a row after which the pool counts as down."""
+_MAX_OTHERS = 20
+"""How often a call is issued again because its worker died of another call."""
+_UNKNOWN_CAUSE = 5
+"""How often a death counts if no call's code was running: it may have come from outside, or from a thread of any."""
 _NODE_DEATH_S = 2.0
 """How long it takes until all actors of a dead node are known to be dead."""
 
@@ -71,7 +79,7 @@ class RayPool(Pool):
         self._router: Router[WorkerActor] = Router(max_concurrency)
         self._slots: list[asyncio.Task[WorkerActor]] = []
         self._watches: set[asyncio.Task[None]] = set()
-        self._in_flight = 0
+        self._in_flight, self._numbers = 0, count(1)
         self._update: bytes | None = None
         self._description: Any = None
         self._packed_build = b""
@@ -110,16 +118,21 @@ class RayPool(Pool):
 
     async def call(self, request: Any, *, timeout_s: float | None = None) -> Any:
         self._check_open()
-        deadline = Deadline.after(timeout_s)
-        losses, avoid_node = 0, ""
+        number, deadline = next(self._numbers), Deadline.after(timeout_s)
+        losses, others, avoid_node = 0, 0, ""
         self._in_flight += 1
         try:
             while True:
                 try:
-                    return await self._issue(request, deadline, avoid_node)
+                    return await self._issue(number, request, deadline, avoid_node)
                 except ActorLost as lost:
-                    losses += lost.died
-                    self._check_losses(losses, str(lost))
+                    culprit = await lost.culprit()
+                    if culprit == number:
+                        losses += 1
+                    else:
+                        others += _UNKNOWN_CAUSE if culprit == 0 else 1
+                        deadline = Deadline.after(timeout_s)  # it starts again through no fault of its own
+                    self._check_losses(losses, str(lost), others)
                     avoid_node = await self._node_to_avoid(lost.node, deadline)
         finally:
             self._in_flight -= 1
@@ -127,7 +140,7 @@ class RayPool(Pool):
     async def publish(self, update: Any, *, timeout_s: float | None = None) -> list[Any]:
         self._check_open()
         self._update = data = pack(update, "an update")
-        request = pack((timeout_s, timeout_s, update), "an update")
+        request = pack((0, timeout_s, timeout_s, update), "an update")
         slots = range(len(self._slots))
         return await asyncio.gather(*(self._publish_to(index, data, request, timeout_s) for index in slots))
 
@@ -147,7 +160,15 @@ class RayPool(Pool):
         self._router.mark_down(str(self._closed_error()))
         actors = self._router.backends
         if was_open and actors:
-            await asyncio.wait([wait_for(actor.actor.stop.remote()) for actor in actors], timeout=self._grace_s)
+            stops = {wait_for(actor.actor.stop.remote()): actor for actor in actors}
+            _, pending = await asyncio.wait(stops, timeout=self._grace_s)
+            for index in sorted(stops[stop].index for stop in pending):
+                log.warning(
+                    "worker %d of pool %r was killed: its calls ignored their cancellation for %g s",
+                    index,
+                    self._name,
+                    self._grace_s,
+                )
         for actor in actors:
             self._router.remove(actor)
             actor.kill()
@@ -164,14 +185,14 @@ class RayPool(Pool):
 
     # -- one call -------------------------------------------------------------------------------------------------
 
-    async def _issue(self, request: Any, deadline: Deadline, avoid_node: str) -> Any:
+    async def _issue(self, number: int, request: Any, deadline: Deadline, avoid_node: str) -> Any:
         try:
             async with asyncio.timeout_at(deadline.at):
                 actor = await self._router.acquire(avoid_node)
         except TimeoutError:
             raise timeout_error(deadline.timeout_s) from None
         try:
-            data = pack((deadline.left_s(), deadline.timeout_s, request))
+            data = pack((number, deadline.left_s(), deadline.timeout_s, request))
             return await self._await_answer(actor, actor.handle, data, deadline)
         finally:
             self._router.release(actor)
@@ -232,9 +253,14 @@ class RayPool(Pool):
         if not self._open:
             raise RuntimeError(f"pool {self._name!r} is not open: await its start() first")
 
-    def _check_losses(self, losses: int, reason: str) -> None:
+    def _check_losses(self, losses: int, reason: str, others: int = 0) -> None:
         if not self._open:
             raise self._closed_error()
+        if others > _MAX_OTHERS:
+            raise WorkerLost(
+                f"pool {self._name!r}: one worker after another died during this call, perhaps in a thread of it; "
+                f"the last one with {reason}"
+            )
         if losses > 1:
             raise WorkerLost(
                 f"pool {self._name!r}: two workers died during this call, the last one with {reason}. "
@@ -260,7 +286,7 @@ class RayPool(Pool):
                 self._description, answer = started or (None, None)
                 while failure is None and update is not self._update:  # A newer one was published meanwhile.
                     update = self._update
-                    request = pack((None, None, unpack(update or b"")))
+                    request = pack((0, None, None, unpack(update or b"")))
                     failure, answer = unpack(await actor.apply_update(request))
         except TimeoutError as error:
             actor.kill()
@@ -297,6 +323,7 @@ class RayPool(Pool):
         actor.failure, actor.killed = reason, killed
         self._router.remove(actor)
         actor.kill()
+        actor.culprit = None if killed else asyncio.create_task(find_culprit(actor))
         self._slots[actor.index] = asyncio.create_task(self._start_replacement(actor.index))
 
     async def _start_replacement(self, index: int) -> WorkerActor:

@@ -1,0 +1,109 @@
+"""Which call's code runs on an event loop at any moment: who blocks it, and who ended the process.
+
+An event loop runs one step of one task at a time. A step that blocks takes time from all other calls, whose deadlines
+are then moved; a step during which the process dies was its cause.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextvars import ContextVar
+from typing import Any
+
+BLOCKED_S = 0.25
+"""A step that takes longer than this blocks the event loop."""
+
+
+class WatchedCall:
+    """A call in progress."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self.blocked_s = 0.0
+        """How long its own code has blocked the event loop in earlier steps."""
+        self.step_start_s: float | None = None
+        """When its current step began, on the event loop's clock."""
+        self.on_stall: list[Callable[[float], object]] = []
+        """Called with the seconds that another call has blocked the event loop, to move a deadline."""
+
+    def blocked_s_until_now(self) -> float:
+        """How long its own code has blocked the event loop, the current step included."""
+        if self.step_start_s is None:
+            return self.blocked_s
+        step_s = asyncio.get_running_loop().time() - self.step_start_s
+        return self.blocked_s + (step_s if step_s >= BLOCKED_S else 0.0)
+
+
+current_call: ContextVar[WatchedCall | None] = ContextVar("current_call", default=None)
+"""The call that the running code belongs to."""
+
+
+class StepWatch:
+    """Watches the calls of one event loop. `mark` records the number of the call that runs, 0 for none."""
+
+    def __init__(self, mark: Callable[[int], None] | None = None) -> None:
+        self._mark = mark
+        self._calls: set[WatchedCall] = set()
+
+    async def run(self, call: WatchedCall, work: Awaitable[Any]) -> Any:
+        """Await the code of a call."""
+        current_call.set(call)
+        self._calls.add(call)
+        try:
+            return await _Steps(self, call, work)
+        finally:
+            self._calls.discard(call)
+
+    def watch_tasks(self) -> None:
+        """Watch the tasks that calls create on the running event loop, too."""
+
+        def create(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
+            call = current_call.get()
+            return asyncio.Task(work if call is None else self._steps(call, work), loop=loop, **options)
+
+        asyncio.get_running_loop().set_task_factory(create)
+
+    async def _steps(self, call: WatchedCall, work: Coroutine[Any, Any, Any]) -> Any:
+        return await _Steps(self, call, work)
+
+    def begin_step(self, call: WatchedCall) -> None:
+        """Code of this call runs now."""
+        if self._mark is not None:
+            self._mark(call.number)
+
+    def end_step(self, call: WatchedCall, seconds: float) -> None:
+        """It ran for this long."""
+        if self._mark is not None:
+            self._mark(0)
+        call.step_start_s = None
+        if seconds >= BLOCKED_S:
+            call.blocked_s += seconds
+            for other in self._calls - {call}:
+                for move_deadline in other.on_stall:
+                    move_deadline(seconds)
+
+
+class _Steps:
+    """Awaits something step by step."""
+
+    def __init__(self, watch: StepWatch, call: WatchedCall, work: Awaitable[Any]) -> None:
+        self._watch, self._call, self._work = watch, call, work
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        watch, call, steps = self._watch, self._call, self._work.__await__()
+        clock = asyncio.get_running_loop().time
+        error: BaseException | None = None
+        while True:
+            call.step_start_s = start_s = clock()
+            watch.begin_step(call)
+            try:
+                # Coroutines and generators have `throw`; other iterators need no exceptions.
+                future = next(steps) if error is None else steps.throw(error)
+            except StopIteration as stop:
+                return stop.value
+            finally:
+                watch.end_step(call, clock() - start_s)
+            error = None
+            try:
+                yield future
+            except BaseException as exception:  # noqa: BLE001  passed on to the code that waits
+                error = exception

@@ -1,0 +1,154 @@
+"""Contracts L15 and L16: a rollout that crashes, blocks or hangs costs itself, and nothing keeps a run from ending."""
+
+import asyncio
+import ctypes
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.task import Task
+from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
+from loopwright.rollouts.loops.base import AgentLoop, LoopConfig
+from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
+from loopwright.rollouts.pools.base import WorkerLost
+from loopwright.rollouts.pools.local import LocalPool
+from loopwright.testing.pools import Probe
+from tests.rollouts.harness import World
+from tests.rollouts.pools.ray_cluster import cluster, pool_of
+
+__all__ = ["cluster"]
+TASK = Task("t", ({"role": "user", "content": "1"},), label="1", extra={"points": [1]})
+
+
+class Fatal(Probe):
+    async def end_process(self, how):
+        await asyncio.sleep(0.05)
+        await asyncio.gather(self._end(how))  # in a task of its own, as a tool may be
+
+    async def _end(self, how):
+        await asyncio.sleep(0)
+        ctypes.string_at(0) if how == "segfault" else os._exit(1)
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("how", ["segfault", pytest.param("exit", marks=pytest.mark.slow)])
+def test_l15_a_crash_costs_the_call_that_caused_it_and_its_neighbours_are_issued_again(how):
+    async def main():
+        pool = pool_of(1, Fatal)  # all share one worker, which dies twice
+        await pool.start()
+        try:
+            fatal = asyncio.ensure_future(pool.call(("end_process", how)))
+            others = [asyncio.ensure_future(pool.call(("sleep", 0.3))) for _ in range(8)]
+            assert await asyncio.gather(*others) == [0.3] * 8
+            with pytest.raises(WorkerLost, match="two workers died during this call"):
+                await fatal
+        finally:
+            await pool.close()
+
+    asyncio.run(main())
+
+
+class Blocking(AgentLoop):
+    async def run(self, task, session):
+        if task.id == "blocks":
+            time.sleep(0.9)
+        else:
+            await asyncio.sleep(0.05)
+        return session.episode(task)
+
+
+class Changing(AgentLoop):
+    async def run(self, task, session):
+        task.extra["points"].append(100)
+        task.messages[0]["content"] = "easier"
+        return session.episode(Task(task.id, task.messages, label="what I said", extra=task.extra))
+
+
+def worker_of(loop: type[AgentLoop], deadline_s: float = 600.0) -> LoopWorker:
+    config = LoopConfig(type="test", deadline_s=deadline_s)
+    return LoopWorker(loop(config), ScriptedEngine(ScriptedConfig(), Path()))
+
+
+def test_l16_a_loop_that_blocks_times_out_with_its_name_and_its_neighbours_do_not(tmp_path, caplog):
+    async def main():
+        tasks = [Task("blocks", TASK.messages), *(Task(f"{n}", TASK.messages) for n in range(3))]
+        world = World(tmp_path, None, worker=worker_of(Blocking, 0.5), sources={"t": tasks}, group_size=1)
+        async with world:
+            groups = [world.env.open_group(prompt, 1) for prompt in world.env.tasks.prompts()]
+            return await asyncio.gather(
+                *(world.env.roll(group, trial) for group in groups for trial in group.in_flight.values())
+            )
+
+    episodes = {episode.task.id: episode for episode in asyncio.run(main())}
+    blocking = episodes.pop("blocks")
+    assert (blocking.outcome, blocking.fault) == (Outcome.TIMEOUT, Fault.WORKLOAD)
+    assert "Blocking.run blocked the event loop for 0." in blocking.reason
+    assert Counter(episode.outcome for episode in episodes.values()) == {Outcome.OK: 3}
+    assert sum("Blocking.run blocked the event loop" in record.message for record in caplog.records) == 1
+
+
+def test_l16_a_loop_cannot_change_what_it_is_judged_by(caplog):
+    async def main():
+        pool = LocalPool(lambda: worker_of(Changing))
+        await pool.start()
+        episodes = [await pool.call(RolloutRequest(TASK, str(n))) for n in range(2)]
+        await pool.close()
+        return episodes
+
+    for episode in asyncio.run(main()):
+        assert episode.task == Task("t", ({"role": "user", "content": "1"},), label="1", extra={"points": [1]})
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == ["Changing.run changes its task; judgers see the original one"]
+
+
+STUBBORN = """
+import asyncio, logging, sys, time
+from pathlib import Path
+from loopwright.core import runtime
+from loopwright.rollouts.loops.base import AgentLoop, LoopConfig
+from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
+from loopwright.rollouts.pools.local import LocalPool
+from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
+from loopwright.core.task import Task
+
+class Stubborn(AgentLoop):
+    async def run(self, task, session):
+        while True:
+            try:
+                await (asyncio.to_thread(time.sleep, 1e6) if task.id == "thread" else asyncio.sleep(1e6))
+            except asyncio.CancelledError:
+                pass
+
+async def main():
+    worker = LoopWorker(Stubborn(LoopConfig(type="x", deadline_s=0.1)), ScriptedEngine(ScriptedConfig(), Path()))
+    pool = LocalPool(lambda: worker, grace_s=0.1)
+    await pool.start()
+    for kind in ("thread", "task"):
+        try:
+            await pool.call(RolloutRequest(Task(kind, ({"role": "user", "content": ""},)), "0"), timeout_s=0.2)
+        except TimeoutError:
+            print("timeout")
+    asyncio.ensure_future(pool.call(RolloutRequest(Task("task", ({"role": "user", "content": ""},)), "0")))
+    await asyncio.sleep(0.1)
+    await pool.close()
+
+logging.basicConfig()
+runtime._GRACE_S = 0.2
+runtime.run(main())
+print("ended")
+"""
+
+
+def test_l16_a_loop_that_ignores_cancellation_is_abandoned_and_named():
+    result = subprocess.run([sys.executable, "-c", STUBBORN], capture_output=True, text=True, timeout=60)
+    assert result.stdout.split() == ["timeout", "timeout", "ended"], result.stderr
+    assert "calls of Stubborn.run ignored their cancellation" in result.stderr
+    assert "threads that did not end within 0.2 s are abandoned: to_thread-0" in result.stderr
+    assert "was destroyed" not in result.stderr
