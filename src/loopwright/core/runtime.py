@@ -76,7 +76,7 @@ class _DaemonThreads(ThreadPoolExecutor):
                     future.set_exception(error)
             self._idle.release()
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+    def shutdown(self, wait: bool = True, **_options: Any) -> None:
         """Wait for the threads, at most a few seconds."""
         for _ in self._alive:
             self._calls.put(None)
