@@ -27,6 +27,9 @@ PACKAGES = {
     "loopwright.api": """
         AskTellError BestResult NoResult PendingTrial Report Study Trials
     """,
+    "loopwright.cloudai": """
+        Conversion convert
+    """,
     "loopwright.core": """
         Agent AgentConfig Attempt Config Episode Fault Feedback InvalidAction LaunchError LedgerError LoopwrightError
         MissingExtra Node Observation Outcome OutputBusy Penalties Problem Proposal Registry Result Reward

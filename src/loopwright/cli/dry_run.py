@@ -10,11 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from loopwright.cli.options import ScenarioFile
+from loopwright.cli.cloudai_files import CloudAi, CloudAiOptions, Files, HookDir, SingleSbatch, load_files
 from loopwright.cli.overrides import Overrides, overrides_of
 from loopwright.reports.formatting import short
 from loopwright.rollouts.tasks.mix import TaskMix
-from loopwright.scenario.load import load
 from loopwright.spaces.parameter import Choice, Range
 from loopwright.spaces.space import Draws
 from loopwright.workloads.base import CommandTemplate
@@ -23,10 +22,18 @@ from loopwright.workloads.command_config import CommandConfig
 _EXAMPLES = 3
 
 
-def command(scenario: ScenarioFile, *, overrides: Overrides = None) -> None:
+def command(
+    scenario: Files,
+    *,
+    overrides: Overrides = None,
+    cloudai: CloudAi = False,
+    hook_dir: HookDir = None,
+    single_sbatch: SingleSbatch = False,
+) -> None:
     """Show the space, the number of trials and the first commands of each run. Runs nothing."""
     console = Console(highlight=False)
-    loaded = load(scenario, set=overrides_of(overrides))
+    options = CloudAiOptions(cloudai, hook_dir, single_sbatch)
+    loaded, _ = load_files(scenario, overrides_of(overrides), options)
     parallel = ""
     if any(run.kind in ("search", "live") for run in loaded.runs):
         parallel = f", {_count(loaded.scenario.system.parallel, 'trial')} at a time"

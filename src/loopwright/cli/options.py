@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import orjson
 import typer
 
-ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO", help="A scenario, one TOML file.")]
 OutputArgument = Annotated[Path, typer.Argument(metavar="OUTPUT", help="The output directory of an earlier run.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Write one JSON object per trial and event, for scripts.")]

@@ -1,26 +1,36 @@
 """`loopwright run`: run a scenario."""
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from loopwright.cli.options import JsonLines, Quiet, ScenarioFile
+from loopwright.cli.cloudai_files import CloudAi, CloudAiOptions, Files, HookDir, SingleSbatch, load_files
+from loopwright.cli.options import JsonLines, Quiet
 from loopwright.cli.overrides import Overrides, overrides_of
 from loopwright.cli.progress import run_with_progress
-from loopwright.scenario.load import load
 
 
 def command(
-    scenario: ScenarioFile,
+    scenario: Files,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The directory for results; created if it does not exist.")
-    ],
+        Path | None,
+        typer.Option("--output", "-o", help="The directory for results; created if it does not exist."),
+    ] = None,
     *,
     overrides: Overrides = None,
     quiet: Quiet = False,
     json: JsonLines = False,
+    cloudai: CloudAi = False,
+    hook_dir: HookDir = None,
+    single_sbatch: SingleSbatch = False,
 ) -> None:
-    """Run a scenario and print the result."""
-    loaded = load(scenario, set=overrides_of(overrides))
+    """Run a scenario and print the result. With --cloudai, --output is by default in the system's output_path."""
+    if output is None and not cloudai:
+        raise typer.BadParameter("is missing; give a directory for the results.", param_hint="--output")
+    options = CloudAiOptions(cloudai, hook_dir, single_sbatch)
+    loaded, results = load_files(scenario, overrides_of(overrides), options)
+    if output is None:
+        output = (results or Path()) / f"{loaded.scenario.name}_{time.strftime('%Y-%m-%d_%H-%M-%S')}"
     raise typer.Exit(run_with_progress(loaded, output, quiet=quiet, json=json))

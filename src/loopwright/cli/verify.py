@@ -5,22 +5,27 @@ from typing import Annotated
 
 import typer
 
+from loopwright.cli.cloudai_files import CloudAi, CloudAiOptions, HookDir, SingleSbatch, load_files
 from loopwright.cli.overrides import Overrides, overrides_of
 from loopwright.core.errors import ScenarioError
-from loopwright.scenario.load import load
 
 
 def command(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Scenarios, or directories of them.")],
     *,
     overrides: Overrides = None,
+    cloudai: CloudAi = False,
+    hook_dir: HookDir = None,
+    single_sbatch: SingleSbatch = False,
 ) -> None:
     """Check scenarios without running them. Lists every problem with its file, key and fix.
 
-    Servers that a live run names by address must be reachable.
+    Servers that a live run names by address must be reachable. With --cloudai: SYSTEM TESTS_DIR SCENARIO...
     """
-    files, failed = [], False
-    for path in paths:
+    shared, failed = paths[: min(2, len(paths) - 1)] if cloudai else [], False
+    options = CloudAiOptions(cloudai, hook_dir, single_sbatch)
+    files: list[Path] = []
+    for path in paths[len(shared) :]:
         # A task.toml beside an instruction.md is a task; `loopwright tasks scan` checks it.
         files += [
             file
@@ -29,7 +34,7 @@ def command(
         ]
     for file in files:
         try:
-            loaded = load(file, set=overrides_of(overrides))
+            loaded, _ = load_files([*shared, file], overrides_of(overrides), options)
             if problems := [problem for run in loaded.runs for problem in run.unreachable()]:
                 raise ScenarioError(file, problems)
         except ScenarioError as error:
