@@ -19,8 +19,8 @@ from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.export import flat_row
+from loopwright.reports.objective import Objective, evidence
 from loopwright.reports.page import write_report
-from loopwright.reports.search.headline import evidence
 from loopwright.selection.recommendation import Candidate, recommend
 from loopwright.selection.trials import stored_trials
 
@@ -210,11 +210,10 @@ class Study:
         trials = self.trials()
         by_number = {trial.number: trial for trial in trials}
         with self._ledger() as ledger:
-            source, best = ledger.state("source") or {}, recommend(stored_trials(ledger), ledger.state("run"))
-        rewards = source.get("run", {}).get("reward") or {}
-        return [
-            _result(candidate, [by_number[number] for number in candidate.trials], rewards) for candidate in best.front
-        ]
+            about = ledger.state("run", {})
+            best = recommend(stored_trials(ledger), about)
+        first = Objective.of((*about.get("objectives", ()), "reward")[0])
+        return [_result(each, [by_number[number] for number in each.trials], first) for each in best.front]
 
     def report(self) -> Report:
         """Write `report.html`, the same page that `loopwright report` makes."""
@@ -247,17 +246,13 @@ class Study:
         return "<br>".join(lines)
 
 
-def _result(candidate: Candidate, trials: Sequence[Trial], reward: Any) -> BestResult:
-    """A candidate in the user's own unit: the metric where the reward is one metric, the reward otherwise."""
-    table = reward[0] if isinstance(reward, list) else reward
-    names: list[str] = table.get("metrics") or []
-    negated = table.get("type") == "negative" and len(names) == 1
-    interval = candidate.interval
+def _result(candidate: Candidate, trials: Sequence[Trial], objective: Objective) -> BestResult:
+    """A candidate in the user's own unit."""
     common = set.intersection(*(set(trial.metrics) for trial in trials))
     return BestResult(
         params=candidate.action,
-        value=-candidate.reward if negated else candidate.reward,
-        interval=(-interval[1], -interval[0]) if negated and interval else interval,
+        value=objective.value(candidate.reward),
+        interval=objective.interval(candidate.interval),
         metrics={name: fmean(trial.metrics[name] for trial in trials) for name in trials[0].metrics if name in common},
         trials=candidate.trials,
         confirmed=candidate.confirmed,

@@ -13,8 +13,9 @@ from loopwright.cli.options import emit
 from loopwright.core.errors import LedgerError
 from loopwright.ledger.ledger import Ledger
 from loopwright.ledger.outputs import search_ledger, search_ledgers
-from loopwright.reports.formatting import assignments, counted, measured, number, short
-from loopwright.reports.search.headline import describe_difference, evidence, title
+from loopwright.reports.formatting import assignments, counted, number, short
+from loopwright.reports.objective import Objective
+from loopwright.reports.search.headline import describe_difference, title
 from loopwright.selection.comparison import Comparison, RecordedRun, compare
 from loopwright.selection.estimate import Estimate
 
@@ -76,7 +77,7 @@ def _event(comparison: Comparison) -> dict[str, Any]:
 def _show(comparison: Comparison, before: str, after: str) -> None:
     console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
     one, two = comparison.before, comparison.after
-    label = (*two.labels, "")[0]
+    objective = Objective.of((*two.labels, "")[0])
     console.print(one.name if one.name == two.name else f"{one.name} and {two.name}", style="bold")
     if comparison.changes:
         table = Table("changed", "", before, after, box=None, pad_edge=False)
@@ -89,37 +90,42 @@ def _show(comparison: Comparison, before: str, after: str) -> None:
     for place, run in ((before, one), (after, two)):
         for candidate in run.best.front[:_SHOWN]:
             values = "; ".join(
-                f"{measured(value, name)} ({evidence(interval, candidate.count)})"
-                for value, interval, name in zip(candidate.objectives, candidate.intervals, run.labels, strict=True)
+                f"{own.text(value)} ({own.evidence(interval, candidate.count)})"
+                for value, interval, own in zip(
+                    candidate.objectives, candidate.intervals, map(Objective.of, run.labels), strict=True
+                )
             )
             console.print(f"{title(candidate)} in {place}: {values}   with   {assignments(candidate.action)}")
     if comparison.difference is None:
         console.print(f"difference: cannot be told, {comparison.obstacle}")
     else:
-        console.print(f"difference: {_difference(comparison.difference, label)}")
-    _show_common(console, comparison, label, (before, after))
+        console.print(f"difference: {_difference(comparison.difference, objective)}")
+    _show_common(console, comparison, objective, (before, after))
 
 
-def _show_common(console: Console, comparison: Comparison, label: str, places: tuple[str, str]) -> None:
+def _show_common(console: Console, comparison: Comparison, own: Objective, places: tuple[str, str]) -> None:
     if comparison.shift is None:
         console.print("no configuration was measured in both")
         return
     found = counted(len(comparison.common), "configuration")
-    low, high = comparison.shift.interval or (None, None)
-    shift = f"{comparison.shift.mean:+.5g}" + ("" if low is None else f" ({number(low)} to {number(high)})")
+    low, high = own.interval(comparison.shift.interval) or (None, None)
+    shift = f"{own.value(comparison.shift.mean):+.5g}" + ("" if low is None else f" ({number(low)} to {number(high)})")
     console.print(f"{found} measured in both; mean difference: {shift}")
     table = Table("configuration", *places, "difference", box=None, pad_edge=False)
     for point in comparison.common[:_SHOWN]:
-        sides = (f"{number(side.mean)} ({evidence(side.interval, side.count)})" for side in (point.before, point.after))
-        row = (short(assignments(point.action), 80), *sides, _difference(point.difference, label))
+        sides = (
+            f"{own.text(side.mean)} ({own.evidence(side.interval, side.count)})" for side in (point.before, point.after)
+        )
+        row = (short(assignments(point.action), 80), *sides, _difference(point.difference, own))
         table.add_row(*map(Text, row))
     console.print(table)
     if (rest := len(comparison.common) - _SHOWN) > 0:
         console.print(f"and {number(rest)} more with smaller differences; --json has all")
 
 
-def _difference(difference: Estimate, label: str) -> str:
+def _difference(difference: Estimate, objective: Objective) -> str:
     """A difference with its interval, or that it has none."""
     if difference.interval is None:
-        return f"{'+' if difference.mean >= 0 else ''}{measured(difference.mean, label)} (no interval: measured once)"
-    return describe_difference(difference, label)
+        sign = "+" if objective.value(difference.mean) >= 0 else ""
+        return f"{sign}{objective.text(difference.mean)} (no interval: measured once)"
+    return describe_difference(difference, objective)

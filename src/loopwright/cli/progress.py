@@ -13,9 +13,10 @@ from loopwright.ledger.steps import Kind, Step
 from loopwright.reports.kinds import kind_of
 from loopwright.reports.live.digest import read_live
 from loopwright.reports.live.policy import comparison
+from loopwright.reports.objective import Objective
 from loopwright.reports.progress import RunProgress, show_progress
 from loopwright.reports.rollout.digest import read_rollouts, rollout_result
-from loopwright.reports.search.headline import evidence, notes, title
+from loopwright.reports.search.headline import notes, title
 from loopwright.reports.training.digest import read_training, training_result
 from loopwright.scenario.dispatch import dispatch
 from loopwright.scenario.kinds.base import LoadedScenario
@@ -99,23 +100,26 @@ def _search_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
     counts, about = ledger.counts(), ledger.state("run", {})
     best = recommend(stored_trials(ledger), about)
     by_regime = about.get("conditions_on_regime")
+    objectives = [Objective.of(label) for label in about["objectives"]]
+    first = (*objectives, Objective("reward"))[0]
     candidates = best.by_regime if by_regime else best.front
     lines = [f"{counts.get('ok', 0)} ok of {sum(counts.values()) - counts['cached']} trials"]
     for candidate in candidates[:_MAX_CANDIDATES]:
         under = f"   under {_pairs(candidate.regimes[0])}" if by_regime else ""
-        values = zip(candidate.objectives, candidate.intervals, strict=True)
-        shown = (f"{value:.6g} ({evidence(interval, candidate.count)})" for value, interval in values)
-        reward = dict(zip(about["objectives"], shown, strict=True))
+        values = zip(objectives, candidate.objectives, candidate.intervals, strict=True)
+        reward = {
+            o.name: f"{o.value(value):.6g} ({o.evidence(bounds, candidate.count)})" for o, value, bounds in values
+        }
         lines.append(f"{title(candidate)}  {_pairs(reward, ' = ')}   with   {_pairs(candidate.action)}{under}")
     if len(candidates) > _MAX_CANDIDATES:
         lines.append(f"and {len(candidates) - _MAX_CANDIDATES} more, in best.toml")
     if not by_regime:
         lines += [
-            f"best {choice.rule}  {choice.estimate.mean:.6g} "
-            f"({evidence(choice.estimate.interval, choice.estimate.count)})   with   {_pairs(choice.action)}"
+            f"best {choice.rule}  {first.value(choice.estimate.mean):.6g} "
+            f"({first.evidence(choice.estimate.interval, choice.estimate.count)})   with   {_pairs(choice.action)}"
             for choice in best.robust
         ]
-    lines += notes(best, (*about["objectives"], "")[0])
+    lines += notes(best, first)
     event: dict[str, Any] = {
         "counts": counts,
         "best": [
@@ -132,7 +136,7 @@ def _search_result(ledger: Ledger) -> tuple[dict[str, Any], list[str]]:
     }
     policy = comparison(ledger.state("policy"))
     if policy is not None:
-        lines.append(f"policy, measured at the end: {policy.verdict(about['objectives'][0])}")
+        lines.append(f"policy, measured at the end: {policy.verdict(first)}")
         event["policy"] = policy.alone if policy.means is None else policy.means[0]
         if policy.means is not None:
             event["static"] = policy.means[1]

@@ -12,7 +12,9 @@ import orjson
 from loopwright.core.errors import MissingExtra, storage
 from loopwright.core.trial import Trial
 from loopwright.ledger.ledger import Ledger
-from loopwright.reports.search.headline import evidence, title
+from loopwright.reports.objective import Objective
+from loopwright.reports.search.headline import title
+from loopwright.reports.search.trajectory import write_trajectory
 from loopwright.selection.recommendation import Candidate, Recommendation, recommend
 from loopwright.selection.trials import stored_trials
 from loopwright.spaces.parameter import flat, nested
@@ -20,24 +22,10 @@ from loopwright.spaces.parameter import flat, nested
 
 def write_csv(ledger: Ledger, directory: Path) -> list[Path]:
     """`trajectory.csv` and, where parameters are drawn, `env.csv`: the same trials in the same order."""
-    run = ledger.state("run", {})
-    names = list(run.get("env_params", {}))
+    names = list(ledger.state("run", {}).get("env_params", {}))
     trajectory, env = directory / "trajectory.csv", directory / "env.csv"
     with replacing(trajectory) as file:
-        rows = csv.writer(file)
-        rows.writerow(("trial", "action", "reward", "observation", "env_params", "outcome", "noise", "phase"))
-        after = 0
-        # As the ledger has it: there may be very many rows, and what is JSON there is JSON here.
-        query = (
-            "SELECT number, action, reward, reward_detail, metrics, regime, outcome, noise, phase FROM trials "
-            "WHERE number > ? ORDER BY number LIMIT 2000"
-        )
-        while page := ledger.transaction.rows(query, (after,)):
-            rows.writerows(
-                (number, action, _reward(value, detail), "" if metrics == "{}" else metrics, *rest)
-                for number, action, value, detail, metrics, *rest in page
-            )
-            after = page[-1][0]
+        write_trajectory(ledger, file)
     if not names:
         return [trajectory]
     with replacing(env) as file:
@@ -45,18 +33,6 @@ def write_csv(ledger: Ledger, directory: Path) -> list[Path]:
         rows.writerow(("trial", *names))
         rows.writerows((trial.number, *(trial.regime.get(name) for name in names)) for trial in ledger.trials())
     return [trajectory, env]
-
-
-def _json(value: Any) -> str:
-    return orjson.dumps(value).decode()
-
-
-def _reward(value: float | None, detail: str | None) -> str:
-    """A number, or a list of them for several objectives; empty without a reward."""
-    if detail is None:
-        return ""
-    more = orjson.loads(detail)["more"]
-    return _json([value, *more] if more else value)
 
 
 def write_parquet(ledger: Ledger, path: Path) -> Path:
@@ -112,7 +88,10 @@ def _uniform(column: list[Any]) -> list[Any]:
     if kinds <= {int, float} and len(kinds) == 2:
         return [None if value is None else float(value) for value in column]
     if len(kinds) > 1 or kinds & {dict, list}:
-        return [None if value is None else value if isinstance(value, str) else _json(value) for value in column]
+        return [
+            None if value is None else value if isinstance(value, str) else orjson.dumps(value).decode()
+            for value in column
+        ]
     return column
 
 
@@ -132,17 +111,19 @@ def write_best(ledger: Ledger, path: Path, best: Recommendation | None = None) -
     import tomli_w
 
     numbered = [table | {"name": f"{table['name']}-{i}"} for i, table in enumerate(runs, 1)] if len(runs) > 1 else runs
+    labels = run.get("objectives") or ["reward"] * len(candidates[0].objectives)
+    objectives = [Objective.of(label) for label in labels]
     name = f"{source['name']}: best of {run.get('name')}"
     scenario = {"name": name, "home": source["home"], "system": source["system"], "run": numbered}
     with replacing(path) as file:
         file.write("# The best configuration; run it with `loopwright run`.\n")
         for candidate in candidates:
             rewards = "; ".join(
-                f"{value:g} ({evidence(interval, candidate.count)})"
-                for value, interval in zip(candidate.objectives, candidate.intervals, strict=True)
+                f"{own.name} = {own.value(value):g} ({own.evidence(interval, candidate.count)})"
+                for own, value, interval in zip(objectives, candidate.objectives, candidate.intervals, strict=True)
             )
             numbers = ", ".join(map(str, candidate.trials[:10]))
-            file.write(f"# {title(candidate)}: reward {rewards}, in trial {numbers}\n")
+            file.write(f"# {title(candidate)}: {rewards}, in trial {numbers}\n")
         file.write(tomli_w.dumps(scenario))
     return path
 

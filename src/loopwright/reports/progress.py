@@ -19,6 +19,7 @@ from loopwright.ledger.steps import Kind, Step
 from loopwright.ledger.trial_book import TrialBook
 from loopwright.reports import formatting
 from loopwright.reports.formatting import duration, number
+from loopwright.reports.objective import Objective
 from loopwright.reports.training.progress import TrainingProgress
 
 _LOG_INTERVAL_S = 10.0
@@ -36,7 +37,7 @@ class RunProgress(Observer):
         about = book.ledger.state("run")
         self.name, self.has_rollouts = book.name, about["rollout"] is not None
         self.total: int | None = about["budget"]
-        self.label = (*about["objectives"], "")[0]
+        self.objectives = [Objective.of(label) for label in about["objectives"]]
         self.cached_are_free = not book.count_cached
         self.training = TrainingProgress.of(book.ledger)
         counts = book.ledger.counts()
@@ -116,20 +117,27 @@ class RunProgress(Observer):
             parts = [f"{counted}/{total or '?'} done", f"{self.failed} failed", f"{self.cached} cached"]
             parts += [f"{self.stopped} stopped"] if self.stopped else []
             if self.fresh:
-                rewards = max(map(_rewards, self.fresh.values()), key=fmean)
-                mean, count = fmean(rewards), formatting.counted(len(rewards), "fresh measurement")
-                parts.append(f"confirming: best mean {self.label} = {mean:.6g} ({count})")
+                trials = max(self.fresh.values(), key=lambda trials: _means(trials)[0])
+                count = formatting.counted(len(trials), "fresh measurement")
+                parts.append(f"confirming: best mean {self._values(_means(trials))} ({count})")
             elif self.best is not None and self.best.reward is not None:
-                values = ", ".join(f"{value:.6g}" for value in self.best.reward.objectives)
-                parts.append(f"best {self.label} = {values} (trial {self.best.number}, measured once)")
+                values = self._values(self.best.reward.objectives)
+                parts.append(f"best {values} (trial {self.best.number}, measured once)")
         left = self.seconds_left
         if left is not None and counted < (total or 0):
             parts.append(f"{duration(max(1, round(left)))} left")
         return f"{self.name}: {', '.join(parts)}"
 
+    def _values(self, rewards: Sequence[float]) -> str:
+        """All objectives in their own units."""
+        pairs = zip(self.objectives, rewards, strict=False)
+        return ", ".join(f"{own.name} = {own.value(reward):.6g}" for own, reward in pairs)
 
-def _rewards(trials: Sequence[Trial]) -> list[float]:
-    return [trial.reward.value for trial in trials if trial.reward]
+
+def _means(trials: Sequence[Trial]) -> list[float]:
+    """The mean of each objective."""
+    rewards = [trial.reward.objectives for trial in trials if trial.reward]
+    return [fmean(values) for values in zip(*rewards, strict=True)]
 
 
 class LogLines(RunProgress):

@@ -7,8 +7,9 @@ from math import fsum
 from typing import Any
 
 from loopwright.core.trial import Regime
-from loopwright.reports.formatting import measured, number
+from loopwright.reports.formatting import number
 from loopwright.reports.live.statistics import Difference, stratified_difference
+from loopwright.reports.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,14 @@ class Comparison:
             return f"{number(numbers[0])}–{number(numbers[-1])}"
         return ", ".join(map(number, numbers)) or "–"
 
-    def verdict(self, label: str) -> str:
+    def verdict(self, objective: Objective) -> str:
         """Which of the two wins, in a few words."""
         if self.means is None:
             alone = self.alone
-            return "the policy failed under every regime" if alone is None else f"policy {measured(alone, label)}"
+            return "the policy failed under every regime" if alone is None else f"policy {objective.text(alone)}"
         policy, static = self.means
         winner = ("no clear winner", "the policy wins", "the static action wins")[self.winner]
-        return f"{winner}: {measured(policy, label)} against {measured(static, label)}"
+        return f"{winner}: {objective.text(policy)} against {objective.text(static)}"
 
 
 def comparison(state: Any) -> Comparison | None:

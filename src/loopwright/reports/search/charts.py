@@ -9,6 +9,7 @@ from typing import Any
 
 from loopwright.core.canonical import canonical, key_of
 from loopwright.reports.formatting import assignments, evenly, exact, short
+from loopwright.reports.objective import Objective
 from loopwright.reports.search.digest import Digest
 from loopwright.selection.trials import StoredTrial, counts
 from loopwright.spaces.parameter import Choice, Fixed, Parameter, Range, parameter
@@ -56,7 +57,7 @@ class BestSoFar:
 
 def chart_data(digest: Digest) -> dict[str, Any]:
     """Everything that report.js draws for one run."""
-    ok, labels = digest.ok, digest.labels
+    ok, labels, objectives = digest.ok, digest.labels, digest.objectives
     regimes = {key_of(regime): index for index, regime in enumerate(digest.regimes)}
     lines = [best_lines(digest, objective) for objective in range(len(labels))]
     answer = {number for candidate in digest.best.front for number in candidate.trials}
@@ -72,15 +73,16 @@ def chart_data(digest: Digest) -> dict[str, Any]:
         "labels": labels,
         "last": digest.trials[-1].number if digest.trials else 0,
         "number": [trial.number for trial in points],
-        "rewards": [[trial.objectives[o] for trial in points] for o in range(len(labels))],
+        "rewards": [[own.value(trial.objectives[o]) for trial in points] for o, own in enumerate(objectives)],
+        "lower": [objective.is_minimised for objective in objectives],
         "regime": [regimes.get(trial.regime_key) for trial in points],
         "cached": [int(trial.cached_from is not None) for trial in points],
         "answer": [index for index, trial in enumerate(points) if trial.number in answer],
         "sketch": evenly(range(len(points)), _SKETCHED),
-        "floors": [floor_of([trial.objectives[o] for trial in ok]) for o in range(len(labels))],
+        "floors": [_own(own, floor_of([trial.objectives[o] for trial in ok])) for o, own in enumerate(objectives)],
         "lines": lines,
         "regimes": [short(assignments(regime), 60) for regime in digest.regimes],
-        "regime_means": _means_by([regimes.get(trial.regime_key) for trial in ok], ok, len(regimes)),
+        "regime_means": _means_by([regimes.get(trial.regime_key) for trial in ok], digest, len(regimes)),
         "parameters": axes(digest, indexes),
         "failed": ticks((t.number, str(t.outcome), t.reason) for t in failed),
     }
@@ -96,7 +98,7 @@ def best_lines(digest: Digest, objective: int) -> list[dict[str, Any]]:
     apart = 1 < len(digest.regimes) <= COLOURED
     names = [assignments(regime) for regime in digest.regimes] if apart else [""]
     index = {key_of(regime): number for number, regime in enumerate(digest.regimes)} if apart else {}
-    races = [BestSoFar() for _ in names]
+    races, own = [BestSoFar() for _ in names], digest.objectives[objective]
     steps: list[list[tuple[int, float | None]]] = [[] for _ in names]
     for _, group in groupby(digest.trials, key=lambda trial: trial.group):
         for trial in group:
@@ -105,7 +107,7 @@ def best_lines(digest: Digest, objective: int) -> list[dict[str, Any]]:
                 races[index.get(trial.regime_key, 0)].add(trial.action_key + trial.regime_key, value)
         # Repeats count together: after the group, not after each of them.
         for race, line in zip(races, steps, strict=True):
-            value = race.value()
+            value = _own(own, race.value())
             if value != (line[-1][1] if line else None):
                 line.append((trial.number, value))
     last = digest.trials[-1].number if digest.trials else 0
@@ -119,7 +121,7 @@ def axes(digest: Digest, indexes: Sequence[int]) -> list[dict[str, Any]]:
     """The parameters that varied, in the order of the scenario, with the positions of the trials to draw."""
     specs = digest.table("parameters")
     names = [name for name in specs if name in digest.varied] + sorted(digest.varied.keys() - set(specs))
-    every = (_axis(name, _parameter(specs.get(name)), digest.ok, indexes) for name in names if digest.varied[name])
+    every = (_axis(name, _parameter(specs.get(name)), digest, indexes) for name in names if digest.varied[name])
     return [axis for axis in every if axis is not None]
 
 
@@ -147,12 +149,15 @@ def floor_of(rewards: Sequence[float]) -> float | None:
     return floor((tenth - 0.15 * (high - tenth)) / step) * step
 
 
-def _axis(
-    name: str, space: Parameter | None, trials: Sequence[StoredTrial], indexes: Sequence[int]
-) -> dict[str, Any] | None:
+def _own(objective: Objective, reward: float | None) -> float | None:
+    return None if reward is None else objective.value(reward)
+
+
+def _axis(name: str, space: Parameter | None, digest: Digest, indexes: Sequence[int]) -> dict[str, Any] | None:
     """One parameter as the axis of a chart: of values, with a log scale or not, or of categories with their means."""
     if isinstance(space, Fixed):
         return None
+    trials = digest.ok
     # The values of a range are as many as the trials, and only those that are drawn are needed.
     drawn = [trials[index].action.get(name) for index in indexes]
     values = drawn if isinstance(space, Range) else [trial.action.get(name) for trial in trials]
@@ -176,17 +181,17 @@ def _axis(
         **axis,
         "kind": "category",
         "categories": tuple(short(exact(value), 80) for value in categories.values()),
-        "means": _means_by(positions, trials, len(categories)),
+        "means": _means_by(positions, digest, len(categories)),
         "at": [positions[index] for index in indexes],
     }
 
 
-def _means_by(places: Sequence[float | None], trials: Sequence[StoredTrial], count: int) -> list[float | None]:
-    """The mean reward at each of the places 0..count-1, over all trials."""
+def _means_by(places: Sequence[float | None], digest: Digest, count: int) -> list[float | None]:
+    """The mean of the first objective at each of the places 0..count-1, over all ok trials."""
     values: list[list[float]] = [[] for _ in range(count)]
-    for place, trial in zip(places, trials, strict=True):
+    for place, trial in zip(places, digest.ok, strict=True):
         if count and place is not None:
-            values[int(place)].append(trial.objectives[0])
+            values[int(place)].append(digest.objectives[0].value(trial.objectives[0]))
     return [fsum(rewards) / len(rewards) if rewards else None for rewards in values]
 
 

@@ -14,6 +14,7 @@ from loopwright.core.trial import Regime, Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.formatting import number
 from loopwright.reports.live.policy import Comparison, comparison
+from loopwright.reports.objective import Objective
 from loopwright.selection.recommendation import Candidate, Recommendation, recommend
 from loopwright.selection.trials import StoredTrial, stored_trials
 
@@ -141,13 +142,19 @@ class Digest:
             return False
         return self.finished or self.budget is None or self.count + self.repeats > self.budget
 
-    @cached_property
+    @property
     def labels(self) -> tuple[str, ...]:
         """A name for each objective."""
+        return tuple(objective.name for objective in self.objectives)
+
+    @cached_property
+    def objectives(self) -> tuple[Objective, ...]:
+        """The objectives, as their user measures them."""
         width = max((len(trial.objectives) for trial in self.ok), default=1)
         objectives = self.about.get("objectives")
         names = [str(label) for label in objectives] if isinstance(objectives, list) else []
-        return tuple((names + ["reward", *(f"objective {n}" for n in range(2, width + 1))][len(names) :])[:width])
+        names += ["reward", *(f"objective {n}" for n in range(2, width + 1))][len(names) :]
+        return tuple(Objective.of(name) for name in names[:width])
 
     @cached_property
     def regimes(self) -> list[Regime]:
@@ -195,9 +202,15 @@ class Digest:
         return float("inf") if self.span[0] is None else self.span[0]
 
     def baseline(self, candidate: Candidate) -> Candidate | None:
-        """The action of the first ok trial, if it was measured under the candidate's regimes."""
+        """The pinned or first configuration, if it was measured under the candidate's regimes.
+
+        A random first trial is no baseline: nobody knows it.
+        """
         if self.best.is_confirmed or not self.ok:
             return self.best.baseline
+        agent = self.table("agent")
+        if agent and not agent.get("start") and agent.get("type") != "grid":
+            return None
         action = self.ok[0].action_key
         front = recommend((trial for trial in self.trials if trial.action_key == action), self.about).front
         regimes = {key_of(regime) for regime in candidate.regimes}

@@ -10,10 +10,11 @@ from typing import Any
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Trial
 from loopwright.reports.formatting import assignments, duration, measured, number, short, spread
+from loopwright.reports.objective import Objective
 from loopwright.reports.search.charts import COLOURED, DRAWN
 from loopwright.reports.search.curves import curves_svg
 from loopwright.reports.search.digest import Digest
-from loopwright.reports.search.headline import evidence, gain, notes
+from loopwright.reports.search.headline import gain, notes
 from loopwright.selection.recommendation import Candidate
 
 
@@ -31,9 +32,8 @@ def view(digest: Digest, chart: dict[str, Any]) -> dict[str, Any]:
         "time_summary": time_summary,
         "varied": _varied(digest) if digest.ok else [],
         "answer_title": _answer_title,
-        "evidence": evidence,
         "gain": gain,
-        "notes": notes(digest.best, digest.labels[0]),
+        "notes": notes(digest.best, digest.objectives[0]),
         "metric_rows": _metric_rows,
         "names_of": names_of,
         "parameter_rows": parameter_rows,
@@ -79,15 +79,15 @@ def _answer_title(digest: Digest, best: Candidate) -> str:
 
 
 def reward_range(digest: Digest, best: Candidate) -> tuple[float, float]:
-    """The lowest and the highest reward of its single trials."""
-    numbers = set(best.trials)
-    rewards = [trial.objectives[0] for trial in digest.ok if trial.number in numbers]
+    """The lowest and the highest value of its single trials."""
+    numbers, objective = set(best.trials), digest.objectives[0]
+    rewards = [objective.value(trial.objectives[0]) for trial in digest.ok if trial.number in numbers]
     return min(rewards), max(rewards)
 
 
-def reward_text(candidate: Candidate, label: str) -> str:
-    """The reward of a candidate, and how sure it is."""
-    return f"{measured(candidate.reward, label)} ({evidence(candidate.interval, candidate.count)})"
+def reward_text(candidate: Candidate, objective: Objective) -> str:
+    """The first objective of a candidate, and how sure it is."""
+    return f"{objective.text(candidate.reward)} ({objective.evidence(candidate.interval, candidate.count)})"
 
 
 def parameter_rows(digest: Digest, best: Candidate) -> list[tuple[str, Any, bool]]:
@@ -154,7 +154,7 @@ def _marks(digest: Digest, chart: Mapping[str, Any]) -> list[tuple[str, str]]:
     if chart["answer"]:
         marks.append(("gem", "the answer"))
     if any(floor is not None for floor in chart["floors"]):
-        marks.append(("low", "below the axis"))
+        marks.append(("low", "beyond the axis"))
     if chart["failed"]:
         marks.append(("tick", "failed"))
     return marks

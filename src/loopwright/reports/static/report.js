@@ -51,8 +51,11 @@ function axis(more) {
   };
 }
 
+const lower = (run, objective) => Boolean(run.lower && run.lower[objective]);
+// Beyond the end of an axis that leaves out a few very bad trials.
+const beyond = (run, objective, y) => run.floors[objective] !== null && (lower(run, objective) ? y > run.floors[objective] : y < run.floors[objective]);
 const rewardAxis = (run, objective, more) => axis({
-  type: "value", scale: true, min: run.floors[objective] ?? undefined, axisLine: { show: false },
+  type: "value", scale: true, [lower(run, objective) ? "max" : "min"]: run.floors[objective] ?? undefined, axisLine: { show: false },
   splitLine: { show: true, lineStyle: { color: colour("rule"), opacity: 0.6 } }, ...more,
 });
 
@@ -73,7 +76,7 @@ const named = (name) => ({ name: name.length > 60 ? `${name.slice(0, 59)}…` : 
 
 // The points of some trials: in range, fallen below the axis (drawn at its edge), and those of the answer.
 function points(run, indexes, objective, x, small) {
-  const floor = run.floors[objective], answer = new Set(run.answer), apart = run.regimes.length > 1 && run.regimes.length <= 6;
+  const down = !lower(run, objective), answer = new Set(run.answer), apart = run.regimes.length > 1 && run.regimes.length <= 6;
   const size = small ? 5 : indexes.length > 1000 ? 4 : 6;
   const groups = new Map(), below = [], top = [];
   for (const index of indexes) {
@@ -81,7 +84,7 @@ function points(run, indexes, objective, x, small) {
     if (at === null) continue;
     const point = { value: [at, y], tip: () => describe(run, index) };
     if (answer.has(index)) top.push(point);
-    else if (floor !== null && y < floor) below.push({ ...point, value: [at, 0] });
+    else if (beyond(run, objective, y)) below.push({ ...point, value: [at, down ? 0 : 1] });
     else {
       if (run.cached[index]) point.itemStyle = { color: "transparent", borderWidth: 1.2, borderColor: colour(apart ? `c${run.regime[index] ?? 0}` : "point") };
       const group = apart ? run.regime[index] ?? 0 : -1;
@@ -96,7 +99,7 @@ function points(run, indexes, objective, x, small) {
   }));
   if (below.length) {
     series.push({
-      type: "scatter", data: below, symbol: "triangle", symbolRotate: 180, symbolSize: 7, symbolOffset: [0, -5],
+      type: "scatter", data: below, symbol: "triangle", symbolRotate: down ? 180 : 0, symbolSize: 7, symbolOffset: [0, down ? -5 : 5],
       yAxisIndex: 1, itemStyle: { color: colour("point"), opacity: 0.8 }, z: 2,
     });
   }
@@ -240,7 +243,6 @@ function strip(run, figure, names, means, place) {
   const shake = (index) => (((index * 0.618034) % 1) - 0.5) * 0.5;
   const at = (index) => (place(index) === null ? null : place(index) + shake(index));
   const bars = means.map((mean, column) => ({ value: [column, mean], tip: () => card(names[column], [["mean", mean]]) }));
-  const floor = run.floors[0];
   return base({
     xAxis: axis({
       type: "value", min: -0.5, max: names.length - 0.5, interval: 1,
@@ -253,7 +255,7 @@ function strip(run, figure, names, means, place) {
     series: [
       ...points(run, sketch(run), 0, at, true),
       {
-        type: "scatter", data: bars.filter((bar) => bar.value[1] !== null && (floor === null || bar.value[1] >= floor)), symbol: "rect",
+        type: "scatter", data: bars.filter((bar) => bar.value[1] !== null && !beyond(run, 0, bar.value[1])), symbol: "rect",
         symbolSize: [Math.max(8, width / 2), 3], itemStyle: { color: colour("ink") }, z: 4,
       },
     ],

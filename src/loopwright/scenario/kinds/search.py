@@ -18,6 +18,7 @@ from loopwright.core.reward import Objectives
 from loopwright.envs.search import SearchEnv, TrialRules
 from loopwright.envs.stopping import FidelityConfig, StopConfig
 from loopwright.ledger.shared_cache import SharedCache
+from loopwright.reports.search.trajectory import TrajectoryFile
 from loopwright.scenario.checker import Checker
 from loopwright.scenario.kinds.base import BuildContext, RunKind
 from loopwright.scenario.schema import EpisodeConfig
@@ -242,6 +243,9 @@ class SearchRun(RunKind):
             confirm=confirmation.described() if confirmation else None,
             stop=None if self.stop is None else self.stop.model_dump(mode="json"),
         )
+        trajectory = TrajectoryFile(book.ledger, book.directory)
+        context.resources.callback(trajectory.close)
+        book.observers.append(trajectory)
         shared = None
         if self.cache == "shared":
             path = Path(system.shared_cache).expanduser() if system.shared_cache else context.output / "cache.db"

@@ -1,0 +1,77 @@
+import csv
+
+import pytest
+
+from loopwright.ledger.ledger import Ledger
+from loopwright.reports.objective import Objective
+from loopwright.reports.search.headline import describe_difference, gain
+from loopwright.scenario.dispatch import begin, build
+from loopwright.scenario.load import load
+from loopwright.selection.estimate import Estimate
+
+SCENARIO = """
+name = "own-units"
+[[run]]
+name = "fast"
+agent = { type = "grid" }
+reward = { type = "negative", metrics = ["loss"] }
+[run.workload]
+type = "command"
+command = "sh -c 'test {x} != 2 && echo loss={x}'"
+metrics = { loss = { regex = 'loss=(\\d+)' } }
+[run.workload.args]
+x = [1, 2, 3]
+"""
+
+
+@pytest.mark.parametrize(
+    ("label", "name", "is_minimised"),
+    [
+        ("−loss", "loss", True),
+        ("-loss", "loss", True),
+        ("−a + −b", "a + b", True),
+        ("gflops", "gflops", False),
+        ("1/seconds", "1/seconds", False),
+        ("−a + b", "−a + b", False),
+        ("goodput - 0.03 * rtt_ms", "goodput - 0.03 * rtt_ms", False),
+        ("", "", False),
+    ],
+)
+def test_a_label_tells_the_metric_and_its_direction(label, name, is_minimised):
+    assert Objective.of(label) == Objective(name, is_minimised)
+
+
+def test_minimised_objectives_are_never_shown_negated():
+    objective = Objective.of("−ttft_s")
+
+    assert objective.text(-0.5) == "0.5\u00a0s"
+    assert objective.interval((-0.6, -0.4)) == (0.4, 0.6)
+    assert objective.text(0.0) == "0\u00a0s"
+    assert gain(-2.0, -1.0, objective) == "−50 %"
+    difference = Estimate(mean=0.25, interval=(0.1, 0.4), count=5)
+    assert describe_difference(difference, objective) == "−0.25\u00a0s (−0.4 to −0.1, 5 measurements)"
+
+
+def test_s11_trajectory_is_appended_while_the_run_goes(tmp_path):
+    (tmp_path / "study.toml").write_text(SCENARIO)
+    loaded, output = load(tmp_path / "study.toml"), tmp_path / "out"
+    output.mkdir()
+    begin(loaded, output)
+    built = build(loaded, loaded.runs[0], output)
+    path = output / "fast" / "trajectory.csv"
+    try:
+        built.agent.run()
+        # Nothing was closed or written at the end: this is what `kill -9` leaves.
+        rows = list(csv.DictReader(path.read_text().splitlines()))
+    finally:
+        built.resources.close()
+
+    assert list(rows[0])[:6] == ["trial", "action", "reward", "observation", "env_params", "outcome"]
+    assert sorted((row["action.x"], row["outcome"], row["metric.loss"]) for row in rows) == [
+        ("1", "ok", "1.0"),
+        ("2", "crashed", ""),
+        ("3", "ok", "3.0"),
+    ]
+    assert all(float(row["wall_s"]) >= 0 for row in rows if row["outcome"] == "ok")
+    with Ledger.read(output / "fast" / "ledger.db") as ledger:
+        assert len(rows) == sum(1 for _ in ledger.trials())
