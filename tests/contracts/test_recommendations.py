@@ -51,7 +51,7 @@ def test_q01_without_confirmation_it_says_measured_once(tmp_path, agent):
     assert not any(trial.phase for trial in trials(tmp_path))
     best = Study.read(tmp_path / "out").best
     assert (best.interval, best.measurements, best.confirmed) == (None, 1, False)
-    assert "# best: reward 3 (measured once), in trial" in (tmp_path / "out/r/best.toml").read_text()
+    assert "# best: y = 3 (measured once), in trial" in (tmp_path / "out/r/best.toml").read_text()
     assert "measured once" in (tmp_path / "out/report.html").read_text()
 
 
