@@ -33,6 +33,8 @@ $(VENV)/.system: $(VENV)/.ready $(VENV)/.compiler  # for the tests
 	@command -v node >/dev/null || $(call install,nodejs)
 	@command -v bwrap >/dev/null || $(call install,bubblewrap)
 	@command -v slurmctld >/dev/null || $(call install,slurm-wlm munge)
+	@command -v dockerd >/dev/null || $(call install,docker.io)
+	@command -v mmdebstrap >/dev/null || $(call install,mmdebstrap)
 	@touch $@
 
 # Installs Debian packages if we may; otherwise names the missing ones.

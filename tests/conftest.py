@@ -2,7 +2,11 @@
 
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from loopwright.execution.sandbox.docker import remove_stale_containers
+from tests import real_docker
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
@@ -12,3 +16,21 @@ settings.load_profile("untimed")
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def docker_address():
+    """A real Docker daemon, for slow tests."""
+    if missing := real_docker.missing_tools():
+        pytest.skip(f"a Docker daemon needs {', '.join(missing)}")
+    with real_docker.docker_daemon() as address:
+        yield address
+
+
+@pytest.fixture
+def docker_daemon(docker_address, monkeypatch):
+    """The real daemon is the one that sandboxes use."""
+    monkeypatch.setenv("DOCKER_HOST", docker_address)
+    monkeypatch.setenv("DOCKER_BUILDKIT", "0")
+    remove_stale_containers.cache_clear()
+    return docker_address

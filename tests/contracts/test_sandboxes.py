@@ -8,11 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from loopwright.execution.sandbox import Bounds, sandbox_of
 from loopwright.execution.sandbox.cgroup import Cgroup
+from loopwright.execution.sandbox.docker import Docker
 from loopwright.execution.sandbox.seccomp import ABSENT, DENIED
 from loopwright.testing.sandboxes import SandboxHarness
 
@@ -47,8 +49,12 @@ print("outside: reached, inside:", harness.output_of(harness.python(script, addr
 """
 
 
-@pytest.fixture
-def harness(tmp_path):
+@pytest.fixture(params=["bwrap", pytest.param("docker", marks=pytest.mark.slow)])
+def harness(request, tmp_path):
+    if request.param == "docker":
+        request.getfixturevalue("docker_daemon")
+        readable = (Path(sys.prefix), Path(sys.base_prefix))
+        return SandboxHarness(tmp_path, sandbox_of("docker", readable=readable))
     return SandboxHarness(tmp_path, sandbox_of("bwrap"))
 
 
@@ -65,7 +71,9 @@ def test_a07_every_call_of_the_filter_fails(harness):
         print(ctypes.get_errno())
     """
     errors = {*harness.output_of(harness.python(script, *map(str, numbers))).split()}
-    assert errors == {"1", "38"}
+    # Docker's libseccomp ignores calls that are newer than itself; they need privileges that are dropped.
+    too_new = {"22"} if isinstance(harness.sandbox, Docker) else set()
+    assert errors - too_new == {"1", "38"}
 
 
 def test_a07_a_namespace_beside_the_sandbox_is_out_of_reach(tmp_path):

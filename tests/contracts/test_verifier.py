@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from loopwright.execution.sandbox import links, sandbox_of
-from tests.execution.sandbox.fake_docker import has_real_image
 from tests.rollouts.harbor import run_verifier, write
 
 TASKS = Path(__file__).parents[2] / "examples" / "tasks"
@@ -22,18 +21,23 @@ EXPECTED = {"tests__expected.txt": "42\n"}
 def available(name):
     if name == "bwrap" and shutil.which("bwrap") is None:
         pytest.skip("needs bubblewrap")
-    if name == "docker" and not has_real_image():
-        pytest.skip("needs a Docker daemon with its default image")
     return sandbox_of(name)
 
 
-@pytest.fixture(params=["bwrap", "docker"])
+DOCKER = pytest.param("docker", marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=["bwrap", DOCKER])
 def isolating(request):
+    if request.param == "docker":
+        request.getfixturevalue("docker_daemon")
     return available(request.param)
 
 
-@pytest.fixture(params=["none", "bwrap", "docker"])
+@pytest.fixture(params=["none", "bwrap", DOCKER])
 def sandbox(request):
+    if request.param == "docker":
+        request.getfixturevalue("docker_daemon")
     return available(request.param)
 
 

@@ -47,12 +47,10 @@ def _script(text: str, directory: Path) -> Command:
 async def run_verifier(path: Path, directory: Path, work=lambda workspace: None, sandbox=None, agent: str = ""):
     """The report of the task's tests after `work` changed the workspace and this script ran in its sandbox."""
     (directory / "workspace").mkdir()
-    prepared = prepare(task_at(path), directory / "workspace", TaskLocator(directory))
+    prepared = prepare(task_at(path), directory / "workspace", TaskLocator(directory), sandbox or NoSandbox())
     executor, reports = LocalExecutor(), []
     try:
-        async with (sandbox or NoSandbox()).open(
-            directory / "workspace", mount_at=prepared.layout.workdir, hide=prepared.hide
-        ) as instance:
+        async with (sandbox or NoSandbox()).open(directory / "workspace", **prepared.sandbox_options) as instance:
             for step in prepared.task.steps:
                 stage(prepared, step, directory / "workspace")
                 work(directory / "workspace")

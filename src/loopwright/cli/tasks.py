@@ -56,6 +56,9 @@ def scan(
     problems += [f"{id}: {problem}" for id, done in checks.items() for problem in done.problems]
     for problem in problems:
         typer.echo(problem, err=True)
+    for each in entries:
+        if each.needs_docker and each.id not in checks:
+            typer.echo(each.needs_docker, err=True)
     good = [each for each in entries if each.task is not None and not (each.id in checks and checks[each.id].problems)]
     if output is not None and good:
         _write(good, directory, name, split, output)
@@ -106,9 +109,12 @@ def _show(entries: Sequence["TaskDirectory"], checks: "Mapping[str, TaskCheck]")
     if entries:
         Console(highlight=False).print(table)
         good = sum(each.task is not None for each in entries)
-        typer.echo(
-            f"{len(entries)} tasks, {len(entries) - good} of them unusable" if good < len(entries) else f"{good} tasks"
-        )
+        facts = [f"{len(entries)} tasks"]
+        if good < len(entries):
+            facts.append(f"{len(entries) - good} of them unusable")
+        if count := sum(bool(each.needs_docker) for each in entries):
+            facts.append(f'{count} only with sandbox = "docker"')
+        typer.echo(", ".join(facts))
 
 
 def _yes(there: bool) -> str:

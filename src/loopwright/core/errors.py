@@ -34,7 +34,9 @@
     ├── GatewayLost (ConnectionError)    a remote gateway cannot be reached       gateway/client.py
     │   └── TrialServerLost              a trial server is gone, or lost a trial  rollouts/trial_server/client.py
     ├── TasksError (ValueError)          a source has no tasks, or invalid ones   rollouts/tasks/sources.py
-    │   └── TaskChanged                  a task's directory changed during a run  rollouts/tasks/harbor/task.py
+    │   ├── TaskChanged                  a task's directory changed during a run  rollouts/tasks/harbor/task.py
+    │   └── ImageRequired                a task needs its own container image     rollouts/tasks/harbor/task.py
+    ├── ImageError (ValueError)          an image cannot be pulled or built   execution/sandbox/docker_images.py
     ├── JudgeFailed (RuntimeError)       a judger gave no verdict; not a zero     rollouts/judgers/base.py
     │   ├── JudgerDown                   too many failures in a row               rollouts/judgers/guard.py
     │   ├── BadVerdict (ValueError)      a verdict is not a finite number  rollouts/judgers/verdict_parsing.py

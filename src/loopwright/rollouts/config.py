@@ -13,7 +13,7 @@ from loopwright.core.tagged_config import config_parser
 from loopwright.rollouts.judgers.base import AnyJudger, JudgerConfig
 from loopwright.rollouts.loops.base import LoopConfig, loops
 from loopwright.rollouts.pools.resources import ResourceRequest
-from loopwright.rollouts.tasks.sources import Sources, TasksConfig, source_problems
+from loopwright.rollouts.tasks.sources import Sources, TasksConfig, select_tasks, source_problems
 
 _AnyLoop = Annotated[SerializeAsAny[LoopConfig], BeforeValidator(config_parser(loops))]
 
@@ -87,8 +87,24 @@ class RolloutConfig(Config):
         problems += [Problem(f"judger.{p.key}", p.message) for p in self.judger.problems(scenario_dir)]
         problems += self._exposed_sources(sources, scenario_dir)
         return (
-            problems or self._routing_problems(sources, scenario_dir) or self._evidence_problems(sources, scenario_dir)
+            problems
+            or self._refusal_problems(sources, scenario_dir)
+            or self._routing_problems(sources, scenario_dir)
+            or self._evidence_problems(sources, scenario_dir)
         )
+
+    def _refusal_problems(self, sources: Sequence[TasksConfig], scenario_dir: Path) -> list[Problem]:
+        """Sources of which no task can be attempted."""
+        problems = []
+        for source in sources:
+            tasks, skipped = select_tasks(source, scenario_dir, self.loop.refusal)
+            if not tasks:
+                first, count = next(iter(skipped.items())), len(skipped)
+                more = f"; and {count - 1} more" if count > 1 else ""
+                problems.append(
+                    Problem(f"tasks, {source.label()}", f"no task can be attempted: {first[0]}: {first[1]}{more}.")
+                )
+        return problems
 
     def _exposed_sources(self, sources: Sequence[TasksConfig], scenario_dir: Path) -> list[Problem]:
         """Sources that an agent could read: labels, tests and solutions."""
@@ -115,7 +131,9 @@ class RolloutConfig(Config):
         if missing := required - set(self.loop.evidence):
             needs = f"needs {', '.join(sorted(missing))}, which loop type {self.loop.type!r} does not record"
             return [Problem("judger", f'{needs}; use loop = {{ type = "remote", ... }}.')]
-        tasks = [task for source in sources for task in source.load(scenario_dir)] if required else []
+        refusal = self.loop.refusal
+        usable = (task for source in sources for task in select_tasks(source, scenario_dir, refusal)[0])
+        tasks = list(usable) if required else []
         problems = ((t.id, self.judger.task_problem(t) or self.loop.task_problem(t, scenario_dir)) for t in tasks)
         messages = [f"task {name} cannot be judged: {problem}" for name, problem in problems if problem]
         more = f"; and {len(messages) - 1} more" if len(messages) > 1 else ""

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,13 +20,6 @@ sys.exit(int(daemon.recv(16) or b"125"))
 """
 
 
-def has_real_image():
-    """Whether there is a real daemon with the default image."""
-    if shutil.which("docker") is None:
-        return False
-    return subprocess.run(["docker", "image", "inspect", IMAGE], capture_output=True, check=False).returncode == 0
-
-
 class FakeDocker:
     """The daemon, as threads of the test. Containers see the file system of this machine, but not its environment."""
 
@@ -43,6 +35,10 @@ class FakeDocker:
         self._listener.bind(str(home / "daemon"))
         self._listener.listen()
         threading.Thread(target=self._serve, daemon=True).start()
+
+    def calls(self, *names):
+        """The requests for these subcommands."""
+        return [words for words in self.requests if words[0] in names]
 
     def running(self):
         return [name for name, (_, process) in self.containers.items() if process.poll() is None]
@@ -80,7 +76,8 @@ class FakeDocker:
         client.close()
 
     def _run(self, words, stdout, stderr):
-        options, argv = words[: words.index(IMAGE)], words[words.index(IMAGE) + 1 :]
+        position = next(n for n, word in enumerate(words) if word == IMAGE or word.startswith("loopwright-state:"))
+        options, argv = words[:position], words[position + 1 :]
         mounts = [dict(part.partition("=")[::2] for part in word.split(",")) for word in options if "--mount=" in word]
         sources = {mount["target"]: mount["source"] for mount in mounts}
         environment, workdir = {}, None

@@ -43,7 +43,7 @@ def test_a_command_is_a_container_without_privileges_or_network(docker, tmp_path
     harness = SandboxHarness(tmp_path / "trial", sandbox_of("docker", Bounds(memory_bytes=1000, processes=7)))
     harness.mount_at = "/app"
     [done] = harness.run_all(harness.command("exit 3"))
-    version, _, run, removed = docker.requests
+    version, run, removed = docker.requests[0], *docker.calls("run", "rm")
     assert done.exit_code == 3
     assert version[0] == "version"
     options = run[: run.index("python:3.11-slim")]
@@ -66,7 +66,7 @@ def test_secrets_are_passed_in_a_file_that_is_removed(docker, tmp_path):
     keys = {"SESSION_KEY": "sk-1", "LONG": "sk-2\n it's"}
     output = harness.output_of(replace(command, environment={**command.environment, **keys}))
     assert output == "sk-1 sk-2\n it's\n"
-    run = docker.requests[2]
+    (run,) = docker.calls("run")
     assert not [word for word in run if "sk-" in word]
     assert not Path(run[run.index("--env-file") + 1]).exists()
 
@@ -107,7 +107,9 @@ def test_containers_of_a_killed_process_are_removed(docker, tmp_path):
     harness = SandboxHarness(tmp_path / "trial", sandbox_of("docker"))
     harness.run_all(harness.command("true"))
     assert docker.running() == ["ours", "elsewhere"]
-    assert {f"--label=loopwright.machine={_machine()}", f"--label=loopwright.owner={own}"} <= set(docker.requests[3])
+    assert {f"--label=loopwright.machine={_machine()}", f"--label=loopwright.owner={own}"} <= set(
+        docker.calls("run")[0]
+    )
 
 
 def test_hidden_directories_are_empty_below_readable_ones(docker, tmp_path):
@@ -117,7 +119,7 @@ def test_hidden_directories_are_empty_below_readable_ones(docker, tmp_path):
     harness = SandboxHarness(tmp_path / "trial", sandbox_of("docker", readable=(tasks,)))
     harness.hide = (tasks / "one", other)
     harness.run_all(harness.command("true"))
-    mounts = [word for word in docker.requests[2] if word.startswith("--mount=") and word.endswith(",readonly")]
+    mounts = [word for word in docker.calls("run")[0] if word.startswith("--mount=") and word.endswith(",readonly")]
     assert mounts[0] == f"--mount=type=bind,source={tasks},target={tasks},readonly"
     assert mounts[1].endswith(f"/nothing,target={tasks / 'one'},readonly")
     assert len(mounts) == 2
@@ -155,7 +157,9 @@ def test_allowed_urls_are_forwarded_from_a_container(docker, tmp_path):
             reader, writer = await asyncio.open_connection("127.77.0.1", port)
             assert await reader.read() == b"hello"
             writer.close()
-            return instance.wrap(SandboxHarness(tmp_path / "trial", sandbox).command("true")).argv, docker.requests[2]
+            return instance.wrap(SandboxHarness(tmp_path / "trial", sandbox).command("true")).argv, docker.calls("run")[
+                0
+            ]
 
     argv, proxy = asyncio.run(main())
     assert proxy[proxy.index("--network") + 1] == "none"

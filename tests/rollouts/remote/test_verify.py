@@ -10,7 +10,7 @@ import pytest
 from loopwright.core.episode import Episode
 from loopwright.core.outcome import Fault
 from loopwright.core.reward import Reward
-from loopwright.execution.sandbox import sandbox_of
+from loopwright.execution.sandbox import NoSandbox, sandbox_of
 from loopwright.rollouts.judgers.base import JudgeFailed, Payload
 from loopwright.rollouts.judgers.composed import ComposedJudgerConfig
 from loopwright.rollouts.judgers.facts import VerifierJudger, VerifierJudgerConfig
@@ -199,15 +199,15 @@ def test_variables_of_the_environment_and_of_the_verifier(tmp_path, monkeypatch)
 def test_an_unset_variable_is_named(tmp_path):
     path = write(tmp_path / "task", toml='[environment.env]\nA = "${NOWHERE}"\n')
     with pytest.raises(TasksError, match=r"task\.toml, environment\.env needs the environment variable NOWHERE"):
-        prepare(task_at(path), tmp_path, TaskLocator(tmp_path))
+        prepare(task_at(path), tmp_path, TaskLocator(tmp_path), NoSandbox())
 
 
 def test_an_unset_variable_of_the_tests_is_found_before_the_agent_starts(tmp_path):
     path = write(tmp_path / "task", toml='[verifier.env]\nA = "${NOWHERE}"\n')
     message = r"task\.toml, verifier\.env needs the environment variable NOWHERE, which is not set"
     with pytest.raises(TasksError, match=message):
-        prepare(task_at(path), tmp_path, TaskLocator(tmp_path))
-    assert prepare(task_at(path), tmp_path, TaskLocator(tmp_path), run_tests=False).tests_env == {}
+        prepare(task_at(path), tmp_path, TaskLocator(tmp_path), NoSandbox())
+    assert prepare(task_at(path), tmp_path, TaskLocator(tmp_path), NoSandbox(), run_tests=False).tests_env == {}
     assert re.search(message, RemoteConfig(command=("agent",)).task_problem(task_at(path), tmp_path))
 
 
@@ -233,12 +233,12 @@ def test_python_caches_are_not_part_of_a_task_but_a_repository_is(tmp_path):
 
 def test_a_task_that_changed_since_it_was_loaded_is_refused(tmp_path):
     path = write(tmp_path / "task")
-    prepared = prepare(task_at(path), tmp_path, TaskLocator(tmp_path))
+    prepared = prepare(task_at(path), tmp_path, TaskLocator(tmp_path), NoSandbox())
     loaded_task = task_at(path, task_hash=prepared.task.digest)
-    assert prepare(loaded_task, tmp_path, TaskLocator(tmp_path)) == prepared
+    assert prepare(loaded_task, tmp_path, TaskLocator(tmp_path), NoSandbox()) == prepared
     (path / "tests/test.sh").write_text("exit 0")
     with pytest.raises(TaskChanged, match="has changed since its tasks were loaded"):
-        prepare(loaded_task, tmp_path, TaskLocator(tmp_path))
+        prepare(loaded_task, tmp_path, TaskLocator(tmp_path), NoSandbox())
 
 
 def test_a_task_that_changes_while_the_agent_works_gives_no_reward(tmp_path):

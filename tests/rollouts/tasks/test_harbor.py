@@ -108,7 +108,9 @@ def test_tasks_are_found_at_any_depth_and_each_bad_one_is_reported(tmp_path):
         ("easy/a", True),
         ("hard/deep/bad", False),
     ]
-    (problem,) = HarborTasks(path="set").problems(tmp_path)
+    (reason,) = HarborTasks(path="set").unusable(tmp_path).values()
+    assert "hard/deep/bad/task.toml" in reason
+    (problem,) = HarborTasks(path="set/hard").problems(tmp_path)
     assert "hard/deep/bad/task.toml" in problem.message
     (only,) = scan(tmp_path / "set/b")
     assert only.id == "b"
@@ -206,7 +208,7 @@ def test_copy_instructions_are_applied_without_docker(tmp_path):
     ("line", "says"),
     [
         ("RUN apt-get install -y gcc", "line 2: RUN needs Docker"),
-        ("COPY --from=build /x /app/x", "line 2: only files beside the Dockerfile"),
+        ("COPY --from=build /x /app/x", "line 2: copying anything but files beside"),
         ("COPY missing.txt .", "line 2: 'missing.txt' does not exist"),
         ("COPY ../task.toml .", "line 2: '../task.toml' does not exist"),
         ("COPY a.txt /etc/a.txt", "line 2: /etc/a.txt is outside the working directory"),
@@ -215,12 +217,12 @@ def test_copy_instructions_are_applied_without_docker(tmp_path):
         ("COPY", "line 2: 'COPY' cannot be read"),
         ('COPY ["a", ', "line 2: 'COPY"),
         ('ENV A="b', "line 2: 'ENV"),
-        ("ENV A=$NOWHERE", "line 2: the value of '$NOWHERE' needs the Docker image"),
-        ("ARG B\nENV A=${B}", "line 3: the value of '${B}' needs the Docker image"),
-        ("ENV A=${A:+b}", "line 2: the value of 'A=${A:+b}' needs the Docker image"),
-        ("WORKDIR /$HOME", "line 2: the value of '$HOME' needs the Docker image"),
-        ("COPY $NAME.txt .", "line 2: the value of '$NAME' needs the Docker image"),
-        ('COPY ["$NAME.txt", "."]', "line 2: the value of '$NAME' needs the Docker image"),
+        ("ENV A=$NOWHERE", "line 2: the value of '$NOWHERE' needs Docker"),
+        ("ARG B\nENV A=${B}", "line 3: the value of '${B}' needs Docker"),
+        ("ENV A=${A:+b}", "line 2: the value of 'A=${A:+b}' needs Docker"),
+        ("WORKDIR /$HOME", "line 2: the value of '$HOME' needs Docker"),
+        ("COPY $NAME.txt .", "line 2: the value of '$NAME' needs Docker"),
+        ('COPY ["$NAME.txt", "."]', "line 2: the value of '$NAME' needs Docker"),
         ("ADD a.tar.gz .", "line 2: ADD unpacks 'a.tar.gz'"),
         ("ADD packed .", "line 2: ADD unpacks 'packed'"),
         ("COPY a.txt .\nFROM y", "line 3: a Dockerfile with several stages"),
@@ -231,14 +233,14 @@ def test_instructions_that_need_docker_are_named_with_their_line(tmp_path, line,
     with tarfile.open(write(tmp_path / "t", **files) / "environment/packed", "w:gz") as packed:
         packed.add(tmp_path / "t/environment/a.txt", "a.txt")
     with pytest.raises(TasksError) as caught:
-        laid_out(tmp_path, f"FROM x\n{line}\nWORKDIR /app\n", **files)
+        laid_out(tmp_path, f"FROM debian\n{line}\nWORKDIR /app\n", **files)
     assert says in str(caught.value)
 
 
 def test_the_task_sets_its_working_directory(tmp_path):
     toml = '[environment]\nworkdir = "/here"\n'
     layout, _ = laid_out(
-        tmp_path, "FROM x\nWORKDIR /there\nCOPY a.txt /here/sub/\n", toml, **{"environment__a.txt": "a"}
+        tmp_path, "FROM debian\nWORKDIR /there\nCOPY a.txt /here/sub/\n", toml, **{"environment__a.txt": "a"}
     )
     assert (layout.workdir, layout.copies[0][1]) == ("/here", PurePosixPath("sub/a.txt"))
 

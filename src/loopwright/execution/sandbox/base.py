@@ -46,6 +46,32 @@ class Bounds:
     disk_bytes: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A container image that is available, and what it sets for the commands in it."""
+
+    name: str
+    workdir: str
+    """Empty if it sets none."""
+    env: Mapping[str, str]
+
+
+class ImageStore(ABC):
+    """Container images. Its methods take a while: call them in a thread."""
+
+    @abstractmethod
+    def pull(self, name: str) -> Image:
+        """An image by its name, from its registry if it is not on this machine."""
+
+    @abstractmethod
+    def build(self, directory: Path, digest: str) -> Image:
+        """The image of a directory with a Dockerfile. It is built once for each digest of the directory."""
+
+    @abstractmethod
+    def copy_out(self, image: str, path: str, target: Path) -> None:
+        """Copy the contents of a directory of the image, if it exists, into a directory of this machine."""
+
+
 class SandboxInstance(ABC):
     """The sandbox of one trial. What one command leaves in it is there for the next, and removed with the instance.
 
@@ -132,6 +158,9 @@ class Sandbox(ABC):
         await executor.run(instance.wrap(tests), on_start)
     """
 
+    images: ClassVar[ImageStore | None] = None
+    """The images that commands can run in; None if they run on this machine's programs."""
+
     def __init__(self, bounds: Bounds = Bounds()) -> None:  # noqa: B008  frozen
         self.bounds = bounds
 
@@ -143,11 +172,13 @@ class Sandbox(ABC):
         allowed_urls: tuple[str, ...] = (),
         mount_at: str | None = None,
         hide: tuple[Path, ...] = (),
+        image: str | None = None,
     ) -> AbstractAsyncContextManager[SandboxInstance]:
         """An instance over this directory, from which only `allowed_urls` can be reached.
 
         `mount_at` is the workspace's path inside, such as /app; by default it is the path outside.
         Directories in `hide`, such as a task with its tests and solution, are empty inside.
+        Commands run in `image`, which must come from `images`; by default in the sandbox's own.
         """
 
     def check(self) -> None:
@@ -181,5 +212,6 @@ class NoSandbox(Sandbox):
         allowed_urls: tuple[str, ...] = (),
         mount_at: str | None = None,
         hide: tuple[Path, ...] = (),
+        image: str | None = None,
     ) -> AsyncIterator[SandboxInstance]:
         yield _UnconfinedInstance(workspace)

@@ -107,6 +107,7 @@ class Bubblewrap(Sandbox):
         allowed_urls: tuple[str, ...] = (),
         mount_at: str | None = None,
         hide: tuple[Path, ...] = (),
+        image: str | None = None,
     ) -> AsyncIterator[SandboxInstance]:
         if self._readable not in self._checked:
             self.check()

@@ -1,8 +1,9 @@
-"""Sandboxes by Docker (experimental), for machines with its daemon. Each command is a container on shared directories.
+"""Sandboxes by Docker, for machines with its daemon. Each command is a container on shared directories.
 
-The commands share the network of a small container without any, in which network_proxy_main.py opens the listening
-sockets; we do the forwarding, as with bubblewrap. A container outlives the `docker` client that started it: each is
-removed before the next command starts, the last one with the instance, and those of a killed process by the next one.
+The next command starts from what the last one left in its container. The commands share the network of a small
+container without any, in which network_proxy_main.py opens the listening sockets; we do the forwarding, as with
+bubblewrap. A container outlives the `docker` client that started it: each is removed before the next command starts,
+the last one with the instance, and those of a killed process by the next one.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import os
 import shlex
 import shutil
 import socket
+import stat
 import subprocess
 import tempfile
 import uuid
@@ -18,6 +20,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
@@ -28,17 +31,18 @@ from loopwright.execution.sandbox.base import (
     NO_MOUNTS,
     STATUS_WRAPPER,
     Bounds,
+    ImageStore,
     Sandbox,
     SandboxError,
     SandboxInstance,
 )
 from loopwright.execution.sandbox.bubblewrap import PREFIX, remove_stale
+from loopwright.execution.sandbox.docker_images import DockerImages, client_environment, run_docker
 from loopwright.execution.sandbox.files import remove
 from loopwright.execution.sandbox.network_proxy import NetworkProxy, receive_files
 from loopwright.execution.sandbox.seccomp import docker_profile
 
 IMAGE = "python:3.11-slim"
-_TIMEOUT_S = 120.0
 _CHECK_TIMEOUT_S = 10.0
 _PROXY_TIMEOUT_S = 30.0
 _FILTERS_ALL = 25
@@ -50,16 +54,35 @@ _MACHINE, _OWNER = "loopwright.machine", "loopwright.owner"
 _VARIABLES = "/run/loopwright-variables"
 _PRIVATE = ("/root", "/tmp", "/dev/shm")  # noqa: S108  These are private directories.
 
-# The client of the previous container may have been killed, which does not end the container.
-_REMOVE_PREVIOUS = """
+_STATES = "loopwright-state"
+"""The repository of images that hold what a command left, for the next one."""
+_SYSTEM = ("/usr/", "/etc/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/tests", "/logs", "/solution")
+"""Where an agent could keep the tests of its task from running."""
+_OWN_FILES = ("/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab")
+"""Files that Docker itself puts into each container."""
+
+# $0 is the previous container, $1 the image for what it left, $2 the image that it started from. Its client may have
+# been killed, which does not end the container.
+_CONTINUE = """
+docker kill "$0" >/dev/null 2>&1
+if docker commit "$0" "$1" >/dev/null 2>&1; then :
+elif docker container inspect "$0" >/dev/null 2>&1; then echo "container $0 cannot be saved" >&2; exit 125
+else docker tag "$2" "$1" || exit 125
+fi
 docker rm --force --volumes "$0" >/dev/null 2>&1
 [ -z "$(docker ps --quiet --filter "name=^$0\\$")" ] || { echo "container $0 cannot be removed" >&2; exit 125; }
+shift 2
 exec "$@"
 """
 
 
 class Docker(Sandbox):
-    """Runs commands in containers of an image, which needs Python 3 if they are to reach any URL."""
+    """Runs commands in containers of an image, which needs Python 3 if they are to reach any URL.
+
+    The image that `open` is given, such as a task's own, needs nothing but a shell.
+    """
+
+    images: ClassVar[ImageStore | None] = DockerImages()
 
     def __init__(
         self,
@@ -83,7 +106,7 @@ class Docker(Sandbox):
         if shutil.which("docker") is None:
             raise SandboxError('sandbox = "docker" needs Docker. Install it (https://docs.docker.com), or use "bwrap".')
         try:
-            done = _docker("version", "--format", "{{.Server.Version}}", timeout_s=_CHECK_TIMEOUT_S)
+            done = run_docker("version", "--format", "{{.Server.Version}}", timeout_s=_CHECK_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
             raise SandboxError(
                 f'sandbox = "docker": no response from its daemon within {_CHECK_TIMEOUT_S:g} s. '
@@ -105,12 +128,14 @@ class Docker(Sandbox):
         allowed_urls: tuple[str, ...] = (),
         mount_at: str | None = None,
         hide: tuple[Path, ...] = (),
+        image: str | None = None,
     ) -> AsyncIterator[SandboxInstance]:
         version = await asyncio.to_thread(self._server_version)
         await asyncio.to_thread(remove_stale_containers)
         await asyncio.to_thread(remove_stale)
         proxy = NetworkProxy(allowed_urls)
         instance = _Instance(workspace, mount_at, proxy, self.bounds, self._readable, self._image, hide)
+        instance.set_image(image or self._image)
         if version < _FILTERS_ALL:
             instance.use_own_filter()
         try:
@@ -137,7 +162,11 @@ class _Instance(SandboxInstance):
     ) -> None:
         super().__init__(workspace.absolute())
         self._mount_at = mount_at or str(self.workspace)
-        self._proxy, self._bounds, self._readable, self._image = proxy, bounds, readable, image
+        self._proxy, self._bounds, self._readable, self._proxy_image = proxy, bounds, readable, image
+        self._image = image
+        self._states: list[str] = []
+        """The images of what commands left."""
+        self._changed_system = False
         # What is not below a readable directory is not visible anyway.
         absolute = [path.absolute() for path in hide if path.exists()]
         self._hide = [path for path in absolute if any(path.is_relative_to(directory) for directory in readable)]
@@ -149,6 +178,10 @@ class _Instance(SandboxInstance):
         self._containers: list[str] = []
         self._proxy_container: socket.socket | None = None
         self._filter: tuple[str, ...] = ()
+
+    def set_image(self, image: str) -> None:
+        """Start the first command from this image."""
+        self._image = image
 
     def use_own_filter(self) -> None:
         """Replace the daemon's system-call filter by ours."""
@@ -166,9 +199,28 @@ class _Instance(SandboxInstance):
 
     def begin_verification(self) -> None:
         super().begin_verification()
-        # Its client may have been killed, and what still runs in it could change what is inspected next.
-        if len(self._containers) > bool(self._proxy.ports):
-            _docker("rm", "--force", "--volumes", self._containers[-1])
+        if self._has_previous:
+            # Its client may have been killed, and what still runs in it could change what is inspected next.
+            run_docker("kill", self._containers[-1])
+            lines = run_docker("diff", self._containers[-1]).stdout.splitlines()
+            changes = [line.partition(" ")[2] for line in lines]
+            self._changed_system |= any(path.startswith(_SYSTEM) and path not in _OWN_FILES for path in changes)
+
+    @property
+    def exceeded_limit(self) -> str | None:
+        if self._exceeded_limit is None and self._bounds.memory_bytes is not None and self._has_previous:
+            state = run_docker("inspect", "--format", "{{.State.OOMKilled}}", self._containers[-1])
+            if state.stdout.strip() == "true":
+                self._exceeded_limit = f"memory: more than {self._bounds.memory_bytes / 2**20:g} MiB"
+        return self._exceeded_limit
+
+    def has_changed_system(self) -> bool:
+        return self._changed_system
+
+    @property
+    def _has_previous(self) -> bool:
+        """Whether a command ran before."""
+        return len(self._containers) > bool(self._proxy.ports)
 
     def setup_failed(self, completion: Completion) -> bool:
         # A command may exit with the same code, but then there was a container.
@@ -178,8 +230,13 @@ class _Instance(SandboxInstance):
         self, command: Command, mounts: Mapping[str, Path] = NO_MOUNTS, read_only: Mapping[str, Path] = NO_MOUNTS
     ) -> Command:
         self._proxy.is_blocked, self._verifying = self._verifying, False
-        has_previous = len(self._containers) > bool(self._proxy.ports)
-        remove_previous = ("/bin/sh", "-c", _REMOVE_PREVIOUS, self._containers[-1]) if has_previous else ()
+        continuation: tuple[str, ...] = ()
+        if self._has_previous:
+            state = f"{_STATES}:{_owner()}-{self._containers[-1]}"
+            continuation = ("/bin/sh", "-c", _CONTINUE, self._containers[-1], state, self._image)
+            self._image = state
+            self._states.append(state)
+        self._open_up(mounts)
         name = self._new_container()
         environment = {"HOME": _PRIVATE[0], **command.environment}
         # Docker's environment file has one variable per line; the others are read by a shell inside.
@@ -193,7 +250,7 @@ class _Instance(SandboxInstance):
         visible |= {str(path): self._scratch / "nothing" for path in self._hide}
         visible |= {**read_only, **({_VARIABLES: variables} if multiline else {})}
         argv = (
-            *("docker", "run", "--rm", "--init", "--name", name, "--cidfile", str(self._id_file(name))),
+            *("docker", "run", "--init", "--entrypoint=", "--name", name, "--cidfile", str(self._id_file(name))),
             *self._isolation(),
             *("--network", f"container:{self._containers[0]}" if self._proxy.ports else "none"),
             *(f"--mount=type=bind,source={path},target={inside}" for inside, path in writable.items()),
@@ -203,7 +260,19 @@ class _Instance(SandboxInstance):
             *command.argv,
         )
         outside = ("/bin/sh", "-c", STATUS_WRAPPER, str(environment_file))
-        return replace(command, argv=(*outside, *remove_previous, *argv), environment=_client_environment())
+        return replace(command, argv=(*outside, *continuation, *argv), environment=client_environment())
+
+    def _open_up(self, mounts: Iterable[str]) -> None:
+        """Let a command reach its private directories and mounts, if an earlier one removed the permissions."""
+        for directory in self._private.values():
+            directory.chmod(stat.S_IMODE(directory.stat().st_mode) | stat.S_IRWXU)
+        for mount, (root, directory) in product(map(PurePosixPath, mounts), self._private.items()):
+            path = directory
+            for part in mount.relative_to(root).parts if mount.is_relative_to(root) else ():
+                path /= part
+                if path.is_symlink() or not path.is_dir():
+                    break
+                path.chmod(stat.S_IMODE(path.stat().st_mode) | stat.S_IRWXU)
 
     def _id_file(self, name: str) -> Path:
         """The file that exists once this container does."""
@@ -224,12 +293,12 @@ class _Instance(SandboxInstance):
             handover.bind(str(directory / network_proxy_main.SOCKET_NAME))
             handover.listen()
             handover.settimeout(_PROXY_TIMEOUT_S)
-            done = _docker(
+            done = run_docker(
                 *("run", "--detach", "--rm", "--name", self._new_container(), "--network", "none", *self._isolation()),
                 *(f"--add-host={port.host}:{port.address}" for port in ports if port.has_name),
                 *(f"--mount=type=bind,source={directory},target=/proxy", "--cap-add=NET_BIND_SERVICE"),
                 f"--mount=type=bind,source={network_proxy_main.__file__},target=/network_proxy_main.py,readonly",
-                *(self._image, "python3", "-IS", "/network_proxy_main.py", "/proxy", ""),
+                *(self._proxy_image, "python3", "-IS", "/network_proxy_main.py", "/proxy", ""),
                 *(f"{port.address}:{port.port}" for port in ports),
             )
             if done.returncode:
@@ -237,7 +306,9 @@ class _Instance(SandboxInstance):
             try:
                 connection, _ = handover.accept()
             except TimeoutError as error:
-                raise SandboxError(f"the image {self._image} did not open its ports; it needs python3.") from error
+                raise SandboxError(
+                    f"the image {self._proxy_image} did not open its ports; it needs python3."
+                ) from error
         # The container, and its network, exist as long as this is open.
         self._proxy_container = connection
         _, files = receive_files(connection, len(ports) + 3)
@@ -247,10 +318,13 @@ class _Instance(SandboxInstance):
 
     def close(self) -> None:
         """Remove the containers, with what still runs in them."""
+        self._exceeded_limit = self.exceeded_limit
         if self._proxy_container is not None:
             self._proxy_container.close()
         if self._containers:
-            _docker("rm", "--force", "--volumes", *reversed(self._containers))
+            run_docker("rm", "--force", "--volumes", *reversed(self._containers))
+        if self._states:
+            run_docker("rmi", "--force", *self._states)
         remove(self._scratch)
 
     def _new_container(self) -> str:
@@ -270,12 +344,17 @@ class _Instance(SandboxInstance):
 
 @cache
 def remove_stale_containers() -> None:
-    """Remove the containers of our processes that were killed; once per process."""
+    """Remove the containers and saved states of our processes that were killed; once per process."""
     template = f'{{{{.ID}}}} {{{{.Label "{_OWNER}"}}}}'
-    done = _docker("ps", "--all", "--filter", f"label={_MACHINE}={_machine()}", "--format", template)
+    done = run_docker("ps", "--all", "--filter", f"label={_MACHINE}={_machine()}", "--format", template)
     rows = [line.split() for line in done.stdout.splitlines()]
     if stale := [row[0] for row in rows if row[1:] and row[1] != _owner(int(row[1].partition("-")[0]))]:
-        _docker("rm", "--force", "--volumes", *stale)
+        run_docker("rm", "--force", "--volumes", *stale)
+    mine = ("--filter", f"label={_MACHINE}={_machine()}", "--format", "{{.Repository}}:{{.Tag}}")
+    states = [name for name in run_docker("image", "ls", *mine).stdout.split() if name.startswith(f"{_STATES}:")]
+    owners = {name: "-".join(name.partition(":")[2].split("-")[:2]) for name in states}
+    if stale := [name for name, owner in owners.items() if owner != _owner(int(owner.partition("-")[0]))]:
+        run_docker("rmi", "--force", *stale)
 
 
 def _machine() -> str:
@@ -288,15 +367,3 @@ def _owner(pid: int | None = None) -> str:
     """A process, by default this one."""
     pid = os.getpid() if pid is None else pid
     return f"{pid}-{start_ticks(pid)}"
-
-
-def _docker(*arguments: str, timeout_s: float = _TIMEOUT_S) -> subprocess.CompletedProcess[str]:
-    argv = ("docker", *arguments)
-    environment = _client_environment()
-    return subprocess.run(argv, capture_output=True, text=True, env=environment, timeout=timeout_s, check=False)
-
-
-def _client_environment() -> dict[str, str]:
-    """What the `docker` client needs to find its daemon; nothing that a task could have set."""
-    names = ("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY")
-    return {name: os.environ[name] for name in names if name in os.environ}

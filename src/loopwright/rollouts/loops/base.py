@@ -51,6 +51,10 @@ class LoopConfig(PlacementConfig):
         """Why this loop cannot record evidence for a task; empty if it can. Only used if a judger requires evidence."""
         return ""
 
+    def refusal(self, task: Task) -> str:
+        """Why this loop cannot attempt a task at all, so that the task is left out; empty if it can."""
+        return ""
+
     def exposes(self, path: Path, scenario_dir: Path) -> bool:
         """Whether an agent could read this path, or a part of it, in its sandbox."""
         return False

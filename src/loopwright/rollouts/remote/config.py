@@ -199,6 +199,9 @@ class RemoteConfig(LoopConfig):
             problems += [f"has no parameter {name!r}, which is in `args`" for name in self.args.keys() - names]
         return sorted(problems)
 
+    def refusal(self, task: Task) -> str:
+        return "" if self.sandbox.partition(":")[0] == "docker" else str(task.extra.get("needs_docker") or "")
+
     def task_problem(self, task: Task, scenario_dir: Path) -> str:
         if self.workers or self.server is not None:
             return ""  # they may run on machines that have the task

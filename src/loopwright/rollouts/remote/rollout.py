@@ -157,12 +157,12 @@ class RemoteRollout:
         def prepare_workspace() -> PreparedTask | None:
             workspace.mkdir(parents=True)
             (self._directory / "home").mkdir()
-            return prepare(request.task, workspace, context.locator, run_tests=context.run_tests)
+            return prepare(request.task, workspace, context.locator, context.sandbox, run_tests=context.run_tests)
 
         prepared = await asyncio.to_thread(prepare_workspace)
-        mount_at, hide = (None, ()) if prepared is None else (prepared.layout.workdir, prepared.hide)
+        options = {} if prepared is None else prepared.sandbox_options
         sandbox: SandboxInstance = await stack.enter_async_context(
-            context.sandbox.open(workspace, allowed_urls=(self._session.openai_base_url,), mount_at=mount_at, hide=hide)
+            context.sandbox.open(workspace, allowed_urls=(self._session.openai_base_url,), **options)
         )
         job = AgentJob(
             request.task,

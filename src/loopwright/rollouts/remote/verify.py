@@ -17,7 +17,7 @@ from loopwright.core.task import Task
 from loopwright.execution.base import Command, Completion, Executor, OnStart
 from loopwright.execution.local.process_tree import signal_name
 from loopwright.execution.local.processes import MARKER_VARIABLE
-from loopwright.execution.sandbox import SandboxError, SandboxInstance
+from loopwright.execution.sandbox import Sandbox, SandboxError, SandboxInstance
 from loopwright.execution.sandbox.files import remove, remove_in_background, run_in_thread
 from loopwright.execution.sandbox.links import UncheckedLinks, remove_outward_links
 from loopwright.rollouts.tasks.harbor.dockerfile import WorkspaceLayout, read_layout
@@ -69,13 +69,16 @@ class PreparedTask:
     """Variables of the tests only, by the name of their step."""
 
     @property
-    def hide(self) -> tuple[Path, ...]:
-        """What the agent must not see: tests and solution."""
-        return (self.task.path.resolve(),)
+    def sandbox_options(self) -> dict[str, Any]:
+        """How its sandbox is opened."""
+        hide = (self.task.path.resolve(),)  # with its tests and its solution
+        return {"mount_at": self.layout.workdir, "hide": hide, "image": self.layout.image}
 
 
-def prepare(task: Task, workspace: Path, locator: TaskLocator, *, run_tests: bool = True) -> PreparedTask | None:
-    """Copy the task's files into the workspace; None for a task without a directory.
+def prepare(
+    task: Task, workspace: Path, locator: TaskLocator, sandbox: Sandbox, *, run_tests: bool = True
+) -> PreparedTask | None:
+    """Copy the task's files, and those of its image, into the workspace; None for a task without a directory.
 
     TasksError if the directory is missing, or needs Docker or an unset variable (those of the tests only if they will
     run); TaskChanged if it was modified since the tasks were loaded.
@@ -83,9 +86,11 @@ def prepare(task: Task, workspace: Path, locator: TaskLocator, *, run_tests: boo
     harbor_task = locator.read(task)
     if harbor_task is None:
         return None
-    layout = read_layout(harbor_task)
+    layout = read_layout(harbor_task, sandbox.images)
     env = {**layout.env, **harbor_task.agent_env()}
     tests_env = {step.name: harbor_task.tests_env(step) for step in harbor_task.steps if run_tests}
+    if sandbox.images is not None and layout.image is not None:
+        sandbox.images.copy_out(layout.image, layout.workdir, workspace)
     layout.copy_into(workspace)
     _check_unchanged(harbor_task)
     return PreparedTask(harbor_task, layout, env, tests_env)

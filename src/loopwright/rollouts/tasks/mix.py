@@ -1,6 +1,6 @@
 """The task mix: in which order prompts are drawn. Sources share each batch by weight, each in seeded epochs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import blake2b
@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from loopwright.core.task import Task
-from loopwright.rollouts.tasks.sources import TasksConfig
+from loopwright.rollouts.tasks.sources import TasksConfig, select_tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,35 @@ class TaskMix:
         self._weights = {name: int(weight * denominator) for name, weight in fractions.items()}
         self._total_weight = sum(self._weights.values())
         self._draws = dict.fromkeys(sources, 0)
+        self.skipped: Mapping[str, str] = {}
+        """The tasks that the sources have but nobody can attempt here, and why."""
         self._orders: dict[str, tuple[int, list[int]]] = {}
 
     @classmethod
     def load(
-        cls, configs: Sequence[TasksConfig], seed: int, scenario_dir: Path, held_out: Sequence[TasksConfig] = ()
+        cls,
+        configs: Sequence[TasksConfig],
+        seed: int,
+        scenario_dir: Path,
+        held_out: Sequence[TasksConfig] = (),
+        refusal: Callable[[Task], str] = lambda _: "",
     ) -> "TaskMix":
-        """The mix of these sources. The held-out ones are for evaluation and never drawn."""
-        return cls(
-            {config.label(): config.load(scenario_dir) for config in configs},
+        """The mix of these sources, without the tasks for which there is a refusal.
+
+        The held-out ones are for evaluation and never drawn.
+        """
+        named = {config.label(): config for config in configs}
+        named |= {f"eval:{config.label()}": config for config in held_out}
+        selections = {name: select_tasks(config, scenario_dir, refusal) for name, config in named.items()}
+        sources = {name: tasks for name, (tasks, _) in selections.items()}
+        mix = cls(
+            {config.label(): sources[config.label()] for config in configs},
             {config.label(): config.weight for config in configs},
             seed,
-            {f"eval:{config.label()}": config.load(scenario_dir) for config in held_out},
+            {f"eval:{config.label()}": sources[f"eval:{config.label()}"] for config in held_out},
         )
+        mix.skipped = {f"{name}: {id}": why for name, (_, bad) in selections.items() for id, why in bad.items()}
+        return mix
 
     def restore(self, draws: Mapping[str, int]) -> None:
         """Continue after this many draws from each source."""

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -49,6 +49,10 @@ class TasksConfig(Config, ABC):
     def located_rows(self, scenario_dir: Path) -> Iterable[tuple[str, Any]]:
         """The rows, each with its location for error messages."""
         return ((f"row {number}", row) for number, row in enumerate(self.rows(scenario_dir)))
+
+    def unusable(self, scenario_dir: Path) -> Mapping[str, str]:
+        """What it leaves out, such as task directories with mistakes: names and reasons."""
+        return {}
 
     def load(self, scenario_dir: Path) -> list[Task]:
         """All tasks, in order; TasksError without any, or if a row is invalid."""
@@ -179,6 +183,15 @@ def source_problems(sources: Sequence[TasksConfig], scenario_dir: Path) -> list[
     return problems + [
         Problem("tasks", f"two sources are called {name!r}; give each its own `name`.") for name in duplicates
     ]
+
+
+def select_tasks(
+    source: TasksConfig, scenario_dir: Path, refusal: Callable[[Task], str]
+) -> tuple[list[Task], dict[str, str]]:
+    """The tasks of a source that can be attempted; and the others, by their names, with the reasons."""
+    tasks = source.load(scenario_dir)
+    refusals = {task.id: reason for task in tasks if (reason := refusal(task))}
+    return [task for task in tasks if task.id not in refusals], {**source.unusable(scenario_dir), **refusals}
 
 
 def shared_tasks(sources: Sequence[TasksConfig], held_out: Sequence[TasksConfig], scenario_dir: Path) -> list[Task]:

@@ -1,5 +1,7 @@
 """Rollout runs: an agent loop attempts tasks with a policy, and a judger scores the episodes."""
 
+import logging
+from itertools import islice
 from typing import Any, ClassVar, Literal
 
 from loopwright.agents import rollout_agents
@@ -22,6 +24,9 @@ from loopwright.scenario.checker import Checker
 from loopwright.scenario.kinds.base import BuildContext, RunKind
 from loopwright.scenario.overrides import is_remote
 
+log = logging.getLogger(__name__)
+_MAX_REASONS = 20
+"""How many of the tasks that are left out are named."""
 _MEANINGLESS = {
     "workload": "a trial is a rollout there; give the workload its own [[run]]",
     "live": "a trial is a rollout there; give the live environment its own [[run]]",
@@ -100,7 +105,13 @@ class RolloutRun(RunKind):
 
     def build_env(self, context: BuildContext) -> RolloutEnv:
         held_out = self.eval.tasks if self.eval else ()
-        tasks = TaskMix.load(self.rollout.tasks, context.agent.seed, context.loaded.directory, held_out)
+        tasks = TaskMix.load(
+            self.rollout.tasks, context.agent.seed, context.loaded.directory, held_out, self.rollout.loop.refusal
+        )
+        for name, reason in islice(tasks.skipped.items(), _MAX_REASONS):
+            log.warning("%s is left out: %s", name, reason)
+        if tasks.skipped:
+            log.warning("%d tasks are left out; %d can be attempted", len(tasks.skipped), len(tasks.prompts()))
         book = self.open_book(
             context,
             fingerprint(self.rollout, self.engine, tasks, context.loaded.directory),
@@ -109,6 +120,10 @@ class RolloutRun(RunKind):
             workload={"type": "rollout"},
             rollout={
                 "tasks": [source.label() for source in self.rollout.tasks],
+                "skipped": {
+                    "count": len(tasks.skipped),
+                    "reasons": dict(islice(tasks.skipped.items(), _MAX_REASONS)),
+                },
                 "loop": self.rollout.loop.model_dump(mode="json"),
                 "judger": self.rollout.judger.model_dump(mode="json"),
                 "produce": self.rollout.produce.model_dump(mode="json"),

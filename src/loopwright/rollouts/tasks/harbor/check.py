@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from loopwright.core.errors import LaunchError
+from loopwright.core.errors import LoopwrightError
 from loopwright.core.task import Task
 from loopwright.execution.base import Executor
 from loopwright.execution.local.executor import LocalExecutor
 from loopwright.execution.local.reaper import Reaper
-from loopwright.execution.sandbox import Sandbox, SandboxError, SandboxInstance
+from loopwright.execution.sandbox import Sandbox, SandboxInstance
 from loopwright.execution.sandbox.files import remove, run_in_thread
 from loopwright.rollouts.remote.verify import (
     PreparedTask,
@@ -26,7 +26,6 @@ from loopwright.rollouts.remote.verify import (
 from loopwright.rollouts.tasks.harbor.source import TaskDirectory, TaskLocator
 from loopwright.rollouts.tasks.harbor.task import TaskStep
 from loopwright.rollouts.tasks.harbor.tricks import TRICKS, Snapshot, Trick, TrickScene, snapshot
-from loopwright.rollouts.tasks.sources import TasksError
 
 _OUTPUT_BYTES = 2**20
 _Act = Callable[[PreparedTask, TaskStep, SandboxInstance], Awaitable[str]]
@@ -119,10 +118,10 @@ class _Checker:
         workspace = Path(tempfile.mkdtemp(dir=self._root, prefix="workspace-"))
         task = Task(self._directory.id, (), extra={"local_task_path": str(self._directory.path)})
         try:
-            prepared = await asyncio.to_thread(prepare, task, workspace, TaskLocator(self._root))
+            prepared = await asyncio.to_thread(prepare, task, workspace, TaskLocator(self._root), self._sandbox)
             if prepared is None or not prepared.task.has_tests:
                 return {"error": "it has no tests/test.sh"}
-            async with self._sandbox.open(workspace, mount_at=prepared.layout.workdir, hide=prepared.hide) as instance:
+            async with self._sandbox.open(workspace, **prepared.sandbox_options) as instance:
                 reports: list[VerifierReport] = []
                 for step in prepared.task.steps:
                     await asyncio.to_thread(stage, prepared, step, workspace)
@@ -134,7 +133,7 @@ class _Checker:
                     if not step.allows_next(reports[-1]):
                         break
                 return combine_reports(prepared, reports)
-        except (TasksError, SandboxError, LaunchError) as error:
+        except LoopwrightError as error:
             return {"error": str(error)}
         finally:
             await run_in_thread(remove, workspace)

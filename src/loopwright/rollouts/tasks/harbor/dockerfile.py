@@ -1,4 +1,4 @@
-"""The workspace of a task, built from its `environment/` without Docker: its files, or what its Dockerfile copies."""
+"""The workspace of a task: in the task's own image, or without Docker its files, or what its Dockerfile copies."""
 
 import json
 import os
@@ -10,15 +10,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from loopwright.rollouts.tasks.harbor.task import IGNORED_NAMES, WORKDIR, HarborTask
+from loopwright.execution.sandbox import ImageStore
+from loopwright.rollouts.tasks.harbor.task import (
+    IGNORED_NAMES,
+    TOML,
+    WORKDIR,
+    HarborTask,
+    ImageRequired,
+    directory_digest,
+)
 from loopwright.rollouts.tasks.sources import TasksError
 
 _IRRELEVANT = frozenset({"LABEL", "MAINTAINER", "EXPOSE", "CMD", "ENTRYPOINT", "STOPSIGNAL", "SHELL"})
 """Instructions that affect neither the files nor the variables of an agent."""
 _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\"""")
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^${}]*))?\})?")
+_FIX = 'needs Docker. Use sandbox = "docker"'
 _LITERAL_DOLLAR = "\0"
 """Placeholder for a dollar sign that does not start a variable."""
+_STAND_INS = frozenset({"debian", "ubuntu", "python", "scratch"})
+"""Base images with nothing of a task's own, whose place this machine's programs take where there is no Docker."""
 _COMPOSE_FILES = ("docker-compose.yaml", "docker-compose.yml")
 
 
@@ -30,6 +41,8 @@ class WorkspaceLayout:
     env: dict[str, str]
     copies: tuple[tuple[Path, PurePosixPath], ...]
     """Files and directories of the task, with their targets in the workspace. A directory's contents are copied."""
+    image: str | None = None
+    """The task's own image, in which its commands run."""
 
     def copy_into(self, workspace: Path) -> None:
         """Copy all files into the workspace."""
@@ -43,17 +56,38 @@ class WorkspaceLayout:
                 shutil.copy2(source, target, follow_symlinks=False)
 
 
-def read_layout(task: HarborTask) -> WorkspaceLayout:
-    """The layout of a task; a TasksError names a line of its Dockerfile that needs Docker."""
+def read_layout(task: HarborTask, images: ImageStore | None = None) -> WorkspaceLayout:
+    """The layout of a task, in its own image if there are images.
+
+    Without any, ImageRequired names its image, or the line of its Dockerfile, that needs Docker.
+    """
     directory = task.path / "environment"
     for name in _COMPOSE_FILES:
         if (directory / name).exists():
             raise TasksError(f"{directory / name}: several containers are only supported by Harbor itself")
-    if (directory / "Dockerfile").is_file():
-        return _DockerfileReader(directory, task.workdir).layout()
+    has_dockerfile = (directory / "Dockerfile").is_file()
     # Without a Dockerfile, Harbor copies these files into the working directory of the task's image.
-    copies = ((directory, PurePosixPath()),) if directory.is_dir() else ()
+    copies = ((directory, PurePosixPath()),) if directory.is_dir() and not has_dockerfile else ()
+    if images is not None and (task.docker_image or has_dockerfile):
+        image = (
+            images.pull(task.docker_image)
+            if task.docker_image
+            else images.build(directory, directory_digest(directory))
+        )
+        return WorkspaceLayout(task.workdir or image.workdir or WORKDIR, dict(image.env), copies, image.name)
+    if task.docker_image and not _has_stand_in(task.docker_image):
+        raise ImageRequired(
+            f"{task.path / TOML}, environment.docker_image: {task.docker_image!r} has programs that this machine may "
+            'not have. Use sandbox = "docker"'
+        )
+    if has_dockerfile:
+        return _DockerfileReader(directory, task.workdir).layout()
     return WorkspaceLayout(task.workdir or WORKDIR, {}, copies)
+
+
+def _has_stand_in(image: str) -> bool:
+    """Whether this machine's programs may take the place of an image."""
+    return re.split("[:@]", image.removeprefix("library/"))[0] in _STAND_INS
 
 
 class _DockerfileReader:
@@ -84,14 +118,17 @@ class _DockerfileReader:
         )
         for _, target, where in self._copies:
             if ".." in target.parts or not target.is_relative_to(workdir):
-                raise TasksError(f"{where}: {target} is outside the working directory {workdir}, which needs Docker")
+                raise ImageRequired(f"{where}: {target} is outside the working directory {workdir}, which {_FIX}")
         copies = tuple((source, target.relative_to(workdir)) for source, target, _ in self._copies)
         return WorkspaceLayout(str(workdir), self._env, copies)
 
     def _read(self, word: str, rest: str, where: str) -> None:
         if word == "FROM":
             if self._in_stage:
-                raise TasksError(f"{where}: a Dockerfile with several stages needs Docker; run the task with Harbor")
+                raise ImageRequired(f"{where}: a Dockerfile with several stages {_FIX}")
+            words = [word for word in self._words(rest, where) if not word.startswith("--")]
+            if not _has_stand_in(words[0]):
+                raise ImageRequired(f"{where}: the programs of {words[0]!r} may not be on this machine, which {_FIX}")
             self._in_stage, self._global_args, self._args = True, self._args, {}
         elif word == "WORKDIR":
             self._workdir /= " ".join(self._words(rest, where))
@@ -107,10 +144,7 @@ class _DockerfileReader:
         elif word in ("COPY", "ADD"):
             self._copy(rest, where, unpacks=word == "ADD")
         elif word not in _IRRELEVANT:
-            raise TasksError(
-                f"{where}: {word} needs Docker. Put its results into {self._directory} and remove the line, "
-                "or run the task with Harbor"
-            )
+            raise ImageRequired(f"{where}: {word} {_FIX}")
 
     def _words(self, rest: str, where: str) -> list[str]:
         return [self._expand(word, where) for word in shlex.split(_mark_literals(rest))]
@@ -123,7 +157,7 @@ class _DockerfileReader:
             name, default = match[1] or match[2] or "", match[3]
             if name not in variables and default is None:
                 variable = match[0] if name else word
-                raise TasksError(f"{where}: the value of {variable!r} needs the Docker image. Write it out instead")
+                raise ImageRequired(f"{where}: the value of {variable!r} {_FIX}")
             return variables.get(name) or default or ""
 
         return _VARIABLE.sub(value, word).replace(_LITERAL_DOLLAR, "$")
@@ -134,14 +168,14 @@ class _DockerfileReader:
         flags = [word for word in words if word.startswith("--")]
         *sources, target = [word for word in words if not word.startswith("--")]
         if any(not flag.startswith(("--chown", "--chmod")) for flag in flags) or not sources:
-            raise TasksError(f"{where}: only files beside the Dockerfile can be copied without Docker")
+            raise ImageRequired(f"{where}: copying anything but files beside the Dockerfile {_FIX}")
         for name in sources:
             matches = sorted(self._directory.glob(name)) if any(c in name for c in "*?[") else [self._directory / name]
             for source in matches:
                 if not source.exists() or not source.resolve().is_relative_to(self._directory.resolve()):
                     raise TasksError(f"{where}: {name!r} does not exist beside the Dockerfile")
                 if unpacks and source.is_file() and (".tar" in source.suffixes or tarfile.is_tarfile(source)):
-                    raise TasksError(f"{where}: ADD unpacks {name!r}, which needs Docker. Unpack it and use COPY")
+                    raise ImageRequired(f"{where}: ADD unpacks {name!r}, which {_FIX}")
                 into = not source.is_dir() and (target.endswith(("/", ".")) or len(matches) > 1 or len(sources) > 1)
                 path = self._workdir / target
                 self._copies.append((source, path / source.name if into else path, where))

@@ -11,7 +11,7 @@ from loopwright.core.errors import Problem, sentence
 from loopwright.core.task import Task
 from loopwright.rollouts.tasks.harbor.cache import cached_rows
 from loopwright.rollouts.tasks.harbor.dockerfile import read_layout
-from loopwright.rollouts.tasks.harbor.task import TOML, HarborTask, TaskChanged
+from loopwright.rollouts.tasks.harbor.task import TOML, HarborTask, ImageRequired, TaskChanged
 from loopwright.rollouts.tasks.sources import TasksConfig, TasksError
 
 _VALIDATION = frozenset({"validation", "valid", "val", "eval", "test"})
@@ -26,6 +26,8 @@ class TaskDirectory:
     path: Path
     task: HarborTask | None
     problem: str = ""
+    needs_docker: str = ""
+    """Why it can only be attempted with `sandbox = "docker"`."""
 
 
 def scan(root: Path) -> Iterator[TaskDirectory]:
@@ -37,7 +39,13 @@ def scan(root: Path) -> Iterator[TaskDirectory]:
         name = path.name if path == root else path.relative_to(root).as_posix()
         try:
             task = HarborTask.read(path)
+        except TasksError as error:
+            yield TaskDirectory(name, path, None, str(error))
+            continue
+        try:
             read_layout(task)
+        except ImageRequired as error:
+            yield TaskDirectory(name, path, task, needs_docker=str(error))
         except TasksError as error:
             yield TaskDirectory(name, path, None, str(error))
         else:
@@ -63,6 +71,7 @@ def dataset_row(entry: TaskDirectory, task: HarborTask, index: int, data_source:
         "local_task_path": str(entry.path),
         "task_hash": task.digest,
         "tested": task.has_tests,
+        "needs_docker": entry.needs_docker or None,
         "difficulty": None if difficulty is None else str(difficulty),
         "data_source": data_source,
         "prompt": [{"role": "user", "content": first.instruction}],
@@ -96,22 +105,38 @@ class HarborTasks(TasksConfig):
         return self.name or Path(self.path).name or self.type
 
     def rows(self, scenario_dir: Path) -> Iterable[Mapping[str, Any]]:
-        root = scenario_dir / self.path
-        split = self.split or default_split(root)
-        return cached_rows(root, f"{self.label()}/{split}", lambda: self._scan(root, split))
+        rows = [row for row in self._all_rows(scenario_dir) if row["problem"] is None]
+        optional = ("needs_docker", "problem")
+        return [{key: row[key] for key in row if key not in optional or row[key] is not None} for row in rows]
+
+    def unusable(self, scenario_dir: Path) -> Mapping[str, str]:
+        return {row["id"]: row["problem"] for row in self._all_rows(scenario_dir) if row["problem"] is not None}
 
     def located_rows(self, scenario_dir: Path) -> Iterable[tuple[str, Any]]:
         return ((str(row["local_task_path"]), row) for row in self.rows(scenario_dir))
 
+    def _all_rows(self, scenario_dir: Path) -> list[dict[str, Any]]:
+        """The rows of all directories; those of unusable ones say only where they are and why."""
+        root = scenario_dir / self.path
+        split = self.split or default_split(root)
+        return cached_rows(root, f"{self.label()}/{split}", lambda: self._scan(root, split))
+
     def _scan(self, root: Path, split: str) -> list[dict[str, Any]]:
         entries = list(scan(root))
-        if problems := [entry.problem for entry in entries if entry.task is None]:
-            more = f"\nand {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
-            raise TasksError("\n".join(problems[:_MAX_PROBLEMS]) + more)
         if not entries:
             raise TasksError(f"{root} contains no task: a task is a directory with {TOML} and instruction.md")
-        tasks = ((entry, entry.task) for entry in entries if entry.task is not None)
-        return [dataset_row(entry, task, n, self.label(), split) for n, (entry, task) in enumerate(tasks)]
+        tasks = [(entry, entry.task) for entry in entries if entry.task is not None]
+        problems = [entry.problem for entry in entries if entry.task is None]
+        if not tasks:
+            more = f"\nand {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
+            raise TasksError("\n".join(problems[:_MAX_PROBLEMS]) + more)
+        rows = [dataset_row(entry, task, n, self.label(), split) for n, (entry, task) in enumerate(tasks)]
+        bad = [entry for entry in entries if entry.task is None]
+        nothing = dict.fromkeys(rows[0])
+        return [
+            *({**row, "problem": None} for row in rows),
+            *({**nothing, "id": each.id, "local_task_path": str(each.path), "problem": each.problem} for each in bad),
+        ]
 
     def problems(self, scenario_dir: Path) -> list[Problem]:
         try:

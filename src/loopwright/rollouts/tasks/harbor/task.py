@@ -28,6 +28,10 @@ class TaskChanged(TasksError):
     """A task's directory changed after the run started."""
 
 
+class ImageRequired(TasksError):
+    """A task that needs its own container image, which only `sandbox = "docker"` provides."""
+
+
 class _Part(BaseModel):
     """A table of Harbor's format; keys that we do not use are ignored."""
 
