@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from loopwright.execution.sandbox.base import Bounds, ImageStore, NoSandbox, Sandbox, SandboxError, SandboxInstance
+from loopwright.execution.sandbox.base import Bounds, NoSandbox, Sandbox, SandboxError, SandboxInstance
 from loopwright.execution.sandbox.bubblewrap import Bubblewrap
 from loopwright.execution.sandbox.docker import IMAGE, Docker
 
-__all__ = ["Bounds", "ImageStore", "NoSandbox", "Sandbox", "SandboxError", "SandboxInstance", "sandbox_of"]
+__all__ = ["Bounds", "NoSandbox", "Sandbox", "SandboxError", "SandboxInstance", "sandbox_of"]
 
 
 def sandbox_of(name: str, bounds: Bounds = Bounds(), readable: tuple[Path, ...] = ()) -> Sandbox:  # noqa: B008  frozen

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from loopwright.execution.sandbox import ImageStore
+from loopwright.execution.sandbox.base import ImageStore
 from loopwright.rollouts.tasks.harbor.task import (
     IGNORED_NAMES,
     TOML,
