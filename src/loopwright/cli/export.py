@@ -13,6 +13,7 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.reports.export import write_csv, write_parquet
 from loopwright.reports.kinds import kind_of
 from loopwright.reports.rollout import export as rollouts
+from loopwright.reports.search.optuna_export import write_optuna
 from loopwright.reports.training import export as steps_export
 
 
@@ -23,6 +24,7 @@ class Format(StrEnum):
     PARQUET = "parquet"
     JSONL = "jsonl"
     VERL = "verl"
+    OPTUNA = "optuna"
 
 
 _ROWS: dict[Format, Callable[[Ledger, Path], Path]] = {
@@ -52,10 +54,13 @@ def command(
 ) -> None:
     """Export each run beside its ledger.
 
-    csv: trajectory.csv and env.csv; parquet: trials.parquet. For rollouts also jsonl: episodes.jsonl; with --rows
-    rows.parquet or rows.jsonl, one row per branch; verl: verl.jsonl, the same with the names of verl's AgentLoopOutput.
+    csv: trajectory.csv and env.csv; parquet: trials.parquet; optuna: optuna.db, a study per search. For rollouts also
+    jsonl: episodes.jsonl; with --rows rows.parquet or rows.jsonl, one row per branch; verl: verl.jsonl, the same with
+    the names of verl's AgentLoopOutput.
     With --steps, for training runs: steps.csv, steps.parquet or steps.jsonl, one row per step and per evaluation.
     """
+    if format is Format.OPTUNA and (steps or rows):
+        raise typer.BadParameter("an Optuna study has trials only; remove --rows and --steps.")
     if steps and (rows or format is Format.VERL):
         raise typer.BadParameter("--steps are exported as csv, parquet or jsonl, and without --rows.")
     if rows and format is Format.CSV:
@@ -73,6 +78,9 @@ def command(
                 new = [_ROWS[format](ledger, path.parent)] if has_rollouts else []
             elif format is Format.JSONL:
                 new = [rollouts.write_episodes(ledger, path.parent)] if has_rollouts else []
+            elif format is Format.OPTUNA:
+                is_search = kind_of(ledger.state("run", {})) == "search"
+                new = [write_optuna(ledger, path.parent / "optuna.db")] if is_search else []
             elif format is Format.PARQUET:
                 new = [write_parquet(ledger, path.parent / "trials.parquet")]
             else:
@@ -80,6 +88,8 @@ def command(
         for file in new:
             typer.echo(file)
         files += new
+    if not files and format is Format.OPTUNA:
+        raise LedgerError(f"no run in {output} is a search, so there is no study to export.")
     if not files and steps:
         raise LedgerError(f"no run in {output} has trained anything yet, so there are no steps.")
     if not files:

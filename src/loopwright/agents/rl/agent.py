@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from loopwright.agents.rl.learner import RlAlgorithm, RlConfig, backend
+from loopwright.agents.search.warm_start import warm_start_problem
 from loopwright.core.agent import Agent, AgentConfig
 from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, did_you_mean, sentence
 from loopwright.core.imports import import_object, look_first_in
@@ -104,8 +105,7 @@ class RlAgent(Agent):
             return "not supported in a live run: the steps of another run do not fit it; remove it."
         if not cls.algorithm_of(config).can_imitate or config.library != "sb3":
             return f"{config.type!r} of {config.library} cannot imitate; use ppo or a2c with library = 'sb3'."
-        directory = home / str(config.warm_start)
-        return None if (directory / "ledger.db").is_file() else f"there is no ledger.db in {directory}."
+        return warm_start_problem(str(config.warm_start), home)
 
     @classmethod
     def space_problem(cls, space: Space) -> str | None:

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from loopwright.agents.search.base import BudgetedConfig, SpaceAgent
 from loopwright.agents.search.failure_map import FailureMap
-from loopwright.agents.search.warm_start import warm_trials
+from loopwright.agents.search.warm_start import warm_start_problem, warm_trials
 from loopwright.core.agent import AgentConfig
 from loopwright.core.canonical import key_of
 from loopwright.core.errors import MissingExtra, Problem
@@ -41,7 +41,8 @@ class SamplerConfig(BudgetedConfig):
     """The settings of all of Optuna's samplers."""
 
     warm_start: str | None = None
-    """The folder of an earlier run, relative to the scenario, whose trials the sampler learns from first."""
+    """Whose trials the sampler learns from first: the folder of an earlier run, or an Optuna study as
+    `sqlite:///optuna.db#name`; relative to the scenario."""
 
 
 class ModelConfig(SamplerConfig):
@@ -111,8 +112,8 @@ class SamplerAgent(SpaceAgent):
     @classmethod
     def problems(cls, config: Any, space: Space, home: Path) -> list[Problem]:
         problems = super().problems(config, space, home)
-        if config.warm_start is not None and not (home / config.warm_start / "ledger.db").is_file():
-            problems.append(Problem("warm_start", f"there is no ledger.db in {home / config.warm_start}."))
+        if config.warm_start is not None and (problem := warm_start_problem(config.warm_start, home)):
+            problems.append(Problem("warm_start", problem))
         return problems
 
     @abstractmethod
