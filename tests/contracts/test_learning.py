@@ -1,23 +1,42 @@
 """What is learned is right (P01–P05): gradients, deadlines, what judges see, counts and the exported policy."""
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from random import Random
+from statistics import fmean, stdev
 from typing import Any
 
+import orjson
 import pytest
+import torch
 
-from loopwright.core.episode import Episode
+from loopwright.core.episode import ROOT, Episode, Node, Span
 from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.reward import Reward
 from loopwright.core.task import Task
+from loopwright.core.trial import Result, Trial
 from loopwright.engines.base import Chunk, Engine, EngineConfig, Sampling
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.engines.tokenizer import ByteTokenizer
 from loopwright.gateway.sessions.session import Session
+from loopwright.ledger.ledger import Ledger
+from loopwright.ledger.steps import steps
+from loopwright.reports.training.digest import read_training, warnings
+from loopwright.rollouts.evaluation import EvalConfig
 from loopwright.rollouts.judgers.base import Payload
 from loopwright.rollouts.loops.base import SingleTurn, SingleTurnConfig
 from loopwright.rollouts.loops.tools import ToolLoop, ToolLoopConfig
 from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
 from loopwright.testing import simulate
+from loopwright.trainers.grpo import GrpoConfig, GrpoTrainer
+from loopwright.trainers.learner import Learner
+from loopwright.trainers.sample import build_samples, scale_of
+from loopwright.trainers.trainer import _Training
+from tests.rollouts.harness import World, episode_of, tasks
+from tests.trainers.conftest import _one_thread  # noqa: F401  a fixture
+from tests.trainers.factories import gradients, learner_of, logprobs_of, samples
 
 TASK = Task("t", ({"role": "user", "content": "How many <|im_start|> are there?"},), label="0")
 START, END = ByteTokenizer.specials["<|im_start|>"], ByteTokenizer.specials["<|im_end|>"]
@@ -123,3 +142,173 @@ def test_p02_an_engine_that_returns_nothing_loses_the_rollout_without_blaming_th
     episode = roll_tools(tmp_path, 1.0, token_s=0.0, delay_s=1000.0)
     assert (episode.outcome, episode.fault) == (Outcome.LOST, Fault.INFRA)
     assert "the engine sampled no token for 20 s" in episode.reason
+
+
+# -- P01: gradients ---------------------------------------------------------------------------------------------------
+
+pytestmark = pytest.mark.usefixtures("_one_thread")
+REWARDS = (1.0, 0.0, 0.25, 0.75)
+
+
+def branched_episode(seed: int, reward: float) -> Episode:
+    """A first turn, and after it one to three branches of different lengths: an answer, or a tool result and a turn."""
+    random = Random(seed)
+
+    def given(parent: int, role: str) -> Node:
+        ids = tuple(random.randrange(1, 250) for _ in range(random.randint(2, 5)))
+        return Node(parent, {"role": role, "content": ""}, ids, (0.0,) * len(ids))
+
+    def sampled(parent: int) -> Node:
+        ids = tuple(random.randrange(1, 250) for _ in range(random.randint(2, 6)))
+        logprobs = (0.0, *(random.gauss(-5.5, 0.3) for _ in ids[1:]))
+        return Node(parent, {"role": "assistant", "content": ""}, ids, logprobs, (Span(1, len(ids), 0),), "stop")
+
+    nodes = [ROOT, given(0, "user"), sampled(1)]
+    for _ in range(seed % 3 + 1):
+        nodes += [given(2, "tool"), sampled(len(nodes))]
+    return Episode(TASK, tuple(nodes)).judged(Reward(reward))
+
+
+@pytest.fixture
+def recorded(tmp_path) -> list[dict[str, Any]]:
+    """The episodes of a group, as the ledger recorded them."""
+    with closing(Ledger.create(tmp_path / "ledger.db")) as ledger:
+        for number, reward in enumerate(REWARDS, 1):
+            trial = Trial(number, {}, "", 1, number)
+            ledger.reserve([trial])
+            episode = branched_episode(number, reward)
+            ledger.commit(trial, Result(Outcome.OK, reward=episode.reward, episode=episode.to_bytes()))
+        return [orjson.loads(ledger.payload(number, "rollout") or b"") for number in range(1, len(REWARDS) + 1)]
+
+
+def turns_of(episode: dict[str, Any]) -> list[tuple[list[int], int, list[float]]]:
+    """The sampled turns of a recorded episode: all ids up to its end, where its sampled tokens start, and logprobs."""
+    turns = []
+    for node in episode["nodes"]:
+        ids, parent = list(node["ids"]), node["parent"]
+        while parent:
+            ids, parent = [*episode["nodes"][parent - 1]["ids"], *ids], episode["nodes"][parent - 1]["parent"]
+        for start, stop, _ in node["spans"]:
+            turns.append((ids, len(ids) - (stop - start), node["logprobs"][start:stop]))
+    return turns
+
+
+def published_gradient(kind: str, learner: Learner, episodes: Sequence[dict[str, Any]]) -> list[Any]:
+    """The gradient of GRPO's or RLOO's objective, turn by turn, from the formulas alone."""
+    model, config, rewards = learner.policy.model, learner.config, [e["reward"]["value"] for e in episodes]
+    per_episode, tokens = [], []
+    for index, episode in enumerate(episodes):
+        if kind == "rloo":
+            advantage = rewards[index] - fmean(r for other, r in enumerate(rewards) if other != index)
+        else:
+            advantage = (rewards[index] - fmean(rewards)) / (stdev(rewards) + 1e-6 if config.std else 1.0)
+        total, count = torch.zeros(()), 0
+        for ids, start, logprobs in turns_of(episode):
+            every = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0].float(), -1)
+            for place, logprob in zip(range(start, len(ids)), logprobs, strict=True):
+                new = every[place - 1, ids[place]]
+                ratio = min(float(torch.exp(new.detach() - logprob)), config.importance)
+                total, count = total - ratio * advantage * new, count + 1
+        per_episode.append(total)
+        tokens.append(count)
+    length = "sum" if kind == "rloo" else config.length
+    if length == "episode":
+        loss = sum(total / count for total, count in zip(per_episode, tokens, strict=True)) / len(episodes)
+    else:
+        divisor = {"token": sum(tokens), "constant": 8 * len(episodes), "sum": len(episodes)}[length]
+        loss = sum(per_episode) / divisor
+    return list(torch.autograd.grad(loss, learner.policy.parameters(), allow_unused=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("grpo", {"length": "episode"}),
+        ("grpo", {"length": "token", "micro_tokens": 30}),
+        ("grpo", {"length": "constant", "std": False}),
+        ("rloo", {}),
+    ],
+    ids=["episode", "token", "constant", "rloo"],
+)
+def test_p01_the_gradient_is_that_of_the_formula_on_what_the_ledger_recorded(tmp_path, recorded, kind, options):
+    learner = learner_of(kind, tmp_path, **options)
+    episodes = {number: Episode.from_json(data) for number, data in enumerate(recorded, 1)}
+    advantages = learner.algorithm.advantages({n: e.reward.value for n, e in episodes.items()}, frozenset(episodes))
+    batch = build_samples([episodes], [advantages], version=0, oldest=None, length=learner.algorithm.length)
+    assert len(batch) > len(episodes), "some rollouts have several branches"
+    got = gradients(learner, batch)
+    for ours, theirs in zip(got, published_gradient(kind, learner, recorded), strict=True):
+        if theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("length", ["episode", "token", "constant"])
+def test_p01_branches_of_a_rollout_weigh_as_one_rollout_with_their_tokens(length):
+    def weights(episodes: Sequence[Episode]) -> list[float]:
+        numbered = dict(enumerate(episodes))
+        batch = build_samples([numbered], [dict.fromkeys(numbered, 1.0)], version=0, oldest=None, length=length)
+        scale = scale_of(batch, length, 8)
+        return [sum(s.tokens * s.weight * scale for s in batch if s.episode == index) for index in numbered]
+
+    branched, other = branched_episode(2, 1.0), branched_episode(3, 0.0)
+    assert len(branched.rows()) == 3
+    in_a_row = replace(  # the same turns one after another: a single branch
+        branched,
+        nodes=tuple(replace(node, parent=None if n == 0 else n - 1) for n, node in enumerate(branched.nodes)),
+    )
+    assert len(in_a_row.rows()) == 1
+    assert weights([branched, other]) == pytest.approx(weights([in_a_row, other]))
+    if length == "episode":
+        assert weights([branched, other]) == pytest.approx([0.5, 0.5])
+
+
+def test_p01_mismatch_is_exact_near_zero_and_its_largest_difference_is_shown(tmp_path):
+    learner, batch = learner_of("grpo", tmp_path), samples()
+    exact = [logprobs_of(learner.policy.model, sample)[0].detach() for sample in batch]
+    near = []
+    for sample, logprobs in zip(batch, exact, strict=True):
+        recorded = sample.recorded.copy()
+        recorded[sample.mask] = logprobs.numpy() + 1e-3
+        near.append(replace(sample, recorded=recorded))
+    metrics = learner.update(near, 1)
+    assert metrics["mismatch_kl"] == pytest.approx(5e-7, rel=0.02)
+    assert metrics["mismatch_max"] == pytest.approx(1e-3, rel=0.02)
+
+
+# -- P02: evaluations that were cut off -----------------------------------------------------------------------------
+
+
+def evaluate(directory: Path, *, hangs: bool) -> tuple[dict[str, Any], list[str], int]:
+    """A process that evaluates step 0: its numbers, the warnings of the report, and how many rollouts there are."""
+
+    async def roll(request: RolloutRequest) -> Episode:
+        episode = episode_of(request.task, 0)
+        late = hangs and request.task.id.endswith(("0", "1"))
+        reason = "not finished within 5 s; it waited for tools"
+        return replace(episode, outcome=Outcome.TRUNCATED, fault=Fault.POLICY, reason=reason) if late else episode
+
+    async def main() -> tuple[dict[str, Any], list[str], int]:
+        world = World(directory, roll, verdict=lambda e: float(e.fault is None), held_out={"h": tasks(8, "h")})
+        world.env.evaluation = EvalConfig(tasks=({"type": "jsonl", "path": "h.jsonl"},))
+        async with world:
+            await _Training(GrpoTrainer(world.env, GrpoConfig(steps=3)))._evaluate(0)
+            world.ledger.set_state("run", {"name": "r", "agent": {"type": "grpo", "steps": 3}, "rollout": {}})
+            ((count,),) = world.ledger.transaction.rows("SELECT count(*) FROM trials")
+            (step,) = steps(world.ledger, "eval")
+            return dict(step.numbers), warnings(read_training(world.ledger)), count
+
+    return simulate(main())
+
+
+def test_p02_cuts_are_shown_beside_an_evaluation_and_resume_repeats_an_unreliable_one(tmp_path, caplog):
+    numbers, lines, count = evaluate(tmp_path, hangs=True)
+    assert (numbers["reward"], numbers["cuts"], numbers["unreliable"], count) == (0.75, 2, 1, 8)
+    assert lines == [
+        "The evaluation after step 0 is unreliable: of 8 rollouts, 2 were cut off by their deadline and 0 lost; "
+        "`loopwright resume` repeats it."
+    ]
+    assert "unreliable" in caplog.text
+    numbers, lines, count = evaluate(tmp_path, hangs=False)
+    assert (numbers["reward"], numbers["cuts"], numbers.get("unreliable"), count) == (1.0, 0, None, 16)
+    assert lines == []
+    assert evaluate(tmp_path, hangs=True)[0] == numbers, "a reliable one is not repeated"

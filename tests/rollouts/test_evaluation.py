@@ -42,7 +42,7 @@ def test_each_task_counts_equally_however_many_rollouts_remain():
 
 def test_a_missing_reward_is_not_zero():
     numbers = summary([[], []], config(2), seed="s")
-    assert numbers == {"tasks": 2, "rollouts": 0, "faults": 4}
+    assert numbers == {"tasks": 2, "rollouts": 0, "faults": 4, "cuts": 0, "unreliable": 1}
 
 
 def test_evaluations_run_before_the_first_step_and_after_the_last():

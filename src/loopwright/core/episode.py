@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 import orjson
 
-from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.outcome import OUT_OF_TIME, Fault, Outcome
 from loopwright.core.reward import Reward
 from loopwright.core.task import Message, Task
 
@@ -176,6 +176,11 @@ class Episode:
         return replace(
             self, outcome=outcome, fault=fault, reason=reason, reward=None, trainable=False, in_baseline=False
         )
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether its deadline ended it."""
+        return self.outcome is Outcome.TIMEOUT or self.reason.startswith(OUT_OF_TIME)
 
     @property
     def rewards(self) -> Mapping[str, float]:

@@ -21,6 +21,8 @@ class Outcome(StrEnum):
     JUDGE_FAILED = "judge_failed"
 
 
+OUT_OF_TIME = "not finished within"
+"""How the reason of a rollout begins that its deadline cut off."""
 REUSABLE = frozenset({Outcome.OK, Outcome.INFEASIBLE})
 """The outcomes that the cache may answer with: a cached crash must not poison a search."""
 

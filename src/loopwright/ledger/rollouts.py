@@ -16,6 +16,8 @@ KIND = "rollout"
 REJUDGED = "rejudged:"
 """The payload `rejudged:<id>` holds a later verdict; the first reward and earlier verdicts are never changed."""
 EVALUATED = "json_extract(action, '$.evaluated')"
+REPEAT = "ifnull(json_extract(action, '$.repeat'), 0)"
+"""How often an evaluation had been repeated."""
 """In a query of trials: the training step before an evaluation; NULL for all other trials."""
 _PAGE = 32
 

@@ -14,7 +14,7 @@ from loopwright.core.outcome import Fault, Outcome
 from loopwright.core.reward import JudgedReward, Objectives
 from loopwright.core.trial import Action, Result, Trial
 from loopwright.engines.base import EngineConfig, Sampling
-from loopwright.ledger.rollouts import EVALUATED
+from loopwright.ledger.rollouts import EVALUATED, REPEAT
 from loopwright.ledger.trial_book import TrialBook
 from loopwright.rollouts.buffer import Buffer
 from loopwright.rollouts.config import ProduceConfig
@@ -136,12 +136,16 @@ class RolloutEnv:
             group.judging.judge_if_complete()  # stop waiting for what was lost
         return trials
 
-    def open_evaluation(self, step: int, samples: int) -> list[Group]:
-        """The groups of the evaluation after this step, including what an earlier process did of it."""
+    def open_evaluation(self, step: int, samples: int, repeat: int = 0) -> list[Group]:
+        """The groups of the evaluation after this step, including what an earlier process did of it.
+
+        `repeat` is how often it was repeated because it was unreliable.
+        """
         ledger = self.book.ledger
         with ledger.transaction as connection:
             connection.execute(_EVALUATION_INDEX)  # not for every run: most have no evaluation
-        rows = ledger.transaction.rows(f"SELECT DISTINCT grp FROM trials WHERE {EVALUATED} = ?", (step,))
+        query = f"SELECT DISTINCT grp FROM trials WHERE {EVALUATED} = ? AND {REPEAT} = ?"
+        rows = ledger.transaction.rows(query, (step, repeat))
         trials_by_prompt: dict[tuple[str, int], list[Trial]] = {}
         for (number,) in rows:
             trials = ledger.group(number)
@@ -151,14 +155,14 @@ class RolloutEnv:
             if earlier := trials_by_prompt.get((prompt.source, prompt.index)):
                 groups.append(self._group(earlier[0].group, prompt, samples, earlier))
             else:
-                groups.append(self.open_evaluation_group(prompt, step, samples))
+                groups.append(self.open_evaluation_group(prompt, step, samples, repeat))
         ledger.flush()
         return groups
 
-    def open_evaluation_group(self, prompt: Prompt, step: int, samples: int) -> Group:
+    def open_evaluation_group(self, prompt: Prompt, step: int, samples: int, repeat: int = 0) -> Group:
         """A group of an evaluation: it is never trained on."""
         number = self.book.new_group()
-        action = {**prompt.action, "evaluated": step}
+        action = {**prompt.action, "evaluated": step, **({"repeat": repeat} if repeat else {})}
         trials = [self._new_trial(action, number, repeat) for repeat in range(samples)]
         self.book.ledger.reserve(trials, hold=True)
         return self._group(number, prompt, samples, trials)

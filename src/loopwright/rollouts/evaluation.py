@@ -12,6 +12,7 @@ from loopwright.core.confidence import interval
 from loopwright.core.config import Config
 from loopwright.core.errors import Problem
 from loopwright.engines.base import Sampling
+from loopwright.rollouts.group import Group
 from loopwright.rollouts.tasks.sources import Sources, source_problems
 
 
@@ -28,6 +29,9 @@ class EvalConfig(Config):
     """How the policy is sampled; settings that are missing here are as in training."""
     solved: float = 1.0
     """The smallest reward with which a task counts as solved."""
+    max_cuts: float = Field(default=0.1, ge=0, le=1)
+    """The largest share of rollouts that may be lost or cut off by their deadline; with more of them, the evaluation
+    is unreliable, and `loopwright resume` repeats it if it is the last one."""
 
     def problems(self, scenario_dir: Path) -> list[Problem]:
         """What is wrong with this config; checked before anything starts."""
@@ -38,14 +42,20 @@ class EvalConfig(Config):
         return step % self.every == 0 or step == last
 
 
-def summary(by_task: Sequence[Sequence[float]], config: EvalConfig, *, seed: str) -> dict[str, Any]:
-    """Mean reward and pass@k over tasks, from the rewards of each task, with the bounds of their 95 % intervals."""
+def summary(by_task: Sequence[Sequence[float]], config: EvalConfig, *, seed: str, cuts: int = 0) -> dict[str, Any]:
+    """Mean reward and pass@k over tasks, from the rewards of each task, with the bounds of their 95 % intervals.
+
+    `cuts` is how many of these rollouts their deadline ended.
+    """
     scored = [rewards for rewards in by_task if rewards]
     results: dict[str, Any] = {
         "tasks": len(by_task),
         "rollouts": sum(map(len, scored)),
         "faults": len(by_task) * config.samples - sum(map(len, scored)),
+        "cuts": cuts,
     }
+    if results["faults"] + cuts > config.max_cuts * len(by_task) * config.samples:
+        results["unreliable"] = 1
     if not scored:
         return results
     results["reward"], results["reward_low"], results["reward_high"] = interval(
@@ -57,4 +67,22 @@ def summary(by_task: Sequence[Sequence[float]], config: EvalConfig, *, seed: str
         estimates = [1.0 - comb(failed, k) / comb(count, k) for failed, count in counts if count >= k]
         if estimates:
             results[f"pass@{k}"], results[f"pass@{k}_low"], results[f"pass@{k}_high"] = interval(estimates, seed)
+    return results
+
+
+def rewards_by_kind(groups: Sequence[Group], *, seed: str) -> dict[str, float]:
+    """Mean reward and 95 % interval of each source and of each kind of task (`data_source`), where there are several.
+
+    The names are `reward[KIND]`, `reward[KIND]_low` and `reward[KIND]_high`.
+    """
+    results: dict[str, float] = {}
+    for kind_of in (lambda group: group.prompt.source, lambda group: group.prompt.task.data_source):
+        means: dict[str, list[float]] = {}
+        for group in groups:
+            rewards = [episode.reward.value for episode in group.episodes.values() if episode.reward is not None]
+            if rewards:
+                means.setdefault(kind_of(group), []).append(fmean(rewards))
+        for kind, values in means.items() if len(means) > 1 else ():
+            bounds = interval(values, f"{seed}:{kind}")
+            results |= {f"reward[{kind}]{end}": value for end, value in zip(("", "_low", "_high"), bounds, strict=True)}
     return results

@@ -40,6 +40,10 @@ class Team(Protocol):
         """Sums over the team."""
         ...
 
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        """Maxima over the team."""
+        ...
+
     def passes(self, batches: int) -> int:
         """Forward passes of a worker with this many micro-batches: sharded workers need the same number."""
         ...
@@ -54,6 +58,9 @@ class Alone:
         return module
 
     def total(self, numbers: Sequence[float]) -> list[float]:
+        return list(numbers)
+
+    def largest(self, numbers: Sequence[float]) -> list[float]:
         return list(numbers)
 
     def passes(self, batches: int) -> int:
@@ -182,7 +189,7 @@ class Learner:
         )
         loss, values = self.algorithm.loss(policy, tokens)
         drift = old - recorded
-        values = {**values, "mismatch_kl": drift.exp() - drift - 1}
+        values = {**values, "mismatch_kl": _excess(drift)}
         if config.importance:
             importance = drift.exp().clamp(max=config.importance)
             loss = loss * importance
@@ -191,13 +198,14 @@ class Learner:
             # Only the idle sample has no reference.
             reference = old if facts[0].reference is None else _concatenate([fact.reference for fact in facts])
             log_ratio = reference - policy.logprobs
-            kl = log_ratio.exp() - log_ratio - 1
+            kl = _excess(log_ratio)
             loss = loss + config.kl * kl
             values = {**values, "kl": kl.detach()}
         if config.entropy:
             loss = loss - config.entropy * policy.entropy
         weights = _flat([torch.full((sample.tokens,), sample.weight) for sample in batch], self.settings.device)
         metrics.add(weights > 0, entropy=policy.entropy.detach(), **values)
+        metrics.add_largest(weights > 0, mismatch_max=drift.abs())
         return (loss * weights).sum()
 
     def _share(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -321,12 +329,19 @@ class _Metrics:
         self._sums: dict[str, float] = defaultdict(float)
         self._counts: dict[str, int] = defaultdict(int)
         self._steps: dict[str, list[float]] = defaultdict(list)
+        self._largest: dict[str, float] = {}
 
     def add(self, included: Tensor, **tokens: Tensor) -> None:
         """Add the included tokens. A name is recorded even without any: all workers must sum the same names."""
         for name, values in tokens.items():
             self._sums[name] += float(values[included].sum())
             self._counts[name] += int(included.sum())
+
+    def add_largest(self, included: Tensor, **tokens: Tensor) -> None:
+        """Add the included tokens to a maximum."""
+        for name, values in tokens.items():
+            largest = float(values[included].max()) if included.any() else 0.0
+            self._largest[name] = max(self._largest.get(name, 0.0), largest)
 
     def add_step(self, **numbers: float) -> None:
         for name, value in numbers.items():
@@ -337,7 +352,17 @@ class _Metrics:
         totals = team.total([*(self._sums[name] for name in names), *(float(self._counts[name]) for name in names)])
         sums, counts = totals[: len(names)], totals[len(names) :]
         means = {name: sums[i] / counts[i] for i, name in enumerate(names) if counts[i]}
+        means |= dict(zip(self._largest, team.largest(list(self._largest.values())), strict=True))
         return means | {name: sum(values) / len(values) for name, values in self._steps.items()}
+
+
+def _excess(log_ratio: Tensor) -> Tensor:
+    """The unbiased, never negative estimate of a KL divergence: ratio − 1 − its logarithm.
+
+    By `expm1` in double precision: near a ratio of 1, the difference of two floats is only rounding.
+    """
+    exact = log_ratio.double()
+    return (torch.expm1(exact) - exact).to(log_ratio.dtype)
 
 
 def _check_device(device: str) -> None:

@@ -79,6 +79,11 @@ class _RayTeam:
         dist.all_reduce(sums)
         return [float(number) for number in sums]
 
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        maxima = torch.tensor(numbers, dtype=torch.float64, device=get_device())
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        return [float(number) for number in maxima]
+
     def passes(self, batches: int) -> int:
         if not self._shard:
             return max(batches, 1)

@@ -5,7 +5,7 @@ import logging
 import time
 import traceback
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -18,11 +18,12 @@ from loopwright.core.agent import Agent
 from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, sentence
 from loopwright.core.runtime import run
 from loopwright.engines.weight_update import WeightUpdate
-from loopwright.ledger.steps import Kind, Step, Steps
+from loopwright.ledger.steps import Kind, Step, Steps, steps
 from loopwright.reports.curves import Curves, missing_packages
+from loopwright.reports.training.digest import describe_cuts
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.env import RolloutEnv
-from loopwright.rollouts.evaluation import summary
+from loopwright.rollouts.evaluation import rewards_by_kind, summary
 from loopwright.rollouts.group import DiscardedGroups, Group
 from loopwright.rollouts.producer import Producer
 from loopwright.trainers.algorithm import Algorithm
@@ -248,11 +249,19 @@ class _Training:
         ):
             return
         self._evaluated_step = step
-        groups = self.env.open_evaluation(step, config.samples)
+        earlier: Mapping[str, Any] = next(
+            (each.numbers for each in steps(self.env.book.ledger, "eval") if each.step == step), {}
+        )
+        repeat = int(earlier.get("repeats", 0)) + bool(earlier.get("unreliable"))
+        groups = self.env.open_evaluation(step, config.samples, repeat)
         await self.env.roll_all(groups)
         rewards = [[e.reward.value for e in group.episodes.values() if e.reward is not None] for group in groups]
-        numbers = summary(rewards, config, seed=f"{self.config.seed}:{step}")
-        self._write("eval", Step(step, time.time(), numbers))
+        cuts = sum(e.is_cut for group in groups for e in group.episodes.values() if e.reward is not None)
+        seed = f"{self.config.seed}:{step}"
+        numbers = summary(rewards, config, seed=seed, cuts=cuts) | rewards_by_kind(groups, seed=seed)
+        if numbers.get("unreliable"):
+            log.warning("the evaluation after step %d is unreliable: %s", step, describe_cuts(numbers))
+        self._write("eval", Step(step, time.time(), numbers | ({"repeats": repeat} if repeat else {})))
 
     def _write(self, kind: Kind, step: Step) -> None:
         self.steps.add(kind, step)

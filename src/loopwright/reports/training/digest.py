@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeGuard
 
 from loopwright.core.confidence import bootstrap
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.rollouts import EVALUATED
+from loopwright.ledger.rollouts import EVALUATED, REPEAT
 from loopwright.ledger.steps import Step, steps
 from loopwright.reports.formatting import counted, number
 from loopwright.reports.rollout.digest import RolloutDigest, failed_rollouts, rollout_basics
@@ -18,7 +18,7 @@ _ENDS = 10
 """How many steps at either end are compared if nothing was evaluated on held-out tasks."""
 _FEWEST = 6
 """With fewer tasks no change is significant: five coins all fall the same way more than once in twenty times."""
-_DIGITS = {"kl": 6, "mismatch_kl": 6, "importance": 4}
+_DIGITS = {"kl": 6, "mismatch_kl": 6, "mismatch_max": 4, "importance": 4}
 """Digits kept of sums of logprob differences: their last digits depend on the order of summation."""
 Interval = tuple[float, float, float]
 """A mean, and the bounds of its 95 % interval."""
@@ -140,16 +140,16 @@ def _with_reward(evals: Sequence[Step]) -> list[Step]:
 def _pairs(ledger: Ledger, measured: Sequence[Step]) -> list[Pair]:
     if len(measured) < 2:
         return []
-    first, last = (_by_task(ledger, measured[end].step) for end in (0, -1))
+    first, last = (_by_task(ledger, measured[end]) for end in (0, -1))
     return [Pair(first[task][0], last[task][0], (first[task][1], last[task][1])) for task in first if task in last]
 
 
-def _by_task(ledger: Ledger, step: int) -> dict[tuple[str, int], tuple[int, float]]:
+def _by_task(ledger: Ledger, step: Step) -> dict[tuple[str, int], tuple[int, float]]:
     """The first scored trial and the mean reward of each held-out task, after this step."""
     rows = ledger.transaction.rows(
         "SELECT json_extract(action, '$.source'), json_extract(action, '$.index'), min(number), avg(reward) "
-        f"FROM trials WHERE {EVALUATED} = ? AND reward IS NOT NULL GROUP BY 1, 2 ORDER BY 3",
-        (step,),
+        f"FROM trials WHERE {EVALUATED} = ? AND {REPEAT} = ? AND reward IS NOT NULL GROUP BY 1, 2 ORDER BY 3",
+        (step.step, step.numbers.get("repeats", 0)),
     )
     return {(source, index): (trial, mean) for source, index, trial, mean in rows}
 
@@ -213,6 +213,12 @@ def verdict(digest: TrainingDigest) -> str:
     return f"{why}; the mean training reward went {change}, which says little about other tasks.{hint}"
 
 
+def describe_cuts(numbers: Mapping[str, Any]) -> str:
+    """How many rollouts of an evaluation were cut off or lost."""
+    total = numbers.get("rollouts", 0) + numbers.get("faults", 0)
+    return f"of {total} rollouts, {numbers.get('cuts', 0)} were cut off by their deadline and {numbers['faults']} lost"
+
+
 def warnings(digest: TrainingDigest) -> list[str]:
     """What the reader must know about steps and evaluations, if anything."""
     lines = []
@@ -223,6 +229,10 @@ def warnings(digest: TrainingDigest) -> list[str]:
         if numbers:
             first = ", ".join(map(number, numbers[:10])) + (", …" if len(numbers) > 10 else "")
             lines.append(f"{number(len(numbers))} of {number(len(digest.train))} steps {why}: {first}.")
+    for step in (each for each in digest.evals if each.numbers.get("unreliable")):
+        repeat = "; `loopwright resume` repeats it" if step is digest.evals[-1] else ""
+        cuts = describe_cuts(step.numbers)
+        lines.append(f"The evaluation after step {number(step.step)} is unreliable: {cuts}{repeat}.")
     for failure in grouped_failures([row for row in digest.failed_evaluations if row[2] != "policy"])[:2]:
         reason = f": {failure.reasons[0][0]}" if failure.reasons[0][0] else ""
         count = counted(failure.count, "rollout")

@@ -41,6 +41,7 @@ _TRAINED = "per trained token; rollouts without an advantage may be left out"
 _TITLES = {
     "kl": CurveTitle("KL", "distance to the reference policy"),
     "mismatch_kl": CurveTitle("mismatch", f"KL from the sampling policy to the learner's, {_TRAINED}"),
+    "mismatch_max": CurveTitle("largest mismatch", f"largest difference of logprobs, {_TRAINED}"),
     "entropy": CurveTitle("entropy", f"of the policy, {_TRAINED}"),
     "clip_fraction": CurveTitle("clip fraction", f"share of clipped ratios, {_TRAINED}"),
     "grad_norm": CurveTitle("gradient norm", "before clipping"),

@@ -109,7 +109,13 @@ class TrainingProgress:
     def _held_out(self) -> str:
         """The last evaluation's reward and its interval."""
         evals = [step.numbers for step in self._steps["eval"].values() if is_number(step.numbers.get("reward"))]
-        return f"{number(evals[-1]['reward'], 3)} (95 %: {bounds(evals[-1], 'reward')})" if evals else ""
+        if not evals:
+            return ""
+        cuts = evals[-1].get("cuts") or 0
+        notes = ["unreliable"] if evals[-1].get("unreliable") else []
+        notes += [f"{number(cuts)} cut off"] if cuts else []
+        held_out = f"{number(evals[-1]['reward'], 3)} (95 %: {bounds(evals[-1], 'reward')})"
+        return f"{held_out} {', '.join(notes)}".rstrip()
 
     def _values(self, kind: Kind, name: str) -> list[float]:
         values = (value_of(step, name) for step in self._steps[kind].values())

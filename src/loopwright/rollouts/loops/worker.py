@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from loopwright.core.episode import Episode
-from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.outcome import OUT_OF_TIME, Fault, Outcome
 from loopwright.core.task import Task
 from loopwright.engines.base import ContextFull, Engine, EngineConfig, EngineError, Sampling, engines
 from loopwright.engines.weight_update import WeightUpdate as WeightUpdate
@@ -203,7 +203,7 @@ class PolicyDeadline:
 
 def _timed_out(session: Session, task: Task, deadline: PolicyDeadline) -> Episode:
     """The episode of a rollout that missed its deadline through the policy or its tools, the engine, or the loop."""
-    reason = f"not finished within {deadline.deadline_s:g} s"
+    reason = f"{OUT_OF_TIME} {deadline.deadline_s:g} s"
     phase, _, end = session.interrupted or ("", 0.0, 0.0)
     if not phase or end < (deadline.expired_at or 0.0) - _TOLERANCE_S:
         return session.episode(task, Outcome.TIMEOUT, fault=Fault.WORKLOAD, reason=f"{reason}; the loop hangs")

@@ -7,7 +7,7 @@ failed may have failed because of them, so it is scored; an agent that failed be
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from loopwright.core.outcome import Fault, Outcome
+from loopwright.core.outcome import OUT_OF_TIME, Fault, Outcome
 from loopwright.gateway.client import CompletedSession
 from loopwright.gateway.sessions.session import SessionLimits
 from loopwright.rollouts.remote.agent import AgentExit
@@ -29,7 +29,7 @@ class TimeLimit:
     key: str
 
     def __str__(self) -> str:
-        return f"not finished within {self.time_s:g} s ({self.key})"
+        return f"{OUT_OF_TIME} {self.time_s:g} s ({self.key})"
 
 
 def assign_blame(
