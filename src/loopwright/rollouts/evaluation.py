@@ -76,12 +76,13 @@ def rewards_by_kind(groups: Sequence[Group], *, seed: str) -> dict[str, float]:
     The names are `reward[KIND]`, `reward[KIND]_low` and `reward[KIND]_high`.
     """
     results: dict[str, float] = {}
-    for kind_of in (lambda group: group.prompt.source, lambda group: group.prompt.task.data_source):
+    for field in ("source", "data_source"):
         means: dict[str, list[float]] = {}
         for group in groups:
             rewards = [episode.reward.value for episode in group.episodes.values() if episode.reward is not None]
             if rewards:
-                means.setdefault(kind_of(group), []).append(fmean(rewards))
+                kind = group.prompt.source if field == "source" else group.prompt.task.data_source
+                means.setdefault(kind, []).append(fmean(rewards))
         for kind, values in means.items() if len(means) > 1 else ():
             bounds = interval(values, f"{seed}:{kind}")
             results |= {f"reward[{kind}]{end}": value for end, value in zip(("", "_low", "_high"), bounds, strict=True)}
