@@ -17,6 +17,7 @@ from loopwright.core.runtime import run as run_loop
 from loopwright.core.task import Task
 from loopwright.core.trial import Trial
 from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
+from loopwright.execution.ray.connection import RayConnection
 from loopwright.gateway.sessions.session import Session
 from loopwright.ledger.groups import Groups
 from loopwright.ledger.ledger import Ledger
@@ -28,7 +29,6 @@ from loopwright.rollouts.judgers import parse_judger
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig
 from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
 from loopwright.rollouts.pools.base import Worker
-from loopwright.rollouts.pools.ray.launch import RayConnection
 from loopwright.rollouts.pools.ray.pool import RayPool
 from loopwright.rollouts.producer import Producer
 from loopwright.rollouts.tasks.mix import TaskMix

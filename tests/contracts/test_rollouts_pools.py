@@ -15,9 +15,10 @@ import ray
 from ray._private.state import actors
 
 import loopwright
+from loopwright.execution.ray.connection import RayConnection
 from loopwright.rollouts.pools.base import WorkerLost
 from loopwright.rollouts.pools.local import LocalPool
-from loopwright.rollouts.pools.ray.launch import RayConnection, check_group, check_resources, cluster_nodes, reserve
+from loopwright.rollouts.pools.ray.launch import check_group, check_resources, cluster_nodes, reserve
 from loopwright.rollouts.pools.resources import ResourceRequest, ResourcesError
 from loopwright.testing.pools import Probe
 from tests.rollouts.pools.ray_cluster import cluster, kill, pids, pool_of
@@ -349,7 +350,8 @@ def test_l10_a_local_cluster_listens_on_loopback_only_and_keeps_our_sigterm_hand
     script = (
         "import signal, ray\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "from loopwright.rollouts.pools.ray.launch import RayConnection, cluster_nodes\n"
+        "from loopwright.execution.ray.connection import RayConnection\n"
+        "from loopwright.rollouts.pools.ray.launch import cluster_nodes\n"
         "with RayConnection(cpus=1):\n"
         "    print([node.name for node in cluster_nodes()], signal.getsignal(signal.SIGTERM).name)\n"
         "print(ray.is_initialized())\n"

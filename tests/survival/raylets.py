@@ -9,7 +9,8 @@ import ray
 from ray._private import utils
 from ray.cluster_utils import Cluster
 
-from loopwright.rollouts.pools.ray.launch import RayConnection, check_resources, cluster_nodes
+from loopwright.execution.ray.connection import RayConnection
+from loopwright.rollouts.pools.ray.launch import check_resources, cluster_nodes
 from loopwright.rollouts.pools.ray.pool import RayPool
 from loopwright.rollouts.pools.resources import ResourceRequest, ResourcesError
 from loopwright.testing.pools import Probe

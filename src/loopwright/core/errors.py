@@ -8,6 +8,7 @@
     │   └── OutputBusy                   another process uses this output directory
     ├── LaunchError (RuntimeError)       a process could not be started
     ├── ClusterError (RuntimeError)      a cluster takes no job, or cannot run any
+    │   └── ResourcesError               the cluster lacks the resources          rollouts/pools/resources.py
     ├── SandboxError (OSError)           this machine cannot provide the sandbox  execution/sandbox/base.py
     ├── InvalidAction (ValueError)       the action is outside its space; an `invalid` trial
     ├── NoResult (LookupError)           a study has no successful trial          api/study.py
@@ -45,7 +46,6 @@
     ├── WorkerLost (ConnectionError)     a worker died with a call in it, twice   rollouts/pools/base.py
     │   └── PoolDown                     no worker is left or can be started      rollouts/pools/base.py
     ├── ProductionFailed (RuntimeError)  no group could be produced               rollouts/producer.py
-    ├── ResourcesError (RuntimeError)    the cluster lacks the resources          rollouts/pools/resources.py
     ├── TrainingFailed (RuntimeError)    training stopped; it can be resumed      trainers/failure.py
     ├── SeveralRows (ValueError)         a trainer accepts one branch per rollout integrations/branch.py
     ├── NoReward (RuntimeError)          a trainer needs a reward for a rollout   integrations/branch.py

@@ -62,3 +62,4 @@ class SystemConfig(Config):
 systems: Registry[type[SystemConfig]] = Registry("system", "loopwright.systems", SystemConfig)
 systems.add_lazily("local", "loopwright.execution.local.system:LocalSystem")
 systems.add_lazily("slurm", "loopwright.execution.slurm.system:SlurmSystem")
+systems.add_lazily("ray", "loopwright.execution.ray.system:RaySystem")

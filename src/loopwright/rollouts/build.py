@@ -159,7 +159,8 @@ def _cluster(requests: Sequence[ResourceRequest]) -> Iterator[None]:
     if not requests:
         yield
         return
-    from loopwright.rollouts.pools.ray.launch import RayConnection, check_resources
+    from loopwright.execution.ray.connection import RayConnection
+    from loopwright.rollouts.pools.ray.launch import check_resources
 
     with RayConnection():
         check_resources(requests, "PACK")

@@ -8,12 +8,11 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from loopwright.core.agent import Agent, AgentConfig
-from loopwright.core.errors import sentence
+from loopwright.core.errors import ClusterError, sentence
 from loopwright.core.runtime import run
 from loopwright.rollouts.config import RolloutAgentConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.pools.base import PoolDown
-from loopwright.rollouts.pools.resources import ResourcesError
 from loopwright.rollouts.producer import Producer, ProductionFailed
 
 log = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ class Collect(Agent):
         """Collect rollouts; returns 1 if no group could be used, or if a pool is down."""
         try:
             counts = run(self._collect())
-        except (PoolDown, ResourcesError, ProductionFailed) as error:
+        except (PoolDown, ClusterError, ProductionFailed) as error:
             log.error("%s Then continue with `loopwright resume`; no recorded rollout is lost.", sentence(error))
             self.env.book.ledger.set_state("failure", str(error))
             return 1

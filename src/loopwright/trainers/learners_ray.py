@@ -19,7 +19,8 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch import distributed as dist
 
-from loopwright.rollouts.pools.ray.launch import RayConnection, check_resources
+from loopwright.execution.ray.connection import RayConnection
+from loopwright.rollouts.pools.ray.launch import check_resources
 from loopwright.rollouts.pools.resources import ResourceRequest, ResourcesError
 from loopwright.trainers.failure import TrainingFailed
 from loopwright.trainers.learner import Learner, LearnerSettings

@@ -13,7 +13,7 @@ from loopwright.testing.pools import Probe
 
 @pytest.fixture(scope="session")
 def cluster():
-    from loopwright.rollouts.pools.ray.launch import RayConnection
+    from loopwright.execution.ray.connection import RayConnection
 
     with RayConnection(cpus=8) as connection:
         yield connection

@@ -24,7 +24,9 @@ class Reaper:
     reaper.close()
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, detached: bool = False) -> None:
+        """A `detached` one is not our child: Ray kills the children of a worker that it ends."""
+        self._prefix = ("/bin/sh", "-c", '"$@" &', "sh") if detached else ()
         self.marker = f"{name}-{uuid.uuid4().hex}"
         self._name = name
         self._directory: Path | None = None
@@ -44,7 +46,14 @@ class Reaper:
         self._stop()
         own = os.getpid()
         self._started = spawn(
-            [*_COMMAND, str(own), str(processes.start_ticks(own)), f"{self.marker}.", str(self.directory)],
+            [
+                *self._prefix,
+                *_COMMAND,
+                str(own),
+                str(processes.start_ticks(own)),
+                f"{self.marker}.",
+                str(self.directory),
+            ],
             directory=Path("/"),
             environment={k: v for k, v in os.environ.items() if k == processes.MARKER_VARIABLE},
             stdout=subprocess.DEVNULL,

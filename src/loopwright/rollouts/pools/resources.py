@@ -7,14 +7,14 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from loopwright.core.config import Config, size_bytes
-from loopwright.core.errors import LoopwrightError
+from loopwright.core.errors import ClusterError
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 ROUNDING = 1e-6
 """Ray's resources are floats; a difference below this is a rounding error."""
 
 
-class ResourcesError(LoopwrightError, RuntimeError):
+class ResourcesError(ClusterError):
     """A cluster lacks the requested resources; the message lists requests, capacity and usage."""
 
 

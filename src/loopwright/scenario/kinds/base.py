@@ -229,9 +229,11 @@ class RunKind(RunConfig, ABC):
 
     def _end_leftovers(self, ledger: Ledger, system: SystemConfig) -> None:
         """End what an earlier process left running here. Jobs of a cluster go on, and are adopted by their trials."""
-        local, jobs = dict[int, str](), dict[int, str]()
+        local, lost, jobs = dict[int, str](), dict[int, str](), dict[int, str]()
         for trial, (_, handle) in ledger.open_attempts().items():
-            (local if handle[0].isdigit() else jobs)[trial] = handle
+            # What runs on Ray dies with its driver.
+            ended = local if handle[0].isdigit() else lost if handle.startswith("ray:") else jobs
+            ended[trial] = handle
         for handle in jobs.values():
             if not system.adopts(handle):
                 ledger.close()
@@ -242,7 +244,7 @@ class RunKind(RunConfig, ABC):
         # Jobs that are adopted may run on this machine, and have the same marker.
         marker = ledger.state("id") if not jobs else ""
         end_leftovers([*local.values(), *ledger.state("services", [])], marker)
-        ledger.close_attempts(local)
+        ledger.close_attempts([*local, *lost])
 
     # -- describing ---------------------------------------------------------------------------------------------
 

@@ -1,16 +1,11 @@
-"""Connects to Ray, checks requests against the cluster, and reserves resources as a placement group."""
+"""Checks requests against the cluster, and reserves resources as a placement group."""
 
 import asyncio
-import logging
-import os
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, Self
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import ray
-from ray._private import ray_constants, services
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
@@ -28,71 +23,6 @@ from loopwright.rollouts.pools.resources import (
 PLACEMENT_TIMEOUT_S = 10.0
 """How long to wait for resources that others hold."""
 _POLL_S = 0.05
-_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-
-
-class RayConnection:
-    """A use of Ray. If Ray was started here, it is shut down when its last user closes."""
-
-    _users = 0
-    _started_here = False
-
-    def __init__(self, cpus: int | None = None) -> None:
-        self._open = True
-        if not ray.is_initialized():
-            _init(cpus)
-            RayConnection._started_here, RayConnection._users = True, 0
-        RayConnection._users += 1
-
-    def close(self) -> None:
-        """End this use of Ray."""
-        if not self._open:
-            return
-        self._open = False
-        RayConnection._users -= 1
-        if RayConnection._users == 0 and RayConnection._started_here:
-            RayConnection._started_here = False
-            ray.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _init(cpus: int | None) -> None:
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    existing = os.environ.get("RAY_ADDRESS") or services.find_bootstrap_address(None)
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    sigterm_handler = signal.getsignal(signal.SIGTERM) if in_main_thread else None
-    try:
-        if existing and existing != "local":
-            ray.init(**quiet)
-        else:
-            with _loopback_only():
-                ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        where = existing or "this machine"
-        raise ResourcesError(f"cannot use Ray at {where}: {error}. Check RAY_ADDRESS and `ray status`") from error
-    finally:
-        if sigterm_handler is not None:
-            signal.signal(signal.SIGTERM, sigterm_handler)  # Ray installs its own, which would skip our shutdown.
-
-
-@contextmanager
-def _loopback_only() -> Iterator[None]:
-    """Have a cluster of one machine listen at 127.0.0.1 only, as Ray does on macOS."""
-    before, flag = os.environ.get(_LOOPBACK), ray_constants.ENABLE_RAY_CLUSTER
-    os.environ[_LOOPBACK], ray_constants.ENABLE_RAY_CLUSTER = "0", False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = flag
-        if before is None:
-            del os.environ[_LOOPBACK]
-        else:
-            os.environ[_LOOPBACK] = before
 
 
 def cluster_nodes() -> list[ClusterNode]:

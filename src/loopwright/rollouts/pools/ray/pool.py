@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
+from loopwright.execution.ray.connection import RayConnection
 from loopwright.rollouts.pools.base import Pool, WorkerFactory, WorkerLost, timeout_error
 from loopwright.rollouts.pools.ray.actor import (
     ActorLost,
@@ -24,7 +25,6 @@ from loopwright.rollouts.pools.ray.actor import (
     wait_for,
 )
 from loopwright.rollouts.pools.ray.launch import (
-    RayConnection,
     Reservation,
     check_group,
     reserve,

@@ -1,0 +1,186 @@
+"""The node's side: an actor that runs commands and calls as local processes, and ends what it started."""
+
+import asyncio
+import ctypes
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from loopwright.core.errors import LaunchError, StorageError
+from loopwright.execution.base import CallResult, Command, Completion, FunctionCall
+from loopwright.execution.local.executor import LocalExecutor
+from loopwright.execution.local.processes import MARKER_VARIABLE
+from loopwright.execution.local.reaper import Reaper
+from loopwright.execution.local.worker_pool import WorkerPool
+from loopwright.execution.ray.transfer import Stamps, pack, stamps, unpack
+from loopwright.execution.sandbox.files import remove
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """What an actor needs to know about the run."""
+
+    directory: str
+    """The run's directory on the driver's machine."""
+    token: str
+    """A file in it, by which an actor finds out whether it sees the directory."""
+    files: str
+    output_bytes: int
+    grace_s: float
+    artifact_bytes: int
+    gpus: float
+
+
+@dataclass(frozen=True)
+class Package:
+    """The files that a trial needs and that its node does not see."""
+
+    directory: bytes = b""
+    modules: tuple[bytes, ...] = ()
+    """The Python files of each entry of a call's path."""
+
+
+@dataclass(frozen=True)
+class HostAnswer:
+    """How a command or a call ended on a node."""
+
+    value: Completion | CallResult | None = None
+    files: bytes = b""
+    """What it has written, where the node does not share the driver's file system."""
+    error: str = ""
+    infra: bool = False
+    cancelled: bool = False
+
+
+class TrialHost:
+    """Runs one trial at a time. Lives as long as the run, and dies with its driver."""
+
+    def __init__(self, settings: HostSettings) -> None:
+        self._settings = settings
+        self._executor = LocalExecutor(output_bytes=settings.output_bytes, grace_s=settings.grace_s)
+        self._pool = WorkerPool(1, output_bytes=settings.output_bytes, grace_s=settings.grace_s)
+        self._reaper = Reaper("ray", detached=True)
+        self._task: asyncio.Task[Completion | CallResult] | None = None
+        self._cancelled: set[str] = set()
+        self._given: Mapping[str, str] = {}
+        self._environment: Mapping[str, str] = {}
+
+    async def start(self) -> tuple[str, bool]:
+        """Where it runs, and whether it sees the run's directory."""
+        _shield_children()
+        self._reaper.start()
+        sees = self._settings.files == "shared" or (
+            self._settings.files == "auto" and Path(self._settings.token).exists()  # noqa: ASYNC240  A local look.
+        )
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return address, sees
+
+    async def run(self, key: str, command: Command, package: Package | None) -> HostAnswer:
+        """Run a command."""
+        local, before = command, None
+        if package is not None:
+            directory = self._reaper.directory / key
+            before = self._unpack(package, directory)
+            here = str(command.directory), str(directory)
+            local = replace(
+                command,
+                directory=directory,
+                stdout=directory / command.stdout.relative_to(command.directory),
+                stderr=directory / command.stderr.relative_to(command.directory),
+                argv=tuple(word.replace(*here) for word in command.argv),
+                environment={name: value.replace(*here) for name, value in command.environment.items()},
+            )
+        local = replace(local, environment=self._with_devices(local.environment))
+        return await self._answer(key, self._executor.run(local, lambda _: None), before)
+
+    async def call(self, key: str, call: FunctionCall, package: Package | None) -> HostAnswer:
+        """Call a function."""
+        local, before = call, None
+        if package is not None:
+            directory = self._reaper.directory / key
+            before = self._unpack(package, directory)
+            if not before:
+                directory.rmdir()  # the worker makes it
+            modules = [self._reaper.directory / f"modules-{number}" for number in range(len(package.modules))]
+            for data, path in zip(package.modules, modules, strict=True):
+                if not path.exists():
+                    unpack(data, path)
+            local = replace(call, directory=directory, path=tuple(modules))
+        if call.environment != self._given:
+            self._given, self._environment = call.environment, self._with_devices(call.environment)
+        # The same object for equal ones: workers with another environment are not used again.
+        local = replace(local, environment=self._environment)
+        return await self._answer(key, self._pool.call(local, lambda _: None), before)
+
+    async def cancel(self, key: str) -> None:
+        """End a trial with all its processes; its `run` or `call` then answers."""
+        self._cancelled.add(key)
+        if self._task is not None:
+            self._task.cancel()
+
+    async def kill_all(self) -> None:
+        """End all processes now."""
+        self._executor.kill_all()
+        self._pool.kill_all()
+
+    async def close(self) -> None:
+        """End the workers, and delete what was copied here."""
+        await self._executor.close()
+        await self._pool.close()
+        self._reaper.close()
+
+    def _unpack(self, package: Package, directory: Path) -> Stamps:
+        unpack(package.directory, directory)
+        return stamps(directory)
+
+    def _with_devices(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """The environment with the GPUs that Ray gave to this actor, and with our reaper's marker."""
+        marker = f"{environment.get(MARKER_VARIABLE, '')}:{self._reaper.marker}.0"
+        variables = {**environment, MARKER_VARIABLE: marker}
+        if self._settings.gpus:
+            devices = ",".join(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))
+            variables |= {"ROCR_VISIBLE_DEVICES": devices}
+            if not os.path.exists("/dev/kfd"):  # noqa: PTH110  AMD's runtime would apply both, one after the other.
+                variables["CUDA_VISIBLE_DEVICES"] = devices
+        return variables
+
+    async def _answer(self, key: str, work: Any, before: Stamps | None) -> HostAnswer:
+        if key in self._cancelled:
+            work.close()
+            return HostAnswer(cancelled=True)
+        self._task = asyncio.ensure_future(work)
+        directory = self._reaper.directory / key
+        try:
+            value = await self._task
+            files = b"" if before is None else pack(directory, self._settings.artifact_bytes, before=before)
+            return HostAnswer(value, files)
+        except asyncio.CancelledError:
+            return HostAnswer(cancelled=True)
+        except LaunchError as error:
+            return HostAnswer(error=str(error), infra=error.infra)
+        except StorageError as error:
+            return HostAnswer(error=str(error), infra=True)
+        finally:
+            self._task = None
+            self._cancelled.discard(key)
+            if before is not None:
+                with suppress(OSError):
+                    remove(directory)
+
+
+def _shield_children() -> None:
+    """Have trials not inherit that Ray's workers block and ignore SIGINT.
+
+    Python sets handlers in the main thread only, where actors do not run; `abs` is a C function that does no harm.
+    """
+    libc, numbers = ctypes.CDLL(None), (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    for number in numbers:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            libc.signal(int(number), ctypes.cast(libc.abs, ctypes.c_void_p))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
