@@ -89,3 +89,41 @@ def test_an_rllib_policy_acts_within_the_bounds_of_its_space(tmp_path):
 def loopwright(*words: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "loopwright", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, cwd=Path.cwd())
+
+
+PARTS = """
+import numpy as np
+from gymnasium import spaces
+from tests.envs.helpers import LineServer
+
+class Parts(LineServer):
+    action_space = spaces.Dict({"move": spaces.Discrete(3), "push": spaces.Box(0.0, 2.0, (1,), np.float32)})
+
+    def __init__(self):
+        super().__init__()
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        return super().step(action["move"])
+
+class Pair(Parts):
+    action_space = spaces.Tuple((spaces.Discrete(3), spaces.Discrete(2)))
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        return LineServer.step(self, action[0])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["Parts", "Pair"])
+def test_g14_rllib_trains_on_dict_and_tuple_actions_as_they_are(tmp_path, name):
+    (tmp_path / "rl_parts.py").write_text(PARTS)
+    agent = 'type = "ppo", library = "rllib", trials = 100, rollout = 50'
+    path = write_scenario(tmp_path, live_scenario(agent, f"rl_parts:{name}"))
+    done = loopwright("run", path, "--output", tmp_path / "out", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert [str(row.outcome) for row in rows(tmp_path)] == ["ok"] * 100
+    acted = loopwright("act", tmp_path / "out" / "r" / "policy", "--observation", "[0, 0]")
+    assert len(json.loads(acted.stdout)) == 2, acted.stderr
