@@ -77,3 +77,13 @@ def test_a_batch_run_is_evaluated_during_training_within_its_budget(tmp_path):
 def test_a_server_object_cannot_be_evaluated_and_a_seed_is_given_once(tmp_path):
     message = load_error(tmp_path, live_scenario('type = "ppo", trials = 200, seeds = [1, 1]'))
     assert "[run.agent] seeds: has a seed twice" in message
+
+
+def test_several_seeds_of_a_batch_run_have_an_aggregate_and_curves(tmp_path):
+    agent = 'type = "ppo", trials = 80, rollout = 16, seeds = [4, 9, 11], evaluate = { every = 16, episodes = 1 }'
+    assert train(tmp_path, batch_scenario(agent)) == 0
+    assert {step.numbers["seed"] for step in recorded(tmp_path, "eval")} == {4, 9, 11}
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Over 3 seeds: interquartile mean" in page
+    assert "Probability of improvement over the best static action" in page
+    assert "evaluation reward" in page

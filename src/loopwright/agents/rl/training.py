@@ -261,7 +261,7 @@ class _BatchEvaluator:
         if None in rewards:
             return  # a failed measurement has no reward, so there is no mean
         mean = sum(rewards) / len(rewards)
-        Steps(book.ledger).add("eval", Step(step, time.time(), {"reward": mean}))
+        Steps(book.ledger).add("eval", Step(step, time.time(), {"reward": mean, "seed": learner.config.seed}))
         learner.log_numbers(step, {"eval/reward": mean})
         name = f"best policy {self._label}"
         if mean > book.ledger.state(name, {"reward": -math.inf})["reward"]:

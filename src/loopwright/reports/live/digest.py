@@ -181,7 +181,6 @@ class LiveDigest(Digest):
     """The first failed steps: number, outcome, fault, reason."""
     episodes: Episodes = field(default_factory=Episodes)
     span_s: float | None = None
-    evaluations: Evaluations = field(default_factory=Evaluations)
 
     @property
     def count(self) -> int:

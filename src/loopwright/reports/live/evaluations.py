@@ -1,4 +1,4 @@
-"""What a live training measured: evaluations of its policy, beside a random policy, and the numbers of its updates."""
+"""What an RL training measured: evaluations of its policy, in a live run beside a random one, and its updates."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class Evaluations:
     def read(cls, ledger: Ledger) -> "Evaluations":
         """From the ledger."""
         evals = list(steps(ledger, "eval"))
-        seeds = dict.fromkeys(step.numbers["seed"] for step in evals)
+        seeds = dict.fromkeys(step.numbers.get("seed", 0) for step in evals)
         baselines = {seed: ledger.state(f"baseline {seed}") or () for seed in seeds}
         agent = ledger.state("run", {}).get("agent") or {}
         videos = {name: video for name in ("best", "last") if (video := ledger.state(f"video {name}"))}
@@ -62,8 +62,8 @@ class Evaluations:
         """The last and the best evaluation of each seed."""
         results = []
         for seed, baseline in self.baselines.items():
-            own = [step for step in self.evals if step.numbers["seed"] == seed]
-            best = max(own, key=lambda step: (step.numbers["return"], step.step))
+            own = [step for step in self.evals if step.numbers.get("seed", 0) == seed]
+            best = max(own, key=lambda step: (score(step), step.step))
             results.append(SeedResult(seed, own[-1], best, baseline))
         return results
 
@@ -75,7 +75,7 @@ class Evaluations:
     @property
     def scores(self) -> list[float]:
         """The mean return of the last evaluation of each seed."""
-        return [one.last.numbers["return"] for one in self.results]
+        return [score(one.last) for one in self.results]
 
     @cached_property
     def interquartile_mean(self) -> Difference:
@@ -101,13 +101,17 @@ class Evaluations:
         """The evaluations and the numbers of the updates, to be drawn by step."""
         lines: list[dict[str, Any]] = []
         for place, one in enumerate(self.results):
-            rows = [_row(step, place * self.trials) for step in self.evals if step.numbers["seed"] == one.seed]
-            lines.append({"name": f"seed {one.seed}", "marked": True, "rows": rows})
-        curves = (
-            [{"title": "evaluation return", "meaning": "95 % interval over its episodes", "lines": lines}]
-            if lines
-            else []
-        )
+            own = [step for step in self.evals if step.numbers.get("seed", 0) == one.seed]
+            lines.append(
+                {"name": f"seed {one.seed}", "marked": True, "rows": [_row(s, place * self.trials) for s in own]}
+            )
+        curves = []
+        if lines:
+            is_live = "return" in self.evals[0].numbers
+            title, meaning = (
+                ("return", "95 % interval over its episodes") if is_live else ("reward", "mean over regimes")
+            )
+            curves.append({"title": f"evaluation {title}", "meaning": meaning, "lines": lines})
         names = dict.fromkeys(name for step in self.train for name in step.numbers if name not in _ASIDE)
         for name in [*(known for known in _TITLES if known in names), *(n for n in names if n not in _TITLES)]:
             points = [step for step in self.train if isinstance(step.numbers.get(name), float | int)]
@@ -129,8 +133,21 @@ class Evaluations:
         return lines
 
 
+def score(step: Step) -> float:
+    """The mean return of an evaluation; of a batch run, the mean reward."""
+    return float(step.numbers["return"] if "return" in step.numbers else step.numbers["reward"])
+
+
+def curve_marks(curves: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, str]]]:
+    """The key of each curve that has several lines."""
+    return [
+        [(f"stroke c{place}", line["name"]) for place, line in enumerate(curve["lines"]) if len(curve["lines"]) > 1]
+        for curve in curves
+    ]
+
+
 def _row(step: Step, before: int) -> list[float]:
-    mean = step.numbers["return"]
+    mean = score(step)
     low, high = (step.numbers.get(f"return_{end}") for end in ("low", "high"))
     own = step.step - before
     return [own, mean, mean if low is None else low, mean if high is None else high, own]

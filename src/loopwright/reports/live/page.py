@@ -5,6 +5,7 @@ from typing import Any
 
 from loopwright.reports.formatting import assignments, counted, duration, number, short
 from loopwright.reports.live.digest import WINDOW, LiveDigest
+from loopwright.reports.live.evaluations import curve_marks
 from loopwright.reports.search.charts import COLOURED, floor_of, ticks
 
 
@@ -28,10 +29,7 @@ def view(digest: LiveDigest, chart: dict[str, Any]) -> dict[str, Any]:
         "summary": _summary(digest),
         "marks": _marks(digest, chart),
         "evaluated": digest.evaluations,
-        "curve_marks": [
-            [(f"stroke c{place}", line["name"]) for place, line in enumerate(curve["lines"]) if len(curve["lines"]) > 1]
-            for curve in chart["curves"]
-        ],
+        "curve_marks": curve_marks(chart["curves"]),
     }
 
 

@@ -8,7 +8,12 @@ from typing import Any
 
 from loopwright.core.trial import Regime
 from loopwright.reports.formatting import number
-from loopwright.reports.live.statistics import Difference, stratified_difference
+from loopwright.reports.live.statistics import (
+    Difference,
+    aggregate,
+    probability_of_improvement,
+    stratified_difference,
+)
 from loopwright.reports.objective import Objective
 
 
@@ -28,6 +33,27 @@ class Comparison:
     """The evaluation at the end of a training."""
 
     rows: tuple[tuple[Regime, PolicySide, PolicySide | None], ...]
+    seeds: tuple["Comparison", ...] = ()
+    """With several seeds, the comparison of each; this one is that of the best."""
+
+    def _scores(self, side: int) -> list[list[float]] | None:
+        """Of the policy (0) or the static action (1): a list per regime, in it a mean per seed; None if one failed."""
+        scores = [[pair[side] for pair in one.common] for one in self.seeds]
+        if len(scores) < 2 or any(len(one) < len(self.rows) for one in scores):
+            return None
+        return [list(regime) for regime in zip(*scores, strict=True)]
+
+    @cached_property
+    def interquartile_mean(self) -> Difference | None:
+        """Of the policies of all seeds over the regimes, with its stratified bootstrap interval."""
+        scores = self._scores(0)
+        return None if scores is None else aggregate(scores)
+
+    @cached_property
+    def improvement(self) -> Difference | None:
+        """The probability that a trained policy is better than the static action, with its interval."""
+        policy, static = self._scores(0), self._scores(1)
+        return None if policy is None or static is None else probability_of_improvement(policy, static)
 
     @cached_property
     def common(self) -> list[tuple[float, float]]:
@@ -103,20 +129,27 @@ class Comparison:
             alone = self.alone
             return "the policy failed under every regime" if alone is None else f"policy {objective.text(alone)}"
         policy, static = self.means
+        if (mean := self.interquartile_mean) is not None:
+            low, high = sorted((mean.low, mean.high), key=objective.value)
+            interval = f"{objective.text(low)} to {objective.text(high)}"
+            return f"interquartile mean {objective.text(mean.mean)} ({interval}) over {len(self.seeds)} seeds"
         winner = ("no clear winner", "the policy wins", "the static action wins")[self.winner]
         return f"{winner}: {objective.text(policy)} against {objective.text(static)}"
 
 
-def comparison(state: Any) -> Comparison | None:
-    """The comparison that the ledger recorded; None if the policy was not evaluated."""
+def comparison(state: Any, by_seed: Mapping[int, Any] | None = None) -> Comparison | None:
+    """The comparison that the ledger recorded, with those of each seed; None if the policy was not evaluated."""
     rows = state.get("regimes") if isinstance(state, dict) else None
     if not isinstance(rows, list) or not rows:
         return None
-    return Comparison(
-        tuple(
-            (row.get("regime") or {}, _side(row["policy"]), _side(row["static"]) if row.get("static") else None)
-            for row in rows
-        )
+    seeds = [Comparison(_sides(one)) for one in (by_seed or {}).values() if one]
+    return Comparison(_sides(rows), tuple(seeds))
+
+
+def _sides(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[Regime, PolicySide, PolicySide | None], ...]:
+    return tuple(
+        (row.get("regime") or {}, _side(row["policy"]), _side(row["static"]) if row.get("static") else None)
+        for row in rows
     )
 
 

@@ -9,21 +9,8 @@ from math import sqrt
 from random import Random
 from statistics import fmean, variance
 
-_T95 = {
-    1: 12.71,
-    2: 4.31,
-    3: 3.19,
-    4: 2.78,
-    5: 2.58,
-    6: 2.45,
-    7: 2.37,
-    8: 2.31,
-    10: 2.23,
-    15: 2.14,
-    30: 2.05,
-    100: 1.99,
-}
-"""Half-widths of 95 % intervals of Student's t distribution, by degrees of freedom."""
+from loopwright.core.confidence import t_quantile
+
 _DRAWS = 2000
 
 Scores = Sequence[Sequence[float]]
@@ -60,16 +47,12 @@ def stratified_difference(pairs: Sequence[tuple[Sequence[float], Sequence[float]
         total = sum(term for term, _ in terms)
         # Welch and Satterthwaite: the degrees of freedom of a sum of unequal variances.
         freedom = total**2 / sum(term**2 / n for term, n in terms) if total else 1
-        half = _half_width(freedom) * sqrt(total) / len(pairs)
+        half = t_quantile(0.975, freedom) * sqrt(total) / len(pairs)
     elif len(changes) > 1:
-        half = _half_width(len(changes) - 1) * sqrt(variance(changes) / len(changes))
+        half = t_quantile(0.975, len(changes) - 1) * sqrt(variance(changes) / len(changes))
     else:
         return None
     return Difference(mean, mean - half, mean + half)
-
-
-def _half_width(freedom: float) -> float:
-    return _T95[max((n for n in _T95 if n <= freedom), default=1)]
 
 
 def interquartile_mean(values: Sequence[float]) -> float:

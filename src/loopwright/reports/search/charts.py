@@ -85,6 +85,9 @@ def chart_data(digest: Digest) -> dict[str, Any]:
         "regime_means": _means_by([regimes.get(trial.regime_key) for trial in ok], digest, len(regimes)),
         "parameters": axes(digest, indexes),
         "failed": ticks((t.number, str(t.outcome), t.reason) for t in failed),
+        "curves": digest.evaluations.curves(),
+        "steps": digest.evaluations.trials,
+        "skipped": [],
     }
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Regime, Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.formatting import number
+from loopwright.reports.live.evaluations import Evaluations
 from loopwright.reports.live.policy import Comparison, comparison
 from loopwright.reports.objective import Objective
 from loopwright.selection.recommendation import Candidate, Recommendation, recommend
@@ -49,6 +50,8 @@ class Digest:
     """Why the ledger could not be read completely."""
     policy: Comparison | None = None
     """The policy beside the best static action, if one was trained and evaluated."""
+    evaluations: Evaluations = field(default_factory=Evaluations)
+    """Of the policy of an RL agent, during training."""
     span: tuple[float | None, float | None] = (None, None)
     """When the first trial started, and when the last one ended."""
 
@@ -232,9 +235,23 @@ def read_search(ledger: Ledger) -> Digest:
         **basics(ledger),
         trials=trials,
         trouble=trouble,
-        policy=comparison(_state(ledger, "policy")),
+        policy=_policy(ledger),
+        evaluations=_evaluations(ledger),
         span=_span(ledger),
     )
+
+
+def _policy(ledger: Ledger) -> Comparison | None:
+    agent = (_state(ledger, "run") or {}).get("agent") or {}
+    by_seed = {seed: _state(ledger, f"evaluation {seed}") for seed in agent.get("seeds") or ()}
+    return comparison(_state(ledger, "policy"), by_seed)
+
+
+def _evaluations(ledger: Ledger) -> Evaluations:
+    try:
+        return Evaluations.read(ledger)
+    except LoopwrightError:  # a damaged ledger
+        return Evaluations()
 
 
 def _span(ledger: Ledger) -> tuple[float | None, float | None]:

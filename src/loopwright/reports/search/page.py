@@ -10,6 +10,7 @@ from typing import Any
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Trial
 from loopwright.reports.formatting import assignments, duration, measured, number, short, spread
+from loopwright.reports.live.evaluations import curve_marks
 from loopwright.reports.objective import Objective
 from loopwright.reports.search.charts import COLOURED, DRAWN
 from loopwright.reports.search.curves import curves_svg
@@ -28,6 +29,7 @@ def view(digest: Digest, chart: dict[str, Any]) -> dict[str, Any]:
         "not_drawn": _not_drawn(digest, chart),
         "objective_pairs": list(combinations(range(len(digest.labels)), 2))[:3],
         "curves": curves_svg(digest.folder, digest.about, {t.number: str(t.outcome) for t in digest.trials}),
+        "curve_marks": curve_marks(chart["curves"]),
         "slowest": slowest,
         "time_summary": time_summary,
         "varied": _varied(digest) if digest.ok else [],
