@@ -109,8 +109,8 @@ def test_curves_are_written_to_wandb_and_mlflow(tmp_path, monkeypatch):
     mlflow = sys.modules["mlflow"]
     mlflow.start_run, mlflow.end_run = lambda **_: run, lambda: None
     mlflow.log_metrics = lambda numbers, step: logged["mlflow"].append((step, numbers))
-    agent = 'type = "ppo", trials = 200, rollout = 64, log = ["wandb", "mlflow"], evaluate = { every = 100, episodes = 2 }'
-    assert train(tmp_path, live_scenario(agent)) == 0
+    agent = 'type = "ppo", trials = 200, rollout = 64, log = ["wandb", "mlflow"]'
+    assert train(tmp_path, live_scenario(f"{agent}, evaluate = {{ every = 100, episodes = 2 }}")) == 0
     assert logged["wandb"] == logged["mlflow"]
     names = {name for _, numbers in logged["wandb"] for name in numbers}
     assert {"train/loss", "train/approx_kl", "train/explained_variance", "eval/return"} <= names
