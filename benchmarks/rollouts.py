@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from benchmarks.measure import Ratio, best_of
@@ -31,10 +32,12 @@ from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.judgers import parse_judger
 from loopwright.rollouts.judgers.base import Payload
 from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, SingleTurn
-from loopwright.rollouts.loops.worker import LoopWorker
+from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest, WeightUpdate
+from loopwright.rollouts.pools.base import Worker
 from loopwright.rollouts.pools.local import LocalPool
 from loopwright.rollouts.producer import Producer
 from loopwright.rollouts.tasks.mix import TaskMix
+from loopwright.testing import simulate
 
 GROUP_SIZE, TOKENS = 8, 64
 TASKS = [Task(f"t/{i}", ({"role": "user", "content": str(i)},), label=str(i)) for i in range(1000)]
@@ -52,6 +55,23 @@ class Lasting(TransformersEngine):
     """Serves one production after another: a model is loaded once."""
 
     async def close(self) -> None: ...
+
+
+class TimedWorker(Worker):
+    """Rollouts whose durations are log-normal with σ = 0.5; their tokens have the versions at their start and end."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    async def handle(self, request: RolloutRequest) -> Episode:
+        first = self.version
+        await asyncio.sleep(Random(request.seed).lognormvariate(0, 0.5))
+        spans = (Span(0, 1, first), Span(1, 2, self.version))
+        answer = Node(1, {"role": "assistant", "content": "42"}, (1, 2), (-1.0, -1.0), spans, "stop")
+        return Episode(request.task, (ROOT, Node(0, request.task.messages[0]), answer))
+
+    async def apply_update(self, update: WeightUpdate) -> None:
+        self.version = update.version
 
 
 def slow_judge(answer: str) -> float:
@@ -205,6 +225,50 @@ def asynchrony() -> Ratio:
     )
 
 
+def expiry() -> list[Ratio]:
+    """A learner that takes as long for a batch as the engine, in simulated time: durations are log-normal, σ = 0.5."""
+    before, batch, steps = 3.70, 8, 60
+
+    async def learn(directory: Path) -> tuple[float, float]:
+        ledger = Ledger.create(directory / "ledger.db")
+        worker = TimedWorker()
+        env = RolloutEnv(
+            TrialBook("benchmark", directory, ledger),
+            tasks=TaskMix({"t": TASKS}),
+            loop=LocalPool(lambda: worker),
+            judger=build_judger_client(parse_judger({"type": "length"}), HOME),
+            buffer=Groups(ledger),
+            concurrency=batch * 4,
+        )
+        trained, start_s = 0, asyncio.get_running_loop().time()
+        async with env.running():
+            producer = Producer(env, ProduceConfig(type="async"), group_size=4)
+            for step in range(1, steps + 1):
+                trained += len(await producer.batch(batch, step))
+                await asyncio.sleep(1.13)  # the mean duration of a rollout
+                await producer.update(step)
+                env.buffer.settle(step)
+            rate = trained / (asyncio.get_running_loop().time() - start_s)
+            await producer.pause(0)
+        expired = env.buffer.counts().get("expired", 0)
+        ledger.close()
+        return 100 * expired / (trained + expired), rate
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        expired, rate = simulate(learn(Path(directory)))
+    detail = f"{rate:.2f} groups/s, {before:.2f} when surplus was produced"
+    return [
+        Ratio("rollouts: expired groups beside a learner as slow as the engine", expired, 5, "%"),
+        Ratio(
+            "rollouts: throughput beside it, against production with surplus",
+            rate / before,
+            0.95,
+            at_least=True,
+            detail=detail,
+        ),
+    ]
+
+
 def regenerated() -> Ratio:
     """How much is rolled out beyond what is used, when 5 % of the rollouts fail through no fault of the policy."""
     ledger = run_loop(produce(250, SingleTurn, {"fault_rate": 0.05}, judger={"type": "length"}, batch=25))
@@ -241,4 +305,13 @@ def embedded() -> Ratio:
 
 def run() -> list[Ratio]:
     """All of them."""
-    return [episodes_per_s(), judging_lag(), judging_bytes(), *buffers(), asynchrony(), regenerated(), embedded()]
+    return [
+        episodes_per_s(),
+        judging_lag(),
+        judging_bytes(),
+        *buffers(),
+        asynchrony(),
+        *expiry(),
+        regenerated(),
+        embedded(),
+    ]

@@ -1,5 +1,6 @@
 """Contracts L13 and L17: groups that are trained on are whole, and little is produced that cannot be used."""
 
+import asyncio
 from collections import Counter
 from random import Random
 
@@ -11,13 +12,14 @@ from loopwright.ledger.ledger import Ledger
 from loopwright.reports.rollout.digest import read_rollouts, rollout_result
 from loopwright.rollouts.collect import CollectConfig
 from loopwright.rollouts.judgers.base import JudgeFailed
+from loopwright.rollouts.loops.worker import RolloutRequest
 from loopwright.rollouts.producer import Producer
 from loopwright.scenario.load import load
 from loopwright.testing import simulate
 from loopwright.trainers.grpo import GrpoConfig
 from loopwright.trainers.ppo import PpoTrainConfig
 from loopwright.trainers.rloo import RlooConfig
-from tests.rollouts.harness import World, instantly
+from tests.rollouts.harness import World, episode_of, instantly
 from tests.survival.campaign import Campaign
 
 SCENARIO = """
@@ -116,3 +118,59 @@ def test_l13_a_minimum_above_the_size_is_refused(tmp_path):
     (tmp_path / "s.toml").write_text(SCENARIO.replace("min_group = 4", "min_group = 5"))
     with pytest.raises(ScenarioError, match=r"`min_group` \(5\) must be at most `group_size` \(4\)"):
         load(tmp_path / "s.toml")
+
+
+def learn(directory, *, train_s: float, sigma: float, steps: int = 40, **produce) -> tuple[float, float]:
+    """Train for some steps in simulated time: the share of groups that expired, and groups trained per second."""
+
+    async def main():
+        async def roll(request: RolloutRequest) -> Episode:
+            version = world.worker.version
+            await asyncio.sleep(Random(request.seed).lognormvariate(0, sigma))
+            return episode_of(request.task, version, world.worker.version)
+
+        world = World(directory, roll, type="async", concurrency=32, **produce)
+        async with world:
+            loop = asyncio.get_running_loop()
+            start_s, trained = loop.time(), 0
+            for step in range(1, steps + 1):
+                trained += len(await world.producer.batch(8, step))
+                await asyncio.sleep(train_s)
+                await world.producer.update(step)
+                world.env.buffer.settle(step)
+            expired = world.env.buffer.counts().get("expired", 0)
+            return expired / (trained + expired), trained / (loop.time() - start_s)
+
+    return simulate(main())
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize("train_s", [1.0, 10.0])
+def test_l17_hardly_any_group_expires_however_slow_the_learner_is(tmp_path, max_staleness, train_s):
+    expired, _ = learn(tmp_path, train_s=train_s, sigma=0.1, steps=16, max_staleness=max_staleness)
+    assert expired <= 0.05
+
+
+def test_l17_a_learner_as_slow_as_the_engine_waits_no_longer_for_it(tmp_path):
+    expired, rate = learn(tmp_path, train_s=1.13, sigma=0.5, max_staleness=1)
+    assert expired <= 0.05
+    assert rate >= 0.95 * 3.7, "the rate when surplus was produced, of which a third expired"
+
+
+def test_l17_waste_is_shown(tmp_path):
+    async def main():
+        versions = [0]
+
+        async def roll(request: RolloutRequest) -> Episode:
+            return episode_of(request.task, versions[-1])
+
+        async with World(tmp_path, roll, max_staleness=0, group_size=2) as world:
+            await world.producer.batch(2, 1)
+            world.env.buffer.restore(0)  # the step was never trained
+            versions.append(1)
+            await world.producer.update(1)
+            await world.producer.batch(2, 1)
+            _, lines = rollout_result(read_rollouts(world.ledger))
+            assert "4 rollouts (50 % of 8) in groups that were not used: 2 expired." in lines
+
+    simulate(main())

@@ -45,7 +45,7 @@ class Producer:
         self._progress = asyncio.Event()
         self._paused = False
         self._error: BaseException | None = None
-        self._max_open = self._max_ahead = 0
+        self._max_open = self._batch_size = self._next_version = 0
         self._flush_scheduled = self._warned_short = False
         self._ended = self._lost = 0
         """Rollouts, and those of them that do not count; for the budget to keep for replacements."""
@@ -67,6 +67,7 @@ class Producer:
             self._top_up()
             waiting = self.env.buffer.waiting
             if waiting >= size or not self._open or self._give_up(size):
+                self._next_version = self.version + 1  # what is opened now is used after the next update
                 if not self._is_async:
                     self._max_open = 0
                 self._warn_if_short()
@@ -163,19 +164,24 @@ class Producer:
             )
 
     def _aim(self, size: int) -> None:
-        """Set how many groups to have open or ready, but no more than are used before they are too old."""
-        if self._is_async:
-            self._max_open = math.ceil(size * (1 + self.config.over_sample))
-            self._max_ahead = self._max_open + size * self.config.max_staleness
-        else:
-            self._max_open = self._max_ahead = size
+        """Set how many groups to have open: all for this batch, and more if production is asynchronous."""
+        self._batch_size, self._next_version = size, self.version
+        self._max_open = math.ceil(size * (1 + self.config.over_sample)) if self._is_async else size
+
+    @property
+    def _usable(self) -> int:
+        """How many groups, open or ready, the next batches can use before one that is opened now is too old."""
+        if not self._is_async:
+            return self._batch_size
+        batches = self.config.max_staleness + 1 - (self._next_version - self.version)
+        return self._batch_size * max(0, batches)
 
     def _top_up(self) -> None:
         """Open groups until there are enough, open or ready."""
         while (
             not self._paused
             and len(self._open) < self._max_open
-            and len(self._open) + self.env.buffer.waiting < self._max_ahead
+            and len(self._open) + self.env.buffer.waiting < self._usable
         ):
             if self.env.book.stopping or not self.env.book.has_budget(self.group_size + self._replacements()):
                 return

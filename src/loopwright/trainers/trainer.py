@@ -139,8 +139,8 @@ class _Training:
         step = await self._resume(learner)
         try:
             await self._publish(producer, learner, step)
-            producer.restore(step)  # starts sampling
-            await self._evaluate(step)
+            await self._evaluate(step)  # before production starts, which would compete with it
+            producer.restore(step)
             while step < config.steps:
                 start = time.monotonic()
                 groups = await producer.batch(config.prompts_per_step, step + 1)
