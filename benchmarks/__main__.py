@@ -30,7 +30,7 @@ NAMES = (
     "bodies",
     "training",
 )
-LONG = ("large", "training-demo")
+LONG = ("large", "scale", "training-demo")
 """Run by name only: they take longer than all others together."""
 
 

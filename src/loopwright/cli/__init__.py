@@ -17,6 +17,7 @@ VERBS = {
     "resume": ("resume", "Continue a run that was stopped or killed."),
     "verify": ("verify", "Check scenarios without running them."),
     "dry-run": ("dry_run", "Show what a scenario would do, and run nothing."),
+    "doctor": ("doctor", "Show what is installed, reachable and working here."),
     "convert": ("convert", "Convert CloudAI's files into a scenario."),
     "list": ("listing", "List what a scenario can name, such as agents and judgers."),
     "check": ("check", "Check that the ledgers of a run are what was written."),

@@ -17,6 +17,7 @@ from zlib import crc32
 import orjson
 
 from loopwright.core.errors import LedgerError, storage
+from loopwright.ledger.file_system import journal_mode
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
@@ -227,10 +228,13 @@ class Transaction:
 
 
 def connect(path: Path, synchronous: str) -> sqlite3.Connection:
-    """A connection for writing: WAL, explicit transactions, usable from several threads under a lock."""
+    """A connection for writing: explicit transactions, usable from several threads under a lock.
+
+    It uses the write-ahead log, or a rollback journal on a network file system, where the log does not work.
+    """
     connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=10)
     try:
-        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA journal_mode = {journal_mode(path)}")
         connection.execute(f"PRAGMA synchronous = {synchronous}")
         # The last pages of a table change with every row: copied less often from the log, they cost less.
         connection.execute("PRAGMA wal_autocheckpoint = 4000")
