@@ -22,18 +22,24 @@ from loopwright.engines.scripted import ScriptedConfig, ScriptedEngine
 from loopwright.engines.tokenizer import ByteTokenizer
 from loopwright.gateway.sessions.session import Session
 from loopwright.ledger.ledger import Ledger
-from loopwright.ledger.steps import steps
-from loopwright.reports.training.digest import read_training, warnings
-from loopwright.rollouts.evaluation import EvalConfig
+from loopwright.ledger.steps import Step, steps
+from loopwright.reports.training.before_after import trained_batches
+from loopwright.reports.training.digest import read_training, training_result, warnings
+from loopwright.reports.training.monitors import hacking_signs
+from loopwright.rollouts.evaluation import EvalConfig, rewards_by_kind
+from loopwright.rollouts.group import Group
 from loopwright.rollouts.judgers.base import Payload
 from loopwright.rollouts.loops.base import SingleTurn, SingleTurnConfig
 from loopwright.rollouts.loops.tools import ToolLoop, ToolLoopConfig
 from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
+from loopwright.rollouts.tasks.mix import Prompt
 from loopwright.testing import simulate
 from loopwright.trainers.grpo import GrpoConfig, GrpoTrainer
 from loopwright.trainers.learner import Learner
+from loopwright.trainers.monitors import monitor
 from loopwright.trainers.sample import build_samples, scale_of
 from loopwright.trainers.trainer import _Training
+from tests.reports.test_training import Training
 from tests.rollouts.harness import World, episode_of, tasks
 from tests.trainers.conftest import _one_thread  # noqa: F401  a fixture
 from tests.trainers.factories import gradients, learner_of, logprobs_of, samples
@@ -312,3 +318,65 @@ def test_p02_cuts_are_shown_beside_an_evaluation_and_resume_repeats_an_unreliabl
     assert (numbers["reward"], numbers["cuts"], numbers.get("unreliable"), count) == (1.0, 0, None, 16)
     assert lines == []
     assert evaluate(tmp_path, hangs=True)[0] == numbers, "a reliable one is not repeated"
+
+
+# -- P05: counts and warnings -----------------------------------------------------------------------------------------
+
+
+def test_p05_counts_and_pictures_are_of_steps_that_learned(tmp_path):
+    with closing(Ledger.create(tmp_path / "ledger.db")) as ledger:
+        training = Training(ledger)
+        for step, updates in enumerate((0.0, 1.0, 1.0, 0.0), 1):
+            training.train(step, updates=updates, trained_episodes=4.0, episodes=4.0)
+        digest = read_training(ledger)
+        assert [step.step for step in digest.learned] == [2, 3]
+        event, lines = training_result(digest)
+        assert event["trained_rollouts"] == 8
+        assert any(line.startswith("trained on 8 of 16 rollouts of 4 prompts") for line in lines)
+        titles = [batch.title for batch in trained_batches(ledger, digest, None)]
+    assert titles == ["What step 2 was trained on", "What step 3 was trained on"]
+
+
+def test_p05_signs_of_reward_hacking_are_measured_and_warned_about(tmp_path):
+    ids = [START] * 12 + [7, 8, 9, 10] * 6 + [END]
+    node = Node(0, {}, tuple(ids), (-0.5,) * len(ids), (Span(0, len(ids), 0),), "length")
+    hacked = Episode(TASK, (ROOT, node), Outcome.TRUNCATED, Fault.POLICY).judged(Reward(1.0))
+    short = Episode(TASK, (ROOT, replace(node, ids=(1, END), logprobs=(0.0, 0.0), spans=(Span(0, 2, 0),))))
+    numbers = monitor([hacked, hacked, short.judged(Reward(0.0))], frozenset({START, END}))
+    assert numbers["truncation_rate"] == pytest.approx(2 / 3)
+    assert numbers["length_reward"] == pytest.approx(1.0)
+    assert numbers["control_rate"] == pytest.approx(24 / 76)
+    assert numbers["repetition"] > 0.5
+    lines = hacking_signs([Step(1, 0.0, numbers)])
+    assert len(lines) == 4
+    assert "control tokens" in lines[1]
+    assert hacking_signs([Step(1, 0.0, monitor([short.judged(Reward(0.0))], frozenset({END})))]) == []
+
+
+def test_p05_a_kind_of_task_that_got_worse_is_named(tmp_path):
+    with closing(Ledger.create(tmp_path / "ledger.db")) as ledger:
+        training = Training(ledger)
+        for step, letters in ((0, 0.9), (5, 0.2)):
+            kinds = {
+                f"reward[{kind}]{end}": mean + width
+                for kind, mean in (("letters", letters), ("sums", 0.5))
+                for end, width in (("", 0.0), ("_low", -0.1), ("_high", 0.1))
+            }
+            bounds = {"reward_low": 0.4, "reward_high": 0.8}
+            training.steps.add("eval", Step(step, 0.0, {"reward": 0.6, "tasks": 8, **bounds, **kinds}))
+        event, lines = training_result(read_training(ledger))
+    assert "The policy got worse at 'letters': 0.9 (0.8 … 1) → 0.2 (0.1 … 0.3)." in lines
+    assert not any("worse at 'sums'" in line for line in lines)
+    assert any(line.startswith("reward[sums] 0.5 (95 %: 0.4 … 0.6)") for line in lines)
+    assert event["held_out"][-1]["reward[letters]"] == 0.2
+
+
+def test_p05_an_evaluation_has_a_reward_for_each_source_and_kind():
+    groups = [
+        Group(n, Prompt(source, n, replace(TASK, data_source=kind)), 1, {n: episode_of(TASK, 0).judged(Reward(reward))})
+        for n, (source, kind, reward) in enumerate((("a", "x", 1.0), ("a", "y", 0.0), ("b", "x", 0.5)))
+    ]
+    numbers = rewards_by_kind(groups, seed="0")
+    means = {name: value for name, value in numbers.items() if name.endswith("]")}
+    assert means == {"reward[a]": 0.5, "reward[b]": 0.5, "reward[x]": 0.75, "reward[y]": 0.0}
+    assert rewards_by_kind(groups[:1], seed="0") == {}, "one kind has nothing to say beside the whole"

@@ -8,7 +8,7 @@ from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -20,6 +20,7 @@ from loopwright.core.runtime import run
 from loopwright.engines.weight_update import WeightUpdate
 from loopwright.ledger.steps import Kind, Step, Steps, steps
 from loopwright.reports.curves import Curves, missing_packages
+from loopwright.reports.rollout.tokens import tokenizer_of
 from loopwright.reports.training.digest import describe_cuts
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.env import RolloutEnv
@@ -30,6 +31,7 @@ from loopwright.trainers.algorithm import Algorithm
 from loopwright.trainers.checkpoint import Checkpoints
 from loopwright.trainers.config import TrainConfig
 from loopwright.trainers.failure import TrainingFailed
+from loopwright.trainers.monitors import monitor
 from loopwright.trainers.sample import Sample, build_samples, truncating_parameters
 
 if TYPE_CHECKING:
@@ -192,7 +194,15 @@ class _Training:
             log.warning("step %d skipped: there is nothing to learn from its %d groups", step, len(groups))
         self._count_failures(step, metrics)
         batch = _batch_metrics(groups, samples, step, discarded or DiscardedGroups())
+        batch |= monitor([episode for group in groups for episode in group.episodes.values()], self._control_ids)
         return {**batch, **metrics, "train_s": time.monotonic() - start, "in_flight": float(in_flight)}
+
+    @cached_property
+    def _control_ids(self) -> frozenset[int]:
+        """The special tokens of the policy; none if its tokenizer is unknown."""
+        source = self.env.source
+        tokenizer = None if source is None else tokenizer_of(source.engine.model_dump(mode="json"), self.directory)
+        return frozenset() if tokenizer is None else frozenset(tokenizer.specials.values())
 
     def _samples(self, groups: Sequence[Group], step: int) -> list[Sample]:
         version = step - 1

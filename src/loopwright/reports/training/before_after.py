@@ -53,19 +53,19 @@ def _extremes(pairs: Sequence[Pair]) -> list[tuple[str, Pair]]:
     return [(f"Held-out task with {name}", ordered[place]) for name, place in zip(names, places, strict=True)]
 
 
-def trained_batches(ledger: Ledger, tokenizer: Tokenizer | None) -> list[SampleGroup]:
-    """The best and the worst rollout of a group that the first step was trained on, and of one of the last step."""
+def trained_batches(ledger: Ledger, digest: TrainingDigest, tokenizer: Tokenizer | None) -> list[SampleGroup]:
+    """The best and the worst rollout of a group of the first step that updated the policy, and of the last one."""
     rows = ledger.transaction.rows
     if not rows("SELECT 1 FROM sqlite_schema WHERE name = 'groups'"):
         return []
     batches = []
-    for step in dict.fromkeys(rows("SELECT min(step), max(step) FROM groups")[0]):
+    for step in dict.fromkeys(each.step for each in (*digest.learned[:1], *digest.learned[-1:])):
         widest = rows(
             "SELECT groups.grp FROM groups JOIN trials ON trials.grp = groups.grp WHERE step = ? "
             "AND reward IS NOT NULL GROUP BY groups.grp ORDER BY max(reward) - min(reward) DESC, groups.grp LIMIT 1",
             (step,),
         )
-        if step is None or not widest:
+        if not widest:
             continue
         numbers = rows("SELECT number FROM trials WHERE grp = ? ORDER BY number", widest[0])
         group = [r for r in rollouts(ledger, [trial for (trial,) in numbers]) if r.episode.reward is not None]

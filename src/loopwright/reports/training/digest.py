@@ -13,6 +13,7 @@ from loopwright.ledger.steps import Step, steps
 from loopwright.reports.formatting import counted, number
 from loopwright.reports.rollout.digest import RolloutDigest, failed_rollouts, rollout_basics
 from loopwright.reports.search.digest import grouped_failures
+from loopwright.reports.training.monitors import hacking_signs
 
 _ENDS = 10
 """How many steps at either end are compared if nothing was evaluated on held-out tasks."""
@@ -99,6 +100,18 @@ class TrainingDigest(RolloutDigest):
         numbers = ((step.step, step.numbers) for step in self.train)
         return [n for n, row in numbers if "skipped" not in row or not (row["skipped"] or row.get("updates", 1))]
 
+    @cached_property
+    def learned(self) -> list[Step]:
+        """Steps that updated the policy."""
+        empty = {*self.empty}
+        return [step for step in self.train if step.step not in empty and step.numbers.get("updates", 1)]
+
+    @property
+    def trained_rollouts(self) -> int:
+        """Rollouts that the policy was updated on."""
+        counts = (step.numbers.get("trained_episodes", step.numbers.get("episodes", 0)) for step in self.learned)
+        return int(fsum(counts))
+
     @property
     def train_rewards(self) -> tuple[float, float] | None:
         """The mean reward of the first steps, and of the last."""
@@ -170,6 +183,27 @@ def passes(digest: TrainingDigest) -> list[str]:
     return [name for name in names if all(is_number(numbers.get(name)) for numbers in ends)]
 
 
+def kinds(digest: TrainingDigest) -> list[str]:
+    """`reward[KIND]` of each source and kind of task in the first and the last evaluation, if there are several."""
+    ends = [step.numbers for step in (digest.ends or digest.measured[:1])]
+    names = [name for name in ends[0] if name.startswith("reward[") and name.endswith("]")] if ends else []
+    return [name for name in names if all(is_number(numbers.get(name)) for numbers in ends)]
+
+
+def _regressions(digest: TrainingDigest) -> list[str]:
+    """A line for each source or kind of task whose intervals before and after do not overlap, downwards."""
+    lines = []
+    for name in kinds(digest) if digest.ends is not None else ():
+        first, last = (step.numbers for step in digest.ends or ())
+        low, high = first.get(f"{name}_low"), last.get(f"{name}_high")
+        if is_number(low) and is_number(high) and high < low:
+            change = (
+                f"{number(first[name], 3)} ({bounds(first, name)}) → {number(last[name], 3)} ({bounds(last, name)})"
+            )
+            lines.append(f"The policy got worse at {name[7:-1]!r}: {change}.")
+    return lines
+
+
 def signed(value: float) -> str:
     """A change, always with its sign."""
     return ("+" if value > 0 else "") + number(value, 3)
@@ -233,6 +267,7 @@ def warnings(digest: TrainingDigest) -> list[str]:
         repeat = "; `loopwright resume` repeats it" if step is digest.evals[-1] else ""
         cuts = describe_cuts(step.numbers)
         lines.append(f"The evaluation after step {number(step.step)} is unreliable: {cuts}{repeat}.")
+    lines += [*_regressions(digest), *hacking_signs(digest.train)]
     for failure in grouped_failures([row for row in digest.failed_evaluations if row[2] != "policy"])[:2]:
         reason = f": {failure.reasons[0][0]}" if failure.reasons[0][0] else ""
         count = counted(failure.count, "rollout")
@@ -256,11 +291,12 @@ def training_result(digest: TrainingDigest) -> tuple[dict[str, Any], list[str]]:
         lines += [
             f"{name} {number(first[name], 3)} (95 %: {bounds(first, name)}) → "
             f"{number(last[name], 3)} ({bounds(last, name)})"
-            for name in passes(digest)
+            for name in (*passes(digest), *kinds(digest))
         ]
     total = digest.rollouts.total
     losses = f"{number(digest.unscored)} without a reward" if digest.unscored else "0 lost"
-    lines.append(f"{number(total.ended)} rollouts of {number(digest.groups.count)} prompts to train on, {losses}")
+    produced = f"{number(total.ended)} rollouts of {number(digest.groups.count)} prompts"
+    lines.append(f"trained on {number(digest.trained_rollouts)} of {produced}, {losses}")
     lines += [*digest.groups.notes(digest.rollout), *warnings(digest)]
     policy = digest.folder / "policy"
     is_saved = policy.is_dir()
@@ -269,6 +305,7 @@ def training_result(digest: TrainingDigest) -> tuple[dict[str, Any], list[str]]:
     event = {
         "counts": dict(digest.counts),
         "rollouts": total.ended,
+        "trained_rollouts": digest.trained_rollouts,
         "prompts": digest.groups.count,
         "groups": dict(digest.groups.statuses),
         "mean_reward": total.mean,

@@ -16,6 +16,7 @@ from loopwright.reports.training.digest import (
     TrainingDigest,
     bounds,
     is_number,
+    kinds,
     passes,
     value_of,
     verdict,
@@ -58,6 +59,10 @@ _TITLES = {
     "short": CurveTitle("short groups", "left out because too few of their rollouts were judged"),
     "fault_rate": CurveTitle("fault rate", "share of rollouts lost through no fault of the policy"),
     "lr": CurveTitle("learning rate"),
+    "truncation_rate": CurveTitle("truncated", "share of rollouts that were cut off"),
+    "length_reward": CurveTitle("length and reward", "their correlation within a batch"),
+    "control_rate": CurveTitle("control tokens", "share of sampled tokens, ends of turns aside"),
+    "repetition": CurveTitle("repetition", "share of 4-grams that a turn has had before"),
 }
 _PHASES = {"rollout_s": "waiting for rollouts", "train_s": "training"}
 
@@ -66,14 +71,14 @@ def view(digest: TrainingDigest, chart: dict[str, Any]) -> dict[str, Any]:
     """The values of `templates/training.html`, in the order of a lab notebook: verdict, curves, episodes, settings."""
     with Ledger.read(digest.folder / "ledger.db") as ledger:
         tokenizer = tokenizer_of(digest.part("engine"), digest.folder)
-        comparisons, batches = before_after(ledger, digest, tokenizer), trained_batches(ledger, tokenizer)
+        comparisons, batches = before_after(ledger, digest, tokenizer), trained_batches(ledger, digest, tokenizer)
     ends = digest.ends or ()
     return {
         **tables(),
         "verdict": verdict(digest),
         "change": _change(digest.change),
         "end_titles": [f"after step {number(step.step)}" if step.step else "before training" for step in ends],
-        "pass_names": passes(digest),
+        "pass_names": [*passes(digest), *kinds(digest)],
         "bounds": bounds,
         "warnings": warnings(digest),
         "summary": _summary(digest),
@@ -101,6 +106,7 @@ def _summary(digest: TrainingDigest) -> list[tuple[str, str]]:
     rows = [
         ("steps", f"{number(digest.last_step)} of {number(digest.planned)}"),
         ("rollouts", number(total.ended)),
+        ("trained on", number(digest.trained_rollouts)),
         ("without a reward", number(digest.unscored)),
         ("sampled tokens", number(total.tokens)),
         ("evaluations", number(len(digest.evals))),
@@ -121,6 +127,7 @@ def chart_data(digest: TrainingDigest) -> dict[str, Any]:
     single = {name: _points(train, name) for name in names if name not in _ASIDE and name not in _PHASES}
     varied = {name: points for name, points in single.items() if len({value for _, value in points}) > 1}
     curves = [_curve("reward", "", [_line("training", _points(train, "reward")), *_held_out(digest, ["reward"])])]
+    curves += [_curve("reward by kind", "held-out tasks of each source or kind", _held_out(digest, kinds(digest)))]
     curves += [_curve("pass@k", "held-out tasks solved in one of k attempts", _held_out(digest, passes(digest)))]
     curves += [_curve(_title(n).title, _title(n).meaning, [_line("", points)]) for n, points in varied.items()]
     phases = [_line(title, _points(train, phase)) for phase, title in _PHASES.items()]
