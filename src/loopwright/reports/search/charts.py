@@ -11,6 +11,7 @@ from loopwright.core.canonical import canonical, key_of
 from loopwright.reports.formatting import assignments, evenly, exact, short
 from loopwright.reports.objective import Objective
 from loopwright.reports.search.digest import Digest
+from loopwright.reports.search.insights import trial_table
 from loopwright.selection.trials import StoredTrial, counts
 from loopwright.spaces.parameter import Choice, Fixed, Parameter, Range, parameter
 
@@ -84,6 +85,7 @@ def chart_data(digest: Digest) -> dict[str, Any]:
         "regimes": [short(assignments(regime), 60) for regime in digest.regimes],
         "regime_means": _means_by([regimes.get(trial.regime_key) for trial in ok], digest, len(regimes)),
         "parameters": axes(digest, indexes),
+        "table": trial_table(digest),
         "failed": ticks((t.number, str(t.outcome), t.reason) for t in failed),
         "curves": digest.evaluations.curves(),
         "steps": digest.evaluations.trials,

@@ -16,15 +16,21 @@ from loopwright.reports.search.charts import COLOURED, DRAWN
 from loopwright.reports.search.curves import curves_svg
 from loopwright.reports.search.digest import Digest
 from loopwright.reports.search.headline import gain, notes
+from loopwright.reports.search.insights import failure_rates, important
 from loopwright.selection.recommendation import Candidate
 
 
 def view(digest: Digest, chart: dict[str, Any]) -> dict[str, Any]:
     """The values of `templates/search.html`."""
     slowest, time_summary = _slowest(digest)
+    parameters, interactions = important(digest)
     return {
         "server": None,
         "summary": _summary(digest),
+        "important": parameters,
+        "interactions": interactions,
+        "failure_rates": failure_rates(digest),
+        "table_note": _table_note(chart["table"]),
         "marks": _marks(digest, chart),
         "not_drawn": _not_drawn(digest, chart),
         "objective_pairs": list(combinations(range(len(digest.labels)), 2))[:3],
@@ -172,6 +178,16 @@ def _not_drawn(digest: Digest, chart: Mapping[str, Any]) -> str:
     if len(chart["failed"]) < failed:
         notes.append(f"{number(len(chart['failed']))} of {number(failed)} failed trials have a tick.")
     return " ".join(notes)
+
+
+def _table_note(table: Mapping[str, Any]) -> str:
+    rows = len(table["columns"][0])
+    if rows == table["count"]:
+        return "Click a column to sort by it."
+    return (
+        f"{number(rows)} of {number(table['count'])} trials are listed: the best, and an even share of the rest. "
+        "trajectory.csv has all of them. Click a column to sort by it."
+    )
 
 
 # -- time and memory ------------------------------------------------------------------------------------------------

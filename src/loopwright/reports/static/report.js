@@ -262,10 +262,124 @@ function strip(run, figure, names, means, place) {
   });
 }
 
+// One axis per parameter and one for each objective; a line per trial, drawn without a chart library.
+function parallel(run, figure) {
+  const plot = figure.querySelector(".plot"), width = plot.clientWidth, height = plot.clientHeight, top = 34, bottom = 22, side = 50;
+  const make = (kind, more, text) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", kind);
+    for (const [name, value] of Object.entries(more)) made.setAttribute(name, value);
+    if (text !== undefined) made.textContent = text;
+    return made;
+  };
+  const scale = (values, log) => {
+    const used = values.filter((value) => value !== null);
+    const low = used.reduce((a, b) => Math.min(a, b)), high = used.reduce((a, b) => Math.max(a, b));
+    const at = (value) => (high === low ? 0.5 : log ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low));
+    return { low, high, at };
+  };
+  const axes = run.parameters.slice(0, 11).map((p) => ({ name: p.name, values: p.at, names: p.kind === "category" ? p.categories : null, log: p.kind === "log" }));
+  run.labels.forEach((label, objective) => {
+    const bound = run.floors[objective];
+    const clip = (value) => (beyond(run, objective, value) ? bound : value);
+    axes.push({ name: label, values: run.rewards[objective].map(clip), names: null, flip: lower(run, objective) });
+  });
+  const svg = make("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "font-size": 12, fill: colour("muted") });
+  axes.forEach((axis, place) => {
+    axis.x = side + (place * (width - 2 * side)) / (axes.length - 1);
+    axis.scale = axis.names ? { at: (value) => (axis.names.length < 2 ? 0.5 : value / (axis.names.length - 1)) } : scale(axis.values, axis.log);
+    axis.y = (value) => { const at = axis.scale.at(value); return top + (axis.flip ? at : 1 - at) * (height - top - bottom); };
+  });
+  const answer = new Set(run.answer), last = axes[axes.length - run.labels.length];
+  const indexes = [...new Set([...run.sketch.filter((_, at) => at % Math.ceil(run.sketch.length / 300) === 0), ...run.answer])];
+  indexes.sort((a, b) => answer.has(a) - answer.has(b) || last.y(last.values[b]) - last.y(last.values[a]));
+  for (const index of indexes) {
+    const good = 1 - (last.y(last.values[index]) - top) / (height - top - bottom), best = answer.has(index);
+    const at = axes.filter((axis) => axis.values[index] !== null).map((axis) => `${axis.x.toFixed(1)},${axis.y(axis.values[index]).toFixed(1)}`);
+    const line = make("polyline", { points: at.join(" "), fill: "none", stroke: colour(best ? "line" : "point"), "stroke-width": best ? 2.4 : 1, opacity: best ? 1 : (0.06 + 0.5 * good ** 3).toFixed(3) });
+    line.append(make("title", {}, `trial ${run.number[index]}: ${run.labels.map((label, o) => `${label} = ${write(run.rewards[o][index])}`).join(", ")}`));
+    svg.append(line);
+  }
+  const cut = (text) => (text.length > 14 ? `${text.slice(0, 13)}…` : text);
+  axes.forEach((axis) => {
+    svg.append(make("line", { x1: axis.x, x2: axis.x, y1: top, y2: height - bottom, stroke: colour("muted") }));
+    svg.append(make("text", { x: axis.x, y: 12, "text-anchor": "middle", "font-weight": 600, fill: colour("ink") }, cut(axis.name)));
+    const marks = axis.names ? axis.names.slice(0, 24).map((name, at) => [name, at]) : [[write(Number(axis.scale.high.toPrecision(4))), axis.scale.high], [write(Number(axis.scale.low.toPrecision(4))), axis.scale.low]];
+    for (const [name, value] of marks) {
+      const y = axis.y(value), end = !axis.names && (y <= top + 1 ? -6 : 14);
+      svg.append(make("text", axis.names ? { x: axis.x + 5, y: y + 4, stroke: colour("paper"), "stroke-width": 3, "paint-order": "stroke" } : { x: axis.x, y: y + end, "text-anchor": "middle" }, cut(String(name))));
+    }
+  });
+  plot.replaceChildren(svg);
+}
+
+// Every trial as a row: fifty at a time, sorted by the column that was clicked.
+function trialTable(holder) {
+  const { names, columns } = runs[Number(holder.dataset.run)].table, run = runs[Number(holder.dataset.run)];
+  const order = columns[0].map((_, index) => index), table = element("table"), head = element("tr"), body = element("tbody"), more = element("button");
+  let shown = 0, sorted = 0, falling = false;
+  table.className = "wide";
+  const add = () => {
+    for (const index of order.slice(shown, shown + 50)) {
+      const row = element("tr");
+      columns.forEach((column, place) => {
+        const cell = element("td", write(column[index]));
+        cell.className = typeof column[index] === "number" ? "number" : names[place] === "reason" ? "words" : "mono";
+        row.append(cell);
+      });
+      if (columns[1][index] !== "ok") row.className = "fixed";
+      body.append(row);
+    }
+    shown = Math.min(order.length, shown + 50);
+    more.textContent = `Show more (${write(order.length - shown)} left)`;
+    more.hidden = shown >= order.length;
+  };
+  const compare = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a) < String(b) ? -1 : String(a) > String(b) ? 1 : 0);
+  const sort = (place) => {
+    const objective = run.labels.indexOf(names[place]);
+    falling = place === sorted ? !falling : objective >= 0 && !lower(run, objective);
+    sorted = place;
+    const column = columns[place];
+    // Empty cells come last, whatever the direction.
+    order.sort((a, b) => (column[a] === null) - (column[b] === null) || (falling ? -1 : 1) * compare(column[a], column[b]) || a - b);
+    [...head.children].forEach((cell, at) => { cell.setAttribute("aria-sort", at === place ? (falling ? "descending" : "ascending") : "none"); });
+    body.replaceChildren();
+    shown = 0;
+    add();
+  };
+  names.forEach((name, place) => {
+    const cell = element("th"), button = element("button", name);
+    cell.scope = "col";
+    button.type = more.type = "button";
+    button.addEventListener("click", () => sort(place));
+    cell.append(button);
+    head.append(cell);
+  });
+  more.addEventListener("click", add);
+  const thead = element("thead");
+  thead.append(head);
+  table.append(thead, body);
+  holder.append(table, more);
+  add();
+}
+document.querySelectorAll(".trials-table").forEach(trialTable);
+
 const figures = [...document.querySelectorAll("figure[data-chart]")];
 const drawn = new Map();
 function draw(figure) {
   const plot = figure.querySelector(".plot");
+  if (figure.dataset.chart === "parallel") {
+    if (!drawn.has(figure)) {
+      let width = plot.clientWidth;
+      new ResizeObserver(() => {
+        if (plot.clientWidth === width) return;
+        width = plot.clientWidth;
+        draw(figure);
+      }).observe(plot);
+      drawn.set(figure, null);
+    }
+    parallel(runs[Number(figure.dataset.run)], figure);
+    return;
+  }
   let chart = drawn.get(figure);
   if (!chart) {
     chart = echarts.init(plot, null, { renderer: "svg" });
