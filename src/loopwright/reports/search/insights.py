@@ -13,7 +13,7 @@ from loopwright.reports.search.digest import Digest
 from loopwright.selection.importance import Importance, importances
 from loopwright.selection.trials import StoredTrial
 
-TABLE_ROWS = 20_000
+TABLE_ROWS = 10_000
 """A table of more trials makes the page slow to open."""
 _THINNED = 5000
 _BANDS = 5
