@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loopwright.core.outcome import Outcome
 from loopwright.reports.formatting import evenly, number, short
 from loopwright.reports.search.digest import Digest
-from loopwright.selection.importance import Importance, importances
 from loopwright.selection.trials import StoredTrial
+
+if TYPE_CHECKING:
+    from loopwright.selection.importance import Importance
 
 TABLE_ROWS = 10_000
 """A table of more trials makes the page slow to open."""
@@ -36,8 +38,10 @@ class FailureRate:
         return self.failed / self.count
 
 
-def important(digest: Digest) -> tuple[list[Importance], list[Importance]]:
+def important(digest: Digest) -> "tuple[list[Importance], list[Importance]]":
     """The parameters by importance for the first objective, and the five strongest interactions."""
+    from loopwright.selection.importance import importances  # numpy is heavy
+
     trials = evenly((trial for trial in digest.ok if not trial.phase), _STUDIED)
     names = [name for name, is_varied in digest.varied.items() if is_varied]
     actions = [trial.action for trial in trials]
