@@ -13,6 +13,7 @@ from rich.table import Table
 from loopwright.cli.cloudai_files import CloudAi, CloudAiOptions, Files, HookDir, SingleSbatch, load_files
 from loopwright.cli.overrides import Overrides, overrides_of
 from loopwright.reports.formatting import short
+from loopwright.reports.objective import Objective
 from loopwright.rollouts.tasks.mix import TaskMix
 from loopwright.spaces.parameter import Choice, Range
 from loopwright.spaces.space import Draws
@@ -66,6 +67,9 @@ def _show_search(console: Console, run: Any, _: Path) -> None:
         by = "environment" if name in space.drawn else "agent" if name in space.tunable else "fixed"
         table.add_row(escape(name), escape(_values(parameter)), by)
     console.print(table)
+    for objective in (Objective.of(function.label()) for function in run.reward):
+        console.print(f"  {objective.direction}  {objective.name}", markup=False)
+    console.print(f"  metrics    {', '.join(run.metric_names) or 'none'}", markup=False)
     for constraint in space.constraints:
         console.print(f"  constraint  {constraint}", markup=False)
     for line in _first_trials(run):

@@ -32,6 +32,13 @@ class Reward:
         """All objectives, the first one included; each is maximised."""
         return (self.value, *self.more)
 
+    # By value, whatever the parts; rewards with several objectives have no order.
+    def __lt__(self, other: "Reward") -> bool:
+        return NotImplemented if self.more or other.more else self.value < other.value
+
+    def __le__(self, other: "Reward") -> bool:
+        return NotImplemented if self.more or other.more else self.value <= other.value
+
 
 def mean_reward(rewards: Sequence[Reward | None]) -> Reward | None:
     """The mean over a group's repeats; None if any has none, since the mean of the survivors would be wrong."""

@@ -226,6 +226,9 @@ def as_text(value: Any) -> str:
     return orjson.dumps(value).decode()
 
 
+_SHELL_OPERATORS = {"|", "||", "&&", ">", ">>", "<", "2>", "2>&1", "&>"}
+
+
 class CommandTemplate:
     """A command with placeholders for arguments.
 
@@ -242,6 +245,10 @@ class CommandTemplate:
                 if match[2] is not None and (match[2] != "words" or match[0] != word):
                     raise ValueError(f"{match[0]} in {word!r}: use {{name}}, or {{name:words}} as a separate word")
         self.names = frozenset(m[1] for word in self._words for m in _PLACEHOLDER.finditer(word) if m[1])
+        # With their quotes: a quoted operator is an ordinary argument.
+        raw = shlex.split(text, posix=False) if isinstance(text, str) else ()
+        self.operators = sorted(_SHELL_OPERATORS & set(raw))
+        """The unquoted words that only a shell understands."""
 
     @property
     def program(self) -> str | None:

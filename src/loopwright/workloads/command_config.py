@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from loopwright.core.config import Config
 from loopwright.core.errors import Problem, did_you_mean
+from loopwright.core.expression import Expression
 from loopwright.spaces.parameter import Fixed
 from loopwright.workloads.base import CommandTemplate, WorkloadConfig
 
@@ -281,7 +282,12 @@ class CommandConfig(WorkloadConfig):
                     fix = f"write {option}={{{name}}} as one word, or give {name} an `otherwise`"
                     problems.append(Problem(key, f"{option} loses its value when {name} is absent; {fix}."))
             problems += self._unusable_values(template)
-        for name in sorted(self.args.keys() - names):
+            problems += [
+                Problem(key, f"{word!r} needs a shell; write sh -c '…', or quote it.") for word in template.operators
+            ]
+        # A switch that only decides whether other arguments are present needs no place in a command.
+        conditions = (Expression(each.when).names for each in parameters.values() if each.when is not None)
+        for name in sorted(self.args.keys() - names - {name for condition in conditions for name in condition}):
             if not isinstance(self.args[name], Fixed):
                 problems.append(Problem(f"args.{name}", f"is searched, but no command contains {{{name}}}."))
         return problems

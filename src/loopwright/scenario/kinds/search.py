@@ -28,6 +28,9 @@ from loopwright.workloads.base import Site, Workload, WorkloadConfig, fingerprin
 from loopwright.workloads.command_config import CommandConfig
 from loopwright.workloads.steps import SteppedWorkload, missing_programs, problems_of
 
+_POINTS_TRIED = 10_000
+"""Larger spaces are not searched for a point that satisfies the constraints."""
+
 
 class SearchRun(RunKind):
     """A run with a workload."""
@@ -86,6 +89,7 @@ class SearchRun(RunKind):
         self._check_steps(raw, checker)
         self._check_stopping(checker)
         self._check_conditions(space, checker)
+        self._check_constraints(space, checker)
         if agent is not None and self.agent is not None:
             self._check_agent(agent, self.agent, space, checker)
         elif "agent" not in raw:
@@ -138,6 +142,13 @@ class SearchRun(RunKind):
         if names is not None and stop.metric not in names:
             hint = did_you_mean(stop.metric, list(names))
             checker.add("[[run]] stop.metric", f"{stop.metric!r} is not reported. {hint}")
+
+    def _check_constraints(self, space: Space, checker: Checker) -> None:
+        """Report constraints that no point satisfies, where all points can be tried."""
+        if not space.constraints or space.drawn or not space.enumerable or space.grid_size > _POINTS_TRIED:
+            return
+        if all(space.violated(point, {}) is not None for point in space.points()):
+            checker.add("[run.workload] constraints", "no combination of the arguments satisfies them; relax one.")
 
     def _check_conditions(self, space: Space, checker: Checker) -> None:
         for name, parameter in space.tunable.items():

@@ -1,0 +1,56 @@
+from typer.testing import CliRunner
+
+from loopwright import Reward
+from loopwright.cli import app
+
+SCENARIO = """
+name = "small"
+[[run]]
+name = "a"
+agent = { type = "grid" }
+reward = { type = "negative", metrics = ["loss"] }
+[run.workload]
+type = "command"
+command = "COMMAND"
+metrics = { loss = { regex = 'loss=([0-9.]+)' } }
+constraints = ["x < LIMIT"]
+[run.workload.args]
+x = [1, 2]
+uselong = [true, false]
+long = { values = [1, 2], when = "uselong" }
+"""
+
+
+def invoke(verb, tmp_path, command="echo loss={x} --long={long}", limit="9"):
+    file = tmp_path / "small.toml"
+    file.write_text(SCENARIO.replace("COMMAND", command).replace("LIMIT", limit))
+    return CliRunner().invoke(app, [verb, str(file)])
+
+
+def test_verify_reports_shell_operators_and_constraints_that_nothing_satisfies(tmp_path):
+    result = invoke("verify", tmp_path, "echo loss={x} --long={long} | cat > file", limit="1")
+
+    assert result.exit_code == 2
+    assert "'>' needs a shell" in result.output
+    assert "'|' needs a shell" in result.output
+    assert "no combination of the arguments satisfies them" in result.output
+
+
+def test_a_quoted_operator_is_an_argument_and_a_pure_switch_needs_no_place(tmp_path):
+    result = invoke("verify", tmp_path, "sh -c 'echo loss=$0 | cat' {x} '|' {long}")
+
+    assert "needs a shell" not in result.output
+    assert "uselong" not in result.output
+    assert invoke("verify", tmp_path).exit_code == 0
+
+
+def test_dry_run_shows_objective_and_metrics(tmp_path):
+    output = invoke("dry-run", tmp_path).output
+
+    assert "minimises  loss" in output
+    assert "metrics    loss" in output
+
+
+def test_rewards_compare_by_value():
+    assert Reward(1.0, {"a": 1.0}) < Reward(2.0) <= Reward(2.0, {"b": 2.0})
+    assert max(Reward(1.0), Reward(3.0), Reward(2.0)).value == 3.0
