@@ -148,3 +148,15 @@ def test_remeasure_refuses_an_unfinished_run(loopwright, tmp_path):
     result = loopwright("remeasure", "out")
     assert result.returncode == 1
     assert "continue with `loopwright resume" in result.stderr.lower()
+
+
+def test_race_writes_a_table_a_page_and_json(loopwright, tmp_path):
+    tune(tmp_path / "a")
+    result = loopwright("race", "a", "--agents", "random", "--seeds", 2, "--trials", 5)
+    assert result.returncode == 0, result.stderr
+    assert "regret at the end" in result.stdout
+    assert (tmp_path / "a/race.html").is_file()
+    lines = loopwright("race", "a", "-a", "random", "--seeds", 2, "--trials", 5, "--json").stdout.splitlines()
+    agent, end = map(json.loads, lines)
+    assert (agent["agent"], len(agent["curves"]), len(agent["band"]), end["event"]) == ("random", 2, 5, "race")
+    assert "Did you mean 'tpe'?" in loopwright("race", "a", "-a", "tpee").stderr

@@ -16,7 +16,7 @@ from loopwright.ledger.outputs import search_ledger, search_ledgers
 from loopwright.reports.formatting import assignments, counted, number, short
 from loopwright.reports.objective import Objective
 from loopwright.reports.search.headline import describe_difference, title
-from loopwright.selection.comparison import Comparison, RecordedRun, compare
+from loopwright.selection.comparison import CampaignComparison, RecordedRun, compare
 from loopwright.selection.estimate import Estimate
 
 _SHOWN = 10
@@ -58,7 +58,7 @@ def _pairs(before: Path, after: Path, run: str | None) -> list[tuple[Path, Path]
     return [(one[name], two[name]) for name in names]
 
 
-def _event(comparison: Comparison) -> dict[str, Any]:
+def _event(comparison: CampaignComparison) -> dict[str, Any]:
     return {
         "event": "comparison",
         "runs": [comparison.before.name, comparison.after.name],
@@ -74,7 +74,7 @@ def _event(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _show(comparison: Comparison, before: str, after: str) -> None:
+def _show(comparison: CampaignComparison, before: str, after: str) -> None:
     console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
     one, two = comparison.before, comparison.after
     objective = Objective.of((*two.labels, "")[0])
@@ -103,7 +103,7 @@ def _show(comparison: Comparison, before: str, after: str) -> None:
     _show_common(console, comparison, objective, (before, after))
 
 
-def _show_common(console: Console, comparison: Comparison, own: Objective, places: tuple[str, str]) -> None:
+def _show_common(console: Console, comparison: CampaignComparison, own: Objective, places: tuple[str, str]) -> None:
     if comparison.shift is None:
         console.print("no configuration was measured in both")
         return

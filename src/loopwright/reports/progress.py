@@ -36,7 +36,8 @@ class RunProgress(Observer):
         self.file = file
         about = book.ledger.state("run")
         self.name, self.has_rollouts = book.name, about["rollout"] is not None
-        self.total: int | None = about["budget"]
+        # A remeasurement goes beyond the budget that is recorded with the run.
+        self.total: int | None = None if about["budget"] is None else max(about["budget"], book.budget or 0)
         self.objectives = [Objective.of(label) for label in about["objectives"]]
         self.cached_are_free = not book.count_cached
         self.training = TrainingProgress.of(book.ledger)

@@ -9,7 +9,13 @@ from loopwright.reports.formatting import evenly, measured, number, percent
 from loopwright.reports.page import render, write_page
 from loopwright.selection.regret import CLOSED, RegretCurves, RegretMeter
 
-COLUMNS = ("agent", "regret at the end", "10 % to 90 % of seeds", f"trials to {CLOSED:.0%} less regret", "estimated")
+COLUMNS = (
+    "agent",
+    "regret at the end",
+    "10 % to 90 % of seeds",
+    f"trials to {percent(CLOSED)} less regret",
+    "estimated",
+)
 _DRAWN = 300
 
 
@@ -54,7 +60,12 @@ def write_race(results: Sequence[RegretCurves], recording: Recording, target: Pa
         trials=trials,
     )
     lines = [{"name": result.agent, "marked": False, "rows": _thinned(result)} for result in results]
-    chart: Mapping[str, Any] = {"curves": [{"title": "regret", "lines": lines}], "steps": trials, "skipped": []}
+    chart: Mapping[str, Any] = {
+        "curves": [{"title": "regret", "lines": lines}],
+        "steps": trials,
+        "skipped": [],
+        "unit": "trial",
+    }
     return write_page(
         target,
         title=f"Race on {recording.about.get('name', recording.source.name)}",

@@ -21,7 +21,7 @@ _MACHINE = ("host", "cpus", "memory_bytes", "platform", "python", "loopwright", 
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """A setting that differs; None where one campaign does not have it."""
 
     part: str
@@ -71,12 +71,12 @@ class CommonPoint:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CampaignComparison:
     """Two campaigns side by side. Differences are the second minus the first."""
 
     before: RecordedRun
     after: RecordedRun
-    changes: tuple[Change, ...]
+    changes: tuple[SettingChange, ...]
     difference: Estimate | None
     """Between the two recommendations; None if there is nothing to compare, see `obstacle`."""
     obstacle: str
@@ -87,7 +87,7 @@ class Comparison:
     """The mean difference over the common configurations: what changed apart from the choice of configuration."""
 
 
-def compare(before: RecordedRun, after: RecordedRun) -> Comparison:
+def compare(before: RecordedRun, after: RecordedRun) -> CampaignComparison:
     """Compare two runs."""
     obstacle = _obstacle(before, after)
     comparable = before.labels == after.labels
@@ -106,7 +106,7 @@ def compare(before: RecordedRun, after: RecordedRun) -> Comparison:
             )
         else:
             obstacle = "they were measured under different regimes"
-    return Comparison(
+    return CampaignComparison(
         before,
         after,
         tuple(_changes(before, after)),
@@ -168,24 +168,24 @@ def _successes(trials: Iterable[StoredTrial]) -> dict[str, list[StoredTrial]]:
     return groups
 
 
-def _changes(before: RecordedRun, after: RecordedRun) -> Iterable[Change]:
+def _changes(before: RecordedRun, after: RecordedRun) -> Iterable[SettingChange]:
     """Every recorded setting that differs."""
     one, two = before.about, after.about
     if one.get("fingerprint") != two.get("fingerprint"):
-        yield Change("inputs", "fingerprint", one.get("fingerprint"), two.get("fingerprint"))
+        yield SettingChange("inputs", "fingerprint", one.get("fingerprint"), two.get("fingerprint"))
     yield from _table_changes("space", one.get("parameters"), two.get("parameters"))
     yield from _table_changes("agent", one.get("agent"), two.get("agent"))
     for name in _SETTINGS:
         if isinstance(one.get(name), dict) or isinstance(two.get(name), dict):
             for change in _table_changes("run", one.get(name), two.get(name)):
-                yield Change("run", f"{name}.{change.name}", change.before, change.after)
+                yield SettingChange("run", f"{name}.{change.name}", change.before, change.after)
         elif one.get(name) != two.get(name):
-            yield Change("run", name, one.get(name), two.get(name))
+            yield SettingChange("run", name, one.get(name), two.get(name))
     yield from _table_changes("machine", before.provenance, after.provenance, _MACHINE)
 
 
-def _table_changes(part: str, one: Any, two: Any, names: Iterable[str] | None = None) -> Iterable[Change]:
+def _table_changes(part: str, one: Any, two: Any, names: Iterable[str] | None = None) -> Iterable[SettingChange]:
     one, two = one if isinstance(one, dict) else {}, two if isinstance(two, dict) else {}
     for name in dict.fromkeys([*one, *two]) if names is None else names:
         if one.get(name) != two.get(name):
-            yield Change(part, name, one.get(name), two.get(name))
+            yield SettingChange(part, name, one.get(name), two.get(name))

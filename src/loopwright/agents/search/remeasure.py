@@ -41,6 +41,7 @@ class Remeasurement(SearchAgent):
                     self.planned.append((candidate.action, regime, draw, origin.group, repeats[key]))
                     repeats[key] += 1
                     confirmed[key] += 1
+        env.book.budget = env.book.step + len(self.planned)  # shown as the total; the agent's own is used up
 
     def select_action(self, observation: Observation) -> Action | None:
         return None

@@ -157,7 +157,7 @@ const charts = {
   curve(run, figure) {
     const found = run.curves[Number(figure.dataset.which)], large = figure.classList.contains("large");
     const tip = (line, [first, mean, low, high, last]) => card(
-      `${first === last ? `Step ${first}` : `Steps ${first}–${last}`}${line.name ? `, ${line.name}` : ""}`,
+      `${run.unit === "trial" ? "Trial" : "Step"}${first === last ? ` ${first}` : `s ${first}–${last}`}${line.name ? `, ${line.name}` : ""}`,
       [[line.name && !large ? line.name : found.title, mean], ...(low === high ? [] : [[line.marked ? "95 %" : "range", `${write(low)} … ${write(high)}`]])],
     );
     const series = found.lines.flatMap((line, place) => {
@@ -179,7 +179,7 @@ const charts = {
     const ticks = large ? run.skipped.map((step) => ({ value: [step, 0], tip: () => card(`Step ${step}`, [["", "changed nothing"]]) })) : [];
     return base({
       grid: { left: 6, right: 14, top: 12, bottom: large ? 28 : 6, outerBoundsMode: "same", outerBoundsContain: "axisLabel" },
-      xAxis: axis({ type: "value", min: 0, max: Math.max(run.steps, 1), minInterval: 1, ...(large ? { ...named("step"), nameGap: 26 } : {}) }),
+      xAxis: axis({ type: "value", min: 0, max: Math.max(run.steps, 1), minInterval: 1, ...(large ? { ...named(run.unit ?? "step"), nameGap: 26 } : {}) }),
       yAxis: [axis({ type: "value", scale: true, splitNumber: large ? 5 : 3, axisLine: { show: false }, splitLine: { show: true, lineStyle: { color: colour("rule"), opacity: 0.6 } } }), edge],
       series: [...series, { type: "scatter", data: ticks, symbol: "rect", symbolSize: [1.6, 11], symbolOffset: [0, -5.5], yAxisIndex: 1, itemStyle: { color: colour("ink"), opacity: 0.75 }, z: 1 }],
     });
