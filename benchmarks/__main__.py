@@ -16,6 +16,7 @@ NAMES = (
     "commands",
     "callables",
     "slurm",
+    "ray_trials",
     "stopping",
     "race",
     "sockets",

@@ -79,3 +79,14 @@ def test_c05_auto_finds_the_devices_that_a_scheduler_gave_or_the_machine_has(tmp
         (tmp_path / "dev" / name).touch()
     assert visible_devices({}, tmp_path) == ("0", "1")
     assert visible_devices({"CUDA_VISIBLE_DEVICES": "3, GPU-8f"}, tmp_path) == ("3", "GPU-8f")
+
+
+def test_c05_several_nodes_and_a_device_named_twice_are_refused_by_name(tmp_path: Path, monkeypatch):
+    """Given `nodes` above 1, a device that is listed twice or a negative number, a local system refuses them."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ScenarioError, match=r"\[run.workload\] nodes: more than one needs a cluster"):
+        loopwright.load(scenario(nodes=[1, 2]))
+    for gpus, message in (([0, 0], "names a GPU twice"), (-1, "is not a number of GPUs")):
+        with pytest.raises(ScenarioError, match=message):
+            loopwright.load({**scenario(), "system": {"gpus": gpus}})
