@@ -60,8 +60,10 @@ def test_t09_an_external_gateway_by_its_url(loaded):
 
 def test_t09_the_address_for_agents(loaded):
     environ = {"LLM_PROXY_IP": "10.0.0.7"}
+    gateway = loaded(environ=environ).gateway
+    assert (gateway.host, gateway.address(8400)) == ("0.0.0.0", "http://10.0.0.7:8400")
     with pytest.raises(ScenarioError, match=r"advertise_host: agents would connect to 10.0.0.7, but the gateway"):
-        loaded(environ=environ)
+        loaded("gateway.host=127.0.0.1", environ=environ)
     gateway = loaded("gateway.host=0.0.0.0", environ=environ).gateway
     assert gateway.address(8400) == "http://10.0.0.7:8400"
 
@@ -79,6 +81,30 @@ def test_t09_error_messages_name_the_key(loaded):
         loaded(environ={"REMOTE_GATEWAY_TYPE": "rai"})
     with pytest.raises(ScenarioError, match=r"\[run.engine\]: has no meaning with an external gateway"):
         loaded(more=ENGINE + '[run.gateway]\ntype = "external"\nurl = "http://g"\n')
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("REMOTE_DEADLINE", "REMOTE_DEADLINE_S"),
+        ("REMOTE_COMMANDS", "REMOTE_COMMAND"),
+        ("REMOTE_GATEWAY_PROT", "REMOTE_GATEWAY_PORT"),
+        ("REMOTE_GATEWAY_COLOUR", "REMOTE_GATEWAY_"),
+        ("REMOTE_SERVER_TOKENS", "REMOTE_SERVER_TOKEN"),
+    ],
+)
+def test_t09_a_misspelled_variable_is_an_error_that_names_the_nearest(loaded, name, nearest):
+    with pytest.raises(ScenarioError, match=rf"environment variable {name} sets nothing. Did you mean {nearest}"):
+        loaded(environ={name: "1"})
+
+
+def test_t09_variables_of_editors_and_web_servers_are_warned_of_once(loaded, caplog):
+    environ = {"REMOTE_CONTAINERS": "true", "REMOTE_ADDR": "127.0.0.1", "REMOTE_USER": "me"}
+    for _ in range(2):
+        loaded(environ=environ)
+    warnings = [record.message for record in caplog.records if "sets nothing" in record.message]
+    assert warnings == [f"environment variable {name} sets nothing of a remote loop" for name in sorted(environ)]
+    loaded(environ={"REMOTE_GATEWAY_MINE": "1"}, loop=', pass_env = ["REMOTE_GATEWAY_MINE"]')
 
 
 def test_t09_a_resume_keeps_the_settings_of_its_run(tmp_path):

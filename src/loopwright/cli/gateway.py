@@ -17,7 +17,9 @@ from loopwright.engines.fleet import FleetConfig
 from loopwright.engines.named_tokenizer import tokenizer_of
 from loopwright.engines.shortcuts import engine_config
 from loopwright.gateway.gateway import Gateway, GatewayConfig
-from loopwright.gateway.settings import GATEWAY, MIN_TOKEN_LENGTH, TOKEN, from_environment
+from loopwright.gateway.settings import GATEWAY, MIN_TOKEN_LENGTH, TOKEN, check_names, from_environment
+from loopwright.rollouts.remote.config import RemoteConfig
+from loopwright.rollouts.remote.gateway_config import GATEWAY_HOSTS
 
 if TYPE_CHECKING:
     from loopwright.engines.base import Engine, EngineConfig
@@ -199,6 +201,7 @@ def _token(file: Path | None, config: "GatewayConfig", *, relay: bool, public: b
 def _options(**options: Any) -> dict[str, Any]:
     """The gateway's settings: those in the environment, overridden by the options that were given."""
     try:
+        check_names(os.environ, RemoteConfig, list(GATEWAY_HOSTS.values()))
         values = from_environment(GATEWAY, GatewayConfig)
     except ValueError as error:
         raise typer.BadParameter(f"{error}.") from error

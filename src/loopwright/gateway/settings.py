@@ -9,11 +9,17 @@
 | `PROXY_SERVER_URL` | the URL of an external gateway: `type = "external"` with this `url` |
 | `LLM_PROXY_IP` | the address at which agents reach the run's own gateway: its `advertise_host` |
 
+A misspelled name is an error: a near miss of a known variable, and everything unknown below `REMOTE_GATEWAY_` and
+`REMOTE_SERVER_`. Other `REMOTE_*` variables cause one warning each. With `LLM_PROXY_IP` alone, the gateway listens at
+all addresses.
+
 Values are JSON or text. They are read once, where the run is started, and become part of its configuration.
 """
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -26,6 +32,10 @@ TOKEN = "REMOTE_GATEWAY_TOKEN"  # noqa: S105  the name of a variable
 SERVER_TOKEN = "REMOTE_SERVER_TOKEN"  # noqa: S105  the name of a variable
 MIN_TOKEN_LENGTH = 16
 _JSON_STARTS = ("{", "[", '"')
+_NEAR_MISS = 0.8
+"""How similar to a known name a variable must be to count as misspelled."""
+_warned: set[str] = set()
+log = logging.getLogger(__name__)
 
 
 def read_token(file: Path) -> str:
@@ -66,6 +76,32 @@ def from_environment(prefix: str, model: type[BaseModel], environ: Mapping[str, 
     if prefix == GATEWAY and "advertise_host" in model.model_fields and environ.get("LLM_PROXY_IP"):
         values.setdefault("advertise_host", environ["LLM_PROXY_IP"])
     return values
+
+
+def check_names(
+    environ: Mapping[str, str], loop: type[BaseModel], gateways: Sequence[type[BaseModel]], own: Iterable[str] = ()
+) -> None:
+    """Refuse variables that were probably meant to set a key, and warn once of other `REMOTE_*` variables.
+
+    ValueError names the variable and the nearest one that exists. `own` are names that the scenario itself uses.
+    """
+    gateway_keys = {f"{GATEWAY}{key.upper()}" for model in gateways for key in model.model_fields}
+    known = {TOKEN, SERVER_TOKEN, *gateway_keys, *(f"{LOOP}{key.upper()}" for key in loop.model_fields)}
+    for name in sorted(environ.keys() - known - set(own)):
+        if not name.startswith(LOOP):
+            continue
+        # Without the prefix, what editors and web servers set (REMOTE_CONTAINERS, REMOTE_ADDR) resembles no key.
+        tails = {other.removeprefix(LOOP): other for other in sorted(known)}
+        is_ours = name.startswith((GATEWAY, SERVER_TOKEN.removesuffix("TOKEN")))
+        cutoff = 0.0 if is_ours else _NEAR_MISS
+        if nearest := get_close_matches(name.removeprefix(LOOP), tails, n=1, cutoff=cutoff):
+            raise ValueError(
+                f"environment variable {name} sets nothing. Did you mean {tails[nearest[0]]}? "
+                "Unset it, or list it in `pass_env` if agents need it"
+            )
+        if name not in _warned:
+            _warned.add(name)
+            log.warning("environment variable %s sets nothing of a remote loop", name)
 
 
 def is_loopback(host: str) -> bool:

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from loopwright.core.errors import did_you_mean
 from loopwright.core.reward import Penalties
 from loopwright.execution.system import SystemConfig, systems
-from loopwright.gateway.settings import GATEWAY, LOOP, from_environment, parse_value
+from loopwright.gateway.settings import GATEWAY, LOOP, check_names, from_environment, is_loopback, parse_value
 from loopwright.rollouts.remote.config import RemoteConfig
 from loopwright.rollouts.remote.gateway_config import GATEWAY_HOSTS
 from loopwright.scenario.schema import RunConfig, Scenario
@@ -66,6 +66,8 @@ def override(raw: Mapping[str, Any], overrides: Mapping[str, Any], environ: Mapp
     runs = [run for run in tables if isinstance(run, dict)] if isinstance(tables, list) else []
     remote = [run for run in runs if is_remote(run)]
     from_file = [_gateway_type(run) for run in remote]
+    if remote:
+        check_names(environ, RemoteConfig, list(GATEWAY_HOSTS.values()), _own_variables(remote))
     for run in remote:
         _apply_environment(run, environ)
     for key, value in overrides.items():
@@ -119,8 +121,22 @@ def _apply_environment(run: dict[str, Any], environ: Mapping[str, str]) -> None:
     }
     gateway |= {"url": url} if url and kind == "external" else {}
     gateway |= from_environment(GATEWAY, model, environ)
+    address = environ.get("LLM_PROXY_IP")
+    if address and gateway.get("advertise_host") == address and not is_loopback(address):
+        gateway.setdefault("host", "::" if ":" in address else "0.0.0.0")  # noqa: S104  agents connect from elsewhere
     if gateway or kind != "embedded":
         run["gateway"] = {**gateway, "type": kind}
+
+
+def _own_variables(runs: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The variables that remote runs name themselves, for their agents and their gateway's token."""
+    names: set[str] = set()
+    for run in runs:
+        passed = run["rollout"]["loop"].get("pass_env", ())
+        names.update(passed if isinstance(passed, list | tuple) else ())
+        gateway = run.get("gateway")
+        names.add(str(gateway.get("token_env")) if isinstance(gateway, Mapping) else "")
+    return names
 
 
 def _assign_to_runs(runs: Sequence[dict[str, Any]], key: str, value: Any) -> None:
