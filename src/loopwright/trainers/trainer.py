@@ -15,13 +15,14 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from loopwright.core.agent import Agent
-from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, sentence
+from loopwright.core.errors import LoopwrightError, MissingExtra, Problem, StorageError, sentence, storage
 from loopwright.core.runtime import run
 from loopwright.engines.weight_update import WeightUpdate
 from loopwright.ledger.steps import Kind, Step, Steps, steps
 from loopwright.reports.curves import Curves, missing_packages
 from loopwright.reports.rollout.tokens import tokenizer_of
 from loopwright.reports.training.digest import describe_cuts
+from loopwright.reports.training.model_card import model_card
 from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.evaluation import rewards_by_kind, summary
@@ -166,6 +167,7 @@ class _Training:
                 await self._evaluate(step, last=step)
             await self._checkpoint(learner, step)
             await self._in_thread(learner.save, self.directory / "policy")
+            self._write_model_card()
         finally:
             await producer.pause(0)
             # However training ended, an engine that others use must not stay paused.
@@ -173,6 +175,13 @@ class _Training:
                 with suppress(LoopwrightError, TimeoutError):
                     async with asyncio.timeout(_WAKE_S):
                         await self.env.publish(self._last_update)
+
+    def _write_model_card(self) -> None:
+        policy, source = self.directory / "policy", self.env.source
+        if policy.is_dir():
+            model = self.config.model or (source.engine.policy if source is not None else None) or "unknown"
+            with storage(policy):
+                (policy / "README.md").write_text(model_card(self.env.book.ledger, model))
 
     # -- one step -------------------------------------------------------------------------------------------------
 

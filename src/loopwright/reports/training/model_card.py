@@ -1,0 +1,47 @@
+"""The model card of an exported policy: what it was trained on, how far, for which reward, and how to check it."""
+
+from typing import Any
+
+import orjson
+
+from loopwright.ledger.ledger import Ledger
+from loopwright.reports.formatting import number
+from loopwright.reports.training.digest import read_training, verdict, warnings
+
+
+def model_card(ledger: Ledger, model: str) -> str:
+    """The text of `README.md`, in the format of the hub."""
+    digest = read_training(ledger)
+    settings = "\n".join(f"| `{name}` | `{_text(value)}` |" for name, value in digest.agent.items())
+    caveats = "".join(f"- {line}\n" for line in warnings(digest)) or "- None were noticed.\n"
+    return f"""---
+library_name: transformers
+tags: [loopwright, reinforcement-learning]
+---
+# {digest.name}
+
+A policy trained with Loopwright ({digest.agent.get("type", "")}) from `{model}`.
+
+## Steps and reward
+{number(digest.last_step)} of {number(digest.planned)} steps, on {number(digest.trained_rollouts)} of its own rollouts.
+{verdict(digest)}
+
+Judger: `{_text(digest.part("judger"))}`
+
+## Data
+Tasks: `{_text(digest.rollout.get("tasks"))}`
+
+## Caveats
+{caveats}
+## Audit
+`loopwright audit {digest.folder.parent}` recomputes the recorded logprobs with the kept checkpoints.
+
+## Settings
+| | |
+|---|---|
+{settings}
+"""
+
+
+def _text(value: Any) -> str:
+    return orjson.dumps(value, default=str).decode().replace("|", "\\|")
