@@ -10,6 +10,7 @@ import pytest
 from tests.agents.rl.scenarios import live_scenario, numbers, resume, rows, timesteps, train, write_scenario
 from tests.envs.helpers import wait_until
 
+import loopwright
 from loopwright.agents.rl.policy import act
 
 ENVIRONMENTS = """
@@ -117,3 +118,17 @@ def test_curves_are_written_to_wandb_and_mlflow(tmp_path, monkeypatch):
     steps = [step for step, _ in logged["wandb"]]
     assert steps == sorted(steps)
     assert steps[-1] == 200
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_the_options_of_a_vectors_reset_reach_every_server(environments, isolate):
+    source = ENVIRONMENTS.replace("self.left = 10", 'self.left = (options or {}).get("left", 10)')
+    (environments / "slot_options.py").write_text(source)
+    agent = 'type = "ppo", trials = 100, rollout = 64'
+    path = write_scenario(environments, live_scenario(agent, "slot_options:Counter", isolate=isolate))
+    env = loopwright.make(path, num_envs=3)
+    try:
+        assert env.reset(options={"left": 4})[0].tolist() == [[4.0]] * 3
+        assert env.reset()[0].tolist() == [[10.0]] * 3
+    finally:
+        env.close()

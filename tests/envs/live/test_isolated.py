@@ -13,7 +13,7 @@ from tests.envs.helpers import wait_until
 
 from loopwright.core.outcome import Outcome
 from loopwright.envs.live import isolated
-from loopwright.envs.live.isolated import EnvProcess, Failure, IsolatedServer, Reset, Step
+from loopwright.envs.live.isolated import EnvProcess, Failure, IsolatedServer, ResetRequest, StepRequest
 from loopwright.envs.live.regime_server import ServerTarget
 from loopwright.envs.live.server import ServerError, ServerLost
 
@@ -64,11 +64,11 @@ def target(tmp_path, monkeypatch):
 
 def test_copies_are_stepped_together_in_the_order_of_the_requests(target):
     process = EnvProcess(target(), copies=3, timeout_s=30.0)
-    first = process.call([Reset(n, seed=n) for n in range(3)])
+    first = process.call([ResetRequest(n, seed=n) for n in range(3)])
     assert [info["seed"] for _, info in first] == [0, 1, 2]
     assert {info["pid"] for _, info in first} != {os.getpid()}
     assert len({info["pid"] for _, info in first}) == 1, "one process for all"
-    stepped = process.call([Step(2, 1), Step(0, 0), Step(2, 1), Reset(1)])
+    stepped = process.call([StepRequest(2, 1), StepRequest(0, 0), StepRequest(2, 1), ResetRequest(1)])
     assert [response[0].tolist() for response in stepped] == [[1.0], [1.0], [2.0], [0.0]]
     assert isinstance(stepped[1][-1]["f"], str), "what cannot be sent is its repr"
     process.close()
@@ -77,11 +77,11 @@ def test_copies_are_stepped_together_in_the_order_of_the_requests(target):
 
 def test_a_copy_that_raises_costs_its_own_episode(target):
     process = EnvProcess(target(word="raises"), copies=2, timeout_s=30.0)
-    process.call([Reset(0), Reset(1)])
-    failure, other = process.call([Step(0, 2), Step(1, 1)])
+    process.call([ResetRequest(0), ResetRequest(1)])
+    failure, other = process.call([StepRequest(0, 2), StepRequest(1, 1)])
     assert failure == Failure("RuntimeError: boom")
     assert other[0].tolist() == [1.0]
-    assert [response[0].tolist() for response in process.call([Reset(0), Step(1, 1)])] == [[0.0], [2.0]]
+    assert [response[0].tolist() for response in process.call([ResetRequest(0), StepRequest(1, 1)])] == [[0.0], [2.0]]
     assert process.starts == 1
     process.close()
 

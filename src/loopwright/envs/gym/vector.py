@@ -80,13 +80,15 @@ class LiveSlots:
         self.action_space = env.server.action_space
 
     def reset(
-        self, slots: Sequence[int], seeds: Sequence[int | None] | None = None
+        self,
+        slots: Sequence[int],
+        seeds: Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
     ) -> list[tuple[Any, dict[str, Any]]]:
-        """Begin an episode in each of these slots."""
+        """Begin an episode in each of these slots; `options` are passed to the servers."""
         episodes = []
-        for slot, (observation, info) in zip(
-            slots, self.env.start_episodes(slots, seeds or [None] * len(slots)), strict=True
-        ):
+        started = self.env.start_episodes(slots, seeds or [None] * len(slots), options)
+        for slot, (observation, info) in zip(slots, started, strict=True):
             codec = self._codecs[slot]
             codec.set_regime(info.get("env_params", {}))
             episodes.append((codec.encode(observation), info))
@@ -120,11 +122,11 @@ class LiveVectorAdapter(gym.vector.VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode in every slot; a single seed is counted up."""
+        """Begin an episode in every slot; a single seed is counted up, `options` are passed to every server."""
         super().reset(seed=seed if isinstance(seed, int) else None, options=options)
         seeds = [seed + n for n in range(self.num_envs)] if isinstance(seed, int) else seed or [None] * self.num_envs
         infos: dict[str, Any] = {}
-        episodes = self._slots.reset(range(self.num_envs), seeds)
+        episodes = self._slots.reset(range(self.num_envs), seeds, options)
         for slot, (_, info) in enumerate(episodes):
             infos = self._add_info(infos, info, slot)
         return self._batch([observation for observation, _ in episodes]), infos

@@ -15,8 +15,7 @@ from loopwright.core.outcome import FAULT_OF, Fault, Outcome
 from loopwright.core.reward import Objectives, Penalties, Reward, ServerReward
 from loopwright.core.trial import Regime, Trial
 from loopwright.envs.live.config import context_conflict
-from loopwright.envs.live.episode_log import EpisodeLog
-from loopwright.envs.live.failure_watch import FailureWatch
+from loopwright.envs.live.episode_log import EpisodeLog, StepFailures
 from loopwright.envs.live.regime_server import refusal, unacknowledged
 from loopwright.envs.live.server import (
     GymServer,
@@ -118,7 +117,7 @@ class LiveEnv:
         self.slots: list[LiveEnv] = [self] if first is None else first.slots
         if first is None:
             self._log = EpisodeLog(book.ledger, lambda: [one for slot in self.slots for one in slot._unfinished()])
-            self._failures = FailureWatch()
+            self._failures = StepFailures()
         else:
             self._log, self._failures = first._log, first._failures
             self._log.hold = True
@@ -152,18 +151,22 @@ class LiveEnv:
         options = self._next_regime(options)
         return self._began(*self._reset_server(seed, options))
 
-    def start_episodes(self, slots: Sequence[int], seeds: Sequence[int | None]) -> list[tuple[Any, dict[str, Any]]]:
+    def start_episodes(
+        self, slots: Sequence[int], seeds: Sequence[int | None], options: Mapping[str, Any] | None = None
+    ) -> list[tuple[Any, dict[str, Any]]]:
         """Begin episodes of several slots; in one call, if their servers share a process."""
         chosen = [self.slots[slot] for slot in slots]
         reset_copies = getattr(self.server, "reset_copies", None)
         if reset_copies is None or len(chosen) < 2:
-            return [slot.start_episode(seed) for slot, seed in zip(chosen, seeds, strict=True)]
-        options = [slot._next_regime(None) for slot in chosen]
-        requests = list(zip(slots, seeds, options, strict=True))
+            return [slot.start_episode(seed, options) for slot, seed in zip(chosen, seeds, strict=True)]
+        own_options = [slot._next_regime(options) for slot in chosen]
+        requests = list(zip(slots, seeds, own_options, strict=True))
         results = self._watchdog.guard("reset", lambda: reset_copies(requests))
         return [
             # A reset that failed is tried again on its own.
-            slot.start_episode(seed) if isinstance(result, Exception) else slot._began(*slot._check_reset(result))
+            slot.start_episode(seed, options)
+            if isinstance(result, Exception)
+            else slot._began(*slot._check_reset(result))
             for slot, seed, result in zip(chosen, seeds, results, strict=True)
         ]
 

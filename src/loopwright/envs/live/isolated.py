@@ -4,9 +4,9 @@ episodes in progress and not the run.
 One child hosts any number of copies, and one message steps all of them:
 
     process = EnvProcess(ServerTarget("gymnasium:CartPole-v1"), copies=8, timeout_s=30.0)
-    process.call([Reset(n, seed=n) for n in range(8)])               # one message there, one back
-    responses = process.call([Step(n, 1) for n in range(8)])         # in the order of the requests
-    process.call([Step(0, 1), Reset(1), Step(2, 0)])                 # resets and steps may be mixed
+    process.call([ResetRequest(n, seed=n) for n in range(8)])               # one message there, one back
+    responses = process.call([StepRequest(n, 1) for n in range(8)])         # in the order of the requests
+    process.call([StepRequest(0, 1), ResetRequest(1), StepRequest(2, 0)])   # resets and steps may be mixed
     process.close()
 
 A request names the copy that it is for. The child handles the requests of a message one after another and responds with
@@ -44,7 +44,7 @@ _RESET_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Reset:
+class ResetRequest:
     """Begin an episode of one copy."""
 
     copy: int
@@ -53,7 +53,7 @@ class Reset:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepRequest:
     """One step of one copy."""
 
     copy: int
@@ -61,7 +61,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Render:
+class RenderRequest:
     """An image of the state of one copy."""
 
     copy: int
@@ -110,9 +110,9 @@ class EnvProcess:
         self.observation_space, self.action_space = welcome.observation_space, welcome.action_space
         self.metadata: dict[str, Any] = dict(welcome.metadata or {})
 
-    def call(self, requests: Sequence[Reset | Step | Render]) -> list[Any]:
+    def call(self, requests: Sequence[ResetRequest | StepRequest | RenderRequest]) -> list[Any]:
         """One response per request: what the environment returned, or a Failure. Raises ServerLost."""
-        kind = type(requests[0]).__name__.lower()
+        kind = type(requests[0]).__name__.removesuffix("Request").lower()
         if self._channel is None:
             welcome = self._start()
             spaces = welcome.observation_space, welcome.action_space
@@ -231,16 +231,16 @@ class IsolatedServer:
         """Begin an episode, in a new process if the last one is gone. A reset that fails is tried again."""
         for _ in range(_RESET_ATTEMPTS - 1):
             with suppress(ServerLost):
-                return cast("tuple[Any, dict[str, Any]]", self._call(Reset(self._copy, seed, options)))
-        return cast("tuple[Any, dict[str, Any]]", self._call(Reset(self._copy, seed, options)))
+                return cast("tuple[Any, dict[str, Any]]", self._call(ResetRequest(self._copy, seed, options)))
+        return cast("tuple[Any, dict[str, Any]]", self._call(ResetRequest(self._copy, seed, options)))
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """One step. ServerLost ends the episode; the next reset builds the environment again."""
-        return cast("tuple[Any, float, bool, bool, dict[str, Any]]", self._call(Step(self._copy, action)))
+        return cast("tuple[Any, float, bool, bool, dict[str, Any]]", self._call(StepRequest(self._copy, action)))
 
     def render(self) -> Any:
         """An image of the current state."""
-        return self._call(Render(self._copy))
+        return self._call(RenderRequest(self._copy))
 
     @classmethod
     def several(cls, target: ServerTarget, count: int, *, timeout_s: float | None = None) -> "list[IsolatedServer]":
@@ -251,7 +251,7 @@ class IsolatedServer:
     def reset_copies(self, requests: Sequence[tuple[int, int | None, dict[str, Any] | None]]) -> list[Any]:
         """Begin episodes of several copies, given as (copy, seed, options), in one message; as `step_copies`."""
         try:
-            responses = self._process.call([Reset(*request) for request in requests])
+            responses = self._process.call([ResetRequest(*request) for request in requests])
         except ServerLost as error:
             return [error] * len(requests)
         return [_failure(response) if type(response) is Failure else response for response in responses]
@@ -259,7 +259,7 @@ class IsolatedServer:
     def step_copies(self, actions: Sequence[Any]) -> list[Any]:
         """One step of every copy in the process, in one message. What a copy raised stands in place of its response."""
         try:
-            responses = self._process.call([Step(copy, action) for copy, action in enumerate(actions)])
+            responses = self._process.call([StepRequest(copy, action) for copy, action in enumerate(actions)])
         except ServerLost as error:
             return [error] * len(actions)
         return [_failure(response) if type(response) is Failure else response for response in responses]
@@ -268,7 +268,7 @@ class IsolatedServer:
         """End the process."""
         self._process.close()
 
-    def _call(self, request: Reset | Step | Render) -> Any:
+    def _call(self, request: ResetRequest | StepRequest | RenderRequest) -> Any:
         (response,) = self._process.call([request])
         if type(response) is Failure:
             raise _failure(response)

@@ -12,7 +12,7 @@ from typing import Any
 from loopwright.core.errors import LoopwrightError
 from loopwright.core.imports import look_first_in
 from loopwright.envs.live.channel import Channel
-from loopwright.envs.live.isolated import Failure, Render, Reset, Welcome, frame
+from loopwright.envs.live.isolated import Failure, RenderRequest, ResetRequest, Welcome, frame
 from loopwright.envs.live.regime_server import RegimeServer, ServerTarget
 from loopwright.envs.live.server import ServerError
 from loopwright.envs.live.wire import Unsendable, make_sendable
@@ -71,9 +71,9 @@ def _create(target: ServerTarget, copies: int, servers: list[RegimeServer]) -> W
 def _handle(server: RegimeServer, request: Any) -> Any:
     """What a copy returns, or a Failure for whatever it raises."""
     try:
-        if type(request) is Reset:
+        if type(request) is ResetRequest:
             return server.reset(seed=request.seed, options=request.options)
-        return _render(server) if type(request) is Render else server.step(request.action)
+        return _render(server) if type(request) is RenderRequest else server.step(request.action)
     except ServerError as error:
         return Failure(str(error), is_unusable=True)
     except (Exception, SystemExit) as error:  # noqa: BLE001  a user's environment may raise anything

@@ -29,11 +29,11 @@ class PolicySide:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PolicyComparison:
     """The evaluation at the end of a training."""
 
     rows: tuple[tuple[Regime, PolicySide, PolicySide | None], ...]
-    seeds: tuple["Comparison", ...] = ()
+    seeds: tuple["PolicyComparison", ...] = ()
     """With several seeds, the comparison of each; this one is that of the best."""
 
     def _scores(self, side: int) -> list[list[float]] | None:
@@ -137,13 +137,13 @@ class Comparison:
         return f"{winner}: {objective.text(policy)} against {objective.text(static)}"
 
 
-def comparison(state: Any, by_seed: Mapping[int, Any] | None = None) -> Comparison | None:
+def comparison(state: Any, by_seed: Mapping[int, Any] | None = None) -> PolicyComparison | None:
     """The comparison that the ledger recorded, with those of each seed; None if the policy was not evaluated."""
     rows = state.get("regimes") if isinstance(state, dict) else None
     if not isinstance(rows, list) or not rows:
         return None
-    seeds = [Comparison(_sides(one)) for one in (by_seed or {}).values() if one]
-    return Comparison(_sides(rows), tuple(seeds))
+    seeds = [PolicyComparison(_sides(one)) for one in (by_seed or {}).values() if one]
+    return PolicyComparison(_sides(rows), tuple(seeds))
 
 
 def _sides(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[Regime, PolicySide, PolicySide | None], ...]:

@@ -14,7 +14,7 @@ from loopwright.core.trial import Regime, Trial
 from loopwright.ledger.ledger import Ledger
 from loopwright.reports.formatting import number
 from loopwright.reports.live.evaluations import Evaluations
-from loopwright.reports.live.policy import Comparison, comparison
+from loopwright.reports.live.policy import PolicyComparison, comparison
 from loopwright.reports.objective import Objective
 from loopwright.selection.recommendation import Candidate, Recommendation, recommend
 from loopwright.selection.trials import StoredTrial, stored_trials
@@ -48,7 +48,7 @@ class Digest:
     trials: Sequence[StoredTrial]
     trouble: str
     """Why the ledger could not be read completely."""
-    policy: Comparison | None = None
+    policy: PolicyComparison | None = None
     """The policy beside the best static action, if one was trained and evaluated."""
     evaluations: Evaluations = field(default_factory=Evaluations)
     """Of the policy of an RL agent, during training."""
@@ -241,7 +241,7 @@ def read_search(ledger: Ledger) -> Digest:
     )
 
 
-def _policy(ledger: Ledger) -> Comparison | None:
+def _policy(ledger: Ledger) -> PolicyComparison | None:
     agent = (_state(ledger, "run") or {}).get("agent") or {}
     by_seed = {seed: _state(ledger, f"evaluation {seed}") for seed in agent.get("seeds") or ()}
     return comparison(_state(ledger, "policy"), by_seed)

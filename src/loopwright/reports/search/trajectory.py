@@ -29,7 +29,9 @@ class Columns:
 
     def __init__(self, about: Mapping[str, Any], metrics: Iterable[str]) -> None:
         drawn = {*(about.get("env_params") or ()), *(about.get("noise") or ())}
-        self._parameters = tuple(name for name in about.get("parameters") or () if name not in drawn)
+        # The arguments of a live environment belong to its constructor; an action has no parts with their names.
+        chosen = () if about.get("live") else about.get("parameters") or ()
+        self._parameters = tuple(name for name in chosen if name not in drawn)
         self._metrics = tuple(dict.fromkeys(metrics))
         flat = (*(f"action.{name}" for name in self._parameters), *(f"metric.{name}" for name in self._metrics))
         self.names = (*_FIRST, *_FIELDS, *_DURATIONS, *flat)
