@@ -35,7 +35,7 @@ from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, SingleTurn
 from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest, WeightUpdate
 from loopwright.rollouts.pools.base import Worker
 from loopwright.rollouts.pools.local import LocalPool
-from loopwright.rollouts.producer import Producer
+from loopwright.rollouts.producer import GroupProducer
 from loopwright.rollouts.tasks.mix import TaskMix
 from loopwright.testing import simulate
 
@@ -106,7 +106,7 @@ async def produce(
         concurrency=batch * GROUP_SIZE,
     )
     async with env.running():
-        producer = Producer(env, env.produce, group_size=GROUP_SIZE)
+        producer = GroupProducer(env, env.produce, group_size=GROUP_SIZE)
         trained = step = 0
         while trained < groups:
             step += 1

@@ -17,8 +17,8 @@ PACKAGES = {
     "loopwright": """
         Agent AgentConfig AgentLoop BestResult Config ContinuousSpace Engine EngineConfig Env Episode Fault Feedback
         Gateway GymServer GymnasiumAdapter Job Judger JudgerConfig Ledger LoopConfig LoopwrightError NoResult
-        ObsLeafDescriptor Observation Observer Outcome Payload PendingTrial Result Reward RewardFunction Sampling
-        ScenarioError SearchAgent Session Space StructuredObservation Study Task TasksConfig Trial TrialStopped
+        ObsLeafDescriptor Observation Observer Outcome Payload PendingTrial Producer Result Reward RewardFunction
+        Sampling ScenarioError SearchAgent Session Space StructuredObservation Study Task TasksConfig Trial TrialStopped
         Trials Workload WorkloadConfig dispatch engine_of integer load log make replay report rollout run tune uniform
     """,
     "loopwright.agents": """
@@ -65,9 +65,9 @@ PACKAGES = {
     """,
     "loopwright.rollouts": """
         AgentLoop BatchJudger BatchJudgerConfig Buffer Collect CollectConfig DiscardedGroups Episode EpisodeJudge
-        EvalConfig FunctionJudger Group GroupJudger JsonlTasks JudgeFailed JudgeWorker Judger JudgerClient
+        EvalConfig FunctionJudger Group GroupJudger GroupProducer JsonlTasks JudgeFailed JudgeWorker Judger JudgerClient
         JudgerConfig JudgerDown LocalPool LoopConfig LoopWorker MemoryBuffer ParquetTasks Payload PolicySource
-        ProduceConfig Producer ProductionFailed Prompt PythonTasks RolloutConfig RolloutEnv RolloutRequest SingleTurn
+        ProduceConfig ProductionFailed Prompt PythonTasks RolloutConfig RolloutEnv RolloutRequest SingleTurn
         SingleTurnConfig Task TaskMix TasksConfig TasksError Verdict build_judger_client build_pool guard_judger
         rollout_env
     """,

@@ -15,6 +15,7 @@ from loopwright.core.imports import lazy_exports
 if TYPE_CHECKING:
     from loopwright.agents.search.base import Env, SearchAgent
     from loopwright.api.ask_tell import PendingTrial
+    from loopwright.api.producer import Producer
     from loopwright.api.rollout import rollout
     from loopwright.api.study import BestResult, NoResult, Study, Trials
     from loopwright.api.tune import integer, log, run, tune, uniform
@@ -76,6 +77,7 @@ _MODULES = {
     "Outcome": "core.outcome",
     "Payload": "rollouts.judgers.base",
     "PendingTrial": "api.ask_tell",
+    "Producer": "api.producer",
     "Result": "core.trial",
     "Reward": "core.reward",
     "RewardFunction": "core.reward",
@@ -136,6 +138,7 @@ __all__ = [
     "Outcome",
     "Payload",
     "PendingTrial",
+    "Producer",
     "Result",
     "Reward",
     "RewardFunction",

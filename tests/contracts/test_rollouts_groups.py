@@ -13,7 +13,7 @@ from loopwright.reports.rollout.digest import read_rollouts, rollout_result
 from loopwright.rollouts.collect import CollectConfig
 from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.loops.worker import RolloutRequest
-from loopwright.rollouts.producer import Producer
+from loopwright.rollouts.producer import GroupProducer
 from loopwright.scenario.load import load
 from loopwright.testing import simulate
 from loopwright.trainers.grpo import GrpoConfig
@@ -51,7 +51,7 @@ def failing(share: float):
 def test_l13_with_a_judge_that_fails_80_percent_trained_groups_are_whole(tmp_path, budget):
     async def main():
         async with World(tmp_path, instantly, verdict=failing(0.8), budget=budget) as world:
-            world.producer = Producer(world.env, world.env.produce, group_size=4, min_group=4)
+            world.producer = GroupProducer(world.env, world.env.produce, group_size=4, min_group=4)
             step, judged = 0, []
             while step < 25 and (groups := await world.producer.batch(2, step + 1)):
                 step += 1
@@ -68,7 +68,7 @@ def test_l13_with_a_judge_that_fails_80_percent_trained_groups_are_whole(tmp_pat
 def test_l13_a_group_that_needs_fewer_is_used_with_what_it_has(tmp_path):
     async def main():
         async with World(tmp_path, instantly, verdict=failing(0.8)) as world:
-            world.producer = Producer(world.env, world.env.produce, group_size=4, min_group=2)
+            world.producer = GroupProducer(world.env, world.env.produce, group_size=4, min_group=2)
             sizes = Counter[int]()
             for step in range(10):
                 sizes.update(group.judged for group in await world.producer.batch(4, step + 1))

@@ -18,7 +18,7 @@ from loopwright.rollouts.judgers.base import JudgeFailed
 from loopwright.rollouts.loops.worker import RolloutRequest, WeightUpdate
 from loopwright.rollouts.pools.base import Worker
 from loopwright.rollouts.pools.local import LocalPool
-from loopwright.rollouts.producer import Producer
+from loopwright.rollouts.producer import GroupProducer
 from loopwright.rollouts.tasks.mix import TaskMix
 
 Roll = Callable[[RolloutRequest], Awaitable[Episode]]
@@ -106,7 +106,7 @@ class World:
             concurrency=concurrency,
             seed=seed,
         )
-        self.producer = Producer(self.env, self.env.produce, group_size=group_size)
+        self.producer = GroupProducer(self.env, self.env.produce, group_size=group_size)
 
     async def __aenter__(self) -> "World":
         await self.env.loop.start()

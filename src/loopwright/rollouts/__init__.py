@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from loopwright.rollouts.loops.base import AgentLoop, LoopConfig, SingleTurn, SingleTurnConfig
     from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
     from loopwright.rollouts.pools.local import LocalPool
-    from loopwright.rollouts.producer import Producer, ProductionFailed
+    from loopwright.rollouts.producer import GroupProducer, ProductionFailed
     from loopwright.rollouts.tasks.mix import Prompt, TaskMix
     from loopwright.rollouts.tasks.sources import JsonlTasks, ParquetTasks, PythonTasks, TasksConfig, TasksError
 
@@ -65,7 +65,7 @@ _MODULES = {
     "Payload": "judgers.base",
     "PolicySource": "env",
     "ProduceConfig": "config",
-    "Producer": "producer",
+    "GroupProducer": "producer",
     "ProductionFailed": "producer",
     "Prompt": "tasks.mix",
     "PythonTasks": "tasks.sources",
@@ -98,6 +98,7 @@ __all__ = [
     "FunctionJudger",
     "Group",
     "GroupJudger",
+    "GroupProducer",
     "JsonlTasks",
     "JudgeFailed",
     "JudgeWorker",
@@ -113,7 +114,6 @@ __all__ = [
     "Payload",
     "PolicySource",
     "ProduceConfig",
-    "Producer",
     "ProductionFailed",
     "Prompt",
     "PythonTasks",

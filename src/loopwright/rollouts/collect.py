@@ -13,7 +13,7 @@ from loopwright.core.runtime import run
 from loopwright.rollouts.config import RolloutAgentConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.pools.base import PoolDown
-from loopwright.rollouts.producer import Producer, ProductionFailed
+from loopwright.rollouts.producer import GroupProducer, ProductionFailed
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Collect(Agent):
     async def _batches(self) -> None:
         size = self.config.batch or math.ceil(self.env.concurrency / self.config.group_size)
         async with self.env.running():
-            producer = Producer(
+            producer = GroupProducer(
                 self.env, self.env.produce, group_size=self.config.group_size, min_group=self.config.min_size
             )
             step = int(self.env.book.ledger.state("step", 0))

@@ -29,7 +29,7 @@ class ProductionFailed(LoopwrightError, RuntimeError):
     """Too many groups in a row failed or were filtered."""
 
 
-class Producer:
+class GroupProducer:
     """Produces the groups of one run. It schedules by the running event loop's clock, which may be simulated."""
 
     def __init__(self, env: RolloutEnv, config: ProduceConfig, *, group_size: int, min_group: int = 1) -> None:

@@ -27,7 +27,7 @@ from loopwright.rollouts.config import RolloutConfig
 from loopwright.rollouts.env import RolloutEnv
 from loopwright.rollouts.evaluation import rewards_by_kind, summary
 from loopwright.rollouts.group import DiscardedGroups, Group
-from loopwright.rollouts.producer import Producer
+from loopwright.rollouts.producer import GroupProducer
 from loopwright.trainers.algorithm import Algorithm
 from loopwright.trainers.checkpoint import Checkpoints
 from loopwright.trainers.config import TrainConfig
@@ -138,7 +138,7 @@ class _Training:
         self.env.wait_for_judger = True  # an outage of the judger must cost time, not rollouts
         if getattr(config, "dynamic_sampling", False):
             produce = produce.model_copy(update={"filter": "equal_rewards"})
-        producer = Producer(self.env, produce, group_size=config.group_size, min_group=config.min_size)
+        producer = GroupProducer(self.env, produce, group_size=config.group_size, min_group=config.min_size)
         step = await self._resume(learner)
         try:
             await self._publish(producer, learner, step)
@@ -249,7 +249,7 @@ class _Training:
                 "Lower `lr`, or check for rewards that are too large."
             )
 
-    async def _publish(self, producer: Producer, learner: "RunLearner", step: int) -> None:
+    async def _publish(self, producer: GroupProducer, learner: "RunLearner", step: int) -> None:
         """Load the weights of this step into the engines, with the step as their version; also those of step 0."""
         weights = await self._in_thread(learner.weights)
         self._last_update = WeightUpdate(step, weights=weights)

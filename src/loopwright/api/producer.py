@@ -1,0 +1,146 @@
+"""`Producer`: judged groups of rollouts for a trainer of your own, in your own event loop."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from loopwright.core.errors import LoopwrightError, Problem, ScenarioError
+from loopwright.rollouts.config import RolloutAgentConfig
+from loopwright.rollouts.env import RolloutEnv
+from loopwright.rollouts.group import Group
+from loopwright.rollouts.producer import GroupProducer
+from loopwright.scenario.dispatch import begin, hold, write_all
+from loopwright.scenario.kinds.base import BuildContext, LoadedScenario
+from loopwright.scenario.kinds.rollout import RolloutRun
+from loopwright.scenario.load import load
+
+
+class Producer:
+    """Produces the groups of a scenario's rollout run; training, and when to publish weights, is up to the caller.
+
+        async with loopwright.Producer("study.toml", output="out") as producer:
+            version = 0
+            while groups := await producer.batch(8):
+                version += 1
+                await producer.publish(train(groups), version)
+                producer.trained(groups)
+
+    Only `group_size`, `min_group`, `seed` and `trials` of the run's agent count; with a trainer as the agent, it does
+    not train. Opened again with the same output, it continues: groups that were handed out but not reported by
+    `trained` are handed out again, the others never, however the last process ended.
+    """
+
+    def __init__(
+        self,
+        scenario: str | Path | Mapping[str, Any],
+        *,
+        output: str | Path,
+        run: str | None = None,
+        set: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._loaded = load(scenario, set=set)
+        self._run = _rollout_run(self._loaded, run)
+        self._output = Path(output)
+        self._stack = AsyncExitStack()
+        self._production: tuple[RolloutEnv, GroupProducer] | None = None
+        self._batches: dict[int, frozenset[int]] = {}
+        """The groups of each step that were handed out and are not trained yet."""
+        self._step = 0
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._production = await self._open()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        env, _ = self._open_production()
+        env.book.ledger.set_state("finished", error is None)
+        self._production = None
+        # It ends even if the caller's task is cancelled meanwhile.
+        closing = asyncio.ensure_future(self._stack.aclose())
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await asyncio.wait({closing})
+            raise
+
+    async def batch(self, size: int) -> list[Group]:
+        """The next `size` groups to train on; fewer, and in the end none, when the agent's `trials` are used up.
+
+        Production continues between calls if `produce.type` is `async`.
+        """
+        env, producer = self._open_production()
+        groups = await producer.batch(size, self._step + 1)
+        env.book.ledger.flush()
+        if groups:
+            self._step += 1
+            self._batches[self._step] = frozenset(group.number for group in groups)
+        return groups
+
+    async def publish(self, weights: Any, version: int) -> None:
+        """Give the engine new weights. Groups older than `produce.max_staleness` versions expire."""
+        _, producer = self._open_production()
+        if version < producer.version:
+            raise ValueError(f"version {version} is older than the published version {producer.version}")
+        await producer.update(version, weights)
+
+    def trained(self, groups: Sequence[Group]) -> None:
+        """Record that these groups are trained on: whole batches, the oldest first. They are never handed out again.
+
+        Call it after your own checkpoint, so that a crash in between repeats them instead of losing them.
+        """
+        env, _ = self._open_production()
+        numbers, last = {group.number for group in groups}, 0
+        for step, batch in self._batches.items():
+            if not batch <= numbers:
+                break
+            numbers, last = numbers - batch, step
+        if numbers or not last:
+            raise ValueError(
+                f"groups {sorted(numbers)} are not one whole batch that is not trained yet, the oldest first. "
+                "Pass what `batch` returned."
+            )
+        env.book.ledger.set_state("step", last)
+        env.buffer.settle(last)
+        env.book.ledger.flush()
+        self._batches = {step: batch for step, batch in self._batches.items() if step > last}
+
+    async def _open(self) -> tuple[RolloutEnv, GroupProducer]:
+        stack, output, config = self._stack, self._output, self._run.agent
+        if not isinstance(config, RolloutAgentConfig):
+            problem = Problem("[run.agent]", "must have a group_size, as `collect` does.")
+            raise ScenarioError(self._loaded.label, [problem])
+        stack.enter_context(hold(output))
+        if not (output / "campaign.json").exists():
+            begin(self._loaded, output)
+        stack.callback(write_all, output)
+        context = BuildContext(self._loaded, output, config, stack, agent_class=self._run.agent_class)
+        env = self._run.build_env(context)
+        await stack.enter_async_context(env.running())
+        producer = GroupProducer(env, env.produce, group_size=config.group_size, min_group=config.min_size)
+        stack.push_async_callback(producer.pause, 0.0)
+        self._step = int(env.book.ledger.state("step", 0))
+        producer.restore(self._step)
+        return env, producer
+
+    def _open_production(self) -> tuple[RolloutEnv, GroupProducer]:
+        if self._production is None:
+            raise LoopwrightError("this Producer is not open; use it inside `async with`")
+        return self._production
+
+
+def _rollout_run(loaded: LoadedScenario, name: str | None) -> RolloutRun:
+    runs = [run for run in loaded.runs if isinstance(run, RolloutRun) and name in (None, run.name)]
+    if len(runs) != 1:
+        names = ", ".join(run.name for run in loaded.runs if isinstance(run, RolloutRun)) or "none"
+        problem = Problem("[[run]]", f"choose one run with [run.rollout] by its name, `run=…`. There are: {names}.")
+        raise ScenarioError(loaded.label, [problem])
+    return runs[0]

@@ -1,0 +1,124 @@
+"""`loopwright.Producer`: groups for a trainer of the caller's own."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import loopwright
+
+SCENARIO = {
+    "name": "own",
+    "run": [
+        {
+            "name": "own",
+            "agent": {"type": "collect", "trials": 48, "group_size": 2, "seed": 1},
+            "rollout": {
+                "tasks": {"type": "python", "function": "tasks:rows"},
+                "loop": {"type": "single_turn"},
+                "judger": {"type": "length"},
+                "produce": {"type": "async"},
+            },
+            "engine": {"type": "scripted"},
+        }
+    ],
+}
+# Trains two batches, takes a third, and waits to be ended.
+TRAINER = """
+import asyncio, sys, loopwright
+sys.path.insert(0, sys.argv[1])
+from scenario import SCENARIO
+
+async def main():
+    async with loopwright.Producer(SCENARIO, output=sys.argv[1] + "/out") as producer:
+        for version in (1, 2, 3):
+            groups = await producer.batch(3)
+            if version < 3:
+                await producer.publish(None, version)
+                producer.trained(groups)
+            print(*[group.number for group in groups], flush=True)
+        await asyncio.sleep(100)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(autouse=True)
+def tasks(tmp_path, monkeypatch):
+    (tmp_path / "tasks.py").write_text("def rows():\n    return [{'prompt': str(n)} for n in range(6)]\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("tasks", None)
+
+
+def take_all(output, size=3):
+    async def main():
+        numbers = []
+        async with loopwright.Producer(SCENARIO, output=output) as producer:
+            while groups := await producer.batch(size):
+                producer.trained(groups)
+                numbers += [group.number for group in groups]
+        return numbers
+
+    return asyncio.run(main())
+
+
+def test_batches_end_with_the_budget_and_the_output_is_that_of_any_run(tmp_path):
+    numbers = take_all(tmp_path / "out")
+    assert sorted(numbers) == list(range(1, 25))
+    assert take_all(tmp_path / "out") == []
+    assert (tmp_path / "out/report.html").exists()
+    with loopwright.Ledger.read(tmp_path / "out/own/ledger.db") as ledger:
+        assert ledger.state("finished")
+
+
+def test_an_exception_of_the_trainer_closes_it_and_repeats_what_was_not_trained(tmp_path):
+    async def main():
+        async with loopwright.Producer(SCENARIO, output=tmp_path / "out") as producer:
+            first, second = await producer.batch(3), await producer.batch(3)
+            await producer.publish(None, 1)
+            with pytest.raises(ValueError, match="oldest first"):
+                producer.trained(second)
+            producer.trained(first)
+            with pytest.raises(ValueError, match="Pass what `batch` returned"):
+                producer.trained(first)
+            with pytest.raises(ValueError, match="older than the published version 1"):
+                await producer.publish(None, 0)
+            trained.update(group.number for group in first)
+            taken.update(group.number for group in second)
+            raise ZeroDivisionError
+
+    trained, taken = set(), set()
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(main())
+    rest = take_all(tmp_path / "out")
+    assert len(rest) == len({*rest})
+    assert taken <= {*rest}
+    assert not trained & {*rest}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_after_a_signal_nothing_is_trained_twice(tmp_path, number):
+    (tmp_path / "scenario.py").write_text(f"SCENARIO = {SCENARIO!r}\n")
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(tmp_path)], stdout=subprocess.PIPE, text=True, env={**os.environ}
+    )
+    first, second, third = ({*map(int, process.stdout.readline().split())} for _ in range(3))
+    process.send_signal(number)
+    process.stdout.close()
+    assert process.wait(60) != 0
+    rest = take_all(tmp_path / "out")
+    assert len(rest) == len({*rest})
+    assert third <= {*rest}
+    assert not (first | second) & {*rest}
+
+
+def test_it_is_used_inside_a_context(tmp_path):
+    producer = loopwright.Producer(SCENARIO, output=tmp_path / "out")
+    with pytest.raises(loopwright.LoopwrightError, match="async with"):
+        asyncio.run(producer.batch(1))
+    with pytest.raises(loopwright.ScenarioError, match=r"choose one run .*There are: own"):
+        loopwright.Producer(SCENARIO, output=tmp_path / "out", run="other")
