@@ -30,7 +30,7 @@ from loopwright.rollouts.loops.base import AgentLoop, LoopConfig
 from loopwright.rollouts.loops.worker import LoopWorker, RolloutRequest
 from loopwright.rollouts.pools.base import Worker
 from loopwright.rollouts.pools.ray.pool import RayPool
-from loopwright.rollouts.producer import Producer
+from loopwright.rollouts.producer import GroupProducer
 from loopwright.rollouts.tasks.mix import TaskMix
 
 WORKERS, CALLS, CONCURRENCY, ROUNDS = 2, 3_000, 64, 6
@@ -103,7 +103,7 @@ async def produce_beside_crashes(directory: Path) -> tuple[list[Trial], list[Gro
     )
     groups: list[Group] = []
     async with env.running():
-        producer = Producer(env, env.produce, group_size=size, min_group=size)
+        producer = GroupProducer(env, env.produce, group_size=size, min_group=size)
         for step in range(1, steps + 1):
             groups += await producer.batch(batch, step)
         await producer.pause(0)

@@ -8,7 +8,7 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-IMAGES = ("python:3.11-slim", "debian:12-slim")
+IMAGES = ("python:3.11-slim", "python:3.12-slim", "debian:12-slim")
 _TOOLS = ("docker", "dockerd", "mmdebstrap")
 _START_S = 120.0
 

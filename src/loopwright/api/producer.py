@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -122,7 +122,8 @@ class Producer:
         if not (output / "campaign.json").exists():
             begin(self._loaded, output)
         stack.callback(write_all, output)
-        context = BuildContext(self._loaded, output, config, stack, agent_class=self._run.agent_class)
+        resources = stack.enter_context(ExitStack())
+        context = BuildContext(self._loaded, output, config, resources, agent_class=self._run.agent_class)
         env = self._run.build_env(context)
         await stack.enter_async_context(env.running())
         producer = GroupProducer(env, env.produce, group_size=config.group_size, min_group=config.min_size)

@@ -52,3 +52,14 @@ class TestDockerDaemon(IsolationContract):
             harness.command("cat /usr/local/tool; exit 3"),
         )
         assert harness.stdout == "installed\n"
+
+    def test_changes_of_the_system_are_noticed(self, harness):
+        """Not what Docker itself puts there."""
+
+        async def main(script):
+            async with harness.sandbox.open(harness.workspace) as instance:
+                await harness.run(instance, harness.command(script))
+                instance.begin_verification()
+                return instance.has_changed_system()
+
+        assert [asyncio.run(main(script)) for script in ("echo 1 > a", "echo 1 > /etc/a")] == [False, True]

@@ -58,7 +58,10 @@ _STATES = "loopwright-state"
 """The repository of images that hold what a command left, for the next one."""
 _SYSTEM = ("/usr/", "/etc/", "/bin/", "/sbin/", "/lib/", "/lib64/", "/opt/", "/tests", "/logs", "/solution")
 """Where an agent could keep the tests of its task from running."""
-_OWN_FILES = ("/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab")
+_OWN_FILES = (
+    *("/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab"),
+    *("/usr/sbin", "/usr/sbin/docker-init", "/sbin/docker-init"),
+)
 """Files that Docker itself puts into each container."""
 
 # $0 is the previous container, $1 the image for what it left, $2 the image that it started from. Its client may have
@@ -166,7 +169,9 @@ class _Instance(SandboxInstance):
         self._image = image
         self._states: list[str] = []
         """The images of what commands left."""
-        self._changed_system = False
+        self._inspected, self._changed_system = "", False
+        self._mounted: set[str] = set()
+        """The directories in containers that mounts made."""
         # What is not below a readable directory is not visible anyway.
         absolute = [path.absolute() for path in hide if path.exists()]
         self._hide = [path for path in absolute if any(path.is_relative_to(directory) for directory in readable)]
@@ -202,9 +207,23 @@ class _Instance(SandboxInstance):
         if self._has_previous:
             # Its client may have been killed, and what still runs in it could change what is inspected next.
             run_docker("kill", self._containers[-1])
-            lines = run_docker("diff", self._containers[-1]).stdout.splitlines()
-            changes = [line.partition(" ")[2] for line in lines]
-            self._changed_system |= any(path.startswith(_SYSTEM) and path not in _OWN_FILES for path in changes)
+            self._inspect_changes()
+
+    def may_link_to(self, inside: PurePosixPath) -> bool:
+        # A system that a command changed may contain links of its own, which lead to the tests.
+        return not self._changed_system and super().may_link_to(inside)
+
+    def _inspect_changes(self) -> None:
+        """Find out whether the last command changed the system, if this is not known."""
+        container = self._containers[-1]
+        if container == self._inspected or self._changed_system:
+            return
+        done = run_docker("diff", container)
+        paths = [line.partition(" ")[2] for line in done.stdout.splitlines()]
+        is_changed = any(path.startswith(_SYSTEM) and path not in {*_OWN_FILES, *self._mounted} for path in paths)
+        # Without a container there was no command either; otherwise what cannot be inspected counts as changed.
+        failed = done.returncode != 0 and self._id_file(container).exists()
+        self._inspected, self._changed_system = container, is_changed or failed
 
     @property
     def exceeded_limit(self) -> str | None:
@@ -232,6 +251,7 @@ class _Instance(SandboxInstance):
         self._proxy.is_blocked, self._verifying = self._verifying, False
         continuation: tuple[str, ...] = ()
         if self._has_previous:
+            self._inspect_changes()
             state = f"{_STATES}:{_owner()}-{self._containers[-1]}"
             continuation = ("/bin/sh", "-c", _CONTINUE, self._containers[-1], state, self._image)
             self._image = state
@@ -249,6 +269,8 @@ class _Instance(SandboxInstance):
         visible = {str(path): path for path in self._readable}
         visible |= {str(path): self._scratch / "nothing" for path in self._hide}
         visible |= {**read_only, **({_VARIABLES: variables} if multiline else {})}
+        targets = [PurePosixPath(target) for target in (*writable, *visible)]
+        self._mounted.update(str(path) for target in targets for path in (target, *target.parents))
         argv = (
             *("docker", "run", "--init", "--entrypoint=", "--name", name, "--cidfile", str(self._id_file(name))),
             *self._isolation(),
