@@ -242,7 +242,7 @@ def expiry() -> list[Ratio]:
         )
         trained, start_s = 0, asyncio.get_running_loop().time()
         async with env.running():
-            producer = Producer(env, ProduceConfig(type="async"), group_size=4)
+            producer = GroupProducer(env, ProduceConfig(type="async"), group_size=4)
             for step in range(1, steps + 1):
                 trained += len(await producer.batch(batch, step))
                 await asyncio.sleep(1.13)  # the mean duration of a rollout
