@@ -41,8 +41,7 @@ async def _abandon_tasks() -> None:
         return
     _, stubborn = await asyncio.wait(tasks, timeout=_GRACE_S)
     for task in stubborn:
-        name = getattr(task.get_coro(), "__qualname__", task.get_name())
-        log.warning("%s ignored its cancellation for %g s and is abandoned", name, _GRACE_S)
+        log.warning("%s ignored its cancellation for %g s and is abandoned", task.get_name(), _GRACE_S)
         asyncio._unregister_task(task)  # otherwise the runner waits for it, without a limit
         task._log_destroy_pending = False  # type: ignore[attr-defined]
 

@@ -111,6 +111,8 @@ async def contain_failures(work: Awaitable[Any]) -> Any:
             raise
         raise RuntimeError("the worker cancelled its own call") from None
     except (SystemExit, GeneratorExit) as error:
+        if asyncio._get_running_loop() is None:
+            raise  # an abandoned call is deleted after its event loop has ended
         raise RuntimeError(f"the worker raised {error!r}, which would have ended more than its call") from error
 
 

@@ -67,7 +67,7 @@ class LocalPool(Pool):
     async def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
         loop = asyncio.get_running_loop()
         watched = WatchedCall()
-        call = loop.create_task(self._watch.run(watched, contain_failures(work)))
+        call = loop.create_task(self._watch.run(watched, contain_failures(work)), name=self._started().describe_calls())
         self._calls.add(call)
         # Does what asyncio.wait does at half the cost; this runs once or twice in every rollout.
         wake: asyncio.Future[None] = loop.create_future()

@@ -105,5 +105,8 @@ class _Steps:
             error = None
             try:
                 yield future
+            except GeneratorExit:  # an abandoned call is deleted
+                steps.close()
+                raise
             except BaseException as exception:  # noqa: BLE001  passed on to the code that waits
                 error = exception
