@@ -103,7 +103,7 @@ def test_a_log_has_a_line_for_each_evaluation_and_the_summary(trained):
 
 def test_tensorboard_event_files_match_the_ledger(trained):
     directory, events = trained
-    values = scalars(directory / "out" / "learn" / "tensorboard")
+    values = scalars(directory / "out" / "learn" / "tensorboard" / "1")
     for event in events:
         if event["event"] == "step":
             value = values[f"{event['kind']}/reward", event["step"]]

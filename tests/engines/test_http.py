@@ -1,6 +1,7 @@
 """HTTP engines keep the engine contract and survive misbehaving servers."""
 
 import asyncio
+import csv
 import logging
 import socket
 from contextlib import aclosing
@@ -272,6 +273,6 @@ tokenizer = "bytes"
     )
     done = CliRunner().invoke(app, ["run", str(tmp_path / "study.toml"), "-o", str(tmp_path / "out"), "-q"])
     assert done.exit_code == 0, done.output
-    rows = (tmp_path / "out" / "roll" / "trajectory.csv").read_text().splitlines()
-    outcomes = [row.rpartition(",")[2] for row in rows[1:]]
+    with (tmp_path / "out" / "roll" / "trajectory.csv").open(newline="") as file:
+        outcomes = [row["outcome"] for row in csv.DictReader(file)]
     assert (len(outcomes), set(outcomes) - {"ok", "truncated"}) == (8, set())

@@ -8,6 +8,7 @@ import pytest
 from loopwright.agents.search.grid_random import RandomConfig, RandomSearch
 from loopwright.core.outcome import Outcome
 from loopwright.core.trial import Observation
+from loopwright.envs.search import TrialRules
 from loopwright.spaces.parameter import parameter
 from loopwright.spaces.space import Space
 
@@ -17,7 +18,8 @@ TRIALS, PARALLEL = 60, 3
 def proposals(timing, seed, good):
     """The points proposed when trials end in random order, and all but the first few points fail."""
     space = Space({"b": parameter(list(range(40)))}, (), frozenset())
-    agent = RandomSearch(SimpleNamespace(space=space), RandomConfig(trials=TRIALS, seed=seed), parallel=PARALLEL)
+    env = SimpleNamespace(space=space, rules=TrialRules())
+    agent = RandomSearch(env, RandomConfig(trials=TRIALS, seed=seed), parallel=PARALLEL)
     random, running, points = Random(timing), [], []
     while True:
         while len(running) < PARALLEL and len(points) < TRIALS:

@@ -13,9 +13,11 @@
     ├── InvalidAction (ValueError)       the action is outside its space; an `invalid` trial
     ├── NoResult (LookupError)           a study has no successful trial          api/study.py
     ├── AskTellError (ValueError)        a trial was told that is not pending     api/ask_tell.py
+    ├── RaceError                        an agent cannot take part in a race      agents/search/race.py
     ├── PolicyError (ValueError)         a policy cannot be loaded or applied     agents/rl/policy.py
     ├── ServerLost (ConnectionError)     a live server died or hangs              envs/live/server.py
     ├── ServerError (ValueError)         a server sent an invalid response        envs/live/server.py
+    │   └── NoGoodStep                   every step of an environment fails       envs/live/episode_log.py
     ├── AddressError (ValueError)        an address cannot be used                envs/live/address.py
     ├── WireError (ValueError)           the bytes violate the live protocol      envs/live/wire.py
     │   └── Unsendable                   the protocol cannot express a value      envs/live/wire.py
