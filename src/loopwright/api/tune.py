@@ -82,23 +82,17 @@ def tune(
     workload = _workload(function, name, directory, timeout_s, in_process=in_process)
     workload |= {"metrics": [metric], "args": dict(space), "constraints": list(constraints)}
     agent_table = {"type": agent} if isinstance(agent, str) else dict(agent)
-    scenario: dict[str, Any] = {
+    run_table: dict[str, Any] = {
         "name": name,
-        "system": {"type": "local", "parallel": parallel},
-        "run": [
-            {
-                "name": name,
-                "agent": {"trials": trials, "seed": seed, **agent_table},
-                "reward": reward,
-                "repeats": repeats,
-                "workload": workload,
-            }
-        ],
+        "agent": {"trials": trials, "seed": seed, **agent_table},
+        "reward": reward,
+        "repeats": repeats,
+        "workload": workload,
     }
     if stop is not None:
         rule = {"rule": stop} if isinstance(stop, str) else dict(stop)
-        scenario["run"][0]["stop"] = {"metric": metric, "mode": "min" if minimize else "max", **rule}
-    loaded = load(scenario)
+        run_table["stop"] = {"metric": metric, "mode": "min" if minimize else "max", **rule}
+    loaded = load({"name": name, "system": {"type": "local", "parallel": parallel}, "run": [run_table]})
     resume = (directory / "campaign.json").exists()
     if resume:
         check_same_study(loaded, directory)

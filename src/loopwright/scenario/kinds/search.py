@@ -257,11 +257,6 @@ class SearchRun(RunKind):
         trajectory = TrajectoryFile(book.ledger, book.directory)
         context.resources.callback(trajectory.close)
         book.observers.append(trajectory)
-        shared = None
-        if self.cache == "shared":
-            path = Path(system.shared_cache).expanduser() if system.shared_cache else context.output / "cache.db"
-            shared = SharedCache(context.loaded.directory / path if system.shared_cache else path)
-            context.resources.callback(shared.close)
         make: Callable[..., SearchEnv] = context.env or SearchEnv
         if self.env is not None and context.env is None:
             make = import_function(self.env, context.loaded.directory)
@@ -288,8 +283,15 @@ class SearchRun(RunKind):
                 keep=config.keep,
                 episode_steps=self.episode.steps,
             ),
-            shared=shared,
+            shared=self._open_shared_cache(context) if self.cache == "shared" else None,
         )
+
+    def _open_shared_cache(self, context: BuildContext) -> SharedCache:
+        name = context.loaded.scenario.system.shared_cache
+        path = context.loaded.directory / Path(name).expanduser() if name else context.output / "cache.db"
+        shared = SharedCache(path)
+        context.resources.callback(shared.close)
+        return shared
 
 
 def _read_fidelity(raw: Mapping[str, Any], checker: Checker) -> tuple[dict[str, FidelityConfig], Any]:
